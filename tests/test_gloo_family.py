@@ -12,6 +12,7 @@ from asyncsync.collectors.distributed.gloo_family import _NODE, GlooFamily, Line
 from asyncsync.collectors.distributed.launched_family import Meeting, where
 from asyncsync.collectors.distributed.launchers import Launcher, Program, WhenEnded
 from asyncsync.collectors.distributed.node import Answer
+from asyncsync.collectors.distributed.tensor_parcels import as_tensors
 from asyncsync.errors import PeerLost
 from asyncsync.transports import pairs
 from asyncsync.transports.pairs import Pair
@@ -73,7 +74,7 @@ def test_the_end_of_the_program_before_is_not_that_of_its_successor(family: Gloo
     answer = family.submit(0, ("watch",))
     launcher.started[0][1]("the launcher has looked late")
     number, command = again.receive()
-    again.send(number, Answer(None, "it is there"))
+    again.send(number, as_tensors(Answer(None, "it is there")))
     assert command == ("watch",)
     assert answer.result(20).value == "it is there"
     answer = family.submit(0, ("watch",))

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from tensordict import TensorDict
 
 from asyncsync.collectors.distributed.family import NodeFamily
-from asyncsync.collectors.distributed.node import Answer, Command
+from asyncsync.collectors.distributed.node import Answer, Command, Node, Wishes
 from asyncsync.collectors.distributed.node_group import APART, NodeGroup
 from asyncsync.collectors.whole_trajectories import WholeTrajectories
 from asyncsync.collectors.workers.channel import Parcel, dumps, loads
@@ -29,14 +30,14 @@ class Family(NodeFamily):
         super().__init__(restarts)
         self.launched: defaultdict[int, list[Future[Any]]] = defaultdict(list)
         self.sent: defaultdict[int, list[Command]] = defaultdict(list)  # to each node's last one
-        self.open_calls: defaultdict[int, list[Future[Answer]]] = defaultdict(list)
+        self.open_calls: defaultdict[int, list[tuple[Future[Answer], str]]] = defaultdict(list)
         self.silent = {"watch"}
         self.lost: set[int] = set()
 
     def open(self, count: int) -> None:
         pass
 
-    def launch(self, rank: int) -> Future[Any]:
+    def start(self, rank: int) -> Future[Any]:
         self.launched[rank].append(Future())
         return self.launched[rank][-1]
 
@@ -47,16 +48,16 @@ class Family(NodeFamily):
 
     def lose(self, rank: int) -> None:
         self.lost.add(rank)
-        for future in self.open_calls.pop(rank):
+        for future, _ in self.open_calls.pop(rank):
             future.set_exception(PeerLost("the test has lost it"))
 
-    def submit(self, rank: int, command: Command) -> Future[Answer]:
+    def send(self, rank: int, number: int, command: Command) -> Future[Answer]:
         future: Future[Answer] = Future()
         self.sent[rank].append(command)
         if rank in self.lost:
             future.set_exception(PeerLost("its connection is lost"))
         elif command[0] in self.silent:
-            self.open_calls[rank].append(future)
+            self.open_calls[rank].append((future, command[0]))
         elif command[0] == "rollout":
             future.set_result(Answer(None, (command[1], 4, 4), Parcel.of(None)))
         else:
@@ -68,7 +69,7 @@ class Family(NodeFamily):
         return loads(result)
 
     def stop(self, rank: int, timeout: float) -> None:
-        for future in self.open_calls.pop(rank, ()):
+        for future, _ in self.open_calls.pop(rank, ()):
             future.set_result(Answer(None, True))
 
     def name(self, rank: int) -> str:
@@ -76,6 +77,12 @@ class Family(NodeFamily):
 
     def close(self) -> None:
         pass
+
+    def answer(self, rank: int, kind: str, answer: Answer) -> None:
+        """Answer the first of its open commands of this kind."""
+        future = next(future for future, of in self.open_calls[rank] if of == kind)
+        self.open_calls[rank].remove((future, kind))
+        future.set_result(answer)
 
     def kinds(self, rank: int) -> list[str]:
         return [command[1] if command[0] == "call" else command[0] for command in self.sent[rank]]
@@ -87,10 +94,12 @@ class Groups:
     def __init__(self) -> None:
         self.made: list[NodeGroup] = []
 
-    def __call__(self, family: Family, connect_timeout: float = 60.0, **given: Any) -> NodeGroup:
+    def __call__(
+        self, family: Family, connect_timeout: float = 60.0, replay_buffer: Any = None, **given: Any
+    ) -> NodeGroup:
         group = NodeGroup(family, "Test", connect_timeout, **given)
         self.made.append(group)
-        group.start([b"", b""], {}, given.pop("replay_buffer", None))
+        group.start([b"", b""], {}, replay_buffer)
         for rank in range(2):
             family.begin(rank)
         group.wait(lambda: group.connected, 20)
@@ -231,8 +240,7 @@ def test_a_node_that_has_connected_in_time_is_not_late(groups: Groups) -> None:
 @pytest.mark.parametrize("total", [0, 8])
 def test_nodes_run_free_although_one_is_being_launched_again(groups: Groups, total: int) -> None:
     family = Family()
-    group = groups(family)
-    group._builds = [(*build[:3], "a buffer", build[4]) for build in group._builds]
+    group = groups(family, replay_buffer="a buffer")
     lose(group, family, 0)
     sent = len(family.sent[0])
     group.run_free(total, 0)
@@ -244,3 +252,99 @@ def test_nodes_run_free_although_one_is_being_launched_again(groups: Groups, tot
         let_pass(group)
     let_pass(group)
     group.wait(lambda: group.finished, 20)
+
+
+def test_a_node_that_has_finished_has_so_when_it_is_launched_again(groups: Groups) -> None:
+    family = Family()
+    group = groups(family, replay_buffer="a buffer")
+    family.silent.add("rollout")
+    group.run_free(8, 0)
+    let_pass(group)
+    family.answer(0, "rollout", Answer(None, (0, 8, 8)))
+    group.wait(lambda: group.states[0] == "finished", 20)
+    lose(group, family, 0)
+    family.begin(0)
+    group.wait(lambda: group.connected, 20)
+    assert not group.finished, "the other one works"
+    family.answer(1, "rollout", Answer(None, (0, 8, 8)))
+    group.wait(lambda: group.finished, 20)
+    assert "rollout" not in family.kinds(0)
+
+
+def test_an_answer_to_an_earlier_pause_is_none_to_this_one(groups: Groups) -> None:
+    family = Family()
+    group = groups(family)
+    family.silent |= {"rollout", "stand_still"}
+    group.call_soon(group.request, 0, RolloutRequest(1, False, None))
+    group.pause()
+    group.resume()
+    group.pause()
+    let_pass(group)
+    assert family.kinds(0)[-3:] == ["stand_still", "wishes", "stand_still"]
+    family.answer(0, "stand_still", Answer(None, True))
+    let_pass(group)
+    assert not group.stand_still([0])
+    family.answer(0, "stand_still", Answer(None, True))
+    group.wait(lambda: group.stand_still([0]), 20)
+
+
+def test_a_pause_waits_for_a_node_that_has_run_free_before(groups: Groups) -> None:
+    family = Family()
+    group = groups(family, replay_buffer="a buffer")
+    group.run_free(4, 0)
+    group.wait(lambda: group.finished, 20)
+    family.silent |= {"rollout", "stand_still"}
+    group.call_soon(group.request, 0, RolloutRequest(1, False, None))
+    group.pause()
+    let_pass(group)
+    assert not group.stand_still([0, 1])
+    family.answer(0, "stand_still", Answer(None, True))
+    group.wait(lambda: group.stand_still([0, 1]), 20)
+
+
+def test_what_cannot_be_pickled_is_no_lost_node(groups: Groups) -> None:
+    family = Family()
+    with pytest.raises(TypeError, match="pickle") as raised:
+        groups(family, replay_buffer=threading.Lock())
+    assert "a replay buffer must pickle as a handle" in raised.value.__notes__[0]
+    assert not family.launched
+
+
+def test_a_command_that_cannot_be_sent_is_not_counted(groups: Groups) -> None:
+    class Choosy(Family):
+        numbers: ClassVar[list[int]] = []
+
+        def send(self, rank: int, number: int, command: Command) -> Future[Answer]:
+            if command == ("call", "unsent"):
+                raise TypeError("cannot be pickled")
+            self.numbers.append(number)
+            return super().send(rank, number, command)
+
+    family = Choosy()
+    family.launch(0)
+    family.submit(0, ("call", "one"))
+    with pytest.raises(TypeError):
+        family.submit(0, ("call", "unsent"))
+    family.submit(0, ("call", "two"))
+    family.launch(0)
+    family.submit(0, ("call", "one"))
+    assert family.numbers == [0, 1, 0]
+
+
+def test_a_node_carries_commands_out_by_their_numbers_in_whatever_order_they_come() -> None:
+    node = Node(0)
+    done: list[int] = []
+    futures = {}
+    for number in (3, 1, 2, 0):
+        assert not done
+        command = ("wishes", Wishes(1)) if number == 2 else ("call", "state", dumps(()))
+        futures[number] = node.carry_out(number, command)
+        futures[number].add_done_callback(lambda _, number=number: done.append(number))
+        if number == 2:
+            assert futures[2].result(20) == Answer(None), "a signal waits for none"
+            done.clear()
+    for number in (0, 1, 3):
+        assert futures[number].result(20).failure is not None, "it has no collector yet"
+    assert done == [0, 1, 3]
+    node.stop(1.0)
+    assert node.carry_out(4, ("call", "state", dumps(()))).result(20).failure is not None

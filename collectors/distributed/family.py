@@ -9,6 +9,7 @@ in all families, and is in :mod:`asyncsync.collectors.distributed.node_group`.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from abc import ABC, abstractmethod
 from concurrent.futures import Future
@@ -19,12 +20,9 @@ from tensordict import TensorDictBase
 from asyncsync.collectors.arguments import whole
 from asyncsync.collectors.distributed.node import Answer, Command
 
-__all__ = ["SIGNALS", "NodeFamily"]
+__all__ = ["NodeFamily"]
 
 logger = logging.getLogger("asyncsync")
-
-SIGNALS = ("wishes", "stand_still", "stop", "watch")
-"""Commands that are signals, which a family hands to :meth:`Node.signal` in a thread that no other command holds up."""
 
 
 class NodeFamily(ABC):
@@ -35,21 +33,35 @@ class NodeFamily(ABC):
 
     def __init__(self, restarts: int = 0) -> None:
         self.restarts = whole("restarts", restarts, 0)
+        self._numbers: dict[int, int] = {}  # of each node's next command
+        self._submitting = threading.Lock()
 
     @abstractmethod
     def open(self, count: int) -> None:
         """Prepare what so many nodes need, in the thread that constructs the collector; it may wait."""
 
-    @abstractmethod
     def launch(self, rank: int) -> Future[Any]:
         """Start a node, perhaps once more. The future is done when it takes commands, or fails if it never will.
         Returns at once."""
+        self._numbers[rank] = 0
+        return self.start(rank)
+
+    def submit(self, rank: int, command: Command) -> Future[Answer]:
+        """Send a command, from any thread; returns at once. Commands of one node are carried out in the order in which
+        they were submitted. The future has the node's answer, or the family's own exception if the node is lost."""
+        with self._submitting:
+            future = self.send(rank, self._numbers[rank], command)
+            self._numbers[rank] += 1  # the node waits for no command that could not be sent
+        return future
 
     @abstractmethod
-    def submit(self, rank: int, command: Command) -> Future[Answer]:
-        """Send a command, or one of :data:`SIGNALS`, from any thread; returns at once. Commands of one node are carried
-        out in the order in which they were submitted. The future has the node's answer, or the family's own exception
-        if the node is lost."""
+    def start(self, rank: int) -> Future[Any]:
+        """:meth:`launch`."""
+
+    @abstractmethod
+    def send(self, rank: int, number: int, command: Command) -> Future[Answer]:
+        """:meth:`submit`: hand the command to :meth:`Node.carry_out` with this number, in whatever order. The next one
+        has the same number if this raises."""
 
     def remote(self, rank: int) -> Any:
         """What a scheme calls in a node, if it is one of those that the family's collector names as its

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import hmac
-import itertools
 import logging
 import queue
 import struct
@@ -20,7 +19,6 @@ from typing import Any
 
 import torch
 
-from asyncsync.collectors.distributed.family import SIGNALS
 from asyncsync.collectors.distributed.launched_family import LOOK_SECONDS, LaunchedFamily, Meeting, watch, where
 from asyncsync.collectors.distributed.launchers import Program
 from asyncsync.collectors.distributed.node import Answer, Command, Node
@@ -46,9 +44,8 @@ class Line:
     def __init__(self, pair: Pair, key: bytes) -> None:
         self._pair, self._key = pair, key
 
-    def send(self, number: int, value: Any) -> None:
-        """Raises RuntimeError: the other end is gone."""
-        parts = as_tensors(value)
+    def send(self, number: int, parts: list[torch.Tensor]) -> None:
+        """Send an object of these tensors. Raises RuntimeError: the other end is gone."""
         sizes = torch.tensor([part.numel() for part in parts], device="cpu")
         signature = self._signature(number, sizes, parts)
         self._pair.send(as_tensor(_HEAD.pack(number, len(parts), signature)))
@@ -89,52 +86,41 @@ class _Connection:
 
     def __init__(self, line: Line, joined: Future[str]) -> None:
         self.line, self.joined = line, joined
-        self._numbers = itertools.count()
-        self._commands: queue.SimpleQueue[tuple[int, Command] | None] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[tuple[int, list[torch.Tensor]] | None] = queue.SimpleQueue()
         self._futures: dict[int, Future[Answer]] = {}
         self._is_lost = False
 
-    def submit(self, command: Command) -> Future[Answer]:
-        number, future = next(self._numbers), Future[Answer]()
-        self._futures[number] = future
-        self._commands.put((number, command))
+    def submit(self, number: int, command: Command) -> Future[Answer]:
+        parts = as_tensors(command)
+        self._futures[number] = future = Future[Answer]()
+        self._commands.put((number, parts))
         if self._is_lost:
             self.lose("its connection is lost")
         return future
 
     def send_all(self) -> None:
         """In a thread: send what comes, until the end."""
-        while (command := self._commands.get()) is not None:
-            try:
+        with contextlib.suppress(RuntimeError):  # receive_all() knows, too
+            while (command := self._commands.get()) is not None:
                 self.line.send(*command)
-            except RuntimeError:
-                return  # receive_all() knows, too
-            except Exception as error:  # what cannot be pickled
-                self._settle(command[0], error)
 
     def receive_all(self) -> None:
         """In a thread: settle futures until the connection is lost."""
         try:
             while True:
-                self._settle(*self.line.receive())
+                number, answer = self.line.receive()
+                self._futures.pop(number).set_result(answer)
         except (RuntimeError, ProtocolError) as error:
             logger.debug("the connection to a node is lost: %s", error)
         finally:
             self._commands.put(None)
-
-    def _settle(self, number: int, answer: Answer | Exception) -> None:
-        future = self._futures.pop(number)
-        if isinstance(answer, Exception):
-            future.set_exception(answer)
-        else:
-            future.set_result(answer)
 
     def lose(self, how: str) -> None:
         """Nothing will be answered any more. From any thread."""
         self._is_lost = True
         for number in list(self._futures):
             with contextlib.suppress(KeyError, InvalidStateError):
-                self._settle(number, PeerLost(how))
+                self._futures.pop(number).set_exception(PeerLost(how))
 
 
 class GlooFamily(LaunchedFamily):
@@ -150,8 +136,8 @@ class GlooFamily(LaunchedFamily):
     def program(self) -> tuple[Program, tuple[Any, ...]]:
         return run_node, (self._launched,)
 
-    def launch(self, rank: int) -> Future[str]:
-        joined = super().launch(rank)
+    def start(self, rank: int) -> Future[str]:
+        joined = super().start(rank)
         self._disconnect(rank)
         serving = threading.Thread(
             target=self._serve, args=(rank, self._launched, joined), name=f"asyncsync-node-{rank}", daemon=True
@@ -204,8 +190,8 @@ class GlooFamily(LaunchedFamily):
         if connection is not None and connection.joined is joined:
             connection.lose(how)
 
-    def submit(self, rank: int, command: Command) -> Future[Answer]:
-        return self._connections[rank].submit(command)
+    def send(self, rank: int, number: int, command: Command) -> Future[Answer]:
+        return self._connections[rank].submit(number, command)
 
     def stop(self, rank: int, timeout: float) -> None:
         super().stop(rank, timeout)
@@ -241,11 +227,7 @@ def run_node(meeting: Meeting, rank: int, launched: int) -> None:
 
 def _receive_commands(line: Line, node: Node, answers: queue.SimpleQueue[tuple[int, Answer]]) -> None:
     def carry_out(number: int, command: Command) -> None:
-        if command[0] in SIGNALS:  # it may wait
-            signal = threading.Thread(target=lambda: answers.put((number, node.signal(command))), daemon=True)
-            signal.start()
-        else:
-            node.carry_out(command).add_done_callback(lambda done: answers.put((number, done.result())))
+        node.carry_out(number, command).add_done_callback(lambda done: answers.put((number, done.result())))
 
     with contextlib.suppress(RuntimeError):  # the trainer is gone, which watch() sees, too
         while True:
@@ -255,4 +237,5 @@ def _receive_commands(line: Line, node: Node, answers: queue.SimpleQueue[tuple[i
 def _send_answers(line: Line, answers: queue.SimpleQueue[tuple[int, Answer]]) -> None:
     with contextlib.suppress(RuntimeError):
         while True:
-            line.send(*answers.get())
+            number, answer = answers.get()
+            line.send(number, as_tensors(answer))

@@ -80,7 +80,7 @@ class LaunchedFamily(NodeFamily):
         self.meeting = Meeting(*store.address, f"asyncsync_{secrets.token_hex(8)}", secrets.token_bytes(32))
         self.store = self.meeting.store()
 
-    def launch(self, rank: int) -> Future[str]:
+    def start(self, rank: int) -> Future[str]:
         assert self._launcher is not None
         self._launcher.stop(rank, 0.0)  # what is left of one that was lost
         self._launched += 1
@@ -96,7 +96,7 @@ class LaunchedFamily(NodeFamily):
         return future
 
     def has_joined(self, rank: int, joined: Future[str], where: str) -> None:
-        """A node takes commands, the one that :meth:`launch` has returned this future for. From any thread."""
+        """A node takes commands, the one that :meth:`start` has returned this future for. From any thread."""
         self._where[rank] = where
         with contextlib.suppress(InvalidStateError):
             joined.set_result(where)
@@ -107,7 +107,7 @@ class LaunchedFamily(NodeFamily):
 
     @abstractmethod
     def has_ended(self, rank: int, joined: Future[str], how: str) -> None:
-        """A node's program has ended, the one that :meth:`launch` has returned this future for: perhaps there is
+        """A node's program has ended, the one that :meth:`start` has returned this future for: perhaps there is
         another one by now. From any thread; the family knows by its own means, perhaps sooner."""
 
     def stop(self, rank: int, timeout: float) -> None:

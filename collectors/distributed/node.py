@@ -1,15 +1,16 @@
 """Node: what runs a worker of a collector that is elsewhere, whatever brings the commands and takes the answers away.
 
     node = Node(rank=0)
-    node.carry_out(("build", 2, specification, None, schemes, 0)).result()
-    node.carry_out(("rollout", 1, False, Wishes(0))).result()      # an Answer, with the batch as its payload
-    node.signal(("stop", Wishes(1, stopped=True), 3.5))
+    node.carry_out(0, ("build", 2, specification, common, 0)).result()
+    node.carry_out(1, ("rollout", 1, False, Wishes(0))).result()   # an Answer, with the batch as its payload
+    node.carry_out(2, ("stop", Wishes(1, stopped=True), 3.5))
 
-Commands are carried out one after another, in a thread of the node's own, which makes the environment, steps it and
-closes it. They come from any thread, as does a signal, which takes effect between two steps:
+Commands are carried out one after another, by their numbers, in a thread of the node's own, which makes the
+environment, steps it and closes it. They come from any thread, in any order, as does a signal, which takes effect
+between two steps:
 
-- ``("build", count, specification, replay_buffer, schemes, first)``: make the collector, whose trajectories have no
-  identifiers below ``first``; answered with what it is.
+- ``("build", count, specification, common, first)``: make the collector, whose trajectories have no identifiers below
+  ``first``; ``common`` is the pickled replay buffer and schemes. Answered with what it is.
 - ``("connect",)``: wait for the first weights.
 - ``("rollout", serial, random, wishes)``: the wishes of that time, as those on their way may come later.
 - ``("call", name, arguments)``, with pickled arguments, between two rollouts.
@@ -25,7 +26,6 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -39,11 +39,14 @@ from asyncsync.collectors.workers.main import seed_apart
 from asyncsync.collectors.workers.rollout_worker import RolloutWorker, Stopped
 from asyncsync.errors import ClosedError
 
-__all__ = ["Answer", "Command", "Node", "PoolOfNode", "Wishes"]
+__all__ = ["SIGNALS", "Answer", "Command", "Node", "PoolOfNode", "Wishes"]
 
 logger = logging.getLogger("asyncsync")
 
 Command = tuple[Any, ...]
+
+SIGNALS = ("wishes", "stand_still", "stop", "watch")
+"""Commands that wait for no other, each in a thread of its own."""
 
 PAUSE_SECONDS = 60.0
 """How long a signal to stand still waits for the step under way."""
@@ -102,6 +105,8 @@ class Node:
         self._page = ControlPage()  # the trainer's wishes, for the worker and for workers of its own
         self._changed = threading.Condition()
         self._commands: deque[tuple[Command, Future[Answer]]] = deque()
+        self._early: dict[int, tuple[Command, Future[Answer]]] = {}  # those before them have not come yet
+        self._next = 0  # the number of the command that comes next
         self._number = 0  # of the wishes that hold
         self._is_busy = self._stands_still = False
         self._worker: RolloutWorker | None = None
@@ -109,12 +114,18 @@ class Node:
 
     # -- from any thread ----------------------------------------------------------------------------------------------
 
-    def carry_out(self, command: Command) -> Future[Answer]:
-        """Carry a command out after those before it; what becomes of it."""
+    def carry_out(self, number: int, command: Command) -> Future[Answer]:
+        """Carry a command out after those with lower numbers, or a signal at once; what becomes of it."""
         future: Future[Answer] = Future()
         with self._changed:
-            self._commands.append((command, future))
+            self._early[number] = command, future
+            while (come := self._early.pop(self._next, None)) is not None:
+                self._next += 1
+                if come[0][0] not in SIGNALS:
+                    self._commands.append(come)
             self._changed.notify_all()
+        if command[0] in SIGNALS:
+            threading.Thread(target=lambda: future.set_result(self.signal(command)), daemon=True).start()
         if self.ended.is_set():
             self._refuse()
         return future
@@ -213,11 +224,10 @@ class Node:
         else:
             future.set_result(answer)
 
-    def _build(
-        self, count: int, specification: bytes, replay_buffer: Any, schemes: Mapping[str, Any], first: int
-    ) -> Answer:
+    def _build(self, count: int, specification: bytes, common: bytes, first: int) -> Answer:
         seed_apart()
         given = loads(specification)
+        replay_buffer, schemes = loads(common)
         if isinstance(given.arguments.get("traj_pool"), PoolOfNode):
             given.arguments["traj_pool"] = pool = StridedPool(SharedPool(self._page), self.rank, count)
             pool._advance(0, first)

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -31,6 +32,7 @@ from asyncsync.collectors.distributed.family import NodeFamily
 from asyncsync.collectors.distributed.fetched_batches import FetchedBatches
 from asyncsync.collectors.distributed.node import Answer, Command, PoolOfNode, Wishes
 from asyncsync.collectors.distributed.node_calls import NodeCalls
+from asyncsync.collectors.multi.starting import pickled
 from asyncsync.collectors.trajectories import _TrajectoryPool
 from asyncsync.collectors.whole_trajectories import WholeTrajectories
 from asyncsync.collectors.workers.group import RolloutRequest, RolloutResult, WorkerInfo
@@ -65,6 +67,7 @@ class NodeGroup(LoopGroup):
         self._connect_timeout, self._trajectories = connect_timeout, trajectories
         self.frames = self._counted = 0
         self._builds: list[Command] = []
+        self._writes = False  # into a replay buffer
         self._incarnations: list[int] = []  # how often each node was launched again
         self._late: dict[int, asyncio.TimerHandle] = {}  # of each node that is being launched again
         self._lost: set[int] = set()
@@ -75,22 +78,19 @@ class NodeGroup(LoopGroup):
         self._node_calls = NodeCalls(self._submit, self._reply)
         self._requested: dict[int, RolloutRequest] = {}  # of each node that rolls out
         self._free: set[int] = set()  # nodes that run free
-        self._free_total, self._free_random = 0.0, 0
-        # What is wanted of the nodes.
-        self._number = 0
-        self._paused = self._stopped = False
-        self._close_env = True
-        self._cut = 0
-        self._newest: list[int] = []
+        self._free_total, self._free_random = math.inf, 0
+        self._wanted = Wishes(0)  # of all nodes
+        self._newest: list[int] = []  # and of each
         self._told: dict[int, Wishes] = {}  # each node's last ones
         self._telling: dict[int, Wishes] = {}  # those of them that are on their way
 
     # -- beginning ----------------------------------------------------------------------------------------------------
 
     def start(self, specifications: Sequence[bytes], schemes: Mapping[str, Any], replay_buffer: Any) -> None:
-        count = len(specifications)
+        count, common = len(specifications), pickled((replay_buffer, schemes))
+        self._writes = replay_buffer is not None
         self._calling = [scheme for scheme in schemes.values() if isinstance(scheme, RemoteCallCore)]
-        self._builds = [("build", count, pickled, replay_buffer, schemes) for pickled in specifications]
+        self._builds = [("build", count, specification, common) for specification in specifications]
         self._incarnations, self._newest = [0] * count, [0] * count
         loop_thread.run(self._watch)
         self.nodes.open(count)
@@ -119,7 +119,7 @@ class NodeGroup(LoopGroup):
         self._notify()
 
     def _has_connected(self, rank: int, _: Answer) -> None:
-        self.states[rank] = "running" if rank in self._free else "connected"
+        self.states[rank] = self._unpaused(rank)
         self._not_late(rank)
         self._told.pop(rank, None)  # what has paused before was not connected
         self._tell(rank)
@@ -230,7 +230,7 @@ class NodeGroup(LoopGroup):
     def _rolled_out(self, rank: int, answer: Answer) -> None:
         self._requested.pop(rank, None)
         serial, steps, frames = answer.value
-        if self._builds[rank][3] is not None:
+        if self._writes:
             self.frames += frames
         if rank in self._free:
             self._go_on(rank)
@@ -242,13 +242,12 @@ class NodeGroup(LoopGroup):
         return FetchedBatches(dim, self.nodes)
 
     def cut(self, serial: int) -> None:
-        self._cut = max(self._cut, serial)
-        self._wish()
+        self._want(cut=serial)
 
     def run_free(self, total: float, random: int) -> None:
         self._free_total, self._free_random = total, random
         for rank, state in self.states.items():
-            if state != "starting":
+            if state not in ("starting", "paused"):
                 self.states[rank] = "running"
         self.call_soon(self._set_free)
 
@@ -257,6 +256,10 @@ class NodeGroup(LoopGroup):
         for rank in self._free - self._requested.keys():
             self._go_on(rank)
         self._notify()
+
+    def _unpaused(self, rank: int) -> str:
+        """The state of a node that has connected, and is not paused."""
+        return "running" if rank in self._free else "finished" if self.frames >= self._free_total else "connected"
 
     def _go_on(self, rank: int) -> None:
         """One more rollout of a node that runs free, if there are not enough frames yet."""
@@ -275,7 +278,7 @@ class NodeGroup(LoopGroup):
     @counted.setter
     def counted(self, counted: int) -> None:
         self._counted = counted
-        self._wish()
+        self._want(counted=counted)
 
     def count_version(self) -> None:
         self.counted += 1
@@ -283,38 +286,34 @@ class NodeGroup(LoopGroup):
     def announce(self, version: int, workers: Iterable[int] | None) -> None:
         for rank in range(len(self._newest)) if workers is None else workers:
             self._newest[rank] = max(self._newest[rank], version)
-        self._wish()
+        self._want()
 
     def pause(self) -> None:
-        self._paused = True
-        self._wish()
+        self._want(paused=True)
 
     def resume(self) -> None:
-        self._paused = False
-        self._wish()
+        self._want(paused=False)
 
     def stand_still(self, workers: Iterable[int]) -> bool:
-        return all(self.states.get(worker) in ("paused", "finished") for worker in workers)
+        return all(worker not in self._requested or self.states[worker] == "paused" for worker in workers)
 
     def stop(self, close_env: bool = True) -> None:
-        self._stopped, self._close_env = True, close_env
-        self._wish()
+        self._want(stopped=True, close_env=close_env)
 
-    def _wish(self) -> None:
-        """What is wanted has changed. From any thread; never waits."""
-        self.call_soon(self._tell_all)
+    def _want(self, **changed: Any) -> None:
+        """Wishes that have changed. From any thread; never waits."""
+        self.call_soon(self._tell_all, changed)
 
-    def _tell_all(self) -> None:
-        self._number += 1
+    def _tell_all(self, changed: Mapping[str, Any]) -> None:
+        self._wish(**changed)
         for rank in self._built_now:
-            if not self._paused and self.states.get(rank) == "paused":
-                self.states[rank] = "running"
             self._tell(rank)
 
+    def _wish(self, **changed: Any) -> None:
+        self._wanted = self._wanted._replace(number=self._wanted.number + 1, **changed)
+
     def _wishes(self, rank: int) -> Wishes:
-        return Wishes(
-            self._number, self._paused, self._cut, self._newest[rank], self._counted, self._stopped, self._close_env
-        )
+        return self._wanted._replace(newest=self._newest[rank])
 
     def _tell(self, rank: int) -> None:
         """Send the wishes, unless this node has them, or will be sent them when it has answered earlier ones. Those
@@ -324,14 +323,16 @@ class NodeGroup(LoopGroup):
         if rank in self._lost or self._told.get(rank) == wishes or (before is not None and not before.paused):
             return
         self._told[rank] = self._telling[rank] = wishes
+        if not wishes.paused and self.states.get(rank) == "paused":
+            self.states[rank] = self._unpaused(rank)
         kind = "stand_still" if wishes.paused else "wishes"
         self._submit(rank, (kind, wishes), partial(self._has_been_told, rank, wishes))
 
     def _has_been_told(self, rank: int, wishes: Wishes, answer: Answer) -> None:
-        if self._telling.get(rank) is wishes:
+        if self._telling.get(rank) is wishes:  # else there are others, which it has not heard of
             del self._telling[rank]
-        if answer.value and self._paused and self.states.get(rank) in ("connected", "running"):
-            self.states[rank] = "paused"
+            if answer.value and self.states.get(rank, "starting") != "starting":
+                self.states[rank] = "paused"
         self._tell(rank)
         self._notify()
 
@@ -381,8 +382,7 @@ class NodeGroup(LoopGroup):
 
     async def _end(self, timeout: float, close_env: bool) -> None:
         """Have the nodes end by themselves."""
-        self._stopped, self._close_env = True, close_env
-        self._number += 1
+        self._wish(stopped=True, close_env=close_env)
         seconds = BY_ITSELF * timeout
         ends = []
         for rank in self._built_now:

@@ -6,85 +6,26 @@ is an object of Ray's own: it stays in the store of the host where it was made u
 
 from __future__ import annotations
 
-import importlib
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from functools import partial
 from typing import Any
 
 from tensordict import TensorDictBase
 
-from asyncsync.collectors.distributed.family import SIGNALS, NodeFamily
-from asyncsync.collectors.distributed.node import Answer, Command, Node
+from asyncsync.collectors.distributed.family import NodeFamily
+from asyncsync.collectors.distributed.node import SIGNALS, Answer, Command, Node
+from asyncsync.collectors.distributed.ray_connection import connection, library
 from asyncsync.collectors.workers.channel import Parcel, loads
 from asyncsync.errors import PeerLost
 from asyncsync.runtime.threads import until_done
 
-__all__ = ["ActorBuffer", "RayFamily", "library"]
+__all__ = ["ActorBuffer", "RayFamily"]
 
 COMMANDS, SIGNAL_THREADS = 8, 6
-"""Threads of an actor. A command waits in one for its turn."""
+"""Threads of an actor. A command waits in one for its turn, which comes as long as so many threads are enough for those
+that come before it: there are few at a time, as whoever calls a node waits for its answer."""
 
 FETCH_SECONDS = 60.0
-
-
-def library() -> Any:
-    """The module ``ray``. Raises ImportError: it is not installed."""
-    try:
-        return importlib.import_module("ray")
-    except ImportError as error:
-        raise ImportError("this needs Ray, which is not installed: pip install 'asyncsync[ray]'") from error
-
-
-class _Connection:
-    """This process's connection to Ray, which ends with the last of those that :meth:`hold` it, if the first of them
-    has begun it."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._holders: set[object] = set()
-        self._over: threading.Event | None = None  # None: somebody else has begun it
-
-    def hold(self, holder: object, ray: Any, config: Mapping[str, Any]) -> None:
-        with self._lock:
-            if not ray.is_initialized():
-                over = threading.Event()
-                init = partial(ray.init, **config)
-                if threading.current_thread() is threading.main_thread():
-                    init()
-                else:
-                    _init_in_a_thread_that_stays(init, over)
-                self._over = over
-            self._holders.add(holder)
-
-    def release(self, holder: object, ray: Any) -> None:
-        """Idempotent."""
-        with self._lock:
-            self._holders.discard(holder)
-            if self._over is not None and not self._holders:
-                over, self._over = self._over, None
-                ray.shutdown()
-                over.set()
-
-
-_connection = _Connection()
-
-
-def _init_in_a_thread_that_stays(init: Callable[[], Any], over: threading.Event) -> None:
-    """Linux kills the processes that Ray starts when the thread that has started them ends."""
-    begun: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            begun.set_result(init())
-        except BaseException as error:
-            begun.set_exception(error)
-        else:
-            over.wait()
-
-    threading.Thread(target=run, name="asyncsync-ray", daemon=True).start()
-    begun.result()
 
 
 class NodeActor:
@@ -101,16 +42,13 @@ class NodeActor:
 
         return f"pid {os.getpid()} on {socket.gethostname()}"
 
-    def carry_out(self, command: Command) -> Answer:
-        return self._node.carry_out(command).result()
+    def carry_out(self, number: int, command: Command) -> Answer:
+        return self._node.carry_out(number, command).result()
 
-    def roll_out(self, command: Command) -> tuple[Answer, Any]:
+    def roll_out(self, number: int, command: Command) -> tuple[Answer, Any]:
         """The same, with the batch apart."""
-        answer = self._node.carry_out(command).result()
+        answer = self.carry_out(number, command)
         return answer._replace(payload=None), answer.payload
-
-    def signal(self, command: Command) -> Answer:
-        return self._node.signal(command)
 
     def cascade_execute(self, attr_path: str, *args: Any, **kwargs: Any) -> Any:
         return self._node.cascade_execute(attr_path, *args, **kwargs)
@@ -140,9 +78,9 @@ class RayFamily(NodeFamily):
 
     def open(self, count: int) -> None:
         self._ray = library()
-        _connection.hold(self, self._ray, self._init_config or {})
+        connection.hold(self, self._ray, self._init_config or {})
 
-    def launch(self, rank: int) -> Future[Any]:
+    def start(self, rank: int) -> Future[Any]:
         self.stop(rank, 0.0)  # what is left of one that was lost
         self._where.pop(rank, None)
         groups = {"commands": COMMANDS, "signals": SIGNAL_THREADS}
@@ -156,15 +94,15 @@ class RayFamily(NodeFamily):
         if ready.exception() is None:
             self._where[rank] = ready.result()
 
-    def submit(self, rank: int, command: Command) -> Future[Answer]:
+    def send(self, rank: int, number: int, command: Command) -> Future[Answer]:
         actor = self.actors[rank]
         found: Future[Answer]
-        if command[0] in SIGNALS:
-            found = actor.signal.options(concurrency_group="signals").remote(command).future()
-        elif command[0] != "rollout":
-            found = actor.carry_out.options(concurrency_group="commands").remote(command).future()
+        if command[0] != "rollout":
+            group = "signals" if command[0] in SIGNALS else "commands"
+            found = actor.carry_out.options(concurrency_group=group).remote(number, command).future()
         else:
-            answer, batch = actor.roll_out.options(concurrency_group="commands", num_returns=2).remote(command)
+            rolls_out = actor.roll_out.options(concurrency_group="commands", num_returns=2)
+            answer, batch = rolls_out.remote(number, command)
             found = Future()
             answer.future().add_done_callback(lambda done: _with_batch(found, done, batch))
         return found
@@ -193,7 +131,7 @@ class RayFamily(NodeFamily):
 
     def close(self) -> None:
         if self._ray is not None:
-            _connection.release(self, self._ray)
+            connection.release(self, self._ray)
 
 
 def _with_batch(found: Future[Answer], answer: Future[Answer], batch: Any) -> None:

@@ -4,7 +4,6 @@ pickle, without a copy.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -16,7 +15,6 @@ from torch.distributed import rpc
 from torch.distributed.rpc.functions import async_execution
 from torch.futures import Future as TorchFuture
 
-from asyncsync.collectors.distributed.family import SIGNALS
 from asyncsync.collectors.distributed.launched_family import LaunchedFamily, Meeting, watch, where
 from asyncsync.collectors.distributed.launchers import Program
 from asyncsync.collectors.distributed.node import Answer, Command, Node
@@ -80,11 +78,9 @@ class RPCFamily(LaunchedFamily):
     def has_ended(self, rank: int, joined: Future[str], how: str) -> None:
         """The agent knows from the connection."""
 
-    def submit(self, rank: int, command: Command) -> Future[Answer]:
-        function = _signal if command[0] in SIGNALS else _carry_out
-        sent = rpc.rpc_async(
-            _name(self.meeting, rank), function, args=(self.meeting.token, dumps(command)), timeout=FOREVER
-        )
+    def send(self, rank: int, number: int, command: Command) -> Future[Answer]:
+        arguments = self.meeting.token, number, dumps(command)
+        sent = rpc.rpc_async(_name(self.meeting, rank), _carry_out, args=arguments, timeout=FOREVER)
         future: Future[Answer] = Future()
         sent.add_done_callback(lambda done: _settle(future, done))
         return future
@@ -153,18 +149,9 @@ def _has_joined(token: str, rank: int, there: str) -> None:
 
 
 @async_execution  # type: ignore[untyped-decorator]
-def _carry_out(token: str, command: bytes) -> TorchFuture[Any]:
+def _carry_out(token: str, number: int, command: bytes) -> TorchFuture[Any]:
     """In the node: no thread of the agent waits for the answer."""
     answered: TorchFuture[Any] = TorchFuture()
-    done = _nodes[token].carry_out(loads(command))
+    done = _nodes[token].carry_out(number, loads(command))
     done.add_done_callback(lambda done: answered.set_result(as_tensors(done.result())))
-    return answered
-
-
-@async_execution  # type: ignore[untyped-decorator]
-def _signal(token: str, command: bytes) -> TorchFuture[Any]:
-    """In the node: signals may wait, each in a thread of its own."""
-    answered: TorchFuture[Any] = TorchFuture()
-    node, given = _nodes[token], loads(command)
-    threading.Thread(target=lambda: answered.set_result(as_tensors(node.signal(given))), daemon=True).start()
     return answered

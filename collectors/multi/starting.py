@@ -24,7 +24,7 @@ from asyncsync.errors import AckTimeout
 from asyncsync.runtime import loop_thread
 from asyncsync.runtime.threads import elsewhere
 
-__all__ = ["check_shared", "connect", "described", "make_finalizers", "wait_until_built", "ways_of_weights"]
+__all__ = ["check_shared", "connect", "described", "make_finalizers", "pickled", "wait_until_built", "ways_of_weights"]
 
 
 def wait_until_built(group: WorkerGroup, count: int, owner: str, deadline: float) -> None:
@@ -93,16 +93,22 @@ def described(
         given.pop("replay_buffer", None)  # travels by itself
         if given.get("traj_pool") is None:
             given["traj_pool"] = pool()
-        try:
-            found.append(dumps(Specification(create_env_fn=factory, arguments=given, **common)))
-        except Exception as error:
-            note(
-                error,
-                "Environment factories, policy, hooks and postproc travel to the workers by cloudpickle. What cannot "
-                "be pickled must be made there: in create_env_fn, in policy_factory, or in init_fn.",
-            )
-            raise
+        found.append(pickled(Specification(create_env_fn=factory, arguments=given, **common)))
     return found
+
+
+def pickled(value: Any) -> bytes:
+    """What travels to workers. Raises whatever pickling it raises, with a note that says what to do."""
+    try:
+        return dumps(value)
+    except Exception as error:
+        note(
+            error,
+            "Environment factories, policy, hooks and postproc travel to the workers by cloudpickle, and so do schemes "
+            "and a replay buffer. What cannot be pickled must be made there: in create_env_fn, in policy_factory, or "
+            "in init_fn; a replay buffer must pickle as a handle on what is elsewhere.",
+        )
+        raise
 
 
 def ways_of_weights(

@@ -17,7 +17,7 @@ from asyncsync.runtime.threads import settle
 from helpers.called_faults import OF_KILLED_WORKERS, a_trainer_killed_amid_a_transfer_is_noticed
 from helpers.called_workers import APIS, CASES, Lab, run_cases
 
-__all__ = ["run_with_rpc"]
+__all__ = ["join", "run_with_rpc", "serve"]
 
 WORKERS = 5  # of which three are killed
 
@@ -28,17 +28,19 @@ def _options() -> Any:
     return rpc.TensorPipeRpcBackendOptions(num_worker_threads=8, rpc_timeout=30, _transports=["uv"])
 
 
-def _join(rank: int, port: int) -> None:
+def join(rank: int, port: int, size: int = WORKERS + 1) -> None:
+    """Begin RPC in this process, one of so many."""
     from torch.distributed import rpc
 
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    rpc.init_rpc(f"rank{rank}", rank=rank, world_size=WORKERS + 1, rpc_backend_options=_options())
+    rpc.init_rpc(f"rank{rank}", rank=rank, world_size=size, rpc_backend_options=_options())
 
 
-def _serve(rank: int, port: int) -> None:
+def serve(rank: int, port: int, size: int = WORKERS + 1) -> None:
+    """In a process: be called until the process that has started this one ends."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    _join(rank, port)
+    join(rank, port, size)
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
@@ -101,11 +103,11 @@ def run_with_rpc(tell: Callable[[str, str | None], None]) -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=_serve, args=(rank, port)) for rank in range(1, WORKERS + 1)]
+    processes = [context.Process(target=serve, args=(rank, port)) for rank in range(1, WORKERS + 1)]
     for process in processes:
         process.start()
     try:
-        _join(0, port)
+        join(0, port)
         lab = RPCLab()
         lab.know({rank: process.pid or 0 for rank, process in enumerate(processes, 1)})
         run_cases(lab, {name: function for name, function in CASES.items() if name not in OF_KILLED_WORKERS}, tell)

@@ -1,0 +1,19 @@
+"""Programs whose senders call their workers, killed without warning, and run again where they were."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+
+from helpers.killed_programs import killed_program
+from helpers.programs import in_program
+
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(180)]
+
+needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
+
+
+@pytest.mark.parametrize("kind", ["RPC", pytest.param("Ray", marks=needs_ray)])
+def test_r197_the_next_program_can_be_on_the_ports_of_one_that_was_killed(kind: str) -> None:
+    assert in_program(killed_program, kind, seconds=150) == {"value": 2.0, "gone": True, "again": 0}
