@@ -31,6 +31,7 @@ __all__ = [
     "check_schemes",
     "each",
     "exact_device",
+    "fits",
     "flattened",
     "frames_or_none",
     "given_arguments",
@@ -101,7 +102,7 @@ def check_policy(policy: Any) -> None:
             f"policy is the class {policy.__qualname__}: pass an instance of it; did you mean "
             f"policy_factory={policy.__qualname__}?"
         )
-    if callable(policy) and not isinstance(policy, nn.Module) and _fits(policy) and not _fits(policy, None):
+    if callable(policy) and not isinstance(policy, nn.Module) and fits(policy) and not fits(policy, None):
         name = getattr(policy, "__qualname__", type(policy).__name__)
         raise TypeError(
             f"policy is {name}(), which takes no observations: a policy takes them, or a TensorDict. Did you mean "
@@ -115,13 +116,13 @@ def check_policy_factory(name: str, factory: Any) -> None:
         return
     if not callable(factory):
         raise TypeError(f"{name} must be a callable that returns a policy, not {type(factory).__name__}")
-    if isinstance(factory, TensorDictModuleBase) or (isinstance(factory, nn.Module) and not _fits(factory.forward)):
+    if isinstance(factory, TensorDictModuleBase) or (isinstance(factory, nn.Module) and not fits(factory.forward)):
         raise TypeError(
             f"{name} is a policy itself, a {type(factory).__name__}: pass it as policy=, or a callable that makes it"
         )
 
 
-def _fits(function: Any, *arguments: Any) -> bool:
+def fits(function: Any, *arguments: Any) -> bool:
     """Whether a callable can be called with these arguments, or may be: some show no signature."""
     try:
         signature = inspect.signature(function)
@@ -242,10 +243,10 @@ class RolloutArguments:
         if self.adds:
             del rounded["total_frames"]  # the last rollout may be shorter
         for name, frames in rounded.items():
-            if 0 < frames < math.inf and frames % frames_per_batch:
+            if 0 < frames < math.inf and frames % (batch := self.requested_frames_per_batch):
                 warn_rounding(
-                    f"{name} ({frames}) is not divisible by frames_per_batch ({frames_per_batch})",
-                    math.ceil(frames / frames_per_batch) * frames_per_batch,
+                    f"{name} ({frames}) is not divisible by frames_per_batch ({batch})",
+                    math.ceil(frames / batch) * batch,
                 )
 
 

@@ -149,8 +149,8 @@ class RolloutProfiler:
 def recorded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, in a named range of torch's profiler."""
 
-    def call(*args: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         with record_function(name):
-            return function(*args)
+            return function(*args, **kwargs)
 
     return call

@@ -228,5 +228,5 @@ class Collector(LocalCollector, metaclass=Chooses):
             if weight_recv_schemes is not None:
                 self.register_scheme_receiver(weight_recv_schemes)
         except BaseException:
-            self.shutdown(close_env=self.env is not create_env_fn)  # the caller's own environment stays open
+            self.shutdown(close_env=not environments.is_given(create_env_fn))  # which stays open
             raise

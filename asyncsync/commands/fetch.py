@@ -8,7 +8,7 @@ import json
 import sys
 
 from asyncsync.bus.guest import Guest, Snapshot
-from asyncsync.commands.options import CommandFailed, add_sender, as_options, credentials_of, positive, writable
+from asyncsync.commands.options import CommandFailed, add_sender, as_options, credentials_of, positive, safetensors_file
 from asyncsync.errors import WeightSyncError
 from asyncsync.transports.shared_memory import SharedMemTransport
 from asyncsync.weights.layout import unpack_values
@@ -31,18 +31,14 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         epilog="Exit codes: 0 saved; 1 not saved, with the reason on stderr; 2 wrong arguments; 130 ended by Ctrl-C.",
     )
     add_sender(parser)
-    parser.add_argument("--out", type=_file, required=True, metavar="FILE.safetensors", help="where to save them")
+    parser.add_argument(
+        "--out", type=safetensors_file, required=True, metavar="FILE.safetensors", help="where to save them"
+    )
     parser.add_argument("--model", default=None, metavar="ID", help="which, where the trainer has several models")
     parser.add_argument(
         "--timeout", type=positive, default=30.0, metavar="S", help="give up after this time (default %(default)g)"
     )
     parser.set_defaults(run=_run)
-
-
-def _file(text: str) -> str:
-    if not text.endswith(".safetensors"):
-        raise argparse.ArgumentTypeError("the name must end with .safetensors")
-    return writable(text)
 
 
 def _run(options: argparse.Namespace) -> int:

@@ -77,6 +77,12 @@ def writable(text: str) -> str:
     return text
 
 
+def safetensors_file(text: str) -> str:
+    if not text.endswith(".safetensors"):
+        raise argparse.ArgumentTypeError("the name must end with .safetensors")
+    return writable(text)
+
+
 def picture(text: str) -> str:
     if Path(text).suffix.lower() not in (".png", ".pdf", ".svg"):
         raise argparse.ArgumentTypeError("the path must end with one of .png, .pdf or .svg")

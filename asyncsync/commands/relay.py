@@ -6,7 +6,7 @@ import argparse
 from functools import partial
 from pathlib import Path
 
-from asyncsync.commands.options import CommandFailed, as_options, writable
+from asyncsync.commands.options import CommandFailed, as_options, safetensors_file
 from asyncsync.errors import NotConnected, WeightSyncError
 from asyncsync.net.endpoint import check_endpoint, several
 from asyncsync.net.key_files import KeyFiles
@@ -38,7 +38,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         help="the workers read shared memory (SharedMemWeightSyncScheme); --bind ipc://…",
     )
     parser.add_argument(
-        "--keep", type=_file, default=None, metavar="FILE.safetensors", help="keep the newest weights there"
+        "--keep", type=safetensors_file, default=None, metavar="FILE.safetensors", help="keep the newest weights there"
     )
     parser.add_argument(
         "--allow-plaintext", action="store_true", help="also to other hosts, on a network that you trust"
@@ -50,12 +50,6 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     below.add_argument("--bind-key", default=None, metavar="FILE", help="this relay's secret certificate as a server")
     below.add_argument("--clients", default=None, metavar="DIR", help="the public certificates of those it lets in")
     parser.set_defaults(run=_run)
-
-
-def _file(text: str) -> str:
-    if not text.endswith(".safetensors"):
-        raise argparse.ArgumentTypeError("the name must end with .safetensors")
-    return writable(text)
 
 
 def _above(options: argparse.Namespace) -> KeyFiles | None:

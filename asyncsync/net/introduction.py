@@ -34,31 +34,28 @@ class Introduction:
         endpoint: where that is.
         server: its public key.
         own: the worker's keys.
-        store: host and port of a TCPStore of the sender's, where the transport needs one.
     """
 
     endpoint: str
     server: bytes
     own: KeyPair
-    store: tuple[str, int] | None = None
 
     def encode(self) -> bytes:
         """For :meth:`decode`."""
-        encoded: bytes = msgpack.packb([self.endpoint, self.server, self.own.public, self.own.secret, self.store])
+        encoded: bytes = msgpack.packb([self.endpoint, self.server, self.own.public, self.own.secret])
         return encoded
 
     @classmethod
     def decode(cls, data: bytes) -> Introduction:
         """Raises ProtocolError: it is something else."""
         try:
-            endpoint, server, public, secret, store = msgpack.unpackb(data)
-            place = None if store is None else (str(store[0]), int(store[1]))
-        except (ValueError, TypeError, IndexError, msgpack.UnpackException) as error:
+            endpoint, server, public, secret = msgpack.unpackb(data)
+        except (ValueError, TypeError, msgpack.UnpackException) as error:
             raise ProtocolError(f"this is no introduction to a sender: {error!r}") from error
         keys = (server, public, secret)
         if not isinstance(endpoint, str) or not all(isinstance(k, bytes) and len(k) == KEY_LENGTH for k in keys):
             raise ProtocolError("this is no introduction to a sender")
-        return cls(endpoint, server, KeyPair(public, secret), place)
+        return cls(endpoint, server, KeyPair(public, secret))
 
 
 class Introductions:

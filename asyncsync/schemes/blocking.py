@@ -28,7 +28,7 @@ from asyncsync.schemes.torchrl_names import TorchRLNames
 from asyncsync.transports.blocking import in_sync_as
 from asyncsync.wire.metadata import encode_metadata
 
-__all__ = ["Bus", "Make", "SyncScheme", "WeightSyncScheme", "now", "ordinary"]
+__all__ = ["Bus", "Make", "WeightSyncScheme", "now", "ordinary"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -207,6 +207,7 @@ class WeightSyncScheme(TorchRLNames):
     _bus_class: ClassVar[type[BusCore]] = Bus
     _is_blocking: ClassVar[bool] = True
     _bus: Bus
+    _sync = True  # TorchRL's option of some schemes; False: ``send`` waits for no worker
 
     @property
     def aio(self) -> AsyncScheme:
@@ -293,7 +294,10 @@ class WeightSyncScheme(TorchRLNames):
             PartialSendError: who has not applied it, and why. Not final: they still converge.
         """
         self._check_open()
-        self._bus.send({self._topic: weights}, worker_ids, timeout, metadata=metadata, quorum=quorum)
+        if self._sync:
+            self._bus.send({self._topic: weights}, worker_ids, timeout, metadata=metadata, quorum=quorum)
+        else:
+            self.publish(weights, worker_ids, metadata=metadata)
 
     async def send_async(
         self,
@@ -373,25 +377,3 @@ class WeightSyncScheme(TorchRLNames):
 
     def __exit__(self, *exc: object) -> None:
         self.shutdown()
-
-
-class SyncScheme(WeightSyncScheme):
-    """A scheme with TorchRL's option ``sync``: where that is False, ``send`` waits for no worker."""
-
-    _sync: bool
-
-    def send(
-        self,
-        weights: Any = None,
-        worker_ids: Workers = None,
-        timeout: float = DEFAULT_TIMEOUT,
-        *,
-        metadata: Metadata = None,
-        quorum: int | None = None,
-    ) -> None:
-        if self._sync:
-            super().send(weights, worker_ids, timeout, metadata=metadata, quorum=quorum)
-        else:
-            self.publish(weights, worker_ids, metadata=metadata)
-
-    send.__doc__ = WeightSyncScheme.send.__doc__

@@ -161,6 +161,7 @@ class BlockingNoSync(NoSyncCore, blocking.WeightSyncScheme):
         self._connect(worker_idx)
 
     publish = blocking.ordinary(NoWeightSyncScheme.publish)
+    publish_async = NoWeightSyncScheme.publish
     wait_version = blocking.ordinary(NoWeightSyncScheme.wait_version)
     wait_lag = blocking.ordinary(NoWeightSyncScheme.wait_lag)
     receive = blocking.ordinary(NoWeightSyncScheme.receive)
@@ -168,15 +169,6 @@ class BlockingNoSync(NoSyncCore, blocking.WeightSyncScheme):
 
     def _run(self, make: blocking.Make[T]) -> T:
         return blocking.now(make())
-
-    async def publish_async(
-        self,
-        weights: Any = None,
-        worker_ids: int | Iterable[int] | None = None,
-        *,
-        metadata: Mapping[str, Any] | None = None,
-    ) -> int:
-        return self._count_up(metadata)
 
     def send(
         self,

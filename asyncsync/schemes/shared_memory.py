@@ -110,7 +110,7 @@ class SharedMemWeightSyncScheme(SlotCore, aio.WeightSyncScheme):
     _transport_class = SharedMemTransport
 
 
-class BlockingSharedMem(SlotCore, blocking.SyncScheme):
+class BlockingSharedMem(SlotCore, blocking.WeightSyncScheme):
     """Weights through shared memory, with the blocking API; see :class:`asyncsync.SharedMemWeightSyncScheme`.
 
     Args:
@@ -143,7 +143,7 @@ class MultiProcessWeightSyncScheme(SlotCore, aio.WeightSyncScheme):
     _transport_class = MPTransport
 
 
-class BlockingMultiProcess(SlotCore, blocking.SyncScheme):
+class BlockingMultiProcess(SlotCore, blocking.WeightSyncScheme):
     """Weights for workers on this host, each with a copy of its own, with the blocking API; see
     :class:`asyncsync.MultiProcessWeightSyncScheme`.
 

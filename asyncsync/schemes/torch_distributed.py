@@ -274,7 +274,7 @@ class DistributedWeightSyncScheme(DistributedCore, aio.WeightSyncScheme):
     _transport_class = DistributedTransport
 
 
-class BlockingDistributed(DistributedCore, blocking.SyncScheme):
+class BlockingDistributed(DistributedCore, blocking.WeightSyncScheme):
     """Weights through torch.distributed, with the blocking API; see :class:`asyncsync.DistributedWeightSyncScheme`.
 
     Args:

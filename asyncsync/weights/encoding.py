@@ -134,7 +134,7 @@ def encode_piece(data: Buffer, name: str, item: int) -> bytes | None:
     """The bytes encoded by this codec, for :func:`decode_piece`; None: they get no smaller. ``item``: the size of the
     numbers in there, a power of two up to 16. Any thread."""
     codec, whole = CODECS[name], np.frombuffer(data, np.uint8)
-    compressed = codec.compress(_apart(whole, item).data)
+    compressed = codec.compress(_turned(whole, len(whole) // item, item).data)
     if len(compressed) + 1 >= len(whole):
         return None
     return bytes([codec.number << 4 | item.bit_length() - 1]) + compressed
@@ -153,28 +153,16 @@ def decode_piece(data: Buffer, size: int) -> Bytes:
     plain = codec.decompress(memoryview(data)[1:], size)
     if len(plain) != size:
         raise ProtocolError(f"{len(plain)} compressed bytes where there should be {size}")
-    return _together(np.frombuffer(plain, np.uint8), item)
+    return _turned(np.frombuffer(plain, np.uint8), item, len(plain) // item)
 
 
-def _apart(data: Bytes, item: int) -> Bytes:
-    """The first byte of each item, then the second of each; what is left over stays at the end."""
-    count = len(data) // item
-    if item == 1 or count < 2:
+def _turned(data: Bytes, rows: int, columns: int) -> Bytes:
+    """The items' bytes the other way round: of ``columns`` for each of so many ``rows``. What is left over stays."""
+    if rows < 2 or columns < 2:
         return data
-    result = np.empty_like(data)
-    np.copyto(result[: count * item].reshape(item, count), data[: count * item].reshape(count, item).T)
-    result[count * item :] = data[count * item :]
-    return result
-
-
-def _together(data: Bytes, item: int) -> Bytes:
-    """What :func:`_apart` took apart."""
-    count = len(data) // item
-    if item == 1 or count < 2:
-        return data
-    result = np.empty_like(data)
-    np.copyto(result[: count * item].reshape(count, item), data[: count * item].reshape(item, count).T)
-    result[count * item :] = data[count * item :]
+    result, whole = np.empty_like(data), rows * columns
+    np.copyto(result[:whole].reshape(columns, rows), data[:whole].reshape(rows, columns).T)
+    result[whole:] = data[whole:]
     return result
 
 

@@ -29,14 +29,12 @@ from functools import partial
 from typing import Any
 
 from asyncsync.collectors.distributed.family import NodeFamily
-from asyncsync.collectors.distributed.fetched_batches import FetchedBatches
 from asyncsync.collectors.distributed.node import Answer, Command, PoolOfNode, Wishes
 from asyncsync.collectors.distributed.node_calls import NodeCalls
 from asyncsync.collectors.multi.starting import pickled
 from asyncsync.collectors.trajectories import _TrajectoryPool
 from asyncsync.collectors.whole_trajectories import WholeTrajectories
-from asyncsync.collectors.workers.group import RolloutRequest, RolloutResult, WorkerInfo
-from asyncsync.collectors.workers.loop_group import LoopGroup
+from asyncsync.collectors.workers.group import RolloutRequest, RolloutResult, WorkerGroup, WorkerInfo
 from asyncsync.collectors.workers.rollout_worker import FREE
 from asyncsync.collectors.workers.shared_batches import SharedPlaces
 from asyncsync.errors import AckTimeout, PeerLost
@@ -55,7 +53,7 @@ BY_ITSELF = 0.7
 """Part of a shutdown's time in which nodes end by themselves; then their programs are ended."""
 
 
-class NodeGroup(LoopGroup):
+class NodeGroup(WorkerGroup):
     """The nodes of a family. ``owner`` names their collector in errors; a node that is launched again has
     ``connect_timeout`` seconds to connect; ``trajectories`` are put together of all nodes' rollouts."""
 
@@ -239,7 +237,8 @@ class NodeGroup(LoopGroup):
         self._notify()
 
     def places(self, workers: Sequence[int], dim: int | None) -> SharedPlaces:
-        return FetchedBatches(dim, self.nodes)
+        # No memory is shared with a node: each batch comes by value, when its caller wants it.
+        return SharedPlaces(dim, lambda _: None, lambda result: self.nodes.payload(result.worker, result.payload))
 
     def cut(self, serial: int) -> None:
         self._want(cut=serial)

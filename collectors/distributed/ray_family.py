@@ -153,12 +153,6 @@ class ActorBuffer:
     def __init__(self, actor: Any) -> None:
         self.actor = actor
 
-    def extend(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._call("extend", batch, *args, **kwargs)
-
-    def add(self, frame: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._call("add", frame, *args, **kwargs)
-
     def __len__(self) -> int:
         return int(self._call("__len__"))
 

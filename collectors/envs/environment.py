@@ -50,6 +50,12 @@ __all__ = [
 Factory = Callable[..., Any]
 
 
+def is_given(create_env_fn: Any) -> bool:
+    """Whether a collector was given an environment, or a list of one, and not what makes it."""
+    one = create_env_fn[0] if isinstance(create_env_fn, list | tuple) and create_env_fn else create_env_fn
+    return not isinstance(one, type) and (_is_environment(one) or _is_gymnasium(one))
+
+
 def make_environment(create_env_fn: Any, kwargs: Mapping[str, Any] | None = None) -> Any:
     """The environment that a collector was given: itself, a callable's result, a Gymnasium id's, or a list's only one.
     Raises ValueError: another length, or ``create_env_kwargs`` that it cannot take; TypeError: not an environment."""
@@ -65,7 +71,7 @@ def make_environment(create_env_fn: Any, kwargs: Mapping[str, Any] | None = None
     if isinstance(create_env_fn, str):
         return _gym(create_env_fn, **given)
     environment = create_env_fn
-    if isinstance(environment, type) or not (_is_environment(environment) or _is_gymnasium(environment)):
+    if not is_given(environment):
         if not callable(environment):
             raise TypeError(
                 f"create_env_fn must be an environment, a callable that returns one, or a Gymnasium id, not "

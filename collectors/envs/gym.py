@@ -170,6 +170,8 @@ class GymEnv:
             return first if tensordict is None else tensordict.update(first)
         if bool(mask.any()):
             assert self._resets is not None  # a single environment is reset or not
+            if seed is not None or options is not None:
+                raise ValueError("seed and options are for a reset of all environments of a vector, not of some")
             mask = mask.reshape(self.batch_size)
             first = self._first(self._resets.reset(mask.cpu().numpy()))
             tensordict.update(first.where(mask, tensordict.select(*first.keys(True, True))))

@@ -166,6 +166,8 @@ class OneHotSpec(Spec):
 
     def write(self, out: Array, value: Any) -> None:
         np.equal(_array(value, out.shape[:-1])[..., None], self._values, out=out)
+        if np.count_nonzero(out) * self.n != out.size:
+            raise ValueError(f"an observation is no choice among {self._values.tolist()}: {value!r}")
 
     def read(self, action: Array) -> Array:
         chosen: Array = action.argmax(-1)

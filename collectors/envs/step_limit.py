@@ -65,17 +65,18 @@ class StepLimit:
         self.environment = environments.moved(self.environment, device)
         return self
 
-    def reset(self, td: TensorDictBase | None = None) -> TensorDictBase:
-        """New trajectories with new counters: all, or those of td's ``"_reset"`` mask. Raises ValueError: the
+    def reset(self, td: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
+        """New trajectories with new counters: all, or those of td's ``"_reset"`` mask; ``kwargs`` are for the
+        environment's ``reset``. Raises ValueError: the
         environment counts steps already; KeyError: it has no flag of a trajectory's end."""
         if td is None:
-            root: TensorDictBase = self.environment.reset()
+            root: TensorDictBase = self.environment.reset(**kwargs)
             if "step_count" in root.keys():  # noqa: SIM118
                 raise ValueError(_COUNTED)
             mask = before = None
         else:  # read first: the environment may take the mask out
             mask, before = td.get("_reset", None), td.get("step_count", None)
-            root = self.environment.reset(td)
+            root = self.environment.reset(td, **kwargs)
         self._done_keys = self._ends(root)
         flag = next((root.get(name) for name in FLAGS if name in root.keys()), None)  # noqa: SIM118
         if flag is None:

@@ -6,19 +6,18 @@ collector.evaluate(step=3)                         # {"reward": 21.4, "episode_l
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 
+from asyncsync.collectors.arguments import fits
 from asyncsync.collectors.envs import environment as environments
 from asyncsync.collectors.single import Collector
-from asyncsync.collectors.trajectories import _aggregate_end_of_traj, split_trajectories
+from asyncsync.collectors.trajectories import _aggregate_end_of_traj, padded
 from asyncsync.errors import ClosedError
 
 __all__ = ["EpisodeCollector", "Key"]
@@ -64,7 +63,9 @@ class EpisodeCollector(Collector):
         super().__init__(
             lambda: env,
             policy,
-            policy_factory=None if policy_factory is None else partial(_make, policy_factory, env),
+            policy_factory=None
+            if policy_factory is None
+            else lambda: policy_factory() if fits(policy_factory) else policy_factory(env),
             frames_per_batch=frames_per_batch * environments.batch_size_of(env).numel(),
             **arguments,
         )
@@ -97,7 +98,9 @@ class EpisodeCollector(Collector):
             "policy_version": version,
         }
         if self._metrics_fn is not None:
-            found |= self._metrics_fn(split_trajectories(torch.cat(rows), prefix="collector"))
+            flat: Any = torch.cat(episodes)
+            flat.set(("collector", "mask"), torch.ones(flat.shape, dtype=torch.bool, device=flat.device))
+            found |= self._metrics_fn(padded(flat, [len(episode) for episode in episodes]))
         dump = getattr(getattr(self.env, "transform", None), "dump", None)
         if self._dump_video and callable(dump):
             dump(step=step)
@@ -154,13 +157,3 @@ def _lengths(ends: torch.Tensor) -> list[int]:
     """Of the episodes in a row that ends with the last one's end."""
     after = [0, *(ends.nonzero().flatten() + 1).tolist()]
     return [end - begin for begin, end in itertools.pairwise(after)]
-
-
-def _make(policy_factory: Callable[..., Any], env: Any) -> Any:
-    try:
-        inspect.signature(policy_factory).bind()
-    except TypeError:
-        return policy_factory(env)
-    except ValueError:  # unknown
-        pass
-    return policy_factory()

@@ -20,6 +20,8 @@ scheme.
 from __future__ import annotations
 
 import contextlib
+import math
+import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, Self
@@ -280,19 +282,25 @@ class Evaluator(Lifetime):
             ClosedError: after :meth:`shutdown`, when all results have been taken.
             Exception: what that evaluation has raised.
         """
-        if not self._evaluations.left():
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        while (result := self._taken()) is None:
             self._evaluations.check_wait(timeout)
             with self._in_time():
-                loop_thread.run(partial(self._evaluations.until_ready, timeout, idle=True))
-        return self._taken()
+                loop_thread.run(partial(self._evaluations.until_ready, deadline, idle=True))
+            if (time.monotonic() >= deadline or not self.pending) and not self._evaluations.left():
+                return None
+        return result  # others may have waited for the same one, and wait on
 
     async def wait_async(self, timeout: float | None = None) -> dict[str, Any] | None:
         """:meth:`wait` for a coroutine of any event loop. Cancelling loses no result."""
-        if not self._evaluations.left():
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        while (result := self._taken()) is None:
             self._evaluations.check_wait(timeout)
             with self._in_time():
-                await loop_thread.awaitable(partial(self._evaluations.until_ready, timeout, idle=True))
-        return self._taken()
+                await loop_thread.awaitable(partial(self._evaluations.until_ready, deadline, idle=True))
+            if (time.monotonic() >= deadline or not self.pending) and not self._evaluations.left():
+                return None
+        return result  # others may have waited for the same one, and wait on
 
     def __aiter__(self) -> Self:
         return self
@@ -302,7 +310,7 @@ class Evaluator(Lifetime):
         after an evaluation that has failed."""
         while (result := self._taken()) is None:
             try:
-                await loop_thread.awaitable(partial(self._evaluations.until_ready, None, idle=False))
+                await loop_thread.awaitable(partial(self._evaluations.until_ready, math.inf, idle=False))
             except ClosedError:
                 if self.closed:
                     raise StopAsyncIteration from None
@@ -336,8 +344,10 @@ class Evaluator(Lifetime):
 
     def _copied(self, weights: Any, weights_dict: Mapping[str, Any] | None) -> dict[str, Any]:
         given = dict(weights_dict or {})
+        if weights is not None and "policy" in given:
+            raise ValueError("weights and weights_dict['policy'] are both given: both are the policy's")
         if weights is not None:
-            given.setdefault("policy", weights)
+            given["policy"] = weights
         if not given and isinstance(policy := self._collector.policy, nn.Module) and self._has_scheme:
             given["policy"] = policy
         return {model_id: self.extract_weights(source) for model_id, source in given.items()}

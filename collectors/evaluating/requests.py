@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -155,8 +157,9 @@ class Evaluations:
         """On the loop thread. Raises AckTimeout, and as :meth:`check`."""
         await self._group.until(lambda: request.is_done, timeout)
 
-    async def until_ready(self, timeout: float | None, *, idle: bool) -> None:
+    async def until_ready(self, deadline: float, *, idle: bool) -> None:
         """On the loop thread: until there are results, or (``idle``) nothing is pending. Raises likewise."""
+        timeout = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
         await self._group.until(lambda: bool(self._done) or (idle and not self.pending), timeout)
 
     # -- carrying out, on the loop thread -----------------------------------------------------------------------------

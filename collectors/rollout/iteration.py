@@ -258,11 +258,14 @@ class Iteration:
             collector._carry_on(state["versions"])
         if "policy_state_dict" in state:
             collector._weights.apply(load_policy)
+        has_stepped = rollouts.frames > 0
         rollouts.frames = state.get("frames", rollouts.frames)
         self.count = state.get("iter", self.count)
-        if rollouts.arguments.track_traj_ids:
-            if "traj_pool" in state:
-                rollouts.traj_pool.load_state_dict(state["traj_pool"])
+        if rollouts.arguments.track_traj_ids and "traj_pool" in state:
+            rollouts.traj_pool.load_state_dict(state["traj_pool"])
+        if has_stepped:
+            rollouts.reset()
+        else:  # the first observations are there
             rollouts.begin_trajectories(rollouts.carrier)
         if self._trajectories is not None:
             self._trajectories.clear()

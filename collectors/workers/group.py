@@ -13,14 +13,20 @@ what becomes of the batches.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import itertools
+import os
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from anyio import Event, move_on_after
 
 from asyncsync.collectors.trajectories import _TrajectoryPool
+from asyncsync.errors import AckTimeout, ClosedError
 from asyncsync.runtime import loop_thread
 
 __all__ = ["RolloutRequest", "RolloutResult", "WorkerGroup", "WorkerInfo"]
@@ -66,7 +72,7 @@ class WorkerInfo(NamedTuple):
 
 
 class WorkerGroup(ABC):
-    """N workers of a collector.
+    """N workers of a collector, which ``owner`` names in errors.
 
     Attributes:
         results: rollouts that have been done, in the order in which they came.
@@ -76,6 +82,8 @@ class WorkerGroup(ABC):
         is_over: whether all workers have ended, and everything is closed.
         frames: collected by workers that run free, or write to a replay buffer.
         counted: versions of the policy that reached the workers without a scheme.
+        states: what each worker does: "connected", "paused", "running", "finished".
+        ending: whether the end has begun.
     """
 
     results: deque[RolloutResult]
@@ -85,6 +93,19 @@ class WorkerGroup(ABC):
     is_over: bool
     frames: int
     counted: int
+
+    def __init__(self, owner: str) -> None:
+        self._owner = owner
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._changed = Event()  # replaced whenever it is set
+        self._calls = itertools.count()
+        self._pid = os.getpid()
+        self.replies = {}
+        self.results = deque()
+        self.infos = {}
+        self.states: dict[int, str] = {}
+        self.failure = None
+        self.ending = self.is_over = False
 
     # -- beginning and end --------------------------------------------------------------------------------------------
 
@@ -106,22 +127,29 @@ class WorkerGroup(ABC):
         """How often a worker was launched again; None: it is being launched. It then gets the newest weights."""
         return 0
 
-    @abstractmethod
     def check(self) -> None:
         """Raises ClosedError: the group was ended, or this is its copy in a forked process."""
+        if not self.is_ours:
+            raise ClosedError(
+                f"this {self._owner} belongs to process {self._pid}, and this one was forked from it: use it there, or "
+                "make another one here"
+            )
+        if self.ending:
+            raise ClosedError(f"this {self._owner} has been shut down")
 
     @property
-    @abstractmethod
     def is_ours(self) -> bool:
         """Whether this process has started the workers: a forked child has a copy of everything here."""
+        return self._pid == os.getpid()
 
     @abstractmethod
     def stop(self, close_env: bool = True) -> None:
         """Have all workers end before their next step; returns at once."""
 
-    @abstractmethod
     def end(self, timeout: float, close_env: bool = True) -> None:
         """Have all workers end; returns within the timeout (seconds), and leaves none. Idempotent."""
+        if self.is_ours and not self.is_over:
+            loop_thread.run(lambda: self._shutdown(timeout, close_env))
 
     @abstractmethod
     def close(self) -> None:
@@ -148,9 +176,9 @@ class WorkerGroup(ABC):
         random actions."""
 
     @property
-    @abstractmethod
     def finished(self) -> bool:
         """Whether all workers that ran free have reached the total."""
+        return all(state == "finished" for state in self.states.values())
 
     @abstractmethod
     def pause(self) -> None:
@@ -171,7 +199,6 @@ class WorkerGroup(ABC):
         """Have a worker do something between two rollouts, with pickled arguments; returns the number of its answer in
         :attr:`replies`, from which the caller removes it, whether it has come or not."""
 
-    @abstractmethod
     async def until(self, met: Callable[[], T | None], timeout: float | None = None) -> T:
         """Wait on the loop thread until ``met()`` is true, and return its value; it is called whenever something has
         come.
@@ -179,19 +206,30 @@ class WorkerGroup(ABC):
         Raises AckTimeout: not within the timeout (seconds); ClosedError: the group was ended meanwhile; BaseException:
         what a worker raised, or PeerLost if it has died.
         """
+        with move_on_after(timeout):
+            while True:
+                self.check()
+                if self.failure is not None:
+                    raise self.failure
+                if result := met():
+                    return result
+                await self._changed.wait()
+        raise AckTimeout(f"{self._owner}: no answer from its workers within {timeout:g} s")
 
     def wait(self, met: Callable[[], T | None], timeout: float | None = None) -> T:
         """:meth:`until` for any other thread. Ctrl-C ends it."""
         self.check()
         return loop_thread.run(lambda: self.until(met, timeout))
 
-    @abstractmethod
     def call_soon(self, function: Callable[..., object], *arguments: Any) -> None:
         """Call a function on the loop thread, from any thread; not after the end."""
+        with contextlib.suppress(RuntimeError):  # it has ended, and the workers before
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(function, *arguments)
 
-    @abstractmethod
     def nudge(self) -> None:
         """Have each waiting ``met`` called again. From any thread."""
+        self.call_soon(self._notify)
 
     # -- versions and trajectories ------------------------------------------------------------------------------------
 
@@ -211,3 +249,35 @@ class WorkerGroup(ABC):
     @abstractmethod
     def trajectory_pool(self) -> _TrajectoryPool:
         """A source of trajectory identifiers that are unique over all workers."""
+
+    # -- for subclasses -----------------------------------------------------------------------------------------------
+
+    async def _watch(self) -> None:
+        """Keep the loop thread running until the end."""
+        self._loop = asyncio.get_running_loop()
+        loop_thread.keep(self, True)
+
+    def _notify(self) -> None:
+        changed, self._changed = self._changed, Event()
+        changed.set()
+
+    def _fail(self, error: BaseException) -> None:
+        self.failure = self.failure or error
+        self._notify()
+
+    async def _happens(self, met: Callable[[], bool], timeout: float) -> bool:
+        """Whether the condition comes true within the timeout (seconds)."""
+        with move_on_after(timeout):
+            while not met():
+                await self._changed.wait()
+        return met()
+
+    async def _shutdown(self, timeout: float, close_env: bool = True) -> None:
+        """End all workers within the timeout (seconds). Cancelled, it ends them at once: nobody else would."""
+        raise NotImplementedError
+
+    def _is_closed(self) -> None:
+        """All workers have ended."""
+        self.is_over = True
+        self._notify()
+        loop_thread.keep(self, False)

@@ -18,8 +18,7 @@ from asyncsync.collectors.trajectories import _TrajectoryPool
 from asyncsync.collectors.workers.channel import encode
 from asyncsync.collectors.workers.control_page import ControlPage, SharedPool
 from asyncsync.collectors.workers.failures import Failure, died, note
-from asyncsync.collectors.workers.group import RolloutRequest, RolloutResult, WorkerInfo
-from asyncsync.collectors.workers.loop_group import LoopGroup
+from asyncsync.collectors.workers.group import RolloutRequest, RolloutResult, WorkerGroup, WorkerInfo
 from asyncsync.collectors.workers.main import run_worker
 from asyncsync.collectors.workers.process import WorkerProcess
 from asyncsync.collectors.workers.shared_batches import Arrangement, SharedPlaces
@@ -42,7 +41,7 @@ def _on_page(name: str) -> Any:
     return property(lambda group: getattr(group._page, name), lambda group, n: setattr(group._page, name, n))
 
 
-class ProcessGroup(LoopGroup):
+class ProcessGroup(WorkerGroup):
     """Worker processes, by multiprocessing's ``start_method`` "spawn" or "forkserver". ``owner`` names their collector
     in errors."""
 

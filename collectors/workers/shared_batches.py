@@ -240,14 +240,23 @@ def _returned(slots: weakref.ref[Slots], slot: _Slot) -> None:
         found._returned(slot)
 
 
+Load = Callable[[RolloutResult], TensorDictBase]
+"""The batch of a result that does not lie in its place."""
+
+
+def _loaded(result: RolloutResult) -> TensorDictBase:
+    batch: TensorDictBase = loads(result.payload)
+    return batch
+
+
 class SharedPlace:
     """Where the parts of one batch lie: in a slot; None: nowhere, and they come by value. ``lease`` is what is sent to
     the workers."""
 
     lease: Lease | None = None
 
-    def __init__(self, slots: Slots | None) -> None:
-        self.slots = slots
+    def __init__(self, slots: Slots | None, load: Load = _loaded) -> None:
+        self.slots, self._load = slots, load
         if slots is not None:
             self._slot, self.lease = slots.lease()
 
@@ -275,7 +284,7 @@ class SharedPlace:
                 assert self.slots is not None
                 found.append(self.slots.batch(self._slot, index)[..., : result.steps])
             else:
-                found.append(loads(result.payload))
+                found.append(self._load(result))
         return found
 
     def missing(self, results: Sequence[RolloutResult]) -> list[int]:
@@ -297,15 +306,14 @@ class SharedPlaces:
     ``teach`` sends a new arrangement to the workers, which forget the one before.
     """
 
-    def __init__(self, dim: int | None, teach: Callable[[Arrangement], None]) -> None:
-        self._dim = dim
-        self._teach = teach
+    def __init__(self, dim: int | None, teach: Callable[[Arrangement], None], load: Load = _loaded) -> None:
+        self._dim, self._teach, self._load = dim, teach, load
         self._slots: Slots | None = None
         self._unlike: Arrangement | None = None  # of the latest batch that did not fit
 
     def next(self) -> SharedPlace:
         """The place of the next batch, for the requests of all these workers."""
-        return SharedPlace(self._slots)
+        return SharedPlace(self._slots, self._load)
 
     def learn(self, place: SharedPlace, results: Sequence[RolloutResult]) -> None:
         """Learn the layouts of these rollouts, for later places. To be called once for each batch."""

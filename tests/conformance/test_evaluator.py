@@ -413,3 +413,44 @@ def test_r228_it_has_the_names_of_torchrls() -> None:
         own = inspect.getattr_static(Evaluator, name)
         own = own.fget if isinstance(own, property) else getattr(own, "__func__", own)
         assert wanted <= set(inspect.signature(own).parameters), name
+
+
+class Lives(Counting):
+    """Loses a life at each second step."""
+
+    def step_and_maybe_reset(self, td: TensorDictBase) -> Any:
+        found, root = super().step_and_maybe_reset(td)
+        self.lost = not getattr(self, "lost", True)
+        found.set(("next", "life"), torch.tensor([self.lost]))
+        return found, root
+
+
+def test_r228_metrics_get_the_episodes_that_done_keys_tell() -> None:
+    def rows(episodes: Any) -> dict[str, Any]:
+        return {"rows": episodes["collector", "mask"].sum(-1).tolist()}
+
+    arguments = GIVEN | {"done_keys": ("next", "life"), "metrics_fn": rows}
+    with Evaluator(lambda: Lives(length=6), policy(1.0), **arguments) as evaluator:
+        found = evaluator.evaluate()
+    assert (found["eval/num_episodes"], found["eval/rows"]) == (3, [2, 2, 2])
+
+
+def test_each_of_those_who_wait_gets_a_result(tmp_path: Path) -> None:
+    with gated(tmp_path / "go", busy_policy="queue") as evaluator:
+        for step in range(3):
+            evaluator.trigger_eval(step=step)
+        found: list[Any] = []
+        waiting = [threading.Thread(target=lambda: found.append(evaluator.wait())) for _ in range(3)]
+        for thread in waiting:
+            thread.start()
+        (tmp_path / "go").touch()
+        for thread in waiting:
+            thread.join(20)
+        assert sorted(result["eval/step"] for result in found) == [0, 1, 2]
+        assert evaluator.wait() is None
+
+
+def test_r170_weights_of_the_policy_are_given_once(shared: tuple[Evaluator, TensorDictModule]) -> None:
+    evaluator, source = shared
+    with pytest.raises(ValueError, match="both are the policy's"):
+        evaluator.evaluate(source, weights_dict={"policy": source})
