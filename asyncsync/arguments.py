@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
+from functools import wraps
 from inspect import Parameter, signature
-from typing import Any, Self
+from itertools import dropwhile
+from typing import Any, Self, TypeVar, cast
 
 __all__ = [
     "KnownKeywords",
@@ -19,7 +21,12 @@ __all__ = [
     "check_slots",
     "check_sync",
     "check_timeout",
+    "checked",
+    "refuse_misspelt",
+    "refuse_unknown",
 ]
+
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 MAX_VERSION = 1 << 62  # the most in a checkpoint: there is room to count on
 
@@ -99,29 +106,68 @@ def check_fanout(fanout: str | None) -> None:
         raise ValueError(f"fanout must be 'pull', 'push' or None, not {fanout!r}")
 
 
+def refuse_unknown(called: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Raise TypeError, in the name of what was called, if one of the keywords that were ``given`` is not known."""
+    if unknown := set(given) - set(known):
+        name = min(unknown)
+        meant = get_close_matches(name, known, 1)
+        hint = f"did you mean {meant[0]!r}?" if meant else f"there are {', '.join(sorted(known))}"
+        raise TypeError(f"{called}(): got an unexpected keyword argument {name!r}; {hint}")
+
+
+def refuse_misspelt(called: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Raise TypeError if one of the keywords that were ``given``, any of which may be meant, looks much like another
+    that is known."""
+    for name in given:
+        if meant := get_close_matches(name, known, 1, 0.75):
+            raise TypeError(f"{called}() has no argument {name!r}; did you mean {meant[0]!r}?")
+
+
+def checked(method: Method) -> Method:
+    """A scheme's method that refuses wrong arguments in the name of the scheme's class, and tells how to give them. A
+    keyword that it passes on to the method of a base is one of its own."""
+    own, name = signature(method), getattr(method, "__name__", "")
+    limit = sum(p.kind is Parameter.POSITIONAL_OR_KEYWORD for p in own.parameters.values()) - 1
+
+    @wraps(method)
+    def call(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        called = f"{type(self).__name__}.{name}"
+        bases = dropwhile(lambda base: base.__dict__.get(name) is not call, type(self).__mro__)
+        if (known := _keywords(bases, name)) is not None:
+            refuse_unknown(called, kwargs, known)
+        if len(args) > limit:
+            first = "" if limit else f"model_id={args[0]!r}, " if isinstance(args[0], str) else "model_id=…, "
+            few = f"only {limit} arguments without their names" if limit else "keywords only"
+            raise TypeError(f"{called}() takes {few}: {name}({first}model=…)")
+        try:
+            own.bind(self, *args, **kwargs)
+        except TypeError as error:  # Python's own would name the class that defines the method
+            raise TypeError(f"{called}(): {error}") from None
+        return method(self, *args, **kwargs)
+
+    return cast("Method", call)
+
+
 class KnownKeywords:
     """A base of classes whose ``__init__`` is a base's with another name: a keyword that none of them has is refused in
     the name of the class that was called. Not of a class with an ``__init__`` of a user's, which may take any."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        known = _keywords(cls) if kwargs else None
-        if known is not None and (unknown := kwargs.keys() - known):
-            name = min(unknown)
-            meant = get_close_matches(name, known, 1)
-            hint = f"did you mean {meant[0]!r}?" if meant else f"there are {', '.join(sorted(known))}"
-            raise TypeError(f"{cls.__name__}(): got an unexpected keyword argument {name!r}; {hint}")
+        if kwargs and (known := _keywords(cls.__mro__, "__init__")) is not None:
+            refuse_unknown(cls.__name__, kwargs, known)
         return super().__new__(cls)
 
 
-def _keywords(cls: type) -> set[str] | None:
-    """Of a class's constructor, and of those of its bases that get what it passes on; None: a user's takes part."""
+def _keywords(bases: Iterable[type], name: str) -> set[str] | None:
+    """Of this method of the first, and of that of each further one that gets what it passes on; None: any, or a user's
+    takes part."""
     known: set[str] = set()
-    for base in cls.__mro__:
-        if "__init__" in base.__dict__ and base is not object:
+    for base in bases:
+        if name in base.__dict__ and base is not object:
             if base.__module__.partition(".")[0] != __name__.partition(".")[0]:
                 return None
-            parameters = signature(base.__init__).parameters.values()  # type: ignore[misc]
+            parameters = signature(base.__dict__[name]).parameters.values()
             known.update(p.name for p in parameters if p.kind in (Parameter.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD))
             if not any(p.kind is Parameter.VAR_KEYWORD for p in parameters):
-                break
-    return known - {"self"}
+                return known - {"self"}
+    return None

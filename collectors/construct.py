@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from asyncsync.arguments import refuse_unknown
 from asyncsync.collectors.arguments import is_list, whole
 
 __all__ = ["FAMILIES", "Chooses", "by_backend"]
@@ -43,8 +44,11 @@ class Chooses(ABCMeta):
         chosen: Callable[[], Any] | None = cls._choose(args, kwargs)  # type: ignore[attr-defined]
         if chosen is not None:
             return chosen()
+        expected = cls.__signature__
+        if not any(each.kind is each.VAR_KEYWORD for each in expected.parameters.values()):
+            refuse_unknown(cls.__name__, kwargs, expected.parameters)
         try:
-            cls.__signature__.bind(*args, **kwargs)
+            expected.bind(*args, **kwargs)
         except TypeError as error:  # Python's own would name the class that defines the constructor
             raise TypeError(f"{cls.__name__}(): {error}") from None
         return super().__call__(*args, **kwargs)

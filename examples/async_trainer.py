@@ -10,7 +10,9 @@ later. While either of them waits, every other coroutine of this loop runs.
 """
 
 import asyncio
+import contextlib
 import multiprocessing
+import signal
 
 import torch
 from torch import nn
@@ -92,13 +94,16 @@ def main() -> None:
     scheme = SharedMemWeightSyncScheme(num_workers=WORKERS)
     scheme.init_on_sender(model_id="policy", model=model)
     spawn = multiprocessing.get_context("spawn")
-    processes = [spawn.Process(target=work, args=(scheme, index)) for index in range(WORKERS)]
+    processes = [spawn.Process(target=work, args=(scheme, index), daemon=True) for index in range(WORKERS)]
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the workers inherit this: Ctrl-C is for the trainer
     for process in processes:
         process.start()
+    signal.signal(signal.SIGINT, handler)
     asyncio.run(trainer(scheme, model))
     for process in processes:
         process.join()
 
 
 if __name__ == "__main__":
-    main()
+    with contextlib.suppress(KeyboardInterrupt):
+        main()

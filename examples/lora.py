@@ -6,7 +6,9 @@ adapters travel, a small part of the model; the frozen weights of the workers ar
 """
 
 import asyncio
+import contextlib
 import multiprocessing
+import signal
 
 import torch
 from torch import nn
@@ -98,12 +100,15 @@ def main():
     scheme.init_on_sender(model_id="policy", model=model, num_workers=WORKERS)
     spawn = multiprocessing.get_context("spawn")
     workers = [spawn.Process(target=work, args=(scheme, index), daemon=True) for index in range(WORKERS)]
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the workers inherit this: Ctrl-C is for the trainer
     for process in workers:
         process.start()
+    signal.signal(signal.SIGINT, handler)
     asyncio.run(train(scheme, model, workers))
     for process in workers:
         process.join(timeout=10)
 
 
 if __name__ == "__main__":
-    main()
+    with contextlib.suppress(KeyboardInterrupt):
+        main()

@@ -1,7 +1,9 @@
 """Two models on one bus, updated together: a worker switches both, or neither. Run me: python many_models.py"""
 
 import asyncio
+import contextlib
 import multiprocessing
+import signal
 
 import torch
 from torch import nn
@@ -59,13 +61,16 @@ def main() -> None:
         fill(models[name], 0.0)
         scheme.init_on_sender(model_id=name, model=models[name])
     spawn = multiprocessing.get_context("spawn")
-    processes = [spawn.Process(target=work, args=(schemes, index)) for index in range(WORKERS)]
+    processes = [spawn.Process(target=work, args=(schemes, index), daemon=True) for index in range(WORKERS)]
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the workers inherit this: Ctrl-C is for the trainer
     for process in processes:
         process.start()
+    signal.signal(signal.SIGINT, handler)
     asyncio.run(trainer(bus, models))
     for process in processes:
         process.join()
 
 
 if __name__ == "__main__":
-    main()
+    with contextlib.suppress(KeyboardInterrupt):
+        main()

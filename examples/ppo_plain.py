@@ -191,11 +191,7 @@ def main():
         asyncio.run(train(scheme, model, pipes, workers))
     except KeyboardInterrupt:
         print("stopped", flush=True)
-    finally:
-        for pipe in pipes:
-            pipe.close()
-        for process in workers:
-            process.join(timeout=3)  # a worker that has not ended by then is terminated when this program exits
+    # A worker that has not ended by itself is terminated when this program exits, as it is a daemon.
 
 
 if __name__ == "__main__":

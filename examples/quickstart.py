@@ -1,7 +1,9 @@
 """A sender and two receivers, each in a process of its own. Run me: python quickstart.py"""
 
 import asyncio
+import contextlib
 import multiprocessing
+import signal
 
 from torch import nn
 
@@ -34,14 +36,21 @@ def work(scheme, index):
     asyncio.run(receiver(scheme, index))
 
 
-if __name__ == "__main__":
+def main():
     model = nn.Linear(4, 2)
     scheme = SharedMemWeightSyncScheme()  # ZMQWeightSyncScheme: the same, for workers on other hosts, too
     scheme.init_on_sender(model_id="policy", model=model, num_workers=2)
     spawn = multiprocessing.get_context("spawn")
-    workers = [spawn.Process(target=work, args=(scheme, index)) for index in range(2)]
+    workers = [spawn.Process(target=work, args=(scheme, index), daemon=True) for index in range(2)]
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the workers inherit this: Ctrl-C is for the trainer
     for worker in workers:
         worker.start()
+    signal.signal(signal.SIGINT, handler)
     asyncio.run(sender(scheme, model))
     for worker in workers:
         worker.join()
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt):
+        main()

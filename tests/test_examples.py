@@ -281,6 +281,25 @@ def test_ppo_plain_ends_by_ctrl_c_and_so_do_its_workers(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("moment", ["starting", "running"])
+@pytest.mark.parametrize("name", ["quickstart", "async_trainer", "lora", "many_models", "mixed_trainer"])
+def test_ctrl_c_ends_an_example_and_its_workers_without_a_traceback(tmp_path: Path, name: str, moment: str) -> None:
+    with start(EXAMPLES / f"{name}.py", cwd=tmp_path) as process:
+        assert process.stdout is not None
+        if moment == "running":
+            assert process.stdout.readline()
+        deadline = time.monotonic() + 60
+        while len(workers := children_of(process)) < 2 and process.poll() is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        code, _, err = finish(process, timeout=60)
+    assert (code, err) == (0, "")
+    assert psutil.wait_procs(workers, timeout=0)[1] == []
+    assert private_directories() == []
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "arguments",
     [

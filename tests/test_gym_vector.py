@@ -180,10 +180,23 @@ def test_actions_that_do_not_fit(num_envs: int) -> None:
     env.close()
 
 
+def test_numbers_of_another_shape_are_given_no_hint_about_choices() -> None:
+    env = GymEnv("Pendulum-v1")
+    td = env.reset()
+    td["action"] = torch.zeros(2)
+    with pytest.raises(ValueError, match=r"'action' has shape \(2,\), but .* takes \(1,\): BoxSpec\(.*\)$"):
+        env.step_and_maybe_reset(td)
+    env.close()
+
+
 @pytest.mark.parametrize("num_envs", [None, 3])
 def test_actions_that_are_no_choice(num_envs: int | None) -> None:
     env = GymEnv("CartPole-v1", num_envs=num_envs, categorical_action_encoding=True)
     td = env.reset()
+    td["action"] = torch.zeros(*env.batch_size, 2)  # a score for each choice
+    with pytest.raises(ValueError, match=r"'action' has shape .*Categorical.* policy .* return \.argmax\(-1\)") as told:
+        env.step_and_maybe_reset(td)
+    assert "one-hot" not in str(told.value)
     td["action"] = torch.full(env.batch_size, 0.7)
     with pytest.raises(ValueError, match=r"'action' has dtype float32, but a choice is an index .*CartPole"):
         env.step_and_maybe_reset(td)

@@ -502,6 +502,36 @@ async def test_keys_above_and_below(tmp_path: Path) -> None:
             await receiver.shutdown()
 
 
+async def test_the_keys_of_a_list_of_addresses_are_for_those_by_tcp(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From an address with keys to a relay without, and from there to the trainer, which has keys."""
+    monkeypatch.setattr("asyncsync.bus.whereabouts.UNREACHED_SECONDS", 0.2)
+    assert main(["keygen", str(tmp_path), "--name", "host"]) == 0
+    nobody, up = (f"tcp://127.0.0.1:{port}" for port in free_ports(2))
+    down = f"ipc://{tmp_path}/down"
+    keys = {"server_key": tmp_path / "server.key", "client_key": tmp_path / "client_secrets" / "host.key_secret"}
+    sender = ZMQWeightSyncScheme(
+        endpoint=up, num_workers=1, server_key=tmp_path / "server.key_secret", clients=tmp_path / "clients"
+    )
+    source, model = Model(1.0), Model(0.0)
+    sender.init_on_sender(model_id="policy", model=source)
+    receiver = ZMQWeightSyncScheme(connect=f"{nobody},{down},{up}", **keys)
+    receiver.init_on_receiver("policy", model=model, worker_idx=0, reconnect=True)
+    above = KeyFiles.given(keys["server_key"], None, keys["client_key"])
+    assert above is not None
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(sender.shutdown)
+        stack.push_async_callback(receiver.shutdown)
+        async with relaying(RelayOptions(up, down, credentials=partial(above.receiver, 0))) as relay:
+            await asyncio.gather(sender.connect(timeout=20), receiver.connect(timeout=20))
+            assert sender.status()[0].relay == relay.upstream.subscriber.worker
+            await sender.send_async(fill(source, 2.0), timeout=20)
+        await until(lambda: sender.status()[0].relay is None and sender.status()[0].state == "live")
+        await sender.send_async(fill(source, 3.0), timeout=20)
+        assert read(model) == {3.0}
+
+
 def free_ports(count: int) -> list[int]:
     with ExitStack() as stack:
         probes = [stack.enter_context(socket.socket()) for _ in range(count)]

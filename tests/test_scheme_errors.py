@@ -1049,6 +1049,20 @@ async def test_the_status_of_a_receiver_that_was_shut_down_says_so(api: Api) -> 
         assert (after.state, after.reason) == ("lost", "this receiver was shut down")
 
 
+@pytest.mark.parametrize(
+    ("host", "words"),
+    [("no-such-host.invalid", "does not know 'no-such-host.invalid'"), ("localhost", "nobody answers at tcp://localh")],
+)
+async def test_a_name_that_this_host_does_not_know_is_told_from_an_address_where_nobody_is(
+    unused_tcp_port: int, host: str, words: str
+) -> None:
+    receiver = ASYNCIO.scheme(connect=f"tcp://{host}:{unused_tcp_port}", allow_plaintext=True)
+    receiver.init_on_receiver("policy", model=Model(), worker_idx=0)
+    with pytest.raises(NotConnected, match=words):
+        await receiver.connect(timeout=1.0)
+    await receiver.shutdown()
+
+
 async def test_a_private_directory_that_somebody_else_has_made_anew_is_not_talked_to(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -109,6 +109,20 @@ def test_everything_fits_and_what_is_in_trouble_is_shown_first(width: int, heigh
     assert len(drawn(samples_of(report), width, None)) > 250, "without a height, all of them"
 
 
+def test_without_a_height_what_was_refused_and_what_keeps_workers_is_shown_whole() -> None:
+    refused = {"a key that was taken off the list": 3, "the index of another worker": 2, "an incomplete handshake": 1}
+    why = "these keys are missing: " + ", ".join(f"layer_{n}.weight" for n in range(12))
+    report = report_of(9, 5, refused=refused)
+    report = replace(report, workers=tuple(replace(worker, reason=why) for worker in report.workers))
+    text = " ".join(drawn(samples_of(report), 80, None))
+    assert "refused 3 × a key that was taken off the list · 2 × the index of another worker · 1 × an" in " ".join(
+        text.split()
+    )
+    assert text.count("layer_11.weight") == 5
+    assert "…" not in text
+    assert all(len(one) <= 80 for one in drawn(samples_of(report), 80, 24))
+
+
 def test_a_trainer_that_is_away_is_said_to_be() -> None:
     samples = Samples("tcp://trainer:5555")
     assert "asking …" in drawn(samples, 80, 24)

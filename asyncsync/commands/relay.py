@@ -57,8 +57,8 @@ def _above(options: argparse.Namespace) -> KeyFiles | None:
         above = KeyFiles.given(options.server_key, None, options.client_key)
         for endpoint in several(options.upstream):
             check_endpoint(endpoint, allow_plaintext=options.allow_plaintext or above is not None)
-            if above is not None:
-                above.check_address(endpoint, endpoint)
+        if above is not None:
+            above.check_address("", options.upstream)
     except ValueError as error:
         raise CommandFailed(f"--upstream: {as_options(error)}") from error
     return above

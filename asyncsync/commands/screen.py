@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 import time
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypedDict
 
 from asyncsync.commands.samples import Rates, Samples
 from asyncsync.wire.report import Report, WorkerReport
@@ -25,6 +25,16 @@ NOTES = 3
 OVERDUE = 2.0  # seconds that an answer is late
 
 
+class Cut(TypedDict, total=False):
+    """How a text is kept to one line, where there are only so many; else it is wrapped."""
+
+    no_wrap: bool
+    overflow: Literal["ellipsis"]
+
+
+ONE_LINE: Cut = {"no_wrap": True, "overflow": "ellipsis"}
+
+
 def screen(samples: Samples, width: int, height: int | None) -> RenderableType:
     """The whole screen. ``height``: lines that there are; None: as many as it takes."""
     from rich.console import Group
@@ -42,13 +52,14 @@ def screen(samples: Samples, width: int, height: int | None) -> RenderableType:
         _people(report),
         _models(report, width),
     ]
-    feet = [*_counts("refused", report.refused, "yellow"), *_counts("dropped", report.dropped, "yellow")]
+    cut: Cut = {} if height is None else ONE_LINE
+    feet = [*_counts("refused", report.refused, cut), *_counts("dropped", report.dropped, cut)]
     now = time.monotonic()
     if samples.failure or samples.age(now) > samples.interval + OVERDUE:
         why = f"no answer for {samples.age(now):.0f} s: waiting for the trainer, or its successor"
         feet.append(Text(why, style="bold red", no_wrap=True, overflow="ellipsis"))
         feet += [Text(part, style="red", no_wrap=True) for part in textwrap.wrap(samples.failure, width)[:NOTES]]
-    notes = [] if width >= WIDE else _notes(report.workers)
+    notes = [] if width >= WIDE else _notes(report.workers, cut)
     # The facts take two lines; one is empty above the table and one above the feet, one is the table's head.
     room = len(report.workers) if height is None else max(1, height - len(head) - len(feet) - len(notes) - 4)
     shown, left = _fitting(report, room)
@@ -180,25 +191,24 @@ def _urgency(worker: WorkerReport) -> tuple[int, int, bool, int, int]:
     return ROLES.index(worker.role), state, not worker.reason, -worker.lag, worker.index
 
 
-def _notes(workers: Iterable[WorkerReport]) -> list[Text]:
-    """What keeps workers, where the table has no room for it."""
+def _notes(workers: Iterable[WorkerReport], cut: Cut) -> list[Text]:
+    """What keeps workers, where the table has no room for it: without a cut, all of them."""
     from rich.text import Text
 
     named = [(f"{worker.role} {worker.index}", worker.reason) for worker in workers if worker.reason]
     troubles = [reason if reason.startswith(name) else f"{name}: {reason}" for name, reason in named]
-    if len(troubles) > NOTES:
+    if cut and len(troubles) > NOTES:
         troubles[NOTES - 1 :] = [f"… and {len(troubles) - NOTES + 1:,} more in trouble"]
-    return [Text(trouble, style="red", no_wrap=True, overflow="ellipsis") for trouble in troubles]
+    return [Text(trouble, style="red", **cut) for trouble in troubles]
 
 
-def _counts(name: str, counts: dict[str, int], style: str) -> list[Text]:
+def _counts(name: str, counts: dict[str, int], cut: Cut) -> list[Text]:
     from rich.text import Text
 
     if not counts:
         return []
     words = " · ".join(f"{count:,} × {reason}" for reason, count in sorted(counts.items(), key=lambda item: -item[1]))
-    text = Text(f"{name:<11}", style="bold", no_wrap=True, overflow="ellipsis")
-    return [text.append(words, style=f"not bold {style}")]
+    return [Text(f"{name:<11}", style="bold", **cut).append(words, style="not bold yellow")]
 
 
 def _states(report: Report) -> str:

@@ -16,6 +16,7 @@ from contextlib import suppress
 import zmq
 
 from asyncsync.errors import NotConnected
+from asyncsync.net.endpoint import host_port
 from asyncsync.net.keys import Credentials
 from asyncsync.net.zmq_socket import FAILED, LoopSocket, watch
 
@@ -25,12 +26,13 @@ logger = logging.getLogger("asyncsync")
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 2.0
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | FAILED
+_ATTEMPTS = zmq.EVENT_CONNECT_DELAYED | zmq.EVENT_CONNECT_RETRIED
 _MISMATCH = int(zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH)
 
 
 class Dialer:
-    """Connects a dealer to the first of some endpoints, now and again. ``credentials`` returns what to connect with;
-    None: no keys.
+    """Connects a dealer to the first of some endpoints, now and again. ``credentials`` returns what to connect with to
+    those by tcp; None: no keys.
 
     Raises NotConnected: the credentials cannot be had, or the endpoint is no address.
 
@@ -62,19 +64,29 @@ class Dialer:
         self._pause = FIRST_PAUSE
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
+        self._has_begun = False  # of libzmq's attempt
         self._watcher: LoopSocket | None = None
         try:
-            self._watcher = watch(socket, _EVENTS, self._take_in, crash)
+            self._watcher = watch(socket, _EVENTS | _ATTEMPTS, self._take_in, crash)
             self._dial()
         except zmq.ZMQError as error:
             self.close()
             raise NotConnected(f"cannot connect to {self.endpoint}: {error}") from error
 
     def protect(self, socket: zmq.Socket[bytes]) -> None:
-        """Before a socket is connected to this sender: give it the keys."""
-        if self._with is not None:
+        """Before a socket is connected to this sender: give it the keys, or take from it those of another address."""
+        if self._with is None:
+            return
+        if self._keyed:
             servers = self._with.servers
             self._with.own.join(socket, servers[self._attempt % len(servers)])
+        else:
+            socket.curve_server = False  # libzmq's way to encrypt nothing from now on
+
+    @property
+    def _keyed(self) -> bool:
+        """Whether this address is connected to with keys: a path is private by its file permissions, and has none."""
+        return self._with is not None and self.endpoint.startswith("tcp:")
 
     def _dial(self) -> None:
         self.protect(self._socket)
@@ -114,6 +126,8 @@ class Dialer:
             self._connected()
         elif event == zmq.EVENT_DISCONNECTED:
             self._disconnected()
+        elif event & _ATTEMPTS:
+            self._attempted(has_begun=event == zmq.EVENT_CONNECT_DELAYED)
         elif why := self._explain(event, value):
             self.refused[why] += 1
             if self.refused[why] == 1:
@@ -124,12 +138,23 @@ class Dialer:
                     self._socket.disconnect(self.endpoint)
                 self._pause_first()
 
+    def _attempted(self, *, has_begun: bool) -> None:
+        """An attempt of libzmq's has begun, or is over. One that never began has found no address for the name."""
+        if self.endpoint.startswith("tcp:"):
+            host, _ = host_port(self.endpoint)
+            unknown = f"cannot connect to {self.endpoint}: this host does not know {host!r}, or has no way there"
+            if not has_begun and not self._has_begun:
+                self.why = unknown
+            elif self.why == unknown:
+                self.why = ""
+        self._has_begun = has_begun
+
     def _pause_first(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(self._pause, self._again)
         self._pause = min(2 * self._pause, LONGEST_PAUSE)
 
     def _explain(self, event: int, value: int) -> str:
-        keyed = self._with is not None
+        keyed = self._keyed
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             return f"the sender at {self.endpoint} has refused this key: it is not among the clients that it lets in"
         if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == _MISMATCH:

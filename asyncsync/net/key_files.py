@@ -54,13 +54,14 @@ class KeyFiles:
         )
 
     def check_address(self, endpoint: str, connect: str) -> None:
-        """Raise ValueError where keys would have no effect."""
-        given = [(self.clients, endpoint, "endpoint"), *((self.client, one, "connect") for one in several(connect))]
-        for needed, address, name in given:
-            if needed is not None and not address.startswith("tcp://"):
+        """Raise ValueError where keys would have no effect. Of several addresses to connect to, they are for those by
+        tcp."""
+        given = [(self.clients, (endpoint,), "endpoint"), (self.client, several(connect), "connect")]
+        for needed, addresses, name in given:
+            if needed is not None and not any(address.startswith("tcp://") for address in addresses):
                 raise ValueError(
-                    f"keys are for tcp://HOST:PORT, and {name} is {address!r}: what is on one host is private by its "
-                    f"file permissions. Leave the keys out, or give {name}="
+                    f"keys are for tcp://HOST:PORT, and {name} is {','.join(addresses)!r}: what is on one host is "
+                    f"private by its file permissions. Leave the keys out, or give {name}="
                 )
 
     def sender(self) -> tuple[KeyPair, ClientList]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from difflib import get_close_matches
 from inspect import signature
 from typing import Any, ClassVar, Self
 
@@ -18,7 +17,7 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
-from asyncsync.arguments import check_timeout
+from asyncsync.arguments import check_timeout, checked, refuse_misspelt
 from asyncsync.bus.carrier import Carrier
 from asyncsync.bus.member import Source, agree_on_least
 from asyncsync.bus.receiver import ReceiverLink
@@ -115,6 +114,7 @@ class SchemeCore(SchemeState, ABC):
 
     # -- phase 1: no communication --------------------------------------------------------------------------------
 
+    @checked
     def init_on_sender(
         self,
         *,
@@ -164,6 +164,7 @@ class SchemeCore(SchemeState, ABC):
         self._topic, self._context, self._model = model_id or "", context, model
         self._devices, self._sources, self._carrier = chosen, sources, transport
 
+    @checked
     def init_on_receiver(
         self,
         model_id: str,
@@ -208,10 +209,9 @@ class SchemeCore(SchemeState, ABC):
                 ``apply="on_receive"``.
             RuntimeError: this scheme is connected already, or the sender.
         """
-        for name in kwargs.keys() - signature(self.create_transport).parameters.keys():
-            ours = signature(SchemeCore.init_on_receiver).parameters.keys() - {"self", "kwargs"}
-            if meant := get_close_matches(name, ours, 1, 0.75):
-                raise TypeError(f"init_on_receiver() has no argument {name!r}; did you mean {meant[0]!r}?")
+        others = kwargs.keys() - signature(self.create_transport).parameters.keys()
+        ours = signature(SchemeCore.init_on_receiver).parameters.keys() - {"self", "kwargs"}
+        refuse_misspelt(f"{type(self).__name__}.init_on_receiver", others, ours)
         if not isinstance(model_id, str) or not model_id:
             raise ValueError(f"model_id must be a non-empty string, not {model_id!r}")
         self._check_name(model_id)

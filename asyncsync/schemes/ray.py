@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, ClassVar
 
-from asyncsync.arguments import check_bytes
+from asyncsync.arguments import check_bytes, checked
 from asyncsync.bus.core import DEFAULT_TIMEOUT
 from asyncsync.bus.member import Source
 from asyncsync.errors import NotConnected, PeerLost, WeightSyncError
@@ -209,6 +209,7 @@ class TransformCore(RayCore):
         """A RayModuleTransform has been given this scheme."""
         self._transform = transform
 
+    @checked
     def init_on_sender(self, *, ray_transform: Any = None, **options: Any) -> None:
         """Make this the sender's side.
 
@@ -227,6 +228,7 @@ class TransformCore(RayCore):
         super().init_on_sender(**{"remotes": [transform._actor], **options})
         self._transform = transform
 
+    @checked
     def init_on_receiver(self, model_id: str, context: Any = None, **options: Any) -> None:
         options = {"worker_idx": 0, "model": getattr(context, "module", None), **options}
         super().init_on_receiver(model_id, context=None, **options)

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import msgpack
 from tensordict import TensorDict
 
+from asyncsync.arguments import checked
 from asyncsync.bus.core import BusCore
 from asyncsync.bus.receiver import ReceiverLink
 from asyncsync.errors import AckTimeout, PeerLost, RemoteError, WeightSyncError
@@ -191,6 +192,7 @@ class RemoteCallCore(IntroducedCore):
         one that is not in there is sent weights all the same, and applies them by itself if it has ``apply="auto"``."""
         return self._remotes
 
+    @checked
     def init_on_sender(
         self,
         *,
@@ -245,6 +247,7 @@ class RemoteCallCore(IntroducedCore):
         if self._role == "sender":
             self._call_them(twin._remotes)
 
+    @checked
     def init_on_receiver(
         self, model_id: str, context: Any = None, *, apply: str = "on_receive", **options: Any
     ) -> None:

@@ -204,6 +204,8 @@ def resolve_model(context: Any, model_id: str | None) -> Any:
             f"{kind} cannot tell which model is meant: pass model_id (a name for its get_model(), or an attribute path)"
         )
     hint = "get_model() does not know it either" if hasattr(context, "get_model") else "it has no get_model()"
+    if isinstance(context, nn.Module):
+        hint += "; if this is the model itself, pass it as model="
     raise ValueError(f"{kind} has no model {model_id!r}: {reason}; {hint}") from reason
 
 

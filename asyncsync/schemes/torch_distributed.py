@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from torch import distributed
 
-from asyncsync.arguments import check_bytes, check_sync, check_timeout
+from asyncsync.arguments import check_bytes, check_sync, check_timeout, checked
 from asyncsync.bus.core import DEFAULT_TIMEOUT, BusCore
 from asyncsync.bus.receiver import ReceiverLink
 from asyncsync.errors import NotConnected
@@ -130,6 +130,7 @@ class DistributedCore(IntroducedCore):
         """What tells this scheme from others in the same store; one of its own has no others."""
         return self._topic if self._store_info is None else ""
 
+    @checked
     def init_on_sender(self, *, context: Any = None, num_workers: int | None = None, **options: Any) -> None:
         host = None
         if self._joins():
@@ -159,6 +160,7 @@ class DistributedCore(IntroducedCore):
                 return OwnStore(own_address(), int(port) + AFTER_TCP_PORT)
         return OwnStore(own_address())
 
+    @checked
     def init_on_receiver(
         self, model_id: str, context: Any = None, *, worker_idx: int | None = None, **options: Any
     ) -> None:

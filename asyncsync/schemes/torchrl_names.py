@@ -10,6 +10,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from functools import update_wrapper
 from typing import Any, NoReturn, TypeVar
 
+from asyncsync.arguments import checked
 from asyncsync.bus.core import DEFAULT_TIMEOUT
 from asyncsync.bus.receiver import ReceiverLink
 from asyncsync.schemes.core import SchemeCore
@@ -53,6 +54,7 @@ class TorchRLNames(SchemeCore):
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in super().__getstate__().items() if name != "_preset"}
 
+    @checked
     def init_on_sender(self, **options: Any) -> None:
         super().init_on_sender(**self._completed(options, "model", "context"))
         if isinstance(self._context, TorchRLContext) and self._context.num_workers is not None:
@@ -61,6 +63,7 @@ class TorchRLNames(SchemeCore):
 
     update_wrapper(init_on_sender, SchemeCore.init_on_sender)
 
+    @checked
     def init_on_receiver(self, model_id: str, context: Any = None, **options: Any) -> None:
         options = self._completed({**options, "context": context}, "model", "context", "worker_idx")
         if self._first_number and options.get("worker_idx") is not None:

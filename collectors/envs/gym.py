@@ -352,7 +352,7 @@ class GymEnv:
             if action.shape != (shape := self._action_shapes[leaf.key]):
                 raise ValueError(
                     f"{leaf.key!r} has shape {tuple(action.shape)}, but {self} takes {tuple(shape)}: {leaf.spec}"
-                    " (choices are one-hot unless categorical_action_encoding=True)"
+                    f"{leaf.spec.hint}"
                 )
             try:
                 value: Any = leaf.spec.read(action.numpy(force=True))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -34,9 +34,14 @@ __all__ = [
 
 Array = np.ndarray[Any, Any]
 
+ENCODED = " (choices are one-hot unless categorical_action_encoding=True)"
+
 
 class Spec(ABC):
-    """One entry: ``shape`` with the batch's dimensions first, ``dtype``, ``device``."""
+    """One entry: ``shape`` with the batch's dimensions first, ``dtype``, ``device``. ``hint`` ends the message about an
+    action of another shape."""
+
+    hint: ClassVar[str] = ""
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype) -> None:
         self.shape = torch.Size(shape)
@@ -121,6 +126,8 @@ class CategoricalSpec(Spec):
     """Choices: whole numbers below ``nvec``, which has the shape of one environment's entry, from 0 wherever the space
     starts."""
 
+    hint = " (a choice is its number: where the policy gives a score for each, let it return .argmax(-1), or a sample)"
+
     def __init__(self, nvec: Array, start: Array, dtype: torch.dtype) -> None:
         super().__init__(nvec.shape, dtype)
         self.nvec = nvec
@@ -154,6 +161,8 @@ class CategoricalSpec(Spec):
 class OneHotSpec(Spec):
     """Choices among ``n``, each with a dimension of its own, the last; ``start`` has the shape of the choices."""
 
+    hint = ENCODED
+
     def __init__(self, n: int, start: Array) -> None:
         super().__init__((*start.shape, n), torch.int64)
         self.n = n
@@ -176,6 +185,8 @@ class OneHotSpec(Spec):
 
 class MultiOneHotSpec(Spec):
     """Several choices among different numbers: their one-hot vectors side by side in the last dimension."""
+
+    hint = ENCODED
 
     def __init__(self, nvec: Array, start: Array) -> None:
         super().__init__((int(nvec.sum()),), torch.int64)

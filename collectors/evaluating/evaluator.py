@@ -30,6 +30,7 @@ from tensordict import TensorDictBase
 from tensordict.nn import InteractionType
 from torch import nn
 
+from asyncsync.arguments import KnownKeywords
 from asyncsync.collectors.arguments import Device, check_policy_factory, frames_or_none, whole
 from asyncsync.collectors.base import SHUTDOWN_SECONDS
 from asyncsync.collectors.construct import FAMILIES
@@ -58,7 +59,7 @@ WORKERS: dict[str, tuple[str, dict[str, Any], Callable[[], Any]]] = {
 """By the backend: which collector has the worker, with which arguments, and how weights come to it."""
 
 
-class Evaluator(Lifetime):
+class Evaluator(KnownKeywords, Lifetime):
     """Evaluates policies in a worker: a process of this host, which needs Linux, or one of Ray's actors.
 
     A result is a dict of ``eval/reward`` (the mean return), ``eval/reward_std``, ``eval/num_episodes``,

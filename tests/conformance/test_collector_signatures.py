@@ -62,3 +62,7 @@ def test_r227_a_wrong_argument_is_refused_in_the_name_of_the_class_that_was_call
             called(print, frames=8, frames_per_batch=8)
         with pytest.raises(TypeError, match=rf"^{called.__name__}\(\): missing a required argument: 'create_env_fn'"):
             called(frames_per_batch=8)
+        for name, meant in {"frame_per_batch": "frames_per_batch", "max_lags": "max_lag"}.items():
+            message = rf"^{called.__name__}\(\): got an unexpected .*'{name}'; did you mean '{meant}'\?"
+            with pytest.raises(TypeError, match=message):
+                called(print, **{name: 1})

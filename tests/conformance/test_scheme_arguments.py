@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import time
 from types import SimpleNamespace
@@ -64,6 +65,52 @@ def test_a_misspelt_keyword_is_refused_in_the_name_of_the_class_that_was_called(
         kind(colour="red")
 
 
+@pytest.mark.parametrize("module", [asyncsync, asyncsync.sync], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("name", [name for name in asyncsync.__all__ if name.endswith("Scheme")])
+def test_wrong_arguments_of_the_init_methods_are_refused_in_the_name_of_the_schemes_class(
+    module: Any, name: str
+) -> None:
+    kind = getattr(module, name)
+    if inspect.isabstract(kind):
+        return
+    scheme, model = kind(), Model()
+    send, receive = scheme.init_on_sender, scheme.init_on_receiver
+    refused: list[tuple[Any, str]] = [
+        (lambda: send("policy", model=model), r"sender\(\) takes .*: init_on_sender\(model_id='policy', model=…\)$"),
+        (lambda: send(model, num_workers=2), r"sender\(\) takes keywords only: init_on_sender\(model_id=…, model=…\)$"),
+        (lambda: send(num_worker=2), r"sender\(\): got an .* 'num_worker'; did you mean 'num_workers'\?$"),
+        (lambda: send(colour=2), r"sender\(\): got an .* 'colour'; there are .*model_id"),
+        (lambda: receive(model=model), r"receiver\(\): missing a required argument: 'model_id'$"),
+        (lambda: receive("policy", None, model), r"receiver\(\) takes only 2 arg.*: init_on_receiver\(model=…\)$"),
+    ]
+    for call, words in refused:
+        with pytest.raises(TypeError, match=rf"^{name}\.init_on_{words}"):
+            call()
+    for method in (kind.init_on_sender, kind.init_on_receiver):
+        assert "context" in inspect.signature(method).parameters or name == "RayModuleTransformScheme"
+
+
+def test_a_method_of_a_users_may_take_keywords_of_its_own(api: Api) -> None:
+    class Coloured(api.ZMQWeightSyncScheme):  # type: ignore[misc, name-defined]
+        def init_on_sender(self, colour: str, **options: Any) -> None:
+            self.colour = colour
+            super().init_on_sender(**options)
+
+    scheme = Coloured()
+    scheme.init_on_sender("red", model_id="policy", num_workers=1)
+    assert (scheme.colour, scheme.bus.num_workers) == ("red", 1)
+    with pytest.raises(TypeError, match=r"'num_worker'; did you mean 'num_workers'\?"):
+        Coloured().init_on_sender("red", num_worker=1)
+
+
+def test_a_model_that_is_given_as_the_context_is_to_be_given_as_the_model(api: Api) -> None:
+    with pytest.raises(ValueError, match=r"no model 'policy': .* if this is the model itself, pass it as model=$"):
+        api.scheme().init_on_receiver("policy", Model(), worker_idx=0)
+    with pytest.raises(ValueError, match="no model 'policy'") as told:
+        api.scheme().init_on_receiver("policy", SimpleNamespace(), worker_idx=0)
+    assert "model=" not in str(told.value)
+
+
 class OfItsOwn(asyncsync.ZMQWeightSyncScheme):
     """Has a keyword more."""
 
@@ -104,7 +151,7 @@ async def test_r064_also_where_connect_says_which_worker_it_is(api: Api) -> None
 )
 def test_a_misspelt_keyword_of_ours_is_refused(api: Api, typo: str, meant: str) -> None:
     scheme = bare(passed_on(api.scheme()))
-    with pytest.raises(TypeError, match=f"{typo}.*did you mean {meant!r}"):
+    with pytest.raises(TypeError, match=rf"^ZMQ\w+\.init_on_receiver.*{typo}.*did you mean {meant!r}"):
         scheme.init_on_receiver("policy", worker_idx=0, model=Model(), **{typo: True})
     scheme.init_on_receiver("policy", worker_idx=0, model=Model())  # nothing was changed
 
