@@ -9,23 +9,6 @@ from inspect import Parameter, signature
 from itertools import dropwhile
 from typing import Any, Self, TypeVar, cast
 
-__all__ = [
-    "KnownKeywords",
-    "as_version",
-    "as_workers",
-    "check_bytes",
-    "check_count",
-    "check_fanout",
-    "check_forward",
-    "check_quorum",
-    "check_slots",
-    "check_sync",
-    "check_timeout",
-    "checked",
-    "refuse_misspelt",
-    "refuse_unknown",
-]
-
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 MAX_VERSION = 1 << 62  # the most in a checkpoint: there is room to count on

@@ -16,8 +16,6 @@ from asyncsync.bench.cases import SECTIONS
 from asyncsync.commands import fetch, keygen, relay, top
 from asyncsync.commands.options import CommandFailed, bound, count, need, picture, positive, seed, writable
 
-__all__ = ["main"]
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command with what comes after ``asyncsync`` (None: ``sys.argv``); returns its exit code. Raises

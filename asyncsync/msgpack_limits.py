@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from asyncsync.errors import LimitExceeded, ProtocolError
 
-__all__ = ["check_structure"]
-
 # Bytes that follow the type byte: a fixed number, or a length field of 1, 2 or 4 bytes.
 _FIXED = {0xC0: 0, 0xC2: 0, 0xC3: 0, 0xCA: 4, 0xCB: 8}
 _FIXED |= {0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8}

@@ -16,33 +16,6 @@ import torch
 from tensordict.nn import InteractionType, TensorDictModuleBase
 from torch import nn
 
-__all__ = [
-    "MAX_WORKERS",
-    "Device",
-    "Devices",
-    "Interruptor",
-    "RolloutArguments",
-    "check_accepted",
-    "check_count",
-    "check_devices",
-    "check_factories",
-    "check_policy",
-    "check_policy_factory",
-    "check_schemes",
-    "each",
-    "exact_device",
-    "fits",
-    "flattened",
-    "frames_or_none",
-    "given_arguments",
-    "is_list",
-    "own_arguments",
-    "spread",
-    "warn_rounding",
-    "whole",
-    "with_partial",
-]
-
 Device = int | str | torch.device
 Devices = Device | Sequence[Device | None] | None
 

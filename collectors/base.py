@@ -33,10 +33,6 @@ from asyncsync.collectors.weights.api import WeightsAPI
 from asyncsync.errors import ClosedError
 from asyncsync.runtime.threads import elsewhere
 
-__all__ = [
-    "SHUTDOWN_SECONDS", "BaseCollector", "Pause", "PostHook", "PreHook", "Signals", "is_caller", "logged_unless",
-]  # fmt: skip
-
 _log = logging.getLogger("asyncsync")
 
 SHUTDOWN_SECONDS = 5.0

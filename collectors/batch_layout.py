@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-__all__ = ["BatchLayout", "Leaf", "Node", "empty_batch", "layout_of", "with_time"]
-
 Path = tuple[str, ...]
 
 

@@ -15,8 +15,6 @@ from typing import Any
 from asyncsync.arguments import refuse_unknown
 from asyncsync.collectors.arguments import is_list, whole
 
-__all__ = ["FAMILIES", "Chooses", "by_backend"]
-
 FAMILIES: dict[str, Callable[..., Any]] = {}
 """What makes a collector, by the names of families: "sync" and "async" step environments in processes of this host, and
 "process" is one of the two, by its own argument ``sync``; those of the other backends have nodes elsewhere."""

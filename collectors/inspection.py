@@ -18,8 +18,6 @@ from typing import Any
 from asyncsync.collectors.profiling import ProfileConfig
 from asyncsync.schemes.sources import follow
 
-__all__ = ["InspectionAPI", "as_calls"]
-
 
 def as_calls(
     list_of_args: Sequence[Sequence[Any]] | None, list_of_kwargs: Sequence[Mapping[str, Any]] | None, count: int | None

@@ -13,8 +13,6 @@ from typing import Any, Self
 from asyncsync.runtime.interruption import Interruption
 from asyncsync.runtime.threads import elsewhere
 
-__all__ = ["Lifetime"]
-
 
 class Lifetime(ABC):
     """Made by its constructor or by :meth:`create`, and ended by :meth:`shutdown`, ``with`` or ``async with``."""

@@ -26,8 +26,6 @@ from asyncsync.collectors.rollout.rollout import Rollouts
 from asyncsync.collectors.weights.plan import find_model
 from asyncsync.runtime.threads import join
 
-__all__ = ["LocalCollector"]
-
 _log = logging.getLogger("asyncsync")
 
 PAUSE_SECONDS = 60.0

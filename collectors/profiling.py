@@ -20,8 +20,6 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-__all__ = ["ProfileConfig", "RolloutProfiler", "recorded"]
-
 _ACTIVITIES = {"cpu": ProfilerActivity.CPU, "cuda": ProfilerActivity.CUDA}
 
 

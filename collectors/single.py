@@ -41,8 +41,6 @@ from asyncsync.collectors.trajectories import _TrajectoryPool, on_device
 from asyncsync.collectors.weights.plan import _RegisteredModels
 from asyncsync.collectors.whole_trajectories import check_trajectories
 
-__all__ = ["Collector"]
-
 CONNECT_SECONDS = 60.0
 """How long the constructor waits for the other side of schemes."""
 

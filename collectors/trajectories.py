@@ -14,19 +14,6 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase, pad
 
-__all__ = [
-    "FLAGS",
-    "Key",
-    "StridedPool",
-    "_TrajectoryPool",
-    "_aggregate_end_of_traj",
-    "beside",
-    "on_device",
-    "padded",
-    "processed",
-    "split_trajectories",
-]
-
 Key = str | tuple[str, ...]
 FLAGS = ("done", "terminated", "truncated")
 """By which environments mark a trajectory's end."""

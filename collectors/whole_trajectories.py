@@ -22,8 +22,6 @@ from tensordict import TensorDictBase
 from asyncsync.collectors.arguments import whole
 from asyncsync.collectors.trajectories import FLAGS, Key, padded
 
-__all__ = ["WholeTrajectories", "check_trajectories"]
-
 IDS = ("collector", "traj_ids")
 MASK = ("collector", "mask")
 

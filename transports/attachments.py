@@ -29,8 +29,6 @@ from asyncsync.weights.copying import copy_tensors, normal_tensors
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab, SlabPool
 
-__all__ = ["Attachment", "Attachments"]
-
 FORK_PATIENCE = 2.0
 REMEDY = (
     "with shared memory, workers run on the sender's host, as the same user and in the same pid namespace (in one "

@@ -13,8 +13,6 @@ from asyncsync.transports.slots import COPY_BYTES
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab, SlabPool
 
-__all__ = ["AutoTransport", "BlockingAutoTransport"]
-
 
 class NearAndFarTransport(SlotTransport):
     """What both APIs have.

@@ -33,8 +33,6 @@ from asyncsync.model.strategy import WeightStrategy, resolve_strategy
 from asyncsync.weights.copying import copy_tensors
 from asyncsync.weights.tree import Path, dotted, flatten
 
-__all__ = ["Destination", "OwnTransport", "TransportBackend", "TransportCore", "check_fit"]
-
 
 class TransportCore(Carrier):
     """A carrier that knows its scheme: the base of both TransportBackends."""

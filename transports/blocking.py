@@ -32,8 +32,6 @@ from typing import Any, ClassVar, TypeVar
 from asyncsync.model.strategy import WeightStrategy
 from asyncsync.transports.base import Destination, TransportCore
 
-__all__ = ["TransportBackend", "in_sync_as"]
-
 C = TypeVar("C", bound=type)
 
 

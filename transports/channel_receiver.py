@@ -30,8 +30,6 @@ from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab
 from asyncsync.weights.tree import dotted, flatten, nest
 
-__all__ = ["ChannelReceiver", "make_receiver"]
-
 Message = dict[str, torch.Tensor]
 """What came through the channel: tensors by their dotted names, the tag among them."""
 

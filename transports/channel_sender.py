@@ -24,8 +24,6 @@ from asyncsync.transports.channels import (
 )
 from asyncsync.weights.slab import Slab
 
-__all__ = ["ChannelSender", "make_sender"]
-
 
 @dataclass(eq=False)
 class _Dispatch:

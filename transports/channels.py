@@ -35,17 +35,6 @@ from asyncsync.transports.blocking import TransportBackend
 from asyncsync.weights.slab import Slab
 from asyncsync.weights.tree import nest
 
-__all__ = [
-    "RECEIVER_SETUP",
-    "SENDER_SETUP",
-    "TAG",
-    "TAG_BYTES",
-    "close_channels",
-    "is_channel",
-    "setup_of",
-    "tagged",
-]
-
 logger = logging.getLogger("asyncsync")
 
 TAG = "_asyncsync_id"

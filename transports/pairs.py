@@ -33,8 +33,6 @@ from asyncsync.transports.torch_private import gloo_pair
 from asyncsync.weights.copying import normal_tensors
 from asyncsync.weights.slab import Slab
 
-__all__ = ["TRANSFER_BYTES", "PairClient", "PairServer", "Place"]
-
 TRANSFER_BYTES = 16  # of a transfer's name
 RENDEZVOUS_SECONDS = 20.0  # until both ends of a pair are there
 ENDING_SECONDS = 2.0

@@ -27,8 +27,6 @@ from asyncsync.weights.copying import copy_arrays, normal_tensors
 from asyncsync.weights.layout import Entry, Layout
 from asyncsync.weights.slab import FOREIGN, Slab, SlabPool
 
-__all__ = ["PrivateMapping", "PrivateSlab", "ReceivedPool"]
-
 _forks = 0  # counted before each fork of this process, and after it
 
 # Bits of /proc/self/pagemap: present or swapped; of a file, or shared.

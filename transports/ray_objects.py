@@ -25,8 +25,6 @@ from asyncsync.transports.torch_distributed import PAIR_BYTES, PairTransport
 from asyncsync.weights.copying import copy_arrays
 from asyncsync.weights.slab import Slab
 
-__all__ = ["BlockingRayTransport", "ObjectTransport", "RayTransport"]
-
 MARGIN = 0.5  # Ray's own timeout comes before the bus's, whose message has less in it
 MAGIC = b"RAY\x01"
 

@@ -18,15 +18,6 @@ from asyncsync.transports.slots import COPY_BYTES, Place, SlotPool
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab, SlabPool
 
-__all__ = [
-    "SLOTS",
-    "BlockingMPTransport",
-    "BlockingSharedMemTransport",
-    "MPTransport",
-    "SharedMemTransport",
-    "SlotTransport",
-]
-
 SLOTS = 4
 
 

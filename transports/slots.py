@@ -29,8 +29,6 @@ from asyncsync.weights.copying import normal_tensors
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab, SlabPool
 
-__all__ = ["COPY_BYTES", "Place", "SlotPool"]
-
 COPY_BYTES = 4 << 20  # two copies of more take longer than giving a few Parameters other memory
 # Freeing so much memory takes longer than a loop should stand still.
 LARGE_BYTES = 8 << 20

@@ -19,8 +19,6 @@ from torch import distributed
 
 from asyncsync.errors import NotConnected
 
-__all__ = ["FOREVER", "Address", "OwnStore", "client_of", "connect", "innermost", "part_of", "wait_for"]
-
 Address = tuple[str, int]
 """Host and port of a store."""
 

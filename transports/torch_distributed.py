@@ -24,15 +24,6 @@ from asyncsync.transports.zmq import ChunkTransport
 from asyncsync.weights.copying import normal_tensors
 from asyncsync.weights.slab import Slab
 
-__all__ = [
-    "PAIR_BYTES",
-    "BlockingDistributedTransport",
-    "BlockingRPCTransport",
-    "DistributedTransport",
-    "PairTransport",
-    "RPCTransport",
-]
-
 PAIR_BYTES = 64 << 10
 
 

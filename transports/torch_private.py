@@ -10,8 +10,6 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
-__all__ = ["default_store", "gloo_pair"]
-
 
 def default_store() -> Any:
     """The store of the process group that this process has joined; None: it has not."""

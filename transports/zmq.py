@@ -21,8 +21,6 @@ from asyncsync.transports.slots import COPY_BYTES
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab, SlabPool
 
-__all__ = ["BlockingZMQTransport", "ChunkTransport", "ZMQTransport"]
-
 
 class ChunkTransport(OwnTransport):
     """The bus's own transport, whichever API is put over it.

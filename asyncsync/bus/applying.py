@@ -16,8 +16,6 @@ from asyncsync.monitor.receiver import ReceiverObserver
 from asyncsync.protocol.staging import Staging
 from asyncsync.protocol.subscriber import Subscriber
 
-__all__ = ["Applying"]
-
 GATE_POLL = 0.05
 CLEAN_DELAY = 0.002
 

@@ -18,8 +18,6 @@ from asyncsync.net.zmq_socket import LoopSocket, dealer
 from asyncsync.wire.codec import decode, encode
 from asyncsync.wire.report import Inquiry, Report
 
-__all__ = ["Asker"]
-
 AGAIN_SECONDS = 0.5  # an inquiry may get lost, and is dropped where too many ask
 UNANSWERED_SECONDS = 1.0  # until the next one of several addresses is asked
 

@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterable
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab, SlabPool
 
-__all__ = ["Carrier", "Failed"]
-
 Failed = Callable[[Exception], None]
 
 

@@ -17,8 +17,6 @@ from tensordict import TensorDict
 from asyncsync.runtime.threads import WorkThread, as_exception
 from asyncsync.weights.slab import Slab
 
-__all__ = ["Cascade"]
-
 
 class Cascade:
     """The contexts of a receiver's models. While ``task`` is not None, it passes one update on.

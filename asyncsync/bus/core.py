@@ -37,8 +37,6 @@ from asyncsync.protocol.staging import Acting
 from asyncsync.weights.encoding import check_codec
 from asyncsync.wire.metadata import Shown, decode_metadata
 
-__all__ = ["DEFAULT_TIMEOUT", "BusCore"]
-
 DEFAULT_TIMEOUT = 60.0
 LOOP_ENDED = "this bus was shut down with the event loop that it was connected on: use it within the same asyncio.run()"
 CONFIGURATION = ["endpoint", "connect_endpoint", "num_workers", "min_workers", "allow_plaintext", "checksum", "keys"]

@@ -11,8 +11,6 @@ from asyncsync.bus.link import Link
 from asyncsync.protocol.publisher import Publisher
 from asyncsync.weights.encoding import Encoding
 
-__all__ = ["Encoder"]
-
 logger = logging.getLogger("asyncsync")
 
 # The thread need not wait for the loop after each piece. A publication waits for the thread no longer than for these:

@@ -11,8 +11,6 @@ from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab
 from asyncsync.wire.messages import Part
 
-__all__ = ["Fetches"]
-
 FETCH_DEADLINE = 60.0
 
 

@@ -17,8 +17,6 @@ from asyncsync.protocol.settings import Settings
 from asyncsync.weights.slab import Slab
 from asyncsync.wire.fields import FIRST_GUEST
 
-__all__ = ["Guest", "Snapshot", "guest_link"]
-
 
 class Snapshot(NamedTuple):
     """One model's weights: the version, the metadata it was published with, and a copy of the slab."""

@@ -26,8 +26,6 @@ from asyncsync.net.processes import PER_LINK, shortage
 from asyncsync.net.zmq_private import Context
 from asyncsync.runtime.threads import WorkThread, call_soon, finish
 
-__all__ = ["INLINE_BYTES", "Link", "Order", "is_fast_path_on"]
-
 logger = logging.getLogger("asyncsync")
 
 # Copies up to this size are made on the loop; larger ones in the work thread.

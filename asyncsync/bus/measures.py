@@ -11,8 +11,6 @@ from asyncsync.bus.sender import SenderLink
 from asyncsync.bus.status import receiver_status
 from asyncsync.monitor.metrics import Measure
 
-__all__ = ["serve_metrics"]
-
 STATES = ("live", "slow", "lost")
 
 

@@ -13,8 +13,6 @@ from asyncsync.bus.carrier import Carrier
 from asyncsync.monitor.options import UNMONITORED
 from asyncsync.weights.tree import FlatWeights
 
-__all__ = ["Calls", "Member", "Source", "agree_on_least", "agree_on_workers", "join_buses", "shared_here"]
-
 # Copies of one shared bus that were pickled apart find each other again in the worker: one connection per worker_idx.
 _receiving: weakref.WeakValueDictionary[tuple[str, int, int], Any] = weakref.WeakValueDictionary()
 

@@ -18,8 +18,6 @@ from asyncsync.wire.codec import encode
 from asyncsync.wire.fields import Buffer
 from asyncsync.wire.messages import Again, Instruction, Update
 
-__all__ = ["Outgoing"]
-
 logger = logging.getLogger("asyncsync")
 
 Departed = Callable[[bytes, Update | Again], None]

@@ -28,8 +28,6 @@ from asyncsync.weights.source_cache import CACHED_BYTES, SourceCache
 from asyncsync.weights.tree import FlatWeights
 from asyncsync.wire.messages import Again, Update
 
-__all__ = ["Publishing"]
-
 assert CACHED_BYTES <= INLINE_BYTES  # what is copied as bytes is copied on the loop
 # A slab whose last bytes libzmq is just releasing is worth a short wait: a new one would have to be faulted in.
 DRAIN_PATIENCE = 0.05

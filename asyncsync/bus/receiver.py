@@ -41,8 +41,6 @@ from asyncsync.wire.codec import decode, encode
 from asyncsync.wire.fields import Buffer, Epoch
 from asyncsync.wire.messages import Again, Bye, Cast, Chunk, Instruction, Welcome
 
-__all__ = ["ReceiverLink"]
-
 logger = logging.getLogger("asyncsync")
 
 ENDING_SECONDS = 2.0

@@ -14,8 +14,6 @@ from asyncsync.protocol.subscriber import Subscriber
 from asyncsync.weights.slab import Slab
 from asyncsync.wire.fields import Epoch
 
-__all__ = ["Mark", "Receiving"]
-
 REQUEST_AGAIN = 1.0
 
 Mark = tuple[Epoch, int]

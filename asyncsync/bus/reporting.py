@@ -24,8 +24,6 @@ from asyncsync.wire.report import (
     room,
 )
 
-__all__ = ["Reporter", "WorkerStatus", "warn_of_blocking", "worker_status"]
-
 logger = logging.getLogger("asyncsync")
 
 ANSWERS = 20  # in a second, at most

@@ -40,8 +40,6 @@ from asyncsync.wire.codec import decode, encode
 from asyncsync.wire.messages import Bye, Hello, Instruction, Ready, Released
 from asyncsync.wire.report import Inquiry
 
-__all__ = ["SenderLink"]
-
 logger = logging.getLogger("asyncsync")
 
 # An event loop that has been blocked for so long while weights were to be fetched delivers them too late.

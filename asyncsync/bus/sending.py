@@ -15,8 +15,6 @@ from asyncsync.errors import AckTimeout, NotConnected, PartialSendError
 from asyncsync.protocol.progress import Outcome, Progress
 from asyncsync.wire.metadata import encode_metadata
 
-__all__ = ["extract", "publish", "publish_sources", "send", "send_sources", "wait_lag", "wait_version"]
-
 Workers = int | Iterable[int] | None
 
 

@@ -12,8 +12,6 @@ from asyncsync.bus.member import Source
 from asyncsync.bus.sender import SenderLink
 from asyncsync.errors import NotConnected, PartialSendError, PeerLost
 
-__all__ = ["check_connect", "check_processes", "connect", "initial", "wait_for_workers"]
-
 
 def check_connect(bus: BusCore, timeout: float, processes: Iterable[Any] = ()) -> None:
     """Refuse what is not ready to connect, before anything is begun."""

@@ -17,8 +17,6 @@ from asyncsync.net.introduction import Following, Introduction
 from asyncsync.net.keys import Credentials
 from asyncsync.protocol.session import Session
 
-__all__ = ["Whereabouts"]
-
 logger = logging.getLogger("asyncsync")
 
 AWAY_SECONDS = 3.0

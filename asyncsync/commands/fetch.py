@@ -15,8 +15,6 @@ from asyncsync.weights.layout import unpack_values
 from asyncsync.weights.safetensors import dotted_names, write
 from asyncsync.wire.fields import Epoch
 
-__all__ = ["add"]
-
 PATIENCE = 3.0  # seconds, then a person is told what is waited for
 
 

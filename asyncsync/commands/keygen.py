@@ -11,8 +11,6 @@ from asyncsync.errors import NotConnected
 from asyncsync.net.certificates import Certificate, Workers, check_writers, parse_workers, write_new
 from asyncsync.net.keys import KeyPair
 
-__all__ = ["add"]
-
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,99}", re.ASCII)
 MAX_WORKERS = 100_000
 Client = tuple[str, Workers]

@@ -15,20 +15,6 @@ from asyncsync.net.endpoint import check_endpoint
 from asyncsync.net.key_files import KeyFiles
 from asyncsync.net.keys import Credentials
 
-__all__ = [
-    "CommandFailed",
-    "add_sender",
-    "as_options",
-    "bound",
-    "count",
-    "credentials_of",
-    "need",
-    "picture",
-    "positive",
-    "seed",
-    "writable",
-]
-
 
 class CommandFailed(Exception):
     """The command cannot do what it was asked for: the reason, in one line. Its exit code is 1."""

@@ -11,8 +11,6 @@ from asyncsync.errors import NotConnected, WeightSyncError
 from asyncsync.net.endpoint import check_endpoint, several
 from asyncsync.net.key_files import KeyFiles
 
-__all__ = ["add"]
-
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Declare the command."""

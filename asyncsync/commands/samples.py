@@ -10,8 +10,6 @@ from typing import Any
 
 from asyncsync.wire.report import Report, WorkerReport
 
-__all__ = ["Rates", "Samples", "as_json"]
-
 WINDOW = 5.0  # seconds over which rates are taken
 
 

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-__all__ = ["line", "screen"]
-
 COLOURS = {"live": "green", "slow": "yellow", "lost": "red"}
 STATES = ("lost", "slow", "live")  # the worst first
 ROLES = ("relay", "worker", "guest")

@@ -18,8 +18,6 @@ from asyncsync.errors import AckTimeout, ProtocolError, WeightSyncError
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["add", "watch"]
-
 PATIENCE = 3.0  # seconds that one answer may take
 FIRST = 0.5  # with --once, between the two answers that the rates are from
 REDRAW = 0.5  # the window may have another size, and an answer gets older

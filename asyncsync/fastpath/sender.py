@@ -33,8 +33,6 @@ from asyncsync.weights.tree import FlatWeights
 from asyncsync.wire.codec import encode_again, encode_done
 from asyncsync.wire.fields import Buffer
 
-__all__ = ["FastSender", "SteadySender"]
-
 # The interpreter waits while a worker copies them.
 LARGEST = 1 << 20
 # Where an answer stays out, it is the link's timer that ends the fast path, after a quarter of a second.

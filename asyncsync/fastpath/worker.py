@@ -29,8 +29,6 @@ from asyncsync.wire.codec import AGAIN_FIELDS, FIXED, HEAD, encode_done
 from asyncsync.wire.fields import Epoch
 from asyncsync.wire.messages import Again, Part
 
-__all__ = ["Show", "SteadyWorker", "begin"]
-
 logger = logging.getLogger("asyncsync")
 
 Show = Callable[[Epoch, Mapping[str, Acting]], None]

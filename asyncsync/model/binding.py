@@ -27,8 +27,6 @@ from asyncsync.weights.slab import Slab
 from asyncsync.weights.source_cache import CACHED_BYTES
 from asyncsync.weights.tree import FlatWeights, Path, canonical, dotted, nest
 
-__all__ = ["Binding"]
-
 MOST_PLANS = 4
 
 

@@ -14,8 +14,6 @@ from asyncsync.model.parameters import ModelTensors, Plan, Specs
 from asyncsync.model.selection import Selection
 from asyncsync.weights.slab import is_foreign
 
-__all__ = ["BoundModel", "LayoutPlan", "Repointing", "constant"]
-
 SHOWN = 12  # of the names or problems in a message
 
 

@@ -36,8 +36,6 @@ from asyncsync.model.loop_watch import LoopWatch
 from asyncsync.model.readers import Hold, Reader, innermost, is_finished, is_held_by_caller, is_inside, refusal
 from asyncsync.runtime.threads import settle
 
-__all__ = ["PATIENCE", "Gate", "Writer", "any_applying"]
-
 _log = logging.getLogger("asyncsync")
 PATIENCE = 30.0
 _TICK = 0.05  # seconds after which a waiting reader looks again for readers that were left behind

@@ -15,9 +15,6 @@ from typing import Any
 
 from asyncsync.model.hooks import Report, unseen
 
-__all__ = ["GatedMethod", "check_methods", "gate_methods"]
-
-
 _LATER = inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction
 
 

@@ -24,8 +24,6 @@ from asyncsync.model.torch_private import (
     wraps_as_it_is,
 )
 
-__all__ = ["Report", "attach", "check_calls", "unseen"]
-
 _F = TypeVar("_F", bound=Callable[..., Any])
 Report = Callable[[FrameType], None]
 

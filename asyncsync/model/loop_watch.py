@@ -17,8 +17,6 @@ import threading
 
 from asyncsync.runtime.asyncio_private import running_loop
 
-__all__ = ["LoopWatch"]
-
 _log = logging.getLogger("asyncsync")
 SECONDS = 1.0  # without a turn of the loop, from one call to another
 PAUSE = SECONDS / 4  # between two looks: to have the loop call back costs a microsecond

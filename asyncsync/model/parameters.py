@@ -24,8 +24,6 @@ from asyncsync.weights.copying import normal_tensors
 from asyncsync.weights.source_cache import AddressCache
 from asyncsync.weights.tree import EXTRA_STATE, canonical, dotted
 
-__all__ = ["Location", "ModelTensors", "Plan", "Specs"]
-
 Location = tuple[MutableMapping[str, Any], str]
 """Where a tensor is: one of a module's dictionaries, a dict or a TensorDict, and the key in it."""
 Specs = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]

@@ -12,8 +12,6 @@ from typing import Generic, Protocol, TypeVar
 from asyncsync.errors import AckTimeout
 from asyncsync.runtime.asyncio_private import running_loop
 
-__all__ = ["Hold", "Reader", "ReaderGate", "is_finished", "is_held_by_caller", "is_inside", "refusal"]
-
 T = TypeVar("T")
 
 

@@ -15,8 +15,6 @@ from typing import Any, TypeVar
 from asyncsync.errors import SchemaMismatch
 from asyncsync.weights.tree import FlatWeights, Path, dotted
 
-__all__ = ["Selection"]
-
 SHOWN = 8
 
 T = TypeVar("T")

@@ -35,8 +35,6 @@ from asyncsync.weights.arrays import source_arrays
 from asyncsync.weights.torch_private import COMPILED
 from asyncsync.weights.tree import EXTRA_STATE, FlatWeights, Path, flatten, nest
 
-__all__ = ["WeightStrategy", "flat_weights", "module_weights", "resolve_strategy"]
-
 FORMATS = ("tensordict", "state_dict")
 
 

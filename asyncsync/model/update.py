@@ -23,8 +23,6 @@ from asyncsync.weights.copying import PLAIN, clone, copy_bytes, copy_tensors, no
 from asyncsync.weights.slab import Slab, is_foreign
 from asyncsync.weights.tree import FlatWeights, dotted, have_specs
 
-__all__ = ["CustomUpdate", "ModelUpdate", "Prepared", "prepare_flat"]
-
 _is_meta = attrgetter("is_meta")
 
 

@@ -18,8 +18,6 @@ from typing import Any
 from asyncsync.errors import NotConnected
 from asyncsync.net.processes import owned
 
-__all__ = ["Durations", "Measure", "Metrics"]
-
 PREFIX = "asyncsync_"
 PATIENCE = 2.0  # seconds that the event loop may take to answer
 READ_SECONDS = 10.0  # that whoever has connected may take for its next bytes: it keeps a thread and a descriptor

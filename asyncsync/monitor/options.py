@@ -6,8 +6,6 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["UNMONITORED", "Monitoring"]
-
 LOCAL = "127.0.0.1"
 
 

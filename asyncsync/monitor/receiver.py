@@ -14,8 +14,6 @@ from asyncsync.wire.codec import decode
 from asyncsync.wire.fields import Buffer
 from asyncsync.wire.messages import Instruction
 
-__all__ = ["ReceiverObserver"]
-
 logger = logging.getLogger("asyncsync")
 
 KEPT = 64

@@ -16,8 +16,6 @@ from asyncsync.monitor.tracing import Span, Tracer
 from asyncsync.wire import fields, messages
 from asyncsync.wire.messages import Instruction
 
-__all__ = ["Life", "SenderObserver"]
-
 logger = logging.getLogger("asyncsync")
 
 KEPT = 64  # versions that are followed at once: a worker that is stopped leaves them open

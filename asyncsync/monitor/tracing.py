@@ -6,8 +6,6 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["Attributes", "Span", "Tracer", "find_tracer"]
-
 Attributes = Mapping[str, str | int | float]
 
 

@@ -7,8 +7,6 @@ import socket
 
 from asyncsync.errors import NotConnected
 
-__all__ = ["address_towards", "own_address"]
-
 PORT = 9  # any: nothing is sent
 # Addresses that are set aside for documentation: the way there is the default route, and nobody is disturbed.
 ANYWHERE = ("192.0.2.1", "2001:db8::1")

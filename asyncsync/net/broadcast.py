@@ -18,8 +18,6 @@ from asyncsync.net.address import tcp_endpoint
 from asyncsync.net.endpoint import host_port
 from asyncsync.net.zmq_socket import Bound, LoopSocket, publisher, subscriber
 
-__all__ = ["Broadcast", "Subscription"]
-
 logger = logging.getLogger("asyncsync")
 
 NONCE_BYTES = 16

@@ -20,8 +20,6 @@ from zmq.utils import z85
 
 from asyncsync.errors import NotConnected
 
-__all__ = ["Certificate", "Workers", "check_writers", "parse_workers", "read_certificate", "write_new"]
-
 MAX_BYTES = 16 << 10
 MAX_RANGES = 256
 KEY = re.compile(r"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")  # z85, of 32 bytes

@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from asyncsync.errors import NotConnected
 from asyncsync.net.certificates import Certificate, Workers, check_writers, read_certificate
 
-__all__ = ["Client", "ClientList"]
-
 logger = logging.getLogger("asyncsync")
 
 SUFFIX = ".key"

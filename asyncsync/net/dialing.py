@@ -20,8 +20,6 @@ from asyncsync.net.endpoint import host_port
 from asyncsync.net.keys import Credentials
 from asyncsync.net.zmq_socket import FAILED, LoopSocket, watch
 
-__all__ = ["Dialer"]
-
 logger = logging.getLogger("asyncsync")
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 2.0

@@ -23,18 +23,6 @@ from pathlib import Path
 from asyncsync.errors import NotConnected
 from asyncsync.net.processes import owned
 
-__all__ = [
-    "INTRODUCED",
-    "EndpointLock",
-    "check_endpoint",
-    "check_endpoints",
-    "draw_endpoint",
-    "host_port",
-    "is_plaintext_beyond_loopback",
-    "several",
-    "side_channel_path",
-]
-
 logger = logging.getLogger("asyncsync")
 
 MAX_IPC_PATH = 107

@@ -18,8 +18,6 @@ import msgpack
 from asyncsync.errors import ProtocolError
 from asyncsync.net.keys import Admission, KeyPair
 
-__all__ = ["Following", "Introduction", "Introductions"]
-
 logger = logging.getLogger("asyncsync")
 
 KEY_LENGTH = 40

@@ -11,8 +11,6 @@ from asyncsync.net.client_list import ClientList
 from asyncsync.net.endpoint import check_endpoint, check_endpoints, several
 from asyncsync.net.keys import Credentials, KeyPair
 
-__all__ = ["KeyFile", "KeyFiles", "check_addresses", "check_own_address"]
-
 KeyFile = str | os.PathLike[str]
 
 WORKER = "{worker_idx}"  # in client_key: the worker's index

@@ -24,8 +24,6 @@ from asyncsync.protocol.peer import Peer
 from asyncsync.wire.fields import FIRST_GUEST
 from asyncsync.wire.messages import Hello, Instruction
 
-__all__ = ["Admission", "Credentials", "KeyPair"]
-
 logger = logging.getLogger("asyncsync")
 
 # Where libzmq asks, by the protocol's definition (ZeroMQ RFC 27).

@@ -26,8 +26,6 @@ from typing import NamedTuple
 from asyncsync.errors import WeightSyncError
 from asyncsync.net.processes import shortage
 
-__all__ = ["MemoryPlace", "create", "map_private", "no_memory", "open_place", "seal"]
-
 # linux/fcntl.h; the fcntl module has no names for all of them.
 F_ADD_SEALS = 1033
 F_GET_SEALS = 1034

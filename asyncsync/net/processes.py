@@ -16,8 +16,6 @@ from typing import Protocol
 
 from asyncsync.protocol.settings import Identity
 
-__all__ = ["PER_LINK", "ProcessWatch", "free_descriptors", "owned", "shortage", "this_process"]
-
 logger = logging.getLogger("asyncsync")
 
 # What workers take before one of their HELLOs is read, and whatever else the program opens meanwhile.

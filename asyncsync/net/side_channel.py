@@ -53,8 +53,6 @@ from asyncsync.wire.codec import FIXED, decode, decode_fixed
 from asyncsync.wire.fields import Buffer
 from asyncsync.wire.messages import Instruction
 
-__all__ = ["ALONE", "BY_SIDE_CHANNEL", "Receive", "SideChannel", "SideChannels", "connect", "join", "read", "split"]
-
 logger = logging.getLogger("asyncsync")
 
 BY_SIDE_CHANNEL: frozenset[type[Instruction]] = frozenset(

@@ -8,8 +8,6 @@ from typing import Any
 import zmq
 from zmq.backend import Socket as Backend
 
-__all__ = ["Context", "get", "recv", "send"]
-
 # pyzmq's own layer: a small message costs a third of what it does through zmq.Socket, with its enums and options.
 get: Callable[[Any, int], Any] = Backend.get
 recv, send = Backend.recv, Backend.send

@@ -25,8 +25,6 @@ from asyncsync.net.processes import owned
 from asyncsync.net.zmq_private import get, recv, send
 from asyncsync.wire.fields import MAX_FRAME
 
-__all__ = ["FAILED", "Bound", "LoopSocket", "dealer", "publisher", "router", "subscriber", "watch"]
-
 # Receiving yields to the loop after so long: a burst of chunks must not stall the caller's other coroutines.
 DRAIN_SECONDS = 0.004
 HIGH_WATER_MARK = 1000

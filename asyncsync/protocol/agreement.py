@@ -17,8 +17,6 @@ from asyncsync.weights.slab import Slab
 from asyncsync.wire import messages
 from asyncsync.wire.fields import NO_EPOCH
 
-__all__ = ["Agreement"]
-
 
 class Agreement:
     """The agreement of all workers with all publications. ``committed`` is called when one has become the target."""

@@ -14,8 +14,6 @@ from asyncsync.weights.encoding import is_decodable
 from asyncsync.weights.slab import Slab
 from asyncsync.wire.messages import Update
 
-__all__ = ["Announcer"]
-
 # What the sender before has sent after the last that a worker has told of may still come: it must be none of these.
 GAP = 1 << 16
 # A peer's word moves everybody's serials: one that lies cannot use them up, for less than a thousand million messages.

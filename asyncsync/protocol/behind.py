@@ -18,8 +18,6 @@ from asyncsync.protocol.targets import Targets
 from asyncsync.wire.messages import Hello
 from asyncsync.wire.relayed import Recount, Relayed, RelayedWorker
 
-__all__ = ["Behind"]
-
 
 @dataclass(slots=True, eq=False)
 class _Relay:

@@ -6,8 +6,6 @@ from typing import Protocol
 
 from asyncsync.protocol.incoming_update import IncomingUpdate
 
-__all__ = ["FastPath", "Relaying", "Watcher"]
-
 
 class FastPath(Protocol):
     """Applies each AGAIN in few steps, as long as nothing else happens."""

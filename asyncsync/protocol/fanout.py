@@ -21,8 +21,6 @@ from asyncsync.protocol.transfer import Announcement, Transfer
 from asyncsync.wire.fields import NONCE_END, Buffer
 from asyncsync.wire.messages import Cast, Instruction, Update
 
-__all__ = ["EVERYBODY", "PUSHED_CHUNK", "FanOut"]
-
 EVERYBODY = b""
 """In the outbox, the route of what goes to all subscribers."""
 PUSHED_CHUNK = 1 << 20  # a connection that is full drops whole ones

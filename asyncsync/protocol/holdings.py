@@ -15,8 +15,6 @@ from asyncsync.wire import messages
 from asyncsync.wire.fields import MAX_NAME, MAX_TEXT, Epoch, InUse
 from asyncsync.wire.messages import Part, Ping
 
-__all__ = ["Held", "Holdings", "Reports"]
-
 Held = tuple[Epoch, int, Slab]
 """The newest applied update of a model: epoch, version, slab. Version 0: it was applied to a model that is replaced."""
 

@@ -16,8 +16,6 @@ from asyncsync.weights.slab import Slab, SlabPool
 from asyncsync.wire.fields import Buffer
 from asyncsync.wire.messages import Chunk, Fetch, Granted, Instruction, Packed, Part, Update
 
-__all__ = ["Incoming"]
-
 FRUITLESS_RESTARTS = 3
 PUSH_PATIENCE = 2.0  # seconds; those who set the pace of what is pushed may have stopped
 

@@ -13,8 +13,6 @@ from asyncsync.weights.slab import Slab
 from asyncsync.wire.fields import Buffer
 from asyncsync.wire.messages import Part, Update
 
-__all__ = ["IncomingUpdate"]
-
 MAX_GAPS = 256
 
 

@@ -16,8 +16,6 @@ from dataclasses import dataclass, field
 from asyncsync.protocol.peer import Peer
 from asyncsync.weights.slab import Slab
 
-__all__ = ["Key", "Leases", "WorkerLeases"]
-
 Key = tuple[str, int]
 """Model and version."""
 

@@ -20,8 +20,6 @@ from asyncsync.wire import messages
 from asyncsync.wire.fields import FIRST_GUEST, MAX_START, Buffer, Epoch
 from asyncsync.wire.messages import Instruction
 
-__all__ = ["Membership", "Newcomer"]
-
 MAX_PEERS = 16_384
 KEPT_NONCES = 4096
 GONE_SECONDS = 60.0  # until an elastic trainer forgets a worker that it has lost

@@ -11,8 +11,6 @@ from asyncsync.protocol.transfer import Transfer
 from asyncsync.wire.fields import FIRST_GUEST
 from asyncsync.wire.messages import Hello
 
-__all__ = ["Peer"]
-
 KEPT_REFUSALS = 64
 MAX_UNANSWERED_WELCOMES = 2
 

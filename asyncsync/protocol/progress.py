@@ -11,8 +11,6 @@ from asyncsync.protocol.membership import Membership
 from asyncsync.protocol.peer import Peer
 from asyncsync.protocol.targets import Target, Targets
 
-__all__ = ["Outcome", "Progress"]
-
 
 @dataclass(slots=True)
 class Outcome:

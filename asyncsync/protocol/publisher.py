@@ -36,8 +36,6 @@ from asyncsync.wire.fields import Buffer, Epoch
 from asyncsync.wire.messages import Instruction
 from asyncsync.wire.relayed import Relayed
 
-__all__ = ["Publisher"]
-
 
 class Publisher:
     """The sender's half of a bus. Once a newer trainer has been met, it is ``fenced``, and sends nothing. ``wanted``:

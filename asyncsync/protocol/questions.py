@@ -14,8 +14,6 @@ from asyncsync.protocol.peer import Peer
 from asyncsync.protocol.targets import Targets
 from asyncsync.wire.messages import Ping, Pong
 
-__all__ = ["Questions"]
-
 KEPT = 8  # of each worker: one comes per second until there is an answer
 
 

@@ -14,8 +14,6 @@ from asyncsync.weights.layout import Layout
 from asyncsync.wire.fields import MAX_NAME, MAX_SERIAL, MAX_TEXT, Buffer, Epoch
 from asyncsync.wire.messages import Bye, Hello, Instruction, Ping, Pong, Ready, Refused, Released, Welcome
 
-__all__ = ["Session"]
-
 FIRST_HELLO_RETRY = 0.25
 KEPT_LAYOUTS = 4
 

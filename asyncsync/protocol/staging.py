@@ -12,8 +12,6 @@ from asyncsync.weights.slab import Slab
 from asyncsync.wire.fields import Epoch
 from asyncsync.wire.metadata import Shown, decode_metadata
 
-__all__ = ["Acting", "StagedPart", "StagedUpdates", "Staging"]
-
 
 class Acting(NamedTuple):
     """A version that a model shows, the one at the root of the tree that it stands for, and its metadata."""

@@ -13,8 +13,6 @@ from asyncsync.weights.encoding import Encoding, is_decodable
 from asyncsync.wire.fields import Buffer
 from asyncsync.wire.messages import Chunk, Packed
 
-__all__ = ["Streaming"]
-
 
 class Streaming:
     """Sends the bytes of transfers. ``wanted``: pieces that are to be encoded, in any thread, before they are sent."""

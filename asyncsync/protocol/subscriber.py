@@ -33,8 +33,6 @@ from asyncsync.wire.fields import NONCE_END, Buffer, Epoch
 from asyncsync.wire.messages import Instruction, Part
 from asyncsync.wire.relayed import Recount
 
-__all__ = ["Subscriber"]
-
 
 class Subscriber:
     """The receiver's half of a bus: one worker incarnation, named by ``nonce``, 16 random bytes.

@@ -18,8 +18,6 @@ from dataclasses import dataclass, field
 from asyncsync.errors import SchemaMismatch
 from asyncsync.weights.slab import Slab
 
-__all__ = ["Model", "Publication", "Replaced", "Target", "Targets"]
-
 KEPT_REJECTIONS = 16
 
 

@@ -11,8 +11,6 @@ from asyncsync.weights.slab import Slab
 from asyncsync.wire.fields import Buffer, Epoch
 from asyncsync.wire.messages import Again, Chunk, Fetch, Packed, Part, Update
 
-__all__ = ["Announcement", "Parts", "Transfer"]
-
 PACKED_ABOVE = 2 << 10  # so many bytes in an UPDATE are not worth the work
 
 Parts = dict[str, tuple[int, Slab]]

@@ -23,8 +23,6 @@ from asyncsync.wire.fields import NO_EPOCH, Epoch
 from asyncsync.wire.messages import Bye
 from asyncsync.wire.relayed import Relayed, RelayedWorker, in_reports
 
-__all__ = ["Kept", "Passing"]
-
 logger = logging.getLogger("asyncsync")
 
 Kept = dict[str, tuple[int, Slab, bytes]]

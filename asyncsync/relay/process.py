@@ -30,8 +30,6 @@ from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab
 from asyncsync.wire.fields import Epoch
 
-__all__ = ["Relay", "RelayOptions", "run"]
-
 logger = logging.getLogger("asyncsync")
 
 

@@ -22,8 +22,6 @@ from asyncsync.weights.tree import Path as KeyPath
 from asyncsync.weights.tree import dotted
 from asyncsync.wire.fields import Epoch
 
-__all__ = ["load", "save"]
-
 KEY = "asyncsync"
 
 

@@ -15,8 +15,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-__all__ = ["Interruption", "interruptible", "uninterrupted"]
-
 _here = threading.local()
 
 

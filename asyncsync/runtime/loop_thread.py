@@ -33,8 +33,6 @@ from asyncsync.runtime.asyncio_private import running_loop
 from asyncsync.runtime.interruption import interruptible
 from asyncsync.runtime.threads import call_soon, finish, interruptibly, join, settle
 
-__all__ = ["awaitable", "check_exit", "is_here", "keep", "run"]
-
 logger = logging.getLogger("asyncsync")
 
 T = TypeVar("T")

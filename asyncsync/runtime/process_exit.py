@@ -14,8 +14,6 @@ import os
 import threading
 import time
 
-__all__ = ["daemon", "end"]
-
 SECONDS = 1.0
 HELD_SECONDS = 5.0
 OURS = ("asyncsync-loop", "asyncsync-unmapping", "asyncsync-collector-end")  # those that end by themselves

@@ -7,8 +7,6 @@ import signal
 from collections.abc import Iterator
 from multiprocessing import resource_tracker
 
-__all__ = ["sigint_blocked"]
-
 
 @contextlib.contextmanager
 def sigint_blocked() -> Iterator[None]:

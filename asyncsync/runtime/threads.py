@@ -15,19 +15,6 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-__all__ = [
-    "LOOK_SECONDS",
-    "WorkThread",
-    "as_exception",
-    "call_soon",
-    "elsewhere",
-    "finish",
-    "interruptibly",
-    "join",
-    "settle",
-    "until_done",
-]
-
 T = TypeVar("T")
 
 # Signals are handled by the main thread when the system call that it waits in returns. One that comes just before the

@@ -15,8 +15,6 @@ from asyncsync.schemes.core import SchemeCore
 from asyncsync.schemes.registry import convert
 from asyncsync.schemes.torchrl_names import Refusal
 
-__all__ = ["Bus", "WeightSyncScheme"]
-
 
 class _AsyncContext:
     """``async with``, which shuts a bus or a scheme down at its end."""

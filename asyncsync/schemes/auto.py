@@ -16,8 +16,6 @@ from asyncsync.transports.auto import AutoTransport, BlockingAutoTransport, Near
 from asyncsync.transports.shared_memory import SLOTS
 from asyncsync.transports.slots import COPY_BYTES
 
-__all__ = ["AutoWeightSyncScheme", "BlockingAuto"]
-
 
 class NearAndFarCore(SchemeCore):
     """What the scheme has in both APIs."""

@@ -28,8 +28,6 @@ from asyncsync.schemes.torchrl_names import TorchRLNames
 from asyncsync.transports.blocking import in_sync_as
 from asyncsync.wire.metadata import encode_metadata
 
-__all__ = ["Bus", "Make", "WeightSyncScheme", "now", "ordinary"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 Workers = int | Iterable[int] | None

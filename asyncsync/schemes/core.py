@@ -36,8 +36,6 @@ from asyncsync.transports.channel_receiver import make_receiver
 from asyncsync.transports.channel_sender import make_sender
 from asyncsync.weights.tree import FlatWeights, Path
 
-__all__ = ["SchemeCore"]
-
 
 class SchemeCore(SchemeState, ABC):
     """What a scheme is, whichever API is put over it."""

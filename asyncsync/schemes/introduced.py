@@ -27,8 +27,6 @@ from asyncsync.net.endpoint import INTRODUCED
 from asyncsync.net.introduction import Introduction, Introductions
 from asyncsync.schemes.core import SchemeCore
 
-__all__ = ["IntroducedCore"]
-
 
 class IntroducedCore(SchemeCore):
     """A scheme of either API with a rendezvous of its own."""

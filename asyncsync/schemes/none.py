@@ -17,8 +17,6 @@ from asyncsync.schemes.registry import register
 from asyncsync.transports.zmq import BlockingZMQTransport, ZMQTransport
 from asyncsync.wire.metadata import Shown, decode_metadata, encode_metadata
 
-__all__ = ["BlockingNoSync", "NoSyncCore", "NoWeightSyncScheme"]
-
 T = TypeVar("T")
 
 

@@ -28,8 +28,6 @@ from asyncsync.transports.ray_objects import BlockingRayTransport, ObjectTranspo
 from asyncsync.transports.ray_private import the_ray
 from asyncsync.transports.slots import COPY_BYTES
 
-__all__ = ["BlockingRay", "BlockingRayModuleTransform", "RayCore", "RayModuleTransformScheme", "RayWeightSyncScheme"]
-
 OBJECT_STORE = "object_store"
 BACKENDS = ("gloo", "nccl", OBJECT_STORE)
 MARK = f"{METHOD} asyncsync:"  # a call's name, as Ray shows it; what follows is the Call

@@ -14,8 +14,6 @@ from typing import Any
 from asyncsync.errors import NotConnected
 from asyncsync.transports.ray_private import the_ray
 
-__all__ = ["find_introduction", "hold_introductions"]
-
 LOOK_SECONDS = 0.05
 
 

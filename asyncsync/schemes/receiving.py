@@ -23,8 +23,6 @@ from asyncsync.model.strategy import WeightStrategy, flat_weights
 from asyncsync.model.update import prepare_flat
 from asyncsync.weights.slab import Slab
 
-__all__ = ["Receiving"]
-
 
 class Receiving:
     """The receiver of one model; the arguments are those of ``init_on_receiver``, but ``selection``: the scheme's;

@@ -13,8 +13,6 @@ from asyncsync.transports.blocking import in_sync_as
 from asyncsync.transports.channel_receiver import make_receiver
 from asyncsync.transports.channel_sender import make_sender
 
-__all__ = ["convert", "register", "scheme_class"]
-
 _backends: dict[str, tuple[type[Any], type[Any]]] = {}
 _aliases: dict[str, str] = {}
 _twins: dict[type, type[Any]] = {}

@@ -33,8 +33,6 @@ from asyncsync.schemes import aio, blocking
 from asyncsync.schemes.core import SchemeCore
 from asyncsync.schemes.introduced import IntroducedCore
 
-__all__ = ["METHOD", "Call", "Called", "CalledBlocking", "RemoteCallCore", "failure_of"]
-
 METHOD = "_receive_weights_scheme"
 CALL_SECONDS = 60.0
 LOOK_SECONDS = 0.25

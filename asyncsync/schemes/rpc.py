@@ -30,8 +30,6 @@ from asyncsync.schemes.torch_distributed import check_backend
 from asyncsync.transports.slots import COPY_BYTES
 from asyncsync.transports.torch_distributed import BlockingRPCTransport, PairTransport, RPCTransport
 
-__all__ = ["BlockingRPC", "RPCCore", "RPCWeightSyncScheme"]
-
 # Longer than anything that the worker does there: its own limit has a better message.
 RPC_SECONDS = 180.0
 

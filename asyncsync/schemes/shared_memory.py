@@ -21,13 +21,6 @@ from asyncsync.transports.shared_memory import (
 )
 from asyncsync.transports.slots import COPY_BYTES
 
-__all__ = [
-    "BlockingMultiProcess",
-    "BlockingSharedMem",
-    "MultiProcessWeightSyncScheme",
-    "SharedMemWeightSyncScheme",
-]
-
 
 class SlotCore(SchemeCore):
     """What both schemes have in common, in both APIs."""

@@ -17,8 +17,6 @@ from asyncsync.schemes.torchrl_contexts import TorchRLContext
 from asyncsync.weights.packing import cuda_events
 from asyncsync.weights.tree import FlatWeights, Path, flatten, nest
 
-__all__ = ["Sources", "as_tensordict", "by_worker", "count_workers", "find_model", "follow", "resolve_model"]
-
 logger = logging.getLogger("asyncsync")
 
 _STEP = re.compile(

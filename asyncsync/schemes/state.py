@@ -37,8 +37,6 @@ from asyncsync.weights.slab import Slab
 from asyncsync.wire.fields import MAX_NAME
 from asyncsync.wire.metadata import Shown
 
-__all__ = ["LOCAL", "SchemeState"]
-
 
 class SchemeState(KnownKeywords):
     """The state of a scheme."""

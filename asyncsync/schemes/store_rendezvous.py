@@ -18,8 +18,6 @@ from asyncsync.errors import NotConnected
 from asyncsync.net.introduction import Introduction, Introductions
 from asyncsync.transports.store import FOREVER, Address, OwnStore, part_of, wait_for
 
-__all__ = ["Host", "ask"]
-
 QUESTIONS = "questions"
 # A sender that ends may take a question along.
 ASK_AGAIN_SECONDS = 5.0

@@ -34,8 +34,6 @@ from asyncsync.transports.torch_distributed import (
 )
 from asyncsync.transports.torch_private import default_store
 
-__all__ = ["BlockingDistributed", "DistributedWeightSyncScheme", "check_backend"]
-
 LOOPBACK = "127.0.0.1"
 BACKENDS = ("gloo", "mpi", "nccl", "ucc")
 # TorchRL's collector has its own stores on its port and the next one.

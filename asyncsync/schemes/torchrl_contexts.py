@@ -17,8 +17,6 @@ from torch import nn
 
 from asyncsync.errors import NotConnected
 
-__all__ = ["START_SECONDS", "TorchRLContext", "adapted", "count_as_theirs"]
-
 # TorchRL has no limit for the time in which workers make their environments; it sees at once when one of them ends.
 START_SECONDS = 600.0
 

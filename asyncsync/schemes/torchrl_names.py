@@ -17,8 +17,6 @@ from asyncsync.schemes.core import SchemeCore
 from asyncsync.schemes.sources import Sources
 from asyncsync.schemes.torchrl_contexts import START_SECONDS, TorchRLContext, adapted, count_as_theirs
 
-__all__ = ["Refusal", "TorchRLNames"]
-
 T = TypeVar("T")
 
 

@@ -15,8 +15,6 @@ from asyncsync.schemes.registry import register
 from asyncsync.transports.slots import COPY_BYTES
 from asyncsync.transports.zmq import BlockingZMQTransport, ChunkTransport, ZMQTransport
 
-__all__ = ["BlockingZMQ", "ZMQWeightSyncScheme"]
-
 
 class ChunkCore(SchemeCore):
     """What the scheme has in both APIs.

@@ -17,8 +17,6 @@ import numpy as np
 import torch
 from torch import nn
 
-__all__ = ["ALONE", "ArrayMapping", "from_array", "is_array", "source_arrays", "writable_arrays"]
-
 ALONE = "array"  # the name of an array that is in nothing
 
 

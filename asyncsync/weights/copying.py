@@ -21,8 +21,6 @@ from torch import nn
 from asyncsync.weights.torch_private import InferenceMode, foreach_copy
 from asyncsync.weights.tree import FlatWeights
 
-__all__ = ["PLAIN", "clone", "copy_arrays", "copy_bytes", "copy_flat", "copy_tensors", "memory_of", "normal_tensors"]
-
 PLAIN = (torch.Tensor, nn.Parameter)  # subclasses may give their bytes another meaning
 # One core does not use all of the memory's bandwidth: 256 MiB take 34 ms on one and 18 ms on two.
 BYTES_PER_THREAD = 16 << 20

@@ -27,19 +27,6 @@ import numpy.typing as npt
 from asyncsync.errors import ProtocolError
 from asyncsync.weights.slab import Slab
 
-__all__ = [
-    "Bytes",
-    "Encoded",
-    "Encoding",
-    "check_codec",
-    "codecs_here",
-    "decode_onto",
-    "decode_piece",
-    "encode_piece",
-    "encoding_of",
-    "is_decodable",
-]
-
 Bytes = npt.NDArray[np.uint8]
 Buffer = bytes | memoryview
 

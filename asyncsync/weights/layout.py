@@ -28,14 +28,6 @@ from asyncsync.errors import LimitExceeded, ProtocolError
 from asyncsync.msgpack_limits import check_structure
 from asyncsync.weights.tree import FlatWeights, Path, collision, dotted, have_specs
 
-__all__ = [
-    "DTYPES",
-    "Entry",
-    "Layout",
-    "pack_values",
-    "unpack_values",
-]
-
 ALIGNMENT = 64
 MAX_ENTRIES = 200_000
 MAX_LAYOUT_BYTES = 32 << 20

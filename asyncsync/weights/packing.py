@@ -15,8 +15,6 @@ from asyncsync.weights.layout import pack_values
 from asyncsync.weights.slab import Slab
 from asyncsync.weights.tree import FlatWeights
 
-__all__ = ["cuda_events", "pack", "pack_slab_values"]
-
 PROGRESS_BYTES = 4 << 20
 
 

@@ -19,8 +19,6 @@ import torch
 
 from asyncsync.weights.tree import dotted
 
-__all__ = ["dotted_names", "read", "write"]
-
 ALIGNMENT = 8  # of the first tensor's bytes; and, by their order, of each tensor's to its dtype's size
 MAX_HEADER = 100_000_000  # the format's own limit
 METADATA = "__metadata__"

@@ -29,8 +29,6 @@ from asyncsync.weights.copying import copy_tensors, normal_tensors
 from asyncsync.weights.layout import ALIGNMENT, Layout, unpack_values
 from asyncsync.weights.tree import Path, nest
 
-__all__ = ["FOREIGN", "Slab", "SlabPool", "is_foreign"]
-
 # Slabs of at least so many bytes are mappings of their own, which go back to the system at once. Those that come and go
 # in malloc's heap while a worker reads would tear it into pieces: a worker of 12 MiB grew by 250 MiB.
 MAPPED_BYTES = 1 << 20

@@ -16,8 +16,6 @@ from asyncsync.weights.copying import PLAIN, memory_of
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.tree import FlatWeights, Path, have_specs
 
-__all__ = ["CACHED_BYTES", "FEW", "MOST", "AddressCache", "SourceCache"]
-
 FEW = 16
 MOST = 4096
 CACHED_BYTES = 4 << 20  # the interpreter waits while they are copied: half a millisecond

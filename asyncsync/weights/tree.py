@@ -22,18 +22,6 @@ from torch import nn
 from asyncsync.weights.arrays import from_array, is_array, source_arrays
 from asyncsync.weights.torch_private import COMPILED
 
-__all__ = [
-    "EXTRA_STATE",
-    "FlatWeights",
-    "Path",
-    "canonical",
-    "collision",
-    "dotted",
-    "flatten",
-    "have_specs",
-    "nest",
-]
-
 Path = tuple[str, ...]
 
 EXTRA_STATE = "_extra_state"  # torch's name, in a state dict

@@ -38,8 +38,6 @@ from asyncsync.wire.messages import INSTRUCTIONS, Again, Cast, Chunk, Done, Inst
 from asyncsync.wire.relayed import RelayedWorker
 from asyncsync.wire.report import ModelReport, WorkerReport
 
-__all__ = ["AGAIN_FIELDS", "FIXED", "HEAD", "decode", "decode_fixed", "encode", "encode_again", "encode_done"]
-
 PROTOCOL = 2
 FIXED = 0xC1  # which msgpack does not use
 HEAD = Struct("<BBQQ")  # FIXED, the kind, the epoch

@@ -15,8 +15,6 @@ import msgpack
 from asyncsync.errors import LimitExceeded, ProtocolError
 from asyncsync.msgpack_limits import check_structure
 
-__all__ = ["MAX_METADATA", "Shown", "check_encoded", "decode_metadata", "encode_metadata"]
-
 MAX_METADATA = 64 << 10
 MAX_DEPTH = 16
 MAX_ITEMS = 16 << 10

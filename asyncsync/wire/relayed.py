@@ -29,8 +29,6 @@ from asyncsync.wire.fields import (
 )
 from asyncsync.wire.messages import Instruction
 
-__all__ = ["Recount", "Relayed", "RelayedWorker", "in_reports"]
-
 MAX_WORKERS = 1024
 # Of a failure that a relay reports: a report has room for many.
 MOST_MESSAGE, MOST_TRACEBACK = 2_000, 8_000

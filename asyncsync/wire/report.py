@@ -31,19 +31,6 @@ from asyncsync.wire.fields import (
 )
 from asyncsync.wire.messages import Instruction
 
-__all__ = [
-    "MAX_REASON",
-    "MAX_REPORTED",
-    "MAX_REPORTED_MODELS",
-    "Inquiry",
-    "ModelReport",
-    "Report",
-    "WorkerReport",
-    "brief",
-    "counted",
-    "room",
-]
-
 MAX_REPORTED = 256  # workers
 MAX_REPORTED_MODELS = 64
 MAX_REASONS = 64

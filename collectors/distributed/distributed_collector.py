@@ -24,8 +24,6 @@ from asyncsync.collectors.distributed.launched_collector import LaunchedCollecto
 from asyncsync.collectors.single import Collector
 from asyncsync.sync import DistributedWeightSyncScheme
 
-__all__ = ["DistributedCollector"]
-
 
 class DistributedCollector(LaunchedCollector):
     """Nodes step environments; commands and batches travel by gloo, in a process group of two for each node, which are

@@ -20,8 +20,6 @@ from tensordict import TensorDictBase
 from asyncsync.collectors.arguments import whole
 from asyncsync.collectors.distributed.node import Answer, Command
 
-__all__ = ["NodeFamily"]
-
 logger = logging.getLogger("asyncsync")
 
 

@@ -28,8 +28,6 @@ from asyncsync.net.address import address_towards
 from asyncsync.transports.pairs import Pair
 from asyncsync.weights.copying import normal_tensors
 
-__all__ = ["GlooFamily"]
-
 logger = logging.getLogger("asyncsync")
 
 REASON_SECONDS = 0.5

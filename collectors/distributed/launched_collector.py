@@ -13,8 +13,6 @@ from asyncsync.collectors.distributed.launched_family import LaunchedFamily
 from asyncsync.collectors.distributed.node_collector import NodeCollector
 from asyncsync.schemes.torch_distributed import check_backend
 
-__all__ = ["LaunchedCollector"]
-
 
 class LaunchedCollector(NodeCollector):
     """A collector whose nodes a launcher starts; ``family`` makes them of launcher, its options, and port."""

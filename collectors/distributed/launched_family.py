@@ -26,8 +26,6 @@ from asyncsync.collectors.workers.channel import loads
 from asyncsync.errors import NotConnected, PeerLost
 from asyncsync.transports.store import OwnStore, connect
 
-__all__ = ["DEFAULT_PORT", "LOOK_SECONDS", "LaunchedFamily", "Meeting", "watch", "where"]
-
 DEFAULT_PORT = 10003
 WATCH_SECONDS, LOOK_SECONDS = 0.5, 0.05
 ORPHAN_SECONDS, END_SECONDS = 2.0, 5.0

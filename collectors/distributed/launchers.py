@@ -24,8 +24,6 @@ from asyncsync.collectors.workers.channel import dumps, loads
 from asyncsync.net.address import own_address
 from asyncsync.runtime.signals import sigint_blocked
 
-__all__ = ["LAUNCHERS", "Launcher", "check_launcher", "make_launcher", "serve_node"]
-
 KILLED_SECONDS = 1.0
 POLL_SECONDS = 0.5
 RANK_KEY = "asyncsync/node/"

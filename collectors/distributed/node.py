@@ -39,8 +39,6 @@ from asyncsync.collectors.workers.main import seed_apart
 from asyncsync.collectors.workers.rollout_worker import RolloutWorker, Stopped
 from asyncsync.errors import ClosedError
 
-__all__ = ["SIGNALS", "Answer", "Command", "Node", "PoolOfNode", "Wishes"]
-
 logger = logging.getLogger("asyncsync")
 
 Command = tuple[Any, ...]

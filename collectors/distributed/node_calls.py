@@ -10,8 +10,6 @@ from asyncsync.collectors.distributed.node import Answer, Command
 from asyncsync.collectors.workers.failures import Failure
 from asyncsync.errors import PeerLost
 
-__all__ = ["NodeCalls"]
-
 LASTING = ("pre_hook", "post_hook")
 """Calls whose effect a node that is launched again is to have, too."""
 

@@ -25,8 +25,6 @@ from asyncsync.collectors.multi.multi_sync import MultiSyncCollector, SyncDriver
 from asyncsync.collectors.single import Collector
 from asyncsync.schemes.remote_calls import RemoteCallCore
 
-__all__ = ["NodeCollector"]
-
 CLASSES: dict[str, type[BaseCollector]] = {
     "single": Collector,
     "sync": MultiSyncCollector,

@@ -42,8 +42,6 @@ from asyncsync.runtime import loop_thread
 from asyncsync.runtime.threads import elsewhere
 from asyncsync.schemes.remote_calls import RemoteCallCore
 
-__all__ = ["NodeGroup"]
-
 logger = logging.getLogger("asyncsync")
 
 APART = 1 << 40

@@ -24,8 +24,6 @@ from asyncsync.collectors.single import Collector
 from asyncsync.schemes.ray import RayCore
 from asyncsync.sync import RayWeightSyncScheme
 
-__all__ = ["RayCollector"]
-
 
 class RayCollector(NodeCollector):
     """Ray's actors step environments. Needs the library ``ray`` (``asyncsync[ray]``).

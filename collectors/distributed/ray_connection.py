@@ -15,8 +15,6 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-__all__ = ["connection", "library"]
-
 
 def library() -> Any:
     """The module ``ray``. Raises ImportError: it is not installed."""

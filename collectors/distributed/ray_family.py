@@ -19,8 +19,6 @@ from asyncsync.collectors.workers.channel import Parcel, loads
 from asyncsync.errors import PeerLost
 from asyncsync.runtime.threads import until_done
 
-__all__ = ["ActorBuffer", "RayFamily"]
-
 COMMANDS, SIGNAL_THREADS = 8, 6
 """Threads of an actor. A command waits in one for its turn, which comes as long as so many threads are enough for those
 that come before it: there are few at a time, as whoever calls a node waits for its answer."""

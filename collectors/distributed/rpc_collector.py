@@ -27,8 +27,6 @@ from asyncsync.collectors.single import Collector
 from asyncsync.schemes.rpc import RPCCore
 from asyncsync.sync import RPCWeightSyncScheme
 
-__all__ = ["RPCCollector"]
-
 
 class RPCCollector(LaunchedCollector):
     """Nodes step environments; commands, batches and the keys of the weights' bus travel by torch's RPC. A process has

@@ -22,8 +22,6 @@ from asyncsync.collectors.distributed.rpc_private import begin_rpc, has_agent
 from asyncsync.collectors.distributed.tensor_parcels import as_tensors, from_tensors
 from asyncsync.collectors.workers.channel import dumps, loads
 
-__all__ = ["RPCFamily"]
-
 FOREVER = 0.0  # seconds of an RPC without a timeout: a rollout may be long, and a connection that is lost is seen
 
 _trainers: weakref.WeakValueDictionary[str, RPCFamily] = weakref.WeakValueDictionary()

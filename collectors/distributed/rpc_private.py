@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["begin_rpc", "has_agent"]
-
 
 def begin_rpc(store: Any, name: str, rank: int, options: Any) -> None:
     """Start this process's RPC agent, in a group that others join when they come. Blocks until those that are there

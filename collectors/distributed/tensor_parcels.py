@@ -14,8 +14,6 @@ import torch
 from asyncsync.collectors.workers.channel import Parcel, loads
 from asyncsync.weights.copying import normal_tensors
 
-__all__ = ["as_tensor", "as_tensors", "empty", "from_tensors"]
-
 
 def as_tensors(value: Any) -> list[torch.Tensor]:
     """For :func:`from_tensors`, at the other end. Raises whatever pickling the value raises."""

@@ -21,32 +21,6 @@ from tensordict import TensorDictBase
 
 from asyncsync.collectors.trajectories import FLAGS, Key, beside
 
-__all__ = [
-    "action_keys",
-    "action_spec",
-    "batch_size_of",
-    "close",
-    "device_of",
-    "done_flags",
-    "done_keys",
-    "draw_action",
-    "fake_next",
-    "is_torchrl",
-    "make_environment",
-    "mask_of",
-    "moved",
-    "observation_keys",
-    "own_keys",
-    "path_of",
-    "rand_action",
-    "repeated_keys",
-    "reset_some",
-    "set_seed",
-    "state_end_keys",
-    "truncated_keys",
-    "writes_results",
-]
-
 Factory = Callable[..., Any]
 
 

@@ -19,8 +19,6 @@ from asyncsync.collectors.envs.gym_specs import (
 from asyncsync.collectors.envs.gym_vector import Resets, check_environment, make_vector, resets_of, zeroed
 from asyncsync.collectors.trajectories import FLAGS
 
-__all__ = ["GymEnv"]
-
 Array = np.ndarray[Any, Any]
 
 

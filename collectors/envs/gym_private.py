@@ -7,8 +7,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["reset_these"]
-
 
 def reset_these(env: Any, finished: np.ndarray[Any, Any]) -> Iterator[tuple[int, Any]]:
     """Reset environments of a ``SyncVectorEnv`` that waits for that (``AutoresetMode.DISABLED``): those of a mask, bool

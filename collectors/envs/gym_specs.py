@@ -20,18 +20,6 @@ from tensordict import NestedKey, TensorDict
 
 from asyncsync.collectors.trajectories import FLAGS
 
-__all__ = [
-    "BoxSpec",
-    "CategoricalSpec",
-    "CompositeSpec",
-    "Leaf",
-    "MultiOneHotSpec",
-    "OneHotSpec",
-    "Results",
-    "Spec",
-    "leaves_of",
-]
-
 Array = np.ndarray[Any, Any]
 
 ENCODED = " (choices are one-hot unless categorical_action_encoding=True)"

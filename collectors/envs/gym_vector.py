@@ -22,8 +22,6 @@ from tensordict import TensorDictBase
 from asyncsync.collectors.envs.gym_private import reset_these
 from asyncsync.collectors.trajectories import beside
 
-__all__ = ["Resets", "check_environment", "make_vector", "resets_of", "zeroed"]
-
 Array = np.ndarray[Any, Any]
 
 

@@ -12,8 +12,6 @@ from tensordict import TensorDictBase
 from asyncsync.collectors.envs import environment as environments
 from asyncsync.collectors.trajectories import FLAGS
 
-__all__ = ["StepLimit", "limited"]
-
 
 def limited(environment: Any, max_steps: int) -> Any:
     """The environment, truncated after ``max_steps`` steps: TorchRL's by its own StepCounter; unchanged for 0. Raises

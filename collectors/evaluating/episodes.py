@@ -20,8 +20,6 @@ from asyncsync.collectors.single import Collector
 from asyncsync.collectors.trajectories import _aggregate_end_of_traj, padded
 from asyncsync.errors import ClosedError
 
-__all__ = ["EpisodeCollector", "Key"]
-
 Key = str | tuple[str, ...]
 
 RETURN: Key = ("next", "episode_reward")

@@ -44,8 +44,6 @@ from asyncsync.schemes.sources import as_tensordict
 from asyncsync.sync import RayWeightSyncScheme, SharedMemWeightSyncScheme
 from asyncsync.weights.copying import copy_flat
 
-__all__ = ["Evaluator"]
-
 STEPS = 200
 """Of the environment, between two of which ends of episodes are looked for."""
 

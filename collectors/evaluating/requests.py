@@ -30,8 +30,6 @@ from asyncsync.errors import ClosedError, PartialSendError
 from asyncsync.runtime import loop_thread
 from asyncsync.runtime.threads import elsewhere, interruptibly
 
-__all__ = ["Evaluations", "Request"]
-
 logger = logging.getLogger("asyncsync")
 
 KEPT = 1024

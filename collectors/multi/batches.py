@@ -12,8 +12,6 @@ from asyncsync.collectors.whole_trajectories import WholeTrajectories
 from asyncsync.collectors.workers.group import RolloutResult
 from asyncsync.collectors.workers.shared_batches import SharedPlace
 
-__all__ = ["BatchArguments", "Made"]
-
 
 @dataclass
 class BatchArguments:

@@ -13,8 +13,6 @@ from asyncsync.collectors.workers.channel import dumps, loads
 from asyncsync.collectors.workers.group import WorkerGroup
 from asyncsync.errors import AckTimeout
 
-__all__ = ["CALL_SECONDS", "Calls", "are_equal", "policies_of", "trajectories_of"]
-
 CALL_SECONDS = 60.0
 """How long a call waits for its answer, which a worker gives between two rollouts."""
 

@@ -59,8 +59,6 @@ from asyncsync.collectors.workers.process import check_platform, check_start_met
 from asyncsync.collectors.workers.process_group import ProcessGroup
 from asyncsync.sync import SharedMemWeightSyncScheme
 
-__all__ = ["MultiCollector"]
-
 
 class MultiCollector(GroupCollector, metaclass=Chooses):
     """Worker processes that step environments. Needs Linux.

@@ -30,8 +30,6 @@ from asyncsync.errors import ClosedError, PartialSendError
 from asyncsync.runtime import loop_thread
 from asyncsync.runtime.threads import elsewhere
 
-__all__ = ["Driver"]
-
 logger = logging.getLogger("asyncsync")
 
 WATCHER_SECONDS = 1.0

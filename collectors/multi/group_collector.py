@@ -40,8 +40,6 @@ from asyncsync.errors import AckTimeout, PartialSendError, PeerLost
 from asyncsync.runtime import loop_thread
 from asyncsync.runtime.interruption import uninterrupted
 
-__all__ = ["GroupCollector"]
-
 FAILURE_SECONDS = 1.0
 """How long a worker's own failure is waited for when the bus reports that the worker is lost."""
 

@@ -15,8 +15,6 @@ from asyncsync.collectors.workers.channel import loads
 from asyncsync.collectors.workers.group import WorkerGroup
 from asyncsync.schemes.none import NoSyncCore
 
-__all__ = ["GroupInspection"]
-
 
 class GroupInspection(InspectionAPI):
     """A part of :class:`asyncsync.collectors.multi.group_collector.GroupCollector`. What comes from a worker is a copy;

@@ -10,8 +10,6 @@ from asyncsync.collectors.multi.batches import Made
 from asyncsync.collectors.multi.collector import MultiCollector
 from asyncsync.collectors.multi.driver import Driver
 
-__all__ = ["MultiAsyncCollector"]
-
 
 class AsyncDriver(Driver):
     """A batch is one worker's rollout."""

@@ -14,8 +14,6 @@ from asyncsync.collectors.multi.collector import MultiCollector
 from asyncsync.collectors.multi.driver import Driver
 from asyncsync.collectors.workers.group import RolloutResult
 
-__all__ = ["MultiSyncCollector"]
-
 IDS = ("collector", "traj_ids")
 MASK = ("collector", "mask")
 

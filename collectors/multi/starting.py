@@ -24,8 +24,6 @@ from asyncsync.errors import AckTimeout
 from asyncsync.runtime import loop_thread
 from asyncsync.runtime.threads import elsewhere
 
-__all__ = ["check_shared", "connect", "described", "make_finalizers", "pickled", "wait_until_built", "ways_of_weights"]
-
 
 def wait_until_built(group: WorkerGroup, count: int, owner: str, deadline: float) -> None:
     """Raises AckTimeout: workers were not ready in time; whatever a worker raises."""

@@ -23,8 +23,6 @@ from asyncsync.collectors.arguments import (
     whole,
 )
 
-__all__ = ["devices_of_workers", "frames_of_workers", "policies_of_workers"]
-
 
 def frames_of_workers(
     frames_per_batch: int | Sequence[int],

@@ -16,8 +16,6 @@ from tensordict import TensorDict, TensorDictBase
 
 from asyncsync.collectors.batch_layout import BatchLayout, empty_batch
 
-__all__ = ["NewBatches", "SameBatch"]
-
 LARGE_LEAF = 1 << 20
 """Bytes from which a leaf's memory is kept for a later batch."""
 

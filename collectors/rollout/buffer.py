@@ -33,8 +33,6 @@ from tensordict import TensorDict, TensorDictBase
 
 from asyncsync.collectors.batch_layout import BatchLayout, Path, empty_batch, layout_of, with_time
 
-__all__ = ["RolloutBuffer"]
-
 SMALL_STEP = 32 << 10
 """Bytes of a step up to which copying it twice is quicker than making views for it."""
 STAGED_STEPS = 64

@@ -14,8 +14,6 @@ from tensordict import TensorDictBase
 from asyncsync.collectors.arguments import Device, exact_device
 from asyncsync.collectors.envs.environment import device_of, moved
 
-__all__ = ["RolloutDevices", "synchronisation"]
-
 
 def _nothing() -> None:
     """The copy needs no waiting for."""

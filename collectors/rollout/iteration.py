@@ -29,8 +29,6 @@ from asyncsync.collectors.whole_trajectories import WholeTrajectories
 from asyncsync.errors import ClosedError
 from asyncsync.runtime.threads import WorkThread, settle, until_done
 
-__all__ = ["PARTS", "Iteration"]
-
 logger = logging.getLogger("asyncsync")
 
 T = TypeVar("T")

@@ -24,8 +24,6 @@ from asyncsync.collectors.base import is_caller
 from asyncsync.errors import AckTimeout, ClosedError
 from asyncsync.runtime.threads import LOOK_SECONDS, interruptibly
 
-__all__ = ["RolloutLock"]
-
 
 class RolloutLock:
     """Which thread may step. ``wanted``: the thread that rolls out shall call :meth:`give_way` before the next step.

@@ -18,8 +18,6 @@ from torch import nn
 
 from asyncsync.collectors.envs import environment as environments
 
-__all__ = ["CallablePolicy", "RandomPolicy", "as_module", "placed", "primed", "quickened", "with_spec", "wrapped"]
-
 Key = str | tuple[str, ...]
 
 

@@ -36,8 +36,6 @@ from asyncsync.collectors.rollout.step_entries import compact, keep_written, zer
 from asyncsync.collectors.trajectories import _aggregate_end_of_traj, _TrajectoryPool
 from asyncsync.collectors.weights.acting import ActingWeights
 
-__all__ = ["LAG_SECONDS", "Rollouts"]
-
 Array = np.ndarray[Any, Any]
 
 LAG_SECONDS = 60.0

@@ -12,8 +12,6 @@ from tensordict import TensorDictBase
 from asyncsync.collectors.envs import environment as environments
 from asyncsync.collectors.trajectories import Key, _aggregate_end_of_traj, beside
 
-__all__ = ["compact", "keep_written", "zero_state"]
-
 
 def compact(carrier: TensorDictBase, keys: Iterable[Key]) -> None:
     """Take these entries out of a step's ``"next"``: the next step has them at its root. The environment may keep what

@@ -11,8 +11,6 @@ from asyncsync.collectors.envs import environment as environments
 from asyncsync.collectors.rollout.rollout import Rollouts
 from asyncsync.collectors.rollout.step_entries import compact, keep_written
 
-__all__ = ["fake_rollout"]
-
 
 def fake_rollout(rollouts: Rollouts) -> TensorDictBase:
     """A rollout of zeros: as the latest one was, else as the environment's specs and one call of the policy tell.

@@ -28,8 +28,6 @@ from asyncsync.schemes.core import SchemeCore
 from asyncsync.schemes.none import NoSyncCore
 from asyncsync.schemes.remote_calls import CalledBlocking
 
-__all__ = ["ActingWeights", "Holds", "besides", "fitted"]
-
 Change = concurrent.futures.Future[None]
 
 POLL_SECONDS = 0.05

@@ -31,8 +31,6 @@ from asyncsync.collectors.weights.senders import Senders, connect_all, shut_down
 from asyncsync.runtime.threads import elsewhere
 from asyncsync.schemes.sources import by_worker
 
-__all__ = ["WeightsAPI"]
-
 
 class WeightsAPI:
     """The weights' side of :class:`asyncsync.collectors.base.BaseCollector`. ``policy`` is the policy as it was

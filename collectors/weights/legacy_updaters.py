@@ -21,19 +21,6 @@ from torch import nn
 
 from asyncsync.model.strategy import WeightStrategy
 
-__all__ = [
-    "DistributedWeightUpdater",
-    "MultiProcessedWeightUpdater",
-    "RPCWeightUpdater",
-    "RayWeightUpdater",
-    "VanillaWeightUpdater",
-    "WeightUpdaterBase",
-    "WorkerIds",
-    "make_updater",
-    "mark_counted",
-    "pushing",
-]
-
 _counted: ContextVar[list[None]] = ContextVar("asyncsync_counted_push")
 """Of the push under way: empty until its version has been counted: where weights were copied, or by a scheme."""
 

@@ -14,18 +14,6 @@ from asyncsync.arguments import as_workers
 from asyncsync.collectors.weights.legacy_updaters import WorkerIds
 from asyncsync.schemes.sources import follow
 
-__all__ = [
-    "Planned",
-    "UnknownModel",
-    "_RegisteredModels",
-    "as_update",
-    "belongs_to",
-    "check_keywords",
-    "chosen",
-    "find_model",
-    "worker_indices",
-]
-
 
 class UnknownModel(LookupError, ValueError):
     """There is no model of this name: a LookupError of ``get_model()``, and a wrong argument of an update."""

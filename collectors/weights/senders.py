@@ -22,8 +22,6 @@ from asyncsync.schemes.core import SchemeCore
 from asyncsync.schemes.none import BlockingNoSync, NoSyncCore
 from asyncsync.schemes.sources import resolve_model
 
-__all__ = ["Senders", "as_blocking", "buses_of", "check_name", "connect_all", "shut_down_all"]
-
 
 def as_blocking(argument: str, schemes: Mapping[str, Any]) -> dict[str, WeightSyncScheme]:
     """The schemes with their blocking API, on which collectors run them. Raises TypeError: no scheme of asyncsync's;

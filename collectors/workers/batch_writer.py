@@ -20,8 +20,6 @@ from asyncsync.collectors.workers.shared_batches import Arrangement, Lease
 from asyncsync.net.memory_file import MemoryPlace, open_place
 from asyncsync.weights.copying import normal_tensors
 
-__all__ = ["BatchWriter"]
-
 
 class _Mapped:
     """A slot, mapped here."""

@@ -28,8 +28,6 @@ from asyncsync.errors import AckTimeout
 from asyncsync.net.memory_file import create, seal
 from asyncsync.weights.copying import normal_tensors
 
-__all__ = ["MAX_PACKET", "Channel", "Packet", "Parcel", "dumps", "encode", "loads", "mapped"]
-
 MAX_PACKET = 32 << 10
 _HEAD = struct.Struct("<QQ")  # parts, and bytes of all of them with their lengths
 _ALIGNED = 64

@@ -20,8 +20,6 @@ from typing import Any
 from asyncsync.collectors.trajectories import _TrajectoryPool
 from asyncsync.net.memory_file import MemoryPlace, create, open_place, seal
 
-__all__ = ["REMEDY", "TRAINER", "ControlPage", "SharedPool", "page_at"]
-
 TRAINER = "the trainer's"
 REMEDY = "a collector's workers run on its host, as the same user and in the same pid namespace, and end with it"
 

@@ -16,8 +16,6 @@ from typing import NamedTuple
 from asyncsync.collectors.workers.channel import dumps, loads
 from asyncsync.errors import PeerLost, RemoteError
 
-__all__ = ["Failure", "died", "note"]
-
 
 class Failure(NamedTuple):
     """An exception, ready to travel: described, and pickled where that can be."""

@@ -29,8 +29,6 @@ from asyncsync.collectors.trajectories import _TrajectoryPool
 from asyncsync.errors import AckTimeout, ClosedError
 from asyncsync.runtime import loop_thread
 
-__all__ = ["RolloutRequest", "RolloutResult", "WorkerGroup", "WorkerInfo"]
-
 T = TypeVar("T")
 
 

@@ -41,8 +41,6 @@ from asyncsync.errors import ClosedError, WeightSyncError
 from asyncsync.net.endpoint import private_directory, sweep
 from asyncsync.net.memory_file import MemoryPlace
 
-__all__ = ["WorkerLoop", "run_worker", "seed_apart"]
-
 logger = logging.getLogger("asyncsync")
 
 SWITCH_INTERVAL = 5e-4  # the loop thread gets its turn ten times as soon as by default

@@ -15,8 +15,6 @@ from typing import Any
 from asyncsync.collectors.workers.channel import Channel, Packet
 from asyncsync.runtime.signals import sigint_blocked
 
-__all__ = ["WorkerProcess", "check_platform", "check_start_method"]
-
 logger = logging.getLogger("asyncsync")
 
 MAX_WAITING = 1000

@@ -24,8 +24,6 @@ from asyncsync.collectors.workers.process import WorkerProcess
 from asyncsync.collectors.workers.shared_batches import Arrangement, SharedPlaces
 from asyncsync.runtime import loop_thread
 
-__all__ = ["ProcessGroup"]
-
 logger = logging.getLogger("asyncsync")
 
 # Parts of a shutdown's time: to end by themselves, and after SIGTERM; then there is SIGKILL.

@@ -31,8 +31,6 @@ from asyncsync.collectors.workers.channel import dumps
 from asyncsync.collectors.workers.control_page import ControlPage, page_at
 from asyncsync.collectors.workers.group import RolloutRequest, RolloutResult, WorkerInfo
 
-__all__ = ["RolloutWorker", "Specification", "Stopped"]
-
 FREE = sys.maxsize  # serial number of rollouts that are never cut
 
 

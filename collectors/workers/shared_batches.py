@@ -31,8 +31,6 @@ from asyncsync.collectors.workers.group import RolloutResult
 from asyncsync.net.memory_file import MemoryPlace, create, no_memory, seal
 from asyncsync.weights.copying import normal_tensors
 
-__all__ = ["Arrangement", "Lease", "SharedPlace", "SharedPlaces", "Slots"]
-
 ALIGNMENT = 64
 SPARE = 2  # free slots that are left open: the one that is written, and the one that is read
 MAX_HELD = 32  # batches of which a user keeps tensors at once; further ones are copies
