@@ -15,6 +15,7 @@ from torch import nn
 
 from asyncsync.errors import ProtocolError, SchemaMismatch
 from asyncsync.model.binding import Binding
+from asyncsync.model.parameters import ModelTensors
 from asyncsync.model.strategy import WeightStrategy, flat_weights
 from asyncsync.model.update import Prepared
 from asyncsync.weights.copying import copy_tensors
@@ -691,3 +692,12 @@ def test_a_tensor_that_cannot_be_written_to_is_refused_with_a_remedy(kind: str) 
     dtype = torch.complex64 if kind == "conjugated" else torch.float32
     with pytest.raises(SchemaMismatch, match=f"w: .*{text}"):
         update(bound({"w": own}), {"w": torch.ones(3, 3, dtype=dtype)})
+
+
+def test_a_part_that_is_a_tensordict_may_be_replaced() -> None:
+    model = nn.Module()
+    model.part = TensorDictParams(TensorDict({"a": torch.zeros(2)}))
+    tensors = ModelTensors(model, "tensordict")
+    assert not tensors.stale()
+    model.part = TensorDictParams(TensorDict({"a": torch.zeros(2)}))
+    assert tensors.stale()

@@ -23,6 +23,7 @@ from torch import nn
 
 from asyncsync.errors import LimitExceeded, ProtocolError
 from asyncsync.msgpack_limits import check_structure
+from asyncsync.weights import layout as layouts
 from asyncsync.weights import slab as slab_module
 from asyncsync.weights.copying import clone, copy_flat
 from asyncsync.weights.layout import ALIGNMENT, DTYPES, MAX_VALUE_BYTES, Layout, pack_values, unpack_values
@@ -903,3 +904,32 @@ def test_the_order_of_keys_does_not_decide_where_equal_kinds_lie() -> None:
         layout = Layout.of(flatten({key: tensors[key] for key in order}))
         dtypes = [entry.dtype for entry in layout.entries]
         assert dtypes in ([torch.float32, torch.float32, torch.int64], [torch.int64, torch.float32, torch.float32])
+
+
+class Wrapped(torch.Tensor):
+    """Has no memory of its own, as quantised tensors of some libraries."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError
+
+
+def test_tensors_without_memory_of_their_own_are_not_one() -> None:
+    one, other = Wrapped(torch.ones(2)), Wrapped(torch.zeros(2))
+    layout = Layout.of(FlatWeights({("a",): one, ("b",): other, ("c",): one}, {}))
+    assert [entry.path for entry in layout.entries] == [("a",), ("b",)]
+    assert layout.aliases == {("c",): 0}
+
+
+def test_what_receivers_would_not_take_is_not_made() -> None:
+    names = [(*(f"part{i}" for i in range(8)), str(n)) for n in range(30)]
+    flat = FlatWeights({name: torch.zeros(1) for name in names}, {})
+    Layout.of(flat)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layouts, "MAX_ITEMS", 8 * len(names))
+        with pytest.raises(LimitExceeded):
+            Layout.of(flat)

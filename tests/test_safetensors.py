@@ -109,3 +109,9 @@ def test_a_file_that_is_none_or_not_whole_is_a_value_error(
         read(path)
     except ValueError:
         pass
+
+
+def test_a_name_that_the_format_has_for_itself_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no tensor called '__metadata__'"):
+        safetensors.write(tmp_path / "x.safetensors", {"__metadata__": torch.ones(1)}, {})
+    assert list(tmp_path.iterdir()) == []

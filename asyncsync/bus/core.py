@@ -266,7 +266,7 @@ class BusCore(KnownKeywords):
         return self._receiver()
 
     def _end_with_the_loop(self, link: SenderLink | ReceiverLink) -> None:
-        serve_metrics(link, self._schemes)
+        serve_metrics(link)
         reference = weakref.ref(self)
 
         async def end() -> None:

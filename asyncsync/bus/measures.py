@@ -14,8 +14,8 @@ from asyncsync.monitor.metrics import Measure
 STATES = ("live", "slow", "lost")
 
 
-def serve_metrics(link: SenderLink | ReceiverLink, models: Mapping[str, Any]) -> None:
-    """Have the figures of this link served, if there is a place for that. ``models``: by name, those of a receiver."""
+def serve_metrics(link: SenderLink | ReceiverLink) -> None:
+    """Have the figures of this link served, if there is a place for that."""
     if link.metrics is None:
         return
     reference = weakref.ref(link)  # a bus that is forgotten is not to be kept by its figures
@@ -24,7 +24,7 @@ def serve_metrics(link: SenderLink | ReceiverLink, models: Mapping[str, Any]) ->
         found = reference()
         if isinstance(found, SenderLink):
             return _of_sender(found)
-        return [] if found is None else _of_receiver(found, list(models))
+        return [] if found is None else _of_receiver(found, list(found.subscriber.models))
 
     link.metrics.attach(link.loop, look, link.observer.durations if isinstance(link, SenderLink) else None)
 

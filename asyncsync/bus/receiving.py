@@ -211,14 +211,25 @@ class Receiving:
 
     async def wait_version(self, version: int, models: list[str], timeout: float) -> None:
         """Wait until this worker has applied this version, or a newer one, of every one of these models that is to have
-        one. Raises AckTimeout; ClosedError or Fenced if it will not come."""
+        one. Raises AckTimeout; SchemaMismatch, RemoteError or the like if it could not be applied here; ClosedError or
+        Fenced if it will not come."""
         subscriber = self._subscriber
+        session, holdings = subscriber.session, subscriber.holdings
+
+        def missing() -> list[str]:
+            return [m for m in models if subscriber.targets.get(m, 0) >= version > holdings.version(m)]
+
+        def failed() -> list[str]:
+            return [m for m in missing() if m in session.refused or holdings.error.get(m, (0,))[0] >= version]
 
         def done() -> bool:
-            meant = [m for m in models if subscriber.targets.get(m, 0) >= version]
-            return bool(meant) and all(subscriber.holdings.version(m) >= version for m in meant)
+            meant = any(subscriber.targets.get(m, 0) >= version for m in models)
+            return bool(meant and not missing()) or bool(failed())
 
-        if not await self._until(done, timeout):
+        in_time = await self._until(done, timeout)
+        for model_id in failed():
+            raise self._failure(model_id)
+        if not in_time:
             have = {m: subscriber.holdings.version(m) for m in models}
             raise AckTimeout(
                 f"worker {subscriber.worker} had not applied version {version} after {timeout:g} s; it has {have}"

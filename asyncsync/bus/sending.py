@@ -27,7 +27,15 @@ async def extract(bus: BusCore, weights: Mapping[str, Any], worker_ids: Workers)
     if not weights:
         raise ValueError("nothing to publish: name at least one model_id")
     workers = _check_workers(bus._sender(), as_workers(worker_ids))
-    return {topic: await bus._schemes[topic]._extract(given, workers) for topic, given in weights.items()}
+    sources = {topic: await bus._schemes[topic]._extract(given, workers) for topic, given in weights.items()}
+    plain = sorted(topic for topic, source in sources.items() if not isinstance(source, Mapping))
+    for topic, source in sources.items() if plain and workers is None else ():
+        if isinstance(source, Mapping) and (bus.num_workers is None or len(source) < bus.num_workers):
+            raise ValueError(
+                f"{topic!r} has weights for single workers, and {plain} for everybody: publish these in a call of "
+                "their own, or say by worker_ids= whom all of them are for"
+            )
+    return sources
 
 
 async def _extract_in_order(

@@ -46,11 +46,13 @@ def sender_status(link: SenderLink, models: list[str]) -> dict[int, WorkerStatus
 def receiver_status(link: ReceiverLink, models: list[str]) -> dict[int, WorkerStatus]:
     subscriber = link.subscriber
     seen = None if subscriber.last_seen is None else link.loop.time() - subscriber.last_seen
-    version = link.version(models)
-    target = max((subscriber.targets.get(m, 0) for m in models), default=0)
+    targets = {m: subscriber.targets.get(m, 0) for m in models}
     # What an earlier sender sent is not this one's, whatever its number.
-    marks = [link.shown[m] for m in models if m in link.shown]
-    current = max((v for epoch, v, *_ in marks if epoch == subscriber.session.epoch), default=0)
+    marks = [(m, *link.shown[m][:2]) for m in models if m in link.shown]
+    current = {m: version for m, epoch, version in marks if epoch == subscriber.session.epoch}
+    behind = {m: target - current.get(m, 0) for m, target in targets.items() if target > current.get(m, 0)}
+    version = min((link.version([m]) for m in behind), default=link.version(models))
+    target, lag = max(targets.values(), default=0), max(behind.values(), default=0)
     state, reason = "live", ""
     if link.closed:
         state, reason = "lost", "this receiver was shut down"
@@ -61,9 +63,7 @@ def receiver_status(link: ReceiverLink, models: list[str]) -> dict[int, WorkerSt
     elif seen is None or seen > subscriber.settings.slow_after:
         state = "slow"
     return {
-        subscriber.worker: WorkerStatus(
-            version, target, max(0, target - current), seen, state, subscriber.incoming.bytes_received, reason
-        )
+        subscriber.worker: WorkerStatus(version, target, lag, seen, state, subscriber.incoming.bytes_received, reason)
     }
 
 

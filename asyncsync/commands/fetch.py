@@ -6,6 +6,8 @@ import argparse
 import asyncio
 import json
 import sys
+from collections.abc import Mapping
+from typing import Any
 
 from asyncsync.bus.guest import Guest, Snapshot
 from asyncsync.commands.options import CommandFailed, add_sender, as_options, credentials_of, positive, safetensors_file
@@ -85,7 +87,18 @@ def _metadata(name: str, epoch: Epoch | None, snapshot: Snapshot) -> dict[str, s
     values = unpack_values(snapshot.slab.values, snapshot.slab.layout)
     texts = {"format": "pt", "model_id": name, "version": str(snapshot.version), "epoch": json.dumps(epoch)}
     if snapshot.metadata:
-        texts["metadata"] = json.dumps(snapshot.metadata, default=repr)
+        texts["metadata"] = _as_json(snapshot.metadata)
     if values:
-        texts["extra_state"] = json.dumps({".".join(path): value for path, value in values.items()}, default=repr)
+        texts["extra_state"] = _as_json({".".join(path): value for path, value in values.items()})
     return texts
+
+
+def _as_json(values: Mapping[str, Any]) -> str:
+    return json.dumps(_with_texts(values), default=repr)
+
+
+def _with_texts(value: Any) -> Any:
+    """The same, with keys as JSON has them."""
+    if isinstance(value, Mapping):
+        return {key if isinstance(key, str) else repr(key): _with_texts(inner) for key, inner in value.items()}
+    return [_with_texts(inner) for inner in value] if isinstance(value, list | tuple) else value

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -119,7 +120,8 @@ class ModelTensors:
                 # A sparse or nested tensor has no memory that weights could be written to: check_fit() refuses it.
                 dense = tensor.layout is torch.strided and not tensor.is_nested
                 owns_memory = dense and tensor.numel() and not tensor.is_meta
-                same = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) if owns_memory else id(tensor)
+                address = tensor.data_ptr() if owns_memory else 0  # a wrapper subclass has none of its own
+                same = (address, tensor.dtype, tensor.shape, tensor.stride()) if address else id(tensor)
                 groups.setdefault(same, []).append(name)
         return [names for names in groups.values() if len(names) > 1]
 
@@ -137,7 +139,7 @@ class ModelTensors:
     def stale(self) -> bool:
         """True if a module has been replaced, removed or added since: these locations are not the model's any more."""
         for now, then in self._children:  # noqa: SIM110 (called at every update; a generator takes twice as long)
-            if list(now.values()) != then:
+            if len(now) != len(then) or not all(map(is_, now.values(), then)):  # !=: of a TensorDict's elements
                 return True
         return False
 

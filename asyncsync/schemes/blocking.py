@@ -177,6 +177,8 @@ class Bus(BusCore):
                 elif self._closed:  # by another thread, just before the link was opened
                     await link.shutdown()
                     loop_thread.keep(self, False)
+                else:
+                    loop_thread.keep(self, True)  # another call, which has found no link, may have let it go
 
         return loop_thread.run(tended)
 

@@ -320,11 +320,11 @@ class SchemeCore(SchemeState, ABC):
     async def _connect_receiver(self, worker_idx: int | None, timeout: float) -> None:
         self._register(worker_idx)
         link, receiving = self._receiver()
-        first, start = receiving.returned is None, link.loop.time()
+        start = link.loop.time()
         await link.receiving.connected(self._topic, timeout)
         await self._transport()._ready(max(0.0, start + timeout - link.loop.time()))
-        if first:
-            receiving.returned = link.receiving.mark(self._topic)
+        if not receiving.has_connected:  # what comes after that has not been returned
+            receiving.has_connected, receiving.returned = True, link.receiving.mark(self._topic)
 
     def _transport(self) -> Carrier:
         assert self._carrier is not None

@@ -63,6 +63,7 @@ class Receiving:
         self.options = options
         self.device: torch.device | None = None  # where returned weights go; None: they stay in the host's memory
         self.returned: Mark | None = None  # which update was returned last
+        self.has_connected = False
         self._strategy, self._selection = strategy, selection
         self._is_manual = apply == "on_receive"
         self._has_hooks = gate == "hooks" and apply == "auto"

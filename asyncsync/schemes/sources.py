@@ -106,6 +106,8 @@ class Sources:
             ]
             if wrong:
                 raise ValueError(f"weights for workers {sorted(wrong)}, which do not exist or are not among worker_ids")
+            if without := sorted(set(workers or ()) - weights.keys()):
+                raise ValueError(f"worker_ids names workers {without}, for which there are no weights")
             each = {worker: await self._flat(given, strategy, hook) for worker, given in weights.items()}
             if not self._is_mapped and (unsure := sorted(w for w, given in weights.items() if _is_plain(given))):
                 known = sent()

@@ -6,6 +6,7 @@ So a worker may come early, late or again, and never finds what an earlier sende
 
 from __future__ import annotations
 
+import os
 import secrets
 import threading
 import time
@@ -38,6 +39,7 @@ class Host:
     def __init__(self, own: OwnStore | None) -> None:
         self._own = own
         self._lock = threading.Lock()
+        self._pid = os.getpid()
         self._end = f"end {secrets.token_hex(8)}"
         self._store: Any = None
         self._thread: threading.Thread | None = None
@@ -56,20 +58,23 @@ class Host:
     def open(self, client: Client, name: str, introductions: Introductions) -> None:
         """Answer what workers ask under this name, in a thread, from now on. Idempotent. Blocks. Raises NotConnected:
         the store cannot be reached, or cannot do that."""
-        if self._thread is not None:
-            return
-        if self._own is not None:
-            self._own.open()
-        self._store = _place(client, name)
-        questions = _place(client, name)
-        questions.set_timeout(FOREVER)
-        arguments = questions, weakref.ref(introductions), self._end
-        self._thread = threading.Thread(target=_answer, args=arguments, name="asyncsync-meeting", daemon=True)
-        self._thread.start()
-        weakref.finalize(self, _end_soon, self._store, self._end).atexit = False
+        with self._lock:
+            if self._thread is not None:
+                return
+            if self._own is not None:
+                self._own.open()
+            self._store = _place(client, name)
+            questions = _place(client, name)
+            questions.set_timeout(FOREVER)
+            arguments = questions, weakref.ref(introductions), self._end
+            self._thread = threading.Thread(target=_answer, args=arguments, name="asyncsync-meeting", daemon=True)
+            self._thread.start()
+            weakref.finalize(self, _end_soon, self._store, self._end).atexit = False
 
     def close(self) -> None:
-        """End the thread, and the store; waits a moment for that. Idempotent."""
+        """End the thread, and the store; waits a moment for that. Idempotent. A forked process has none to end."""
+        if self._pid != os.getpid():
+            return
         with self._lock:
             thread, self._thread = self._thread, None
             store, self._store = self._store, None

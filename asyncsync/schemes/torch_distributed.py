@@ -142,7 +142,7 @@ class DistributedCore(IntroducedCore):
         try:
             super().init_on_sender(context=context, num_workers=num_workers, **options)
         except BaseException:
-            if host is not None:
+            if host is not None and host is not self._rendezvous:  # where workers find this sender stays
                 host.close()
             raise
         self._rendezvous = host

@@ -30,6 +30,7 @@ from asyncsync.weights.tree import FlatWeights, Path, collision, dotted, have_sp
 
 ALIGNMENT = 64
 MAX_ENTRIES = 200_000
+MAX_ITEMS = 8 * MAX_ENTRIES  # of an encoded one: parts of names, numbers of shapes
 MAX_LAYOUT_BYTES = 32 << 20
 MAX_VALUE_BYTES = 1 << 20
 MAX_VALUE_ITEMS = 1 << 17
@@ -74,7 +75,8 @@ def _check_tensor(path: Path, tensor: torch.Tensor) -> None:
 
 def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Equal for tensors that are one: the same elements in the same memory."""
-    memory = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.device)
+    address = tensor.data_ptr() or id(tensor)  # a wrapper subclass has no memory of its own
+    memory = (address, tensor.shape, tensor.stride(), tensor.device)
     return (*memory, tensor.dtype, tensor.is_conj(), tensor.is_neg())
 
 
@@ -160,6 +162,7 @@ class Layout:
         layout = cls(schema, {path: index[first] for path, first in ties.items()}, flat.values)
         if len(layout.encoded) > MAX_LAYOUT_BYTES:
             raise LimitExceeded(f"a layout of {len(layout.encoded)} bytes exceeds the limit of {MAX_LAYOUT_BYTES}")
+        check_structure(layout.encoded, max_depth=4, max_items=MAX_ITEMS)  # as receivers do
         return layout
 
     def arrange(self, flat: FlatWeights) -> list[torch.Tensor] | None:
@@ -222,7 +225,7 @@ class Layout:
             raise LimitExceeded(f"a layout of {len(blob)} bytes exceeds the limit of {MAX_LAYOUT_BYTES}")
         if hashlib.blake2b(blob, digest_size=16).digest() != digest:
             raise ProtocolError("a layout does not match its digest")
-        check_structure(blob, max_depth=4, max_items=MAX_ENTRIES * 8)
+        check_structure(blob, max_depth=4, max_items=MAX_ITEMS)
         try:
             layout = cls._build(msgpack.unpackb(blob, use_list=True, raw=False, strict_map_key=True))
         except (ValueError, TypeError, msgpack.UnpackException) as error:

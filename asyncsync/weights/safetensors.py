@@ -55,6 +55,8 @@ def write(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor], met
     path = Path(path)
     if foreign := sorted({str(t.dtype) for t in tensors.values() if t.dtype not in _NAMES}):
         raise ValueError(f"safetensors files have no {', '.join(foreign)}")
+    if METADATA in tensors:
+        raise ValueError(f"safetensors files have no tensor called {METADATA!r}")
     # The largest items first: then each lies at a multiple of its own size.
     order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
     header: dict[str, object] = {METADATA: dict(metadata)} if metadata else {}

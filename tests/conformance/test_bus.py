@@ -16,7 +16,7 @@ import pytest
 
 from asyncsync import AckTimeout, ClosedError, NotConnected, PartialSendError, SchemaMismatch, WeightStrategy
 from helpers.apis import Api
-from helpers.pairs import Clock, Model, crew, fill, passed_on, read, until
+from helpers.pairs import Clock, Model, crew, fill, passed_on, read, receiver_of, until
 
 pytestmark = pytest.mark.schemes("every")
 
@@ -89,6 +89,65 @@ async def test_r199_a_worker_that_cannot_take_one_of_the_models_takes_none(api: 
 
 @pytest.mark.schemes("all")
 @pytest.mark.both_loops
+async def test_r216_weights_for_one_worker_take_no_model_of_everybody_along(api: Api) -> None:
+    async with family(api) as (bus, sources, workers):
+        one, before = {0: fill(Model(), 5.0)}, bus.version
+        with pytest.raises(ValueError, match=r"'policy' has weights for single workers, and \['value'\] for everybody"):
+            await bus.send_async({"policy": one, "value": fill(sources["value"], 7.0)})
+        assert bus.version == before
+        assert [worker.read["value"] for worker in workers] == [{0.0}, {0.0}]
+        await bus.send_async({"policy": one | {1: fill(Model(), 6.0)}, "value": sources["value"]}, timeout=5)
+        assert [worker.read for worker in workers] == [{"policy": {x}, "value": {7.0}} for x in (5.0, 6.0)]
+
+
+async def test_r216_workers_without_weights_of_their_own_are_not_among_worker_ids(api: Api) -> None:
+    async with family(api) as (bus, *_):
+        before = bus.version
+        with pytest.raises(ValueError, match=r"worker_ids names workers \[1\], for which there are no weights"):
+            await bus.send_async({"policy": {0: Model(2.0)}}, [0, 1])
+        assert bus.version == before
+
+
+async def test_connect_again_returns_no_update(api: Api) -> None:
+    found = []
+    for again in (False, True):
+        scheme = api.scheme(num_workers=1)
+        scheme.init_on_sender(model_id="policy")
+        async with scheme, receiver_of(scheme, 0, Model(0)) as receiver:
+            await asyncio.gather(scheme.connect(timeout=5), receiver.connect(timeout=5))
+            await scheme.send_async(Model(3.0), timeout=5)
+            if again:
+                await receiver.connect(timeout=5)
+            weights = await receiver.receive(timeout=0.2)
+            found.append(None if weights is None else read(weights))
+    assert found[0] == found[1]
+
+
+async def test_wait_version_ends_with_what_could_not_be_applied(api: Api) -> None:
+    scheme = api.scheme(num_workers=1)
+    scheme.init_on_sender(model_id="policy", model=Model(0))
+
+    class Failing(Model):
+        fails = False
+
+        def get_extra_state(self) -> Any:
+            return 0
+
+        def set_extra_state(self, state: Any) -> None:
+            if self.fails:
+                raise LookupError("my own trouble")
+
+    model = Failing(0)
+    other = Failing(1.0)
+    async with scheme, receiver_of(scheme, 0, model) as receiver:
+        await asyncio.gather(scheme.connect(weights=other, timeout=5), receiver.connect(timeout=5))
+        model.fails = True
+        with pytest.raises(PartialSendError):
+            await scheme.send_async(fill(other, 2.0), timeout=5)
+        with pytest.raises(LookupError, match="my own trouble"):
+            await receiver.wait_version(scheme.version, timeout=5)
+
+
 async def test_r199_no_hold_ever_sees_models_of_two_updates(api: Api) -> None:
     async with family(api, 1) as (bus, sources, (worker,)):
         stop = threading.Event()

@@ -63,7 +63,7 @@ def test_r034_r127_frames_that_do_not_divide_are_rounded_up_with_a_warning(monke
     with pytest.warns(UserWarning, match=r"total_frames \(1000\) is not divisible .* rounded up to 1152"):
         assert frames(total_frames=1000) == 1152
     with pytest.warns(UserWarning, match=r"frames_per_batch \(10\) is not divisible .* rounded up to 12"):
-        assert frames(frames_per_batch=10, total_frames=20) == 24
+        assert frames(frames_per_batch=10, total_frames=24) == 24
     with pytest.warns(UserWarning, match=r"init_random_frames \(200\) is not divisible .* rounded up to 384"):
         assert frames(total_frames=576, init_random_frames=200) == 576
     monkeypatch.setenv("RL_WARNINGS", "False")

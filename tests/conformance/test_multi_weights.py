@@ -10,17 +10,18 @@ import pickle
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
 from asyncsync.collectors import MultiAsyncCollector, MultiSyncCollector
 from asyncsync.errors import NotConnected, PartialSendError, SchemaMismatch
 from asyncsync.sync import Bus, MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme, ZMQWeightSyncScheme
-from helpers.collecting_multi import WithModel, acted, make, options, policy, versions
+from helpers.collecting_multi import Counting, WithModel, acted, make, options, policy, versions
 from helpers.collecting_weights import update
 from helpers.pairs import until
 
@@ -265,8 +266,22 @@ def test_an_update_that_is_not_waited_for_is_a_snapshot_that_arrives(style: str)
             update(collector, style, weights_dict={"policy": source, "nobody": source}, wait=False)
 
 
+class WaitsInItsSecondStep(Counting):
+    """For a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.made = path, 0
+        super().__init__()
+
+    def step_and_maybe_reset(self, td: TensorDictBase) -> Any:
+        self.made += 1
+        while self.made > 1 and not self.path.exists():
+            time.sleep(0.001)
+        return super().step_and_maybe_reset(td)
+
+
 @pytest.mark.parametrize("style", ["late", "cancelled"])
-async def test_an_update_that_arrives_later_is_complete(style: str) -> None:
+async def test_an_update_that_arrives_later_is_complete(style: str, tmp_path: Path) -> None:
     """What acts in the trainer's process is updated with what the workers converge to."""
 
     class Shift(nn.Module):
@@ -278,7 +293,8 @@ async def test_an_update_that_arrives_later_is_complete(style: str) -> None:
             return batch.set("shift", self.value.detach().expand(batch.batch_size).clone())
 
     given = options(frames_per_batch=1, postproc=Shift())
-    with MultiAsyncCollector([make(delay=0.3)], policy(), **given) as collector:
+    go = tmp_path / "go"
+    with MultiAsyncCollector([lambda: WaitsInItsSecondStep(go)], policy(), **given) as collector:
         await anext(collector)  # the next step has begun
         both = {"policy": policy(7.0), "postproc": {"value": torch.full((1,), 7.0)}}
         if style == "late":
@@ -290,6 +306,7 @@ async def test_an_update_that_arrives_later_is_complete(style: str) -> None:
             sending.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await sending
+        go.touch()
         assert (await anext(collector))["shift"].tolist() == [7.0]  # type: ignore[index]
         await anext(collector)
         assert acted(await anext(collector)) == [7.0]
