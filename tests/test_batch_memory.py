@@ -89,7 +89,7 @@ def test_whoever_has_a_part_of_a_batch_keeps_it(batches: Iterator[Any], part: Ca
 
 def bytes_of(held: Any) -> bytes:
     if isinstance(held, torch.UntypedStorage):
-        return bytes(held)
+        held = torch.empty(0, dtype=torch.uint8).set_(held)
     if isinstance(held, TensorDictBase):
         held = held["picture"]
     array = held if isinstance(held, np.ndarray) else held.detach().numpy()
