@@ -10,6 +10,7 @@ import torch
 
 from asyncsync import NotConnected, SharedMemWeightSyncScheme, ZMQWeightSyncScheme
 from asyncsync.bus.guest import Guest
+from asyncsync.commands import fetch
 from asyncsync.errors import ProtocolError
 from asyncsync.model.binding import Binding
 from asyncsync.model.strategy import WeightStrategy
@@ -172,3 +173,7 @@ async def test_a_guest_without_a_sender_says_so(endpoint: str) -> None:
             await guest.weights(0.1)
     finally:
         await guest.shutdown()
+
+
+def test_keys_that_are_no_texts_are_written_as_json_has_them() -> None:
+    assert fetch._as_json({"a": {b"x": [(1, {2: None})]}}) == '{"a": {"b\'x\'": [[1, {"2": null}]]}}'

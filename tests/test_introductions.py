@@ -14,10 +14,11 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncsync import NotConnected, ProtocolError, WeightSyncScheme, ZMQTransport
+from asyncsync import DistributedWeightSyncScheme, NotConnected, ProtocolError, WeightSyncScheme, ZMQTransport, sync
 from asyncsync.net.address import address_towards, own_address, tcp_endpoint
 from asyncsync.net.introduction import Introduction, Introductions
 from asyncsync.net.keys import KeyPair
+from asyncsync.runtime import loop_thread
 from asyncsync.schemes.introduced import IntroducedCore
 from asyncsync.wire import codec, messages
 from helpers.pairs import Model, fill, passed_on, until
@@ -56,7 +57,7 @@ async def sending(workers: int = 1) -> AsyncIterator[tuple[BoardScheme, Model]]:
         yield scheme, source
 
 
-def receiving(sender: BoardScheme, worker: int) -> tuple[BoardScheme, Model]:
+def receiving(sender: Any, worker: int) -> tuple[Any, Model]:
     scheme, model = passed_on(sender), Model()
     scheme.init_on_receiver("policy", model=model, worker_idx=worker)
     return scheme, model
@@ -216,3 +217,34 @@ def test_an_introduction_survives_its_journey() -> None:
 def test_anything_else_is_no_introduction(data: bytes) -> None:
     with pytest.raises(ProtocolError):
         Introduction.decode(data)
+
+
+async def test_a_refused_init_leaves_the_place_where_workers_find_the_sender() -> None:
+    sender = DistributedWeightSyncScheme(num_workers=1)
+    sender.init_on_sender(model_id="policy", model=Model(1.0))
+    with pytest.raises(ValueError):
+        sender.init_on_sender(model_id="policy", model=Model(1.0), num_workers=-1)
+    async with sender:
+        for _ in range(2):  # the second time, a worker that was started again
+            scheme, model = receiving(sender, 0)
+            async with scheme:
+                await asyncio.gather(sender.connect(timeout=10), sender.connect(timeout=10), scheme.connect(timeout=10))
+                assert model() == {1.0}
+            with pytest.raises(RuntimeError, match="connected"):
+                sender.init_on_sender(model_id="policy", model=Model(1.0))
+
+
+async def test_a_call_that_is_refused_while_another_connects_ends_nothing() -> None:
+    sender = sync.DistributedWeightSyncScheme(num_workers=1)
+    sender.init_on_sender(model_id="policy", model=Model(1.0))
+    scheme = passed_on(sender)
+    scheme.init_on_receiver("policy", model=Model(), worker_idx=0)
+    with sender, scheme:
+        connecting = asyncio.create_task(asyncio.to_thread(scheme.connect, timeout=10))
+        await until(lambda: loop_thread._current is not None and bool(loop_thread._current.open))
+        with pytest.raises(NotConnected):
+            scheme.receive(timeout=0)
+        await asyncio.to_thread(sender.connect, timeout=10)
+        await connecting
+        await asyncio.to_thread(sender.send, Model(2.0), timeout=10)
+        assert (scheme.closed, scheme.version) == (False, sender.version)
