@@ -144,7 +144,7 @@ def decode_piece(data: Buffer, size: int) -> Bytes:
 
 
 def _turned(data: Bytes, rows: int, columns: int) -> Bytes:
-    """The items' bytes the other way round: of ``columns`` for each of so many ``rows``. What is left over stays."""
+    """Transposed, as a table of so many rows and columns of bytes; what is left over stays at the end."""
     if rows < 2 or columns < 2:
         return data
     result, whole = np.empty_like(data), rows * columns
