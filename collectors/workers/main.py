@@ -4,7 +4,7 @@ Its main thread waits for messages and rolls out, in turns. Weights come on the 
 applied between two steps, or at once while the main thread waits. A second thread waits for the end of the collector or
 of the trainer's process, and ends this process when the trainer's time for that is over.
 
-Messages come through a channel: first ``("build", specification)``. Others are answered between two rollouts:
+It says ``("begun",)`` when its imports are over. Messages come through a channel: first ``("build", specification)``. Others are answered between two rollouts:
 ``("rollout", serial, random, lease)``, ``("learn", arrangement, index)``, ``("follow", root, index)``,
 ``("call", number, name, arguments)``, ``("run", total, random_frames)``, ``("stop",)``. Whatever the user's code raises
 is sent back, and ends the process.
@@ -148,6 +148,7 @@ class WorkerLoop:
     # -- beginning and end --------------------------------------------------------------------------------------------
 
     def build(self, replay_buffer: Any) -> None:
+        self._send("begun")  # before the page is read: a trainer that ends either sees this, or is seen to end
         message = self._receive()  # the trainer sends the specification first, unless it ends before that
         if message[0] == "stop" or self.page.stopped:
             raise Stopped

@@ -32,6 +32,7 @@ class WorkerProcess:
         self.pid: int = process.pid
         self.is_alive = True
         self.is_open = True  # until the channel's end
+        self.has_begun = False  # until its imports are over it has nothing that it would have to close
         self._waiting: deque[Packet] = deque()
         self._sending = threading.Lock()
 

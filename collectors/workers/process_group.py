@@ -201,7 +201,8 @@ class ProcessGroup(WorkerGroup):
 
     def _take(self, worker: WorkerProcess, message: tuple[Any, ...]) -> None:
         kind = message[0]
-        if self.ending and kind != "failed":
+        worker.has_begun = True
+        if kind == "begun" or (self.ending and kind != "failed"):
             return
         if kind == "reply":
             if message[1] in self.replies:
@@ -265,7 +266,10 @@ class ProcessGroup(WorkerGroup):
     async def _end(self, timeout: float, close_env: bool) -> None:
         self.stop(close_env)
         for worker in self._workers:
-            if worker.is_alive:
+            self._read(worker)
+            if not worker.has_begun:  # it will see the page, and build nothing
+                worker.kill()
+            elif worker.is_alive:
                 # Sending fails, or a thousand messages wait: the bell reaches the worker first.
                 with contextlib.suppress(RuntimeError, OSError):
                     self.post(worker.index, ("stop",))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ import pytest
 
 from asyncsync.collectors import MultiSyncCollector
 from asyncsync.collectors.multi import collector as collector_module
+from asyncsync.collectors.workers.process_group import ProcessGroup
 from helpers.collecting_multi import make, policy
 
 UNGUARDED = """
@@ -56,3 +58,15 @@ def test_large_specifications_do_not_start_the_workers_one_after_the_other(monke
         ready = time.monotonic()
         assert collector.next().numel() == 4  # type: ignore[union-attr]
     assert ready - began[0] > 0.5, "all of them were started before the first was there"
+
+
+def test_workers_that_are_importing_are_ended_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    """They have no environment that they would have to close, and importing torch takes seconds on a busy machine."""
+    group = ProcessGroup("spawn", "Test")
+    group.start([b""], {}, None)
+    os.kill(group.pids[0], signal.SIGSTOP)  # however fast this machine imports
+    began = time.monotonic()
+    group.end(10.0)
+    assert time.monotonic() - began < 5
+    assert (group.alive, group.is_over, caplog.messages) == (0, True, [])
+    group.close()
