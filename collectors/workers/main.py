@@ -4,10 +4,10 @@ Its main thread waits for messages and rolls out, in turns. Weights come on the 
 applied between two steps, or at once while the main thread waits. A second thread waits for the end of the collector or
 of the trainer's process, and ends this process when the trainer's time for that is over.
 
-It says ``("begun",)`` when its imports are over. Messages come through a channel: first ``("build", specification)``. Others are answered between two rollouts:
-``("rollout", serial, random, lease)``, ``("learn", arrangement, index)``, ``("follow", root, index)``,
-``("call", number, name, arguments)``, ``("run", total, random_frames)``, ``("stop",)``. Whatever the user's code raises
-is sent back, and ends the process.
+When its imports are over it says ``("begun",)``. Messages come through a channel: first ``("build", specification)``.
+Others are answered between two rollouts: ``("rollout", serial, random, lease)``, ``("learn", arrangement, index)``,
+``("follow", root, index)``, ``("call", number, name, arguments)``, ``("run", total, random_frames)``, ``("stop",)``.
+Whatever the user's code raises is sent back, and ends the process.
 """
 
 from __future__ import annotations
