@@ -84,7 +84,9 @@ class Collector(LocalCollector, metaclass=Chooses):
         set_truncated: mark the last frame of each batch (of each rollout) as truncated and done.
         replay_buffer: where frames go instead of to the caller, who gets None. Needs ``extend``, or ``add``.
         extend_buffer: whole batches (``extend``), or frame by frame as they come (``add``).
-        trust_policy: the policy takes and returns TensorDicts: it is neither looked at nor wrapped.
+        trust_policy: the policy takes and returns TensorDicts: it is neither looked at nor wrapped. Without it, the
+            modules of ``tensordict.nn`` are called without tensordict's detours, which take longer than a small
+            network.
         compile_policy: True, or keyword arguments of ``torch.compile``.
         cudagraph_policy: True, or keyword arguments of ``tensordict.nn.CudaGraphModule``, which records the policy, on
             a CUDA device, as a graph. Without one, an error.

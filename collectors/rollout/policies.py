@@ -17,8 +17,7 @@ from tensordict.nn import CudaGraphModule, TensorDictModule, TensorDictModuleBas
 from torch import nn
 
 from asyncsync.collectors.envs import environment as environments
-
-Key = str | tuple[str, ...]
+from asyncsync.collectors.rollout.plain_modules import Key, entry, plainly_called, set_entry
 
 
 class RandomPolicy(TensorDictModuleBase):  # type: ignore[misc]
@@ -77,7 +76,7 @@ class TensorPolicy(TensorDictModule):  # type: ignore[misc]
         in_keys, out_keys = self._names  # the attributes are properties
         policy = self._modules["module"]  # an attribute of a module is searched for
         assert policy is not None
-        out = policy(*[_entry(tensordict, key) for key in in_keys])
+        out = policy(*[entry(tensordict, key) for key in in_keys])
         values = out if isinstance(out, tuple) else (out,)
         if len(values) != len(out_keys):
             raise RuntimeError(
@@ -90,21 +89,8 @@ class TensorPolicy(TensorDictModule):  # type: ignore[misc]
                     f"{_name(policy)} returned None for {key!r}: a policy that takes {in_keys} returns the "
                     f"action, a tensor for each of {out_keys} (is a return statement missing?)"
                 )
-            _set_entry(tensordict, key, value)
+            set_entry(tensordict, key, value)
         return tensordict
-
-
-# TensorDict's own ways to one entry take several microseconds each, in a step of a few hundred.
-def _entry(td: TensorDictBase, key: Key) -> Any:
-    return td._get_str(key, None) if isinstance(key, str) else td.get(key)
-
-
-def _set_entry(td: TensorDictBase, key: Key, value: Any) -> None:
-    size = td.batch_size
-    if isinstance(key, str) and type(value) is torch.Tensor and value.shape[: len(size)] == size and td.device is None:
-        td._set_str(key, value, inplace=False, validated=True)
-    else:
-        td.set(key, value)
 
 
 def with_spec(policy: Any, env: Any) -> Any:
@@ -193,7 +179,9 @@ def quickened(
     device: torch.device | None,
 ) -> Any:
     """The wrapped policy, compiled and recorded as a CUDA graph of this device, each if it is wanted; a mapping has
-    keyword arguments of what does it."""
+    keyword arguments of what does it. Without either, tensordict's own modules are called without their detours."""
+    if not (compiled or cudagraph):
+        return plainly_called(policy)
     if compiled:
         policy = torch.compile(policy, **(compiled if isinstance(compiled, Mapping) else {}))
     if cudagraph:

@@ -95,13 +95,14 @@ class Rollouts:
             from torchrl.modules import set_exploration_modules_spec_from_env
 
             set_exploration_modules_spec_from_env(policy, self.env)
-        self.policy = policy
         if not trust:
             labels = ["collector", "policy_version"] if self.arguments.track_policy_version else ["collector"]
             root = self.carrier.exclude(*labels)
             observed = environments.observation_keys(self.env, root, self.arguments.max_frames_per_traj > 0)
-            self.policy = wrapped(policy, observed, environments.action_keys(self.env))
-        self.policy = quickened(self.policy, compiled, cudagraph, self.devices.policy)
+            policy = wrapped(policy, observed, environments.action_keys(self.env))
+        if compiled or cudagraph or not trust:
+            policy = quickened(policy, compiled, cudagraph, self.devices.policy)
+        self.policy = policy
 
     # -- the carrier --------------------------------------------------------------------------------------------------
 
