@@ -17,6 +17,7 @@ from tensordict.nn import (
     set_interaction_type,
     set_skip_existing,
 )
+from tensordict.nn.probabilistic import interaction_type
 from torch import nn
 
 from asyncsync.collectors import Collector
@@ -139,6 +140,9 @@ MODULES: dict[str, Callable[[], TensorDictModule]] = {
     "a dictionary of parts": lambda: TensorDictSequential({"first": network(), "second": then()}),
     "an actor": actor,
     "an actor of two networks": lambda: actor(network("in2"), network()),
+    "a network that looks at the exploration": lambda: actor(
+        TensorDictModule(lambda a: torch.full((2, 2), float(interaction_type() is None)), ["a"], ["logits"])
+    ),
     "an actor that selects": lambda: actor(selected_out_keys=["action"]),
     "an actor and what follows": lambda: ProbabilisticTensorDictSequential(actor(), then(), return_composite=True),
     "an actor that has its action": lambda: actor(network(), network("action")),

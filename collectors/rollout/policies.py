@@ -17,7 +17,7 @@ from tensordict.nn import CudaGraphModule, TensorDictModule, TensorDictModuleBas
 from torch import nn
 
 from asyncsync.collectors.envs import environment as environments
-from asyncsync.collectors.rollout.plain_modules import Key, entry, plainly_called, set_entry
+from asyncsync.collectors.rollout.plain_modules import Key, entry, set_entry
 
 
 class RandomPolicy(TensorDictModuleBase):  # type: ignore[misc]
@@ -179,9 +179,7 @@ def quickened(
     device: torch.device | None,
 ) -> Any:
     """The wrapped policy, compiled and recorded as a CUDA graph of this device, each if it is wanted; a mapping has
-    keyword arguments of what does it. Without either, tensordict's own modules are called without their detours."""
-    if not (compiled or cudagraph):
-        return plainly_called(policy)
+    keyword arguments of what does it."""
     if compiled:
         policy = torch.compile(policy, **(compiled if isinstance(compiled, Mapping) else {}))
     if cudagraph:

@@ -31,6 +31,7 @@ from asyncsync.collectors.profiling import recorded
 from asyncsync.collectors.rollout.buffer import RolloutBuffer
 from asyncsync.collectors.rollout.devices import RolloutDevices
 from asyncsync.collectors.rollout.lock import RolloutLock
+from asyncsync.collectors.rollout.plain_modules import plainly_called
 from asyncsync.collectors.rollout.policies import quickened, wrapped
 from asyncsync.collectors.rollout.step_entries import compact, keep_written, zero_state
 from asyncsync.collectors.trajectories import _aggregate_end_of_traj, _TrajectoryPool
@@ -95,14 +96,14 @@ class Rollouts:
             from torchrl.modules import set_exploration_modules_spec_from_env
 
             set_exploration_modules_spec_from_env(policy, self.env)
+        self.policy = policy
         if not trust:
             labels = ["collector", "policy_version"] if self.arguments.track_policy_version else ["collector"]
             root = self.carrier.exclude(*labels)
             observed = environments.observation_keys(self.env, root, self.arguments.max_frames_per_traj > 0)
-            policy = wrapped(policy, observed, environments.action_keys(self.env))
-        if compiled or cudagraph or not trust:
-            policy = quickened(policy, compiled, cudagraph, self.devices.policy)
-        self.policy = policy
+            self.policy = wrapped(policy, observed, environments.action_keys(self.env))
+        self.policy = quickened(self.policy, compiled, cudagraph, self.devices.policy)
+        self._call_policy = self.policy if trust else plainly_called(self.policy)
 
     # -- the carrier --------------------------------------------------------------------------------------------------
 
@@ -232,13 +233,13 @@ class Rollouts:
             return
         devices = self.devices
         if not devices.cast_to_policy_device or devices.policy is None:
-            output = self.policy(carrier)
+            output = self._call_policy(carrier)
             if output is not carrier:
                 carrier.update(self._checked(output))
             return
         given = devices.cast(carrier, devices.policy, devices.sync_policy)
         before = dict(given.items(True, True))
-        output = self._checked(self.policy(given))
+        output = self._checked(self._call_policy(given))
         if output is not carrier:
             # Only what the policy wrote: the rest of the carrier stays on its device.
             written = [key for key, value in output.items(True, True) if value is not before.get(key)]
