@@ -35,8 +35,9 @@ bench: $(VENV)/.bench-deps $(VENV)/.installed ## measure, beside peers in the sa
 	@$(BIN)/asyncsync bench --json benchmarks/results.json --markdown benchmarks/results.md --plot benchmarks/results.png $(BENCH_ARGS)
 
 # Tests see what a user has: the installed package, from a directory without the sources. Spawned children too.
-# Two processes at least: much of a test's time is waiting for the imports of its workers.
-PARALLEL := --numprocesses auto --maxprocesses 4 --dist worksteal
+# One process more than cores, and four at most: much of a test's time is waiting, for deadlines and other processes.
+PROCESSES = $(shell $(PYTHON) -c 'import os; print(min((os.cpu_count() or 1) + 1, 4))')
+PARALLEL = --numprocesses $(PROCESSES) --dist worksteal
 define pytest
 dir=$$(mktemp -d); trap 'rm -rf "$$dir"' EXIT; \
 for name in tests examples benchmarks pyproject.toml; do if [ -e $$name ]; then cp -R $$name "$$dir"; fi; done; \
