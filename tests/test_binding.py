@@ -589,11 +589,26 @@ def test_tied_weights_on_both_sides_stay_tied() -> None:
         assert torch.equal(model.head.weight, source.head.weight)
 
 
+@pytest.mark.parametrize("inplace", [True, False])
+def test_parameters_over_the_same_memory_are_tied(inplace: bool) -> None:
+    model = Tied()
+    model.head.weight = nn.Parameter(model.embed.weight.detach())
+    source = Tied()
+    update(bound(model, inplace=inplace), source)
+    assert torch.equal(model.head.weight, source.head.weight)
+    model.head.weight.data.zero_()
+    assert not model.embed.weight.any()
+
+
 def test_a_tie_made_after_the_model_was_registered_is_noticed() -> None:
     model = Tied(tied=False)
     one = prepared(bound(model), Tied(tied=False))
     model.head.weight = model.embed.weight
     before = model.embed.weight.detach().clone()
+    with pytest.raises(SchemaMismatch, match="tied"):
+        one.resolve()
+    assert torch.equal(model.embed.weight, before)
+    model.head.weight = nn.Parameter(model.embed.weight.detach())  # another one over the same memory
     with pytest.raises(SchemaMismatch, match="tied"):
         one.resolve()
     assert torch.equal(model.embed.weight, before)

@@ -21,7 +21,7 @@ from asyncsync.model.selection import Selection
 from asyncsync.model.strategy import WeightStrategy
 from asyncsync.model.torch_private import is_compiled, is_optimized
 from asyncsync.model.update import CustomUpdate, ModelUpdate, Prepared, prepare_flat
-from asyncsync.weights.copying import clone, normal_tensors
+from asyncsync.weights.copying import normal_tensors
 from asyncsync.weights.layout import Layout, unpack_values
 from asyncsync.weights.slab import Slab
 from asyncsync.weights.source_cache import CACHED_BYTES
@@ -129,8 +129,8 @@ class Binding:
 
     def leave_slabs(self) -> None:
         """Give the model's tensors that lie in slabs memory of their own, where it gets no updates any more."""
-        for tensor in self.bound.left_in_slabs([]) if self.bound is not None else ():
-            tensor.data = clone(tensor)
+        for tensor, own in self.bound.left_in_slabs([]) if self.bound is not None else ():
+            tensor.data = own
 
     def cached(self, slab: Slab) -> ModelUpdate | None:
         """What was prepared for this slab, if the same can be done whenever the slab holds another version."""

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import torch
 
 from asyncsync.errors import SchemaMismatch
-from asyncsync.model.parameters import ModelTensors, Plan, Specs
+from asyncsync.model.parameters import ModelTensors, Plan, Specs, place_of
 from asyncsync.model.selection import Selection
+from asyncsync.weights.copying import clone
 from asyncsync.weights.slab import is_foreign
 
 SHOWN = 12  # of the names or problems in a message
@@ -115,11 +116,14 @@ class BoundModel:
         self.check_fit(specs, values)
         return Plan.of(self.tensors, specs)
 
-    def left_in_slabs(self, found: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Parameters that are not among the model's tensors any more, and still lie in a slab."""
+    def left_in_slabs(self, found: list[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Parameters that are not among the model's tensors any more, and still lie in a slab, each with a copy for
+        which it is to leave that: one for those that are one memory."""
         present = set(map(id, found))
         left = [tensor for one in self.repointed if (tensor := one()) is not None and id(tensor) not in present]
-        return [tensor for tensor in left if is_foreign(tensor)]
+        left = [tensor for tensor in left if is_foreign(tensor)]
+        copies = {place_of(tensor): clone(tensor) for tensor in left}
+        return [(tensor, copies[place_of(tensor)]) for tensor in left]
 
 
 def constant(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

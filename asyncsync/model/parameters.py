@@ -21,7 +21,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from asyncsync.errors import SchemaMismatch
 from asyncsync.model.torch_private import tensors_and_children
 from asyncsync.weights.arrays import ArrayMapping, is_array, writable_arrays
-from asyncsync.weights.copying import normal_tensors
+from asyncsync.weights.copying import PLAIN, normal_tensors
 from asyncsync.weights.source_cache import AddressCache
 from asyncsync.weights.tree import EXTRA_STATE, canonical, dotted
 
@@ -117,13 +117,17 @@ class ModelTensors:
         found = [(name, self.get(name)) for name in self.owners]  # arrays' tensors live as long as this: id() is theirs
         for name, tensor in found:
             if isinstance(tensor, torch.Tensor):
-                # A sparse or nested tensor has no memory that weights could be written to: check_fit() refuses it.
-                dense = tensor.layout is torch.strided and not tensor.is_nested
-                owns_memory = dense and tensor.numel() and not tensor.is_meta
-                address = tensor.data_ptr() if owns_memory else 0  # a wrapper subclass has none of its own
-                same = (address, tensor.dtype, tensor.shape, tensor.stride()) if address else id(tensor)
-                groups.setdefault(same, []).append(name)
+                groups.setdefault(place_of(tensor), []).append(name)
         return [names for names in groups.values() if len(names) > 1]
+
+    def in_parts(self) -> set[int]:
+        """Where memory begins that several of the tensors have, but not in the same way: a view and its base, or a
+        Parameter and a buffer."""
+        places: dict[int, set[Any]] = {}
+        for tensor in map(self.get, self.owners):
+            if type(tensor) in PLAIN and tensor.layout is torch.strided:
+                places.setdefault(tensor.untyped_storage().data_ptr(), set()).add((type(tensor), place_of(tensor)))
+        return {address for address, known in places.items() if len(known) > 1}
 
     @property
     def known(self) -> set[str]:
@@ -163,7 +167,7 @@ class Plan:
         at = {name: i for i, name in enumerate(names)}
         ties: set[tuple[int, int]] = set()
         for group in model.ties:
-            first, *others = [at[name] for name in group if name in at] or [0]
+            first, *others = sorted(at[name] for name in group if name in at) or [0]
             ties.update((first, other) for other in others)
         return cls(
             model,
@@ -192,6 +196,14 @@ class Plan:
         if not _same_bits(sources[first], sources[other]):
             pair = f"{self.names[first]!r} and {self.names[other]!r}"
             raise SchemaMismatch(f"{pair} are tied in this model, but the sender's values for them differ")
+
+
+def place_of(tensor: torch.Tensor) -> Any:
+    """Equal for tensors that are one: the same elements in the same memory."""
+    # A sparse or nested tensor has no memory that weights could be written to: check_fit() refuses it.
+    dense = tensor.layout is torch.strided and not tensor.is_nested
+    address = tensor.data_ptr() if dense and tensor.numel() and not tensor.is_meta else 0  # a wrapper subclass: none
+    return (address, tensor.dtype, tensor.shape, tensor.stride()) if address else id(tensor)
 
 
 def _plain(name: str) -> str:
