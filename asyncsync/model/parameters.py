@@ -23,7 +23,7 @@ from asyncsync.model.torch_private import tensors_and_children
 from asyncsync.weights.arrays import ArrayMapping, is_array, writable_arrays
 from asyncsync.weights.copying import PLAIN, normal_tensors
 from asyncsync.weights.source_cache import AddressCache
-from asyncsync.weights.tree import EXTRA_STATE, canonical, dotted
+from asyncsync.weights.tree import EXTRA_STATE, as_list, canonical, dotted
 
 Location = tuple[MutableMapping[str, Any], str]
 """Where a tensor is: one of a module's dictionaries, a dict or a TensorDict, and the key in it."""
@@ -47,6 +47,7 @@ class ModelTensors:
         # TensorDictParams is both, and has its tensors where a TensorDict has them.
         self.is_module = isinstance(model, nn.Module) and not isinstance(model, TensorDictBase)
         self._children: list[tuple[Mapping[str, Any], list[Any]]] = []
+        self._parts: list[tuple[MutableMapping[str, Any], str, Any]] = []  # of mappings: where each is, and what it was
         if self.is_module:
             self._module(model, extract_as)
         elif isinstance(model, TensorDictBase | MutableMapping):
@@ -97,17 +98,25 @@ class ModelTensors:
                 self.owners[new] = self.owners.pop(name)
 
     def _mapping(self, model: Any, dot: str) -> None:
-        for key, value in model.items():
+        for key, entry in model.items():
+            value = as_list(entry)
             name = _plain(f"{dot}{key}")
             may_nest = name.split(".")[-1] != EXTRA_STATE and not isinstance(value, torch.Tensor | np.ndarray)
             if isinstance(value, TensorDictBase) or (may_nest and isinstance(value, MutableMapping)):
+                self._parts.append((model, key, value))
                 self._mapping(value, _plain(f"{name}."))
             elif name in self.owners:
                 raise ValueError(f"the model has two entries called {name!r} (nested and dotted keys must not collide)")
             elif is_array(value):
                 self.owners[name] = (ArrayMapping(model), key)
             elif may_nest and (arrays := writable_arrays(value)) is not None:
+                self._parts.append((model, key, value))
                 self._mapping(arrays, f"{name}.")
+            elif isinstance(value, torch.Tensor) and value.numel() and not _is_kept(model, key, value):
+                raise SchemaMismatch(
+                    f"{name!r} cannot receive: a {type(model).__name__} makes its tensors anew whenever they are read, "
+                    "so that what is written into them is lost; use a TensorDict that has them (`.contiguous()`)"
+                )
             else:
                 self.owners[name] = (model, key)
 
@@ -134,18 +143,15 @@ class ModelTensors:
         return self.owners.keys() | self.extra_state.keys()
 
     def get(self, name: str) -> Any:
-        owner, key = self.owners[name]
-        try:
-            return owner[key]  # a scripted module's mappings have no get()
-        except KeyError:
-            return None
+        return _look_up(*self.owners[name])
 
     def stale(self) -> bool:
-        """True if a module has been replaced, removed or added since: these locations are not the model's any more."""
-        for now, then in self._children:  # noqa: SIM110 (called at every update; a generator takes twice as long)
+        """True if a module has been replaced, removed or added since, or a part of a mapping has been replaced: these
+        locations are not the model's any more."""
+        for now, then in self._children:  # (called at every update; a generator takes twice as long)
             if len(now) != len(then) or not all(map(is_, now.values(), then)):  # !=: of a TensorDict's elements
                 return True
-        return False
+        return any(_look_up(owner, key) is not part for owner, key, part in self._parts)
 
 
 @dataclass(slots=True, eq=False)
@@ -196,6 +202,18 @@ class Plan:
         if not _same_bits(sources[first], sources[other]):
             pair = f"{self.names[first]!r} and {self.names[other]!r}"
             raise SchemaMismatch(f"{pair} are tied in this model, but the sender's values for them differ")
+
+
+def _look_up(owner: MutableMapping[str, Any], key: str) -> Any:
+    try:
+        return owner[key]  # a scripted module's mappings have no get()
+    except KeyError:
+        return None
+
+
+def _is_kept(owner: MutableMapping[str, Any], key: str, tensor: torch.Tensor) -> bool:
+    """Whether who reads this entry again gets the same memory."""
+    return tensor.is_meta or place_of(owner[key]) == place_of(tensor)
 
 
 def place_of(tensor: torch.Tensor) -> Any:

@@ -13,7 +13,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from tensordict import NonTensorData, TensorDictBase
+from tensordict import NonTensorData, NonTensorStack, TensorDictBase
 from torch import nn
 
 from asyncsync.errors import SchemaMismatch
@@ -140,7 +140,7 @@ class ModelUpdate(Prepared):
         for name, value in self._values.items():
             if name in plan.model.owners:
                 owner, key = plan.model.owners[name]
-                self._replace(owner, key, NonTensorData(value) if isinstance(owner, TensorDictBase) else value)
+                self._replace(owner, key, _wrapped(owner, key, value) if isinstance(owner, TensorDictBase) else value)
 
     def _plan_again(self) -> Plan:
         """The same tensors for the model as it is now, if it still takes them."""
@@ -326,6 +326,15 @@ def _check_memory(names: list[str], tensors: list[torch.Tensor]) -> None:
 
 def _is_locked(owner: Any) -> bool:
     return isinstance(owner, TensorDictBase) and owner.is_locked
+
+
+def _wrapped(owner: TensorDictBase, key: str, value: Any) -> Any:
+    """A value as an entry of a TensorDict: a list the way it is there already, an item for each element, if it can."""
+    if isinstance(value, list) and isinstance(owner.get(key), NonTensorStack):
+        stack = NonTensorStack(*value)
+        if stack.batch_size[: owner.batch_dims] == owner.batch_size:
+            return stack
+    return NonTensorData(value)
 
 
 def _successor(old: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
