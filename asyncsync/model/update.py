@@ -19,6 +19,7 @@ from torch import nn
 from asyncsync.errors import SchemaMismatch
 from asyncsync.model.bound_model import BoundModel, Repointing
 from asyncsync.model.parameters import Plan, place_of
+from asyncsync.model.torch_private import forget_computed
 from asyncsync.weights.copying import PLAIN, clone, copy_bytes, copy_tensors, normal_tensors
 from asyncsync.weights.slab import Slab, is_foreign
 from asyncsync.weights.tree import FlatWeights, dotted, have_specs
@@ -221,6 +222,7 @@ class ModelUpdate(Prepared):
             self._repoint()
         for owner, key, value in self._replaced:
             owner[key] = value
+        forget_computed()
 
     def _copy_directly(self, destinations: list[torch.Tensor]) -> bool:
         if self._pieces is None or (views := self._plan.memory.of(destinations)) is None:
@@ -273,6 +275,7 @@ class ModelUpdate(Prepared):
             return False
         copy_bytes(views, pieces)
         torch.autograd.graph.increment_version(found)
+        forget_computed()
         return True
 
 
@@ -285,6 +288,7 @@ class CustomUpdate(Prepared):
 
     def complete(self) -> None:
         self._apply(self._weights)
+        forget_computed()
 
 
 def prepare_flat(model: BoundModel, flat: FlatWeights) -> ModelUpdate:
