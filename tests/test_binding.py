@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict, TensorDictParams
@@ -624,6 +626,47 @@ def test_a_tie_broken_after_the_model_was_registered_gets_both_halves_updated() 
     update(binding, source)
     assert torch.equal(model.head.weight, source.head.weight)
     assert torch.equal(model.embed.weight, source.head.weight)
+
+
+class View(nn.Module):
+    """A Parameter, two that are halves of it, column by column, and one that is its first row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.whole = nn.Parameter(torch.zeros(3, 4))
+        self.left = nn.Parameter(self.whole.detach()[:, :2])
+        self.right = nn.Parameter(self.whole.detach()[:, 2:])
+        self.row = nn.Parameter(self.whole.detach()[0])
+
+
+@pytest.mark.parametrize("cast", [True, False])
+def test_values_that_do_not_fit_a_view_and_its_base_are_refused(cast: bool) -> None:
+    model, source = View(), View()
+    binding = bound(model, cast=cast)
+    for value in (1.0, 2.0):
+        update(binding, filled(value, lambda: source))
+        assert values_of(model) == {value}
+    source = copy.deepcopy(source)  # in which they are no views any more
+    update(binding, filled(3, lambda: source))
+    source.row.data[1] = 7
+    with pytest.raises(SchemaMismatch, match=r"'row' .*shares memory with .*'whole'.* but the sender's values"):
+        update(binding, source)
+    assert values_of(model) == {3}
+    model.row = nn.Parameter(torch.zeros(4))
+    update(binding, source)
+    assert model.row.tolist() == [3, 7, 3, 3]
+    assert values_of(model) == {3, 7}
+
+
+def test_arrays_may_be_views_too() -> None:
+    base = np.zeros((2, 2), np.float32)
+    model = {"columns": base.T, "rows": base}
+    rows = torch.tensor([[1.0, 3.0], [2.0, 4.0]])
+    update(bound(model), {"columns": rows.t(), "rows": rows})
+    assert base.tolist() == rows.tolist()
+    with pytest.raises(SchemaMismatch, match="shares memory with"):
+        update(bound(model), {"columns": rows, "rows": rows})
+    assert base.tolist() == rows.tolist()
 
 
 # -- code of the user's ------------------------------------------------------------------------------------------------

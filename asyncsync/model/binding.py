@@ -92,7 +92,7 @@ class Binding:
 
     def prepare(self, slab: Slab) -> Prepared | None:
         """Convert and check one update. The result may refer to views into the slab; None without a model. Raises
-        SchemaMismatch if tied parameters of the model would get two different values, and whatever the strategy's
+        SchemaMismatch if tensors of the model that share memory would get different values, and whatever the strategy's
         ``convert`` raises."""
         if self._custom is not None:
             # The user's code may keep what it is given, and the slab will hold another version then.

@@ -21,7 +21,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from asyncsync.errors import SchemaMismatch
 from asyncsync.model.torch_private import tensors_and_children
 from asyncsync.weights.arrays import ArrayMapping, is_array, writable_arrays
-from asyncsync.weights.copying import PLAIN, normal_tensors
+from asyncsync.weights.copying import PLAIN, copy_tensors, normal_tensors
 from asyncsync.weights.source_cache import AddressCache
 from asyncsync.weights.tree import EXTRA_STATE, as_list, canonical, dotted
 
@@ -38,6 +38,7 @@ class ModelTensors:
         extra_state: modules that take extra state, by the name of that.
         required: what an update must bring.
         ties: groups of names that share one tensor.
+        overlaps: groups of names of which some may be views of others.
     """
 
     def __init__(self, model: Any, extract_as: str) -> None:
@@ -61,6 +62,7 @@ class ModelTensors:
             what = "a module, a TensorDict, a dict of tensors, a NumPy array or an object whose attributes are arrays"
             raise TypeError(f"the model must be {what}, not {kind}")
         self.ties = self._ties()
+        self.overlaps = self._overlaps()
 
     def _module(self, model: nn.Module, extract_as: str) -> None:
         for prefix, module in model.named_modules(remove_duplicate=False):
@@ -129,14 +131,20 @@ class ModelTensors:
                 groups.setdefault(place_of(tensor), []).append(name)
         return [names for names in groups.values() if len(names) > 1]
 
+    def _overlaps(self) -> list[list[str]]:
+        """Names of which some may be views of others, or of parts of them."""
+        names = list(self.owners)
+        tensors = list(map(self.get, names))
+        return [[names[i] for i in group] for group in overlapping(tensors)]
+
     def in_parts(self) -> set[int]:
         """Where memory begins that several of the tensors have, but not in the same way: a view and its base, or a
         Parameter and a buffer."""
         places: dict[int, set[Any]] = {}
         for tensor in map(self.get, self.owners):
-            if type(tensor) in PLAIN and tensor.layout is torch.strided:
+            if type(tensor) in PLAIN and _has_memory(tensor):
                 places.setdefault(tensor.untyped_storage().data_ptr(), set()).add((type(tensor), place_of(tensor)))
-        return {address for address, known in places.items() if len(known) > 1}
+        return {address for address, own in places.items() if len(own) > 1}
 
     @property
     def known(self) -> set[str]:
@@ -157,7 +165,8 @@ class ModelTensors:
 @dataclass(slots=True, eq=False)
 class Plan:
     """The tensors of an update in order: their names, their locations in the model, and what they are. ``ties`` are
-    pairs of positions that are one tensor in the model; ``memory`` is where the tensors were the last time."""
+    pairs of positions that are one tensor in the model, ``overlaps`` groups of which some may be views of others;
+    ``memory`` is where the tensors were the last time."""
 
     model: ModelTensors
     names: list[str]
@@ -165,6 +174,7 @@ class Plan:
     shapes: list[tuple[int, ...]]
     dtypes: list[torch.dtype]
     ties: set[tuple[int, int]]
+    overlaps: list[list[int]]
     memory: AddressCache = field(default_factory=AddressCache)
 
     @classmethod
@@ -182,6 +192,7 @@ class Plan:
             [specs[name][1] for name in names],
             [specs[name][0] for name in names],
             ties,
+            [[at[name] for name in group if name in at] for group in model.overlaps],
         )
 
     def cast(self, sources: list[torch.Tensor]) -> tuple[Plan, list[torch.Tensor]]:
@@ -197,6 +208,33 @@ class Plan:
                 if (id(source), dtype) not in done:
                     done[id(source), dtype] = source.to(dtype)
         return replace(self, dtypes=dtypes), [done[id(s), d] for s, d in zip(sources, dtypes, strict=True)]
+
+    def check_values(self, sources: list[torch.Tensor]) -> None:
+        """Raises SchemaMismatch if the model cannot hold all of these, as some of its tensors share memory."""
+        for first, other in self.ties:
+            self.check_tie(sources, first, other)
+        for group in self.overlaps:
+            self._check_overlap(group, sources)
+
+    def _check_overlap(self, group: list[int], sources: list[torch.Tensor]) -> None:
+        """Write them into memory that they share in the same way, and look whether all are there."""
+        group = [i for i in group if getattr(self.model.get(self.names[i]), "shape", None) == sources[i].shape]
+        owns = [self.model.get(self.names[i]) for i in group]
+        for part in overlapping(owns):  # as the model is now
+            spans = [_span(owns[i]) for i in part]
+            begin = min(spans)[0]
+            memory = torch.empty(max(end for _, end in spans) - begin, dtype=torch.uint8, device="cpu")
+            twins = []
+            for i, (address, _) in zip(part, spans, strict=True):
+                twin = torch.empty(0, dtype=sources[group[i]].dtype, device="cpu")
+                offset = (address - begin) // twin.itemsize
+                twins.append(twin.set_(memory.untyped_storage(), offset, owns[i].shape, owns[i].stride()))
+            copy_tensors(twins, [sources[group[i]] for i in part])
+            for i, twin in zip(part, twins, strict=True):
+                if not _same_bits(twin, sources[group[i]].cpu()):
+                    name, *others = [repr(self.names[group[j]]) for j in (i, *(j for j in part if j != i))]
+                    problem = f"{name} shares memory with {', '.join(others)} in this model"
+                    raise SchemaMismatch(f"{problem}, but the sender's values for them differ")
 
     def check_tie(self, sources: list[torch.Tensor], first: int, other: int) -> None:
         if not _same_bits(sources[first], sources[other]):
@@ -216,11 +254,35 @@ def _is_kept(owner: MutableMapping[str, Any], key: str, tensor: torch.Tensor) ->
     return tensor.is_meta or place_of(owner[key]) == place_of(tensor)
 
 
-def place_of(tensor: torch.Tensor) -> Any:
-    """Equal for tensors that are one: the same elements in the same memory."""
+def overlapping(tensors: list[Any]) -> list[list[int]]:
+    """Which of these, by position, may be views of others of them, or of parts of those."""
+    known = [i for i, tensor in enumerate(tensors) if type(tensor) in PLAIN and _has_memory(tensor)]
+    groups: list[list[int]] = []
+    ends = 0
+    for begin, end, i in sorted((*_span(tensors[i]), i) for i in known):
+        if begin < ends:
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+        ends = max(ends, end)
+    return [group for group in groups if len({place_of(tensors[i]) for i in group}) > 1]
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where a tensor's memory begins and ends."""
+    elements = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + elements * tensor.itemsize
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
     # A sparse or nested tensor has no memory that weights could be written to: check_fit() refuses it.
     dense = tensor.layout is torch.strided and not tensor.is_nested
-    address = tensor.data_ptr() if dense and tensor.numel() and not tensor.is_meta else 0  # a wrapper subclass: none
+    return dense and tensor.numel() > 0 and not tensor.is_meta
+
+
+def place_of(tensor: torch.Tensor) -> Any:
+    """Equal for tensors that are one: the same elements in the same memory."""
+    address = tensor.data_ptr() if _has_memory(tensor) else 0  # a wrapper subclass has none of its own
     return (address, tensor.dtype, tensor.shape, tensor.stride()) if address else id(tensor)
 
 

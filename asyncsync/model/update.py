@@ -65,7 +65,7 @@ class ModelUpdate(Prepared):
         is_simple: the same may be done whenever the slab holds another version.
 
     Raises:
-        SchemaMismatch: tied parameters of the model would get two different values.
+        SchemaMismatch: tensors of the model that share memory would get different values.
     """
 
     def __init__(
@@ -80,15 +80,14 @@ class ModelUpdate(Prepared):
     ) -> None:
         if model.cast:
             plan, sources = plan.cast(sources)
-        for first, other in plan.ties:
-            plan.check_tie(sources, first, other)
+        plan.check_values(sources)
         if slab is not None:
             for first, other in plan.ties:  # equal, as checked, and one memory then as before
                 sources[other] = sources[first]
         if not model.inplace:
             sources = [clone(source) for source in sources]
-        # What is tied in this model, but not in the sender's, has to be compared at each update.
-        self.is_simple = pieces is not None and model.inplace and not (states or values or plan.ties)
+        # What shares memory in this model, but not in the sender's, has to be compared at each update.
+        self.is_simple = pieces is not None and model.inplace and not (states or values or plan.ties or plan.overlaps)
         self._model = model
         self._plan = plan
         self._sources = sources
