@@ -400,6 +400,27 @@ def test_parameters_made_anew_between_preparing_and_applying_are_the_ones_update
     assert values_of(model) == {1}
 
 
+def test_a_buffer_may_be_set_to_none_and_back_on_both_sides() -> None:
+    source, model = nn.Linear(2, 2), nn.Linear(2, 2)
+    binding = bound(model)
+    for value in (None, 1.0, None, 2.0, None, 3.0):
+        for module in (source, model):
+            module.register_buffer("more", None if value is None else torch.zeros(2))
+        if value is not None:
+            source.more.fill_(value)
+        slab = published(source)
+        if value == 1.0:  # layouts are compared when they are new
+            binding.check(slab.layout)
+        one = binding.prepare(slab)
+        assert one is not None
+        one.resolve()
+        one.apply()
+        assert value is None or (model.more == value).all()
+    model.more = None
+    with pytest.raises(SchemaMismatch, match=r"unexpected \[more\]|more: .* gone"):
+        resolve(binding.prepare(published(source)))
+
+
 def test_a_module_replaced_by_one_of_the_same_kind_is_the_one_updated() -> None:
     model = filled(0)
     binding = bound(model)

@@ -103,6 +103,9 @@ class BoundModel:
             for name in sorted(values)
             if name in own.owners and isinstance(own.get(name), torch.Tensor)
         ]
+        for name in sorted(own.encoded & specs.keys()):
+            remedy = "use strategy='tensordict', or an apply_weights() that calls load_state_dict()"
+            problems.append(f"{name}: the model's state dict has other values than the model (a hook's?); {remedy}")
         for name, (dtype, shape) in specs.items():
             if name not in own.extra_state:
                 problem = _tensor_problem(dtype, shape, own.get(name), cast=self.cast, inplace=self.inplace)
@@ -113,7 +116,11 @@ class BoundModel:
 
     def plan(self, specs: Specs, values: Collection[str]) -> Plan:
         """The plan for these tensors and values. Raises as :meth:`check_fit`."""
-        self.check_fit(specs, values)
+        try:
+            self.check_fit(specs, values)
+        except SchemaMismatch:  # of what is known of the model, which may have changed
+            self.refresh()
+            self.check_fit(specs, values)
         return Plan.of(self.tensors, specs)
 
     def left_in_slabs(self, found: list[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:

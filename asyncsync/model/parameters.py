@@ -37,6 +37,7 @@ class ModelTensors:
         owners: the location of every tensor, by its dotted name.
         extra_state: modules that take extra state, by the name of that.
         required: what an update must bring.
+        encoded: names of tensors of which the state dict has other values.
         ties: groups of names that share one tensor.
         overlaps: groups of names of which some may be views of others.
     """
@@ -45,6 +46,7 @@ class ModelTensors:
         self.owners: dict[str, Location] = {}
         self.extra_state: dict[str, nn.Module] = {}
         self.required: set[str] = set()
+        self.encoded: set[str] = set()
         # TensorDictParams is both, and has its tensors where a TensorDict has them.
         self.is_module = isinstance(model, nn.Module) and not isinstance(model, TensorDictBase)
         self._children: list[tuple[Mapping[str, Any], list[Any]]] = []
@@ -86,6 +88,7 @@ class ModelTensors:
         if extract_as == "state_dict":
             state = {_plain(name): tensor for name, tensor in model.state_dict(keep_vars=True).items()}
             self._follow(state)
+            self.encoded = {n for n in self.owners.keys() & state.keys() if self._is_encoded(n, state[n])}
             # What a state dict leaves out, such as non-persistent buffers, is not required; its extra state is.
             self.required = {name for name in self.known if name in state}
         else:
@@ -98,6 +101,13 @@ class ModelTensors:
         for name in [name for name in self.owners if name not in state]:
             if (new := renamed.get(id(self.get(name)))) is not None:
                 self.owners[new] = self.owners.pop(name)
+
+    def _is_encoded(self, name: str, saved: Any) -> bool:
+        """Whether a state dict has for this tensor what only ``load_state_dict`` can make it of again."""
+        own = self.get(name)
+        if saved is own or not isinstance(own, torch.Tensor) or not isinstance(saved, torch.Tensor):
+            return False
+        return own.dtype is saved.dtype and not own.is_meta and not _same_bits(own, saved.to(own.device))
 
     def _mapping(self, model: Any, dot: str) -> None:
         for key, entry in model.items():
