@@ -275,7 +275,8 @@ def overlapping(tensors: list[Any]) -> list[list[int]]:
         else:
             groups.append([i])
         ends = max(ends, end)
-    return [group for group in groups if len({place_of(tensors[i]) for i in group}) > 1]
+    several = [group for group in groups if len(group) > 1]
+    return [group for group in several if len({place_of(tensors[i]) for i in group}) > 1]
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
