@@ -14,6 +14,7 @@ import pytest
 import torch
 from tensordict import TensorDict, TensorDictParams
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 from asyncsync.errors import ProtocolError, SchemaMismatch
 from asyncsync.model.binding import Binding
@@ -159,7 +160,13 @@ def test_a_lazy_module_is_refused_until_it_has_run() -> None:
             bound(nn.Sequential(lazy))
     model = nn.LazyLinear(2)
     model(torch.zeros(1, 3))
-    update(bound(model), nn.Linear(3, 2))
+    binding = bound(model)
+    update(binding, nn.Linear(3, 2))
+    slab, before = published(nn.Linear(3, 2)), model.bias.detach().clone()
+    model.weight = UninitializedParameter()
+    with pytest.raises(SchemaMismatch, match="not initialised yet; run one forward"):
+        resolve(binding.prepare(slab))
+    assert torch.equal(model.bias, before)
 
 
 def test_a_frozen_normalisation_goes_on_counting_after_an_update() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from asyncsync.errors import SchemaMismatch
 from asyncsync.model.parameters import ModelTensors, Plan, Specs, place_of
@@ -143,6 +144,8 @@ def _tensor_problem(dtype: torch.dtype, shape: tuple[int, ...], own: Any, *, cas
     """Why a tensor that has come does not fit the model's own; empty: it does."""
     if not isinstance(own, torch.Tensor):
         return f"sent as a tensor, but the model's is {'gone' if own is None else f'a {type(own).__name__}'}"
+    if is_lazy(own):
+        return "the model's is not initialised yet"
     if what := _without_memory(own):
         return f"the model's is {what}"
     if own.shape != shape:

@@ -112,7 +112,7 @@ class ModelUpdate(Prepared):
         try:
             found = [owner[key] for owner, key in plan.locations]
             fits = have_specs(found, plan.shapes, plan.dtypes)
-        except (KeyError, AttributeError, TypeError):  # gone, or no tensor any more
+        except (KeyError, AttributeError, TypeError, RuntimeError):  # gone, or no tensor any more, or none yet
             fits = False
         if not fits:
             self._plan_again()
