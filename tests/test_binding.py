@@ -333,6 +333,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "dtype": lambda m: m.double(),
     "module wrapped": lambda m: m.__setitem__(2, Wrapper(m[2])),
     "shape by re-pointing": lambda m: setattr(m[2].bias, "data", torch.zeros(7)),
+    "expanded": lambda m: setattr(m[2].bias, "data", torch.zeros(1).expand(2)),
 }
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Mapping, MutableMapping
+from itertools import filterfalse
 from operator import attrgetter
 from typing import Any
 
@@ -125,6 +126,8 @@ class ModelUpdate(Prepared):
             _check_memory(plan.names, found)
         if len(set(addresses)) != len(found):
             self._check_ties(found)
+        if any(0 in tensor.stride() for tensor in filterfalse(torch.Tensor.is_contiguous, found)):
+            self._plan_again()  # torch would refuse to write an expanded tensor, in the middle of the others
         self._copies, self._repointed, self._replaced, self._repointing = ([], []), [], [], None
         in_slabs = self._slab is not None or model.is_repointed
         if model.inplace and not in_slabs and not any(map(_is_meta, found)):
