@@ -176,6 +176,74 @@ def test_tied_parameters_are_adopted_once_and_stay_tied(pair: Callable[..., Pair
         assert adopted(model) == {"embed.weight"}
 
 
+class Untied(Tied):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = nn.Parameter(self.embed.weight.detach().clone())
+
+
+def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether a write through one shows in the other."""
+    with torch.no_grad():
+        before = b.clone()
+        a += 1
+        changed = not torch.equal(before, b)
+        a -= 1
+    return changed
+
+
+def test_parameters_that_only_the_sender_ties_stay_separate(pair: Callable[..., Pair]) -> None:
+    """Also those that lay in a slot of their own before the sender tied them, and that the model itself tied before."""
+    model: Any = filled(0, Untied)
+    worker = pair(model)
+    for version, make in enumerate([Tied, Tied, Untied, Tied, Tied, Tied], 1):
+        worker.update(filled(version, make))
+        assert values_of(model) == {version}
+        assert not share_memory(model.embed.weight, model.head.weight)
+        assert adopted(model) >= {"embed.weight"}
+    model.head.weight = model.embed.weight
+    worker.update(filled(7, Tied))
+    model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
+    worker.update(filled(8, Tied))
+    assert values_of(model) == {8}
+    assert not share_memory(model.embed.weight, model.head.weight)
+
+
+class Overlaid(nn.Module):
+    """Two Parameters over the same memory, and others that have it in different ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.zeros(4, 4))
+        self.b = nn.Parameter(self.a.detach())
+        self.whole = nn.Parameter(torch.zeros(4, 4))
+        self.part = nn.Parameter(self.whole.detach()[:2])
+        self.square = nn.Parameter(torch.zeros(4, 4))
+        self.transposed = nn.Parameter(self.square.detach().t())
+        self.gain = nn.Parameter(torch.zeros(4))
+        self.register_buffer("initial", self.gain.detach())
+
+    def check(self) -> None:
+        pairs = [("a", "b"), ("whole", "part"), ("square", "transposed"), ("gain", "initial")]
+        assert all(share_memory(getattr(self, one), getattr(self, other)) for one, other in pairs)
+
+
+def test_parameters_that_share_memory_go_on_sharing_it(pair: Callable[..., Pair]) -> None:
+    model: Any = filled(0, Overlaid)
+    worker = pair(model)
+    for version in (1, 2, 3):
+        worker.update(filled(version, Overlaid))
+        assert values_of(model) == {version}
+        assert adopted(model) == {"a", "b"}
+        model.check()
+    worker.update_otherwise(filled(4, Overlaid))
+    model.check()
+    worker.update(filled(5, Overlaid))
+    worker.binding.leave_slabs()
+    assert (adopted(model), values_of(model)) == (set(), {5})
+    model.check()
+
+
 def transposed() -> nn.Module:
     model = nn.Linear(3, 4)
     model.weight = nn.Parameter(torch.zeros(3, 4).t())

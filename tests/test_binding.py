@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict, TensorDictParams
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 from asyncsync.errors import ProtocolError, SchemaMismatch
 from asyncsync.model.binding import Binding
@@ -157,7 +160,13 @@ def test_a_lazy_module_is_refused_until_it_has_run() -> None:
             bound(nn.Sequential(lazy))
     model = nn.LazyLinear(2)
     model(torch.zeros(1, 3))
-    update(bound(model), nn.Linear(3, 2))
+    binding = bound(model)
+    update(binding, nn.Linear(3, 2))
+    slab, before = published(nn.Linear(3, 2)), model.bias.detach().clone()
+    model.weight = UninitializedParameter()
+    with pytest.raises(SchemaMismatch, match="not initialised yet; run one forward"):
+        resolve(binding.prepare(slab))
+    assert torch.equal(model.bias, before)
 
 
 def test_a_frozen_normalisation_goes_on_counting_after_an_update() -> None:
@@ -324,6 +333,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "dtype": lambda m: m.double(),
     "module wrapped": lambda m: m.__setitem__(2, Wrapper(m[2])),
     "shape by re-pointing": lambda m: setattr(m[2].bias, "data", torch.zeros(7)),
+    "expanded": lambda m: setattr(m[2].bias, "data", torch.zeros(1).expand(2)),
 }
 
 
@@ -396,6 +406,27 @@ def test_parameters_made_anew_between_preparing_and_applying_are_the_ones_update
     one.resolve()
     one.apply()
     assert values_of(model) == {1}
+
+
+def test_a_buffer_may_be_set_to_none_and_back_on_both_sides() -> None:
+    source, model = nn.Linear(2, 2), nn.Linear(2, 2)
+    binding = bound(model)
+    for value in (None, 1.0, None, 2.0, None, 3.0):
+        for module in (source, model):
+            module.register_buffer("more", None if value is None else torch.zeros(2))
+        if value is not None:
+            source.more.fill_(value)
+        slab = published(source)
+        if value == 1.0:  # layouts are compared when they are new
+            binding.check(slab.layout)
+        one = binding.prepare(slab)
+        assert one is not None
+        one.resolve()
+        one.apply()
+        assert value is None or (model.more == value).all()
+    model.more = None
+    with pytest.raises(SchemaMismatch, match=r"unexpected \[more\]|more: .* gone"):
+        resolve(binding.prepare(published(source)))
 
 
 def test_a_module_replaced_by_one_of_the_same_kind_is_the_one_updated() -> None:
@@ -589,11 +620,26 @@ def test_tied_weights_on_both_sides_stay_tied() -> None:
         assert torch.equal(model.head.weight, source.head.weight)
 
 
+@pytest.mark.parametrize("inplace", [True, False])
+def test_parameters_over_the_same_memory_are_tied(inplace: bool) -> None:
+    model = Tied()
+    model.head.weight = nn.Parameter(model.embed.weight.detach())
+    source = Tied()
+    update(bound(model, inplace=inplace), source)
+    assert torch.equal(model.head.weight, source.head.weight)
+    model.head.weight.data.zero_()
+    assert not model.embed.weight.any()
+
+
 def test_a_tie_made_after_the_model_was_registered_is_noticed() -> None:
     model = Tied(tied=False)
     one = prepared(bound(model), Tied(tied=False))
     model.head.weight = model.embed.weight
     before = model.embed.weight.detach().clone()
+    with pytest.raises(SchemaMismatch, match="tied"):
+        one.resolve()
+    assert torch.equal(model.embed.weight, before)
+    model.head.weight = nn.Parameter(model.embed.weight.detach())  # another one over the same memory
     with pytest.raises(SchemaMismatch, match="tied"):
         one.resolve()
     assert torch.equal(model.embed.weight, before)
@@ -609,6 +655,47 @@ def test_a_tie_broken_after_the_model_was_registered_gets_both_halves_updated() 
     update(binding, source)
     assert torch.equal(model.head.weight, source.head.weight)
     assert torch.equal(model.embed.weight, source.head.weight)
+
+
+class View(nn.Module):
+    """A Parameter, two that are halves of it, column by column, and one that is its first row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.whole = nn.Parameter(torch.zeros(3, 4))
+        self.left = nn.Parameter(self.whole.detach()[:, :2])
+        self.right = nn.Parameter(self.whole.detach()[:, 2:])
+        self.row = nn.Parameter(self.whole.detach()[0])
+
+
+@pytest.mark.parametrize("cast", [True, False])
+def test_values_that_do_not_fit_a_view_and_its_base_are_refused(cast: bool) -> None:
+    model, source = View(), View()
+    binding = bound(model, cast=cast)
+    for value in (1.0, 2.0):
+        update(binding, filled(value, lambda: source))
+        assert values_of(model) == {value}
+    source = copy.deepcopy(source)  # in which they are no views any more
+    update(binding, filled(3, lambda: source))
+    source.row.data[1] = 7
+    with pytest.raises(SchemaMismatch, match=r"'row' .*shares memory with .*'whole'.* but the sender's values"):
+        update(binding, source)
+    assert values_of(model) == {3}
+    model.row = nn.Parameter(torch.zeros(4))
+    update(binding, source)
+    assert model.row.tolist() == [3, 7, 3, 3]
+    assert values_of(model) == {3, 7}
+
+
+def test_arrays_may_be_views_too() -> None:
+    base = np.zeros((2, 2), np.float32)
+    model = {"columns": base.T, "rows": base}
+    rows = torch.tensor([[1.0, 3.0], [2.0, 4.0]])
+    update(bound(model), {"columns": rows.t(), "rows": rows})
+    assert base.tolist() == rows.tolist()
+    with pytest.raises(SchemaMismatch, match="shares memory with"):
+        update(bound(model), {"columns": rows, "rows": rows})
+    assert base.tolist() == rows.tolist()
 
 
 # -- code of the user's ------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import pytest
 import torch
 import zmq
 from torch import nn
+from torch.nn.utils import parametrizations, parametrize
 
 import asyncsync
 from asyncsync import collectors, transports
@@ -85,6 +86,16 @@ def test_a_module_has_its_tensors_and_children_in_dictionaries() -> None:
     assert (parameters["weight"], children) == (model[0].weight, {})
     assert buffers["running_mean"] is model[0].running_mean
     assert model_private.tensors_and_children(model)[2] == {"0": model[0]}
+
+
+def test_parametrizations_are_cached_in_a_dictionary() -> None:
+    """``parametrize._cache``. Without it an update is not seen inside of ``parametrize.cached()``."""
+    module = parametrizations.weight_norm(nn.Linear(2, 2))
+    with parametrize.cached():
+        before = module.weight
+        assert module.weight is before
+        model_private.forget_computed()
+        assert module.weight is not before
 
 
 def test_hooks_are_in_dictionaries_by_the_key_of_their_handle() -> None:

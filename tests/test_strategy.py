@@ -222,6 +222,32 @@ def test_state_dict_hooks_are_honoured_on_both_sides() -> None:
         deliver(strategy, {"w": torch.zeros(2, 2), "inner.bias": torch.zeros(2), "more": torch.zeros(1)}, model)
 
 
+class Halved(nn.Linear):
+    """Its state dict has half of its weight."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.register_state_dict_post_hook(lambda m, state, *_: state.update(weight=m.weight / 2))
+        self.register_load_state_dict_pre_hook(lambda m, state, *_: state.update(weight=state["weight"] * 2))
+
+
+class Loading(WeightStrategy):
+    def apply_weights(self, destination: Any, weights: Any, inplace: bool = True) -> None:
+        destination.load_state_dict(weights.to_dict())
+
+
+def test_a_state_dict_with_other_values_than_the_module_is_refused() -> None:
+    """They would be copied as they are."""
+    source, model = Halved(), Halved()
+    with pytest.raises(SchemaMismatch, match="weight: the model's state dict has other values"):
+        deliver(WeightStrategy("state_dict"), source, model)
+    deliver(WeightStrategy(), source, model)
+    assert torch.equal(model.weight, source.weight)
+    model = Halved()
+    deliver(Loading("state_dict"), source, model)
+    assert torch.equal(model.weight, source.weight)
+
+
 # -- both halves -------------------------------------------------------------------------------------------------------
 
 

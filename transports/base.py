@@ -29,6 +29,7 @@ from tensordict import NonTensorData, TensorDict, TensorDictBase
 from asyncsync.bus.carrier import Carrier
 from asyncsync.errors import NotConnected, SchemaMismatch
 from asyncsync.model.binding import Binding
+from asyncsync.model.parameters import ModelTensors
 from asyncsync.model.strategy import WeightStrategy, resolve_strategy
 from asyncsync.weights.copying import copy_tensors
 from asyncsync.weights.tree import Path, dotted, flatten
@@ -212,8 +213,13 @@ class Destination:
         sent = {dotted(path): tensor for path, tensor in flat.tensors.items()}
         buffer = None
         if self.weights is not None:
-            buffer = {dotted(path): tensor for path, tensor in flatten(self.weights).tensors.items()}
+            own = ModelTensors(self.weights, "tensordict")
+            entries = {name: own.get(name) for name in own.owners}
+            buffer = {name: tensor for name, tensor in entries.items() if isinstance(tensor, torch.Tensor)}
             check_fit(buffer, sent, "the buffer that was passed as weights=")
+            if meta := [name for name, tensor in buffer.items() if tensor.is_meta]:
+                problem = f"{meta[0]!r} in the buffer that was passed as weights= cannot be filled"
+                raise SchemaMismatch(f"{problem}: it is a number, a read-only array, or on the meta device")
         if self.model is not None and type(self.strategy).apply_weights is not WeightStrategy.apply_weights:
             self.strategy.apply_weights(self.model, received)
         elif self.model is not None:

@@ -21,7 +21,7 @@ from asyncsync.model.selection import Selection
 from asyncsync.model.strategy import WeightStrategy
 from asyncsync.model.torch_private import is_compiled, is_optimized
 from asyncsync.model.update import CustomUpdate, ModelUpdate, Prepared, prepare_flat
-from asyncsync.weights.copying import clone, normal_tensors
+from asyncsync.weights.copying import normal_tensors
 from asyncsync.weights.layout import Layout, unpack_values
 from asyncsync.weights.slab import Slab
 from asyncsync.weights.source_cache import CACHED_BYTES
@@ -92,7 +92,7 @@ class Binding:
 
     def prepare(self, slab: Slab) -> Prepared | None:
         """Convert and check one update. The result may refer to views into the slab; None without a model. Raises
-        SchemaMismatch if tied parameters of the model would get two different values, and whatever the strategy's
+        SchemaMismatch if tensors of the model that share memory would get different values, and whatever the strategy's
         ``convert`` raises."""
         if self._custom is not None:
             # The user's code may keep what it is given, and the slab will hold another version then.
@@ -129,8 +129,8 @@ class Binding:
 
     def leave_slabs(self) -> None:
         """Give the model's tensors that lie in slabs memory of their own, where it gets no updates any more."""
-        for tensor in self.bound.left_in_slabs([]) if self.bound is not None else ():
-            tensor.data = clone(tensor)
+        for tensor, own in self.bound.left_in_slabs([]) if self.bound is not None else ():
+            tensor.data = own
 
     def cached(self, slab: Slab) -> ModelUpdate | None:
         """What was prepared for this slab, if the same can be done whenever the slab holds another version."""

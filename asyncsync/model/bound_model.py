@@ -8,10 +8,12 @@ from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from asyncsync.errors import SchemaMismatch
-from asyncsync.model.parameters import ModelTensors, Plan, Specs
+from asyncsync.model.parameters import ModelTensors, Plan, Specs, place_of
 from asyncsync.model.selection import Selection
+from asyncsync.weights.copying import clone
 from asyncsync.weights.slab import is_foreign
 
 SHOWN = 12  # of the names or problems in a message
@@ -102,6 +104,9 @@ class BoundModel:
             for name in sorted(values)
             if name in own.owners and isinstance(own.get(name), torch.Tensor)
         ]
+        for name in sorted(own.encoded & specs.keys()):
+            remedy = "use strategy='tensordict', or an apply_weights() that calls load_state_dict()"
+            problems.append(f"{name}: the model's state dict has other values than the model (a hook's?); {remedy}")
         for name, (dtype, shape) in specs.items():
             if name not in own.extra_state:
                 problem = _tensor_problem(dtype, shape, own.get(name), cast=self.cast, inplace=self.inplace)
@@ -112,14 +117,21 @@ class BoundModel:
 
     def plan(self, specs: Specs, values: Collection[str]) -> Plan:
         """The plan for these tensors and values. Raises as :meth:`check_fit`."""
-        self.check_fit(specs, values)
+        try:
+            self.check_fit(specs, values)
+        except SchemaMismatch:  # of what is known of the model, which may have changed
+            self.refresh()
+            self.check_fit(specs, values)
         return Plan.of(self.tensors, specs)
 
-    def left_in_slabs(self, found: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Parameters that are not among the model's tensors any more, and still lie in a slab."""
+    def left_in_slabs(self, found: list[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Parameters that are not among the model's tensors any more, and still lie in a slab, each with a copy for
+        which it is to leave that: one for those that are one memory."""
         present = set(map(id, found))
         left = [tensor for one in self.repointed if (tensor := one()) is not None and id(tensor) not in present]
-        return [tensor for tensor in left if is_foreign(tensor)]
+        left = [tensor for tensor in left if is_foreign(tensor)]
+        copies = {place_of(tensor): clone(tensor) for tensor in left}
+        return [(tensor, copies[place_of(tensor)]) for tensor in left]
 
 
 def constant(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
@@ -132,6 +144,8 @@ def _tensor_problem(dtype: torch.dtype, shape: tuple[int, ...], own: Any, *, cas
     """Why a tensor that has come does not fit the model's own; empty: it does."""
     if not isinstance(own, torch.Tensor):
         return f"sent as a tensor, but the model's is {'gone' if own is None else f'a {type(own).__name__}'}"
+    if is_lazy(own):
+        return "the model's is not initialised yet"
     if what := _without_memory(own):
         return f"the model's is {what}"
     if own.shape != shape:

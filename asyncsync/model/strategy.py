@@ -43,7 +43,8 @@ class WeightStrategy:
 
     Args:
         extract_as: ``"tensordict"`` (default): a nested TensorDict with all parameters and buffers; ``"state_dict"``:
-            the module's state dict (persistent buffers; its hooks may rename and drop). Both carry extra state.
+            the module's state dict (persistent buffers; its hooks may rename and drop, but change no values). Both
+            carry extra state.
 
     Raises:
         ValueError: any other ``extract_as``.

@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 # The dictionaries of a module's parameters, of its buffers and of its children. One call for all three, as every
 # publication walks over the model.
@@ -17,6 +19,13 @@ tensors_and_children = attrgetter("_parameters", "_buffers", "_modules")
 call_hooks = attrgetter("_forward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called")
 forward_hooks = attrgetter("_forward_hooks")
 CALL_IMPL = nn.Module._call_impl.__code__  # of the frame that runs the hooks of a module and its forward
+
+
+def forget_computed() -> None:
+    """Have torch compute anew what it keeps of parameters, as if they would not change, while somebody is inside of
+    ``torch.autocast`` (in another dtype) or ``parametrize.cached()``."""
+    torch.clear_autocast_cache()
+    parametrize._cache.clear()
 
 
 def is_optimized(module: nn.Module) -> bool:

@@ -8,17 +8,19 @@ where there is some.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Mapping, MutableMapping
+from itertools import filterfalse
 from operator import attrgetter
 from typing import Any
 
 import torch
-from tensordict import NonTensorData, TensorDictBase
+from tensordict import NonTensorData, NonTensorStack, TensorDictBase
 from torch import nn
 
 from asyncsync.errors import SchemaMismatch
 from asyncsync.model.bound_model import BoundModel, Repointing
-from asyncsync.model.parameters import Plan
+from asyncsync.model.parameters import Plan, place_of
+from asyncsync.model.torch_private import forget_computed
 from asyncsync.weights.copying import PLAIN, clone, copy_bytes, copy_tensors, normal_tensors
 from asyncsync.weights.slab import Slab, is_foreign
 from asyncsync.weights.tree import FlatWeights, dotted, have_specs
@@ -64,7 +66,7 @@ class ModelUpdate(Prepared):
         is_simple: the same may be done whenever the slab holds another version.
 
     Raises:
-        SchemaMismatch: tied parameters of the model would get two different values.
+        SchemaMismatch: tensors of the model that share memory would get different values.
     """
 
     def __init__(
@@ -79,15 +81,14 @@ class ModelUpdate(Prepared):
     ) -> None:
         if model.cast:
             plan, sources = plan.cast(sources)
-        for first, other in plan.ties:
-            plan.check_tie(sources, first, other)
+        plan.check_values(sources)
         if slab is not None:
             for first, other in plan.ties:  # equal, as checked, and one memory then as before
                 sources[other] = sources[first]
-        if not model.inplace:  # one for each name: the sender may have tied what this model has not
+        if not model.inplace:
             sources = [clone(source) for source in sources]
-        # What is tied in this model, but not in the sender's, has to be compared at each update.
-        self.is_simple = pieces is not None and model.inplace and not (states or values or plan.ties)
+        # What shares memory in this model, but not in the sender's, has to be compared at each update.
+        self.is_simple = pieces is not None and model.inplace and not (states or values or plan.ties or plan.overlaps)
         self._model = model
         self._plan = plan
         self._sources = sources
@@ -112,15 +113,21 @@ class ModelUpdate(Prepared):
         try:
             found = [owner[key] for owner, key in plan.locations]
             fits = have_specs(found, plan.shapes, plan.dtypes)
-        except (KeyError, AttributeError, TypeError):  # gone, or no tensor any more
+        except (KeyError, AttributeError, TypeError, RuntimeError):  # gone, or no tensor any more, or none yet
             fits = False
         if not fits:
             self._plan_again()
             raise SchemaMismatch("the model has changed since its layout was accepted")
-        if _lack_memory(found):
+        try:
+            addresses = list(map(torch.Tensor.data_ptr, found))
+        except RuntimeError:  # torch knows no memory of such a tensor
+            addresses = [0]
+        if 0 in addresses:
             _check_memory(plan.names, found)
-        if len(set(map(id, found))) != len(found):
+        if len(set(addresses)) != len(found):
             self._check_ties(found)
+        if any(0 in tensor.stride() for tensor in filterfalse(torch.Tensor.is_contiguous, found)):
+            self._plan_again()  # torch would refuse to write an expanded tensor, in the middle of the others
         self._copies, self._repointed, self._replaced, self._repointing = ([], []), [], [], None
         in_slabs = self._slab is not None or model.is_repointed
         if model.inplace and not in_slabs and not any(map(_is_meta, found)):
@@ -132,11 +139,11 @@ class ModelUpdate(Prepared):
         else:
             self._pieces = None
             self._resolve_each(found)
-            self._repointed += [(left, clone(left)) for left in model.left_in_slabs(found)]
+            self._repointed += model.left_in_slabs(found)
         for name, value in self._values.items():
             if name in plan.model.owners:
                 owner, key = plan.model.owners[name]
-                self._replace(owner, key, NonTensorData(value) if isinstance(owner, TensorDictBase) else value)
+                self._replace(owner, key, _wrapped(owner, key, value) if isinstance(owner, TensorDictBase) else value)
 
     def _plan_again(self) -> Plan:
         """The same tensors for the model as it is now, if it still takes them."""
@@ -151,58 +158,58 @@ class ModelUpdate(Prepared):
         return again
 
     def _check_ties(self, found: list[torch.Tensor]) -> None:
-        seen: dict[int, int] = {}
+        seen: dict[Any, int] = {}
         for i, destination in enumerate(found):
-            first = seen.setdefault(id(destination), i)
+            first = seen.setdefault(place_of(destination), i)
             if first != i and (first, i) not in self._plan.ties:  # tied since this was prepared
                 self._plan.check_tie(self._sources, first, i)
 
     def _resolve_each(self, found: list[torch.Tensor]) -> None:
         """Find out for each tensor whether it is copied to, gets other memory, or is replaced.
 
-        Meta tensors have no memory yet, ``inplace=False`` demands new memory, and a slab may hold Parameters.
+        Meta tensors have no memory yet, ``inplace=False`` demands new memory, and a slab may hold Parameters. What is
+        one memory in the model stays one, and what is not does not become one, whatever the sender has tied.
         """
         inplace, is_module = self._model.inplace, self._plan.model.is_module
-        made: dict[int, torch.Tensor] = {}
+        in_parts = self._plan.model.in_parts() if self._slab is not None else set()
+        made: dict[Any, torch.Tensor] = {}  # what stands for a place in memory from now on
+        given: dict[int, Any] = {}  # the place that got a source's memory
         moved: list[int] = []
         copied: list[int] = []
         with normal_tensors():
             for i, ((owner, key), destination, source) in enumerate(
                 zip(self._plan.locations, found, self._sources, strict=True)
             ):
-                known = id(destination) in made  # a tensor with several names is made once
+                place = place_of(destination)
                 if destination.is_meta or (not inplace and not is_module and not _is_locked(owner)):
-                    if not known:
-                        made[id(destination)] = _successor(destination, source)
-                    self._replace(owner, key, made[id(destination)])
-                elif known:
+                    if place not in made:
+                        made[place] = _successor(destination, source)
+                    self._replace(owner, key, made[place])
                     continue
-                elif (new := self._moved(destination, source)) is not None:
-                    made[id(destination)] = new
-                    self._repointed.append((destination, new))
-                    if new is source:
+                if place not in made:
+                    foreign = self._model.is_repointed and is_foreign(destination)
+                    can_move = self._slab is not None and _can_move(destination, source)
+                    can_move = can_move and (foreign or _is_alone(destination, in_parts))
+                    if can_move and given.setdefault(id(source), place) == place:
+                        made[place] = source
+                    elif foreign:
+                        made[place] = clone(source)
+                    elif not inplace:
+                        # A module's tensors stay the objects that optimisers and others refer to.
+                        made[place] = source.to(destination.device)
+                        if destination.is_inference():  # it stays one
+                            with torch.inference_mode():
+                                made[place] = made[place].clone()
+                if place in made:
+                    self._repointed.append((destination, made[place]))
+                    if made[place] is source:
                         moved.append(i)
-                elif inplace:
+                else:
                     self._copies[0].append(destination)
                     self._copies[1].append(source)
                     copied.append(i)
-                else:
-                    # A module's tensors stay the objects that optimisers and others refer to.
-                    new = source.to(destination.device)
-                    if destination.is_inference():  # it stays one
-                        with torch.inference_mode():
-                            new = new.clone()
-                    made[id(destination)] = new
-                    self._repointed.append((destination, new))
         if len(moved) + len(copied) == len(found):
             self._repointing = Repointing(self._plan, moved, copied)
-
-    def _moved(self, destination: torch.Tensor, source: torch.Tensor) -> torch.Tensor | None:
-        """New memory for a tensor: the slab's, of its own if it must not stay where it is, or None."""
-        foreign = self._model.is_repointed and is_foreign(destination)
-        if self._slab is not None and _can_move(destination, source) and (foreign or _is_alone(destination)):
-            return source
-        return clone(source) if foreign else None
 
     def _replace(self, owner: MutableMapping[str, Any], key: str, value: Any) -> None:
         if _is_locked(owner):
@@ -217,6 +224,7 @@ class ModelUpdate(Prepared):
             self._repoint()
         for owner, key, value in self._replaced:
             owner[key] = value
+        forget_computed()
 
     def _copy_directly(self, destinations: list[torch.Tensor]) -> bool:
         if self._pieces is None or (views := self._plan.memory.of(destinations)) is None:
@@ -269,6 +277,7 @@ class ModelUpdate(Prepared):
             return False
         copy_bytes(views, pieces)
         torch.autograd.graph.increment_version(found)
+        forget_computed()
         return True
 
 
@@ -281,6 +290,7 @@ class CustomUpdate(Prepared):
 
     def complete(self) -> None:
         self._apply(self._weights)
+        forget_computed()
 
 
 def prepare_flat(model: BoundModel, flat: FlatWeights) -> ModelUpdate:
@@ -305,18 +315,12 @@ def _can_move(destination: torch.Tensor, source: torch.Tensor) -> bool:
     )
 
 
-def _is_alone(tensor: torch.Tensor) -> bool:
+def _is_alone(tensor: torch.Tensor, in_parts: Collection[int]) -> bool:
     """Whether no other tensor shares its memory, as far as one can see: a view of something larger, or what other
     processes were given, would lose touch."""
-    return tensor.untyped_storage().nbytes() == tensor.nbytes and not tensor.is_shared()  # type: ignore[no-untyped-call]
-
-
-def _lack_memory(tensors: list[torch.Tensor]) -> bool:
-    """Whether some of them may have none."""
-    try:
-        return 0 in map(torch.Tensor.data_ptr, tensors)
-    except RuntimeError:  # torch knows no memory of such a tensor
-        return True
+    storage = tensor.untyped_storage()
+    is_whole = storage.nbytes() == tensor.nbytes and storage.data_ptr() not in in_parts
+    return is_whole and not tensor.is_shared()  # type: ignore[no-untyped-call]
 
 
 def _check_memory(names: list[str], tensors: list[torch.Tensor]) -> None:
@@ -328,6 +332,15 @@ def _check_memory(names: list[str], tensors: list[torch.Tensor]) -> None:
 
 def _is_locked(owner: Any) -> bool:
     return isinstance(owner, TensorDictBase) and owner.is_locked
+
+
+def _wrapped(owner: TensorDictBase, key: str, value: Any) -> Any:
+    """A value as an entry of a TensorDict: a list the way it is there already, an item for each element, if it can."""
+    if isinstance(value, list) and isinstance(owner.get(key), NonTensorStack):
+        stack = NonTensorStack(*value)
+        if stack.batch_size[: owner.batch_dims] == owner.batch_size:
+            return stack
+    return NonTensorData(value)
 
 
 def _successor(old: torch.Tensor, source: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import NonTensorData, TensorDict, TensorDictBase
+from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from torch import nn
 
 from asyncsync.weights.arrays import from_array, is_array, source_arrays
@@ -75,6 +75,11 @@ def collision(name: str) -> str:
     return f"two entries are called {name!r}; rename one (nested and dotted keys must not collide)"
 
 
+def as_list(value: Any) -> Any:
+    """A TensorDict's list of what is no tensor as a list: by its class it is a TensorDict, but one without entries."""
+    return value.tolist() if isinstance(value, NonTensorStack) else value
+
+
 def _put(flat: FlatWeights, path: Path, value: Any) -> None:
     if path in flat.tensors or path in flat.values:
         raise ValueError(collision(dotted(path)))
@@ -88,7 +93,8 @@ def _put(flat: FlatWeights, path: Path, value: Any) -> None:
 
 def _flatten(weights: TensorDictBase | Mapping[str, Any], prefix: Path, flat: FlatWeights) -> None:
     is_dict = not isinstance(weights, TensorDictBase)
-    for key, value in weights.items():
+    for key, entry in weights.items():
+        value = as_list(entry)
         path = canonical((*prefix, *_split(key)) if is_dict else (*prefix, str(key)))
         is_tensordict = isinstance(value, TensorDictBase)
         if path[-1] == EXTRA_STATE:

@@ -261,7 +261,7 @@ class GroupCollector(GroupInspection, BaseCollector):
             self._acting("policy")  # raises: nothing would bring them to the workers
         is_other = given is not None and isinstance(self.policy, nn.Module)
         if is_other and (prepared := fitted(self.policy, given)) is not None:
-            self._weights.apply(prepared.apply, DEFAULT_TIMEOUT)
+            self._weights.apply(prepared.apply_now, DEFAULT_TIMEOUT)
         self.update_policy_weights_(given)
 
     def _workers_of(self, device: torch.device) -> list[int]:

@@ -67,9 +67,11 @@ class WeightsAPI:
     def _apply_locally(self, weights: Mapping[str, Any]) -> None:
         """Copy weights, between two steps, into this collector's own models, all of them or none, and count the version
         up. Raises ValueError, SchemaMismatch: nothing was changed."""
-        for prepared in [fitted(self._acting(model_id), source) for model_id, source in weights.items()]:
-            if prepared is not None:
-                prepared.apply()
+        changes = [p for model_id, source in weights.items() if (p := fitted(self._acting(model_id), source))]
+        for prepared in changes:
+            prepared.apply()
+        for prepared in changes:
+            prepared.complete()
         self._weights.own += 1
 
     def _workers_of(self, device: torch.device) -> list[int]:

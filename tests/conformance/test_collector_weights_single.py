@@ -25,7 +25,7 @@ from helpers.collecting_weights import NET, Level, LevelEnv, update
 
 
 def collector(**options: Any) -> Collector:
-    return Collector(LevelEnv, Level(0), **{"frames_per_batch": 10, **options})
+    return Collector(LevelEnv, **{"policy": Level(0), "frames_per_batch": 10, **options})
 
 
 def levels(batch: Any) -> set[tuple[float, float, int]]:
@@ -48,6 +48,28 @@ def test_r003_r009_r011_a_model_in_the_environment_by_its_id(style: str) -> None
         with pytest.raises(ValueError, match=r"env\.critic"):
             update(one, style, weights_dict={"policy": Level(8), "env.critic": Level(8)})
         assert levels(one.next()) == {(6, 7, 2)}, "all of them, or none"
+
+
+class Counting(Level):
+    """A policy with extra state."""
+
+    updates = 0
+
+    def get_extra_state(self) -> Any:
+        return {"updates": self.updates}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.updates = state["updates"]
+
+
+@pytest.mark.parametrize("form", ["module", "state dict"])
+def test_r006_r160_extra_state_comes_with_the_weights(form: str) -> None:
+    policy, source = Counting(0), Counting(5)
+    source.updates = 3
+    with collector(policy=policy) as one:
+        one.update_policy_weights_(source if form == "module" else source.state_dict())
+        assert levels(one.next()) == {(5, -1, 1)}
+        assert policy.updates == 3
 
 
 class Showing(Level):

@@ -16,7 +16,7 @@ from torch import nn
 from asyncsync.collectors import MultiAsyncCollector, MultiSyncCollector
 from asyncsync.errors import SchemaMismatch
 from asyncsync.sync import SharedMemWeightSyncScheme, ZMQWeightSyncScheme
-from helpers.collecting_multi import SharedBuffer, acted, make, options, policy, versions
+from helpers.collecting_multi import Marked, SharedBuffer, acted, make, options, policy, versions
 from helpers.collecting_weights import update
 
 BOTH = pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
@@ -76,6 +76,27 @@ def test_r159_without_schemes_or_arguments_the_registered_policy_is_mirrored(cre
     crew.policy.module.fill(15.0)
     crew.receive_weights()
     assert acted(fresh(crew)) == [15.0]
+
+
+class Counted(Marked):
+    """With extra state."""
+
+    updates = 0
+
+    def get_extra_state(self) -> Any:
+        return {"updates": self.updates}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.updates = state["updates"]
+
+
+def test_r160_extra_state_comes_with_the_weights() -> None:
+    source, own = (TensorDictModule(Counted(), in_keys=["observation"], out_keys=["action"]) for _ in range(2))
+    source.module.updates = 3
+    with MultiSyncCollector([make()], own, **options()) as collector:
+        collector.receive_weights(source)
+        assert collector.policy.module.updates == 3
+        collector.next()
 
 
 def test_r161_several_sources_conflict(crew: Any) -> None:

@@ -9,9 +9,10 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from tensordict import TensorDict
+from tensordict import LazyStackedTensorDict, TensorDict
 
 import asyncsync
 from asyncsync import (
@@ -270,6 +271,26 @@ async def test_r040_wrong_arguments_are_refused_before_anything_is_received(
         with pytest.raises(error, match=message):
             await call(api, receive, **{"timeout": 5.0, **arguments})
         assert read(await call(api, receive, 5.0)) == {2}
+
+
+@pytest.mark.parametrize("kind", ["lazy stack", "read-only array", "number", "meta"])
+async def test_r040_a_buffer_that_cannot_be_filled_is_refused(api: Api, kind: str) -> None:
+    read_only = np.zeros((2, 2), np.float32)
+    read_only.flags.writeable = False
+    rows = [TensorDict({"w": torch.zeros(2)}) for _ in range(2)]
+    buffer: Any = {
+        "lazy stack": LazyStackedTensorDict(*rows),
+        "read-only array": {"w": read_only},
+        "number": {"w": np.float64(0.0)},
+        "meta": TensorDict({"w": torch.zeros(2, 2, device="meta")}),
+    }[kind]
+    source = {"w": torch.ones((), dtype=torch.float64) if kind == "number" else torch.ones(2, 2)}
+    async with api.crew(1, source=source, models=[None], sender={"weights": source}) as (sender, (receiver,), _):
+        await sender.send_async()
+        receive = receiver.receiver_transport.receive_weights
+        with pytest.raises(SchemaMismatch, match="'w'"):
+            await call(api, receive, 5.0, weights=buffer)
+        assert (await call(api, receive, 5.0))["w"].all()
 
 
 async def test_r040_extra_state_is_filled_in_too(api: Api) -> None:
