@@ -167,30 +167,26 @@ def done_flags(environment: Any, root: TensorDictBase) -> list[Key]:
 
 
 def done_keys(environment: Any, root: TensorDictBase) -> list[Key]:
-    """The keys under ``"next"`` that mark a trajectory's end: ``"done"`` where there is one, else what stands in for
-    it."""
+    """The keys under ``"next"`` that mark a trajectory's end: of the flags at the root, where there are any, else of
+    those of each group of agents; ``"done"`` where there is one, else what stands in for it. When one of several agents
+    dies, the episode goes on, and the environment is not reset, as long as the root does not say so."""
     groups: dict[tuple[str, ...], list[Key]] = {}
     for key in done_flags(environment, root):
         groups.setdefault(path_of(key)[:-1], []).append(key if isinstance(key, str) else path_of(key))
     chosen: list[Key] = []
-    for group in groups.values():
+    for group in [groups[()]] if () in groups else groups.values():
         whole = [key for key in group if path_of(key)[-1] == "done"]
         chosen += whole or group
     return chosen
 
 
-def own_keys(environment: Any, root: TensorDictBase, done_keys: list[Key]) -> frozenset[tuple[str, ...]]:
+def own_keys(environment: Any, root: TensorDictBase) -> frozenset[tuple[str, ...]]:
     """What a policy cannot write under ``"next"``, because the environment does: what a reset returns, rewards, done
     flags."""
     rewards = getattr(environment, "reward_keys", None) or [getattr(environment, "reward_key", "reward")]
-    ends = {(*path_of(key)[:-1], name) for key in done_keys for name in FLAGS}
-    return frozenset({*map(path_of, root.keys(True, True)), *map(path_of, rewards), *map(path_of, done_keys), *ends})
-
-
-def state_end_keys(done_keys: list[Key]) -> list[Key]:
-    """The done keys by which recurrent state is zeroed: those at the root, where there are any. When one of several
-    agents dies, its own trajectory ends, but not the episode: the others keep their state."""
-    return [key for key in done_keys if len(path_of(key)) == 1] or done_keys
+    flags = set(map(path_of, done_flags(environment, root)))
+    ends = {(*path[:-1], name) for path in flags for name in FLAGS}
+    return frozenset({*map(path_of, root.keys(True, True)), *map(path_of, rewards), *flags, *ends})
 
 
 def truncated_keys(environment: Any, root: TensorDictBase) -> list[Key]:

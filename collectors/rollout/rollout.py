@@ -125,8 +125,7 @@ class Rollouts:
                 f"but its own batch_size is {tuple(self.batch_size)}"
             )
         self._done_keys = environments.done_keys(self.env, root)
-        self._state_keys = environments.state_end_keys(self._done_keys)
-        self._own_keys = environments.own_keys(self.env, root, self._done_keys)
+        self._own_keys = environments.own_keys(self.env, root)
         self._repeated_keys = environments.repeated_keys(self.env, root) if self.arguments.compact_obs else []
         self._truncated_keys = environments.truncated_keys(self.env, root) if self.arguments.set_truncated else []
         if self.arguments.set_truncated and not self._truncated_keys:
@@ -265,7 +264,7 @@ class Rollouts:
                 after = after.copy().clear_device_()
             carrier.set("next", after)
         if written is not None:
-            keep_written(written, carrier.get("next"), root, self._own_keys, self._state_keys)
+            keep_written(written, carrier.get("next"), root, self._own_keys, self._done_keys)
         return root
 
     def _step_into(self, carrier: TensorDictBase, after: dict[str, Array]) -> tuple[TensorDictBase, Array]:
