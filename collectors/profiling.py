@@ -148,7 +148,9 @@ class RolloutProfiler:
         if thread is threading.current_thread():
             recorded.stop()
         else:
-            _log.warning("a profile is given up: %s, which has begun it, has ended, and what was recorded with it", thread)
+            _log.warning(
+                "a profile is given up: %s, which has begun it, has ended, and what was recorded with it", thread
+            )
 
 
 def recorded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
