@@ -103,8 +103,13 @@ def _set_entry(td: TensorDictBase, key: Key, value: Any) -> None:
     size = td.batch_size
     if isinstance(key, str) and type(value) is torch.Tensor and value.shape[: len(size)] == size and td.device is None:
         td._set_str(key, value, inplace=False, validated=True)
-    else:
-        td.set(key, value)
+        return
+    if isinstance(value, torch.Tensor) and value.shape[: len(size)] != size:
+        raise ValueError(
+            f"the policy returned {key!r} of shape {tuple(value.shape)}: the environment's batch size, {tuple(size)}, "
+            "has to come first"
+        )
+    td.set(key, value)
 
 
 def with_spec(policy: Any, env: Any) -> Any:
