@@ -6,7 +6,8 @@
 Optional: ``batch_size`` (default: none), ``device``, ``to(device)``, ``rand_action(td)``, ``action_spec`` or
 ``full_action_spec`` (with ``rand()``), ``observation_spec``, ``action_keys``, ``done_keys``, ``close()``,
 ``set_seed(seed, static_seed=False)``, ``state_dict()`` and ``load_state_dict()``. TorchRL's environments have all of
-these; Gymnasium's are wrapped in :class:`asyncsync.collectors.GymEnv`.
+these; Gymnasium's are wrapped in :class:`asyncsync.collectors.GymEnv`. An environment may keep the tensors that it
+returns, but must not change them before the end of the next step.
 """
 
 from __future__ import annotations
@@ -87,6 +88,25 @@ def is_torchrl(environment: Any) -> bool:
     """Whether this is one of TorchRL's: without TorchRL imported, there is none."""
     common = sys.modules.get("torchrl.envs.common")
     return common is not None and isinstance(environment, common.EnvBase)
+
+
+def reset(environment: Any, td: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
+    """Its ``reset``, of all (None), or as td's ``"_reset"`` tells. Raises TypeError: it returned no TensorDict."""
+    root = environment.reset(**kwargs) if td is None else environment.reset(td, **kwargs)
+    if not isinstance(root, TensorDictBase):
+        raise TypeError(f"{type(environment).__name__}.reset() returned a {type(root).__name__}, not a TensorDict")
+    return root
+
+
+def step(environment: Any, td: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
+    """Its ``step_and_maybe_reset``. Raises TypeError: it returned something else than two TensorDicts."""
+    found = environment.step_and_maybe_reset(td)
+    if not isinstance(found, tuple) or len(found) != 2 or found[0].get("next", None) is None:
+        raise TypeError(
+            f"{type(environment).__name__}.step_and_maybe_reset() must return two TensorDicts, the one that it was "
+            f"given with the step's results in 'next', and that for the next step; it returned {found!r}"
+        )
+    return found
 
 
 def batch_size_of(environment: Any) -> torch.Size:
@@ -256,7 +276,7 @@ def reset_some(
     for key in getattr(environment, "reset_keys", ["_reset"]):
         flag = root.get((*path_of(key)[:-1], "done"), None)
         given.set(key, mask.unsqueeze(-1) if flag is None else beside(mask, flag).expand_as(flag).clone())
-    fresh = environment.reset(given, **(kwargs or {}))
+    fresh = reset(environment, given, **(kwargs or {}))
     for key in fresh.keys(True, True):
         new, old = fresh.get(key), root.get(key, None)
         if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor) and new.shape == old.shape:

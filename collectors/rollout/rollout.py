@@ -149,8 +149,7 @@ class Rollouts:
     def _reset(self, **kwargs: Any) -> TensorDictBase:
         """Reset all environments; a model in them does not change meanwhile."""
         with self._weights.holds():
-            root: TensorDictBase = self.env.reset(**kwargs)
-        return root
+            return environments.reset(self.env, **kwargs)
 
     @torch.no_grad()
     def reset(self, index: Any = None, kwargs: Mapping[str, Any] = MappingProxyType({})) -> list[int]:
@@ -257,7 +256,7 @@ class Rollouts:
         devices = self.devices
         if devices.cast_to_env_device and devices.env is not None:
             given = devices.cast(carrier, devices.env, devices.sync_env)
-        output, root = self.env.step_and_maybe_reset(given)
+        output, root = environments.step(self.env, given)
         if output is not carrier:
             after = output.get("next")
             if devices.carrier_has_no_device and after.device is not None:
