@@ -213,6 +213,7 @@ class Evaluations:
             request.weights = {}
             if not request.has_caller:
                 self._done.append(request)
-        if request.error is not None and not request.has_caller and not self._group.is_over:
+        is_cut = isinstance(request.error, ClosedError) and self._group.ending
+        if request.error is not None and not request.has_caller and not is_cut:
             logger.error("an evaluation has failed", exc_info=request.error)
         self._group.nudge()
