@@ -7,6 +7,8 @@ from importlib.metadata import PackageNotFoundError as _PackageNotFoundError
 from importlib.metadata import version as _version
 from pathlib import Path as _Path
 
+import numpy as _numpy  # noqa: F401  # before torch, which swallows what is raised while it imports it, such as Ctrl-C
+
 __all__ = ["__version__"]
 
 # In a checkout `asyncsync.transports` and `asyncsync.collectors` lie beside this directory; installed, they lie in it.

@@ -56,6 +56,13 @@ def warn_rounding(problem: str, frames: int, stacklevel: int = 5) -> None:
         )
 
 
+def check_callable(**given: Any) -> None:
+    """Raises TypeError: one of these arguments is given, and cannot be called."""
+    for name, value in given.items():
+        if value is not None and not callable(value):
+            raise TypeError(f"{name} must be callable, not {value!r}")
+
+
 def check_schemes(name: str, schemes: Any) -> None:
     """Raises TypeError: schemes that are not in a dict."""
     if schemes is not None and not isinstance(schemes, Mapping):
@@ -169,12 +176,18 @@ class RolloutArguments:
     requested_frames_per_batch: int = field(init=False)
 
     def __post_init__(self) -> None:
+        check_callable(postproc=self.postproc)
         if self.split_trajs and not self.track_traj_ids:
             raise ValueError("split_trajs=True requires track_traj_ids=True: batches are split by their trajectory ids")
         if self.adds and (self.postproc is not None or self.split_trajs):
             raise TypeError(
                 "postproc and split_trajs need whole batches, but extend_buffer=False adds frame by frame: leave "
                 "extend_buffer out"
+            )
+        if self.replay_buffer is not None and not hasattr(self.replay_buffer, "add" if self.adds else "extend"):
+            raise TypeError(
+                f"replay_buffer must have a method {'add' if self.adds else 'extend'}(), which "
+                f"{type(self.replay_buffer).__name__} has not"
             )
         self.frames_per_batch = whole("frames_per_batch", self.frames_per_batch, 1)
         total = frames_or_none("total_frames", self.total_frames)

@@ -27,6 +27,7 @@ import torch
 from tensordict import TensorDictBase
 from torch.utils.data import IterableDataset
 
+from asyncsync.collectors.arguments import check_callable
 from asyncsync.collectors.inspection import InspectionAPI
 from asyncsync.collectors.lifetime import Lifetime
 from asyncsync.collectors.weights.api import WeightsAPI
@@ -129,6 +130,7 @@ class BaseCollector(WeightsAPI, InspectionAPI, Lifetime, IterableDataset[TensorD
         worker_idx: int | None = None,
     ) -> None:
         super().__init__()
+        check_callable(pre_collect_hook=pre_collect_hook, post_collect_hook=post_collect_hook)
         self.closed = False
         self._pre_collect_hook = pre_collect_hook
         self._post_collect_hook = post_collect_hook

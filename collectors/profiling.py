@@ -10,6 +10,7 @@ Names and defaults follow TorchRL's ``ProfileConfig``.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +20,8 @@ from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
+
+_log = logging.getLogger("asyncsync")
 
 _ACTIVITIES = {"cpu": ProfilerActivity.CPU, "cuda": ProfilerActivity.CUDA}
 
@@ -137,11 +140,17 @@ class RolloutProfiler:
 
     def stop(self) -> None:
         """End the profile, and write what was recorded: now, in the thread that has begun it; any other leaves it to
-        that thread's next call or rollout. Idempotent."""
+        that thread's next call or rollout. What was recorded ends with the thread. Idempotent."""
         self._is_over = True
-        if self._thread is threading.current_thread():
-            recorded, self._profile, self._thread = self._profile, None, None
+        if self._thread is None or (self._thread is not threading.current_thread() and self._thread.is_alive()):
+            return
+        recorded, thread, self._profile, self._thread = self._profile, self._thread, None, None
+        if thread is threading.current_thread():
             recorded.stop()
+        else:
+            _log.warning(
+                "a profile is given up: %s, which has begun it, has ended, and what was recorded with it", thread
+            )
 
 
 def recorded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

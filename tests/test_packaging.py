@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import venv
@@ -19,6 +20,21 @@ WHERE = """
 import json, asyncsync, asyncsync.transports, asyncsync.collectors
 files = [module.__file__ for module in (asyncsync, asyncsync.transports, asyncsync.collectors)]
 print(json.dumps({"files": files, "path": list(asyncsync.__path__), "version": asyncsync.__version__}))
+"""
+
+INTERRUPTED = """
+import importlib.abc, signal, sys
+
+class CtrlC(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "numpy":
+            sys.meta_path.remove(self)
+            signal.raise_signal(signal.SIGINT)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, CtrlC())
+import asyncsync
+print("it goes on")
 """
 
 
@@ -183,3 +199,16 @@ assert state() == before, (state(), before)
 @pytest.mark.thorough
 def test_r188_import_starts_no_thread_process_socket_or_loop_and_needs_no_optional_library(tmp_path: Path) -> None:
     run(sys.executable, IMPORTS, *OPTIONAL, cwd=tmp_path)
+
+
+def test_ctrl_c_while_numpy_is_imported_is_not_lost(source: Path) -> None:
+    """torch imports it, too, and swallows what is raised meanwhile: the program would go on."""
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED],
+        env=os.environ | {"PYTHONPATH": str(source)},
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (-signal.SIGINT, ""), done.stderr

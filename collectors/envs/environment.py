@@ -6,7 +6,8 @@
 Optional: ``batch_size`` (default: none), ``device``, ``to(device)``, ``rand_action(td)``, ``action_spec`` or
 ``full_action_spec`` (with ``rand()``), ``observation_spec``, ``action_keys``, ``done_keys``, ``close()``,
 ``set_seed(seed, static_seed=False)``, ``state_dict()`` and ``load_state_dict()``. TorchRL's environments have all of
-these; Gymnasium's are wrapped in :class:`asyncsync.collectors.GymEnv`.
+these; Gymnasium's are wrapped in :class:`asyncsync.collectors.GymEnv`. An environment may keep the tensors that it
+returns, but must not change them before the end of the next step.
 """
 
 from __future__ import annotations
@@ -89,6 +90,25 @@ def is_torchrl(environment: Any) -> bool:
     return common is not None and isinstance(environment, common.EnvBase)
 
 
+def reset(environment: Any, td: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
+    """Its ``reset``, of all (None), or as td's ``"_reset"`` tells. Raises TypeError: it returned no TensorDict."""
+    root = environment.reset(**kwargs) if td is None else environment.reset(td, **kwargs)
+    if not isinstance(root, TensorDictBase):
+        raise TypeError(f"{type(environment).__name__}.reset() returned a {type(root).__name__}, not a TensorDict")
+    return root
+
+
+def step(environment: Any, td: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
+    """Its ``step_and_maybe_reset``. Raises TypeError: it returned something else than two TensorDicts."""
+    found = environment.step_and_maybe_reset(td)
+    if not isinstance(found, tuple) or len(found) != 2 or found[0].get("next", None) is None:
+        raise TypeError(
+            f"{type(environment).__name__}.step_and_maybe_reset() must return two TensorDicts, the one that it was "
+            f"given with the step's results in 'next', and that for the next step; it returned {found!r}"
+        )
+    return found
+
+
 def batch_size_of(environment: Any) -> torch.Size:
     return torch.Size(getattr(environment, "batch_size", ()))
 
@@ -167,30 +187,26 @@ def done_flags(environment: Any, root: TensorDictBase) -> list[Key]:
 
 
 def done_keys(environment: Any, root: TensorDictBase) -> list[Key]:
-    """The keys under ``"next"`` that mark a trajectory's end: ``"done"`` where there is one, else what stands in for
-    it."""
+    """The keys under ``"next"`` that mark a trajectory's end: of the flags at the root, where there are any, else of
+    those of each group of agents; ``"done"`` where there is one, else what stands in for it. When one of several agents
+    dies, the episode goes on, and the environment is not reset, as long as the root does not say so."""
     groups: dict[tuple[str, ...], list[Key]] = {}
     for key in done_flags(environment, root):
         groups.setdefault(path_of(key)[:-1], []).append(key if isinstance(key, str) else path_of(key))
     chosen: list[Key] = []
-    for group in groups.values():
+    for group in [groups[()]] if () in groups else groups.values():
         whole = [key for key in group if path_of(key)[-1] == "done"]
         chosen += whole or group
     return chosen
 
 
-def own_keys(environment: Any, root: TensorDictBase, done_keys: list[Key]) -> frozenset[tuple[str, ...]]:
+def own_keys(environment: Any, root: TensorDictBase) -> frozenset[tuple[str, ...]]:
     """What a policy cannot write under ``"next"``, because the environment does: what a reset returns, rewards, done
     flags."""
     rewards = getattr(environment, "reward_keys", None) or [getattr(environment, "reward_key", "reward")]
-    ends = {(*path_of(key)[:-1], name) for key in done_keys for name in FLAGS}
-    return frozenset({*map(path_of, root.keys(True, True)), *map(path_of, rewards), *map(path_of, done_keys), *ends})
-
-
-def state_end_keys(done_keys: list[Key]) -> list[Key]:
-    """The done keys by which recurrent state is zeroed: those at the root, where there are any. When one of several
-    agents dies, its own trajectory ends, but not the episode: the others keep their state."""
-    return [key for key in done_keys if len(path_of(key)) == 1] or done_keys
+    flags = set(map(path_of, done_flags(environment, root)))
+    ends = {(*path[:-1], name) for path in flags for name in FLAGS}
+    return frozenset({*map(path_of, root.keys(True, True)), *map(path_of, rewards), *flags, *ends})
 
 
 def truncated_keys(environment: Any, root: TensorDictBase) -> list[Key]:
@@ -260,7 +276,7 @@ def reset_some(
     for key in getattr(environment, "reset_keys", ["_reset"]):
         flag = root.get((*path_of(key)[:-1], "done"), None)
         given.set(key, mask.unsqueeze(-1) if flag is None else beside(mask, flag).expand_as(flag).clone())
-    fresh = environment.reset(given, **(kwargs or {}))
+    fresh = reset(environment, given, **(kwargs or {}))
     for key in fresh.keys(True, True):
         new, old = fresh.get(key), root.get(key, None)
         if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor) and new.shape == old.shape:

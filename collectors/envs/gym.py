@@ -12,6 +12,7 @@ from tensordict import NestedKey, TensorDict, TensorDictBase
 from asyncsync.collectors.envs.gym_specs import (
     BoxSpec,
     CompositeSpec,
+    NotTorchRLs,
     Results,
     Spec,
     leaves_of,
@@ -22,7 +23,7 @@ from asyncsync.collectors.trajectories import FLAGS
 Array = np.ndarray[Any, Any]
 
 
-class GymEnv:
+class GymEnv(NotTorchRLs):
     """A Gymnasium environment, or a vector of them, that takes and returns TensorDicts. Usage::
 
         env = GymEnv("CartPole-v1", num_envs=64)

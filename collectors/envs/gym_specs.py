@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -195,7 +195,19 @@ class MultiOneHotSpec(Spec):
         return np.stack([choice.read(part) for choice, part in zip(self._choices, parts, strict=True)], -1)
 
 
-class CompositeSpec(dict[NestedKey, Spec]):
+class NotTorchRLs:
+    """Tells what to use instead where TorchRL looks for what its own class of this kind has."""
+
+    if not TYPE_CHECKING:  # else every attribute would be one
+
+        def __getattr__(self, name: str) -> Any:
+            raise AttributeError(
+                f"asyncsync's {type(self).__name__} has no attribute {name!r}. TorchRL's collectors, transforms and "
+                "vector environments take torchrl.envs.GymEnv, whose keys, shapes and values are the same"
+            )
+
+
+class CompositeSpec(NotTorchRLs, dict[NestedKey, Spec]):
     """Specs by key; nested keys are tuples."""
 
     def __init__(self, specs: Mapping[NestedKey, Spec], batch_size: torch.Size, device: torch.device | None) -> None:

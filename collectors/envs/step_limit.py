@@ -68,13 +68,13 @@ class StepLimit:
         environment's ``reset``. Raises ValueError: the
         environment counts steps already; KeyError: it has no flag of a trajectory's end."""
         if td is None:
-            root: TensorDictBase = self.environment.reset(**kwargs)
+            root = environments.reset(self.environment, **kwargs)
             if "step_count" in root.keys():  # noqa: SIM118
                 raise ValueError(_COUNTED)
             mask = before = None
         else:  # read first: the environment may take the mask out
             mask, before = td.get("_reset", None), td.get("step_count", None)
-            root = self.environment.reset(td, **kwargs)
+            root = environments.reset(self.environment, td, **kwargs)
         self._done_keys = self._ends(root)
         flag = next((root.get(name) for name in FLAGS if name in root.keys()), None)  # noqa: SIM118
         if flag is None:
@@ -102,7 +102,7 @@ class StepLimit:
 
     def step_and_maybe_reset(self, td: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
         """Step all. Raises KeyError: the environment's result has no flag of a trajectory's end."""
-        output, root = self.environment.step_and_maybe_reset(td)
+        output, root = environments.step(self.environment, td)
         after = output.get("next")
         flags = {name: after.get(name) for name in FLAGS if name in after.keys()}  # noqa: SIM118
         if not flags:
@@ -128,5 +128,5 @@ class StepLimit:
     def _reset_these(self, root: TensorDictBase, mask: torch.Tensor) -> TensorDictBase:
         if not self._batch_size.numel() > 1:
             whole: TensorDictBase = root.copy()
-            return whole.update(self.environment.reset())
+            return whole.update(environments.reset(self.environment))
         return environments.reset_some(self.environment, root, mask.reshape(self._batch_size))

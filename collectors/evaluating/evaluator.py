@@ -19,10 +19,9 @@ scheme.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Self
 
@@ -37,7 +36,7 @@ from asyncsync.collectors.construct import FAMILIES
 from asyncsync.collectors.evaluating.episodes import EpisodeCollector, Key
 from asyncsync.collectors.evaluating.requests import Evaluations, Request
 from asyncsync.collectors.lifetime import Lifetime
-from asyncsync.errors import AckTimeout, ClosedError
+from asyncsync.errors import ClosedError
 from asyncsync.model.strategy import WeightStrategy, flat_weights
 from asyncsync.runtime import loop_thread
 from asyncsync.schemes.sources import as_tensordict
@@ -234,7 +233,7 @@ class Evaluator(KnownKeywords, Lifetime):
         self, weights: Any, weights_dict: Mapping[str, Any] | None, step: int | None, timeout: float | None
     ) -> Request:
         self._evaluations.check()
-        self._evaluations.check_wait(timeout)
+        self._evaluations.check_wait(is_endless=timeout is None)
         request = Request(self._copied(weights, weights_dict), self._step(step), has_caller=True)
         self._evaluations.add(request, newest=False)
         return request
@@ -282,24 +281,27 @@ class Evaluator(KnownKeywords, Lifetime):
             Exception: what that evaluation has raised.
         """
         deadline = math.inf if timeout is None else time.monotonic() + timeout
-        while (result := self._taken()) is None:
-            self._evaluations.check_wait(timeout)
-            with self._in_time():
-                loop_thread.run(partial(self._evaluations.until_ready, deadline, idle=True))
-            if (time.monotonic() >= deadline or not self.pending) and not self._evaluations.left():
-                return None
-        return result  # others may have waited for the same one, and wait on
+        while not (found := self._found(deadline)):
+            loop_thread.run(partial(self._evaluations.until_ready, deadline, idle=True))
+        return found[0]
 
     async def wait_async(self, timeout: float | None = None) -> dict[str, Any] | None:
         """:meth:`wait` for a coroutine of any event loop. Cancelling loses no result."""
         deadline = math.inf if timeout is None else time.monotonic() + timeout
-        while (result := self._taken()) is None:
-            self._evaluations.check_wait(timeout)
-            with self._in_time():
-                await loop_thread.awaitable(partial(self._evaluations.until_ready, deadline, idle=True))
-            if (time.monotonic() >= deadline or not self.pending) and not self._evaluations.left():
-                return None
-        return result  # others may have waited for the same one, and wait on
+        while not (found := self._found(deadline)):
+            await loop_thread.awaitable(partial(self._evaluations.until_ready, deadline, idle=True))
+        return found[0]
+
+    def _found(self, deadline: float) -> list[dict[str, Any] | None]:
+        """What :meth:`wait` returns; empty: it is to be waited for, again where others have waited for the same."""
+        is_last = time.monotonic() >= deadline or not self.pending  # before a look for a result, which may come now
+        if (result := self._taken()) is not None:
+            return [result]
+        if is_last:
+            self._evaluations.check()
+            return [None]
+        self._evaluations.check_wait(is_endless=deadline == math.inf)
+        return []
 
     def __aiter__(self) -> Self:
         return self
@@ -315,14 +317,6 @@ class Evaluator(KnownKeywords, Lifetime):
                     raise StopAsyncIteration from None
                 raise
         return result
-
-    @contextlib.contextmanager
-    def _in_time(self) -> Iterator[None]:
-        try:
-            yield
-        except AckTimeout as error:
-            if error is self._collector._group.failure:
-                raise
 
     def _taken(self) -> dict[str, Any] | None:
         request = self._evaluations.pop()

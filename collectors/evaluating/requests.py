@@ -26,7 +26,7 @@ from typing import Any
 from tensordict import TensorDict, TensorDictBase
 
 from asyncsync.collectors.multi.collector import MultiCollector
-from asyncsync.errors import ClosedError, PartialSendError
+from asyncsync.errors import AckTimeout, ClosedError, PartialSendError
 from asyncsync.runtime import loop_thread
 from asyncsync.runtime.threads import elsewhere, interruptibly
 
@@ -111,9 +111,9 @@ class Evaluations:
     def _is_reporter(self) -> bool:
         return self._reporter == threading.get_ident()
 
-    def check_wait(self, timeout: float | None) -> None:
+    def check_wait(self, *, is_endless: bool) -> None:
         """Raises RuntimeError: ``on_result`` would wait for its own end."""
-        if timeout is None and self._is_reporter:
+        if is_endless and self._is_reporter:
             raise RuntimeError(
                 "on_result cannot wait for an evaluation: the next one begins when it has returned. Use trigger_eval()"
             )
@@ -156,9 +156,14 @@ class Evaluations:
         await self._group.until(lambda: request.is_done, timeout)
 
     async def until_ready(self, deadline: float, *, idle: bool) -> None:
-        """On the loop thread: until there are results, or (``idle``) nothing is pending. Raises likewise."""
+        """On the loop thread: until there are results, or (``idle``) nothing is pending, or the time has come. Raises
+        as :meth:`check`."""
         timeout = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
-        await self._group.until(lambda: bool(self._done) or (idle and not self.pending), timeout)
+        try:
+            await self._group.until(lambda: bool(self._done) or (idle and not self.pending), timeout)
+        except AckTimeout as error:
+            if error is self._group.failure:
+                raise
 
     # -- carrying out, on the loop thread -----------------------------------------------------------------------------
 
@@ -208,6 +213,7 @@ class Evaluations:
             request.weights = {}
             if not request.has_caller:
                 self._done.append(request)
-        if request.error is not None and not request.has_caller and not self._group.is_over:
+        is_cut = isinstance(request.error, ClosedError) and self._group.ending
+        if request.error is not None and not request.has_caller and not is_cut:
             logger.error("an evaluation has failed", exc_info=request.error)
         self._group.nudge()

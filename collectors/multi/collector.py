@@ -26,6 +26,7 @@ from tensordict.nn import InteractionType
 from asyncsync.collectors.arguments import (
     Devices,
     check_accepted,
+    check_callable,
     check_factories,
     check_schemes,
     each,
@@ -205,6 +206,7 @@ class MultiCollector(GroupCollector, metaclass=Chooses):
         max_weight_update_interval = whole("max_weight_update_interval", max_weight_update_interval)
         if max_lag is not None:
             max_lag = whole("max_lag", max_lag, 0)
+        check_callable(postproc=postproc, init_fn=init_fn)
         check_schemes("weight_sync_schemes", weight_sync_schemes)
         check_schemes("weight_recv_schemes", weight_recv_schemes)
         own = {"reset_at_each_iter": reset_at_each_iter} | dict(own_arguments(collector_class))

@@ -83,11 +83,17 @@ class TensorPolicy(TensorDictModule):  # type: ignore[misc]
                 f"{_name(policy)} returned {len(values)} values, but the environment takes {len(out_keys)}: "
                 f"{out_keys}; wrap it in a TensorDictModule with out_keys of its own"
             )
+        size = tensordict.batch_size
         for key, value in zip(out_keys, values, strict=True):
             if value is None:
                 raise TypeError(
                     f"{_name(policy)} returned None for {key!r}: a policy that takes {in_keys} returns the "
                     f"action, a tensor for each of {out_keys} (is a return statement missing?)"
+                )
+            if isinstance(value, torch.Tensor) and value.shape[: len(size)] != size:
+                raise ValueError(
+                    f"the policy returned {key!r} of shape {tuple(value.shape)}: the environment's batch size, "
+                    f"{tuple(size)}, has to come first"
                 )
             set_entry(tensordict, key, value)
         return tensordict

@@ -127,8 +127,7 @@ class Rollouts:
                 f"but its own batch_size is {tuple(self.batch_size)}"
             )
         self._done_keys = environments.done_keys(self.env, root)
-        self._state_keys = environments.state_end_keys(self._done_keys)
-        self._own_keys = environments.own_keys(self.env, root, self._done_keys)
+        self._own_keys = environments.own_keys(self.env, root)
         self._repeated_keys = environments.repeated_keys(self.env, root) if self.arguments.compact_obs else []
         self._truncated_keys = environments.truncated_keys(self.env, root) if self.arguments.set_truncated else []
         if self.arguments.set_truncated and not self._truncated_keys:
@@ -152,8 +151,7 @@ class Rollouts:
     def _reset(self, **kwargs: Any) -> TensorDictBase:
         """Reset all environments; a model in them does not change meanwhile."""
         with self._weights.holds():
-            root: TensorDictBase = self.env.reset(**kwargs)
-        return root
+            return environments.reset(self.env, **kwargs)
 
     @torch.no_grad()
     def reset(self, index: Any = None, kwargs: Mapping[str, Any] = MappingProxyType({})) -> list[int]:
@@ -260,14 +258,14 @@ class Rollouts:
         devices = self.devices
         if devices.cast_to_env_device and devices.env is not None:
             given = devices.cast(carrier, devices.env, devices.sync_env)
-        output, root = self.env.step_and_maybe_reset(given)
+        output, root = environments.step(self.env, given)
         if output is not carrier:
             after = output.get("next")
             if devices.carrier_has_no_device and after.device is not None:
                 after = after.copy().clear_device_()
             carrier.set("next", after)
         if written is not None:
-            keep_written(written, carrier.get("next"), root, self._own_keys, self._state_keys)
+            keep_written(written, carrier.get("next"), root, self._own_keys, self._done_keys)
         return root
 
     def _step_into(self, carrier: TensorDictBase, after: dict[str, Array]) -> tuple[TensorDictBase, Array]:

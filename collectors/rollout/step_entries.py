@@ -37,7 +37,7 @@ def keep_written(
     after: TensorDictBase,
     root: TensorDictBase,
     own: frozenset[tuple[str, ...]],
-    state_keys: list[Key],
+    done_keys: list[Key],
 ) -> None:
     """Recurrent state that a policy left under ``"next"`` goes into the next root, zeroed where a trajectory has ended.
 
@@ -47,7 +47,7 @@ def keep_written(
     keys = [key for key in written.keys(True, True) if environments.path_of(key) not in own]
     if not keys:
         return
-    ended = _aggregate_end_of_traj(after, state_keys)
+    ended = _aggregate_end_of_traj(after, done_keys)
     for key in keys:
         state = written.get(key)
         after.set(key, state)

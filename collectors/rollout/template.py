@@ -40,7 +40,7 @@ def _from_specs(rollouts: Rollouts) -> TensorDictBase:
     written = step.get("next", None)  # by a recurrent policy
     step.set("next", after)
     if written is not None:
-        keep_written(written, after, step.copy(), rollouts._own_keys, rollouts._state_keys)
+        keep_written(written, after, step.copy(), rollouts._own_keys, rollouts._done_keys)
     if rollouts.arguments.track_policy_version:
         after.set("policy_version", step.get("policy_version"))
     compact(step, rollouts._repeated_keys)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,7 +66,7 @@ def worker_indices(worker_ids: WorkerIds, workers_of: Callable[[torch.device], l
     if worker_ids is None:
         return None
     indices: list[int] = []
-    for worker in [worker_ids] if isinstance(worker_ids, int | torch.device) else worker_ids:
+    for worker in worker_ids if isinstance(worker_ids, Iterable) and not isinstance(worker_ids, str) else [worker_ids]:
         indices += workers_of(worker) if isinstance(worker, torch.device) else [worker]
     return as_workers(indices)
 

@@ -14,6 +14,7 @@ two steps; steps are stored where the writer has memory.
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import sys
 from collections.abc import Callable, Mapping
@@ -23,7 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDictBase, set_lazy_legacy
 
 from asyncsync.collectors.trajectories import processed
 from asyncsync.collectors.workers.batch_writer import BatchWriter
@@ -98,6 +99,8 @@ class RolloutWorker:
     def build(self, given: Specification, replay_buffer: Any, schemes: Mapping[str, Any]) -> WorkerInfo:
         """Make the collector with its environment. Raises whatever these raise, and Stopped."""
         torch.set_num_threads(given.threads)
+        if os.environ.get("LAZY_LEGACY_OP") == "None":  # tensordict leaves that in a trainer, and chokes on it here
+            set_lazy_legacy(False).set()
         if given.init_fn is not None:
             given.init_fn()
         self._writes = replay_buffer is not None

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -161,3 +162,16 @@ async def test_r225_a_profile_that_a_coroutines_thread_has_begun_ends_there(tmp_
             collector.enable_profile(save_path=tmp_path / "other.json")
         await anext(collector)
         assert rollouts(tmp_path / "0.json") == [0]
+
+
+def test_r225_a_profile_whose_thread_has_ended_is_given_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Collector(make(), policy(), frames_per_batch=6) as collector:
+        collector.enable_profile(num_rollouts=9, warmup_rollouts=0, save_path=tmp_path / "lost.json", **QUICK)
+        thread = threading.Thread(target=collector.next)
+        thread.start()
+        thread.join()
+        collector.enable_profile(num_rollouts=1, warmup_rollouts=0, save_path=tmp_path / "next.json", **QUICK)
+        assert "a profile is given up" in caplog.text
+        collector.next()
+        assert rollouts(tmp_path / "next.json") == [0]
+    assert [path.name for path in tmp_path.iterdir()] == ["next.json"]

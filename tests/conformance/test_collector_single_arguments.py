@@ -149,6 +149,14 @@ def test_what_cannot_serve_is_said_at_once_and_leaves_nothing_open() -> None:
             "policy_factory must be a callable that returns a policy, not list",
         ),
         ({"storing_device": 1.5}, "storing_device=1.5 is no device here"),
+        ({"postproc": 3}, "postproc must be callable, not 3"),
+        ({"pre_collect_hook": 3}, "pre_collect_hook must be callable, not 3"),
+        ({"post_collect_hook": [print]}, "post_collect_hook must be callable, not "),
+        ({"replay_buffer": 3}, r"replay_buffer must have a method extend\(\), which int has not"),
+        (
+            {"replay_buffer": [], "extend_buffer": False},
+            r"replay_buffer must have a method add\(\), which list has not",
+        ),
     ],
 )
 def test_arguments_of_the_wrong_type_are_named_before_anything_is_made(given: dict[str, Any], message: str) -> None:

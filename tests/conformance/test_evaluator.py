@@ -328,7 +328,7 @@ def test_r228_a_killed_worker_is_told_to_everybody() -> None:
             evaluator.evaluate()
 
 
-async def test_r228_the_end_stops_an_evaluation_under_way_and_leaves_nothing() -> None:
+async def test_r228_the_end_stops_an_evaluation_under_way_and_leaves_nothing(caplog: pytest.LogCaptureFixture) -> None:
     evaluator = await Evaluator.create(make(length=10**9, delay=0.001), policy(), **GIVEN)
     pids = evaluator._collector._group.pids
     evaluator.trigger_eval()
@@ -351,6 +351,7 @@ async def test_r228_the_end_stops_an_evaluation_under_way_and_leaves_nothing() -
     caller.join()
     assert len(refused) == 1
     assert gone_within(pids, 1.0)
+    assert caplog.messages == []
     evaluator.shutdown()  # once more
     for call in (evaluator.trigger_eval, evaluator.evaluate, evaluator.wait):
         with pytest.raises(ClosedError):

@@ -428,3 +428,12 @@ def test_r090_numbers_as_observations_of_environments_in_processes(make: Callabl
         assert torch.equal(td["observation"], torch.where(done, 0, step["next", "observation"]))
         ended += int(done.sum())
     assert ended
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("policy", [None, lambda td: td], ids=["random", "policy"])
+def test_r090_torchrls_collectors_are_told_to_take_torchrls_environment(torchrl: Any, policy: Any) -> None:
+    from torchrl.collectors import Collector as TorchRLCollector
+
+    with pytest.raises(AttributeError, match=r"take torchrl\.envs\.GymEnv, whose keys, shapes and values are the same"):
+        TorchRLCollector(lambda: GymEnv("CartPole-v1"), policy, frames_per_batch=4, total_frames=8)

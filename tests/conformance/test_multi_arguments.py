@@ -206,6 +206,9 @@ def test_r129_lists_of_devices() -> None:
             assert collector.next().device == torch.device("cpu")  # type: ignore[union-attr]
         collector.policy.module.fill(3.0)
         collector.update_policy_weights_(worker_ids=torch.device("cpu"))
+        for wrong in ("cpu", 1.5):
+            with pytest.raises(TypeError, match=f"worker_ids must be None, an int or a list of ints, not .{wrong!r}"):
+                collector.update_policy_weights_(worker_ids=wrong)  # type: ignore[arg-type]
         assert collector.next()["action"].unique().tolist() == [3.0]  # type: ignore[index]
         with pytest.raises(ValueError, match="no worker"):
             collector.update_policy_weights_(worker_ids=torch.device("meta"))

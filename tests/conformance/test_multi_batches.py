@@ -180,3 +180,10 @@ def test_collectors_with_workers_say_that_they_need_linux(monkeypatch: pytest.Mo
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(NotImplementedError, match="MultiSyncCollector needs Linux"):
         MultiSyncCollector([make()], policy(), **options())
+
+
+def test_workers_stack_what_differs_whatever_tensordict_has_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LAZY_LEGACY_OP", "None")  # as a stack of TensorDicts with different keys leaves it
+    with MultiSyncCollector([make(widen_at=2)], policy(), **options(frames_per_batch=4)) as collector:
+        batch: Any = collector.next()
+        assert ["pixels" in step["next"].keys() for step in batch[0].unbind(-1)] == [False, True, True, True]  # noqa: SIM118

@@ -10,7 +10,17 @@ import pytest
 import torch
 
 from asyncsync.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
-from helpers.collecting_single import KINDS, Actor, Buffer, WalkEnv, environment, needs_torchrl, torchrl, torchrl_walk
+from helpers.collecting_single import (
+    KINDS,
+    Actor,
+    Agents,
+    Buffer,
+    WalkEnv,
+    environment,
+    needs_torchrl,
+    torchrl,
+    torchrl_walk,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
 
@@ -95,6 +105,29 @@ def test_r219_every_trajectory_is_whole(kind: str, size: tuple[int, ...]) -> Non
             assert_whole(row)
     ids = torch.cat([batch[IDS][batch[MASK]].unique() for batch in batches])
     assert len(ids) == len(ids.unique())
+
+
+@pytest.mark.parametrize("given", [{"traj_format": "cat"}, {"trajs_per_batch": None, "split_trajs": True}], ids=str)
+def test_r219_the_death_of_one_of_several_agents_cuts_no_trajectory(given: dict[str, Any]) -> None:
+    batches = collected(Collector, Agents(), **{"trajs_per_batch": 1, "frames_per_batch": 120} | given)
+    found = batches if "traj_format" in given else [row for batch in batches for row in rows(batch)]
+    assert sum(map(len, found)) > 100
+    for trajectory in found[:-1]:
+        assert trajectory["agents", "done"].any()
+        assert_whole(trajectory)
+
+
+def test_r219_a_replay_buffer_gets_the_whole_trajectories_of_several_agents() -> None:
+    buffer = Buffer()
+    with Collector(
+        Agents(), Actor(), frames_per_batch=10, total_frames=120, trajs_per_batch=1, trajs_per_write=1,
+        replay_buffer=buffer,
+    ) as c:  # fmt: skip
+        for _ in c:
+            pass
+    assert len(buffer.extended) > 20
+    for trajectory in buffer.extended:
+        assert_whole(trajectory)
 
 
 def test_r219_next_goes_on_where_the_loop_stopped() -> None:

@@ -119,6 +119,19 @@ class WalkEnv:
         self.closed += 1
 
 
+class Agents(WalkEnv):
+    """Two agents, one of which dies with every second step; the episode goes on."""
+
+    done_keys = ("done", ("agents", "done"))
+
+    def _dead(self) -> torch.Tensor:
+        return torch.tensor([[self.steps % 2 == 1], [False]])
+
+    def _root(self, observation: torch.Tensor) -> TensorDict:
+        agents = TensorDict({"done": self._dead(), "observation": torch.zeros(2, 1)}, [2])
+        return super()._root(observation).set("agents", agents)
+
+
 def torchrl_walk(batch_size: tuple[int, ...] = (), longest: int = 0) -> Any:
     """TorchRL's counterpart of :class:`WalkEnv`."""
     torchrl()
