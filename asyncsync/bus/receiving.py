@@ -57,6 +57,12 @@ class Receiving:
                 self._applying.wanted.remove(model_id)
             self._applying.withdraw()
 
+    def _here(self, models: Iterable[str]) -> list[str]:
+        """Those of these models that take part. Raises ClosedError: the schemes of all of them were shut down."""
+        if here := [model_id for model_id in models if model_id in self._subscriber.models]:
+            return here
+        raise ClosedError("this scheme was shut down")
+
     async def connected(self, model_id: str, timeout: float) -> None:
         """Wait for the sender's welcome, and for the initial weights if it has any. Raises SchemaMismatch if these do
         not fit the model; NotConnected, Fenced or ClosedError if no sender has come in time, or it turned this worker
@@ -64,6 +70,7 @@ class Receiving:
         subscriber = self._subscriber
 
         def done() -> bool:
+            self._here([model_id])
             return (
                 subscriber.settled(model_id)
                 or subscriber.session.ended is not None
@@ -122,25 +129,24 @@ class Receiving:
         assert self._subscriber.session.ended is not None
         return _again(self._subscriber.session.ended)
 
-    async def receive(
-        self, model_id: str, after: Mark | None, timeout: float | None, left: Callable[[], bool]
-    ) -> Mark | None:
+    async def receive(self, model_id: str, after: Mark | None, timeout: float | None) -> Mark | None:
         """The mark of an applied update newer than ``after``; None when the timeout expires. Raises ClosedError or
-        Fenced if nothing newer is there, and nothing will come. ``left`` returns whether the caller was shut down, and
-        the bus not."""
+        Fenced if nothing newer is there, and nothing will come."""
         subscriber = self._subscriber
 
         def newer() -> bool:
             mark = self.mark(model_id)
             return mark is not None and (after is None or mark > after)
 
+        def is_over() -> bool:
+            self._here([model_id])
+            return subscriber.session.ended is not None
+
         with self._wanted(model_id):
             self._link.settle()
-            found = await self._link.wait(lambda: newer() or subscriber.session.ended is not None or left(), timeout)
+            found = await self._link.wait(lambda: newer() or is_over(), timeout)
         if newer():
             return self.mark(model_id)
-        if left():
-            raise ClosedError("this scheme was shut down")
         if found:
             raise self._ending()
         return None
@@ -156,6 +162,7 @@ class Receiving:
             first = subscriber.session.request()
 
             def done() -> bool:
+                self._here([model_id])
                 if subscriber.session.ended is not None or model_id in subscriber.session.refused:
                     return True
                 target = subscriber.targets.get(model_id, 0)
@@ -192,6 +199,7 @@ class Receiving:
         subscriber = self._subscriber
 
         def done() -> bool:
+            self._here([model_id])
             held, failed = subscriber.holdings.version(model_id), subscriber.holdings.error.get(model_id, (0,))[0]
             ended = subscriber.session.ended is not None or model_id in subscriber.session.refused
             return ended or max(held, failed) >= version
@@ -217,7 +225,7 @@ class Receiving:
         session, holdings = subscriber.session, subscriber.holdings
 
         def missing() -> list[str]:
-            return [m for m in models if subscriber.targets.get(m, 0) >= version > holdings.version(m)]
+            return [m for m in self._here(models) if subscriber.targets.get(m, 0) >= version > holdings.version(m)]
 
         def failed() -> list[str]:
             return [m for m in missing() if m in session.refused or holdings.error.get(m, (0,))[0] >= version]
@@ -256,6 +264,8 @@ class Receiving:
                 return True  # another trainer, which counts anew: it is to be asked
             if not least and session.answered(first, root=True):
                 least.update({m: subscriber.targets.get(m, 0) - max_lag for m in models})
+            for model_id in least.keys() - self._here(models):
+                del least[model_id]
             return bool(least) and (all(holdings.version(m) >= v for m, v in least.items()) or failed() is not None)
 
         with ExitStack() as stack:
@@ -282,7 +292,7 @@ class Receiving:
             raise self._ending()
         if (wrong := failed() or next((m for m in models if m in session.refused), None)) is not None:
             raise self._failure(wrong)
-        return min(holdings.version(m) for m in models)
+        return min(holdings.version(m) for m in least)
 
     async def wait_origin(self, version: int, models: Iterable[str], timeout: float) -> None:
         """Wait until what these models show is at least this version of the root of the tree. Raises as
