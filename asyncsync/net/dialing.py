@@ -37,6 +37,7 @@ class Dialer:
     Attributes:
         endpoint: the one that it connects to.
         why: for people, why there is no connection; empty: there is one, or nobody has answered yet.
+        is_refused: whether the last attempt was answered by one that does not let this key in, or wants one, or none.
         refused: failed attempts, by reason.
     """
 
@@ -50,6 +51,7 @@ class Dialer:
         crash: Callable[[BaseException], None],
     ) -> None:
         self.why = ""
+        self.is_refused = False
         self.refused: Counter[str] = Counter()
         self._socket = socket
         self._endpoints = endpoints
@@ -116,11 +118,11 @@ class Dialer:
             self._timer = None
         with suppress(zmq.ZMQError):  # where libzmq has given up by itself
             self._socket.disconnect(self.endpoint)
-        self.endpoint, self.why, self._pause = endpoint, "", FIRST_PAUSE
+        self.endpoint, self.why, self.is_refused, self._pause = endpoint, "", False, FIRST_PAUSE
 
     def _take_in(self, event: int, value: int) -> None:
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            self.why, self._pause = "", FIRST_PAUSE
+            self.why, self.is_refused, self._pause = "", False, FIRST_PAUSE
             self._connected()
         elif event == zmq.EVENT_DISCONNECTED:
             self._disconnected()
@@ -130,7 +132,7 @@ class Dialer:
             self.refused[why] += 1
             if self.refused[why] == 1:
                 logger.warning("%s; it is tried again", why)
-            self.why = why
+            self.why, self.is_refused = why, event == zmq.EVENT_HANDSHAKE_FAILED_AUTH or value == _MISMATCH
             if self._timer is None:
                 with suppress(zmq.ZMQError):  # where libzmq has given up by itself
                     self._socket.disconnect(self.endpoint)
