@@ -155,23 +155,21 @@ class Receiving:
         """Request what this worker should have, and wait until it has that. Raises AckTimeout without an answer, or
         without having applied it, within the timeout; SchemaMismatch, RemoteError or the like if it could not be
         applied here."""
-        subscriber = self._subscriber
+        subscriber, session = self._subscriber, self._subscriber.session
         deadline = self._link.loop.time() + timeout
-        self._check_again(model_id)
+        subscriber.check_again(model_id, self._link.loop.time())
         with self._wanted(model_id):
-            first = subscriber.session.request()
+            first = session.request()
 
             def done() -> bool:
                 self._here([model_id])
-                if subscriber.session.ended is not None or model_id in subscriber.session.refused:
+                if session.ended is not None:
                     return True
-                target = subscriber.targets.get(model_id, 0)
-                if not subscriber.session.answered(first) or not target:
+                if not session.answered(first):  # what does not fit may have been taken back by now
                     return False
-                return (
-                    subscriber.holdings.version(model_id) >= target
-                    or subscriber.holdings.error.get(model_id, (0,))[0] >= target
-                )
+                target, failed = subscriber.targets.get(model_id, 0), subscriber.holdings.error.get(model_id, (0,))[0]
+                reached = bool(target) and max(subscriber.holdings.version(model_id), failed) >= target
+                return reached or session.mismatch(model_id) is not None
 
             while True:
                 self._link.settle()
@@ -183,9 +181,9 @@ class Receiving:
                         f"worker {subscriber.worker} could not fetch {model_id!r} within {timeout:g} s: "
                         f"{self._why(model_id)}"
                     )
-                subscriber.session.request()
-        is_over = subscriber.session.ended is not None or model_id in subscriber.session.refused
-        if is_over or subscriber.holdings.version(model_id) < subscriber.targets.get(model_id, 0):
+                session.request()
+        wrong = session.ended is not None or session.mismatch(model_id) is not None
+        if wrong or subscriber.holdings.version(model_id) < subscriber.targets.get(model_id, 0):
             raise self._failure(model_id)
         mark = self.mark(model_id)
         assert mark is not None
@@ -254,13 +252,14 @@ class Receiving:
         first, epoch = session.request(root=True), session.epoch
 
         def failed() -> str | None:
-            behind = (m for m, version in least.items() if holdings.version(m) < version)
-            return next((m for m in behind if holdings.error.get(m, (0,))[0] >= least[m]), None)
+            for m in least:
+                is_behind = holdings.version(m) < least[m]
+                if session.mismatch(m) is not None or (is_behind and holdings.error.get(m, (0,))[0] >= least[m]):
+                    return m
+            return None
 
         def done() -> bool:
-            if session.ended is not None or any(m in session.refused for m in models):
-                return True
-            if session.epoch != epoch:
+            if session.ended is not None or session.epoch != epoch:
                 return True  # another trainer, which counts anew: it is to be asked
             if not least and session.answered(first, root=True):
                 least.update({m: subscriber.targets.get(m, 0) - max_lag for m in models})
@@ -290,7 +289,7 @@ class Receiving:
                 session.request(root=True)
         if session.ended is not None:
             raise self._ending()
-        if (wrong := failed() or next((m for m in models if m in session.refused), None)) is not None:
+        if (wrong := failed()) is not None:
             raise self._failure(wrong)
         return min(holdings.version(m) for m in least)
 

@@ -179,6 +179,11 @@ class Session:
         del self.refused[model_id], self._unfit[model_id]
         return True
 
+    def mismatch(self, model_id: str) -> SchemaMismatch | None:
+        """Why what the trainer serves of this model does not fit; None: it does, or nothing is served, perhaps because
+        the trainer has taken back what did not."""
+        return self.refused.get(model_id) if self.served.get(model_id) else None
+
     # -- requests ---------------------------------------------------------------------------------------------------
 
     def request(self, *, root: bool = False) -> int:
