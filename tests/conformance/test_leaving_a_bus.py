@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from asyncsync import ClosedError, NotConnected
+from asyncsync import ClosedError, NotConnected, PartialSendError
 from helpers.apis import Api
 from helpers.pairs import Clock, Model, fill, held, passed_on, read, until
 
@@ -51,6 +51,8 @@ async def test_r216_a_model_stays_as_it_is_when_its_scheme_was_shut_down(api: Ap
             assert {name: read(model) for name, model in models.items()} == {"policy": {1}, "value": {value}}
         with pytest.raises(NotConnected, match=r"worker 0 has \['value'\], not 'policy'"):
             await bus.send_async({"policy": None}, timeout=5)
+        with pytest.raises(PartialSendError, match="worker 0 does not have this model"):
+            await bus._schemes["policy"].wait_version(bus.version, [0], timeout=5)
         with pytest.raises(ClosedError):
             copies["policy"].hold()
 
