@@ -108,7 +108,7 @@ class Gate:
     # Modules
 
     def attach(self, module: nn.Module) -> Sequence[Handle]:
-        """Count every call of a module as a reader, from the next call on, until these handles are removed; a second
+        """Count every call of a module as a reader, from the next call on, until these handles are detached; a second
         attach of the same one changes nothing. Raises ValueError if it is compiled or scripted, so that hooks would not
         run."""
         with self._mutex:
@@ -122,11 +122,12 @@ class Gate:
             self._handles += (handles := gate_methods(model, names, self.enter_call, self.leave_call))
         return handles
 
-    def detach(self) -> None:
-        """Remove every hook, and what wraps methods. Calls under way are counted until they return."""
+    def detach(self, handles: Sequence[Handle] | None = None) -> None:
+        """Remove these hooks and what wraps methods; None: all. Calls under way are counted until they return."""
         with self._mutex:
-            handles, self._handles = self._handles, []
-        for handle in handles:
+            gone = self._handles if handles is None else handles
+            self._handles = [handle for handle in self._handles if handle not in gone]
+        for handle in gone:
             handle.remove()
 
     # Updates

@@ -114,8 +114,7 @@ class Receiving:
     async def leave(self, link: ReceiverLink, others: Iterable[Receiving | None], timeout: float) -> None:
         """Take part no more in the updates of a link, on which there are ``others``. The model stays as it is."""
         if not any(other is not None and other._model is self._model for other in others):
-            for handle in self._handles:
-                handle.remove()
+            link.gate.detach(self._handles)
         with suppress(TimeoutError, ClosedError):  # the link is shut down meanwhile, and what it has with it
             async with asyncio.timeout(timeout):
                 await link.unregister(self.topic)

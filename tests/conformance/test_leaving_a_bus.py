@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -79,6 +81,27 @@ async def test_r216_a_model_that_has_left_may_come_again_by_another_scheme(api: 
         await another.connect(timeout=5)
         await bus.send_async({name: fill(source, 4) for name, source in sources.items()}, timeout=5)
         assert [read(fresh), read(models["value"]), read(models["policy"])] == [{4}, {4}, {0}]
+
+
+@pytest.mark.schemes("some")
+async def test_models_that_come_and_go_leave_nothing_behind(api: Api) -> None:
+    class Actor(Model):
+        def act(self) -> set[float]:
+            return read(self)
+
+    async with pair(api) as (_, _, copies, _):
+        below, gone = copies["value"].bus, []
+        await copies["policy"].shutdown()
+        for _ in range(3):
+            scheme, model = api.scheme(bus=below), Actor()
+            scheme.init_on_receiver("policy", model=model, worker_idx=0, gated=("act",))
+            await scheme.connect(timeout=5)
+            assert model.act() == {0}
+            await scheme.shutdown()
+            gone.append(weakref.ref(model))
+            del scheme, model
+        gc.collect()
+        assert [reference() for reference in gone] == [None] * 3
 
 
 @pytest.mark.schemes("waiting")
