@@ -47,6 +47,20 @@ def test_an_explicit_endpoint_is_kept() -> None:
     assert pickle.loads(pickle.dumps(bus)).drawn is False
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_the_address_for_workers_is_kept(first: int) -> None:
+    bind, there = {"endpoint": "tcp://127.0.0.1:5017"}, "tcp://localhost:5017"
+    for options in ({**bind, "connect": there}, bind), ({**bind, "connect": there}, {}), (bind, {"connect": there}):
+        pair = schemes(*options)
+        bus = join_buses([pair[first], pair[1 - first]])
+        assert bus is not None
+        assert (bus.endpoint, bus.connect_endpoint) == (bind["endpoint"], there)
+    one, two = schemes({**bind, "connect": there}, {**bind, "connect": "tcp://127.0.0.1:5018"})
+    with pytest.raises(ValueError, match=r"share its connect, but these have .*5018.*localhost.*Bus\(connect=…\)"):
+        join_buses([one, two])
+    assert one.bus is not two.bus
+
+
 def test_the_rest_join_a_bus_that_some_share() -> None:
     bus = sync.Bus()
     one, two, three = schemes({"bus": bus}, {}, {"bus": bus})

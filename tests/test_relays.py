@@ -443,6 +443,26 @@ def test_no_file_is_nothing_and_half_written_ones_are_removed(tmp_path: Path) ->
     assert not half.exists()
 
 
+def test_what_somebody_is_writing_is_left_alone(tmp_path: Path) -> None:
+    """A lock belongs to who has opened the file, so one process shows what two would."""
+    path = tmp_path / "kept.safetensors"
+    begun: list[str] = []
+
+    class Weights(dict[str, torch.Tensor]):
+        """While they are being written, another relay begins with this file."""
+
+        def __getitem__(self, name: str) -> torch.Tensor:
+            if there := [found.name for found in tmp_path.iterdir()]:
+                assert store.load(path) is None
+                begun.extend(there)
+            return super().__getitem__(name)
+
+    safetensors.write(path, Weights(a=torch.ones(3)), {})
+    assert len(begun) == 1
+    assert [found.name for found in tmp_path.iterdir()] == [path.name]
+    assert torch.equal(safetensors.read(path)[0]["a"], torch.ones(3))
+
+
 @pytest.mark.parametrize("content", [b"", b"no", b"\x02\0\0\0\0\0\0\0{}"])
 def test_a_file_of_something_else_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "kept.safetensors"

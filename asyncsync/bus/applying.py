@@ -56,6 +56,14 @@ class Applying:
             return False
         return not self.cascade.concerns(models)
 
+    async def forget(self, model_id: str) -> None:
+        """This model takes part no more. When this returns, the gate has done with what it had begun with."""
+        self.manual.discard(model_id)
+        self.cascade.remove(model_id)
+        self._subscriber.unregister(model_id, self._link.loop.time())
+        self._link.settle()
+        await self._link.wait(lambda: not any(model_id in one.parts for one in self._subscriber.staged), None)
+
     def close(self) -> None:
         """Nothing more is applied or passed on from here."""
         self.cascade.close()

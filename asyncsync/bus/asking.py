@@ -45,7 +45,7 @@ class Asker:
             undo.callback(self._context.destroy, 0)
             socket = dealer(self._context)
             socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing piles up while the sender is away
-            self._dialer = Dialer(socket, several(endpoint), credentials, _nothing, _nothing, self._crash)
+            self._dialer = Dialer(socket, several(endpoint), credentials, self._crash)
             undo.callback(self._dialer.close)
             self._socket = LoopSocket(socket, self._receive, self._crash)
             undo.pop_all()
@@ -107,7 +107,3 @@ class Asker:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-
-def _nothing() -> None:
-    """The connection comes and goes by itself."""

@@ -36,6 +36,10 @@ class Cascade:
         if callable(getattr(context, "update_policy_weights_", None)):
             self._contexts[model_id] = context
 
+    def remove(self, model_id: str) -> None:
+        """Pass on no more of its updates."""
+        self._contexts.pop(model_id, None)
+
     def concerns(self, models: Iterable[str]) -> bool:
         """Whether one of these models is passed on."""
         return bool(self._contexts) and not self._closed and any(_has_workers(self._contexts.get(m)) for m in models)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from asyncsync.bus.carrier import Carrier
 from asyncsync.protocol.subscriber import Subscriber
+from asyncsync.runtime.threads import WorkThread, finish
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab
 from asyncsync.wire.messages import Part
@@ -40,6 +41,14 @@ class Fetches:
 
     def _transport(self, part: Part) -> Carrier:
         return self.transports[self._subscriber.session.local(part.model_id)]
+
+    async def detach(self, models: Iterable[str], thread: WorkThread, *, in_use: bool) -> bool:
+        """Have nothing depend on the sender's memory any more by which these models came; False: something does."""
+        done = True
+        for transport in {id(t): t for m in models if (t := self.transports.get(m)) is not None}.values():
+            if transport._is_adopted or in_use:
+                done = await finish(thread.submit(transport._detach)) and done
+        return done
 
     def attach(self, part: Part, layout: Layout) -> Slab | None:
         """The part's slab, if its transport has it at hand. Raises what that raises."""

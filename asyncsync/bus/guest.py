@@ -65,20 +65,23 @@ class Guest:
 
     async def weights(self, timeout: float) -> dict[str, Snapshot]:
         """The newest weights of every model of which the sender has any, by name ("": a sender's only model that has
-        none). Raises NotConnected if there is no sender, or it has none, within the timeout; ClosedError or Fenced if
-        it has turned this guest away."""
-        subscriber = self.link.subscriber
+        none). Raises NotConnected if there is no sender, or it has none, within the timeout, and at once if it does not
+        let this guest in for its key; ClosedError or Fenced if it has turned this guest away."""
+        subscriber, dialer = self.link.subscriber, self.link.whereabouts.dialer
         session = subscriber.session
 
-        def done() -> bool:
-            if session.ended is not None:
-                return True
+        def have_come() -> bool:
             return any(session.served.values()) and all(map(subscriber.settled, session.served))
 
-        if not await self.link.wait(done, timeout):
-            raise NotConnected(f"no weights from {self.link.whereabouts.endpoint} after {timeout:g} s: {self.why()}")
+        def is_over() -> bool:
+            return session.ended is not None or (dialer.is_refused and not dialer.has_others)
+
+        in_time = await self.link.wait(lambda: have_come() or is_over(), timeout)
         if session.ended is not None:
             raise type(session.ended)(*session.ended.args)
+        if not have_come():
+            late = "" if in_time else f" after {timeout:g} s"
+            raise NotConnected(f"no weights from {self.link.whereabouts.endpoint}{late}: {self.why()}")
         found = {}
         for model_id in [m for m, digest in session.served.items() if digest]:
             shown = self.link.acting([model_id]).shown

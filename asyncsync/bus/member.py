@@ -16,7 +16,7 @@ from asyncsync.weights.tree import FlatWeights
 # Copies of one shared bus that were pickled apart find each other again in the worker: one connection per worker_idx.
 _receiving: weakref.WeakValueDictionary[tuple[str, int, int], Any] = weakref.WeakValueDictionary()
 
-ARGUMENTS = {"keys": "server_key", "monitoring": "metrics_port"}
+ARGUMENTS = {"keys": "server_key", "monitoring": "metrics_port", "connect_endpoint": "connect"}
 
 Source = FlatWeights | Mapping[int, FlatWeights]
 """A model's weights for everybody, or for each worker its own, ready to be packed."""
@@ -161,13 +161,15 @@ def join_buses(schemes: Iterable[Member]) -> Any:
         )
     common = (explicit or buses)[0]
     settings = {}
-    for name in (*SHARED, "monitoring"):
+    for name in (*SHARED, "monitoring", "connect_endpoint"):
         default = {"min_workers": 1, "allow_plaintext": False, "delta": False, "monitoring": UNMONITORED}.get(name)
-        values = {getattr(bus, name) for bus in buses} - {default}
+        given = [bus for bus in buses if name != "connect_endpoint" or bus.connect_endpoint != bus.endpoint]
+        values = {getattr(bus, name) for bus in given} - {default}
         if len(values) > 1:
+            argument = ARGUMENTS.get(name, name)
             raise ValueError(
-                f"the schemes of one bus share its {name}, but these have {sorted(values, key=str)}: construct one "
-                f"bus = Bus({ARGUMENTS.get(name, name)}=…) and give it to each of them (bus=bus)"
+                f"the schemes of one bus share its {argument}, but these have {sorted(values, key=str)}: construct one "
+                f"bus = Bus({argument}=…) and give it to each of them (bus=bus)"
             )
         if values:
             settings[name] = values.pop()

@@ -107,6 +107,14 @@ class ReceiverLink(Link):
         self.subscriber.register(model_id, binding, self.loop.time())
         self.settle()
 
+    async def unregister(self, model_id: str) -> None:
+        """Take part in this model's updates no more. When this returns, nothing writes it, or what it lies in."""
+        await self.applying.forget(model_id)
+        if await self._detach([model_id]) and not self.closed:
+            del self._fetches.transports[model_id]
+            self.subscriber.holdings.take_out(model_id)
+            self.settle()
+
     def take_all(self, transport: Carrier) -> None:
         """Take every model that the sender serves, as it is, and apply it to nothing."""
 
@@ -125,7 +133,7 @@ class ReceiverLink(Link):
     async def replace(self, model_id: str, binding: Binding, timeout: float) -> None:
         """Update another model under this name from now on, beginning with what this worker should have."""
         await self.applying.leave(model_id, timeout)
-        self.subscriber.replace(model_id, binding, self.loop.time())
+        self.subscriber.register(model_id, binding, self.loop.time())
         self.settle()
 
     @property
@@ -267,9 +275,7 @@ class ReceiverLink(Link):
 
     def _watch_sender(self) -> None:
         """Know at once when a co-located sender dies; receivers then wait for its successor."""
-        trainer = self.subscriber.session.trainer
-        me = self.subscriber.session.identity
-        if trainer is None:
+        if (trainer := self.subscriber.session.trainer) is None:
             return
         process = trainer.pid, trainer.boot, trainer.namespace  # in containers, the same pid is common
         if process == self._watched and not self.sender_lost:
@@ -279,7 +285,7 @@ class ReceiverLink(Link):
         if self._watch is not None:
             self._watch.close()
             self._watch = None
-        if me.is_beside(*process):
+        if self.subscriber.session.identity.is_beside(*process):
             self._watch = ProcessWatch(trainer.pid, self._sender_ended)
 
     def _sender_ended(self) -> None:
@@ -338,23 +344,18 @@ class ReceiverLink(Link):
         self.subscriber.leave()
         reads = True
         try:
-            reads = not await self._detach()
+            # What is being passed on is copied first, by a thread that nobody can stop.
+            reads = not await self._detach(list(self._fetches.transports)) or self.applying.cascade.task is not None
         finally:
             await self._end(reads)
 
-    async def _detach(self) -> bool:
+    async def _detach(self, models: Iterable[str]) -> bool:
         """Models outlive their schemes: they must not show what the sender writes later. False if one may."""
-        ended = self.subscriber.session.ended
-        if self.sender_lost or isinstance(ended, ClosedError):
+        if self.sender_lost or isinstance(self.subscriber.session.ended, ClosedError):
             return True  # nobody writes there any more
         if self.receiving.copying:
             await finish(self.thread.submit(lambda: None))  # receive() is still reading
-        done = True
-        for transport in {id(t): t for t in self._fetches.transports.values()}.values():
-            if transport._is_adopted or self.gate.applying or self.gate.pending:
-                done = await finish(self.thread.submit(transport._detach)) and done
-        # What is being passed on is copied first, by a thread that nobody can stop.
-        return done and self.applying.cascade.task is None
+        return await self._fetches.detach(models, self.thread, in_use=self.gate.applying or self.gate.pending)
 
     async def _end(self, reads: bool) -> None:
         if self.closed:

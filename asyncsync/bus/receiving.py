@@ -57,6 +57,12 @@ class Receiving:
                 self._applying.wanted.remove(model_id)
             self._applying.withdraw()
 
+    def _here(self, models: Iterable[str]) -> list[str]:
+        """Those of these models that take part. Raises ClosedError: the schemes of all of them were shut down."""
+        if here := [model_id for model_id in models if model_id in self._subscriber.models]:
+            return here
+        raise ClosedError("this scheme was shut down")
+
     async def connected(self, model_id: str, timeout: float) -> None:
         """Wait for the sender's welcome, and for the initial weights if it has any. Raises SchemaMismatch if these do
         not fit the model; NotConnected, Fenced or ClosedError if no sender has come in time, or it turned this worker
@@ -64,6 +70,7 @@ class Receiving:
         subscriber = self._subscriber
 
         def done() -> bool:
+            self._here([model_id])
             return (
                 subscriber.settled(model_id)
                 or subscriber.session.ended is not None
@@ -122,25 +129,24 @@ class Receiving:
         assert self._subscriber.session.ended is not None
         return _again(self._subscriber.session.ended)
 
-    async def receive(
-        self, model_id: str, after: Mark | None, timeout: float | None, left: Callable[[], bool]
-    ) -> Mark | None:
+    async def receive(self, model_id: str, after: Mark | None, timeout: float | None) -> Mark | None:
         """The mark of an applied update newer than ``after``; None when the timeout expires. Raises ClosedError or
-        Fenced if nothing newer is there, and nothing will come. ``left`` returns whether the caller was shut down, and
-        the bus not."""
+        Fenced if nothing newer is there, and nothing will come."""
         subscriber = self._subscriber
 
         def newer() -> bool:
             mark = self.mark(model_id)
             return mark is not None and (after is None or mark > after)
 
+        def is_over() -> bool:
+            self._here([model_id])
+            return subscriber.session.ended is not None
+
         with self._wanted(model_id):
             self._link.settle()
-            found = await self._link.wait(lambda: newer() or subscriber.session.ended is not None or left(), timeout)
+            found = await self._link.wait(lambda: newer() or is_over(), timeout)
         if newer():
             return self.mark(model_id)
-        if left():
-            raise ClosedError("this scheme was shut down")
         if found:
             raise self._ending()
         return None
@@ -149,22 +155,21 @@ class Receiving:
         """Request what this worker should have, and wait until it has that. Raises AckTimeout without an answer, or
         without having applied it, within the timeout; SchemaMismatch, RemoteError or the like if it could not be
         applied here."""
-        subscriber = self._subscriber
+        subscriber, session = self._subscriber, self._subscriber.session
         deadline = self._link.loop.time() + timeout
-        self._check_again(model_id)
+        subscriber.check_again(model_id, self._link.loop.time())
         with self._wanted(model_id):
-            first = subscriber.session.request()
+            first = session.request()
 
             def done() -> bool:
-                if subscriber.session.ended is not None or model_id in subscriber.session.refused:
+                self._here([model_id])
+                if session.ended is not None:
                     return True
-                target = subscriber.targets.get(model_id, 0)
-                if not subscriber.session.answered(first) or not target:
+                if not session.answered(first):  # what does not fit may have been taken back by now
                     return False
-                return (
-                    subscriber.holdings.version(model_id) >= target
-                    or subscriber.holdings.error.get(model_id, (0,))[0] >= target
-                )
+                target, failed = subscriber.targets.get(model_id, 0), subscriber.holdings.error.get(model_id, (0,))[0]
+                reached = bool(target) and max(subscriber.holdings.version(model_id), failed) >= target
+                return reached or session.mismatch(model_id) is not None
 
             while True:
                 self._link.settle()
@@ -176,9 +181,9 @@ class Receiving:
                         f"worker {subscriber.worker} could not fetch {model_id!r} within {timeout:g} s: "
                         f"{self._why(model_id)}"
                     )
-                subscriber.session.request()
-        is_over = subscriber.session.ended is not None or model_id in subscriber.session.refused
-        if is_over or subscriber.holdings.version(model_id) < subscriber.targets.get(model_id, 0):
+                session.request()
+        wrong = session.ended is not None or session.mismatch(model_id) is not None
+        if wrong or subscriber.holdings.version(model_id) < subscriber.targets.get(model_id, 0):
             raise self._failure(model_id)
         mark = self.mark(model_id)
         assert mark is not None
@@ -192,6 +197,7 @@ class Receiving:
         subscriber = self._subscriber
 
         def done() -> bool:
+            self._here([model_id])
             held, failed = subscriber.holdings.version(model_id), subscriber.holdings.error.get(model_id, (0,))[0]
             ended = subscriber.session.ended is not None or model_id in subscriber.session.refused
             return ended or max(held, failed) >= version
@@ -217,7 +223,7 @@ class Receiving:
         session, holdings = subscriber.session, subscriber.holdings
 
         def missing() -> list[str]:
-            return [m for m in models if subscriber.targets.get(m, 0) >= version > holdings.version(m)]
+            return [m for m in self._here(models) if subscriber.targets.get(m, 0) >= version > holdings.version(m)]
 
         def failed() -> list[str]:
             return [m for m in missing() if m in session.refused or holdings.error.get(m, (0,))[0] >= version]
@@ -246,16 +252,19 @@ class Receiving:
         first, epoch = session.request(root=True), session.epoch
 
         def failed() -> str | None:
-            behind = (m for m, version in least.items() if holdings.version(m) < version)
-            return next((m for m in behind if holdings.error.get(m, (0,))[0] >= least[m]), None)
+            for m in least:
+                is_behind = holdings.version(m) < least[m]
+                if session.mismatch(m) is not None or (is_behind and holdings.error.get(m, (0,))[0] >= least[m]):
+                    return m
+            return None
 
         def done() -> bool:
-            if session.ended is not None or any(m in session.refused for m in models):
-                return True
-            if session.epoch != epoch:
+            if session.ended is not None or session.epoch != epoch:
                 return True  # another trainer, which counts anew: it is to be asked
             if not least and session.answered(first, root=True):
                 least.update({m: subscriber.targets.get(m, 0) - max_lag for m in models})
+            for model_id in least.keys() - self._here(models):
+                del least[model_id]
             return bool(least) and (all(holdings.version(m) >= v for m, v in least.items()) or failed() is not None)
 
         with ExitStack() as stack:
@@ -280,9 +289,9 @@ class Receiving:
                 session.request(root=True)
         if session.ended is not None:
             raise self._ending()
-        if (wrong := failed() or next((m for m in models if m in session.refused), None)) is not None:
+        if (wrong := failed()) is not None:
             raise self._failure(wrong)
-        return min(holdings.version(m) for m in models)
+        return min(holdings.version(m) for m in least)
 
     async def wait_origin(self, version: int, models: Iterable[str], timeout: float) -> None:
         """Wait until what these models show is at least this version of the root of the tree. Raises as

@@ -55,10 +55,8 @@ class Whereabouts:
         self._unwelcome_since: float | None = None
         self._session = session
         self._disconnected = disconnected
-        self.dialer = Dialer(socket, endpoints, credentials, connected, disconnected, crash)
-        self.subscription = Subscription(
-            socket.context, endpoints[0], session.nonce, self.dialer.protect, receive, crash
-        )
+        self.dialer = Dialer(socket, endpoints, credentials, crash, connected, disconnected)
+        self.subscription = Subscription(socket.context, self.dialer, session.nonce, receive, crash)
 
     @property
     def endpoint(self) -> str:
@@ -82,7 +80,7 @@ class Whereabouts:
 
     def _turn_to(self, sender: Introduction) -> None:
         self.dialer.turn_to(sender.endpoint, _credentials(sender))
-        self.subscription.turn_to(sender.endpoint)
+        self.subscription.close()
 
     def tick(self, now: float) -> None:
         """Go to the next address, when nobody is at this one, or does not answer there."""
@@ -97,7 +95,7 @@ class Whereabouts:
         elif now - self._unwelcome_since >= (UNANSWERED_SECONDS if session.online else UNREACHED_SECONDS):
             self._unwelcome_since = now
             self.dialer.go_on()
-            self.subscription.turn_to(self.endpoint)
+            self.subscription.close()
             logger.info("worker %d goes on to %s", session.worker, self.endpoint)
             self._disconnected()
 

@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
 from typing import NoReturn
 
@@ -37,6 +37,7 @@ from asyncsync.model.readers import Hold, Reader, innermost, is_finished, is_hel
 from asyncsync.runtime.threads import settle
 
 _log = logging.getLogger("asyncsync")
+Handle = RemovableHandle | GatedMethod
 PATIENCE = 30.0
 _TICK = 0.05  # seconds after which a waiting reader looks again for readers that were left behind
 
@@ -67,7 +68,7 @@ class Gate:
     def __init__(self, *, patience: float = PATIENCE) -> None:
         self.patience = patience
         self._loop = LoopWatch()
-        self._handles: list[RemovableHandle | GatedMethod] = []
+        self._handles: list[Handle] = []
         self._readers: dict[object, Reader] = {}  # forwards by the frame of their call, holds by themselves
         self._update: Writer | None = None
         self._applying: Writer | None = None
@@ -106,23 +107,27 @@ class Gate:
 
     # Modules
 
-    def attach(self, module: nn.Module) -> None:
-        """Count every call of a module as a reader, from the next call on; a second attach of the same one changes
-        nothing. Raises ValueError if it is compiled or scripted, so that hooks would not run."""
+    def attach(self, module: nn.Module) -> Sequence[Handle]:
+        """Count every call of a module as a reader, from the next call on, until these handles are detached; a second
+        attach of the same one changes nothing. Raises ValueError if it is compiled or scripted, so that hooks would not
+        run."""
         with self._mutex:
-            self._handles += attach(module, self.enter_call, self.leave_call)
+            self._handles += (handles := attach(module, self.enter_call, self.leave_call))
+        return handles
 
-    def attach_methods(self, model: object, names: Iterable[str]) -> None:
+    def attach_methods(self, model: object, names: Iterable[str]) -> Sequence[Handle]:
         """Count every call of these methods of an object likewise. Raises ValueError, with nothing changed, for a name
         that is none of them."""
         with self._mutex:
-            self._handles += gate_methods(model, names, self.enter_call, self.leave_call)
+            self._handles += (handles := gate_methods(model, names, self.enter_call, self.leave_call))
+        return handles
 
-    def detach(self) -> None:
-        """Remove every hook, and what wraps methods. Calls under way are counted until they return."""
+    def detach(self, handles: Sequence[Handle] | None = None) -> None:
+        """Remove these hooks and what wraps methods; None: all. Calls under way are counted until they return."""
         with self._mutex:
-            handles, self._handles = self._handles, []
-        for handle in handles:
+            gone = self._handles if handles is None else handles
+            self._handles = [handle for handle in self._handles if handle not in gone]
+        for handle in gone:
             handle.remove()
 
     # Updates

@@ -14,7 +14,9 @@ from typing import Any
 
 import zmq
 
+from asyncsync.errors import NotConnected
 from asyncsync.net.address import tcp_endpoint
+from asyncsync.net.dialing import Dialer
 from asyncsync.net.endpoint import host_port
 from asyncsync.net.zmq_socket import Bound, LoopSocket, publisher, subscriber
 
@@ -66,57 +68,50 @@ class Broadcast:
 
 
 class Subscription:
-    """A worker's end, of one incarnation. ``join`` is called with each socket before it is connected, ``receive`` with
-    the frames of each message."""
+    """A worker's end, of one incarnation, at the sender that ``dialer`` connects to. ``receive`` is called with the
+    frames of each message."""
 
     def __init__(
         self,
         context: zmq.Context[Any],
-        endpoint: str,
+        dialer: Dialer,
         nonce: bytes,
-        join: Callable[[zmq.Socket[bytes]], None],
         receive: Callable[[list[Any]], None],
         crash: Callable[[BaseException], None],
     ) -> None:
         self._context = context
+        self._sender = dialer
         self._nonce = nonce
-        self._join = join
         self._receive = receive
         self._crash = crash
         self._socket: LoopSocket | None = None
+        self._dialer: Dialer | None = None
         self._port = 0
-        self.turn_to(endpoint)
-
-    def turn_to(self, endpoint: str) -> None:
-        """Follow the sender at this address, as soon as it says where."""
-        self.close()
-        self._host = host_port(endpoint)[0] if endpoint.startswith("tcp://") else ""
 
     def follow(self, port: int) -> None:
         """Be subscribed at this port of the sender's, and nowhere else; 0: nowhere. A worker can do without: where that
         fails, it is not tried again at this port."""
-        if port == self._port or not self._host:
+        if port == self._port or not self._sender.endpoint.startswith("tcp://"):
             return
         self.close()
         self._port = port
         if not port:
             return
         try:
-            self._socket = LoopSocket(self._connect(port), self._receive, self._crash)
-        except zmq.ZMQError as error:
+            self._connect(tcp_endpoint(host_port(self._sender.endpoint)[0], port))
+        except (zmq.ZMQError, NotConnected) as error:
             logger.warning("no fan-out: this worker is sent its own copy of everything (%s)", error)
 
-    def _connect(self, port: int) -> zmq.Socket[bytes]:
+    def _connect(self, endpoint: str) -> None:
         socket = subscriber(self._context)
         try:
-            self._join(socket)
             for topic in (EVERYTHING, self._nonce):
                 socket.subscribe(topic)
-            socket.connect(tcp_endpoint(self._host, port))
+            self._dialer = self._sender.dial_beside(socket, endpoint)
+            self._socket = LoopSocket(socket, self._receive, self._crash)
         except BaseException:
             socket.close()
             raise
-        return socket
 
     def drain(self) -> None:
         """Take in what has come: it was sent before the message that the caller is about to handle."""
@@ -125,6 +120,8 @@ class Subscription:
 
     def close(self) -> None:
         """Idempotent."""
+        if self._dialer is not None:
+            self._dialer.close()
         if self._socket is not None:
             self._socket.close()
-        self._socket, self._port = None, 0
+        self._dialer, self._socket, self._port = None, None, 0

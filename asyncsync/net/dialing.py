@@ -29,14 +29,15 @@ _MISMATCH = int(zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH)
 
 
 class Dialer:
-    """Connects a dealer to the first of some endpoints, now and again. ``credentials`` returns what to connect with to
-    those by tcp; None: no keys.
+    """Connects a socket to the first of some endpoints, now and again. ``credentials`` returns what to connect with to
+    those by tcp; None: no keys. ``attempt`` says with which of several server keys it begins.
 
     Raises NotConnected: the credentials cannot be had, or the endpoint is no address.
 
     Attributes:
         endpoint: the one that it connects to.
         why: for people, why there is no connection; empty: there is one, or nobody has answered yet.
+        is_refused: whether the last attempt was answered by one that does not let this key in, or wants one, or none.
         refused: failed attempts, by reason.
     """
 
@@ -45,18 +46,21 @@ class Dialer:
         socket: zmq.Socket[bytes],
         endpoints: Sequence[str],
         credentials: Callable[[], Credentials] | None,
-        connected: Callable[[], None],
-        disconnected: Callable[[], None],
         crash: Callable[[BaseException], None],
+        connected: Callable[[], object] = lambda: None,
+        disconnected: Callable[[], object] = lambda: None,
+        attempt: int = 0,
     ) -> None:
         self.why = ""
+        self.is_refused = False
         self.refused: Counter[str] = Counter()
         self._socket = socket
         self._endpoints = endpoints
         self.endpoint = endpoints[0]
         self._credentials = credentials
         self._with = None if credentials is None else credentials()
-        self._attempt = 0
+        self._attempt = attempt
+        self._crash = crash
         self._connected = connected
         self._disconnected = disconnected
         self._pause = FIRST_PAUSE
@@ -71,15 +75,19 @@ class Dialer:
             self.close()
             raise NotConnected(f"cannot connect to {self.endpoint}: {error}") from error
 
-    def protect(self, socket: zmq.Socket[bytes]) -> None:
-        """Before a socket is connected to this sender: give it the keys, or take from it those of another address."""
+    def dial_beside(self, socket: zmq.Socket[bytes], endpoint: str) -> Dialer:
+        """Have another socket connect to another port of this sender, with the same keys. Raises NotConnected."""
+        return Dialer(socket, (endpoint,), self._credentials, self._crash, attempt=self._attempt)
+
+    def _protect(self) -> None:
+        """Before the socket is connected: give it the keys, or take from it those of another address."""
         if self._with is None:
             return
         if self._keyed:
             servers = self._with.servers
-            self._with.own.join(socket, servers[self._attempt % len(servers)])
+            self._with.own.join(self._socket, servers[self._attempt % len(servers)])
         else:
-            socket.curve_server = False  # libzmq's way to encrypt nothing from now on
+            self._socket.curve_server = False  # libzmq's way to encrypt nothing from now on
 
     @property
     def _keyed(self) -> bool:
@@ -87,7 +95,7 @@ class Dialer:
         return self._with is not None and self.endpoint.startswith("tcp:")
 
     def _dial(self) -> None:
-        self.protect(self._socket)
+        self._protect()
         self._socket.connect(self.endpoint)
 
     @property
@@ -116,11 +124,11 @@ class Dialer:
             self._timer = None
         with suppress(zmq.ZMQError):  # where libzmq has given up by itself
             self._socket.disconnect(self.endpoint)
-        self.endpoint, self.why, self._pause = endpoint, "", FIRST_PAUSE
+        self.endpoint, self.why, self.is_refused, self._pause = endpoint, "", False, FIRST_PAUSE
 
     def _take_in(self, event: int, value: int) -> None:
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            self.why, self._pause = "", FIRST_PAUSE
+            self.why, self.is_refused, self._pause = "", False, FIRST_PAUSE
             self._connected()
         elif event == zmq.EVENT_DISCONNECTED:
             self._disconnected()
@@ -130,7 +138,7 @@ class Dialer:
             self.refused[why] += 1
             if self.refused[why] == 1:
                 logger.warning("%s; it is tried again", why)
-            self.why = why
+            self.why, self.is_refused = why, event == zmq.EVENT_HANDSHAKE_FAILED_AUTH or value == _MISMATCH
             if self._timer is None:
                 with suppress(zmq.ZMQError):  # where libzmq has given up by itself
                     self._socket.disconnect(self.endpoint)

@@ -103,10 +103,17 @@ class Holdings:
         self.leased = {}  # the old one's slots are written no more
 
     def forget(self, model_id: str) -> None:
-        """There is another model of this name, which holds nothing yet. The weights stay until it does."""
+        """There is a model of this name which holds nothing yet. The weights of another one stay until it does."""
         if (held := self.held.get(model_id)) is not None:
             self.held[model_id] = (held[0], 0, held[2])
         self.error.pop(model_id, None)
+
+    def take_out(self, model_id: str) -> None:
+        """This model takes part no more, and lies in none of these slabs."""
+        self.error.pop(model_id, None)
+        held = [self.held.pop(model_id)] if model_id in self.held else []
+        for *_, slab in (*held, *self.homes.pop(model_id, ())):
+            slab.release()
 
     # -- leases -----------------------------------------------------------------------------------------------------
 

@@ -103,7 +103,9 @@ class Progress:
             elif peer is not None and (done := [v for m in models if (v := peer.applied.get(m, 0)) >= version]):
                 result.acked[worker] = min(done)
             else:
-                result.failed[worker] = PeerLost(f"worker {worker} has no target of version {version} or newer")
+                why = f"has no target of version {version} or newer"
+                why = why if models else "does not have this model (any more)"
+                result.failed[worker] = PeerLost(f"worker {worker} {why}")
             return
         if peer is None and (gone := self._membership.gone.get(worker)) is not None:
             result.failed[worker] = PeerLost(f"worker {worker} is lost: {gone}")

@@ -81,7 +81,8 @@ class Session:
         return "" if self._nameless else model_id
 
     def named(self, versions: Mapping[str, int]) -> dict[str, int]:
-        return {"" if self._nameless else m: v for m, v in versions.items()}
+        """By the trainer's names, of the models that take part."""
+        return {"" if self._nameless else m: v for m, v in versions.items() if m in self._models}
 
     # -- layouts ----------------------------------------------------------------------------------------------------
 
@@ -104,6 +105,11 @@ class Session:
         while len(known) > KEPT_LAYOUTS:
             del known[next(iter(known))]
         return None
+
+    def forget(self, model_id: str) -> None:
+        """This model takes part no more."""
+        for known in (self._layouts, self._unfit, self.refused):
+            known.pop(model_id, None)
 
     # -- beginning --------------------------------------------------------------------------------------------------
 
@@ -172,6 +178,11 @@ class Session:
             return False
         del self.refused[model_id], self._unfit[model_id]
         return True
+
+    def mismatch(self, model_id: str) -> SchemaMismatch | None:
+        """Why what the trainer serves of this model does not fit; None: it does, or nothing is served, perhaps because
+        the trainer has taken back what did not."""
+        return self.refused.get(model_id) if self.served.get(model_id) else None
 
     # -- requests ---------------------------------------------------------------------------------------------------
 

@@ -66,9 +66,11 @@ class Staging:
         }
 
     def leave_out(self, models: Iterable[str]) -> None:
-        """A newer update of these models goes first. Only while the gate does not have this one."""
-        for model_id in self.parts.keys() & set(models):
-            self.parts.pop(model_id).slab.release()
+        """These models are not to get it: a newer update goes first, or they take part no more. Nothing happens once
+        the gate has begun with it."""
+        with self._lock:
+            for model_id in () if self._begun else self.parts.keys() & set(models):
+                self.parts.pop(model_id).slab.release()
 
     def attempt(self) -> bool:
         """:meth:`run`; True if the models have it now. An Exception is kept as :attr:`error`."""
@@ -142,6 +144,14 @@ class StagedUpdates(list[Staging]):
     def abandon(self) -> None:
         """Abandon all, but for what the gate is copying from."""
         self[:] = [one for one in self if not one.abandon()]
+
+    def leave_out(self, model_id: str) -> None:
+        """A model takes part no more: only what the gate has begun with still goes there."""
+        for one in self.copy():
+            if one.parts.keys() != {model_id}:
+                one.leave_out([model_id])
+            elif one.abandon():
+                self.remove(one)
 
     def slab(self, epoch: Epoch | None, model_id: str, version: int) -> Slab | None:
         """That of this version of a model; None: it is not staged."""

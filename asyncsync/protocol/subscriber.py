@@ -29,7 +29,7 @@ from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab, SlabPool
 from asyncsync.wire import messages
 from asyncsync.wire.codec import decode
-from asyncsync.wire.fields import NONCE_END, Buffer, Epoch
+from asyncsync.wire.fields import NONCE_END, Buffer
 from asyncsync.wire.messages import Instruction, Part
 from asyncsync.wire.relayed import Recount
 
@@ -75,23 +75,27 @@ class Subscriber:
     # -- what the worker does ---------------------------------------------------------------------------------------
 
     def register(self, model_id: str, binding: Binding, now: float) -> None:
-        """Take part in the updates of one more model."""
+        """Take part in the updates of one more model, or of another one under its name, of which nothing may be staged.
+        It has nothing yet."""
         self.end_fast_path()
-        self.models[model_id] = binding
-        if self.session.online:
-            self._hello(now)
-
-    def replace(self, model_id: str, binding: Binding, now: float) -> None:
-        """Update another model under this name, which has nothing yet. Nothing of it may be staged."""
         self.holdings.forget(model_id)
-        self.register(model_id, binding, now)
+        self.models[model_id] = binding
+        self._hello(now)
+
+    def unregister(self, model_id: str, now: float) -> None:
+        """Take part in the updates of one model less. What the gate has begun with still goes there."""
+        self.end_fast_path()
+        del self.models[model_id]
+        self.staged.leave_out(model_id)
+        self.session.forget(model_id)
+        self.reports.failure = None  # what has failed together with others comes again to these
+        self._hello(now)
 
     def check_again(self, model_id: str, now: float) -> None:
         """If the trainer's layout has not fitted this model, and does by now, let the trainer show it once more."""
         if self.session.fits_by_now(model_id):
             self.end_fast_path()
-            if self.session.online:
-                self._hello(now)
+            self._hello(now)
 
     def connected(self, now: float) -> None:
         """The transport has (re)connected."""
@@ -159,8 +163,7 @@ class Subscriber:
         session = self.session
         if session.ended is not None:
             return
-        epoch: Epoch | None = getattr(instruction, "epoch", None)
-        if epoch is None:
+        if (epoch := getattr(instruction, "epoch", None)) is None:
             raise ProtocolError(f"the trainer sent {type(instruction).__name__}, which it only receives")
         if type(instruction) is messages.Again and epoch == session.epoch:
             self._on_again(instruction, payload, now)
@@ -392,5 +395,6 @@ class Subscriber:
 
     def _hello(self, now: float) -> None:
         # The trainer starts afresh with this HELLO: it releases what was under way, so its bytes may change.
-        self.incoming.drop()
-        self.session.hello(self.holdings.versions, self.reports.serial, now)
+        if self.session.online:
+            self.incoming.drop()
+            self.session.hello(self.holdings.versions, self.reports.serial, now)

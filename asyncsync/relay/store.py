@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 from base64 import b64decode, b64encode
-from glob import escape
 from pathlib import Path
 
 from asyncsync.errors import ProtocolError
@@ -51,8 +50,7 @@ def save(path: Path, epoch: Epoch, kept: Kept) -> None:
 def load(path: Path) -> tuple[Epoch, Kept] | None:
     """What the file holds, each slab with one reference; None: there is no file. Removes what a killed relay has left
     half written. Raises OSError; ValueError: it is not one of a relay's."""
-    for half in path.parent.glob(f".{escape(path.name[:200])}.????????"):
-        half.unlink()
+    safetensors.remove_half_written(path)
     if not path.exists():
         return None
     tensors, texts = safetensors.read(path)

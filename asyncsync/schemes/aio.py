@@ -377,6 +377,12 @@ class WeightSyncScheme(_AsyncContext, SchemeCore):
         return await receiving.fetch(link, timeout)
 
     async def shutdown(self, timeout: float = 5.0) -> None:
-        """Release everything; the other side learns of it. Idempotent. A shared bus ends with the last of its
-        schemes."""
+        """Release everything; the other side learns of it. Idempotent.
+
+        A receiver's model stays as it is from then on, and its calls no longer count as reading. A shared bus ends with
+        the last of its schemes, and goes on with the others until then; another scheme may take this one's place.
+
+        Args:
+            timeout: seconds; whatever has not ended by then is cut off.
+        """
         await self._shutdown(timeout)

@@ -339,8 +339,7 @@ class SchemeCore(SchemeState, ABC):
         plain = isinstance(source, nn.Module) and self._sources.device_map_fn is None
         if not plain or type(self).prepare_weights is not SchemeCore.prepare_weights:
             return None
-        flat = module_weights(self.strategy, source)
-        return None if flat is None else self._selection.part(flat)
+        return None if (flat := module_weights(self.strategy, source)) is None else self._selection.part(flat)
 
     async def _extract(self, weights: Any, workers: list[int] | None) -> Source:
         """The values of what the caller gave, as far as they are selected, taken in the caller's thread."""
@@ -365,18 +364,17 @@ class SchemeCore(SchemeState, ABC):
     async def _receive(self, timeout: float | None) -> TensorDict | None:
         self._check_receive(timeout)
         link, receiving = self._receiver()
-        return await receiving.receive(link, timeout, lambda: self._closed)
+        return await receiving.receive(link, timeout)
 
     async def _take_in(self, timeout: float | None) -> None:
         """Apply what has come, without returning it."""
         self._check_receive(timeout)
         link, receiving = self._receiver()
-        await receiving.take_in(link, lambda: self._closed)
+        await receiving.take_in(link)
 
     async def _current(self) -> TensorDict | None:
         """A copy of what this receiver holds; None: nothing yet."""
-        link = self._bus._link
-        if not isinstance(link, ReceiverLink) or self._receiving is None:
+        if not isinstance(link := self._bus._link, ReceiverLink) or self._receiving is None:
             return None
         return await self._receiving.current(link)
 
@@ -384,13 +382,17 @@ class SchemeCore(SchemeState, ABC):
         if self._pid not in (0, os.getpid()):
             return
         self._bus._check_loop()
-        self._closed = True
+        already, self._closed = self._closed, True
+        others: list[Any] = [scheme for scheme in self._bus._schemes.values() if scheme is not self]
         try:
-            if self._own_bus or all(s._closed for s in self._bus._schemes.values()):
+            if self._own_bus or all(scheme._closed for scheme in others):
                 await self._bus._shutdown(timeout)
-            elif self._bus._link is not None:
-                self._bus._link.notify()
+            elif self._role == "receiver" and self._registered and not (already or self._bus._closed):
+                link, receiving = self._receiver()
+                await receiving.leave(link, [scheme._receiving for scheme in others], timeout)
         finally:
+            if not self._bus._closed:  # a new dict: other threads may be looking at this one
+                self._bus._schemes = {t: s for t, s in self._bus._schemes.items() if s is not self}
             await self._end_transport(timeout)
 
     async def _end_transport(self, timeout: float) -> None:

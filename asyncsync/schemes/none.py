@@ -23,6 +23,8 @@ T = TypeVar("T")
 class NoSyncCore(SchemeCore):
     """What both APIs have in common."""
 
+    _takes_part = False
+
     def _connect(self, worker_idx: int | None) -> None:
         self._check_open()
         if worker_idx is not None:
@@ -82,7 +84,8 @@ class NoSyncCore(SchemeCore):
 
 
 class NoWeightSyncScheme(NoSyncCore, aio.WeightSyncScheme):
-    """A scheme that moves nothing: ``connect`` returns at once, ``publish`` only counts, ``receive`` returns None."""
+    """A scheme that moves nothing: ``connect`` returns at once, ``publish`` only counts, ``receive`` returns None. It
+    takes no part in a ``bus=`` that it is given, and counts by itself."""
 
     def create_transport(self, **kwargs: Any) -> ZMQTransport:
         """A transport that moves nothing, either."""
@@ -140,7 +143,8 @@ class NoWeightSyncScheme(NoSyncCore, aio.WeightSyncScheme):
 
 
 class BlockingNoSync(NoSyncCore, blocking.WeightSyncScheme):
-    """A scheme that moves nothing: ``connect`` returns at once, ``send`` only counts, ``receive`` returns None."""
+    """A scheme that moves nothing: ``connect`` returns at once, ``send`` only counts, ``receive`` returns None. It
+    takes no part in a ``bus=`` that it is given, and counts by itself."""
 
     def create_transport(self, **kwargs: Any) -> BlockingZMQTransport:
         """A transport that moves nothing, either."""

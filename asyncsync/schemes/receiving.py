@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -13,9 +15,10 @@ from torch import nn
 from asyncsync.bus.carrier import Carrier
 from asyncsync.bus.receiver import ReceiverLink
 from asyncsync.bus.receiving import Mark
+from asyncsync.errors import ClosedError
 from asyncsync.model.binding import Binding
 from asyncsync.model.bound_model import BoundModel
-from asyncsync.model.gate import Gate
+from asyncsync.model.gate import Gate, Handle
 from asyncsync.model.gated_methods import check_methods
 from asyncsync.model.hooks import check_calls
 from asyncsync.model.selection import Selection
@@ -64,6 +67,7 @@ class Receiving:
         self.device: torch.device | None = None  # where returned weights go; None: they stay in the host's memory
         self.returned: Mark | None = None  # which update was returned last
         self.has_connected = False
+        self._handles: list[Handle] = []
         self._strategy, self._selection = strategy, selection
         self._is_manual = apply == "on_receive"
         self._has_hooks = gate == "hooks" and apply == "auto"
@@ -90,9 +94,9 @@ class Receiving:
     def _attach(self, gate: Gate) -> None:
         """Count calls that read the model."""
         if self._is_hooked:
-            gate.attach(self._model)
+            self._handles += gate.attach(self._model)
         if self._gated:
-            gate.attach_methods(self._model, self._gated)
+            self._handles += gate.attach_methods(self._model, self._gated)
 
     async def replace(self, link: ReceiverLink, model: Any, timeout: float) -> None:
         """Apply updates to this model from now on, instead of the other; returns when it has the current weights.
@@ -106,6 +110,14 @@ class Receiving:
         """Take part in the updates of a link, and pass updates on to this context."""
         self._attach(link.gate)
         link.register(self.topic, self.binding, transport, manual=self._is_manual, context=context)
+
+    async def leave(self, link: ReceiverLink, others: Iterable[Receiving | None], timeout: float) -> None:
+        """Take part no more in the updates of a link, on which there are ``others``. The model stays as it is."""
+        if not any(other is not None and other._model is self._model for other in others):
+            link.gate.detach(self._handles)
+        with suppress(TimeoutError, ClosedError):  # the link is shut down meanwhile, and what it has with it
+            async with asyncio.timeout(timeout):
+                await link.unregister(self.topic)
 
     def apply(self, weights: Any, *, inplace: bool) -> None:
         """Apply weights that are at hand, as far as they are selected."""
@@ -123,12 +135,10 @@ class Receiving:
         if self.returned == mark:
             self.returned = before
 
-    async def receive(
-        self, link: ReceiverLink, timeout: float | None, is_over: Callable[[], bool]
-    ) -> TensorDict | None:
+    async def receive(self, link: ReceiverLink, timeout: float | None) -> TensorDict | None:
         """The newest applied update that was not returned yet; None when the timeout expires."""
         before = self.returned
-        mark = await link.receiving.receive(self.topic, before, timeout, is_over)
+        mark = await link.receiving.receive(self.topic, before, timeout)
         return None if mark is None else await self._return(link, mark, before)
 
     async def fetch(self, link: ReceiverLink, timeout: float) -> TensorDict:
@@ -152,10 +162,10 @@ class Receiving:
             raise
         return weights
 
-    async def take_in(self, link: ReceiverLink, is_over: Callable[[], bool]) -> None:
+    async def take_in(self, link: ReceiverLink) -> None:
         """Apply what has come, without returning it."""
         self.returned = link.receiving.mark(self.topic)  # what was applied before is not returned
-        mark = await link.receiving.receive(self.topic, self.returned, 0.0, is_over)
+        mark = await link.receiving.receive(self.topic, self.returned, 0.0)
         if mark is not None:
             self.returned = mark
 

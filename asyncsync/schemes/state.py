@@ -42,6 +42,7 @@ class SchemeState(KnownKeywords):
     """The state of a scheme."""
 
     _bus_class: ClassVar[type[BusCore]]
+    _takes_part: ClassVar[bool] = True  # in a bus that it shares
 
     def __init__(
         self,
@@ -127,6 +128,8 @@ class SchemeState(KnownKeywords):
                 f"{type(bus).__module__}.{type(bus).__name__}: a bus and its schemes have the same API, both blocking "
                 "or both asynchronous"
             )
+        elif not self._takes_part:
+            bus, self._own_bus = self._bus_class(num_workers=num_workers), True
         elif num_workers is not None:
             agree_on_workers(bus, num_workers, private=False)
         self._bus = bus

@@ -7,13 +7,15 @@ the format forbids shared ones. https://github.com/huggingface/safetensors descr
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import secrets
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from glob import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -72,20 +74,38 @@ def write(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor], met
     text += b" " * (-len(text) % ALIGNMENT)
     if len(text) > MAX_HEADER:
         raise ValueError(f"the names and shapes take {len(text)} bytes; the format allows {MAX_HEADER}")
-    hidden = path.with_name(f".{path.name[:200]}.{secrets.token_hex(4)}")
-    try:
-        with open(hidden, "xb") as file:
+    with _hidden(path) as file:
+        try:
             file.write(len(text).to_bytes(8, "little"))
             file.write(text)
             for piece in _bytes(tensors[name] for name in order):
                 file.write(piece)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(hidden, path)
-    finally:
-        with suppress(FileNotFoundError):
-            hidden.unlink()
+            os.replace(file.name, path)
+        finally:
+            with suppress(FileNotFoundError):
+                os.unlink(file.name)
     _sync(path.parent)
+
+
+def _hidden(path: Path) -> BinaryIO:
+    """A new file beside this one, locked as long as it is open: :func:`remove_half_written` leaves it alone."""
+    while True:
+        file = open(path.with_name(f".{path.name[:200]}.{secrets.token_hex(4)}"), "xb")  # noqa: SIM115 (the caller's)
+        with suppress(OSError):  # on a file system without locks nothing is removed, either
+            fcntl.flock(file, fcntl.LOCK_EX)
+        if os.fstat(file.fileno()).st_nlink:  # it may have been removed before it was locked
+            return file
+        file.close()
+
+
+def remove_half_written(path: Path) -> None:
+    """Remove what writers of this file have left that were killed."""
+    for half in path.parent.glob(f".{escape(path.name[:200])}.????????"):
+        with suppress(OSError), open(half, "rb") as file:  # it is locked, or was completed meanwhile
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            half.unlink()
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> Iterable[memoryview]:

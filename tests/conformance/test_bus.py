@@ -470,3 +470,30 @@ async def test_a_worker_waits_for_a_version_of_every_model_that_it_is_told_of(ap
                 await behind.wait_version(waiting, timeout=0.05)
         assert read(await copies["value"].receive(timeout=5)) == {1}
         await below.wait_version(waiting, timeout=5)
+
+
+async def test_a_scheme_that_moves_nothing_takes_no_part_in_a_bus(api: Api) -> None:
+    async with api.bus(num_workers=1) as bus:
+        moved, still = api.scheme(bus=bus), api.make(api.NoWeightSyncScheme, bus=bus, num_workers=3)
+        assert bus.num_workers == 1
+        copies, source, model = passed_on({"policy": moved, "value": still}), Model(0), Model()
+        still.init_on_sender(model_id="value", model=Model(0), num_workers=3)
+        moved.init_on_sender(model_id="policy", model=source)
+        copies["value"].init_on_receiver("value", model=(other := Model()), worker_idx=2)
+        copies["policy"].init_on_receiver("policy", model=model, worker_idx=0)
+        below = copies["policy"].bus
+        try:
+            await asyncio.gather(bus.connect(timeout=5), below.connect(timeout=5))
+            await still.connect()
+            assert await still.publish() == 1
+            await bus.send_async({"policy": fill(source, 2)}, timeout=5)
+            with pytest.raises(ValueError, match="unknown model_id"):
+                await bus.publish({"value": None})
+            await copies["value"].shutdown()
+            await still.shutdown()
+            await bus.send_async({"policy": fill(source, 3)}, timeout=5)
+            assert (read(model), read(other), still.version) == ({3}, {-1}, 1)
+        finally:
+            await below.shutdown()
+        with pytest.raises(TypeError, match=r"needs a .*Bus"):
+            api.make(api.NoWeightSyncScheme, bus=api.other.bus())

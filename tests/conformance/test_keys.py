@@ -24,7 +24,7 @@ from asyncsync.net.certificates import read_certificate
 from asyncsync.net.keys import HANDLER, SOON, KeyPair
 from asyncsync.wire import codec, messages
 from helpers.apis import Api
-from helpers.pairs import Model, fill, read, receiver_of, until
+from helpers.pairs import Clock, Model, fill, read, receiver_of, until
 
 HELLO = messages.Hello(0, b"n" * 16, 1, 0, "", 0, None, {"policy": 0})
 
@@ -175,6 +175,24 @@ async def test_r203_nobody_else_is_let_in_and_all_are_told_why(site: Site, name:
         assert set(run.sender.status().refused) <= {reason, "an incomplete handshake"}
         assert sum(run.sender.status().refused.values()) <= 100, "it is tried again, and not without end"
         assert run.sender.bus.status().refused == run.sender.status().refused
+        await run.goes_on()
+
+
+@pytest.mark.parametrize(
+    ("client", "told"), [("unlisted/client_secrets/host.key_secret", "has refused this key"), (None, "wants a key")]
+)
+async def test_r203_fetch_tells_at_once_that_it_is_not_let_in(
+    site: Site, client: str | None, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keygen(tmp_path / "unlisted", "--name", "host")
+    options = [f"--server-key={site.keys}/server.key", f"--client-key={tmp_path / client}"] if client else []
+    async with running(site) as run:
+        with Clock(1.0):
+            command = ["fetch", site.endpoint, f"--out={tmp_path}/weights.safetensors", *options]
+            assert await asyncio.to_thread(main, command) == 1
+        said = capsys.readouterr().err
+        assert told in said
+        assert "after" not in said
         await run.goes_on()
 
 

@@ -301,3 +301,52 @@ async def test_r198_a_reader_of_1_mb_per_second_delays_nobody_and_skips_versions
             assert read(model) == {20}
             assert sender.status()[4].bytes_sent < 5 * 4 * width
             await slow.shutdown()
+
+
+async def test_r203_a_subscriber_that_was_refused_tries_again_and_says_so(
+    unused_tcp_port: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """libzmq gives up for good: the sender may have the list later than the worker has the port."""
+    from asyncsync.net.broadcast import Broadcast, Subscription
+    from asyncsync.net.dialing import Dialer
+    from asyncsync.net.keys import Admission, Credentials, KeyPair
+    from asyncsync.net.zmq_private import Context
+    from asyncsync.net.zmq_socket import dealer
+
+    errors: list[BaseException] = []
+    received: list[bytes] = []
+    context, own, there = Context(), KeyPair.draw(), set[bytes]()
+    admission = Admission(context, KeyPair.draw(), errors.append)
+    broadcast = Broadcast(context, "tcp://127.0.0.1:0", there, admission.guard, errors.append)
+    main = dealer(context)
+    credentials = Credentials(own, (admission.server.public,))
+    dialer = Dialer(main, (f"tcp://127.0.0.1:{unused_tcp_port}",), lambda: credentials, errors.append)
+    subscription = Subscription(
+        context, dialer, b"n" * 16, lambda frames: received.append(frames[0].bytes), errors.append
+    )
+    try:
+        subscription.follow(broadcast.port)
+        await until(lambda: admission.refused["a key that is not listed"] >= 1)
+        admission.admit(own.public, 0)
+        await until(lambda: there == {b"n" * 16})
+        broadcast.send([b"to all"])
+        await until(lambda: received == [b"to all"])
+        assert "has refused this key" in caplog.text
+        assert not errors
+    finally:
+        subscription.close()
+        dialer.close()
+        main.close()
+        broadcast.close()
+        admission.close()
+        context.destroy(0)
+
+
+async def test_r198_nothing_is_kept_of_subscribers_that_have_gone(unused_tcp_port: int) -> None:
+    async with many(unused_tcp_port, 2) as everybody:
+        for index in (2, 3, 4):
+            other = receiver_of(everybody.sender, index, Model())
+            await other.connect(timeout=5)
+            await until(lambda: len(subscribed(everybody.sender)) == 3)
+            await other.shutdown()
+            await until(lambda: len(subscribed(everybody.sender)) == 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -37,17 +38,24 @@ class Scaled(nn.Module):
 def crew(request: pytest.FixtureRequest) -> Iterator[Any]:
     with request.param([make()] * 2, policy(), postproc=Scaled(), **options()) as collector:
         for _ in range(6):  # from now on it opens no files
-            collector.next()
+            fresh(collector)
             collector.update_policy_weights_()
         yield collector
 
 
 def fresh(collector: Any) -> Any:
     """A batch whose rollout has begun after what was done last."""
-    if isinstance(collector, MultiAsyncCollector):
-        for _ in range(4):
-            collector.next()
-    return collector.next()
+    if not isinstance(collector, MultiAsyncCollector):
+        return collector.next()
+    # A worker may be ahead by one batch that is finished, and one that it has begun: its third one is fresh. A slow
+    # worker's first may come after many of the other's.
+    came: Counter[int] = Counter()
+    while True:
+        batch = collector.next()
+        worker = int(batch["collector", "traj_ids"].flatten()[0]) % 2
+        came[worker] += 1
+        if came[worker] == 3:
+            return batch
 
 
 # -- receive_weights --------------------------------------------------------------------------------------------------

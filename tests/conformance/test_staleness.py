@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from asyncsync import AckTimeout, ClosedError, NotConnected, PartialSendError, PeerLost
+from asyncsync import AckTimeout, ClosedError, NotConnected, PartialSendError, PeerLost, SchemaMismatch
 from helpers.apis import Api
 from helpers.pairs import Clock, Model, fill, held, passed_on, read, receiver_of, until
 
@@ -204,3 +204,42 @@ async def test_r200_waiting_for_a_lag_ends_with_the_sender(api: Api) -> None:
             await sender.shutdown()
             with Clock(5.0), pytest.raises(ClosedError):
                 await waiting
+
+
+@pytest.mark.schemes("some")
+async def test_what_was_taken_back_because_it_does_not_fit_is_no_error_of_later_calls(api: Api) -> None:
+    async with api.crew(1) as everybody:
+        sender, (receiver,), _ = everybody
+        for call in (receiver.wait_lag, receiver.fetch):
+            with pytest.raises(PartialSendError):
+                await sender.send_async(Model(9, width=3), timeout=5)
+            found = await (call(0, timeout=5) if call == receiver.wait_lag else call(timeout=5))
+            assert found == 1 if call == receiver.wait_lag else read(found) == {0}
+        assert receiver.version == 1
+
+
+@pytest.mark.schemes("some")
+async def test_nor_where_there_were_no_weights_before(api: Api) -> None:
+    scheme = api.scheme(num_workers=1)
+    scheme.init_on_sender(model_id="policy")
+    async with scheme, receiver_of(scheme, 0, model := Model()) as receiver:
+        await asyncio.gather(scheme.connect(timeout=5), receiver.connect(timeout=5))
+        with pytest.raises(PartialSendError):
+            await scheme.send_async(Model(9, width=3), timeout=5)
+        assert await receiver.wait_lag(0, timeout=5) == 0
+        fetching = asyncio.ensure_future(receiver.fetch(timeout=5))
+        await asyncio.sleep(0.05)
+        assert not fetching.done()
+        await scheme.send_async(fill(Model(), 3), timeout=5)
+        assert read(await fetching) == read(model) == {3}
+
+
+@pytest.mark.schemes("some")
+async def test_r079_weights_that_do_not_fit_are_an_error_of_fetch_and_wait_lag_at_once(api: Api) -> None:
+    scheme = api.scheme(min_workers=0)
+    scheme.init_on_sender(model_id="policy", model=Model(1))
+    async with scheme, receiver_of(scheme, 0, Model(width=3)) as receiver:
+        await scheme.connect(timeout=5)
+        for call in (receiver.connect(timeout=30), receiver.fetch(timeout=30), receiver.wait_lag(0, timeout=30)):
+            with Clock(1.0), pytest.raises(SchemaMismatch):
+                await call
