@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -19,8 +18,9 @@ from asyncsync.model.strategy import WeightStrategy
 from asyncsync.net.address import address_towards, own_address
 from asyncsync.net.endpoint import INTRODUCED
 from asyncsync.net.introduction import Introduction, Introductions
-from asyncsync.runtime.threads import WorkThread, elsewhere
+from asyncsync.runtime.threads import elsewhere, until_cancelled
 from asyncsync.schemes import aio, blocking
+from asyncsync.schemes.core import SchemeCore
 from asyncsync.schemes.introduced import IntroducedCore
 from asyncsync.schemes.registry import register
 from asyncsync.schemes.store_rendezvous import Host, ask
@@ -158,22 +158,33 @@ class DistributedCore(IntroducedCore):
                 return OwnStore(own_address(), int(port) + AFTER_TCP_PORT)
         return OwnStore(own_address())
 
+    def _continue(self, original: SchemeCore) -> None:
+        if (host := original._rendezvous) is not None:
+            self._rendezvous = Host(host.own)
+
     @checked
     def init_on_receiver(
         self, model_id: str, context: Any = None, *, worker_idx: int | None = None, **options: Any
     ) -> None:
-        if self._bus.connect_endpoint == INTRODUCED and self._store_info is None:
-            if default_store() is None:
-                raise RuntimeError(
-                    "where is the sender? Pass this scheme on after init_on_sender(), or construct it with store_info= "
-                    "(that of the sender's get_store_info()), or call torch.distributed.init_process_group() on both "
-                    "sides before"
-                )
-            if worker_idx is None and getattr(context, "worker_idx", None) is None and distributed.get_rank():
-                worker_idx = distributed.get_rank() - 1
+        is_told = worker_idx is not None or getattr(context, "worker_idx", None) is not None
+        if not is_told and self._asks_group() and default_store() is not None and distributed.get_rank():
+            worker_idx = distributed.get_rank() - 1
         super().init_on_receiver(model_id, context, worker_idx=worker_idx, **options)
 
     init_on_receiver.__doc__ = IntroducedCore.init_on_receiver.__doc__
+
+    def _asks_group(self) -> bool:
+        """Worker: whether its sender is to be found in the store of the process group."""
+        return self._bus.connect_endpoint == INTRODUCED and self._store_info is None
+
+    def _check_fresh(self, role: str) -> None:
+        super()._check_fresh(role)
+        if role == "receiver" and self._asks_group() and default_store() is None:
+            raise RuntimeError(
+                "where is the sender? Pass this scheme on after init_on_sender(), or construct it with store_info= "
+                "(that of the sender's get_store_info()), or call torch.distributed.init_process_group() on both sides "
+                "before"
+            )
 
     async def _host(self, timeout: float) -> str:
         return await elsewhere("asyncsync-meeting", self._listens_at)
@@ -194,10 +205,8 @@ class DistributedCore(IntroducedCore):
 
     async def _end_transport(self, timeout: float) -> None:
         host: Host | None = self._rendezvous
-        if host is not None and host.is_open:
+        if host is not None:
             await elsewhere("asyncsync-meeting", host.close)
-        elif host is not None:
-            host.close()
         await super()._end_transport(timeout)
 
 
@@ -207,12 +216,7 @@ def _client_of(store_info: Address | None, timeout: float) -> Any:
 
 async def _find(client: Callable[[], Any], name: str, worker: int) -> Introduction:
     """A worker's introduction, when there is a sender."""
-    over, thread = threading.Event(), WorkThread("asyncsync-meeting")
-    try:
-        found = await thread.submit(partial(ask, client, name, worker, over.is_set))
-    finally:
-        over.set()
-        thread.abandon()
+    found = await until_cancelled("asyncsync-meeting", partial(ask, client, name, worker))
     assert found is not None
     return found
 

@@ -85,6 +85,10 @@ def test_r196_a_restarted_actor_finds_its_target(ray: Outcomes) -> None:
     check_once(ray, "a_restarted_actor_finds_its_target")
 
 
+def test_a_shutdown_ends_a_connect_that_waits(ray: Outcomes) -> None:
+    ray.check("a_shutdown_ends_a_connect_that_waits")
+
+
 def test_r196_r212_elastic_actors_come_and_go(ray: Outcomes) -> None:
     ray.check("elastic_actors_come_and_go")
 

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import threading
 import time
 from collections.abc import Callable
 
 import pytest
 
-from asyncsync import AckTimeout, DistributedWeightSyncScheme, NotConnected, PartialSendError, PeerLost
-from helpers.apis import Api
+from asyncsync import (
+    AckTimeout,
+    ClosedError,
+    DistributedWeightSyncScheme,
+    NotConnected,
+    PartialSendError,
+    PeerLost,
+)
+from asyncsync.net.endpoint import INTRODUCED
+from helpers.apis import Api, face
 from helpers.pairs import Clock, Model, fill, passed_on, read, receiver_of, until
 from helpers.processes import LARGE, Remote, Trainer, Worker
 from helpers.ranks import Rank, free_port
@@ -182,6 +191,22 @@ async def test_r192_a_connect_that_is_cancelled_or_times_out_can_be_called_again
         assert read(model) == {3}
 
 
+@pytest.mark.schemes("distributed")
+@pytest.mark.parametrize("has_own_bus", [True, False])
+async def test_a_shutdown_ends_a_connect_that_waits_for_its_introduction_at_once(api: Api, has_own_bus: bool) -> None:
+    options = {} if has_own_bus else {"bus": api.make(api.Bus, INTRODUCED)}
+    receiver = api.scheme(store_info=("127.0.0.1", free_port()), **options)
+    receiver.init_on_receiver("policy", model=Model(), worker_idx=0)
+    waiting = receiver if has_own_bus else receiver.bus
+    connecting = [asyncio.create_task(waiting.connect(timeout=30)) for _ in range(2)]
+    await until(lambda: sum(thread.name == "asyncsync-meeting" for thread in threading.enumerate()) == 2)
+    with Clock(0.2):
+        await waiting.shutdown()
+        for connect in connecting:
+            with pytest.raises(ClosedError, match="was shut down"):
+                await connect
+
+
 async def test_r191_the_trainers_loop_is_not_blocked_while_256_mib_are_sent() -> None:
     """Of 191: for Distributed; five times the promised bound is allowed."""
     numel = 64 * MIB
@@ -211,6 +236,8 @@ def test_r015_a_receiver_without_a_store_is_told_what_to_do(api: Api) -> None:
     scheme = api.DistributedWeightSyncScheme()
     with pytest.raises(RuntimeError, match=r"init_on_sender\(\), or construct it with store_info="):
         scheme.init_on_receiver("policy", model=Model(), worker_idx=0)
+    with pytest.raises(TypeError, match="'modle'; did you mean 'model'"):
+        scheme.init_on_receiver("policy", modle=Model(), worker_idx=0)
 
 
 @pytest.mark.parametrize(
@@ -226,6 +253,35 @@ def test_r015_a_receiver_without_a_store_is_told_what_to_do(api: Api) -> None:
 def test_bad_arguments_are_refused_with_the_choices(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         DistributedWeightSyncScheme(**options)  # type: ignore[arg-type]
+
+
+@pytest.mark.schemes("distributed")
+@pytest.mark.parametrize("is_connected", [False, True])
+async def test_the_shutdown_of_a_converted_scheme_leaves_the_original_to_be_found(api: Api, is_connected: bool) -> None:
+    sender = api.scheme(num_workers=1)
+    sender.init_on_sender(model_id="policy", model=Model(3))
+    first, second = receiver_of(sender, 0, Model()), receiver_of(sender, 0, model := Model())
+    twin = sender.bare.aio if api.is_blocking else face(sender.blocking)
+    async with sender, second:
+        async with first:
+            if is_connected:
+                await asyncio.gather(sender.connect(timeout=10), first.connect(timeout=10))
+            await twin.shutdown()
+        await asyncio.gather(sender.connect(timeout=10), second.connect(timeout=10))
+        assert read(model) == {3}
+
+
+@pytest.mark.schemes("distributed")
+async def test_either_of_a_scheme_and_its_conversion_may_be_the_trainer(api: Api) -> None:
+    original = api.scheme(num_workers=1)
+    original.init_on_sender(model_id="policy", model=Model(3))
+    twin = original.bare.aio if api.is_blocking else face(original.blocking)
+    for sender, unused in ((twin, original), (original, twin)):
+        async with sender:
+            receiver = receiver_of(unused, 0, model := Model())
+            async with receiver:
+                await asyncio.gather(sender.connect(timeout=10), receiver.connect(timeout=10))
+                assert read(model) == {3}
 
 
 async def test_a_passed_on_scheme_has_its_store_and_nothing_that_is_open() -> None:
