@@ -12,6 +12,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from asyncsync.collectors import ProfileConfig
 from asyncsync.collectors.distributed.family import NodeFamily
 from asyncsync.collectors.distributed.node import Answer, Command, Node, Wishes
 from asyncsync.collectors.distributed.node_group import APART, NodeGroup
@@ -185,6 +186,39 @@ def test_a_node_that_is_launched_again_has_the_hooks_that_were_set_last(groups: 
         group.wait(lambda: group.results and group.results.popleft(), 20)
         after = family.kinds(0)[family.kinds(0).index("connect") + 1 :]
         assert [kind for kind in after if kind != "wishes"] == ["pre_hook", "post_hook", "state", "rollout"]
+
+
+def test_a_node_that_is_launched_again_is_recorded_anew_unless_its_recording_has_ended(groups: Groups) -> None:
+    family = Family(restarts=5)
+    group = groups(family)
+
+    def do(name: str, *arguments: Any) -> None:
+        number = group.call(0, name, dumps(arguments))
+        group.wait(lambda: group.replies[number], 20)
+
+    def roll_out(count: int) -> None:
+        for _ in range(count):
+            group.call_soon(group.request, 0, RolloutRequest(1, False, None))
+            group.wait(lambda: group.results and group.results.popleft(), 20)
+
+    def again() -> bool:
+        lose(group, family, 0)
+        family.begin(0)
+        do("state")
+        return "profile" in family.kinds(0)
+
+    roll_out(5)
+    assert not again()
+    do("profile", ProfileConfig(num_rollouts=3), "0")
+    roll_out(2)
+    assert again()
+    roll_out(2)
+    assert again(), "what was recorded is lost, and it has begun anew"
+    roll_out(3)
+    assert not again(), "its trace is written"
+    do("profile", ProfileConfig(num_rollouts=3), "0")
+    do("profile", None, "0")
+    assert not again()
 
 
 def test_trajectories_of_a_node_that_is_launched_again_are_others(groups: Groups) -> None:

@@ -225,6 +225,7 @@ class NodeGroup(WorkerGroup):
 
     def _rolled_out(self, rank: int, answer: Answer) -> None:
         self._requested.pop(rank, None)
+        self._node_calls.rolled_out(rank)
         serial, steps, frames = answer.value
         if self._writes:
             self.frames += frames

@@ -60,7 +60,8 @@ class RayCollector(NodeCollector):
         extend_buffer: whole rollouts, or frame by frame.
         init_fn: called in each actor first, before environment and policy are made.
         restarts: how often each actor that has died is made anew, with a new environment, the current weights, and the
-            hooks that were set last. Calls of its workers wait until it has connected.
+            hooks that were set last; a profile that has not ended begins anew. Calls of its workers wait until it has
+            connected.
         worker_idx: which worker of a larger collector this is.
         connect_timeout: seconds for all nodes to be ready, and for each that is made anew.
 
