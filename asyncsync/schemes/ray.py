@@ -20,7 +20,7 @@ from asyncsync.model.strategy import WeightStrategy
 from asyncsync.net.address import own_address
 from asyncsync.net.introduction import Introduction, Introductions
 from asyncsync.runtime.threads import call_soon, elsewhere
-from asyncsync.schemes.ray_rendezvous import answer, find_introduction, hold_questions
+from asyncsync.schemes.ray_rendezvous import answer, find_introduction, hold_questions, kill
 from asyncsync.schemes.registry import register
 from asyncsync.schemes.remote_calls import METHOD, Call, Called, CalledBlocking, RemoteCallCore, failure_of
 from asyncsync.schemes.torch_distributed import check_backend
@@ -117,7 +117,7 @@ class RayCore(RemoteCallCore):
         holder, self._holder = self._holder, None
         if holder is not None:
             call_soon(self._answering.get_loop(), self._answering.cancel)
-            await elsewhere("asyncsync-ray", partial(_kill, holder))
+            await elsewhere("asyncsync-ray", partial(kill, holder))
         await super()._end_transport(timeout)
 
     # -- calls --------------------------------------------------------------------------------------------------------
@@ -149,12 +149,6 @@ async def _returned(reference: Any, worker: int) -> None:
         raise (error.cause if isinstance(error.cause, WeightSyncError) else failure_of(error)) from None
     except exceptions.RayError as error:
         raise PeerLost(f"worker {worker} is lost: its actor cannot be called: {error}") from error
-
-
-def _kill(holder: Any) -> None:
-    ray = sys.modules["ray"]
-    if ray.is_initialized():
-        ray.kill(holder)
 
 
 class RayWeightSyncScheme(RayCore, Called):

@@ -9,7 +9,9 @@ then asks again.
 from __future__ import annotations
 
 import asyncio
+import sys
 import weakref
+from contextlib import suppress
 from typing import Any
 
 from asyncsync.errors import NotConnected
@@ -57,7 +59,7 @@ async def hold_questions(name: str, seconds: float) -> Any:
         async with asyncio.timeout(seconds):
             await asyncio.wrap_future(holder.is_there.remote().future())
     except BaseException as error:
-        ray.kill(holder)
+        kill(holder)
         if not isinstance(error, TimeoutError):
             raise
         raise NotConnected(
@@ -67,15 +69,25 @@ async def hold_questions(name: str, seconds: float) -> Any:
     return holder
 
 
+def kill(actor: Any) -> None:
+    """End an actor for good, unless it has ended with its cluster."""
+    ray = sys.modules["ray"]
+    if ray.is_initialized():
+        with suppress(ValueError):  # the program has joined another cluster since
+            ray.kill(actor)
+
+
 async def answer(holder: Any, introductions: weakref.ref[Introductions], num_workers: int | None) -> None:
-    """Answer what workers ask the actor, until the sender was forgotten."""
-    errors = the_ray().exceptions
-    while True:
+    """Answer what workers ask the actor, until the sender or the cluster is gone."""
+    ray = the_ray()
+    while ray.is_initialized():  # else this would begin another cluster
         try:
             worker = await asyncio.wrap_future(holder.asked.remote(WANTED_SECONDS).future())
-        except errors.RayError:  # the actor is being restarted
+        except ray.exceptions.ActorUnavailableError:  # it is being restarted
             worker = None
             await asyncio.sleep(LOOK_SECONDS)
+        except ray.exceptions.RayError:
+            return
         if (introduce := introductions()) is None:
             return
         if worker is not None:
@@ -96,7 +108,7 @@ async def find_introduction(name: str, worker: int, seconds: float) -> Introduct
         async with asyncio.timeout(max(0.0, seconds - LOOK_SECONDS)):
             while True:
                 try:
-                    holder = await until_cancelled("asyncsync-ray", lambda _: ray.get_actor(name))
+                    holder = await until_cancelled("asyncsync-ray", lambda _: the_ray().get_actor(name))
                     found: bytes | None = await asyncio.wrap_future(holder.introduction.remote(worker).future())
                     break
                 except (ValueError, ray.exceptions.RayActorError) as error:

@@ -18,6 +18,7 @@ from asyncsync.collectors.distributed.ray_connection import connection, library
 from asyncsync.collectors.workers.channel import Parcel, loads
 from asyncsync.errors import PeerLost
 from asyncsync.runtime.threads import until_done
+from asyncsync.schemes.ray_rendezvous import kill
 
 COMMANDS, SIGNAL_THREADS = 8, 6
 """Threads of an actor. A command waits in one for its turn, which comes as long as so many threads are enough for those
@@ -118,10 +119,9 @@ class RayFamily(NodeFamily):
         return batch
 
     def stop(self, rank: int, timeout: float) -> None:
-        actor = self.actors[rank]
-        if actor is not None and self._ray.is_initialized():
-            self._ray.kill(actor, no_restart=True)
-        self.actors[rank] = None
+        actor, self.actors[rank] = self.actors[rank], None
+        if actor is not None:
+            kill(actor)
 
     def name(self, rank: int) -> str:
         where = self._where.get(rank)
