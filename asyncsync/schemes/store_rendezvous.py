@@ -51,14 +51,26 @@ class Host:
         assert self.own is not None
         return self.own.address
 
+    @property
+    def is_answering(self) -> bool:
+        """Whether it is open, and its store has not ended."""
+        return self._thread is not None and self._thread.is_alive()
+
     def open(self, client: Client, name: str, introductions: Introductions) -> None:
         """Answer what workers ask under this name, in a thread, from now on. Idempotent. Blocks. Raises NotConnected:
-        the store cannot be reached, or cannot do that."""
+        the store cannot be reached, or cannot do that, or another host of this process answers there."""
         with self._lock:
             if self._thread is not None:
                 return
             if self.own is not None:
                 self.own.open()
+            else:
+                if (other := _in_groups.get(name)) is not None and other.is_answering:
+                    raise NotConnected(
+                        f"another scheme of this process is the sender of {name!r} in its process group: give each a "
+                        "model_id of its own, or shut the other one down before"
+                    )
+                _in_groups[name] = self
             self._store = _place(client, name)
             questions = _place(client, name)
             questions.set_timeout(FOREVER)
@@ -80,6 +92,10 @@ class Host:
             thread.join(ENDING_SECONDS)
         if self.own is not None and (thread is not None or not self.own.is_open):
             self.own.close()
+
+
+_in_groups: weakref.WeakValueDictionary[str, Host] = weakref.WeakValueDictionary()
+"""Those in the stores of process groups, by their names."""
 
 
 def _end_soon(store: Any, end: str) -> None:

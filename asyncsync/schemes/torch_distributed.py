@@ -132,9 +132,16 @@ class DistributedCore(IntroducedCore):
     def init_on_sender(self, *, context: Any = None, num_workers: int | None = None, **options: Any) -> None:
         host = None
         if self._joins():
+            if not options.get("model_id"):
+                raise ValueError("in a process group, workers find this sender by its model_id=: pass one")
+            elastic = options.get("min_workers") is not None or self._bus.min_workers != 1
             counted = options.keys() & {"devices", "params_map"} or getattr(context, "num_workers", None)
-            if num_workers is None and self._bus.num_workers is None and not counted:
+            if num_workers is None and self._bus.num_workers is None and not counted and not elastic:
                 num_workers = distributed.get_world_size() - 1
+                if not num_workers:
+                    raise ValueError(
+                        "this process group has one process, and no workers: pass min_workers=0 if others come later"
+                    )
             host = Host(None)
         elif self._bus.endpoint == INTRODUCED:
             host = self._rendezvous or Host(self._take_port(context))
@@ -211,7 +218,14 @@ class DistributedCore(IntroducedCore):
 
 
 def _client_of(store_info: Address | None, timeout: float) -> Any:
-    return client_of(default_store()) if store_info is None else connect(store_info, timeout)
+    if store_info is not None:
+        return connect(store_info, timeout)
+    if (store := default_store()) is None:
+        raise NotConnected(
+            "this process has left the process group in whose store workers find their sender: call "
+            "destroy_process_group() after shutdown()"
+        )
+    return client_of(store)
 
 
 async def _find(client: Callable[[], Any], name: str, worker: int) -> Introduction:
@@ -256,12 +270,13 @@ class DistributedWeightSyncScheme(DistributedCore, aio.WeightSyncScheme):
             scheme.init_on_receiver("policy", model=policy)     # worker_idx is the rank, less one
             await scheme.connect()
 
-    Without a process group the scheme has a store of its own from ``init_on_sender`` on; it is passed on to the workers
-    after that, or they construct theirs with ``store_info=``. Neither the default process group nor its order of
-    operations is touched: each worker has a connection of its own, so one that is slow, killed or restarted concerns no
-    other. What travels over the bus is encrypted, with keys that workers get in the store; what gloo carries is not,
-    and whoever can use the store can take a worker's place: as with torch.distributed itself, use it on a network that
-    you trust.
+    The other processes of the group are the workers, unless ``num_workers=`` says how many, or ``min_workers=`` that
+    they come and go; each ``model_id`` has one sender. Without a process group the scheme has a store of its own from
+    ``init_on_sender`` on; it is passed on to the workers after that, or they construct theirs with ``store_info=``.
+    Neither the default process group nor its order of operations is touched: each worker has a connection of its own,
+    so one that is slow, killed or restarted concerns no other. What travels over the bus is encrypted, with keys that
+    workers get in the store; what gloo carries is not, and whoever can use the store can take a worker's place: as with
+    torch.distributed itself, use it on a network that you trust.
 
     Args:
         backend: one that this torch has; weights are packed in host memory, and gloo carries them whichever it is.

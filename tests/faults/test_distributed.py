@@ -7,8 +7,10 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+from torch import distributed
 
 from asyncsync import (
     AckTimeout,
@@ -17,11 +19,13 @@ from asyncsync import (
     NotConnected,
     PartialSendError,
     PeerLost,
+    sync,
 )
 from asyncsync.net.endpoint import INTRODUCED
 from helpers.apis import Api, face
 from helpers.pairs import Clock, Model, fill, passed_on, read, receiver_of, until
 from helpers.processes import LARGE, Remote, Trainer, Worker
+from helpers.programs import in_program
 from helpers.ranks import Rank, free_port
 
 pytestmark = pytest.mark.timeout(120)
@@ -105,6 +109,42 @@ async def test_r194_r200_a_trainer_killed_amid_a_transfer_of_256_mib_is_noticed_
     following = worker.follow(LARGE)
     await trainer.send_from(LARGE, 5.0)
     assert await following == (0, 5.0)
+
+
+def _alone(port: int) -> dict[str, Any]:
+    """What the only process of a group is told."""
+    told: dict[str, Any] = {}
+
+    def refused(kind: type[Exception], call: Callable[..., Any], **options: Any) -> str:
+        with pytest.raises(kind) as caught:
+            call(**options)
+        return str(caught.value)
+
+    distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
+    first, second, third = (sync.DistributedWeightSyncScheme(min_workers=least) for least in (1, 0, 0))
+    told["unnamed"] = refused(ValueError, first.init_on_sender, model=Model())
+    told["without workers"] = refused(ValueError, first.init_on_sender, model_id="policy", model=Model())
+    for scheme in (second, third):
+        scheme.init_on_sender(model_id="policy", model=Model(3))
+    second.connect(timeout=10)
+    told["again"] = refused(NotConnected, third.connect, timeout=10)
+    second.shutdown()
+    third.connect(timeout=10)
+    third.shutdown()
+    with sync.DistributedWeightSyncScheme(min_workers=0) as last:
+        last.init_on_sender(model_id="policy", model=Model(3))
+        distributed.destroy_process_group()
+        told["left"] = refused(NotConnected, last.connect, timeout=10)
+    return told
+
+
+@pytest.mark.thorough
+def test_who_cannot_be_found_in_a_process_group_is_told_why() -> None:
+    told = in_program(_alone, free_port())
+    assert "workers find this sender by its model_id=: pass one" in told["unnamed"]
+    assert "has one process, and no workers: pass min_workers=0" in told["without workers"]
+    assert "another scheme of this process is the sender of 'policy'" in told["again"]
+    assert "call destroy_process_group() after shutdown()" in told["left"]
 
 
 # -- without a process group
