@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -20,6 +22,7 @@ from asyncsync.collectors.whole_trajectories import WholeTrajectories
 from asyncsync.collectors.workers.channel import Parcel, dumps, loads
 from asyncsync.collectors.workers.group import RolloutRequest
 from asyncsync.errors import AckTimeout, PeerLost
+from asyncsync.runtime import loop_thread
 
 ANSWERS: dict[str, Any] = {"build": (4, 0, set()), "stand_still": True}
 
@@ -334,6 +337,21 @@ def test_a_pause_waits_for_a_node_that_has_run_free_before(groups: Groups) -> No
     assert not group.stand_still([0, 1])
     family.answer(0, "stand_still", Answer(None, True))
     group.wait(lambda: group.stand_still([0, 1]), 20)
+
+
+def test_a_node_that_does_not_answer_is_ended_without_a_word(groups: Groups, caplog: pytest.LogCaptureFixture) -> None:
+    class Stopped(Family):
+        def stop(self, rank: int, timeout: float) -> None:
+            for future, _ in self.open_calls.pop(rank, ()):
+                future.set_exception(PeerLost("it was killed"))
+
+    family = Stopped(restarts=0)
+    family.silent.add("stop")
+    groups(family).end(0.2)
+    while loop_thread._current is not None:
+        time.sleep(0.001)
+    gc.collect()
+    assert "never retrieved" not in caplog.text
 
 
 def test_what_cannot_be_pickled_is_no_lost_node(groups: Groups) -> None:
