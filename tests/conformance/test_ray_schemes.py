@@ -69,6 +69,10 @@ def test_r071_only_the_chosen_actor_is_called(ray: Outcomes) -> None:
     ray.check("only_the_chosen_worker_is_called")
 
 
+def test_r195_an_object_in_the_place_of_another_is_named(ray: Outcomes) -> None:
+    ray.check("an_object_in_the_place_of_another_is_named")
+
+
 def test_r195_what_an_actor_raises_is_its_failure(ray: Outcomes) -> None:
     ray.check("what_a_worker_raises_is_its_failure")
 

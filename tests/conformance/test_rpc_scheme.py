@@ -45,6 +45,10 @@ def test_r071_only_the_chosen_worker_is_called(rpc: Outcomes) -> None:
     rpc.check("only_the_chosen_worker_is_called")
 
 
+def test_r195_an_object_in_the_place_of_another_is_named(rpc: Outcomes) -> None:
+    rpc.check("an_object_in_the_place_of_another_is_named")
+
+
 def test_r195_what_a_worker_raises_is_its_failure(rpc: Outcomes) -> None:
     rpc.check("what_a_worker_raises_is_its_failure")
 
