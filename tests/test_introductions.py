@@ -14,14 +14,22 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncsync import DistributedWeightSyncScheme, NotConnected, ProtocolError, WeightSyncScheme, ZMQTransport, sync
+from asyncsync import (
+    ClosedError,
+    DistributedWeightSyncScheme,
+    NotConnected,
+    ProtocolError,
+    WeightSyncScheme,
+    ZMQTransport,
+    sync,
+)
 from asyncsync.net.address import address_towards, own_address, tcp_endpoint
 from asyncsync.net.introduction import Introduction, Introductions
 from asyncsync.net.keys import KeyPair
 from asyncsync.runtime import loop_thread
 from asyncsync.schemes.introduced import IntroducedCore
 from asyncsync.wire import codec, messages
-from helpers.pairs import Model, fill, passed_on, until
+from helpers.pairs import Clock, Model, fill, passed_on, until
 
 BOARD: dict[str, dict[int, Introduction]] = {}
 
@@ -87,6 +95,46 @@ async def test_a_worker_that_nobody_introduces_is_told_so_and_may_try_again() ->
                 await worker.connect(timeout=0.05)
             await asyncio.gather(sender.connect(timeout=10), worker.connect(timeout=10))
             assert model() == {1.0}
+
+
+class Waiting(BoardScheme):
+    """Whose introductions never come to hang there."""
+
+    async def _introduce(self, introductions: Introductions, timeout: float) -> None:
+        await asyncio.Event().wait()
+
+
+async def test_a_shutdown_ends_a_sender_that_is_still_introducing_its_workers_at_once() -> None:
+    sender = Waiting(num_workers=1)
+    sender.init_on_sender(model_id="policy", model=Model(1.0))
+    with pytest.raises(NotConnected, match=r"could not be introduced within 0\.05 s"):
+        await sender.connect(timeout=0.05)
+    connecting = asyncio.create_task(sender.connect(timeout=30))
+    await until(lambda: bool(sender._meetings))
+    with Clock(0.2), pytest.raises(ClosedError, match="was shut down"):
+        await asyncio.gather(sender.shutdown(), connecting)
+
+
+async def test_workers_come_and_go_without_end_and_those_that_are_there_keep_their_introductions() -> None:
+    async with sending() as (sender, _):
+        await sender._open(10)
+        admission, there = sender._introductions().admission, {0}
+        introductions = Introductions(admission, there, 3)
+        introductions.endpoint = sender._introductions().endpoint
+        before = len(admission._given)
+        made = {worker: introductions(worker) for worker in range(50)}
+
+        def good() -> list[int]:
+            return [worker for worker, one in made.items() if admission._client(one.own.public) is not None]
+
+        assert good() == [0, 48, 49]
+        assert introductions(0) == made[0]
+        assert introductions(1) != made[1], "another one, for a worker that was away for long"
+        assert len(admission._given) == before + 3
+        there |= {1, 49}
+        made[2] = introductions(2)
+        assert good() == [0, 2, 49]
+        assert len(admission._given) == before + 4, "of those that are there, all"
 
 
 async def test_keys_are_not_pickled_and_are_drawn_for_each_connection() -> None:

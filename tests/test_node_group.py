@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -12,6 +14,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from asyncsync.collectors import ProfileConfig
 from asyncsync.collectors.distributed.family import NodeFamily
 from asyncsync.collectors.distributed.node import Answer, Command, Node, Wishes
 from asyncsync.collectors.distributed.node_group import APART, NodeGroup
@@ -19,6 +22,7 @@ from asyncsync.collectors.whole_trajectories import WholeTrajectories
 from asyncsync.collectors.workers.channel import Parcel, dumps, loads
 from asyncsync.collectors.workers.group import RolloutRequest
 from asyncsync.errors import AckTimeout, PeerLost
+from asyncsync.runtime import loop_thread
 
 ANSWERS: dict[str, Any] = {"build": (4, 0, set()), "stand_still": True}
 
@@ -187,6 +191,39 @@ def test_a_node_that_is_launched_again_has_the_hooks_that_were_set_last(groups: 
         assert [kind for kind in after if kind != "wishes"] == ["pre_hook", "post_hook", "state", "rollout"]
 
 
+def test_a_node_that_is_launched_again_is_recorded_anew_unless_its_recording_has_ended(groups: Groups) -> None:
+    family = Family(restarts=5)
+    group = groups(family)
+
+    def do(name: str, *arguments: Any) -> None:
+        number = group.call(0, name, dumps(arguments))
+        group.wait(lambda: group.replies[number], 20)
+
+    def roll_out(count: int) -> None:
+        for _ in range(count):
+            group.call_soon(group.request, 0, RolloutRequest(1, False, None))
+            group.wait(lambda: group.results and group.results.popleft(), 20)
+
+    def again() -> bool:
+        lose(group, family, 0)
+        family.begin(0)
+        do("state")
+        return "profile" in family.kinds(0)
+
+    roll_out(5)
+    assert not again()
+    do("profile", ProfileConfig(num_rollouts=3), "0")
+    roll_out(2)
+    assert again()
+    roll_out(2)
+    assert again(), "what was recorded is lost, and it has begun anew"
+    roll_out(3)
+    assert not again(), "its trace is written"
+    do("profile", ProfileConfig(num_rollouts=3), "0")
+    do("profile", None, "0")
+    assert not again()
+
+
 def test_trajectories_of_a_node_that_is_launched_again_are_others(groups: Groups) -> None:
     def rollout(number: int, *, ends: bool) -> TensorDict:
         done = torch.zeros(2, 1, dtype=torch.bool)
@@ -300,6 +337,21 @@ def test_a_pause_waits_for_a_node_that_has_run_free_before(groups: Groups) -> No
     assert not group.stand_still([0, 1])
     family.answer(0, "stand_still", Answer(None, True))
     group.wait(lambda: group.stand_still([0, 1]), 20)
+
+
+def test_a_node_that_does_not_answer_is_ended_without_a_word(groups: Groups, caplog: pytest.LogCaptureFixture) -> None:
+    class Stopped(Family):
+        def stop(self, rank: int, timeout: float) -> None:
+            for future, _ in self.open_calls.pop(rank, ()):
+                future.set_exception(PeerLost("it was killed"))
+
+    family = Stopped(restarts=0)
+    family.silent.add("stop")
+    groups(family).end(0.2)
+    while loop_thread._current is not None:
+        time.sleep(0.001)
+    gc.collect()
+    assert "never retrieved" not in caplog.text
 
 
 def test_what_cannot_be_pickled_is_no_lost_node(groups: Groups) -> None:

@@ -7,7 +7,8 @@ import threading
 
 import pytest
 
-from asyncsync.runtime.threads import WorkThread, settle
+from asyncsync.runtime.threads import WorkThread, elsewhere, settle
+from asyncsync.schemes.blocking import now
 
 
 @pytest.mark.parametrize("error", [StopIteration("over"), StopAsyncIteration("over"), ZeroDivisionError("no")])
@@ -49,3 +50,8 @@ def test_a_future_whose_loop_is_closed_is_left_as_it_is() -> None:
     loop.close()
     settle(future, 42)
     assert not future.done()
+
+
+def test_where_no_event_loop_runs_a_function_is_called_at_once() -> None:
+    """As at the end of a blocking shutdown, when what it closes has outlived the bus."""
+    assert now(elsewhere("a test's", threading.current_thread)) is threading.current_thread()

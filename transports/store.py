@@ -40,6 +40,10 @@ class OwnStore:
     """
 
     def __init__(self, host: str, port: int = 0) -> None:
+        self._store: Any = None
+        self._take(host, port)
+
+    def _take(self, host: str, port: int) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._bound = socket.socket(family, socket.SOCK_STREAM)
         try:
@@ -51,13 +55,19 @@ class OwnStore:
                 f"no store can be opened at {host}:{port}: {error}; is it an address of this host's, and a free port?"
             ) from error
         self.address: Address = host, self._bound.getsockname()[1]
-        self._store: Any = None
         self._forgotten: weakref.finalize[Any, OwnStore] = weakref.finalize(self, self._bound.close)
         self._forgotten.atexit = False
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it listens."""
+        return self._store is not None
+
     def open(self) -> None:
-        """Listen. Idempotent."""
+        """Listen; after :meth:`close`, once more, if the port is free. Idempotent."""
         if self._store is None:
+            if self._bound.fileno() < 0:
+                self._take(*self.address)
             self._bound.listen()
             host, port = self.address
             self._store = _c10d.TCPStore(

@@ -114,7 +114,7 @@ class SenderLink(Link):
             hint = "bind a numeric address of this host, and tell the workers its name with connect="
             if keyed:
                 self.admission = Admission(self.context, KeyPair.draw(), self.crash)
-                self.introductions = Introductions(self.admission)
+                self.introductions = Introductions(self.admission, self.publisher.peers)
             elif keys is not None:
                 server, listed = keys.sender()
                 self.admission = Admission(self.context, server, self.crash, listed)

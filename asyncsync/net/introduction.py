@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Container
 from dataclasses import dataclass
 
 import msgpack
 
 from asyncsync.errors import ProtocolError
 from asyncsync.net.keys import Admission, KeyPair
+from asyncsync.protocol.membership import MAX_PEERS
 
 logger = logging.getLogger("asyncsync")
 
@@ -58,20 +59,27 @@ class Introduction:
 
 class Introductions:
     """The sender's: ``introductions(worker)`` makes one, the same one again later. ``endpoint`` is where its
-    socket was bound."""
+    socket was bound. Of more than ``most``, that of the absent worker that has not asked for longest is void; it gets
+    another if it asks again. ``there`` are the workers that are not absent."""
 
     endpoint: str
 
-    def __init__(self, admission: Admission) -> None:
+    def __init__(self, admission: Admission, there: Container[int], most: int = MAX_PEERS) -> None:
         self._made: dict[int, Introduction] = {}
         self.admission = admission
+        self._there, self._most = there, most
 
     def __call__(self, worker: int) -> Introduction:
-        if worker not in self._made:
+        found = self._made.pop(worker, None)
+        if found is None:
+            absent = (one for one in self._made if one not in self._there)
+            if len(self._made) >= self._most and (void := next(absent, None)) is not None:
+                self.admission.dismiss(self._made.pop(void).own.public)
             own = KeyPair.draw()
             self.admission.admit(own.public, worker)
-            self._made[worker] = Introduction(self.endpoint, self.admission.server.public, own)
-        return self._made[worker]
+            found = Introduction(self.endpoint, self.admission.server.public, own)
+        self._made[worker] = found  # asked for last
+        return found
 
 
 class Following:

@@ -135,6 +135,10 @@ class Admission:
         """Let in whoever has the secret to this key, as this worker."""
         self._given[public] = Client(f"worker {worker}", Workers((range(worker, worker + 1),)))
 
+    def dismiss(self, public: bytes) -> None:
+        """Let the holder of this key, which was admitted, in no more."""
+        del self._given[public]
+
     def _client(self, key: bytes) -> Client | None:
         client = self._given.get(key)
         return self._listed.clients.get(key) if client is None and self._listed is not None else client

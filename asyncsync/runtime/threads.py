@@ -13,7 +13,10 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
+
+from asyncsync.runtime.asyncio_private import running_loop
 
 T = TypeVar("T")
 
@@ -164,9 +167,23 @@ class WorkThread:
 
 async def elsewhere(name: str, function: Callable[[], T], on_cancel: Callable[[], object] = lambda: None) -> T:
     """Run a function in a daemon thread of its own, which ends with it. Cancelled, this raises when it has run;
-    ``on_cancel`` is called to have it end sooner."""
+    ``on_cancel`` is called to have it end sooner. Where no event loop runs, as in a blocking shutdown after its bus has
+    ended, the function is called here."""
+    if running_loop() is None:
+        return function()
     thread = WorkThread(name)
     try:
         return await finish(thread.submit(function), on_cancel)
     finally:
+        thread.abandon()
+
+
+async def until_cancelled(name: str, function: Callable[[Callable[[], bool]], T]) -> T:
+    """Run ``function(is_over)`` in a daemon thread of its own, which ends with it. Cancelled, this raises at once, and
+    ``is_over()`` is true from then on."""
+    over, thread = threading.Event(), WorkThread(name)
+    try:
+        return await thread.submit(partial(function, over.is_set))
+    finally:
+        over.set()
         thread.abandon()

@@ -18,6 +18,9 @@ from __future__ import annotations
 
 import asyncio
 from abc import abstractmethod
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 from asyncsync.bus.member import Source
@@ -25,16 +28,24 @@ from asyncsync.errors import NotConnected
 from asyncsync.net.address import own_address
 from asyncsync.net.endpoint import INTRODUCED
 from asyncsync.net.introduction import Introduction, Introductions
+from asyncsync.runtime.threads import call_soon
 from asyncsync.schemes.core import SchemeCore
 
 
 class IntroducedCore(SchemeCore):
     """A scheme of either API with a rendezvous of its own."""
 
+    def _reset(self) -> None:
+        super()._reset()
+        self._meetings: dict[asyncio.Timeout, asyncio.AbstractEventLoop] = {}  # those that wait for an introduction
+
     def __init__(self, *args: Any, endpoint: str | None = None, bus: Any = None, **kwargs: Any) -> None:
         if endpoint is None and bus is None:
             endpoint = INTRODUCED
         super().__init__(*args, endpoint=endpoint, bus=bus, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in super().__getstate__().items() if name != "_meetings"}
 
     # -- of a subclass ------------------------------------------------------------------------------------------------
 
@@ -65,10 +76,18 @@ class IntroducedCore(SchemeCore):
         """Sender: listen, and introduce the workers."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
-        link = self._bus._link
-        if link is None:
-            link = self._bus._open_sender(await self._host(timeout))
-        await self._introduce(self._introductions(), max(0.0, deadline - loop.time()))
+        try:
+            async with self._meeting(timeout):
+                if self._bus._link is None:
+                    self._bus._open_sender(await self._host(timeout))
+                await self._introduce(self._introductions(), max(0.0, deadline - loop.time()))
+        except TimeoutError as error:
+            raise NotConnected(
+                f"the workers could not be introduced within {timeout:g} s; connect() may be called again"
+            ) from error
+        finally:
+            if self.closed:  # meanwhile
+                await self._end_transport(timeout)
 
     def _introductions(self) -> Introductions:
         """Of a sender that listens."""
@@ -92,11 +111,34 @@ class IntroducedCore(SchemeCore):
         if worker is None:
             raise ValueError("which worker is this? pass worker_idx to init_on_receiver() or connect()")
         try:
-            async with asyncio.timeout(timeout):
-                found = await self._find_sender(worker, timeout)
+            async with self._meeting(timeout):
+                bus._introduction = await self._find_sender(worker, timeout)
         except TimeoutError as error:
             raise NotConnected(
                 f"worker {worker} was not introduced to a sender within {timeout:g} s: is it connecting? connect() may "
                 "be called again"
             ) from error
-        bus._introduction = found
+
+    @asynccontextmanager
+    async def _meeting(self, timeout: float) -> AsyncIterator[None]:
+        """A block that a shutdown ends. Raises ClosedError: it has; TimeoutError."""
+        limit = asyncio.timeout(timeout)
+        self._meetings[limit] = asyncio.get_running_loop()
+        try:
+            self._check_open()
+            async with limit:
+                yield
+        except TimeoutError:
+            self._check_open()
+            raise
+        finally:
+            del self._meetings[limit]
+
+    async def _end_transport(self, timeout: float) -> None:
+        for limit, loop in list(self._meetings.items()):  # another thread's, perhaps
+            call_soon(loop, partial(self._end_meeting, limit))
+        await super()._end_transport(timeout)
+
+    def _end_meeting(self, limit: asyncio.Timeout) -> None:
+        if limit in self._meetings and not limit.expired():
+            limit.reschedule(0.0)

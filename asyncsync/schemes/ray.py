@@ -7,6 +7,7 @@ import asyncio
 import base64
 import binascii
 import sys
+import weakref
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, ClassVar
@@ -18,9 +19,8 @@ from asyncsync.errors import NotConnected, PeerLost, WeightSyncError
 from asyncsync.model.strategy import WeightStrategy
 from asyncsync.net.address import own_address
 from asyncsync.net.introduction import Introduction, Introductions
-from asyncsync.runtime.asyncio_private import running_loop
-from asyncsync.runtime.threads import elsewhere
-from asyncsync.schemes.ray_rendezvous import find_introduction, hold_introductions
+from asyncsync.runtime.threads import call_soon, elsewhere
+from asyncsync.schemes.ray_rendezvous import answer, find_introduction, hold_questions, kill
 from asyncsync.schemes.registry import register
 from asyncsync.schemes.remote_calls import METHOD, Call, Called, CalledBlocking, RemoteCallCore, failure_of
 from asyncsync.schemes.torch_distributed import check_backend
@@ -31,7 +31,6 @@ from asyncsync.transports.slots import COPY_BYTES
 OBJECT_STORE = "object_store"
 BACKENDS = ("gloo", "nccl", OBJECT_STORE)
 MARK = f"{METHOD} asyncsync:"  # a call's name, as Ray shows it; what follows is the Call
-ELASTIC_WORKERS = 256
 MARGIN = 1.0  # a connect that is late says why
 MODULE = "transform_module"  # what a transform's module is called where the sender gives it no name
 
@@ -62,10 +61,12 @@ class RayCore(RemoteCallCore):
     def _reset(self) -> None:
         super()._reset()
         self._holder: Any = None
+        self._answering: Any = None
         self._info_name = ""  # if it was told another
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in super().__getstate__().items() if name not in ("_holder", "_info_name")}
+        own = ("_holder", "_answering", "_info_name")
+        return {name: value for name, value in super().__getstate__().items() if name not in own}
 
     def create_transport(self, **kwargs: Any) -> ObjectTransport:
         """The transport of this scheme's API."""
@@ -105,20 +106,18 @@ class RayCore(RemoteCallCore):
 
     async def _introduce(self, introductions: Introductions, timeout: float) -> None:
         if self._holder is None:
-            known = {w: introductions(w).encode() for w in range(self._bus.num_workers or ELASTIC_WORKERS)}
-            hold = partial(hold_introductions, self.connection_info_name, known, timeout)
-            self._holder = await elsewhere("asyncsync-ray", hold)
+            self._holder = await hold_questions(self.connection_info_name, timeout)
+            answering = answer(self._holder, weakref.ref(introductions), self._bus.num_workers)
+            self._answering = asyncio.get_running_loop().create_task(answering)
 
     async def _find_sender(self, worker: int, timeout: float) -> Introduction:
-        found = await elsewhere("asyncsync-ray", partial(find_introduction, self.connection_info_name, worker, timeout))
-        return Introduction.decode(found)
+        return await find_introduction(self.connection_info_name, worker, timeout)
 
     async def _end_transport(self, timeout: float) -> None:
         holder, self._holder = self._holder, None
-        if holder is not None and running_loop() is not None:
-            await elsewhere("asyncsync-ray", partial(_kill, holder))
-        elif holder is not None:  # the link has ended before
-            _kill(holder)
+        if holder is not None:
+            call_soon(self._answering.get_loop(), self._answering.cancel)
+            await elsewhere("asyncsync-ray", partial(kill, holder))
         await super()._end_transport(timeout)
 
     # -- calls --------------------------------------------------------------------------------------------------------
@@ -150,12 +149,6 @@ async def _returned(reference: Any, worker: int) -> None:
         raise (error.cause if isinstance(error.cause, WeightSyncError) else failure_of(error)) from None
     except exceptions.RayError as error:
         raise PeerLost(f"worker {worker} is lost: its actor cannot be called: {error}") from error
-
-
-def _kill(holder: Any) -> None:
-    ray = sys.modules["ray"]
-    if ray.is_initialized():
-        ray.kill(holder)
 
 
 class RayWeightSyncScheme(RayCore, Called):

@@ -263,6 +263,11 @@ class RemoteCallCore(IntroducedCore):
         version = call.version(self._topic)
         if call.uid != self._bus._uid or version is None:
             return None  # it is for another scheme of the same object
+        if self._worker_idx not in (None, call.worker):
+            raise ValueError(
+                f"this object is worker {self._worker_idx}, but its sender calls it as worker {call.worker}: the "
+                "sender's remotes must have each object once, in the place of its worker_idx"
+            )
         loop = asyncio.get_running_loop()
         deadline = loop.time() + (CALL_SECONDS if timeout is None else timeout)
         if not self._registered:

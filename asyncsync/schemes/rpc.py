@@ -135,8 +135,8 @@ class RPCCore(RemoteCallCore):
 
         def begin() -> None:
             call_there = import_module("torch.distributed.rpc").rpc_async
-            arguments = rref, call.encode()
-            call_there(rref.owner(), _receive_there, arguments, timeout=RPC_SECONDS).add_done_callback(ended)
+            there, arguments = BlockingRPC._receive_there, (rref, call.encode())
+            call_there(rref.owner(), there, arguments, timeout=RPC_SECONDS).add_done_callback(ended)
 
         try:
             await elsewhere("asyncsync-call", begin)  # it may connect, which blocks
@@ -149,21 +149,23 @@ class RPCCore(RemoteCallCore):
     def _current_call(self) -> Call | None:
         return _current.get()
 
-
-def _receive_there(rref: Any, encoded: bytes) -> Exception | None:
-    """In the worker: have the object receive. Returns what it raised."""
-    token = _current.set(Call.decode(encoded))
-    try:
-        outcome = getattr(rref.local_value(), METHOD)()
-        if inspect.isawaitable(outcome):
-            if inspect.iscoroutine(outcome):
-                outcome.close()
-            raise TypeError(f"{METHOD} must be an ordinary method: RPC calls it on a thread that has no event loop")
-    except Exception as error:
-        return failure_of(error)
-    finally:
-        _current.reset(token)
-    return None
+    # Not a function of this module: several calls may come at once, before anything of asyncsync was imported. Threads
+    # that begin with different modules of a package wait for each other; those that begin with asyncsync.sync do not.
+    @classmethod
+    def _receive_there(cls, rref: Any, encoded: bytes) -> Exception | None:
+        """In the worker: have the object receive. Returns what it raised."""
+        token = _current.set(Call.decode(encoded))
+        try:
+            outcome = getattr(rref.local_value(), METHOD)()
+            if inspect.isawaitable(outcome):
+                if inspect.iscoroutine(outcome):
+                    outcome.close()
+                raise TypeError(f"{METHOD} must be an ordinary method: RPC calls it on a thread that has no event loop")
+        except Exception as error:
+            return failure_of(error)
+        finally:
+            _current.reset(token)
+        return None
 
 
 class RPCWeightSyncScheme(RPCCore, Called):
@@ -180,9 +182,6 @@ class RPCWeightSyncScheme(RPCCore, Called):
 
         def _receive_weights_scheme(self):
             self.scheme.receive()
-
-    Have the workers' processes import :mod:`asyncsync.sync` before ``init_rpc``: several calls that come at once would
-    import it in several threads, which Python does not get through.
 
     Args:
         backend: of torch.distributed, as for :class:`asyncsync.DistributedWeightSyncScheme`.

@@ -34,10 +34,11 @@ def _place(client: Client, name: str) -> Any:
 
 
 class Host:
-    """The sender's side. ``own`` is a store of its own, if it has one."""
+    """The sender's side. ``own`` is a store of its own, if it has one; a scheme and those that it was converted to have
+    the same one, which ends with the host that has opened it."""
 
     def __init__(self, own: OwnStore | None) -> None:
-        self._own = own
+        self.own = own
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._end = f"end {secrets.token_hex(8)}"
@@ -47,22 +48,29 @@ class Host:
     @property
     def address(self) -> Address:
         """Of its own store."""
-        assert self._own is not None
-        return self._own.address
+        assert self.own is not None
+        return self.own.address
 
     @property
-    def is_open(self) -> bool:
-        """Whether :meth:`close` takes a while."""
-        return self._thread is not None
+    def is_answering(self) -> bool:
+        """Whether it is open, and its store has not ended."""
+        return self._thread is not None and self._thread.is_alive()
 
     def open(self, client: Client, name: str, introductions: Introductions) -> None:
         """Answer what workers ask under this name, in a thread, from now on. Idempotent. Blocks. Raises NotConnected:
-        the store cannot be reached, or cannot do that."""
+        the store cannot be reached, or cannot do that, or another host of this process answers there."""
         with self._lock:
             if self._thread is not None:
                 return
-            if self._own is not None:
-                self._own.open()
+            if self.own is not None:
+                self.own.open()
+            else:
+                if (other := _in_groups.get(name)) is not None and other.is_answering:
+                    raise NotConnected(
+                        f"another scheme of this process is the sender of {name!r} in its process group: give each a "
+                        "model_id of its own, or shut the other one down before"
+                    )
+                _in_groups[name] = self
             self._store = _place(client, name)
             questions = _place(client, name)
             questions.set_timeout(FOREVER)
@@ -82,8 +90,12 @@ class Host:
             with suppress(RuntimeError):  # the store has ended before
                 store.queue_push(QUESTIONS, self._end)
             thread.join(ENDING_SECONDS)
-        if self._own is not None:
-            self._own.close()
+        if self.own is not None and (thread is not None or not self.own.is_open):
+            self.own.close()
+
+
+_in_groups: weakref.WeakValueDictionary[str, Host] = weakref.WeakValueDictionary()
+"""Those in the stores of process groups, by their names."""
 
 
 def _end_soon(store: Any, end: str) -> None:

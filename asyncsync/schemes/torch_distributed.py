@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -19,8 +18,9 @@ from asyncsync.model.strategy import WeightStrategy
 from asyncsync.net.address import address_towards, own_address
 from asyncsync.net.endpoint import INTRODUCED
 from asyncsync.net.introduction import Introduction, Introductions
-from asyncsync.runtime.threads import WorkThread, elsewhere
+from asyncsync.runtime.threads import elsewhere, until_cancelled
 from asyncsync.schemes import aio, blocking
+from asyncsync.schemes.core import SchemeCore
 from asyncsync.schemes.introduced import IntroducedCore
 from asyncsync.schemes.registry import register
 from asyncsync.schemes.store_rendezvous import Host, ask
@@ -132,9 +132,16 @@ class DistributedCore(IntroducedCore):
     def init_on_sender(self, *, context: Any = None, num_workers: int | None = None, **options: Any) -> None:
         host = None
         if self._joins():
+            if not options.get("model_id"):
+                raise ValueError("in a process group, workers find this sender by its model_id=: pass one")
+            elastic = options.get("min_workers") is not None or self._bus.min_workers != 1
             counted = options.keys() & {"devices", "params_map"} or getattr(context, "num_workers", None)
-            if num_workers is None and self._bus.num_workers is None and not counted:
+            if num_workers is None and self._bus.num_workers is None and not counted and not elastic:
                 num_workers = distributed.get_world_size() - 1
+                if not num_workers:
+                    raise ValueError(
+                        "this process group has one process, and no workers: pass min_workers=0 if others come later"
+                    )
             host = Host(None)
         elif self._bus.endpoint == INTRODUCED:
             host = self._rendezvous or Host(self._take_port(context))
@@ -158,22 +165,33 @@ class DistributedCore(IntroducedCore):
                 return OwnStore(own_address(), int(port) + AFTER_TCP_PORT)
         return OwnStore(own_address())
 
+    def _continue(self, original: SchemeCore) -> None:
+        if (host := original._rendezvous) is not None:
+            self._rendezvous = Host(host.own)
+
     @checked
     def init_on_receiver(
         self, model_id: str, context: Any = None, *, worker_idx: int | None = None, **options: Any
     ) -> None:
-        if self._bus.connect_endpoint == INTRODUCED and self._store_info is None:
-            if default_store() is None:
-                raise RuntimeError(
-                    "where is the sender? Pass this scheme on after init_on_sender(), or construct it with store_info= "
-                    "(that of the sender's get_store_info()), or call torch.distributed.init_process_group() on both "
-                    "sides before"
-                )
-            if worker_idx is None and getattr(context, "worker_idx", None) is None and distributed.get_rank():
-                worker_idx = distributed.get_rank() - 1
+        is_told = worker_idx is not None or getattr(context, "worker_idx", None) is not None
+        if not is_told and self._asks_group() and default_store() is not None and distributed.get_rank():
+            worker_idx = distributed.get_rank() - 1
         super().init_on_receiver(model_id, context, worker_idx=worker_idx, **options)
 
     init_on_receiver.__doc__ = IntroducedCore.init_on_receiver.__doc__
+
+    def _asks_group(self) -> bool:
+        """Worker: whether its sender is to be found in the store of the process group."""
+        return self._bus.connect_endpoint == INTRODUCED and self._store_info is None
+
+    def _check_fresh(self, role: str) -> None:
+        super()._check_fresh(role)
+        if role == "receiver" and self._asks_group() and default_store() is None:
+            raise RuntimeError(
+                "where is the sender? Pass this scheme on after init_on_sender(), or construct it with store_info= "
+                "(that of the sender's get_store_info()), or call torch.distributed.init_process_group() on both sides "
+                "before"
+            )
 
     async def _host(self, timeout: float) -> str:
         return await elsewhere("asyncsync-meeting", self._listens_at)
@@ -194,25 +212,25 @@ class DistributedCore(IntroducedCore):
 
     async def _end_transport(self, timeout: float) -> None:
         host: Host | None = self._rendezvous
-        if host is not None and host.is_open:
+        if host is not None:
             await elsewhere("asyncsync-meeting", host.close)
-        elif host is not None:
-            host.close()
         await super()._end_transport(timeout)
 
 
 def _client_of(store_info: Address | None, timeout: float) -> Any:
-    return client_of(default_store()) if store_info is None else connect(store_info, timeout)
+    if store_info is not None:
+        return connect(store_info, timeout)
+    if (store := default_store()) is None:
+        raise NotConnected(
+            "this process has left the process group in whose store workers find their sender: call "
+            "destroy_process_group() after shutdown()"
+        )
+    return client_of(store)
 
 
 async def _find(client: Callable[[], Any], name: str, worker: int) -> Introduction:
     """A worker's introduction, when there is a sender."""
-    over, thread = threading.Event(), WorkThread("asyncsync-meeting")
-    try:
-        found = await thread.submit(partial(ask, client, name, worker, over.is_set))
-    finally:
-        over.set()
-        thread.abandon()
+    found = await until_cancelled("asyncsync-meeting", partial(ask, client, name, worker))
     assert found is not None
     return found
 
@@ -252,12 +270,13 @@ class DistributedWeightSyncScheme(DistributedCore, aio.WeightSyncScheme):
             scheme.init_on_receiver("policy", model=policy)     # worker_idx is the rank, less one
             await scheme.connect()
 
-    Without a process group the scheme has a store of its own from ``init_on_sender`` on; it is passed on to the workers
-    after that, or they construct theirs with ``store_info=``. Neither the default process group nor its order of
-    operations is touched: each worker has a connection of its own, so one that is slow, killed or restarted concerns no
-    other. What travels over the bus is encrypted, with keys that workers get in the store; what gloo carries is not,
-    and whoever can use the store can take a worker's place: as with torch.distributed itself, use it on a network that
-    you trust.
+    The other processes of the group are the workers, unless ``num_workers=`` says how many, or ``min_workers=`` that
+    they come and go; each ``model_id`` has one sender. Without a process group the scheme has a store of its own from
+    ``init_on_sender`` on; it is passed on to the workers after that, or they construct theirs with ``store_info=``.
+    Neither the default process group nor its order of operations is touched: each worker has a connection of its own,
+    so one that is slow, killed or restarted concerns no other. What travels over the bus is encrypted, with keys that
+    workers get in the store; what gloo carries is not, and whoever can use the store can take a worker's place: as with
+    torch.distributed itself, use it on a network that you trust.
 
     Args:
         backend: one that this torch has; weights are packed in host memory, and gloo carries them whichever it is.

@@ -43,7 +43,8 @@ class DistributedCollector(LaunchedCollector):
             attribute ``shared``.
         extend_buffer: whole rollouts, or frame by frame.
         restarts: how often each node that is lost is launched again, with a new environment, the current weights, and
-            the hooks that were set last. Calls of its workers wait until it has connected.
+            the hooks that were set last; a profile that has not ended begins anew. Calls of its workers wait until it
+            has connected.
         connect_timeout: seconds for all nodes to be ready, and for each that is launched again.
 
     Weights go by :class:`asyncsync.sync.DistributedWeightSyncScheme` unless a scheme is given.

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from functools import partial
 
 from asyncsync.collectors.distributed.node import Answer, Command
+from asyncsync.collectors.workers.channel import loads
 from asyncsync.collectors.workers.failures import Failure
 from asyncsync.errors import PeerLost
 
-LASTING = ("pre_hook", "post_hook")
+LASTING = ("pre_hook", "post_hook", "profile")
 """Calls whose effect a node that is launched again is to have, too."""
 
 
@@ -31,6 +32,7 @@ class NodeCalls:
         self._asked: dict[int, int] = {}  # of each call without an answer, the node
         self._held: dict[int, list[tuple[int, Command]]] = {}  # of each node that is being launched again
         self._lasting: defaultdict[int, dict[str, Command]] = defaultdict(dict)
+        self._unrecorded: Counter[int] = Counter()  # of each node, rollouts that its profile lacks
 
     def ask(self, rank: int, number: int, command: Command) -> None:
         """Send a call; if its node is being launched again, when that has connected."""
@@ -41,11 +43,22 @@ class NodeCalls:
             self._submit(rank, command, partial(self._answered, rank, number, command), fatal=False)
 
     def _answered(self, rank: int, number: int, command: Command, answer: Answer) -> None:
-        _, name, _ = command
-        if answer.failure is None and name in LASTING:
-            self._lasting[rank][name] = command
+        if answer.failure is None:
+            self._note(rank, command)
         self._asked.pop(number, None)
         self._reply(number, answer)
+
+    def _note(self, rank: int, command: Command) -> None:
+        _, name, arguments = command
+        if name in LASTING:
+            self._lasting[rank][name] = command
+        if name == "profile":
+            config, _ = loads(arguments)
+            self._unrecorded[rank] = 0 if config is None else config.num_rollouts
+
+    def rolled_out(self, rank: int) -> None:
+        """A node has done a rollout, and recorded it if it is to be profiled."""
+        self._unrecorded[rank] -= 1
 
     def lose(self, rank: int, lost: PeerLost) -> None:
         """A node is lost: it may have carried out what it has not answered."""
@@ -61,7 +74,10 @@ class NodeCalls:
         """A node has connected."""
         held = self._held.pop(rank, None)
         if held is not None:
+            if self._unrecorded[rank] <= 0:  # the trace is written
+                self._lasting[rank].pop("profile", None)
             for command in self._lasting[rank].values():
                 self._submit(rank, command, lambda _: None)
+                self._note(rank, command)
             for number, command in held:
                 self.ask(rank, number, command)

@@ -225,6 +225,7 @@ class NodeGroup(WorkerGroup):
 
     def _rolled_out(self, rank: int, answer: Answer) -> None:
         self._requested.pop(rank, None)
+        self._node_calls.rolled_out(rank)
         serial, steps, frames = answer.value
         if self._writes:
             self.frames += frames
@@ -384,14 +385,14 @@ class NodeGroup(WorkerGroup):
         ends = []
         for rank in self._built_now:
             try:
-                ends.append(asyncio.wrap_future(self.nodes.submit(rank, ("stop", self._wishes(rank), seconds))))
+                end = asyncio.wrap_future(self.nodes.submit(rank, ("stop", self._wishes(rank), seconds)))
             except Exception as error:
                 logger.debug("%s cannot be stopped: %s", self.nodes.name(rank), error)
+            else:
+                end.add_done_callback(lambda end: end.cancelled() or end.exception())  # one that is lost needs no end
+                ends.append(end)
         if ends:
             await asyncio.wait(ends, timeout=seconds)
-        for end in ends:
-            if end.done() and not end.cancelled():
-                end.exception()  # retrieved: a node that is lost needs no end
 
     def close(self) -> None:
         """Nothing is shared with the nodes."""

@@ -48,7 +48,7 @@ class RayCollector(NodeCollector):
         num_workers_per_collector: workers of each node's own; all of them make the same environment.
         sync: True: a batch is a stack of all nodes' rollouts; False: it is one node's, first come, first served.
         ray_init_config: for ``ray.init``, if that was not called before. Then ``ray.shutdown`` is called at the end of
-            the last collector or evaluator that uses Ray.
+            the last collector or evaluator that uses Ray, unless the program has called ``ray.init`` since.
         remote_configs: for ``ray.remote``: what an actor needs and where it may be placed, such as ``num_cpus`` or
             ``scheduling_strategy``; a dict, or one for each actor. None: one CPU.
         num_collectors: how many actors, where ``create_env_fn`` is one callable.
@@ -60,7 +60,8 @@ class RayCollector(NodeCollector):
         extend_buffer: whole rollouts, or frame by frame.
         init_fn: called in each actor first, before environment and policy are made.
         restarts: how often each actor that has died is made anew, with a new environment, the current weights, and the
-            hooks that were set last. Calls of its workers wait until it has connected.
+            hooks that were set last; a profile that has not ended begins anew. Calls of its workers wait until it has
+            connected.
         worker_idx: which worker of a larger collector this is.
         connect_timeout: seconds for all nodes to be ready, and for each that is made anew.
 

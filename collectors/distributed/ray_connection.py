@@ -25,34 +25,47 @@ def library() -> Any:
 
 
 class RayConnection:
-    """This process's connection to Ray, which ends with the last of those that :meth:`hold` it, if the first of them
-    has begun it."""
+    """This process's connection to Ray, which ends with the last of those that :meth:`hold` it, if one of them has
+    begun it, and the program has not begun another one since."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._holders: set[object] = set()
-        self._over: threading.Event | None = None  # None: somebody else has begun it
+        self._begun: tuple[Any, threading.Event] | None = None  # here: of what session, and what is set at its end
 
     def hold(self, holder: object, ray: Any, config: Mapping[str, Any]) -> None:
         with self._lock:
             if not ray.is_initialized():
+                self._end(ray)  # the program has called ray.shutdown()
                 over = threading.Event()
                 init = partial(ray.init, **config)
                 if threading.current_thread() is threading.main_thread():
                     init()
                 else:
                     _init_in_a_thread_that_stays(init, over)
-                self._over = over
+                self._begun = _session(ray), over
             self._holders.add(holder)
 
     def release(self, holder: object, ray: Any) -> None:
         """Idempotent."""
         with self._lock:
             self._holders.discard(holder)
-            if self._over is not None and not self._holders:
-                over, self._over = self._over, None
+            if not self._holders:
+                self._end(ray)
+
+    def _end(self, ray: Any) -> None:
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            session, over = begun
+            if ray.is_initialized() and _session(ray) == session:
                 ray.shutdown()
-                over.set()
+            over.set()
+
+
+def _session(ray: Any) -> Any:
+    """What tells this process's connection from any other one."""
+    context = ray.get_runtime_context()
+    return context.get_node_id(), context.get_job_id()
 
 
 connection = RayConnection()

@@ -6,8 +6,11 @@ is an object of Ray's own: it stays in the store of the host where it was made u
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from tensordict import TensorDictBase
@@ -18,10 +21,10 @@ from asyncsync.collectors.distributed.ray_connection import connection, library
 from asyncsync.collectors.workers.channel import Parcel, loads
 from asyncsync.errors import PeerLost
 from asyncsync.runtime.threads import until_done
+from asyncsync.schemes.ray_rendezvous import kill
 
 COMMANDS, SIGNAL_THREADS = 8, 6
-"""Threads of an actor. A command waits in one for its turn, which comes as long as so many threads are enough for those
-that come before it: there are few at a time, as whoever calls a node waits for its answer."""
+"""Threads of an actor."""
 
 FETCH_SECONDS = 60.0
 
@@ -55,6 +58,50 @@ class NodeActor:
         self._node._receive_weights_scheme()
 
 
+class _Commands:
+    """Those of one actor. Each waits in a thread there for its turn, so there are no more on their way than threads:
+    else one with large arguments that many have overtaken would never have one, and they would wait for it."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+        self._lock = threading.Lock()
+        self._waiting: deque[tuple[int, Command, Future[Answer]]] = deque()
+        self._under_way = 0
+
+    def add(self, number: int, command: Command) -> Future[Answer]:
+        found: Future[Answer] = Future()
+        with self._lock:
+            self._waiting.append((number, command, found))
+        self._go_on()
+        return found
+
+    def _go_on(self) -> None:
+        with self._lock:
+            if not self._waiting or self._under_way == COMMANDS:
+                return
+            self._under_way += 1
+            number, command, found = self._waiting.popleft()
+        try:
+            if command[0] == "rollout":
+                method = self._actor.roll_out.options(concurrency_group="commands", num_returns=2)
+                answer, batch = method.remote(number, command)
+            else:
+                method = self._actor.carry_out.options(concurrency_group="commands")
+                answer, batch = method.remote(number, command), None
+            answer.future().add_done_callback(partial(self._answered, found, batch))
+        except Exception as error:  # Ray is not there any more
+            found.set_exception(error)
+
+    def _answered(self, found: Future[Answer], batch: Any, answer: Future[Answer]) -> None:
+        with self._lock:
+            self._under_way -= 1
+        self._go_on()
+        if (error := answer.exception()) is not None:
+            found.set_exception(error)
+        else:  # together with the reference to its batch
+            found.set_result(answer.result()._replace(payload=batch))
+
+
 class RayFamily(NodeFamily):
     """Nodes as actors.
 
@@ -69,6 +116,7 @@ class RayFamily(NodeFamily):
     ) -> None:
         super().__init__(restarts)
         self.actors: list[Any] = [None] * len(configs)
+        self._commands: dict[int, _Commands] = {}
         self._configs = [dict(config) for config in configs]
         self._init_config = init_config
         self._ray: Any = None
@@ -83,7 +131,8 @@ class RayFamily(NodeFamily):
         self._where.pop(rank, None)
         groups = {"commands": COMMANDS, "signals": SIGNAL_THREADS}
         config = {"max_restarts": 0} | self._configs[rank] | {"concurrency_groups": groups}
-        self.actors[rank] = actor = self._ray.remote(**config)(NodeActor).remote(rank)
+        actor = self._ray.remote(**config)(NodeActor).remote(rank)
+        self.actors[rank], self._commands[rank] = actor, _Commands(actor)
         ready: Future[Any] = actor.ready.options(concurrency_group="signals").remote().future()
         ready.add_done_callback(lambda done: self._note(rank, done))
         return ready
@@ -93,17 +142,11 @@ class RayFamily(NodeFamily):
             self._where[rank] = ready.result()
 
     def send(self, rank: int, number: int, command: Command) -> Future[Answer]:
-        actor = self.actors[rank]
-        found: Future[Answer]
-        if command[0] != "rollout":
-            group = "signals" if command[0] in SIGNALS else "commands"
-            found = actor.carry_out.options(concurrency_group=group).remote(number, command).future()
-        else:
-            rolls_out = actor.roll_out.options(concurrency_group="commands", num_returns=2)
-            answer, batch = rolls_out.remote(number, command)
-            found = Future()
-            answer.future().add_done_callback(lambda done: _with_batch(found, done, batch))
-        return found
+        if command[0] not in SIGNALS:
+            return self._commands[rank].add(number, command)
+        sent = self.actors[rank].carry_out.options(concurrency_group="signals").remote(number, command)
+        future: Future[Answer] = sent.future()
+        return future
 
     def remote(self, rank: int) -> Any:
         return self.actors[rank]
@@ -118,10 +161,9 @@ class RayFamily(NodeFamily):
         return batch
 
     def stop(self, rank: int, timeout: float) -> None:
-        actor = self.actors[rank]
-        if actor is not None and self._ray.is_initialized():
-            self._ray.kill(actor, no_restart=True)
-        self.actors[rank] = None
+        actor, self.actors[rank] = self.actors[rank], None
+        if actor is not None:
+            kill(actor)
 
     def name(self, rank: int) -> str:
         where = self._where.get(rank)
@@ -130,14 +172,6 @@ class RayFamily(NodeFamily):
     def close(self) -> None:
         if self._ray is not None:
             connection.release(self, self._ray)
-
-
-def _with_batch(found: Future[Answer], answer: Future[Answer], batch: Any) -> None:
-    """Hand an answer out together with the reference to its batch."""
-    if (error := answer.exception()) is not None:
-        found.set_exception(error)
-    else:
-        found.set_result(answer.result()._replace(payload=batch))
 
 
 class ActorBuffer:

@@ -69,6 +69,10 @@ def test_r071_only_the_chosen_actor_is_called(ray: Outcomes) -> None:
     ray.check("only_the_chosen_worker_is_called")
 
 
+def test_r195_an_object_in_the_place_of_another_is_named(ray: Outcomes) -> None:
+    ray.check("an_object_in_the_place_of_another_is_named")
+
+
 def test_r195_what_an_actor_raises_is_its_failure(ray: Outcomes) -> None:
     ray.check("what_a_worker_raises_is_its_failure")
 
@@ -83,6 +87,10 @@ def test_r195_a_killed_actor_is_named_and_the_others_go_on(ray: Outcomes) -> Non
 
 def test_r196_a_restarted_actor_finds_its_target(ray: Outcomes) -> None:
     check_once(ray, "a_restarted_actor_finds_its_target")
+
+
+def test_a_shutdown_ends_a_connect_that_waits(ray: Outcomes) -> None:
+    ray.check("a_shutdown_ends_a_connect_that_waits")
 
 
 def test_r196_r212_elastic_actors_come_and_go(ray: Outcomes) -> None:

@@ -10,7 +10,9 @@ import asyncsync
 import asyncsync.sync
 from helpers.called_faults import OF_TORN_READS
 from helpers.called_workers import APIS, Outcomes
+from helpers.programs import in_program
 from helpers.rpc_program import run_with_rpc
+from helpers.rpc_unimported import six_first_calls_at_once
 
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(500)]
 
@@ -41,6 +43,10 @@ def test_r021_r022_there_is_no_receiver_loop(rpc: Outcomes) -> None:
 
 def test_r071_only_the_chosen_worker_is_called(rpc: Outcomes) -> None:
     rpc.check("only_the_chosen_worker_is_called")
+
+
+def test_r195_an_object_in_the_place_of_another_is_named(rpc: Outcomes) -> None:
+    rpc.check("an_object_in_the_place_of_another_is_named")
 
 
 def test_r195_what_a_worker_raises_is_its_failure(rpc: Outcomes) -> None:
@@ -98,6 +104,10 @@ def test_r192_a_cancelled_send_loses_nothing(rpc: Outcomes) -> None:
 
 def test_r191_the_loop_is_not_blocked_by_a_large_update(rpc: Outcomes) -> None:
     rpc.check("the_loop_is_not_blocked_by_a_large_update")
+
+
+def test_first_calls_that_come_at_once_may_find_nothing_imported() -> None:
+    assert in_program(six_first_calls_at_once) == [3.0] * 6
 
 
 def test_r231_from_backend_knows_rpc() -> None:

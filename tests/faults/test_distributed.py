@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+from torch import distributed
 
-from asyncsync import AckTimeout, DistributedWeightSyncScheme, NotConnected, PartialSendError, PeerLost
-from helpers.apis import Api
+from asyncsync import (
+    AckTimeout,
+    ClosedError,
+    DistributedWeightSyncScheme,
+    NotConnected,
+    PartialSendError,
+    PeerLost,
+    sync,
+)
+from asyncsync.net.endpoint import INTRODUCED
+from helpers.apis import Api, face
 from helpers.pairs import Clock, Model, fill, passed_on, read, receiver_of, until
 from helpers.processes import LARGE, Remote, Trainer, Worker
+from helpers.programs import in_program
 from helpers.ranks import Rank, free_port
 
 pytestmark = pytest.mark.timeout(120)
@@ -96,6 +109,42 @@ async def test_r194_r200_a_trainer_killed_amid_a_transfer_of_256_mib_is_noticed_
     following = worker.follow(LARGE)
     await trainer.send_from(LARGE, 5.0)
     assert await following == (0, 5.0)
+
+
+def _alone(port: int) -> dict[str, Any]:
+    """What the only process of a group is told."""
+    told: dict[str, Any] = {}
+
+    def refused(kind: type[Exception], call: Callable[..., Any], **options: Any) -> str:
+        with pytest.raises(kind) as caught:
+            call(**options)
+        return str(caught.value)
+
+    distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
+    first, second, third = (sync.DistributedWeightSyncScheme(min_workers=least) for least in (1, 0, 0))
+    told["unnamed"] = refused(ValueError, first.init_on_sender, model=Model())
+    told["without workers"] = refused(ValueError, first.init_on_sender, model_id="policy", model=Model())
+    for scheme in (second, third):
+        scheme.init_on_sender(model_id="policy", model=Model(3))
+    second.connect(timeout=10)
+    told["again"] = refused(NotConnected, third.connect, timeout=10)
+    second.shutdown()
+    third.connect(timeout=10)
+    third.shutdown()
+    with sync.DistributedWeightSyncScheme(min_workers=0) as last:
+        last.init_on_sender(model_id="policy", model=Model(3))
+        distributed.destroy_process_group()
+        told["left"] = refused(NotConnected, last.connect, timeout=10)
+    return told
+
+
+@pytest.mark.thorough
+def test_who_cannot_be_found_in_a_process_group_is_told_why() -> None:
+    told = in_program(_alone, free_port())
+    assert "workers find this sender by its model_id=: pass one" in told["unnamed"]
+    assert "has one process, and no workers: pass min_workers=0" in told["without workers"]
+    assert "another scheme of this process is the sender of 'policy'" in told["again"]
+    assert "call destroy_process_group() after shutdown()" in told["left"]
 
 
 # -- without a process group
@@ -182,6 +231,22 @@ async def test_r192_a_connect_that_is_cancelled_or_times_out_can_be_called_again
         assert read(model) == {3}
 
 
+@pytest.mark.schemes("distributed")
+@pytest.mark.parametrize("has_own_bus", [True, False])
+async def test_a_shutdown_ends_a_connect_that_waits_for_its_introduction_at_once(api: Api, has_own_bus: bool) -> None:
+    options = {} if has_own_bus else {"bus": api.make(api.Bus, INTRODUCED)}
+    receiver = api.scheme(store_info=("127.0.0.1", free_port()), **options)
+    receiver.init_on_receiver("policy", model=Model(), worker_idx=0)
+    waiting = receiver if has_own_bus else receiver.bus
+    connecting = [asyncio.create_task(waiting.connect(timeout=30)) for _ in range(2)]
+    await until(lambda: sum(thread.name == "asyncsync-meeting" for thread in threading.enumerate()) == 2)
+    with Clock(0.2):
+        await waiting.shutdown()
+        for connect in connecting:
+            with pytest.raises(ClosedError, match="was shut down"):
+                await connect
+
+
 async def test_r191_the_trainers_loop_is_not_blocked_while_256_mib_are_sent() -> None:
     """Of 191: for Distributed; five times the promised bound is allowed."""
     numel = 64 * MIB
@@ -211,6 +276,8 @@ def test_r015_a_receiver_without_a_store_is_told_what_to_do(api: Api) -> None:
     scheme = api.DistributedWeightSyncScheme()
     with pytest.raises(RuntimeError, match=r"init_on_sender\(\), or construct it with store_info="):
         scheme.init_on_receiver("policy", model=Model(), worker_idx=0)
+    with pytest.raises(TypeError, match="'modle'; did you mean 'model'"):
+        scheme.init_on_receiver("policy", modle=Model(), worker_idx=0)
 
 
 @pytest.mark.parametrize(
@@ -226,6 +293,35 @@ def test_r015_a_receiver_without_a_store_is_told_what_to_do(api: Api) -> None:
 def test_bad_arguments_are_refused_with_the_choices(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         DistributedWeightSyncScheme(**options)  # type: ignore[arg-type]
+
+
+@pytest.mark.schemes("distributed")
+@pytest.mark.parametrize("is_connected", [False, True])
+async def test_the_shutdown_of_a_converted_scheme_leaves_the_original_to_be_found(api: Api, is_connected: bool) -> None:
+    sender = api.scheme(num_workers=1)
+    sender.init_on_sender(model_id="policy", model=Model(3))
+    first, second = receiver_of(sender, 0, Model()), receiver_of(sender, 0, model := Model())
+    twin = sender.bare.aio if api.is_blocking else face(sender.blocking)
+    async with sender, second:
+        async with first:
+            if is_connected:
+                await asyncio.gather(sender.connect(timeout=10), first.connect(timeout=10))
+            await twin.shutdown()
+        await asyncio.gather(sender.connect(timeout=10), second.connect(timeout=10))
+        assert read(model) == {3}
+
+
+@pytest.mark.schemes("distributed")
+async def test_either_of_a_scheme_and_its_conversion_may_be_the_trainer(api: Api) -> None:
+    original = api.scheme(num_workers=1)
+    original.init_on_sender(model_id="policy", model=Model(3))
+    twin = original.bare.aio if api.is_blocking else face(original.blocking)
+    for sender, unused in ((twin, original), (original, twin)):
+        async with sender:
+            receiver = receiver_of(unused, 0, model := Model())
+            async with receiver:
+                await asyncio.gather(sender.connect(timeout=10), receiver.connect(timeout=10))
+                assert read(model) == {3}
 
 
 async def test_a_passed_on_scheme_has_its_store_and_nothing_that_is_open() -> None:

@@ -221,6 +221,21 @@ async def only_the_chosen_worker_is_called(lab: Lab, api: Api) -> None:
 
 
 @case
+async def an_object_in_the_place_of_another_is_named(lab: Lab, api: Api) -> None:
+    async with lab.crew(api) as crew:
+        await crew.send(2.0)
+        right = crew.sender.remotes[1]
+        crew.sender.remotes[1] = crew.sender.remotes[0]
+        with pytest.raises(asyncsync.PartialSendError) as caught:
+            await crew.send(3.0)
+        assert list(caught.value.acked) == [0]
+        assert "this object is worker 0, but its sender calls it as worker 1" in str(caught.value.failed[1])
+        crew.sender.remotes[1] = right
+        await crew.send(4.0)
+        assert await crew.states("value") == [4.0, 4.0]
+
+
+@case
 async def what_a_worker_raises_is_its_failure(lab: Lab, api: Api) -> None:
     async with lab.crew(api) as crew:
         await crew.call(0, "fail", "the sensor is wet")

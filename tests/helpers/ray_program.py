@@ -7,6 +7,8 @@ import asyncio
 import os
 import shutil
 import tempfile
+import threading
+import time
 import warnings
 from collections.abc import Callable
 from types import ModuleType
@@ -262,7 +264,8 @@ async def elastic_actors_come_and_go(lab: RayLab, api: Api) -> None:
     first = lab.start(Worker, 0, blocking, 0, 8)
     sender.init_on_sender(model_id="policy", model=model, remotes={0: first})
     await asyncio.gather(sender.connect(), lab.call(first, "connect"))
-    sender.remotes[3] = second = lab.start(Worker, 1, blocking, 3, 8)
+    lab.ray.kill(lab.ray.get_actor(sender.connection_info_name), no_restart=False)  # it comes again
+    sender.remotes[3000] = second = lab.start(Worker, 1, blocking, 3000, 8)  # indices need not be used again
     await lab.call(second, "connect")
     assert (await lab.call(second, "state"))["value"] == 1.0
     await sender.send_async(model.fill(2.0))
@@ -274,6 +277,18 @@ async def elastic_actors_come_and_go(lab: RayLab, api: Api) -> None:
     await sender.shutdown()
     lab.end(first)
     lab.end(second)
+
+
+async def a_shutdown_ends_a_connect_that_waits(lab: RayLab, api: Api) -> None:
+    receiver = api.scheme(**lab.options)
+    receiver.init_on_receiver("policy", model=Filled(8, 0.0), worker_idx=0)
+    connecting = asyncio.create_task(receiver.connect(timeout=50))
+    await eventually(lambda: any(thread.name == "asyncsync-ray" for thread in threading.enumerate()))
+    begin = time.monotonic()
+    await receiver.shutdown()
+    with pytest.raises(asyncsync.ClosedError):
+        await connecting
+    assert time.monotonic() - begin < 2
 
 
 async def nothing_stays_in_the_store(lab: RayLab, api: Api) -> None:
@@ -318,6 +333,7 @@ OWN = (
     the_page_of_rpc_collector_connects_a_receiver,
     only_the_sender_of_a_transform_connects,
     elastic_actors_come_and_go,
+    a_shutdown_ends_a_connect_that_waits,
 )
 
 WITH_GLOO = (
