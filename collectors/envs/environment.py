@@ -98,15 +98,12 @@ def reset(environment: Any, td: TensorDictBase | None = None, **kwargs: Any) -> 
     return root
 
 
-def step(environment: Any, td: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
-    """Its ``step_and_maybe_reset``. Raises TypeError: it returned something else than two TensorDicts."""
-    found = environment.step_and_maybe_reset(td)
-    if not isinstance(found, tuple) or len(found) != 2 or found[0].get("next", None) is None:
-        raise TypeError(
-            f"{type(environment).__name__}.step_and_maybe_reset() must return two TensorDicts, the one that it was "
-            f"given with the step's results in 'next', and that for the next step; it returned {found!r}"
-        )
-    return found
+def no_step(environment: Any, found: Any) -> TypeError:
+    """What to raise where ``step_and_maybe_reset`` has returned something else than two TensorDicts."""
+    return TypeError(
+        f"{type(environment).__name__}.step_and_maybe_reset() must return two TensorDicts, the one that it was given "
+        f"with the step's results in 'next', and that for the next step; it returned {found!r}"
+    )
 
 
 def batch_size_of(environment: Any) -> torch.Size:

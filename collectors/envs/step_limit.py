@@ -102,8 +102,10 @@ class StepLimit:
 
     def step_and_maybe_reset(self, td: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
         """Step all. Raises KeyError: the environment's result has no flag of a trajectory's end."""
-        output, root = environments.step(self.environment, td)
-        after = output.get("next")
+        found = self.environment.step_and_maybe_reset(td)
+        if not isinstance(found, tuple) or len(found) != 2 or (after := found[0].get("next", None)) is None:
+            raise environments.no_step(self.environment, found)
+        output, root = found
         flags = {name: after.get(name) for name in FLAGS if name in after.keys()}  # noqa: SIM118
         if not flags:
             raise KeyError(self._no_flag(after.keys()))

@@ -258,9 +258,11 @@ class Rollouts:
         devices = self.devices
         if devices.cast_to_env_device and devices.env is not None:
             given = devices.cast(carrier, devices.env, devices.sync_env)
-        output, root = environments.step(self.env, given)
+        found = self.env.step_and_maybe_reset(given)
+        if not isinstance(found, tuple) or len(found) != 2 or (after := found[0].get("next", None)) is None:
+            raise environments.no_step(self.env, found)
+        output, root = found
         if output is not carrier:
-            after = output.get("next")
             if devices.carrier_has_no_device and after.device is not None:
                 after = after.copy().clear_device_()
             carrier.set("next", after)
