@@ -88,6 +88,9 @@ class Frames:
     def add(self, frame: Any) -> None:
         self.frames.append(frame)
 
+    def extend(self, batch: Any) -> None:
+        self.frames += batch.unbind(0)
+
 
 @pytest.mark.parametrize("destination", ["batch", "replay buffer"])
 def test_a_frame_is_copied_before_the_weights_that_it_shows_change(destination: str) -> None:

@@ -275,6 +275,8 @@ class WaitsInItsSecondStep(Counting):
 
     def step_and_maybe_reset(self, td: TensorDictBase) -> Any:
         self.made += 1
+        if self.made == 2:
+            self.path.with_name("begun").touch()
         while self.made > 1 and not self.path.exists():
             time.sleep(0.001)
         return super().step_and_maybe_reset(td)
@@ -295,7 +297,8 @@ async def test_an_update_that_arrives_later_is_complete(style: str, tmp_path: Pa
     given = options(frames_per_batch=1, postproc=Shift())
     go = tmp_path / "go"
     with MultiAsyncCollector([lambda: WaitsInItsSecondStep(go)], policy(), **given) as collector:
-        await anext(collector)  # the next step has begun
+        await anext(collector)
+        await until(go.with_name("begun").exists)
         both = {"policy": policy(7.0), "postproc": {"value": torch.full((1,), 7.0)}}
         if style == "late":
             with pytest.raises(PartialSendError):
