@@ -25,6 +25,7 @@ logger = logging.getLogger("asyncsync")
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 2.0
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | FAILED
 _ATTEMPTS = zmq.EVENT_CONNECT_DELAYED | zmq.EVENT_CONNECT_RETRIED
+CERTAIN = 3  # connections without keys that are ended at once: one may be to a sender that is about to end
 _MISMATCH = int(zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH)
 
 
@@ -37,7 +38,8 @@ class Dialer:
     Attributes:
         endpoint: the one that it connects to.
         why: for people, why there is no connection; empty: there is one, or nobody has answered yet.
-        is_refused: whether the last attempt was answered by one that does not let this key in, or wants one, or none.
+        is_refused: whether the last attempt was answered by one that does not let this key in, or wants one, or none:
+            it has said so, or has ended several connections at once.
         refused: failed attempts, by reason.
     """
 
@@ -138,7 +140,8 @@ class Dialer:
             self.refused[why] += 1
             if self.refused[why] == 1:
                 logger.warning("%s; it is tried again", why)
-            self.why, self.is_refused = why, event == zmq.EVENT_HANDSHAKE_FAILED_AUTH or value == _MISMATCH
+            is_said = event == zmq.EVENT_HANDSHAKE_FAILED_AUTH or value == _MISMATCH
+            self.why, self.is_refused = why, is_said or (self.refused[why] >= CERTAIN and not self._keyed)
             if self._timer is None:
                 with suppress(zmq.ZMQError):  # where libzmq has given up by itself
                     self._socket.disconnect(self.endpoint)

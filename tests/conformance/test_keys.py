@@ -196,6 +196,18 @@ async def test_r203_fetch_tells_at_once_that_it_is_not_let_in(
         await run.goes_on()
 
 
+async def test_r203_fetch_ends_where_every_connection_is_ended_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As those of a sender with keys may be, before it has said that it wants one."""
+    async with await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1") as server:
+        host, port = server.sockets[0].getsockname()
+        with Clock(1.0):
+            command = ["fetch", f"tcp://{host}:{port}", f"--out={tmp_path}/weights.safetensors"]
+            assert await asyncio.to_thread(main, command) == 1
+    assert "it wants a key (give --server-key and --client-key), is no sender" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("key", ["worker-1", "host"])
 async def test_r203_an_index_cannot_be_stolen(site: Site, key: str) -> None:
     """By a client that is listed: whose key is for another worker, or for any."""
