@@ -20,7 +20,7 @@ from asyncsync.collectors import Collector, MultiAsyncCollector, MultiCollector,
 from asyncsync.collectors.workers.shared_batches import SharedPlace
 from asyncsync.errors import AckTimeout, ClosedError
 from helpers.blocking_interrupts import sigint_raises
-from helpers.collecting_multi import Counting, make, options, policy
+from helpers.collecting_multi import Counting, make, options, policy, settled
 
 BOTH = pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
 FACTORIES = [make(length=5), make(length=3)]
@@ -34,28 +34,23 @@ def collectors() -> Iterator[Any]:
         MultiAsyncCollector(FACTORIES, policy(), **options()) as running,
     ):
         for collector in (waiting, running):
-            settle(collector)
+            for _ in range(8):
+                collector.next()
             for _ in range(3):
                 collector.update_policy_weights_()
         yield waiting, running
 
 
-def settle(collector: Any) -> None:
-    """Have its slots all mapped, so that it has no more descriptors than before the test."""
-    for _ in range(8):
-        collector.next()
-
-
 @pytest.fixture
 def waiting(collectors: Any) -> Iterator[Any]:
-    yield collectors[0]
-    settle(collectors[0])
+    with settled(collectors[0]):
+        yield collectors[0]
 
 
 @pytest.fixture
 def running(collectors: Any) -> Iterator[Any]:
-    yield collectors[1]
-    settle(collectors[1])
+    with settled(collectors[1]):
+        yield collectors[1]
 
 
 def steps(batch: Any) -> list[float]:

@@ -17,7 +17,7 @@ from torch import nn
 from asyncsync.collectors import MultiAsyncCollector, MultiSyncCollector
 from asyncsync.errors import SchemaMismatch
 from asyncsync.sync import SharedMemWeightSyncScheme, ZMQWeightSyncScheme
-from helpers.collecting_multi import Marked, SharedBuffer, acted, make, options, policy, versions
+from helpers.collecting_multi import Marked, SharedBuffer, acted, make, options, policy, settled, versions
 from helpers.collecting_weights import update
 
 BOTH = pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
@@ -35,12 +35,18 @@ class Scaled(nn.Module):
 
 
 @pytest.fixture(scope="module", params=[MultiSyncCollector, MultiAsyncCollector])
-def crew(request: pytest.FixtureRequest) -> Iterator[Any]:
+def all_the_time(request: pytest.FixtureRequest) -> Iterator[Any]:
     with request.param([make()] * 2, policy(), postproc=Scaled(), **options()) as collector:
-        for _ in range(6):  # from now on it opens no files
+        for _ in range(6):
             fresh(collector)
             collector.update_policy_weights_()
         yield collector
+
+
+@pytest.fixture
+def crew(all_the_time: Any) -> Iterator[Any]:
+    with settled(all_the_time):
+        yield all_the_time
 
 
 def fresh(collector: Any) -> Any:

@@ -16,7 +16,7 @@ import pickle
 import random
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -341,3 +341,25 @@ class SharedBuffer:
 
     def count(self) -> int:
         return sum(self.sizes())
+
+
+@contextlib.contextmanager
+def settled(collector: Any) -> Iterator[Any]:
+    """A collector that several tests use. At the end it has mapped all its slots, so that it has no more descriptors
+    than before: the file of one whose first batch nobody has read is open."""
+    before = _memory_files()
+    yield collector
+    for _ in range(100):
+        if not _memory_files() - before:
+            return
+        collector.next()
+    raise AssertionError(f"it opens files with each batch: {_memory_files()}")
+
+
+def _memory_files() -> set[str]:
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the descriptor that listed the directory
+            if os.readlink(f"/proc/self/fd/{name}").startswith("/memfd:"):
+                found.add(name)
+    return found
