@@ -45,11 +45,11 @@ cd "$$dir"; $(INSTALLED) $(BIN)/pytest
 endef
 
 .PHONY: test
-test: $(VENV)/.dev-deps $(VENV)/.installed ## the quick suite against the installed package: run it after every change (6 minutes on two cores)
+test: $(VENV)/.dev-deps $(VENV)/.installed ## the quick suite against the installed package: run it after every change (5 minutes on two cores)
 	@$(pytest) $(PARALLEL) $(PYTEST_ARGS)
 
 .PHONY: thorough
-thorough: $(VENV)/.dev-deps $(VENV)/.installed ## what the quick suite leaves out, every loop × API × scheme and the longer faults: before a change lands (half an hour on two cores)
+thorough: $(VENV)/.dev-deps $(VENV)/.installed ## what the quick suite leaves out, every loop × API × scheme and the longer faults: before a change lands (20 minutes on two cores)
 	@$(pytest) $(PARALLEL) -m "thorough and not soak" $(PYTEST_ARGS)
 
 .PHONY: soak
