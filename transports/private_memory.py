@@ -149,7 +149,7 @@ class ReceivedSlab(PrivateSlab):
 
     def copy_to(self, other: Slab) -> None:
         """What was sent, whatever this process has written into its Parameters since."""
-        copy_arrays(np.frombuffer(other.memory, np.uint8), self._array()[: self.nbytes])
+        copy_arrays([(np.frombuffer(other.memory, np.uint8), self._array()[: self.nbytes])])
         other.values = self.values
 
     def copy(self) -> Slab:

@@ -1,20 +1,26 @@
 """Ray's transport: through gloo, or through Ray's object store, one object per update.
 
-The sender puts a slab into the store of its host, once for all workers, which read it where it lies there; Ray brings
-it to the stores of other hosts. A worker copies it out: the store's memory is everybody's, and nobody may write there.
-The descriptor says which object it is, and whose; the sender keeps it until no worker can ask for it any more. Small
-slabs ride in the instruction, as they do with ZeroMQ.
+The sender puts weights into the store of its host, once for all workers, which read them where they lie there; Ray
+brings them to the stores of other hosts. A worker copies them out: the store's memory is everybody's, and nobody may
+write there. The descriptor says which object it is, and whose; the sender keeps it until no worker can ask for it any
+more. Small slabs ride in the instruction, as they do with ZeroMQ.
+
+An object is a list of pieces, bytes that follow each other in the slab, each from a multiple of 64 bytes on: a slab
+that was packed in the sender's memory is one piece. Large weights are not packed there. They are pieces themselves, so
+that they are copied into the store and nowhere else.
 """
 
 from __future__ import annotations
 
 import asyncio
+import pickle
 import time
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 
 from asyncsync.errors import NotConnected
 from asyncsync.runtime.threads import WorkThread, elsewhere
@@ -22,11 +28,45 @@ from asyncsync.transports import blocking, ray_private
 from asyncsync.transports.base import TransportBackend
 from asyncsync.transports.slots import COPY_BYTES
 from asyncsync.transports.torch_distributed import PAIR_BYTES, PairTransport
-from asyncsync.weights.copying import copy_arrays
-from asyncsync.weights.slab import Slab
+from asyncsync.weights.copying import clone, copy_arrays, is_bytes, memory_of, normal_tensors
+from asyncsync.weights.layout import ALIGNMENT, Layout
+from asyncsync.weights.slab import Slab, SlabPool
+from asyncsync.weights.source_cache import CACHED_BYTES
 
 MARGIN = 0.5  # Ray's own timeout comes before the bus's, whose message has less in it
 MAGIC = b"RAY\x01"
+
+
+class ObjectSlab(Slab):
+    """A slab whose bytes are in the store alone: no transport but this module's can have it.
+
+    Attributes:
+        object: reference and descriptor, from when it is packed until it is released.
+    """
+
+    object: tuple[Any, bytes] | None = None
+
+    def __init__(self, layout: Layout) -> None:
+        with normal_tensors():
+            nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
+        super().__init__(layout, nothing)
+
+    def fill(self, tensors: list[torch.Tensor], start: int = 0) -> None:
+        assert not start
+        memory = [memory_of(t if is_bytes(t) else clone(t.cpu())) for t in tensors]
+        self.object = _put([piece for piece in memory if len(piece)])
+
+    def forget(self) -> None:
+        super().forget()
+        self.object = None
+
+
+class ObjectPool(SlabPool):
+    """Slabs of a sender: large ones of the host's memory are packed into the store."""
+
+    def acquire(self, layout: Layout, *, pinned: bool = False) -> Slab:
+        is_large = layout.nbytes > CACHED_BYTES and not pinned
+        return ObjectSlab(layout) if is_large else super().acquire(layout, pinned=pinned)
 
 
 class ObjectTransport(PairTransport):
@@ -49,16 +89,22 @@ class ObjectTransport(PairTransport):
     ) -> None:
         super().__init__(address, map_above, pair_above)
         self._stores = stores
+        if stores:
+            self.pool = ObjectPool()
         self._objects: dict[bytes, Any] = {}
 
     # -- the sender ----------------------------------------------------------------------------------------------------
 
     async def offer(self, slab: Slab, workers: Iterable[int] | None) -> bytes | None:
-        """Put the slab's bytes into the store, in a thread, or offer them through pairs."""
+        """Put the slab's bytes into the store, in a thread, where they are not there yet; or offer them through
+        pairs."""
         if not self._stores or slab.nbytes <= self.pair_above:
             return await super().offer(slab, workers)
-        area = np.frombuffer(slab.export(0, slab.nbytes), np.uint8)
-        reference, descriptor = await elsewhere("asyncsync-put", partial(_put, area))
+        if isinstance(slab, ObjectSlab):
+            assert slab.object is not None
+            reference, descriptor = slab.object
+        else:
+            reference, descriptor = await elsewhere("asyncsync-put", partial(_put, [slab.export(0, slab.nbytes)]))
         self._objects[descriptor] = reference
         return descriptor
 
@@ -80,7 +126,7 @@ class ObjectTransport(PairTransport):
         # A thread of its own: one that waits for an object that is lost keeps nobody waiting. What it writes into is
         # not used for anything else before it has ended.
         thread = WorkThread("asyncsync-get")
-        into = np.frombuffer(slab.export(0, slab.nbytes), np.uint8)
+        into = slab.export(0, slab.nbytes)
         fetching = thread.submit(partial(_copy_out, descriptor, slab, into, max(0.0, remaining - MARGIN)))
         del into
         thread.abandon()
@@ -92,23 +138,29 @@ class ObjectTransport(PairTransport):
         self._objects.clear()
 
 
-def _put(area: np.ndarray[Any, Any]) -> tuple[Any, bytes]:
-    reference = ray_private.the_ray().put(area)
+def _put(pieces: list[memoryview]) -> tuple[Any, bytes]:
+    reference = ray_private.the_ray().put([pickle.PickleBuffer(piece) for piece in pieces])
     return reference, MAGIC + ray_private.describe(reference)
 
 
-def _copy_out(descriptor: bytes, slab: Slab, into: np.ndarray[Any, Any], seconds: float) -> None:
+def _copy_out(descriptor: bytes, slab: Slab, into: memoryview, seconds: float) -> None:
     begun = time.monotonic()
     ray = ray_private.the_ray()
     slab.reserve()
     try:
-        area = ray.get(ray_private.find(descriptor.removeprefix(MAGIC)), timeout=seconds)
+        pieces = ray.get(ray_private.find(descriptor.removeprefix(MAGIC)), timeout=seconds)
     except ray.exceptions.GetTimeoutError as error:
         waited = time.monotonic() - begun
         raise TimeoutError(f"Ray has not brought the weights here within {waited:.3g} s: {error}") from error
     except ray.exceptions.ObjectLostError as error:
         raise NotConnected(f"the weights are lost, and perhaps their sender: {error}") from error
-    copy_arrays(into, area)
+    copies, end = [], 0
+    for piece in map(memoryview, pieces):
+        copies.append((np.frombuffer(into[end : end + len(piece)], np.uint8), np.frombuffer(piece, np.uint8)))
+        end += -(-len(piece) // ALIGNMENT) * ALIGNMENT
+    if end != slab.nbytes:
+        raise ValueError(f"the object has {end} bytes, and the weights {slab.nbytes}")
+    copy_arrays(copies)
 
 
 class RayTransport(ObjectTransport, TransportBackend):

@@ -49,7 +49,7 @@ def copy_tensors(destinations: list[torch.Tensor], sources: list[torch.Tensor]) 
         if max(map(torch.Tensor.numel, destinations), default=0) >= LARGE_NUMEL:
             sizes = [d.numel() for d in destinations]
             large = [i for i, n in enumerate(sizes) if n >= LARGE_NUMEL and _same_bytes(destinations[i], sources[i])]
-            _copy_in_threads([(_as_bytes(destinations[i]), _as_bytes(sources[i])) for i in large])
+            copy_arrays([(_as_bytes(destinations[i]), _as_bytes(sources[i])) for i in large])
             torch.autograd.graph.increment_version([d for i in large if not (d := destinations[i]).is_inference()])
             done = set(large)
             sources = [s for i, s in enumerate(sources) if i not in done]
@@ -106,19 +106,21 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(memory).cast("B")
 
 
+def is_bytes(tensor: torch.Tensor) -> bool:
+    """Whether to copy such a tensor is to copy its bytes."""
+    if type(tensor) not in PLAIN or not tensor.is_cpu or not tensor.is_contiguous():
+        return False
+    return not (tensor.is_neg() or tensor.is_inference() or tensor.dtype.is_complex)
+
+
 def copy_bytes(destinations: list[memoryview], sources: list[memoryview]) -> None:
     """Copy as many bytes from each source to its destination, which is as long."""
     for destination, source in zip(destinations, sources, strict=True):
         destination[:] = source
 
 
-def copy_arrays(destination: _Bytes, source: _Bytes) -> None:
-    """Copy bytes to others, as many, with several threads if there are many."""
-    _copy_in_threads([(destination, source)])
-
-
-def _copy_in_threads(pairs: list[tuple[_Bytes, _Bytes]]) -> None:
-    """Copy pairs of a destination and a source, in other threads, too, if there is much."""
+def copy_arrays(pairs: list[tuple[_Bytes, _Bytes]]) -> None:
+    """Copy to each destination the bytes of its source, as many, in several threads if there are many."""
     total = sum([len(d) for d, _ in pairs])
     count = max(1, min(total // BYTES_PER_THREAD, MAX_THREADS, _cores()))
     pieces = [(d[i : i + PIECE], s[i : i + PIECE]) for d, s in pairs for i in range(0, len(d), PIECE)]

@@ -42,16 +42,16 @@ def pack(
     if flat.ready is not None:
         _pack_cuda(slab, tensors, flat.ready)
         return
-    views = slab.views
     start = begun = 0
     if progress is not None:
+        views = slab.views
         for i, entry in enumerate(layout.entries, 1):
             if (end := entry.offset + entry.nbytes) - begun >= PROGRESS_BYTES:
                 copy_tensors(views[start:i], tensors[start:i])
                 start, begun = i, end
                 slab.packed = end
                 progress()
-    copy_tensors(views[start:], tensors[start:])
+    slab.fill(tensors, start)
     slab.packed = layout.nbytes
 
 

@@ -153,6 +153,11 @@ class Slab:
     def reserve(self) -> None:
         """Have memory for all bytes, before anything but :meth:`write` writes them. Raises MemoryError. Any thread."""
 
+    def fill(self, tensors: list[torch.Tensor], start: int = 0) -> None:
+        """Copy the tensors, one per entry of the layout, to where they belong, from the entry ``start`` on. Any
+        thread."""
+        copy_tensors(self.views[start:], tensors[start:])
+
     def write(self, offset: int, data: bytes | memoryview) -> None:
         """Put bytes that have come where they belong. Raises MemoryError where there is none for them."""
         self.memory[offset : offset + len(data)] = data

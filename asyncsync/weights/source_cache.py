@@ -12,7 +12,7 @@ from operator import attrgetter, call, is_
 
 import torch
 
-from asyncsync.weights.copying import PLAIN, memory_of
+from asyncsync.weights.copying import is_bytes, memory_of
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.tree import FlatWeights, Path, have_specs
 
@@ -46,7 +46,7 @@ class AddressCache:
                 return None
         if self.views is None and not self._is_more:
             # A tensor that is there twice would get one value, and then another.
-            if all(map(_is_bytes, tensors)) and len(set(map(id, tensors))) == len(tensors):
+            if all(map(is_bytes, tensors)) and len(set(map(id, tensors))) == len(tensors):
                 self._shapes, self._dtypes = [t.shape for t in tensors], [t.dtype for t in tensors]
                 self.views = [memory_of(tensor) for tensor in tensors]
             else:
@@ -76,13 +76,6 @@ class AddressCache:
         if any(map(torch.Tensor.is_neg, tensors)) or not all(map(torch.Tensor.is_contiguous, tensors)):
             return False
         return self.views is None or have_specs(tensors, self._shapes, self._dtypes)
-
-
-def _is_bytes(tensor: torch.Tensor) -> bool:
-    """Whether to copy such a tensor is to copy its bytes."""
-    if type(tensor) not in PLAIN or not tensor.is_cpu or not tensor.is_contiguous():
-        return False
-    return not (tensor.is_neg() or tensor.is_inference() or tensor.dtype.is_complex)
 
 
 class SourceCache:

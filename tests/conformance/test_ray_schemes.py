@@ -163,6 +163,10 @@ def test_nothing_stays_in_the_object_store(ray: Outcomes) -> None:
     check_once(ray, "nothing_stays_in_the_store")
 
 
+def test_r032_tensors_of_all_kinds_go_through_the_store(ray: Outcomes) -> None:
+    check_once(ray, "tensors_of_all_kinds_go_through_the_store")
+
+
 def test_a_described_object_is_found_and_not_pinned(ray: Outcomes) -> None:
     """``serialize_object_ref`` and ``deserialize_and_register_object_ref``: see tests/test_private_names.py."""
     ray.check("a_described_object_is_found_and_not_pinned")

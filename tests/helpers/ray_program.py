@@ -301,6 +301,58 @@ async def nothing_stays_in_the_store(lab: RayLab, api: Api) -> None:
     await eventually(lambda: not core.get_all_reference_counts(), why=core.get_all_reference_counts)
 
 
+def sundry(value: float) -> dict[str, torch.Tensor]:
+    """Tensors of all kinds, enough to be packed in the store: some are more than the bytes in their memory."""
+    big = torch.full((3 << 18,), value)
+    grown = torch.arange(6.0).reshape(2, 3) + value
+    return {
+        "big": big,
+        "empty": torch.empty(0, 3),
+        "half": big[:1000].to(torch.bfloat16),
+        "turned": grown.t(),
+        "every_second": big[: 1 << 19 : 2] * 3,
+        "conjugate": torch.complex(grown, -grown).conj(),
+        "expanded": torch.tensor([value]).expand(5),
+        "scalar": torch.tensor(int(value)),
+        "tied": big,
+        "more": torch.full((1 << 19,), -value, requires_grad=True),
+    }
+
+
+class Taker:
+    """Receives weights for no model, and compares them with what they should be."""
+
+    def __init__(self, scheme: Any) -> None:
+        self.scheme = scheme
+        scheme.init_on_receiver("policy", worker_idx=0)
+
+    def connect(self) -> None:
+        self.scheme.connect(timeout=PROGRAM_SECONDS)
+
+    def _receive_weights_scheme(self) -> None:
+        pass
+
+    def differences(self, value: float) -> list[str]:
+        found, expected = self.scheme.receive(timeout=20), sundry(value)
+        assert set(found.keys()) == set(expected)
+        return [n for n, t in expected.items() if found[n].dtype is not t.dtype or not torch.equal(found[n], t)]
+
+    def shutdown(self) -> None:
+        self.scheme.shutdown()
+
+
+async def tensors_of_all_kinds_go_through_the_store(lab: RayLab, api: Api) -> None:
+    sender = api.scheme(**lab.options)
+    actor = lab.start(Taker, 0, getattr(sender, "bare", sender).blocking)
+    sender.init_on_sender(model_id="policy", weights=sundry(1.0), remotes=[actor])
+    await asyncio.gather(sender.connect(), lab.call(actor, "connect"))
+    for value in (2.0, 3.0):
+        await sender.publish(sundry(value))
+        assert await lab.call(actor, "differences", value) == []
+    await sender.shutdown()
+    lab.end(actor)
+
+
 class Finder:
     """Another process, which finds an object by its description."""
 
@@ -349,6 +401,7 @@ ONCE: dict[str, tuple[Any, ModuleType]] = {
         (a_restarted_actor_finds_its_target, asyncsync),
         (torchrls_transform_is_updated, asyncsync.sync),
         (nothing_stays_in_the_store, asyncsync),
+        (tensors_of_all_kinds_go_through_the_store, asyncsync),
         (CASES["a_killed_worker_is_named_and_the_others_go_on"], asyncsync.sync),
     )
 }
