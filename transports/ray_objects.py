@@ -155,7 +155,7 @@ def _copy_out(descriptor: bytes, slab: Slab, into: memoryview, seconds: float) -
     except ray.exceptions.ObjectLostError as error:
         raise NotConnected(f"the weights are lost, and perhaps their sender: {error}") from error
     copies, end = [], 0
-    for piece in map(memoryview, pieces):
+    for piece in [memoryview(piece) for piece in pieces]:
         copies.append((np.frombuffer(into[end : end + len(piece)], np.uint8), np.frombuffer(piece, np.uint8)))
         end += -(-len(piece) // ALIGNMENT) * ALIGNMENT
     if end != slab.nbytes:
