@@ -57,12 +57,19 @@ class BatchLayout:
 
     def build(self, tensors: Iterable[torch.Tensor]) -> TensorDict:
         """The batch around one tensor per leaf, in the order of ``leaves``; nothing is copied. Raises ValueError."""
-        root = TensorDict({}, [*self.batch_size, self.steps], device=self.device)
-        for node in self.nodes:
-            root.set(node.path, TensorDict({}, [*root.batch_size, *node.tail], device=self.device))
+        size = torch.Size([*self.batch_size, self.steps])
+        # TensorDict's checks of an entry take longer than a small one takes to be written.
+        parts: dict[Path, TensorDict] = {}
+        for path, tail in (((), torch.Size()), *((node.path, node.tail) for node in self.nodes)):
+            names = [*[None] * len(self.batch_size), "time", *[None] * len(tail)]
+            parts[path] = part = TensorDict._new_unsafe({}, size + tail, names=names, device=self.device)
+            if path:
+                parts[path[:-1]]._set_str(path[-1], part, inplace=False, validated=True)
         for leaf, tensor in zip(self.leaves, tensors, strict=True):
-            root.set(leaf.path, tensor)
-        return with_time(root)
+            if tensor.shape != self.shape(leaf):
+                raise ValueError(f"{leaf.path} has shape {tuple(tensor.shape)}, not {tuple(self.shape(leaf))}")
+            parts[leaf.path[:-1]]._set_str(leaf.path[-1], tensor, inplace=False, validated=True)
+        return parts[()]
 
 
 def empty_batch(layout: BatchLayout) -> TensorDict:

@@ -32,10 +32,13 @@ class _TrajectoryPool:
 
     def get_traj_and_increment(self, n: int = 1, device: torch.device | str | None = None) -> torch.Tensor:
         """``n`` fresh identifiers: int64, shape ``[n]``."""
-        n = int(n)
-        first = self._advance(n)
-        ids = torch.from_numpy(np.arange(first, first + n * self._step, self._step))  # a fifth of torch.arange's time
+        ids = torch.from_numpy(self.draw(int(n)))
         return ids if device is None else ids.to(device)
+
+    def draw(self, n: int) -> np.ndarray[Any, Any]:
+        """The same, in a fifth of the time."""
+        first = self._advance(n)
+        return np.arange(first, first + n * self._step, self._step)
 
     def _advance(self, n: int, least: int = 0) -> int:
         """Raise the counter to ``least`` where it is below, add ``n``, and return what it was before adding."""

@@ -168,8 +168,8 @@ def action_keys(environment: Any) -> list[Key]:
     return [getattr(environment, "action_key", "action")]
 
 
-def writes_results(environment: Any) -> bool:
-    """Whether :meth:`GymEnv.step_into` does what ``step_and_maybe_reset`` does, which a subclass or the user may have
+def plays_arrays(environment: Any) -> bool:
+    """Whether :meth:`GymEnv.play` does what ``step_and_maybe_reset`` does, which a subclass or the user may have
     replaced."""
     from asyncsync.collectors.envs.gym import GymEnv
 

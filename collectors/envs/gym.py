@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -21,6 +21,16 @@ from asyncsync.collectors.envs.gym_vector import Resets, check_environment, make
 from asyncsync.collectors.trajectories import FLAGS
 
 Array = np.ndarray[Any, Any]
+
+
+class Slots(NamedTuple):
+    """Where the results of one step go: numbers of shape ``[*batch_size]``, and all entries of "next", by key."""
+
+    reward: Array
+    terminated: Array
+    truncated: Array
+    done: Array
+    after: Mapping[Any, Array]
 
 
 class GymEnv(NotTorchRLs):
@@ -193,50 +203,48 @@ class GymEnv(NotTorchRLs):
         """
         given = dict(tensordict.items())
         beside = given.pop("next", None)
-        arrays, after = self._results.after()
-        first, finished = self._play(self._action(given), arrays)
-        root = given | first
+        arrays = self._results.after()
+        first, finished = self.play(self._given_arrays(given), self.slots(arrays))
+        after, root = self._results.tensors(arrays), given | self._results.tensors(first | self._results.flags())
         if beside is not None:  # what a policy has written for the next step: its hidden state, say
             for key in beside.keys() - after.keys():
                 after[key] = value = beside.get(key)
-                root[key] = zeroed(value, finished)
+                root[key] = value if finished is None else zeroed(value, finished)
         for key in self._groups & given.keys():  # a policy may have written into the environment's groups of entries
             root[key] = given[key].copy().update(root[key])
-        tensordict.set("next", self._container(after))
-        return tensordict, self._container(root)
+        tensordict.set("next", self.container(after))
+        return tensordict, self.container(root)
 
-    def step_into(self, given: dict[str, Any], after: Mapping[str, Array]) -> tuple[TensorDictBase, Array]:
-        """:meth:`step_and_maybe_reset` for what collects steps in memory of its own: no TensorDict is made of the
-        results. Only where :attr:`is_flat`.
+    def slots(self, after: Mapping[Any, Array]) -> Slots:
+        """Where :meth:`play` writes: these arrays, by the keys of "next", each of its entry's shape and dtype."""
+        reward, terminated, truncated, done = (
+            after[key][..., 0] for key in ("reward", "terminated", "truncated", "done")
+        )
+        return Slots(reward, terminated, truncated, done, after)
+
+    def play(self, given: Mapping[NestedKey, Array], slots: Slots) -> tuple[dict[Any, Array], Array | None]:
+        """:meth:`step_and_maybe_reset`, as arrays.
 
         Args:
-            given: the TensorDict's entries, but "next".
-            after: where the entries of "next" are written: an array of each one's shape and dtype, by key.
+            given: entries, all those of the action among them.
+            slots: get what is under "next".
 
         Returns:
-            The TensorDict for the next step, and which environments have finished: bool ``[*batch_size]``, a view of
-            ``after``.
+            The observations for the next step, in new memory, by key; and which environments have finished: bool
+            ``[*batch_size]``, a view of a slot, or None: none of them.
         """
-        first, finished = self._play(self._action(given), after)
-        return self._container(given | first), finished
-
-    def _play(self, action: Any, after: Mapping[Any, Array]) -> tuple[dict[Any, Any], Array]:
-        """One step, after which the environments that have finished begin anew. Writes what is under "next" into
-        ``after``; returns the root's entries, and which have finished, a view of ``after``."""
-        observation, reward, terminated, truncated, info = self.env.step(action)
-        self._write_numbers(after["reward"][..., 0], reward, "reward")
-        ends = after["terminated"][..., 0], after["truncated"][..., 0]
-        self._write_numbers(ends[0], terminated, "terminated")
-        self._write_numbers(ends[1], truncated, "truncated")
-        finished: Array = np.logical_or(*ends, out=after["done"][..., 0])
+        observation, reward, terminated, truncated, info = self.env.step(self._action(given))
+        self._write_numbers(slots.reward, reward, "reward")
+        self._write_numbers(slots.terminated, terminated, "terminated")
+        self._write_numbers(slots.truncated, truncated, "truncated")
+        finished: Array = np.logical_or(slots.terminated, slots.truncated, slots.done)
+        after = slots.after
         self._write(after, observation)  # before a reset, which may write over it
-        arrays, root = self._results.root()
-        if np.count_nonzero(finished):  # a tenth of finished.any()'s time
-            self._write(arrays, self._begin(after, observation, finished, info))
-        else:
-            for key, array in arrays.items():
-                array[...] = after[key]
-        return root, finished
+        if not np.count_nonzero(finished):  # a tenth of finished.any()'s time
+            return {key: after[key].copy() for key in self._results.keys}, None
+        first = self._results.observations()
+        self._write(first, self._begin(after, observation, finished, info))
+        return first, finished
 
     def _begin(self, after: Mapping[Any, Array], observation: Any, finished: Array, info: dict[str, Any]) -> Any:
         """Reset what has finished; returns the observations for the next step."""
@@ -294,9 +302,9 @@ class GymEnv(NotTorchRLs):
 
     def _first(self, observation: Any) -> TensorDict:
         """The root of a reset's observations."""
-        arrays, root = self._results.root()
+        arrays = self._results.observations()
         self._write(arrays, observation)
-        return self._container(root)
+        return self.container(self._results.tensors(arrays | self._results.flags()))
 
     def _write(self, arrays: Mapping[Any, Array], observation: Any) -> None:
         for leaf in self._observations:
@@ -319,7 +327,7 @@ class GymEnv(NotTorchRLs):
     def _write_numbers(self, out: Array, value: Any, name: str) -> None:
         """Write a result that is one number, or one for each environment. Not None, which would pass for False, nor
         another shape, which would be broadcast."""
-        array = np.asarray(value)
+        array = value if type(value) is np.ndarray else np.asarray(value)
         if array.dtype.kind not in "biuf" or array.shape != out.shape:
             count = f"{out.size} numbers" if out.shape else "one number"
             wanted = f"{self._name}: step() must return {count} as {name}"
@@ -330,14 +338,16 @@ class GymEnv(NotTorchRLs):
             array = array if out.shape else array.reshape(())
         out[...] = array
 
-    def _container(self, items: dict[str, Any]) -> TensorDict:
+    def container(self, items: dict[str, Any]) -> TensorDict:
+        """A TensorDict of entries of the right form."""
         # TensorDict's constructor checks and converts each entry, which takes as long as a step of a small environment;
-        # these have the right form by construction.
+        # these have it by construction.
         made: TensorDict = TensorDict._new_unsafe(source=items, batch_size=self.batch_size)
         return made if self.device is None else made.to(self.device)
 
-    def _action(self, items: dict[str, Any]) -> Any:
-        values = []
+    def _given_arrays(self, items: Mapping[str, Any]) -> dict[NestedKey, Array]:
+        """The entries of an action. Raises KeyError: one is missing."""
+        found: dict[NestedKey, Array] = {}
         for leaf in self._actions:
             # From the dictionary where it can be: TensorDict.get takes its time.
             name, *inner = (leaf.key,) if isinstance(leaf.key, str) else leaf.key
@@ -348,13 +358,20 @@ class GymEnv(NotTorchRLs):
                 raise KeyError(
                     f"no {leaf.key!r} in the TensorDict: the policy's out_keys have to name {self.action_keys}"
                 )
+            found[leaf.key] = action.numpy(force=True)
+        return found
+
+    def _action(self, given: Mapping[NestedKey, Array]) -> Any:
+        values = []
+        for leaf in self._actions:
+            action = given[leaf.key]
             if action.shape != (shape := self._action_shapes[leaf.key]):
                 raise ValueError(
                     f"{leaf.key!r} has shape {tuple(action.shape)}, but {self} takes {tuple(shape)}: {leaf.spec}"
                     f"{leaf.spec.hint}"
                 )
             try:
-                value: Any = leaf.spec.read(action.numpy(force=True))
+                value: Any = leaf.spec.read(action)
             except ValueError as error:
                 raise ValueError(f"{leaf.key!r} {error}: {leaf.spec} of {self._name}") from None
             values.append(int(value) if leaf.whole and not self.batch_size else value)

@@ -284,34 +284,37 @@ def _spec(space: Any, name: str, categorical: bool) -> Spec:
 
 
 class Results:
-    """Makes memory for the results of one step: NumPy arrays, and tensors of the same memory by key. No other step
+    """Makes memory for the results of one step, NumPy arrays by key, and tensors of the same memory. No other step
     writes there: policies keep observations, in stacks of frames, say.
 
     Args:
         forms: key, shape with the batch's, and NumPy's dtype of each observation.
+
+    Attributes:
+        keys: of the observations.
     """
 
     def __init__(self, batch_size: torch.Size, forms: Sequence[tuple[NestedKey, tuple[int, ...], Any]]) -> None:
+        self.keys = [key for key, _, _ in forms]
         self._batch_size = batch_size
         self._forms = forms
         self._column = (*batch_size, 1)
 
-    def root(self) -> tuple[dict[NestedKey, Array], dict[Any, Any]]:
-        """Arrays for observations; tensors of these, and of done flags, which are false."""
-        # Made by NumPy: torch.empty(…).numpy() takes five times as long, and would be a tenth of a vector's step.
-        arrays: dict[NestedKey, Array] = {key: np.empty(size, dtype) for key, size, dtype in self._forms}
-        flags = {key: np.zeros(self._column, np.bool_) for key in FLAGS}
-        return arrays, self._tensors(arrays) | self._tensors(flags)
+    # All made by NumPy: torch.empty(…).numpy() takes five times as long, and would be a tenth of a vector's step.
 
-    def after(self) -> tuple[dict[NestedKey, Array], dict[Any, Any]]:
-        """Arrays and tensors for what is under ``"next"``: observations, reward, done flags."""
-        arrays: dict[NestedKey, Array] = {key: np.empty(size, dtype) for key, size, dtype in self._forms}
-        arrays["reward"] = np.empty(self._column, np.float32)
-        for key in FLAGS:
-            arrays[key] = np.empty(self._column, np.bool_)
-        return arrays, self._tensors(arrays)
+    def observations(self) -> dict[NestedKey, Array]:
+        return {key: np.empty(size, dtype) for key, size, dtype in self._forms}
 
-    def _tensors(self, arrays: Mapping[Any, Array]) -> dict[Any, Any]:
+    def flags(self) -> dict[NestedKey, Array]:
+        """Done flags, which are false."""
+        return {key: np.zeros(self._column, np.bool_) for key in FLAGS}
+
+    def after(self) -> dict[NestedKey, Array]:
+        """What is under ``"next"``: observations, reward, done flags."""
+        return self.observations() | {"reward": np.empty(self._column, np.float32)} | self.flags()
+
+    def tensors(self, arrays: Mapping[Any, Array]) -> dict[Any, Any]:
+        """Entries of a TensorDict."""
         tensors: dict[Any, Any] = {}
         for key, array in arrays.items():
             if isinstance(key, str):

@@ -97,10 +97,10 @@ class CartPole(Resets):
         self.is_gymnasiums = True
 
     def reset(self, mask: Array) -> Any:
-        env, ended = self.env, np.flatnonzero(mask)
-        env.state[:, ended] = env.np_random.uniform(env.low, env.high, (4, len(ended)))
-        env.steps[ended] = 0
-        env.prev_done[ended] = False
+        env = self.env
+        env.state[:, mask] = env.np_random.uniform(env.low, env.high, (4, np.count_nonzero(mask)))
+        env.steps[mask] = 0
+        env.prev_done[mask] = False
         return env.state.T.astype(np.float32)
 
 
@@ -195,8 +195,6 @@ def check_environment(env: Any) -> None:
 
 def zeroed(value: Any, finished: Array) -> Any:
     """A policy's entry for the next step: zeros for new trajectories."""
-    if not np.count_nonzero(finished):
-        return value
     ended = torch.from_numpy(finished.copy())
 
     def zero(x: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from operator import attrgetter, itemgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -36,9 +36,9 @@ from asyncsync.collectors.batch_layout import BatchLayout, Path, empty_batch, la
 SMALL_STEP = 32 << 10
 """Bytes of a step up to which copying it twice is quicker than making views for it."""
 STAGED_STEPS = 64
-NEXT = ("next",)
 
 Array = np.ndarray[Any, Any]
+Rows = TypeVar("Rows")
 _form = attrgetter("shape", "dtype")
 
 
@@ -96,20 +96,20 @@ class RolloutBuffer:
             writer.write(self.count, values, non_blocking)
         self.count += 1
 
-    def place(self, step: TensorDictBase) -> dict[str, Array] | None:
-        """Copy what one step has before the environment's; returns where the environment's entries, those under
-        ``"next"``, may be written: views by name, each of shape ``[*batch_size, …]``. With :meth:`placed`, the step is
-        part of the rollout. None: nothing was copied, :meth:`append` the step when it is complete.
-
-        There are such views where all leaves are on the CPU, and no entry under ``"next"`` has others inside.
-        """
-        if self._batch is None or self._writer is None:
+    def rows(self, make: Callable[[BatchLayout, list[Array]], Rows]) -> Rows | None:
+        """What ``make`` makes of the layout, which is the latest one until a step shows another, and of the memory
+        where its leaves are written step by step, ``[rows, *batch_size, …]`` each. It is kept as long as that memory.
+        None: there is no layout, or one that NumPy does not have."""
+        if self._writer is None or self._loose is not None:
             return None
-        return self._writer.place(self.count, step)
+        if self._batch is None:
+            self._attach(self._writer)
+        return self._writer.rows(make)
 
-    def placed(self) -> None:
-        """The environment's entries of that step have been written."""
-        self.count += 1
+    def place(self) -> int:
+        """The row where the next step is to be written; with :attr:`count` one more, it is part of the rollout."""
+        assert self._writer is not None
+        return self._writer.place(self.count)
 
     def finish(self) -> TensorDictBase:
         """The batch, ``[*batch_size, count]``, whose last dimension is named ``"time"``. The buffer forgets it. Raises
@@ -145,9 +145,12 @@ class RolloutBuffer:
             if layout is None:
                 return
             self._writer = _Writer(layout, step)
-        if (batch := self.allocate(self._writer.layout)) is None:
-            batch = empty_batch(self._writer.layout)
-        self._writer.attach(batch)
+        self._attach(self._writer)
+
+    def _attach(self, writer: _Writer) -> None:
+        if (batch := self.allocate(writer.layout)) is None:
+            batch = empty_batch(writer.layout)
+        writer.attach(batch)
         self._batch = batch
 
     def _append_clone(self, step: TensorDictBase, non_blocking: bool) -> None:
@@ -165,26 +168,18 @@ class RolloutBuffer:
 
 
 class _Reader:
-    """What takes the leaves of steps of one layout: all of them, or those that a step has before the environment's.
+    """What takes the leaves of steps of one layout."""
 
-    ``order`` are their places among the layout's leaves.
-    """
-
-    def __init__(self, layout: BatchLayout, step: TensorDictBase, *, after: bool = True) -> None:
+    def __init__(self, layout: BatchLayout, step: TensorDictBase) -> None:
         paths: list[Path] = [(), *(node.path for node in layout.nodes)]
-        leaves = list(enumerate(layout.leaves))
-        if not after:
-            paths = [path for path in paths if path[:1] != NEXT]
-            leaves = [(place, leaf) for place, leaf in leaves if leaf.path[:1] != NEXT]
-        self.order = [place for place, _ in leaves]
         self._parts: list[tuple[int, str, int, Callable[[dict[str, Any]], tuple[Any, ...]]]] = []
         """Of each TensorDict of a step: which of those before has it, its name there, how many entries it has, and what
         takes its leaves."""
         for path in paths:
-            own = [leaf.path[-1] for _, leaf in leaves if leaf.path[:-1] == path]
+            own = [leaf.path[-1] for leaf in layout.leaves if leaf.path[:-1] == path]
             count = len(own) + sum(inner[:-1] == path for inner in paths[1:])
             self._parts.append((paths.index(path[:-1]), "".join(path[-1:]), count, _getter(own)))
-        values = [step.get(leaf.path) for _, leaf in leaves]
+        values = [step.get(leaf.path) for leaf in layout.leaves]
         self._types = [type(value) for value in values]
         self._forms = [_form(value) for value in values]
 
@@ -220,13 +215,8 @@ class _Writer:
 
     def __init__(self, layout: BatchLayout, step: TensorDictBase) -> None:
         self.layout = layout
-        self._all = _Reader(layout, step)
-        self._before = _Reader(layout, step, after=False)
+        self._reader = _Reader(layout, step)
         self._devices = [step.get(leaf.path).device for leaf in layout.leaves]
-        # Of the environment's leaves, the places by name; None: some are nested, or a leaf is not on the CPU.
-        named = {leaf.path[1:]: place for place, leaf in enumerate(layout.leaves) if leaf.path[:1] == NEXT}
-        is_plain = all(len(names) == 1 for names in named) and all(leaf.device.type == "cpu" for leaf in layout.leaves)
-        self._after = {name: place for (name,), place in named.items()} if is_plain else None
         self._flushed = 0
         self._targets: list[torch.Tensor] = []
         self._memory: list[torch.Tensor] = []
@@ -240,8 +230,7 @@ class _Writer:
 
     def _forget_views(self) -> None:
         self._views: list[tuple[torch.Tensor, ...]] = []
-        self._views_before: list[tuple[torch.Tensor, ...]] = []
-        self._rows: list[dict[str, Array]] = []
+        self._rows: Any = None
 
     def _by_step(self) -> list[torch.Tensor]:
         """Where leaves are written: ``[steps, *batch_size, …]`` each."""
@@ -254,7 +243,7 @@ class _Writer:
 
     def values(self, step: TensorDictBase) -> list[torch.Tensor] | None:
         """The step's leaves in the layout's order; None: the step has another layout."""
-        return self._all.values(step)
+        return self._reader.values(step)
 
     def is_for(self, step: TensorDictBase) -> bool:
         """Whether the step has this layout, and its leaves are on the layout's devices or copied there anyway."""
@@ -270,24 +259,20 @@ class _Writer:
         self._targets = [batch.get(leaf.path).movedim(dim, 0) for leaf in self.layout.leaves]
 
     def write(self, index: int, values: list[torch.Tensor], non_blocking: bool) -> None:
-        torch._foreach_copy_(self._all_views()[self._place(index)], values, non_blocking)
+        torch._foreach_copy_(self._all_views()[self.place(index)], values, non_blocking)
 
-    def place(self, index: int, step: TensorDictBase) -> dict[str, Array] | None:
-        """Write what a step has before the environment's; returns where the environment's leaves go, as NumPy arrays by
-        name. None: the step has another layout, or the layout does not allow for it."""
-        values = None if self._after is None else self._before.values(step)
-        if values is None or self._after is None:
-            return None
-        if not self._rows:
-            self._views_before = [tuple(row[place] for place in self._before.order) for row in self._all_views()]
-            memory = self._by_step()
-            rows = zip(*(list(memory[place].numpy()) for place in self._after.values()), strict=True)
-            self._rows = [dict(zip(self._after, row, strict=True)) for row in rows]
-        place = self._place(index)
-        torch._foreach_copy_(self._views_before[place], values)
-        return self._rows[place]
+    def rows(self, make: Callable[[BatchLayout, list[Array]], Rows]) -> Rows | None:
+        """As of :class:`RolloutBuffer`."""
+        if self._rows is None and all(leaf.device.type == "cpu" for leaf in self.layout.leaves):
+            try:
+                memory = [leaf.numpy() for leaf in self._by_step()]
+            except TypeError:  # a dtype that NumPy does not have
+                return None
+            self._rows = make(self.layout, memory)
+        found: Rows | None = self._rows
+        return found
 
-    def _place(self, index: int) -> int:
+    def place(self, index: int) -> int:
         """Where among the views the step's are."""
         if self._length and index - self._flushed == self._length:
             self.flush(index)

@@ -86,9 +86,11 @@ class RolloutDevices:
         return environment
 
     @property
-    def are_cpu(self) -> bool:
-        """Whether nothing is on another device than the CPU."""
-        return all(device is None or device.type == "cpu" for device in (self.storing, self.policy, self.env))
+    def are_alike_on_cpu(self) -> bool:
+        """Whether nothing is on another device than the CPU, and nothing is cast."""
+        return not self.cast_to_policy_device and all(
+            device is None or device.type == "cpu" for device in (self.storing, self.policy, self.env)
+        )
 
     def is_non_blocking(self, device: torch.device, synchronize: Callable[[], None]) -> bool:
         """A copy may return before it is done only if something waits for it, or the device's own order does."""

@@ -15,6 +15,7 @@ at the next call, which is then the module's own. ``trust_policy=True`` is the s
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -46,7 +47,33 @@ def plainly_called(module: Any) -> Any:
     return module
 
 
-class PlainModule:
+class TensorsCall(ABC):
+    """A call that takes tensors from a TensorDict and sets others, which can be had without the TensorDict."""
+
+    @property
+    @abstractmethod
+    def keys(self) -> tuple[list[Any], list[Any]]:
+        """Of what it takes, and of what it sets."""
+
+    @property
+    def has_names(self) -> bool:
+        """Whether no key is nested."""
+        return all(isinstance(key, str) for keys in self.keys for key in keys)
+
+    @abstractmethod
+    def is_plain(self) -> bool:
+        """Whether nothing more is wanted at the next call."""
+
+    @abstractmethod
+    def compute(self, values: list[Any]) -> Any:
+        """What the network returns for these values."""
+
+    @abstractmethod
+    def write(self, tensordict: TensorDictBase, out: Any) -> TensorDictBase:
+        """Set what it has returned. Raises TypeError, ValueError, RuntimeError: that cannot be."""
+
+
+class PlainModule(TensorsCall):
     """Calls a ``TensorDictModule``."""
 
     def __init__(self, given: TensorDictModule) -> None:
@@ -55,12 +82,33 @@ class PlainModule:
 
     def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
         given = self._given
-        if not (self._returns_tensors and _is_plain(given) and self._takes_tensors_by_position()):
+        if not self.is_plain():
             return given(tensordict)
         values = [entry(tensordict, key) for key in given._in_keys]
         if not all(type(value) is torch.Tensor for value in values):
             return given(tensordict)
-        out = given.module(*values)
+        return self.write(tensordict, given.module(*values))
+
+    @property
+    def keys(self) -> tuple[list[Any], list[Any]]:
+        return self._given._in_keys, self._given._out_keys
+
+    def is_plain(self) -> bool:
+        given = self._given
+        return (
+            self._returns_tensors
+            and _is_plain(given)
+            and given._kwargs is None
+            and given.method is None
+            and given.inplace is True
+            and not (given.method_kwargs or given._get_kwargs or "_" in given._out_keys)
+        )
+
+    def compute(self, values: list[Any]) -> Any:
+        return self._given.module(*values)
+
+    def write(self, tensordict: TensorDictBase, out: Any) -> TensorDictBase:
+        given = self._given
         found, out_keys = out if type(out) is tuple else (out,), given._out_keys
         if len(found) == len(out_keys) and all(type(value) is torch.Tensor for value in found):
             for key, value in zip(out_keys, found, strict=True):
@@ -68,11 +116,6 @@ class PlainModule:
             return tensordict
         self._returns_tensors = False
         return TensorDictModule(lambda *_: out, given.in_keys, out_keys)(tensordict)
-
-    def _takes_tensors_by_position(self) -> bool:
-        given = self._given
-        is_default = given._kwargs is None and given.method is None and given.inplace is True
-        return is_default and not (given.method_kwargs or given._get_kwargs or "_" in given._out_keys)
 
 
 class PlainSequence:

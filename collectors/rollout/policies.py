@@ -17,7 +17,7 @@ from tensordict.nn import CudaGraphModule, TensorDictModule, TensorDictModuleBas
 from torch import nn
 
 from asyncsync.collectors.envs import environment as environments
-from asyncsync.collectors.rollout.plain_modules import Key, entry, set_entry
+from asyncsync.collectors.rollout.plain_modules import Key, TensorsCall, entry, set_entry
 
 
 class RandomPolicy(TensorDictModuleBase):  # type: ignore[misc]
@@ -61,7 +61,7 @@ class CallablePolicy(nn.Module):
         return self.function(*args, **kwargs)
 
 
-class TensorPolicy(TensorDictModule):  # type: ignore[misc]
+class TensorPolicy(TensorDictModule, TensorsCall):  # type: ignore[misc]
     """A ``TensorDictModule`` for a policy of tensors, without the general one's detours, which take longer than a small
     policy: one searches the disk for an optional library, at every call."""
 
@@ -73,21 +73,33 @@ class TensorPolicy(TensorDictModule):  # type: ignore[misc]
         return self.forward(tensordict)  # nobody but the collector has this module: there are no hooks
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        in_keys, out_keys = self._names  # the attributes are properties
+        return self.write(tensordict, self.compute([entry(tensordict, key) for key in self._names[0]]))
+
+    @property
+    def keys(self) -> tuple[list[Key], list[Key]]:
+        return self._names
+
+    def is_plain(self) -> bool:
+        return True
+
+    def compute(self, values: list[Any]) -> Any:
         policy = self._modules["module"]  # an attribute of a module is searched for
         assert policy is not None
-        out = policy(*[entry(tensordict, key) for key in in_keys])
+        return policy(*values)
+
+    def write(self, tensordict: TensorDictBase, out: Any) -> TensorDictBase:
+        in_keys, out_keys = self._names  # the attributes are properties
         values = out if isinstance(out, tuple) else (out,)
         if len(values) != len(out_keys):
             raise RuntimeError(
-                f"{_name(policy)} returned {len(values)} values, but the environment takes {len(out_keys)}: "
+                f"{_name(self.module)} returned {len(values)} values, but the environment takes {len(out_keys)}: "
                 f"{out_keys}; wrap it in a TensorDictModule with out_keys of its own"
             )
         size = tensordict.batch_size
         for key, value in zip(out_keys, values, strict=True):
             if value is None:
                 raise TypeError(
-                    f"{_name(policy)} returned None for {key!r}: a policy that takes {in_keys} returns the "
+                    f"{_name(self.module)} returned None for {key!r}: a policy that takes {in_keys} returns the "
                     f"action, a tensor for each of {out_keys} (is a return statement missing?)"
                 )
             if isinstance(value, torch.Tensor) and value.shape[: len(size)] != size:
@@ -106,6 +118,16 @@ def with_spec(policy: Any, env: Any) -> Any:
     if isinstance(policy, RandomPolicy) and policy.action_spec is None:
         policy.action_spec = environments.action_spec(env)
     return policy
+
+
+def checked(output: Any) -> TensorDictBase:
+    """What a policy has returned for a TensorDict. Raises TypeError: no TensorDict."""
+    if not isinstance(output, TensorDictBase):
+        raise TypeError(
+            f"the policy returned a {type(output).__name__}, not a TensorDict: a policy whose only parameter is a "
+            "TensorDict must return it; any other is wrapped if its parameters fit the observations"
+        )
+    return output
 
 
 def as_module(policy: Any) -> nn.Module:

@@ -23,16 +23,18 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import set_interaction_type
 from torch import nn
 
+from asyncsync.bus.link import is_fast_path_on
 from asyncsync.collectors.arguments import RolloutArguments
 from asyncsync.collectors.base import Signals
 from asyncsync.collectors.envs import environment as environments
 from asyncsync.collectors.envs.step_limit import limited
 from asyncsync.collectors.profiling import recorded
+from asyncsync.collectors.rollout.array_steps import ArraySteps, Rest
 from asyncsync.collectors.rollout.buffer import RolloutBuffer
 from asyncsync.collectors.rollout.devices import RolloutDevices
 from asyncsync.collectors.rollout.lock import RolloutLock
 from asyncsync.collectors.rollout.plain_modules import plainly_called
-from asyncsync.collectors.rollout.policies import quickened, wrapped
+from asyncsync.collectors.rollout.policies import checked, quickened, wrapped
 from asyncsync.collectors.rollout.step_entries import compact, keep_written, zero_state
 from asyncsync.collectors.trajectories import _aggregate_end_of_traj, _TrajectoryPool
 from asyncsync.collectors.weights.acting import ActingWeights
@@ -104,6 +106,10 @@ class Rollouts:
             self.policy = wrapped(policy, observed, environments.action_keys(self.env))
         self.policy = quickened(self.policy, compiled, cudagraph, self.devices.policy)
         self._call_policy = self.policy if trust else plainly_called(self.policy)
+        self._arrays = None
+        if is_fast_path_on() and not self._is_profiled and environments.plays_arrays(self.env):
+            pool = self.traj_pool if self.arguments.track_traj_ids else None
+            self._arrays = ArraySteps(self.env, self._call_policy, self.buffer, pool, self._is_new_version, self._carry)
 
     # -- the carrier --------------------------------------------------------------------------------------------------
 
@@ -113,7 +119,8 @@ class Rollouts:
         self.env = devices.place(self.env)
         self.env = limited(self.env, self.arguments.max_frames_per_traj)
         self.make_carrier()
-        if "1" in (os.environ.get("TORCHRL_PROFILING"), os.environ.get("ASYNCSYNC_PROFILING")):
+        self._is_profiled = "1" in (os.environ.get("TORCHRL_PROFILING"), os.environ.get("ASYNCSYNC_PROFILING"))
+        if self._is_profiled:
             self._profile()
 
     def make_carrier(self) -> None:
@@ -143,7 +150,6 @@ class Rollouts:
         """Have torch's profiler show parts of a rollout as ranges."""
         self._act = recorded("Collector.policy", self._act)  # type: ignore[method-assign]
         self._step_env = recorded("Collector.env_step", self._step_env)  # type: ignore[method-assign]
-        self._step_into = recorded("Collector.env_step", self._step_into)  # type: ignore[method-assign]
         self._advance = recorded("Collector.carrier", self._advance)  # type: ignore[method-assign]
         self.roll = recorded("Collector.rollout", self.roll)  # type: ignore[method-assign]
 
@@ -206,8 +212,8 @@ class Rollouts:
     def _renew_ids(self, ended: Array) -> None:
         """Fresh ids for the environments of a mask, bool of the batch's shape."""
         ids = self.metadata._get_str("traj_ids", None)
-        renewed = ids.numpy(force=True).copy()  # new memory: the old ids may be in a snapshot
-        renewed[ended] = self.traj_pool.get_traj_and_increment(int(np.count_nonzero(ended))).numpy()
+        renewed: Array = ids.numpy(force=True).copy()  # new memory: the old ids may be in a snapshot
+        renewed[ended] = self.traj_pool.draw(int(np.count_nonzero(ended)))
         self.metadata._set_str("traj_ids", torch.from_numpy(renewed).to(ids.device), inplace=False, validated=True)
 
     def _is_new_version(self) -> bool:
@@ -233,23 +239,15 @@ class Rollouts:
         if not devices.cast_to_policy_device or devices.policy is None:
             output = self._call_policy(carrier)
             if output is not carrier:
-                carrier.update(self._checked(output))
+                carrier.update(checked(output))
             return
         given = devices.cast(carrier, devices.policy, devices.sync_policy)
         before = dict(given.items(True, True))
-        output = self._checked(self._call_policy(given))
+        output = checked(self._call_policy(given))
         if output is not carrier:
             # Only what the policy wrote: the rest of the carrier stays on its device.
             written = [key for key, value in output.items(True, True) if value is not before.get(key)]
             carrier.update(output.select(*written))
-
-    def _checked(self, output: Any) -> TensorDictBase:
-        if not isinstance(output, TensorDictBase):
-            raise TypeError(
-                f"the policy returned a {type(output).__name__}, not a TensorDict: a policy whose only parameter is a "
-                "TensorDict must return it; any other is wrapped if its parameters fit the observations"
-            )
-        return output
 
     def _step_env(self, carrier: TensorDictBase) -> TensorDictBase:
         """Step the environment; returns the root of the next step. The carrier has ``"next"`` then."""
@@ -270,26 +268,16 @@ class Rollouts:
             keep_written(written, carrier.get("next"), root, self._own_keys, self._done_keys)
         return root
 
-    def _step_into(self, carrier: TensorDictBase, after: dict[str, Array]) -> tuple[TensorDictBase, Array]:
-        """Step an environment that writes its results into the buffer; returns as :meth:`_step` does then."""
-        given = {key: value for key, value in carrier.items() if key != "collector"}
-        found: tuple[TensorDictBase, Array] = self.env.step_into(given, after)
-        self.buffer.placed()
-        return found
-
-    def _advance(self, root: TensorDictBase, ended: Array | None = None) -> None:
-        """From one step's carrier to the next's. ``ended``: whose trajectories have; None: the carrier tells."""
+    def _advance(self, root: TensorDictBase) -> None:
+        """From one step's carrier to the next's."""
         if self.arguments.track_traj_ids:
-            if ended is None:
-                self._update_traj_ids(self.carrier)
-            elif np.count_nonzero(ended):
-                self._renew_ids(ended)
+            self._update_traj_ids(self.carrier)
         self._carry(root)
 
-    def _step(self, random: bool) -> tuple[TensorDictBase, Array | None]:
-        """One call of policy and environment. Returns the root of the next step, and None: the carrier is what is
-        stored; or which environments have ended a trajectory: the step is in the buffer. If this raises, the carrier is
-        as before."""
+    def _step(self, random: bool, written: Rest | None) -> TensorDictBase:
+        """One call of policy and environment. Returns the root of the next step; the carrier is what is stored.
+        ``written``: the policy has been called; this writes what it has returned. If this raises, the carrier is as
+        before."""
         carrier = self.carrier
         if self._is_new_version():
             carrier.set("collector", self.metadata)
@@ -298,10 +286,10 @@ class Rollouts:
             carrier.del_("next")
             del known["next"]
         try:
-            self._act(carrier, random)
-            after = self.buffer.place(carrier) if self._is_direct else None
-            if after is not None and after.keys() == self.env.after_keys:
-                return self._step_into(carrier, after)
+            if written is None:
+                self._act(carrier, random)
+            else:
+                written(carrier)
             metadata = carrier.get("collector")
             carrier.del_("collector")
             try:
@@ -317,7 +305,7 @@ class Rollouts:
             carrier.get("next").set("policy_version", metadata.get("policy_version"))
         if self._repeated_keys:
             compact(carrier, self._repeated_keys)
-        return root, None
+        return root
 
     # -- one rollout --------------------------------------------------------------------------------------------------
 
@@ -336,7 +324,7 @@ class Rollouts:
         non_blocking = device is not None and self.devices.is_non_blocking(device, self.devices.sync_storage)
         buffer.begin()
         is_changed = adds or self._repeated_keys or arguments.track_policy_version  # what the environment returns
-        self._is_direct = not is_changed and self.devices.are_cpu and environments.writes_results(self.env)
+        arrays = None if is_changed or random or not self.devices.are_alike_on_cpu else self._arrays
         with set_interaction_type(arguments.exploration_type):
             while left and not is_cut:
                 if lock.wanted:
@@ -345,16 +333,25 @@ class Rollouts:
                     break
                 if max_lag is not None:
                     weights.keep_up(max_lag, LAG_SECONDS)
+                frame, written, has_ended = None, None, False
                 # Steps share a hold until an update waits for its end: entering one takes as long as a small policy.
                 with weights.holds() as holds:
-                    while True:
-                        left -= 1
-                        frame = self._frame(random, adds, non_blocking)
+
+                    def ends() -> bool:
+                        nonlocal is_cut
                         is_cut = interruptor is not None and interruptor.collection_stopped()
-                        if is_cut or adds or not left or holds.awaited or lock.wanted or max_lag is not None:
-                            break
-                        if signals is not None and signals.calls:
-                            break
+                        is_wanted = holds.awaited or lock.wanted or max_lag is not None
+                        return is_cut or adds or is_wanted or (signals is not None and signals.calls)
+
+                    while not has_ended:
+                        if arrays is not None and environments.plays_arrays(self.env):
+                            left, has_ended, written = arrays.run(self.carrier, left, ends)
+                        if not has_ended:
+                            if buffer.count:  # what has no place there once will hardly have one soon
+                                arrays = None
+                            left -= 1
+                            frame = self._frame(random, adds, non_blocking, written)
+                            has_ended, written = not left or ends(), None
                 if frame is not None:  # outside: a replay buffer may wait, or change weights
                     self._add(frame, last=is_cut or not left)
                     if self.frames >= arguments.total_frames:
@@ -366,13 +363,11 @@ class Rollouts:
             self._truncate(batch[..., -1])
         return batch
 
-    def _frame(self, random: bool, adds: bool, non_blocking: bool) -> TensorDictBase | None:
+    def _frame(self, random: bool, adds: bool, non_blocking: bool, written: Rest | None) -> TensorDictBase | None:
         """One step and its copy, inside a hold: what a model returns may be a view of its weights. Returns a clone for
         the replay buffer, if frames are added one by one."""
-        root, ended = self._step(random)
+        root = self._step(random, written)
         try:
-            if ended is not None:
-                return None
             if adds:
                 clone: TensorDictBase = self.carrier.clone()
                 return clone
@@ -382,7 +377,7 @@ class Rollouts:
                 devices.sync_storage()
             return None
         finally:  # the environment has made its step, whatever became of the frame
-            self._advance(root, ended)
+            self._advance(root)
 
     def _add(self, frame: TensorDictBase, last: bool) -> None:
         """One step straight to the replay buffer, which may keep what it is given."""

@@ -1,4 +1,4 @@
-"""Steps that a GymEnv writes right into the buffer, beside those of which a TensorDict is made: a subclass's."""
+"""Steps of a GymEnv as arrays, beside those of which a TensorDict is made: a subclass's."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ def same(one: list[Any], other: list[Any]) -> None:
 
 
 def steps_made(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """How many steps were taken which way."""
-    counts = {"step_and_maybe_reset": 0, "step_into": 0}
+    """How many steps were taken, "play", and how many of them the general way."""
+    counts = {"step_and_maybe_reset": 0, "play": 0}
     for name in counts:
         known = getattr(GymEnv, name)
 
@@ -107,9 +107,9 @@ def steps_made(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 def test_batches_are_the_same_either_way(made: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     counts, dims = steps_made(monkeypatch), 3 if made["env"] is PICTURES else 1
     direct = batches(GymEnv, dict(made), Act(dims))
-    assert counts == {"step_and_maybe_reset": 4, "step_into": 156}, "the first of each rollout shows the layout"
+    assert counts == {"step_and_maybe_reset": 1, "play": 160}, "the first shows the layout"
     same(direct, batches(General, dict(made), Act(dims)))
-    assert counts["step_into"] == 156
+    assert counts == {"step_and_maybe_reset": 161, "play": 320}
     ids = torch.cat([batch["collector", "traj_ids"].flatten() for batch in direct])
     assert len(ids.unique()) > 4
     assert bool(direct[0]["next", "done"].any())
@@ -149,7 +149,7 @@ def test_a_policy_that_writes_more_at_some_steps(monkeypatch: pytest.MonkeyPatch
     made = {"env": CART, "num_envs": 3, "vectorization_mode": "sync"}
     counts = steps_made(monkeypatch)
     direct = batches(GymEnv, made, Moody(), frames_per_batch=36)
-    assert counts["step_into"] > 5
+    assert 5 < counts["step_and_maybe_reset"] < counts["play"] - 5
     same(direct, batches(General, made, Moody(), frames_per_batch=36))
 
 
@@ -207,7 +207,7 @@ def test_spaces_with_groups_go_the_general_way(monkeypatch: pytest.MonkeyPatch) 
         batch = collector.rollout()
     assert batch is not None
     assert batch["next", "b", "c"].shape == (6, 3)
-    assert counts == {"step_and_maybe_reset": 6, "step_into": 0}
+    assert counts == {"step_and_maybe_reset": 6, "play": 6}
 
 
 # -- a SyncVectorEnv's environments are reset one by one --------------------------------------------------------------

@@ -1,0 +1,220 @@
+"""Steps of a :class:`GymEnv` as arrays: no TensorDict is made of what it returns, and none is taken apart.
+
+Beside a small environment and its policy, the TensorDicts of the general way take longer than both. A collector's first
+step goes that way, and shows the layout. Those after it go this one, right into the buffer's memory, while
+
+- the environment is a GymEnv whose entries are not nested, everything is on the CPU, and nothing is asked for that
+  changes what the environment returns;
+- every call of the policy writes the entries that the first one has written, with the same shapes and dtypes.
+
+Where a call does not, its step goes on in the general way, with what it has returned. ``ASYNCSYNC_FAST=0`` turns this
+off, as other fast paths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+
+from asyncsync.collectors.batch_layout import BatchLayout, Path
+from asyncsync.collectors.envs.gym import GymEnv, Slots
+from asyncsync.collectors.rollout.buffer import RolloutBuffer
+from asyncsync.collectors.rollout.plain_modules import TensorsCall
+from asyncsync.collectors.rollout.policies import checked
+from asyncsync.collectors.trajectories import FLAGS, _TrajectoryPool
+
+Array = np.ndarray[Any, Any]
+Entries = dict[str, torch.Tensor]
+Rest = Callable[[TensorDictBase], object]
+_form = attrgetter("shape", "dtype")
+
+
+class _Row(NamedTuple):
+    """Where one step is written: what it has at its root but flags, by name; its trajectory ids, if there are any; what
+    it has under "next"."""
+
+    root: list[tuple[str, Array]]
+    ids: Array | None
+    slots: Slots
+
+
+class _Rows:
+    """Where steps of one layout are written.
+
+    Attributes:
+        each: a row for each; empty: such steps cannot be written here.
+        forms: shapes and dtypes of what a step has at its root, by name.
+    """
+
+    def __init__(self, env: GymEnv, layout: BatchLayout, memory: list[Array]) -> None:
+        self.each: list[_Row] = []
+        self.forms = {leaf.path[0]: (leaf.shape, leaf.dtype) for leaf in layout.leaves if len(leaf.path) == 1}
+        parts: dict[Path, dict[str, Array]] = {(): {}, ("collector",): {}, ("next",): {}}
+        for leaf, array in zip(layout.leaves, memory, strict=True):
+            parts.setdefault(leaf.path[:-1], {})[leaf.path[-1]] = array
+        root, labels, after, *others = parts.values()
+        ids, self._versions = labels.pop("traj_ids", None), labels.pop("policy_version", None)
+        is_known = not (labels or others) and {*env.observation_spec, *FLAGS} <= root.keys()
+        if not is_known or after.keys() != env.after_keys:
+            return
+        self._flags = [root.pop(name) for name in FLAGS]
+        self.each = [
+            _Row(
+                [(name, array[i, ...]) for name, array in root.items()],
+                None if ids is None else ids[i, ...],
+                env.slots({name: array[i, ...] for name, array in after.items()}),
+            )
+            for i in range(len(memory[0]))
+        ]
+
+    def fill(self, place: int, metadata: TensorDictBase) -> None:
+        """Write what is the same in all rows from this one on: flags that are false, and the weights' version."""
+        for array in self._flags:
+            array[place:] = False
+        if self._versions is not None:
+            self._versions[place:] = metadata.get("policy_version").numpy()
+
+    def fit(self, entries: Mapping[str, Any]) -> bool:
+        """Whether these may be written at the root: flags may not, there are rows of them."""
+        for name, value in entries.items():
+            if type(value) is not torch.Tensor or name in FLAGS or _form(value) != self.forms.get(name):
+                return False
+        return True
+
+
+class ArraySteps:
+    """Makes steps of one environment, with one policy, into one buffer.
+
+    Args:
+        call: calls the policy with a TensorDict.
+        pool: where trajectory ids come from; None: there are none.
+        is_new_version: whether weights act of which the metadata did not know; now it does.
+        leave: gets the next step's TensorDict when :meth:`run` ends, however it does.
+    """
+
+    def __init__(
+        self,
+        env: GymEnv,
+        call: Callable[[TensorDictBase], Any],
+        buffer: RolloutBuffer,
+        pool: _TrajectoryPool | None,
+        is_new_version: Callable[[], bool],
+        leave: Callable[[TensorDictBase], None],
+    ) -> None:
+        self._env = env
+        self._make = partial(_Rows, env)
+        self._call = call
+        self._buffer = buffer
+        self._pool = pool
+        self._is_new_version = is_new_version
+        self._leave = leave
+        self._tensors_call = call if isinstance(call, TensorsCall) and call.has_names else None
+
+    def run(self, carrier: TensorDictBase, left: int, ends: Callable[[], bool]) -> tuple[int, bool, Rest | None]:
+        """Make at most ``left`` steps, from this TensorDict on; the buffer has a layout.
+
+        Args:
+            ends: called after each step, inside its hold: whether this was the last one for now.
+
+        Returns:
+            How many are left; whether none are, or ``ends`` has said so. If not, the next step goes the general way:
+            what writes into its TensorDict what the policy has returned for it, or None: it was not called.
+        """
+        buffer, env = self._buffer, self._env
+        root: Entries = dict(carrier.items())
+        metadata: Any = root.pop("collector")
+        rows = buffer.rows(self._make)
+        shown = {name: value for name, value in root.items() if name not in FLAGS}
+        if rows is None or not rows.each or not rows.fit(shown):
+            return left, False, None
+        given: dict[Any, Array] = {name: value.numpy(force=True) for name, value in shown.items()}
+        ids: Any = None if self._pool is None else metadata.get("traj_ids").numpy()
+        is_filled = False
+        try:
+            while True:
+                if self._is_new_version():
+                    is_filled = False
+                if self._tensors_call is not None:
+                    written, rest = self._act_on_tensors(self._tensors_call, rows, root)
+                else:
+                    _label(metadata, ids)
+                    written, rest = self._act_on_entries(rows, root, metadata)
+                if written is None:
+                    return left, False, rest
+                for name, value in written.items():
+                    given[name] = value.numpy(force=True)
+                place = buffer.place()
+                if not (place and is_filled):
+                    rows.fill(place, metadata)
+                    is_filled = True
+                row = rows.each[place]
+                for name, array in row.root:
+                    array[...] = given[name]
+                if row.ids is not None:
+                    row.ids[...] = ids
+                first, finished = env.play(given, row.slots)
+                following = {**root, **written}
+                for name, array in first.items():
+                    following[name] = torch.from_numpy(array)
+                if finished is not None and self._pool is not None:
+                    ids = ids.copy()  # new memory: the old ids may be in a snapshot
+                    ids[finished] = self._pool.draw(int(np.count_nonzero(finished)))
+                given = {**given, **first}
+                # No calls between these: an interrupt finds a step that is made, or one that is to be made again.
+                buffer.count += 1
+                left -= 1
+                root = following
+                if not left or ends():
+                    return left, True, None
+        finally:
+            _label(metadata, ids)
+            self._leave(env.container(root))
+
+    def _act_on_tensors(self, call: TensorsCall, rows: _Rows, root: Entries) -> tuple[Entries | None, Rest | None]:
+        """What the policy writes, by name. None: it has no place in a row, or the policy is to be called with a
+        TensorDict; then as :meth:`run` returns."""
+        if not call.is_plain():
+            return None, None
+        in_names, out_names = call.keys
+        out = call.compute([root[name] for name in in_names])
+        found = out if type(out) is tuple else (out,)
+        if len(found) == len(out_names):
+            written = dict(zip(out_names, found, strict=True))
+            if rows.fit(written) and len({**root, **written}) == len(rows.forms):
+                return written, None
+        return None, lambda td: call.write(td, out)
+
+    def _act_on_entries(
+        self, rows: _Rows, root: Entries, metadata: TensorDictBase
+    ) -> tuple[Entries | None, Rest | None]:
+        """As :meth:`_act_on_tensors`."""
+        td = self._env.container({**root, "collector": metadata})
+        output = self._call(td)
+        if output is not td:
+            td.update(checked(output))
+        entries = dict(td.items())
+        entries.pop("collector", None)
+        written = {name: value for name, value in entries.items() if root.get(name) is not value}
+        if entries.keys() == rows.forms.keys() and rows.fit(written):
+            return written, None
+        return None, lambda carrier: _take_over(td, carrier)
+
+
+def _label(metadata: TensorDictBase, ids: Array | None) -> None:
+    """Have the metadata show these trajectory ids."""
+    if ids is not None:
+        metadata._set_str("traj_ids", torch.from_numpy(ids), inplace=False, validated=True)
+
+
+def _take_over(td: TensorDictBase, carrier: TensorDictBase) -> None:
+    """Give the carrier the other's entries."""
+    for name in carrier.keys() - td.keys():
+        carrier.del_(name)
+    for name, value in td.items():
+        carrier.set(name, value)
