@@ -10,6 +10,12 @@ import pytest
 import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from tensordict import TensorDict
+from tensordict.nn import (
+    ProbabilisticTensorDictModule,
+    ProbabilisticTensorDictSequential,
+    TensorDictModule,
+    TensorDictSequential,
+)
 from torch import nn
 
 from asyncsync.collectors import Collector, GymEnv
@@ -153,13 +159,137 @@ def test_a_policy_that_writes_more_at_some_steps(monkeypatch: pytest.MonkeyPatch
     same(direct, batches(General, made, Moody(), frames_per_batch=36))
 
 
-def test_observations_that_a_policy_keeps_do_not_change() -> None:
-    policy = Act()
+class Wandering(nn.Module):
+    """Tensors whose number, dtype or shape are others now and then."""
+
+    def __init__(self, change: Any) -> None:
+        super().__init__()
+        self.act, self.change = Act(), change
+
+    def forward(self, observation: torch.Tensor) -> Any:
+        action = self.act(observation)
+        return self.change(action) if self.act.calls % 30 > 20 else action
+
+
+CHANGES = {
+    "dtype": lambda action: action.float(),
+    "subclass": lambda action: nn.Parameter(action.float()),
+    "in a tuple": lambda action: (action,),
+    "with a gradient": lambda action: (action.float() * nn.Parameter(torch.ones(()))).requires_grad_(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("is_module", [False, True])
+def test_a_policy_that_returns_something_else_at_some_steps(change: Any, is_module: bool) -> None:
     made = {"env": CART, "num_envs": 3, "vectorization_mode": "sync"}
+
+    def policy() -> Any:
+        bare = Wandering(change)
+        return TensorDictModule(bare, ["observation"], ["action"]) if is_module else bare
+
+    same(batches(GymEnv, made, policy(), frames_per_batch=36), batches(General, made, policy(), frames_per_batch=36))
+
+
+def actor() -> ProbabilisticTensorDictSequential:
+    """One-hot actions that are drawn; it writes what it has drawn them from, too."""
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        network = TensorDictModule(nn.Linear(4, 2), ["observation"], ["logits"])
+    draw = ProbabilisticTensorDictModule(
+        ["logits"], ["action"], distribution_class=torch.distributions.OneHotCategorical, return_log_prob=True
+    )
+    return ProbabilisticTensorDictSequential(network, draw)
+
+
+POLICIES: dict[str, Any] = {
+    "an actor": actor,
+    "in half precision": lambda: TensorDictSequential(
+        TensorDictModule(lambda o: o[..., :2].bfloat16(), ["observation"], ["logits"]),
+        TensorDictModule(lambda logits: nn.functional.one_hot(logits.argmax(-1), 2), ["logits"], ["action"]),
+    ),
+    "random": lambda: None,
+    "normalises what it sees": lambda: TensorDictSequential(
+        TensorDictModule(lambda o: o / 2, ["observation"], ["observation"]),
+        TensorDictModule(Act(), ["observation"], ["action"]),
+    ),
+    "says that it is done": lambda: TensorDictSequential(
+        TensorDictModule(lambda o: o[..., :1] > 0, ["observation"], ["done"]),
+        TensorDictModule(Act(), ["observation"], ["action"]),
+    ),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@pytest.mark.parametrize("is_fast", [True, False])
+def test_policies_that_take_a_tensordict(policy: Any, is_fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not is_fast:
+        monkeypatch.setenv("ASYNCSYNC_FAST", "0")
+    made = {"env": CART, "num_envs": 3, "vectorization_mode": "sync"}
+    counts, results = steps_made(monkeypatch), []
+    for kind in (GymEnv, General):
+        torch.manual_seed(0)
+        results.append(batches(kind, made, policy()))
+        if kind is GymEnv and not is_fast:
+            assert counts == {"step_and_maybe_reset": 160, "play": 160}
+    same(*results)
+
+
+def test_a_policy_sees_the_trajectories_and_versions_that_are_stored() -> None:
+    seen: list[TensorDict] = []
+
+    def note(tensordict: TensorDict) -> TensorDict:
+        if len(seen) % 7 == 6:
+            collector.increment_version()  # type: ignore[has-type]
+        seen.append(tensordict["collector"].copy())
+        return tensordict.set("action", act(tensordict["observation"]))
+
+    act = Act()
+    env = GymEnv(CART, num_envs=3, vectorization_mode="sync")
+    with Collector(env, note, frames_per_batch=480, total_frames=-1) as collector:
+        seen.clear()
+        for _ in range(3):
+            stored = collector.rollout()["collector"]
+            assert bool((torch.stack(seen, 1) == stored).all())
+            assert len(stored["policy_version"].unique()) > 3
+            assert len(stored["traj_ids"].unique()) > 3
+            seen.clear()
+
+
+@pytest.mark.parametrize("kind", [GymEnv, General])
+def test_a_module_that_is_changed_between_two_rollouts(kind: type[GymEnv]) -> None:
+    module = TensorDictModule(lambda o: (act(o), o * 2), ["observation"], ["action", "extra"])
+    act = Act()
+    with Collector(kind(CART), module, frames_per_batch=10, total_frames=-1) as collector:
+        keys = {*collector.rollout().keys()}
+        module.out_keys, module.module = ["action"], act
+        assert {*collector.rollout().keys()} == keys, "the next step's TensorDict had the last extra entry"
+        collector.reset()
+        assert {*collector.rollout().keys()} == keys - {"extra"}
+        module.register_forward_hook(lambda module, given, out: out.clone().set("seen", torch.ones(2)))
+        assert bool(collector.rollout()["seen"].all())
+
+
+@pytest.mark.parametrize("spec", [CART, PICTURES], ids=["small", "large"])
+def test_observations_that_a_policy_keeps_do_not_change(spec: Any) -> None:
+    policy = Act(3 if spec is PICTURES else 1)
+    made = {"env": spec, "num_envs": 3, "vectorization_mode": "sync"}
     stored = torch.cat([batch["observation"] for batch in batches(GymEnv, made, policy)], 1)
     assert torch.equal(torch.stack(policy.seen[-160:], 1), stored)
     stored.zero_()
     assert policy.seen[-1].any()
+
+
+def test_nothing_but_the_user_has_a_batch() -> None:
+    env = GymEnv(PICTURES, num_envs=3, vectorization_mode="sync")
+    with Collector(env, Act(3), frames_per_batch=60, total_frames=-1) as collector:
+        places = set()
+        for _ in range(5):
+            batch = collector.rollout()
+            assert batch is not None
+            places.add(batch["observation"].data_ptr())
+            del batch
+    assert len(places) < 3, "its memory is there for the next"
 
 
 @pytest.mark.parametrize("kind", [GymEnv, General])
