@@ -12,6 +12,7 @@ from tensordict import NestedKey, TensorDict, TensorDictBase
 from asyncsync.collectors.envs.gym_specs import (
     BoxSpec,
     CompositeSpec,
+    Leaf,
     NotTorchRLs,
     Results,
     Spec,
@@ -234,11 +235,11 @@ class GymEnv(NotTorchRLs):
             ``[*batch_size]``, a view of a slot, or None: none of them.
         """
         observation, reward, terminated, truncated, info = self.env.step(self._action(given))
-        self._write_numbers(slots.reward, reward, "reward")
-        self._write_numbers(slots.terminated, terminated, "terminated")
-        self._write_numbers(slots.truncated, truncated, "truncated")
-        finished: Array = np.logical_or(slots.terminated, slots.truncated, slots.done)
-        after = slots.after
+        rewards, terminations, truncations, done, after = slots
+        self._write_numbers(rewards, reward, "reward")
+        self._write_numbers(terminations, terminated, "terminated")
+        self._write_numbers(truncations, truncated, "truncated")
+        finished: Array = np.logical_or(terminations, truncations, done)
         self._write(after, observation)  # before a reset, which may write over it
         if not np.count_nonzero(finished):  # a tenth of finished.any()'s time
             return {key: after[key].copy() for key in self._results.keys}, None
@@ -362,19 +363,7 @@ class GymEnv(NotTorchRLs):
         return found
 
     def _action(self, given: Mapping[NestedKey, Array]) -> Any:
-        values = []
-        for leaf in self._actions:
-            action = given[leaf.key]
-            if action.shape != (shape := self._action_shapes[leaf.key]):
-                raise ValueError(
-                    f"{leaf.key!r} has shape {tuple(action.shape)}, but {self} takes {tuple(shape)}: {leaf.spec}"
-                    f"{leaf.spec.hint}"
-                )
-            try:
-                value: Any = leaf.spec.read(action)
-            except ValueError as error:
-                raise ValueError(f"{leaf.key!r} {error}: {leaf.spec} of {self._name}") from None
-            values.append(int(value) if leaf.whole and not self.batch_size else value)
+        values = [self._choice(leaf, given[leaf.key]) for leaf in self._actions]
         if not self._actions[0].path:
             return values[0]
         nested: dict[str, Any] = {}
@@ -384,3 +373,16 @@ class GymEnv(NotTorchRLs):
                 group = group.setdefault(name, {})
             group[leaf.path[-1]] = value
         return nested
+
+    def _choice(self, leaf: Leaf, action: Array) -> Any:
+        """One entry of an action, as the environment takes it."""
+        if action.shape != (shape := self._action_shapes[leaf.key]):
+            raise ValueError(
+                f"{leaf.key!r} has shape {tuple(action.shape)}, but {self} takes {tuple(shape)}: {leaf.spec}"
+                f"{leaf.spec.hint}"
+            )
+        try:
+            value = leaf.spec.read(action)
+        except ValueError as error:
+            raise ValueError(f"{leaf.key!r} {error}: {leaf.spec} of {self._name}") from None
+        return int(value) if leaf.whole and not self.batch_size else value

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,7 +31,6 @@ from asyncsync.collectors.trajectories import FLAGS, _TrajectoryPool
 Array = np.ndarray[Any, Any]
 Entries = dict[str, torch.Tensor]
 Rest = Callable[[TensorDictBase], object]
-_form = attrgetter("shape", "dtype")
 
 
 class _Row(NamedTuple):
@@ -83,7 +81,7 @@ class _Rows:
     def fit(self, entries: Mapping[str, Any]) -> bool:
         """Whether these may be written at the root: flags may not, there are rows of them."""
         for name, value in entries.items():
-            if type(value) is not torch.Tensor or name in FLAGS or _form(value) != self.forms.get(name):
+            if type(value) is not torch.Tensor or name in FLAGS or (value.shape, value.dtype) != self.forms.get(name):
                 return False
         return True
 
@@ -133,6 +131,9 @@ class ArraySteps:
         shown = {name: value for name, value in root.items() if name not in FLAGS}
         if rows is None or not rows.each or not rows.fit(shown):
             return left, False, None
+        call = self._tensors_call
+        if call is not None and {*root, *call.keys[1]} != rows.forms.keys():
+            return left, False, None
         given: dict[Any, Array] = {name: value.numpy(force=True) for name, value in shown.items()}
         ids: Any = None if self._pool is None else metadata.get("traj_ids").numpy()
         is_filled = False
@@ -140,8 +141,8 @@ class ArraySteps:
             while True:
                 if self._is_new_version():
                     is_filled = False
-                if self._tensors_call is not None:
-                    written, rest = self._act_on_tensors(self._tensors_call, rows, root)
+                if call is not None:
+                    written, rest = self._act_on_tensors(call, rows, root)
                 else:
                     _label(metadata, ids)
                     written, rest = self._act_on_entries(rows, root, metadata)
@@ -186,7 +187,7 @@ class ArraySteps:
         found = out if type(out) is tuple else (out,)
         if len(found) == len(out_names):
             written = dict(zip(out_names, found, strict=True))
-            if rows.fit(written) and len({**root, **written}) == len(rows.forms):
+            if rows.fit(written):
                 return written, None
         return None, lambda td: call.write(td, out)
 
