@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
@@ -313,6 +313,73 @@ def test_a_step_that_fails_is_made_again(kind: type[GymEnv]) -> None:
         assert batch is not None
         assert torch.equal(batch["observation"][0], before["observation"])
         assert torch.equal(batch["collector", "traj_ids"][0], before["collector", "traj_ids"])
+
+
+class Counting(gymnasium.Env[Any, Any]):
+    """Shows how many steps it has made, of which a trajectory has twenty. Ctrl-C comes with some of them."""
+
+    observation_space = gymnasium.spaces.Box(0, 100, (1,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+    interrupted: ClassVar[set[Any]] = set()
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.steps = 0
+        if "reset" in self.interrupted:
+            self.interrupted.clear()
+            raise KeyboardInterrupt
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.steps += 1
+        if self.steps in self.interrupted:
+            self.interrupted.clear()
+            raise KeyboardInterrupt
+        return np.full(1, self.steps, np.float32), 0.0, self.steps == 20, False, {}
+
+
+COUNTING = gymnasium.envs.registration.EnvSpec("Counting-v0", entry_point=lambda **_: Counting())
+
+
+@pytest.mark.parametrize("when", [1, 7, 20, "reset"])
+@pytest.mark.parametrize("made", [{}, {"num_envs": 2, "vectorization_mode": "sync"}], ids=["one", "a vector"])
+@pytest.mark.parametrize("kind", [GymEnv, General])
+def test_no_step_is_lost_unseen_by_ctrl_c(
+    kind: type[GymEnv], made: dict[str, Any], when: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    env = kind(COUNTING, **made)
+    with Collector(env, Act(), frames_per_batch=50 * max(1, env.batch_size.numel()), total_frames=-1) as collector:
+        before = collector.rollout()
+        assert before is not None
+        monkeypatch.setattr(Counting, "interrupted", {when})
+        with pytest.raises(KeyboardInterrupt):
+            collector.rollout()
+        batch = collector.rollout()
+        assert batch is not None
+        seen, after, ended = (batch[key][..., 0] for key in ("observation", ("next", "observation"), ("next", "done")))
+        assert torch.equal(after, seen + 1)
+        assert torch.equal(seen[..., 1:], torch.where(ended[..., :-1], 0.0, after[..., :-1]))
+        assert bool((seen[..., 0] == 0).all()), "nobody knows whether the step was made"
+        ids = batch["collector", "traj_ids"]
+        assert int(ids.min()) > int(before["collector", "traj_ids"].max())
+
+
+@pytest.mark.parametrize("kind", [GymEnv, General])
+def test_ctrl_c_in_a_policy_breaks_no_trajectory_off(kind: type[GymEnv]) -> None:
+    class Interrupted(Act):
+        def forward(self, observation: torch.Tensor) -> torch.Tensor:
+            if self.calls == 17:
+                self.calls += 1
+                raise KeyboardInterrupt
+            return super().forward(observation)
+
+    with Collector(kind(COUNTING), Interrupted(), frames_per_batch=15, total_frames=-1) as collector:
+        collector.rollout()
+        with pytest.raises(KeyboardInterrupt):
+            collector.rollout()
+        batch = collector.rollout()
+        assert batch is not None
+        assert batch["observation"][:3, 0].tolist() == [17, 18, 19]
 
 
 def test_what_stands_in_the_place_of_step_and_maybe_reset_is_called() -> None:

@@ -93,7 +93,8 @@ class ArraySteps:
         call: calls the policy with a TensorDict.
         pool: where trajectory ids come from; None: there are none.
         is_new_version: whether weights act of which the metadata did not know; now it does.
-        leave: gets the next step's TensorDict when :meth:`run` ends, however it does.
+        leave: gets the next step's TensorDict when :meth:`run` ends, however it does, and whether the environment may
+            have made one step more: an interrupt came amid one.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class ArraySteps:
         buffer: RolloutBuffer,
         pool: _TrajectoryPool | None,
         is_new_version: Callable[[], bool],
-        leave: Callable[[TensorDictBase], None],
+        leave: Callable[[TensorDictBase, bool], None],
     ) -> None:
         self._env = env
         self._make = partial(_Rows, env)
@@ -136,7 +137,7 @@ class ArraySteps:
             return left, False, None
         given: dict[Any, Array] = {name: value.numpy(force=True) for name, value in shown.items()}
         ids: Any = None if self._pool is None else metadata.get("traj_ids").numpy()
-        is_filled = False
+        is_filled = is_amid = False
         try:
             while True:
                 if self._is_new_version():
@@ -159,6 +160,7 @@ class ArraySteps:
                     array[...] = given[name]
                 if row.ids is not None:
                     row.ids[...] = ids
+                is_amid = True
                 first, finished = env.play(given, row.slots)
                 following = {**root, **written}
                 for name, array in first.items():
@@ -167,15 +169,17 @@ class ArraySteps:
                     ids = ids.copy()  # new memory: the old ids may be in a snapshot
                     ids[finished] = self._pool.draw(int(np.count_nonzero(finished)))
                 given = {**given, **first}
-                # No calls between these: an interrupt finds a step that is made, or one that is to be made again.
-                buffer.count += 1
+                buffer.count += 1  # no calls from here on: an interrupt finds a whole step
                 left -= 1
-                root = following
+                root, is_amid = following, False
                 if not left or ends():
                     return left, True, None
+        except Exception:
+            is_amid = False  # a step that has failed is made again
+            raise
         finally:
             _label(metadata, ids)
-            self._leave(env.container(root))
+            self._leave(env.container(root), is_amid)
 
     def _act_on_tensors(self, call: TensorsCall, rows: _Rows, root: Entries) -> tuple[Entries | None, Rest | None]:
         """What the policy writes, by name. None: it has no place in a row, or the policy is to be called with a

@@ -35,7 +35,7 @@ from asyncsync.collectors.rollout.devices import RolloutDevices
 from asyncsync.collectors.rollout.lock import RolloutLock
 from asyncsync.collectors.rollout.plain_modules import plainly_called
 from asyncsync.collectors.rollout.policies import checked, quickened, wrapped
-from asyncsync.collectors.rollout.step_entries import compact, keep_written, zero_state
+from asyncsync.collectors.rollout.step_entries import compact, keep_written, truncate, zero_state
 from asyncsync.collectors.trajectories import _aggregate_end_of_traj, _TrajectoryPool
 from asyncsync.collectors.weights.acting import ActingWeights
 
@@ -84,6 +84,7 @@ class Rollouts:
         self.traj_pool = _TrajectoryPool() if traj_pool is None else traj_pool
         self._weights = weights
         self._lock = lock
+        self._is_lost = False  # the environment may be further than the carrier: an interrupt came amid a step
 
     def set_policy(
         self,
@@ -156,6 +157,7 @@ class Rollouts:
     @torch.no_grad()
     def _reset(self, **kwargs: Any) -> TensorDictBase:
         """Reset all environments; a model in them does not change meanwhile."""
+        self._is_lost = True
         with self._weights.holds():
             return environments.reset(self.env, **kwargs)
 
@@ -186,7 +188,7 @@ class Rollouts:
         self._is_new_version()
         self._carry(root)
 
-    def _carry(self, root: TensorDictBase) -> None:
+    def _carry(self, root: TensorDictBase, is_lost: bool = False) -> None:
         """Make this TensorDict the carrier."""
         if self.devices.carrier_has_no_device and root.device is not None:
             root = root.copy().clear_device_()  # a copy: the environment may keep its own
@@ -197,6 +199,7 @@ class Rollouts:
         if self.arguments.track_policy_version:
             root.set("policy_version", self.metadata.get("policy_version"))
         self.carrier = root
+        self._is_lost = is_lost
 
     def _update_traj_ids(self, env_output: TensorDictBase) -> None:
         """Fresh ids for the environments whose trajectory has ended with this step."""
@@ -256,6 +259,7 @@ class Rollouts:
         devices = self.devices
         if devices.cast_to_env_device and devices.env is not None:
             given = devices.cast(carrier, devices.env, devices.sync_env)
+        self._is_lost = True
         found = self.env.step_and_maybe_reset(given)
         if not isinstance(found, tuple) or len(found) != 2 or (after := found[0].get("next", None)) is None:
             raise environments.no_step(self.env, found)
@@ -296,7 +300,9 @@ class Rollouts:
                 root = self._step_env(carrier)
             finally:
                 carrier.set("collector", metadata)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, Exception):  # a step that has failed is made again
+                self._is_lost = False
             for key in set(carrier.keys()) - known.keys():
                 carrier.del_(key)
             carrier.update(known)
@@ -316,7 +322,7 @@ class Rollouts:
         arguments, lock, signals, buffer, weights = self.arguments, self._lock, self.signals, self.buffer, self._weights
         interruptor, is_cut = arguments.interruptor, False
         weights.check()
-        if arguments.reset_at_each_iter:
+        if arguments.reset_at_each_iter or self._is_lost:
             self.reset()
         random = bool(self.random) or self.frames < arguments.init_random_frames  # whole rollouts ignore the policy
         adds, max_lag, left = arguments.adds, arguments.max_lag, arguments.steps
@@ -345,7 +351,9 @@ class Rollouts:
 
                     while not has_ended:
                         if arrays is not None and environments.plays_arrays(self.env):
+                            self._is_lost = True
                             left, has_ended, written = arrays.run(self.carrier, left, ends)
+                            self._is_lost = False
                         if not has_ended:
                             if buffer.count:  # what has no place there once will hardly have one soon
                                 arrays = None
@@ -360,7 +368,7 @@ class Rollouts:
             return None
         batch = buffer.finish()
         if self._truncated_keys:
-            self._truncate(batch[..., -1])
+            truncate(batch[..., -1], self._truncated_keys)
         return batch
 
     def _frame(self, random: bool, adds: bool, non_blocking: bool, written: Rest | None) -> TensorDictBase | None:
@@ -382,14 +390,6 @@ class Rollouts:
     def _add(self, frame: TensorDictBase, last: bool) -> None:
         """One step straight to the replay buffer, which may keep what it is given."""
         if last or self.frames + frame.numel() >= self.arguments.total_frames:
-            self._truncate(frame)
+            truncate(frame, self._truncated_keys)
         self.arguments.replay_buffer.add(frame)
         self.frames += frame.numel()
-
-    def _truncate(self, step: TensorDictBase) -> None:
-        """Mark a step, which may be a part of a batch, as truncated."""
-        for key in self._truncated_keys:
-            for name in ("truncated", "done"):
-                flag = step.get(("next", *environments.path_of(key)[:-1], name), None)
-                if flag is not None:
-                    flag.fill_(True)

@@ -1,5 +1,5 @@
 """Entries of a step beside those that policy and environment have for each other: recurrent state that is handed on,
-and observations that are left out.
+observations that are left out, and marks at a rollout's end.
 """
 
 from __future__ import annotations
@@ -52,3 +52,12 @@ def keep_written(
         state = written.get(key)
         after.set(key, state)
         root.set(key, torch.where(beside(ended, state), torch.zeros_like(state), state))
+
+
+def truncate(step: TensorDictBase, keys: Iterable[Key]) -> None:
+    """Mark a step, which may be a part of a batch, as truncated: under these keys, and what is done beside them."""
+    for key in keys:
+        for name in ("truncated", "done"):
+            flag = step.get(("next", *environments.path_of(key)[:-1], name), None)
+            if flag is not None:
+                flag.fill_(True)
