@@ -9,7 +9,7 @@ from tensordict.nn import set_interaction_type
 from asyncsync.collectors.batch_layout import BatchLayout, empty_batch, layout_of, with_time
 from asyncsync.collectors.envs import environment as environments
 from asyncsync.collectors.rollout.rollout import Rollouts
-from asyncsync.collectors.rollout.step_entries import compact, keep_written
+from asyncsync.collectors.rollout.step_entries import compact, keep_written, truncate
 
 
 def fake_rollout(rollouts: Rollouts) -> TensorDictBase:
@@ -17,7 +17,7 @@ def fake_rollout(rollouts: Rollouts) -> TensorDictBase:
     Raises TypeError: the environment has none of these."""
     layout = rollouts.buffer.layout
     batch = _from_specs(rollouts) if layout is None else _zeros(layout)
-    rollouts._truncate(batch[..., -1])
+    truncate(batch[..., -1], rollouts._truncated_keys)
     return batch
 
 
