@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
@@ -121,6 +122,7 @@ class BaseCollector(WeightsAPI, InspectionAPI, Lifetime, IterableDataset[TensorD
     batch: batch)`` hands out the same batches."""
 
     replay_buffer: Any = None
+    _counts_frames = True  # False: a batch is of trajectories, however many frames they have
 
     def __init__(
         self,
@@ -152,6 +154,19 @@ class BaseCollector(WeightsAPI, InspectionAPI, Lifetime, IterableDataset[TensorD
 
     def __iter__(self) -> Iterator[TensorDictBase | None]:
         return self.iterator()
+
+    def __len__(self) -> int:
+        """How many batches there are from the first to the last one, if none is cut short; for progress bars, say.
+        Raises TypeError: there is no end, or batches are of whole trajectories (TorchRL: RuntimeError, which ends
+        ``list`` and progress bars of what has no end)."""
+        own: Any = self
+        if own.total_frames == math.inf or not self._counts_frames:
+            why = "no end" if own.total_frames == math.inf else "batches of whole trajectories"
+            raise TypeError(f"this {type(self).__name__} has {why}, and so no length")
+        return math.ceil(own.total_frames / own.requested_frames_per_batch)
+
+    def __bool__(self) -> bool:
+        return True  # whatever its length
 
     def next(self) -> TensorDictBase | None:
         """The next batch; None when there are no more (and where batches go to a replay buffer)."""

@@ -205,6 +205,7 @@ class Collector(LocalCollector, metaclass=Chooses):
         check_schemes("weight_recv_schemes", weight_recv_schemes)
         devices = {"device": device, "storing_device": storing_device}
         check_devices(devices | {"policy_device": policy_device, "env_device": env_device})
+        self._counts_frames = trajectories is None or replay_buffer is not None
         self._free = None
         self._lock = lock = RolloutLock(type(self).__name__)
         env = environments.make_environment(create_env_fn, create_env_kwargs)

@@ -215,6 +215,7 @@ class MultiCollector(GroupCollector, metaclass=Chooses):
             replay_buffer=replay_buffer, extend_buffer=extend_buffer, split_trajs=split_trajs,
             track_traj_ids=self.track_traj_ids, reset_at_each_iter=own["reset_at_each_iter"],
         )  # fmt: skip
+        self._counts_frames = trajectories is None or replay_buffer is not None
         check_accepted(
             reset_when_done=reset_when_done, cudagraph_policy=cudagraph_policy, use_buffers=use_buffers,
             local_init_rb=local_init_rb,

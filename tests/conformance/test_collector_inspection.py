@@ -187,6 +187,30 @@ def test_r224_without_a_scheme_that_moves_weights_none_are_cached() -> None:
         assert collector.get_cached_weights("policy") is None
 
 
+# -- the number of batches ---------------------------------------------------------------------------------------------
+
+
+def test_a_collectors_length_is_how_many_batches_it_has(alone: Collector) -> None:
+    assert len(alone) == 2 == len(list(alone))
+    assert len(alone) == 2
+    with MultiSyncCollector(FACTORIES, policy(), **options(frames_per_batch=4, total_frames=12)) as together:
+        assert len(together) == 3 == len(list(together))
+    with MultiAsyncCollector(FACTORIES, policy(), **options(frames_per_batch=4, total_frames=12)) as turns:
+        assert len(turns) == 3 == len(list(turns))
+
+
+def test_what_has_no_end_or_whole_trajectories_has_no_length() -> None:
+    with Collector(Spoken(), policy(), frames_per_batch=6) as endless:
+        with pytest.raises(TypeError, match="this Collector has no end, and so no length"):
+            len(endless)
+        assert endless
+    with (
+        Collector(Spoken(), policy(), frames_per_batch=6, total_frames=12, trajs_per_batch=2) as whole,
+        pytest.raises(TypeError, match="batches of whole trajectories"),
+    ):
+        len(whole)
+
+
 # -- statistics --------------------------------------------------------------------------------------------------------
 
 
