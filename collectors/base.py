@@ -163,7 +163,8 @@ class BaseCollector(WeightsAPI, InspectionAPI, Lifetime, IterableDataset[TensorD
         if own.total_frames == math.inf or not self._counts_frames:
             why = "no end" if own.total_frames == math.inf else "batches of whole trajectories"
             raise TypeError(f"this {type(self).__name__} has {why}, and so no length")
-        return math.ceil(own.total_frames / own.requested_frames_per_batch)
+        count: int = math.ceil(own.total_frames / own.requested_frames_per_batch)
+        return count
 
     def __bool__(self) -> bool:
         return True  # whatever its length
