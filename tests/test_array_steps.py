@@ -257,7 +257,7 @@ def test_a_policy_sees_the_trajectories_and_versions_that_are_stored() -> None:
 
 
 @pytest.mark.parametrize("kind", [GymEnv, General])
-def test_a_module_that_is_changed_between_two_rollouts(kind: type[GymEnv]) -> None:
+def test_a_module_that_is_changed_between_two_rollouts(kind: type[GymEnv], monkeypatch: pytest.MonkeyPatch) -> None:
     module = TensorDictModule(lambda o: (act(o), o * 2), ["observation"], ["action", "extra"])
     act = Act()
     with Collector(kind(CART), module, frames_per_batch=10, total_frames=-1) as collector:
@@ -265,7 +265,11 @@ def test_a_module_that_is_changed_between_two_rollouts(kind: type[GymEnv]) -> No
         module.out_keys, module.module = ["action"], act
         assert {*collector.rollout().keys()} == keys, "the next step's TensorDict had the last extra entry"
         collector.reset()
-        assert {*collector.rollout().keys()} == keys - {"extra"}
+        counts, general = steps_made(monkeypatch), []
+        for _ in range(3):
+            assert {*collector.rollout().keys()} == keys - {"extra"}
+            general.append(counts["step_and_maybe_reset"])
+        assert general == ([1, 1, 1] if kind is GymEnv else [10, 20, 30]), "until its layout is known"
         module.register_forward_hook(lambda module, given, out: out.clone().set("seen", torch.ones(2)))
         assert bool(collector.rollout()["seen"].all())
 

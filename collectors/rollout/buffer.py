@@ -12,7 +12,8 @@ nested tensors), makes the rest of that rollout a list of clones, which ``finish
 
 What an ``allocate``, such as the one by which workers put batches into shared memory, can rely on:
 
-- It is called once per rollout, right before the first step is written, and never for a rollout without a layout.
+- It is called once per rollout, right before the first step is written, and never for a rollout without a layout. Where
+  the last rollout's layout was expected, and the first step has another, it is called once more, for that.
 - ``layout`` compares and hashes by value, and pickles: the same environment and policy give an equal layout every time.
 - It returns None (any memory will do), or a TensorDict with the layout's leaves, each of shape ``layout.shape(leaf)``
   and the leaf's dtype, as :meth:`BatchLayout.build` makes it. They may be strided views, and uninitialised.
@@ -86,7 +87,7 @@ class RolloutBuffer:
         """Copy one step of shape ``[*batch_size]``; if this raises, it is not part of the rollout. Its tensors may
         change afterwards: on other devices than the CPU, with ``non_blocking``, only by work that is ordered after the
         copy there."""
-        if self._batch is None and self._loose is None:
+        if not self.count:
             self._allocate(step)
         writer = self._writer
         values = None if self._loose is not None or writer is None else writer.values(step)
@@ -134,7 +135,7 @@ class RolloutBuffer:
         """Memory for the rollout that begins with this step, if a layout describes it."""
         # Within a rollout, what comes from another device is copied to where the others are.
         if self._writer is None or not self._writer.is_for(step):
-            self._writer = None
+            self._writer = self._batch = None
             if step.batch_size != self._batch_size:
                 raise ValueError(
                     f"a step has batch size {tuple(step.batch_size)}, but the environment's is "
@@ -145,7 +146,8 @@ class RolloutBuffer:
             if layout is None:
                 return
             self._writer = _Writer(layout, step)
-        self._attach(self._writer)
+        if self._batch is None:
+            self._attach(self._writer)
 
     def _attach(self, writer: _Writer) -> None:
         if (batch := self.allocate(writer.layout)) is None:
