@@ -320,11 +320,12 @@ def test_a_step_that_fails_is_made_again(kind: type[GymEnv]) -> None:
 
 
 class Counting(gymnasium.Env[Any, Any]):
-    """Shows how many steps it has made, of which a trajectory has twenty. Ctrl-C comes with some of them."""
+    """Shows how many steps it has made, of which a trajectory has twenty. Some of them, once made, are interrupted."""
 
     observation_space = gymnasium.spaces.Box(0, 100, (1,), np.float32)
     action_space = gymnasium.spaces.Discrete(2)
     interrupted: ClassVar[set[Any]] = set()
+    error: ClassVar[BaseException] = KeyboardInterrupt()
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
@@ -338,7 +339,7 @@ class Counting(gymnasium.Env[Any, Any]):
         self.steps += 1
         if self.steps in self.interrupted:
             self.interrupted.clear()
-            raise KeyboardInterrupt
+            raise self.error
         return np.full(1, self.steps, np.float32), 0.0, self.steps == 20, False, {}
 
 
@@ -366,6 +367,23 @@ def test_no_step_is_lost_unseen_by_ctrl_c(
         assert bool((seen[..., 0] == 0).all()), "nobody knows whether the step was made"
         ids = batch["collector", "traj_ids"]
         assert int(ids.min()) > int(before["collector", "traj_ids"].max())
+
+
+@pytest.mark.parametrize("kind", [GymEnv, General])
+def test_a_step_that_some_environments_have_made_is_not_made_again(
+    kind: type[GymEnv], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Counting, "error", OSError("once"))
+    env = kind(COUNTING, num_envs=3, vectorization_mode="sync")
+    with Collector(env, Act(), frames_per_batch=150, total_frames=-1) as collector:
+        collector.rollout()
+        monkeypatch.setattr(Counting, "interrupted", {7})
+        with pytest.raises(OSError, match="once"):
+            collector.rollout()
+        batch = collector.rollout()
+        assert batch is not None
+        assert torch.equal(batch["next", "observation"], batch["observation"] + 1)
+        assert bool((batch["observation"][:, 0] == 0).all())
 
 
 @pytest.mark.parametrize("kind", [GymEnv, General])

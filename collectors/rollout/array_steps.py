@@ -94,7 +94,7 @@ class ArraySteps:
         pool: where trajectory ids come from; None: there are none.
         is_new_version: whether weights act of which the metadata did not know; now it does.
         leave: gets the next step's TensorDict when :meth:`run` ends, however it does, and whether the environment may
-            have made one step more: an interrupt came amid one.
+            have made one step more: that was interrupted, or failed.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class ArraySteps:
                 if not left or ends():
                     return left, True, None
         except Exception:
-            is_amid = False  # a step that has failed is made again
+            is_amid = is_amid and bool(env.batch_size)  # of several, some may have made the step
             raise
         finally:
             _label(metadata, ids)

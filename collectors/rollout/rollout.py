@@ -84,7 +84,7 @@ class Rollouts:
         self.traj_pool = _TrajectoryPool() if traj_pool is None else traj_pool
         self._weights = weights
         self._lock = lock
-        self._is_lost = False  # the environment may be further than the carrier: an interrupt came amid a step
+        self._is_lost = False  # the environment may be further than the carrier: see docs/collector-internals.md
 
     def set_policy(
         self,
@@ -301,7 +301,7 @@ class Rollouts:
             finally:
                 carrier.set("collector", metadata)
         except BaseException as error:
-            if isinstance(error, Exception):  # a step that has failed is made again
+            if isinstance(error, Exception) and not self.batch_size:  # of several, some may have made the step
                 self._is_lost = False
             for key in set(carrier.keys()) - known.keys():
                 carrier.del_(key)
