@@ -168,7 +168,7 @@ class ArraySteps:
                 if finished is not None and self._pool is not None:
                     ids = ids.copy()  # new memory: the old ids may be in a snapshot
                     ids[finished] = self._pool.draw(int(np.count_nonzero(finished)))
-                given = {**given, **first}
+                given.update(first)
                 buffer.count += 1  # no calls from here on: an interrupt finds a whole step
                 left -= 1
                 root, is_amid = following, False
@@ -188,11 +188,14 @@ class ArraySteps:
             return None, None
         in_names, out_names = call.keys
         out = call.compute([root[name] for name in in_names])
-        found = out if type(out) is tuple else (out,)
-        if len(found) == len(out_names):
-            written = dict(zip(out_names, found, strict=True))
-            if rows.fit(written):
-                return written, None
+        if type(out) is torch.Tensor and len(out_names) == 1:
+            written = {out_names[0]: out}
+        elif type(out) is tuple and len(out) == len(out_names):
+            written = dict(zip(out_names, out, strict=True))
+        else:
+            written = {}
+        if written and rows.fit(written):
+            return written, None
         return None, lambda td: call.write(td, out)
 
     def _act_on_entries(
