@@ -267,10 +267,7 @@ class Holds(ExitStack):
     @property
     def awaited(self) -> bool:
         """Whether an update waits for the end of this block."""
-        for gate in self._gates:  # not any(): this is asked after each step
-            if gate.pending:
-                return True
-        return False
+        return any(gate.pending for gate in self._gates)
 
     def __enter__(self) -> Self:
         try:
