@@ -21,7 +21,7 @@ from asyncsync.fastpath.worker import SteadyWorker
 from asyncsync.protocol.agreement import Agreement
 from asyncsync.protocol.announcer import Announcer
 from asyncsync.protocol.fanout import FanOut
-from asyncsync.protocol.holdings import Holdings, Reports
+from asyncsync.protocol.holdings import Reports
 from asyncsync.protocol.incoming import Incoming
 from asyncsync.protocol.incoming_update import IncomingUpdate
 from asyncsync.protocol.leases import Leases
@@ -152,8 +152,8 @@ MUTATIONS = {
     ],
     "staging alone gives a slot back": [(Publisher, "_on_staged", "peer.end_transfer()", f"peer.end_transfer(){GIVE}")],
     "an old report gives back what was lent after it": [(Leases, "report", "serial <= last and", "")],
-    "a report says nothing of what is in use": [(Holdings, "report", "slab.is_used", "False")],
-    "a report says nothing of what a forked child uses": [(Holdings, "report", "slab.is_used", "slab.references")],
+    "a report says nothing of what is in use": [(Reports, "in_use", "slab.is_used", "False")],
+    "a report says nothing of what a forked child uses": [(Reports, "in_use", "slab.is_used", "slab.references")],
     "whoever is superseded has given everything back": [
         (
             Membership,
@@ -174,7 +174,7 @@ MUTATIONS = {
     "a slot is granted that may hold something else by now": [
         (Publisher, "_grant", "target.version != version", "False")
     ],
-    "a report says nothing of what is asked for": [(Incoming, "awaited", "not self.update.awaited", "True")],
+    "a report says nothing of what is asked for": [(Reports, "in_use", "not update.awaited", "True")],
     "the end of a process gives nothing back": [(Publisher, "ended", "self.leases.release(nonce)", "pass")],
     "AGAIN leaves the slab before where it is": [(Announcer, "_advance", "before.release()", "pass")],
     "the fast path goes on with what it has written, and not who has it": [

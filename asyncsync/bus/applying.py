@@ -92,7 +92,7 @@ class Applying:
             return
         self._offered = passing
         later = partial(self._conclude_later, passing)
-        update = Writer(lambda: self._pass(passing), lambda error: self._link.call_from_thread(later))
+        update = Writer(partial(self._pass, passing), lambda error: self._link.call_from_thread(later))
         if self._gate.try_apply(update):
             self._conclude(passing)
         else:

@@ -38,7 +38,7 @@ class Outgoing:
     def flush(self, now: float, departed: Departed | None) -> bool:
         """Send everything; ``departed`` is called with each update that is on its way. True if somebody could not be
         reached."""
-        outbox = self._publisher.outbox
+        outbox, routes, channels = self._publisher.outbox, self._publisher.membership.routes, self._side_channels.of
         last, header = None, b""
         by_zmq = failed = False
         try:
@@ -48,7 +48,10 @@ class Outgoing:
                     last, header = instruction, encode(instruction)
                     if self.broadcast is not None and self._send_to_all(route, instruction, header, payload, departed):
                         continue
-                if type(instruction) in BY_SIDE_CHANNEL and self._send_by_side_channel(route, (header, *payload)):
+                peer = routes.get(route) if channels and type(instruction) in BY_SIDE_CHANNEL else None
+                # Not to one that has yet to answer its last WELCOME: see net/side_channel.py on the order.
+                channel = None if peer is None or peer.unsettled else channels.get(peer.nonce)
+                if channel is not None and channel.send((header, *payload)):
                     outcome = 0
                 else:
                     by_zmq = True
@@ -65,13 +68,6 @@ class Outgoing:
             if by_zmq:
                 self._socket.flushed()
         return failed
-
-    def _send_by_side_channel(self, route: bytes, frames: Sequence[Buffer]) -> bool:
-        # Not to one that has yet to answer its last WELCOME: see net/side_channel.py on the order.
-        channels = self._side_channels.of
-        peer = self._publisher.membership.routes.get(route) if channels else None
-        channel = None if peer is None or peer.unsettled else channels.get(peer.nonce)
-        return channel is not None and channel.send(frames)
 
     # -- to all subscribers -------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -38,7 +38,7 @@ from asyncsync.protocol.staging import Acting
 from asyncsync.protocol.subscriber import Subscriber
 from asyncsync.runtime.threads import finish
 from asyncsync.wire.codec import decode, encode
-from asyncsync.wire.fields import Buffer, Epoch
+from asyncsync.wire.fields import Epoch
 from asyncsync.wire.messages import Again, Bye, Cast, Chunk, Instruction, Welcome
 
 logger = logging.getLogger("asyncsync")
@@ -316,20 +316,17 @@ class ReceiverLink(Link):
             outbox.clear()
         if not outbox:
             return
+        # Not between HELLO and WELCOME: what is sent then must not come before the HELLO.
+        channel = self.side_channel if self.subscriber.session.welcomed else None
         by_zmq = False
         while outbox:
             instruction, payload = outbox.popleft()
             frames = (encode(instruction), *payload)
-            if not (type(instruction) in BY_SIDE_CHANNEL and self._send_by_side_channel(frames)):
+            if channel is None or not (channel.open and type(instruction) in BY_SIDE_CHANNEL and channel.send(frames)):
                 self._socket.send(frames)
                 by_zmq = True
         if by_zmq:
             self._socket.flushed()
-
-    def _send_by_side_channel(self, frames: Sequence[Buffer]) -> bool:
-        # Not between HELLO and WELCOME: what is sent then must not come before the HELLO.
-        channel = self.side_channel
-        return channel is not None and channel.open and self.subscriber.session.welcomed and channel.send(frames)
 
     def _fetched(self) -> None:
         if not self.closed:

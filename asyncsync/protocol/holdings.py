@@ -4,7 +4,7 @@ applied or failed, and which leased slabs are in use. No I/O, no clock."""
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from asyncsync.errors import SchemaMismatch
 from asyncsync.protocol.incoming import Incoming
@@ -61,7 +61,7 @@ class Holdings:
     # -- updates ----------------------------------------------------------------------------------------------------
 
     def applied(self, staging: Staging) -> None:
-        """The models hold these versions."""
+        """The models hold these versions. Takes over the references to their slabs."""
         for model_id, part in staging.parts.items():
             if self.homes:
                 self._move_out(model_id, (staging.epoch, part.version))
@@ -71,7 +71,9 @@ class Holdings:
                     self.error.pop(model_id, None)
                 if held is not None:
                     held[2].release()
-                self.held[model_id] = (staging.epoch, part.version, part.slab.retain())
+                self.held[model_id] = (staging.epoch, part.version, part.slab)
+            else:
+                part.slab.release()
 
     def failed(self, staging: Staging) -> None:
         """Applying has raised. The models count as holding what they held; unless the user's code raised, they do."""
@@ -125,14 +127,6 @@ class Holdings:
     def _released(self) -> None:
         self.is_report_due = True
 
-    def report(self, awaited: Iterable[Part]) -> InUse:
-        """Which leased slabs are in use here; see :mod:`asyncsync.protocol.leases`. Parts that are ``awaited``, because
-        they are fetched, count as if they were here: they may be granted already."""
-        self.is_report_due = False
-        if self.leased:
-            self.leased = {key: slab for key, slab in self.leased.items() if slab.is_used}
-        return (*self.leased, *((p.model_id, p.version) for p in awaited))
-
     def check_forked(self) -> None:
         """A forked child may have made its copy of a leased slab meanwhile: report that."""
         if any(not slab.references for slab in self.leased.values()):
@@ -174,8 +168,15 @@ class Reports:
         self.failure = None
 
     def in_use(self) -> tuple[int, InUse]:
-        """Which leased slabs are in use here, of the updates up to which serial."""
-        return self.serial, self._holdings.report(self._incoming.awaited)
+        """Which leased slabs are in use here, of the updates up to which serial; see :mod:`asyncsync.protocol.leases`.
+        Parts that were fetched, to be read in place, count as if they were here: they may be granted already."""
+        holdings, update = self._holdings, self._incoming.update
+        holdings.is_report_due = False
+        if holdings.leased:
+            holdings.leased = {key: slab for key, slab in holdings.leased.items() if slab.is_used}
+        if update is None or not update.awaited:
+            return self.serial, tuple(holdings.leased)
+        return self.serial, (*holdings.leased, *((p.model_id, p.version) for p in update.parts if p.in_place))
 
     def flush(self) -> None:
         """Before the outbox is sent: report an AGAIN that has not been applied at once, and slabs that no other message
@@ -190,11 +191,6 @@ class Reports:
             serial, in_use = self.in_use()
             if len(holdings.leased) < before:
                 session.send(messages.Released(session.epoch, session.nonce, serial, in_use))
-
-    def staged(self, serial: int) -> None:
-        """All of this update is here and checked."""
-        assert self._session.epoch is not None
-        self._session.send(messages.Staged(self._session.epoch, serial, *self.in_use()))
 
     def versions(self) -> None:
         """Report the versions that the models hold."""

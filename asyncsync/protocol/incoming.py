@@ -50,13 +50,6 @@ class Incoming:
         self._complete = complete
         self._failed = failed
 
-    @property
-    def awaited(self) -> list[Part]:
-        """The parts that are read in place, and were fetched."""
-        if self.update is None or not self.update.awaited:
-            return []
-        return [part for part in self.update.parts if part.in_place]
-
     def load(
         self,
         update: Update,

@@ -70,6 +70,8 @@ class IncomingUpdate:
                 mine.values = bytes(frame)
             for i, frame in enumerate(payload[len(values) :]):
                 part = self.parts[i]
+                if not part.streamed:
+                    continue
                 fewer = update.packed and len(frame) < part.streamed
                 self.write(i, 0, decode_piece(frame, part.streamed).data if fewer else frame, part.crc)
         except BaseException:

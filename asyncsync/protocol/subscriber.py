@@ -112,7 +112,6 @@ class Subscriber:
             return
         self.staged.finish(staging)
         self.holdings.applied(staging)
-        staging.release()
         self.reports.applied(staging)
 
     def failed(self, staging: Staging, error: BaseException) -> None:
@@ -373,7 +372,7 @@ class Subscriber:
                 slab.release()
         if ready:
             self.staged.line_up(Staging(session.epoch, serial, ready))
-        self.reports.staged(serial)
+        session.send(messages.Staged(session.epoch, serial, *self.reports.in_use()))
         if not ready:
             self.reports.versions()
 
