@@ -319,10 +319,10 @@ def test_one_update_that_cannot_be_applied_keeps_no_other_back(pair: Station) ->
     pair.update(2, {"critic": (2, 20)})
     policy, critic = pair.subscriber.staged
     pair.models["policy"]["a"] = torch.zeros(3)
-    assert not policy.attempt()
-    assert isinstance(policy.error, SchemaMismatch)
-    pair.subscriber.failed(policy, policy.error)
-    assert critic.attempt()
+    with pytest.raises(SchemaMismatch) as raised:
+        policy.run()
+    pair.subscriber.failed(policy, raised.value)
+    critic.run()
     pair.subscriber.applied(critic)
     (failed,) = pair.take(messages.Failed)
     assert failed.versions == {"policy": 1}  # type: ignore[attr-defined]

@@ -95,8 +95,8 @@ class Applying:
         update = Writer(partial(self._pass, passing), lambda error: self._link.call_from_thread(later))
         if self._gate.try_apply(update):
             self._conclude(passing)
-        else:
-            self._gate.offer(update.apply, update.done)
+            return
+        self._gate.offer(update.apply, update.done)
         if self._gate.pending and self._gate_timer is None:
             self._gate_timer = self._link.loop.call_later(GATE_POLL, self._poll_gate)
 
@@ -122,8 +122,13 @@ class Applying:
         back. After an interrupt the gate calls once more: then what is over already is left out."""
         for staging in passing:
             if not staging.over:
-                if staging.attempt():
-                    self._show(staging.epoch, staging.acting)
+                try:
+                    staging.run()
+                except Exception as error:
+                    staging.error = error
+                else:
+                    if not staging.abandoned:
+                        self._show(staging.epoch, staging.acting)
                 staging.over = True
 
     def _conclude(self, passed: list[Staging]) -> None:

@@ -63,7 +63,7 @@ class Link(ABC):
         self.context = Context()
         self.thread = WorkThread(name)
         self.dropped: Counter[str] = Counter()
-        self.settled: Callable[[], object] = lambda: None
+        self.settled: Callable[[], object] | None = None
         self.closed = False
         self.failure: BaseException | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -129,7 +129,8 @@ class Link(ABC):
         self.notify()
         if self._timer is None:
             self._set_timer(now)
-        self.settled()
+        if self.settled is not None:
+            self.settled()
 
     def _set_timer(self, now: float) -> None:
         if self._timer is None and not self.closed:

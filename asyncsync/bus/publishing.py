@@ -16,7 +16,7 @@ from asyncsync.bus.carrier import Carrier
 from asyncsync.bus.link import INLINE_BYTES, Link, Order
 from asyncsync.bus.member import Source
 from asyncsync.errors import AckTimeout, NotConnected
-from asyncsync.fastpath.sender import FastSender
+from asyncsync.fastpath.sender import BUSY_SECONDS, FastSender
 from asyncsync.monitor.sender import Life, SenderObserver
 from asyncsync.protocol.publisher import Publisher
 from asyncsync.runtime.threads import finish
@@ -161,7 +161,7 @@ class Publishing:
                 version = publisher.publish(parts, workers, link.loop.time(), metadata)
                 if life is not None:
                     self._observer.published(life, version, publisher.epoch)
-                self._fast.worked(link.loop.time() - begun)
+                self._fast.is_busy = link.loop.time() - begun > BUSY_SECONDS
             except BaseException as error:
                 if life is not None:
                     self._observer.abandoned(life, error)
@@ -307,9 +307,9 @@ class Publishing:
     async def _offer(self, transport: Carrier, slab: Slab, workers: Iterable[int] | None) -> None:
         descriptor = await transport.offer(slab, workers)
         if descriptor is not None:
-            slab.descriptor, slab.on_release = descriptor, partial(self._retire, transport, descriptor)
+            slab.descriptor, slab.on_release = descriptor, partial(transport.retire, descriptor)
             if type(transport).serve is not Carrier.serve:
-                self.served[descriptor] = transport
+                self.served[descriptor], slab.on_release = transport, partial(self._retire, transport, descriptor)
 
     def _retire(self, transport: Carrier, descriptor: bytes) -> None:
         self.served.pop(descriptor, None)

@@ -318,7 +318,8 @@ class SenderLink(Link):
             self.observer.check()
         self.notify()
         self.depart()
-        self.settled()
+        if self.settled is not None:
+            self.settled()
 
     def depart(self) -> None:
         """Send what is to be sent. Last of all: a worker that it wakes may take this core, or wait for it."""

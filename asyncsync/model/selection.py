@@ -22,8 +22,8 @@ T = TypeVar("T")
 
 class Selection:
     """The names that match a pattern of ``include``, or all where that is None, without those that match one of
-    ``exclude``. With ``strict``, a name that matches no pattern of either is an error. Raises TypeError or ValueError
-    for what are no patterns."""
+    ``exclude``; ``is_all``: everything. With ``strict``, a name that matches no pattern of either is an error. Raises
+    TypeError or ValueError for what are no patterns."""
 
     def __init__(
         self,
@@ -33,15 +33,12 @@ class Selection:
         strict: bool = False,
     ) -> None:
         self.include, self.exclude, self.strict = _patterns("include", include), _patterns("exclude", exclude), strict
-        if strict and not self:
+        self.is_all = include is None and exclude is None
+        if strict and self.is_all:
             raise ValueError("strict=True refuses keys that no pattern matches: give include= or exclude=, too")
         self._included, self._excluded = _matcher(self.include), _matcher(self.exclude)
         self._known: tuple[list[Path], list[Path]] | None = None  # of the last publication: paths, and their choice
         self._paths: set[Path] = set()
-
-    def __bool__(self) -> bool:
-        """Whether there is any pattern; without one, everything is chosen."""
-        return self.include is not None or self.exclude is not None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _selection, (self.include, self.exclude, self.strict)
@@ -55,7 +52,7 @@ class Selection:
 
     def check(self, names: Iterable[str], whose: str) -> None:
         """Raises SchemaMismatch if none of these names is chosen; with ``strict``, for those that match no pattern."""
-        if not self:
+        if self.is_all:
             return
         names = sorted(names)
         if self.strict:
@@ -72,11 +69,11 @@ class Selection:
 
     def of(self, table: Mapping[str, T]) -> Mapping[str, T]:
         """What is chosen of a table by names."""
-        return {name: value for name, value in table.items() if self.chooses(name)} if self else table
+        return table if self.is_all else {name: value for name, value in table.items() if self.chooses(name)}
 
     def part(self, flat: FlatWeights) -> FlatWeights:
         """What is chosen of a source. Raises as :meth:`check`."""
-        if not self:
+        if self.is_all:
             return flat
         known = list(flat.tensors), list(flat.values)
         if known != self._known:

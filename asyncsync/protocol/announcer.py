@@ -58,7 +58,8 @@ class Announcer:
             or not last.matches(parts, granted=bool(granted), streams=streams, codec=codec)
         ):
             self.serial += 1
-            publication = self._publication(peer, parts)
+            target = self._targets.target(peer.worker, next(iter(parts)))
+            assert target is not None
             last = self.last = Announcement(
                 self.serial,
                 parts,
@@ -66,18 +67,12 @@ class Announcer:
                 eager_bytes=self._settings.eager_bytes,
                 checksum=self._settings.checksum,
                 granted=bool(granted),
-                metadata=publication.metadata,
+                metadata=target.publication.metadata,
                 streams=streams,
                 codec=codec,
-                castable=publication.workers is None,
+                castable=target.publication.workers is None,
             )
         self._start(peer, last, parts)
-
-    def _publication(self, peer: Peer, parts: Parts) -> Publication:
-        """The one of which these parts are."""
-        target = self._targets.target(peer.worker, next(iter(parts)))
-        assert target is not None
-        return target.publication
 
     def _due(self, peer: Peer, first: Collection[str]) -> Parts:
         """What the next UPDATE brings a worker: of the publications that it lacks the oldest, or one with models in
@@ -201,7 +196,9 @@ class Announcer:
         assert last is not None
         before = common.current.slab
         self._targets.version = self._targets.published = version
-        publication = Publication(version, frozenset(last.layouts), None, now + self._settings.layout_patience)
+        publication = Publication(
+            version, frozenset([model_id]), frozenset(last.layouts), None, now + self._settings.layout_patience
+        )
         common.current = Target(version, slab, publication)
         before.release()
         self.serial = serial
@@ -213,7 +210,8 @@ class Announcer:
         peer.transfer = Transfer(last, parts, peer.ping_seq)
         if last.leases:
             self._leases.lease(peer, last.serial, peer.transfer.leased)
-        self._fanout.started(peer, last.serial)
+        if self._membership.fanout_port:
+            self._fanout.started(peer, last.serial)
         peer.serial = last.serial
         peer.bytes_sent += last.nbytes
         if send:

@@ -53,8 +53,6 @@ class FanOut:
 
     def started(self, peer: Peer, serial: int) -> None:
         """An announcement is on its way to a worker, whose latest one it becomes."""
-        if not self._membership.fanout_port:
-            return
         peer.before = peer.serial
         if serial not in self._recipients:
             self._recipients[serial] = set()

@@ -28,6 +28,7 @@ class Peer:
             from another sender.
         shown: by layout, the number of the first WELCOME to which a refusal counts.
         relay: the one that it is behind; None: it is connected to this sender.
+        is_worker: whether it has one of the workers' places; relays and guests have none.
     """
 
     worker: int
@@ -60,11 +61,10 @@ class Peer:
     serial: int = 0
     before: int = 0
     relay: int | None = None
+    is_worker: bool = field(init=False)
 
-    @property
-    def is_worker(self) -> bool:
-        """Whether it has one of the workers' places; relays and guests have none."""
-        return self.worker < FIRST_GUEST
+    def __post_init__(self) -> None:
+        self.is_worker = self.worker < FIRST_GUEST
 
     @property
     def state(self) -> str:

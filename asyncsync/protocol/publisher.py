@@ -55,7 +55,7 @@ class Publisher:
         self.membership = membership = Membership(
             epoch, identity, num_workers, self.settings, self.targets, self._welcome, self._entered
         )
-        self.agreement = Agreement(membership, self.targets, self._pump_all)
+        self.agreement = Agreement(membership, self.targets, self._pump)
         self.questions = Questions(membership, self.targets)
         self.progress = Progress(membership, self.targets, self.agreement)
         self.fanout = FanOut(membership)
@@ -370,14 +370,12 @@ class Publisher:
 
     # -- the next update of each worker -----------------------------------------------------------------------------
 
-    def _pump_all(self) -> None:
-        for peer in self.peers.values():
-            self._pump(peer)
-
-    def _pump(self, peer: Peer, *, granted: Collection[str] = ()) -> None:
-        """Start the next UPDATE for a worker that has none outstanding and is behind its target; see the announcer."""
-        if peer.transfer is None and not peer.lost and self.fenced is None:
-            self.announcer.update(peer, granted)
+    def _pump(self, *peers: Peer, granted: Collection[str] = ()) -> None:
+        """Start the next UPDATE for each of these workers, or all, that has none outstanding and is behind its target;
+        see the announcer."""
+        for peer in peers or self.peers.values():
+            if peer.transfer is None and not peer.lost and self.fenced is None:
+                self.announcer.update(peer, granted)
 
 
 _HANDLERS: dict[type[Instruction], Callable[..., None]] = {

@@ -72,14 +72,6 @@ class Staging:
             for model_id in () if self._begun else self.parts.keys() & set(models):
                 self.parts.pop(model_id).slab.release()
 
-    def attempt(self) -> bool:
-        """:meth:`run`; True if the models have it now. An Exception is kept as :attr:`error`."""
-        try:
-            self.run()
-        except Exception as error:
-            self.error = error
-        return self.error is None and not self.abandoned
-
     def run(self) -> None:
         """The gated pass. Resolves every part before it changes any, so a mismatch leaves all models as they were. The
         user's code comes last: if it raises, every tensor of every model has been copied."""

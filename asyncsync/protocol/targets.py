@@ -28,6 +28,7 @@ class Publication:
     the oldest version that it has replaced before that was accepted. ``then``: called when it becomes the target."""
 
     version: int
+    models: frozenset[str]
     layouts: frozenset[tuple[str, bytes]]
     workers: frozenset[int] | None
     deadline: float
@@ -35,10 +36,6 @@ class Publication:
     awaiting: set[int] = field(default_factory=set)
     first: int = 0
     then: Callable[[], object] | None = None
-
-    @property
-    def models(self) -> set[str]:
-        return {model_id for model_id, _ in self.layouts}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -147,7 +144,8 @@ class Targets:
                 named = (named or set()) | set(slabs)
                 layouts.update((model_id, slab.layout.digest) for slab in slabs.values())
         whom = None if named is None else frozenset(named)
-        publication = Publication(version, frozenset(layouts), whom, deadline, metadata, first=version)
+        models = frozenset([model_id for model_id, _ in layouts])
+        publication = Publication(version, models, frozenset(layouts), whom, deadline, metadata, first=version)
         for older in list(self.pending.values()):
             if (older.layouts, older.workers) == (publication.layouts, whom):
                 # The same layouts for the same workers: whoever is silent has been so since then.
@@ -290,9 +288,9 @@ class Targets:
                 return SchemaMismatch(text)
         return None
 
-    def rejected(self, version: int) -> set[str]:
+    def rejected(self, version: int) -> frozenset[str]:
         """The models of a publication that goes to nobody."""
-        return next((p.models for p, _ in reversed(self._rejections) if p.version == version), set())
+        return next((p.models for p, _ in reversed(self._rejections) if p.version == version), frozenset())
 
     def restart(self) -> None:
         """Another trainer's versions follow, which is to publish everything anew."""

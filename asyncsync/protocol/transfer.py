@@ -129,13 +129,15 @@ class Transfer:
         self.retained = (
             parts if len(announcement.retained) == len(parts) else {m: parts[m] for m in announcement.retained}
         )
+        apart = announcement.apart
+        self.leased = {m: p for m, p in self.retained.items() if m not in apart} if apart else self.retained
         self._slabs = [slab.retain() for _, slab in self.retained.values()]
         self.in_place = self.unfetched = len(self._slabs) < len(parts)
         self.after_ping = after_ping
         self.encodings: list[Encoding | None] = []
         self.restart = 0
         self.granted = self.pushed = 0
-        self._apart = announcement.apart
+        self._apart = apart
         self._sizes = announcement.sizes
         self._ends = announcement.ends
         self.total = self._ends[-1]
@@ -150,6 +152,7 @@ class Transfer:
         self.unfetched = False
         self._slabs += [slab.retain() for m, (_, slab) in self.parts.items() if m not in self.retained]
         self.retained = self.parts
+        self.leased = {m: part for m, part in self.parts.items() if m not in self._apart}
 
     def rewound(self, fetch: Fetch) -> bool:
         """Whether the worker fetches some of it once more; then it is sent from there again."""
@@ -163,14 +166,7 @@ class Transfer:
             self._leave(self.encodings)
         for slab in self._slabs:
             slab.release()
-        self.parts, self.retained, self._slabs, self.encodings = {}, {}, [], []
-
-    @property
-    def leased(self) -> Parts:
-        """The retained parts that the worker opens where they are."""
-        if not self._apart:
-            return self.retained
-        return {m: part for m, part in self.retained.items() if m not in self._apart}
+        self.parts, self.retained, self.leased, self._slabs, self.encodings = {}, {}, {}, [], []
 
     def encode(self, codec: str, bases: Sequence[int], size: int) -> None:
         """From now on, let the parts' bytes travel by this codec (empty: none), in pieces of this size, and as what has

@@ -182,7 +182,7 @@ class Relay:
         """Leave; the workers look for another one. Idempotent."""
         links: list[ReceiverLink | SenderLink] = [self.upstream, self.downstream]
         for link in links:
-            link.settled = lambda: None
+            link.settled = None
         if self._keep is not None and self._news.is_set():
             await self._save()
         for link in links:

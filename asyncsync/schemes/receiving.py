@@ -122,7 +122,7 @@ class Receiving:
     def apply(self, weights: Any, *, inplace: bool) -> None:
         """Apply weights that are at hand, as far as they are selected."""
         strategy = self._strategy
-        if self._selection and type(strategy).apply_weights is WeightStrategy.apply_weights:
+        if not self._selection.is_all and type(strategy).apply_weights is WeightStrategy.apply_weights:
             flat = flat_weights(strategy, weights)
             bound = BoundModel(self._model, strategy.extract_as, inplace=inplace, selection=self._selection)
             prepare_flat(bound, flat).apply_now()
