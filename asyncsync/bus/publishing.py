@@ -16,7 +16,7 @@ from asyncsync.bus.carrier import Carrier
 from asyncsync.bus.link import INLINE_BYTES, Link, Order
 from asyncsync.bus.member import Source
 from asyncsync.errors import AckTimeout, NotConnected
-from asyncsync.fastpath.sender import BUSY_SECONDS, FastSender
+from asyncsync.fastpath.sender import FastSender
 from asyncsync.monitor.sender import Life, SenderObserver
 from asyncsync.protocol.publisher import Publisher
 from asyncsync.runtime.threads import finish
@@ -161,7 +161,7 @@ class Publishing:
                 version = publisher.publish(parts, workers, link.loop.time(), metadata)
                 if life is not None:
                     self._observer.published(life, version, publisher.epoch)
-                self._fast.is_busy = link.loop.time() - begun > BUSY_SECONDS
+                self._fast.worked(link.loop.time() - begun)
             except BaseException as error:
                 if life is not None:
                     self._observer.abandoned(life, error)

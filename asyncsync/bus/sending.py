@@ -192,7 +192,8 @@ async def wait_version(
     if not 0 < version <= link.issued:
         raise ValueError(f"version {version} has not been published; the newest is {link.issued}")
     workers = _check_workers(link, as_workers(worker_ids))
-    _check_enough(link, workers, quorum)
+    if quorum is not None:
+        _check_enough(link, workers, quorum)
     await _wait_applied(link, version, workers, models, timeout, link.loop.time(), bus._calls, quorum)
 
 
@@ -304,10 +305,8 @@ def _check_reach(link: SenderLink, workers: Iterable[int]) -> None:
             )
 
 
-def _check_enough(link: SenderLink, workers: list[int] | None, quorum: int | None) -> None:
+def _check_enough(link: SenderLink, workers: list[int] | None, quorum: int) -> None:
     """Raise ValueError for a quorum that so many workers cannot be."""
-    if quorum is None:
-        return
     check_count("quorum", quorum)
     count = link.publisher.num_workers if workers is None else len(workers)
     if count is not None and quorum > count:
@@ -319,7 +318,8 @@ def _check_quorum(
 ) -> None:
     """Raise NotConnected if no worker has one of these models; for an elastic sender, if fewer than ``min_workers``
     have it, or than the ``quorum`` where it is for everybody. Raises ValueError as :func:`_check_enough`."""
-    _check_enough(link, workers, quorum)
+    if quorum is not None:
+        _check_enough(link, workers, quorum)
     publisher = link.publisher  # who is there, and with which models, does not change on the fast path
     needed, name = link.min_workers, "min_workers"
     if quorum is not None and workers is None and quorum > needed:

@@ -72,12 +72,12 @@ class FastSender:
     """The fast path of one link: begins a :class:`SteadySender` where it can, and ends it before anything else happens.
 
     ``known`` has, by model, the weights that have been sent. While ``steady`` is None, the general way goes on; without
-    ``is_on``, it always does. ``is_busy``: before the latest publication, on either way, this thread has run for long.
+    ``is_on``, it always does.
     """
 
     def __init__(self, shell: Shell, known: dict[str, SourceCache], *, is_on: bool = True) -> None:
         self.steady: SteadySender | None = None
-        self.is_busy = False
+        self._is_busy = False
         self._shell = shell
         self._loop = shell.loop
         self._known = known
@@ -91,10 +91,14 @@ class FastSender:
             finally:
                 self.steady = None
 
+    def worked(self, seconds: float) -> None:
+        """This thread has run for so long without a rest before the latest publication; on the general way, too."""
+        self._is_busy = seconds > BUSY_SECONDS
+
     def pause(self) -> None:
         """To be called before workers are woken: a short sleep, if this thread has been busy."""
-        if self.is_busy:
-            self.is_busy = False
+        if self._is_busy:
+            self._is_busy = False
             time.sleep(1e-6)
 
     def may_publish(self, timeout: float) -> bool:
@@ -129,7 +133,7 @@ class FastSender:
         steady = self.steady
         if steady is None or steady.model_id != model_id or steady.waiting or not steady.publish(flat, begun):
             return None
-        self.is_busy = self._loop.time() - begun > BUSY_SECONDS
+        self._is_busy = self._loop.time() - begun > BUSY_SECONDS
         return steady.version
 
     async def complete(self, version: int) -> bool:

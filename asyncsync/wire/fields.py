@@ -5,9 +5,10 @@ A check returns the field as it comes from a peer, or raises :class:`ProtocolErr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import fields
-from functools import cache
+from functools import cache, partial
+from operator import call
 from reprlib import Repr
 from typing import Annotated, Any, get_type_hints
 
@@ -40,14 +41,14 @@ _repr = Repr()
 _repr.maxstring = _repr.maxother = 60
 
 
-def is_a(kind: Any, low: int, high: int, what: str) -> Check:
-    """A number from ``low`` to ``high``, or something of such a length."""
+def is_a(kind: Any, low: int, high: int, what: str, items: Callable[[Any], Iterable[Any]] | None = None) -> Check:
+    """A number from ``low`` to ``high``, or something of such a length; with the checks of its ``items``, a tuple."""
     is_number = kind in (int, bool)
 
     def check(raw: Any) -> Any:
         if type(raw) is not kind or not low <= (raw if is_number else len(raw)) <= high:
             raise ProtocolError(f"expected {what}, not {show(raw)}")
-        return raw
+        return raw if items is None else tuple(items(raw))
 
     return check
 
@@ -69,8 +70,7 @@ def optional(inner: Check, absent: Any = None) -> Check:
 
 
 def several(item: Check, low: int, high: int, what: str) -> Check:
-    whole = is_a(list, low, high, f"a list of {low} to {high} {what}")
-    return lambda raw: tuple(map(item, whole(raw)))
+    return is_a(list, low, high, f"a list of {low} to {high} {what}", partial(map, item))
 
 
 def mapping(value: Check) -> Check:
@@ -80,8 +80,7 @@ def mapping(value: Check) -> Check:
 
 def _each(what: str, *checks: Check) -> Check:
     """A list with a check of its own for each of its items."""
-    whole = is_a(list, len(checks), len(checks), what)
-    return lambda raw: tuple([check(value) for check, value in zip(checks, whole(raw))])  # noqa: B905 (they are as many)
+    return is_a(list, len(checks), len(checks), what, partial(map, call, checks))
 
 
 def show(raw: Any) -> str:
@@ -104,7 +103,8 @@ def _fields(cls: Any) -> Check:
 def _metadata(raw: Any) -> bytes:
     if type(raw) is not bytes:
         raise ProtocolError(f"expected metadata, as bytes, not {show(raw)}")
-    check_encoded(raw)
+    if raw:
+        check_encoded(raw)
     return raw
 
 

@@ -37,11 +37,13 @@ def encode_metadata(metadata: Mapping[str, Any] | None) -> bytes:
         return b""
     if not isinstance(metadata, Mapping):
         raise TypeError(f"metadata must be a mapping, {{'epoch': 3}} for example, not a {type(metadata).__name__}")
+    if not metadata:
+        return b""
     for key in metadata:
         if not isinstance(key, str):
             raise TypeError(f"metadata must have strings as keys; {key!r} is a {type(key).__name__}")
     try:
-        blob: bytes = msgpack.packb(dict(metadata)) if metadata else b""
+        blob: bytes = msgpack.packb(dict(metadata))
         check_encoded(blob)
     except LimitExceeded as error:
         raise ValueError(f"metadata cannot be sent: {error}; send what is large as weights") from None
@@ -63,7 +65,7 @@ def check_encoded(blob: bytes) -> None:
     """Raises LimitExceeded or ProtocolError for what :func:`encode_metadata` does not make."""
     if len(blob) > MAX_METADATA:
         raise LimitExceeded(f"{len(blob)} bytes of metadata; the limit is {MAX_METADATA}")
-    found = _unpack(blob) if blob else {}
+    found = _unpack(blob)
     if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
         raise ProtocolError("metadata that is no mapping of names")
 
