@@ -24,6 +24,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from types import FrameType
 from typing import NoReturn
 
@@ -42,17 +43,15 @@ PATIENCE = 30.0
 _TICK = 0.05  # seconds after which a waiting reader looks again for readers that were left behind
 
 
+@dataclass(slots=True, eq=False)
 class Writer:
     """What writes the models, and what is called when it has."""
 
-    __slots__ = ("applied", "apply", "done", "frame", "thread")
-
-    def __init__(self, apply: Callable[[], None], done: Callable[[BaseException | None], None]) -> None:
-        self.apply = apply
-        self.done = done
-        self.applied = False
-        self.frame: FrameType | None = None
-        self.thread = 0
+    apply: Callable[[], None]
+    done: Callable[[BaseException | None], None]
+    applied: bool = False
+    frame: FrameType | None = None
+    thread: int = 0
 
 
 class _Verdict(enum.Enum):

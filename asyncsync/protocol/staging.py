@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from asyncsync.model.update import Prepared
@@ -35,6 +35,7 @@ class StagedPart:
     metadata: bytes = b""
 
 
+@dataclass(eq=False)
 class Staging:
     """The parts of one update, complete and checked, that go into the models together: all of them, or none.
 
@@ -43,16 +44,16 @@ class Staging:
     of that. ``error``: why it could not be applied, once it is over.
     """
 
-    def __init__(self, epoch: Epoch, serial: int, parts: dict[str, StagedPart]) -> None:
-        self.epoch = epoch
-        self.serial = serial
-        self.parts = parts
-        self.abandoned = False
-        self.over = self.heard = False
-        self.error: Exception | None = None
-        self._begun = False
-        # The gate may run this in whichever thread leaves last, while the loop replaces it.
-        self._lock = threading.Lock()
+    epoch: Epoch
+    serial: int
+    parts: dict[str, StagedPart]
+    abandoned: bool = False
+    over: bool = False
+    heard: bool = False
+    error: Exception | None = None
+    _begun: bool = False
+    # The gate may run this in whichever thread leaves last, while the loop replaces it.
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def versions(self) -> dict[str, int]:

@@ -367,7 +367,7 @@ class WeightsAPI:
 
     @property
     def cascades(self) -> bool:
-        """Whether updates that are received go further down; see :mod:`asyncsync.bus.cascade`."""
+        """Whether updates that are received go further down; see :mod:`asyncsync.bus.applying`."""
         return bool(self._senders.schemes) or self.weight_updater is not None
 
     # -- versions -----------------------------------------------------------------------------------------------------
