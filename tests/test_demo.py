@@ -123,6 +123,16 @@ def test_without_a_terminal_it_prints_lines_a_summary_and_a_plot(tmp_path: Path)
 
 
 @pytest.mark.thorough
+def test_it_runs_through_rpc_too(tmp_path: Path) -> None:
+    with demo(tmp_path, "--scheme", "rpc", "--target-return", "40", "--max-seconds", "40") as process:
+        code, out, err = finish(process, 55)
+    assert code == 0, err  # torch's agents report there that the others have ended
+    assert "Traceback" not in err
+    assert "weights through torch's RPC" in out
+    assert re.search(r"worker 1 +live, version \d+, lag 0", out)
+
+
+@pytest.mark.thorough
 @pytest.mark.timeout(240)
 def test_rays_processes_outlive_the_thread_that_has_started_them(tmp_path: Path) -> None:
     """The collector is made in a thread, which has ended by the first batch."""

@@ -143,6 +143,18 @@ def test_r188_r209_the_package_needs_no_ray_and_says_in_one_line_who_does(monkey
         assert name in asyncsync.collectors.distributed.__all__
 
 
+def test_r188_rays_schemes_say_in_one_line_what_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    for receives in (False, True):
+        with sync.RayWeightSyncScheme() as scheme:
+            if receives:
+                scheme.init_on_receiver("policy", model=policy(), worker_idx=0)
+            else:
+                scheme.init_on_sender(model_id="policy", model=policy(), remotes=[object()])
+            with pytest.raises(ImportError, match=r"needs Ray, which is not installed: pip install 'asyncsync\[ray\]'"):
+                scheme.connect(timeout=5)
+
+
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [

@@ -166,3 +166,10 @@ def test_r159_r162_r163_r164_a_receiver_is_registered_and_synchronized_at_once(f
 def test_r172_worker_idx_is_the_given_one_or_an_error(family: str) -> None:
     assert seen(family)["updated"]["index"] == 0
     assert seen(family)["limits"]["index"].startswith("RuntimeError: worker_idx has not been set")
+
+
+def test_an_actor_may_be_in_a_placement_group(family: str) -> None:
+    if family != "by_ray":
+        pytest.skip("Ray's own")
+    found, wanted = seen(family)["placed"]
+    assert found == wanted

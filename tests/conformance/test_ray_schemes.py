@@ -85,6 +85,14 @@ def test_r195_a_killed_actor_is_named_and_the_others_go_on(ray: Outcomes) -> Non
     check_once(ray, "a_killed_worker_is_named_and_the_others_go_on")
 
 
+def test_r194_r195_an_actor_killed_amid_a_transfer_is_named_at_once(ray: Outcomes) -> None:
+    check_once(ray, "a_worker_killed_amid_a_transfer_is_named_at_once")
+
+
+def test_r195_a_trainer_killed_amid_a_transfer_is_noticed(ray: Outcomes) -> None:
+    check_once(ray, "a_trainer_killed_amid_a_transfer_is_noticed")
+
+
 def test_r196_a_restarted_actor_finds_its_target(ray: Outcomes) -> None:
     check_once(ray, "a_restarted_actor_finds_its_target")
 
@@ -105,11 +113,15 @@ def test_r046_the_transports_receive_takes_a_timeout(ray: Outcomes) -> None:
     ray.check("receive_takes_a_timeout")
 
 
+def test_r004_an_actor_may_pull_and_wait_for_a_version(ray: Outcomes) -> None:
+    ray.check("a_worker_may_pull_and_wait_for_a_version")
+
+
 def test_r218_received_weights_are_the_callers_own(ray: Outcomes) -> None:
     ray.check("received_weights_are_the_callers_own")
 
 
-def test_r190_coroutines_receive_in_an_actors_loop(ray: Outcomes) -> None:
+def test_r190_r192_coroutines_receive_in_an_actors_loop_and_may_be_cancelled(ray: Outcomes) -> None:
     ray.check("coroutines_receive_in_an_actors_loop")
 
 

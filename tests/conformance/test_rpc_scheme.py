@@ -94,6 +94,14 @@ def test_r045_the_transports_receive_takes_a_timeout(rpc: Outcomes) -> None:
     rpc.check("receive_takes_a_timeout")
 
 
+def test_r004_a_worker_may_pull_and_wait_for_a_version(rpc: Outcomes) -> None:
+    rpc.check("a_worker_may_pull_and_wait_for_a_version")
+
+
+def test_r190_r192_coroutines_receive_in_a_loop_of_the_workers_and_may_be_cancelled(rpc: Outcomes) -> None:
+    rpc.check("coroutines_receive_in_a_loop_of_the_workers")
+
+
 def test_r218_received_weights_are_the_callers_own(rpc: Outcomes) -> None:
     rpc.check("received_weights_are_the_callers_own")
 

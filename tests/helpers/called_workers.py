@@ -28,7 +28,18 @@ import asyncsync.sync
 from helpers.apis import Api
 from helpers.processes import LARGE, Filled, eventually, value_of
 
-__all__ = ["APIS", "CASES", "PROGRAM", "PROGRAM_SECONDS", "Lab", "Outcomes", "Worker", "case", "run_cases"]
+__all__ = [
+    "APIS",
+    "CASES",
+    "PROGRAM",
+    "PROGRAM_SECONDS",
+    "Lab",
+    "Outcomes",
+    "Worker",
+    "cancel_waits",
+    "case",
+    "run_cases",
+]
 
 SMALL = 8
 PROMPT = 5.0  # seconds in which the loss of a worker is to be known
@@ -81,6 +92,19 @@ class Worker:
         """What a ``receive_weights`` of the transport's returns."""
         weights = self.scheme.receiver_transport.receive_weights(timeout)
         return None if weights is None else value_of(weights)
+
+    def fetch(self) -> float | None:
+        """Pull, without a call of the sender's."""
+        weights = self.scheme.fetch(timeout=20.0)
+        return None if weights is None else value_of(weights)
+
+    def reach(self, version: int, timeout: float) -> str:
+        """Whether the version comes in time."""
+        try:
+            self.scheme.wait_version(version, timeout=timeout)
+        except asyncsync.WeightSyncError as error:
+            return type(error).__name__
+        return "it is there"
 
     def spoil(self) -> None:
         """What was received is the caller's own."""
@@ -290,6 +314,20 @@ async def receive_takes_a_timeout(lab: Lab, api: Api) -> None:
 
 
 @case
+async def a_worker_may_pull_and_wait_for_a_version(lab: Lab, api: Api) -> None:
+    async with lab.crew(api) as crew:
+        version = await crew.send(2.0)
+        assert await crew.call(0, "reach", version, 0.0) == "it is there"
+        assert await crew.call(0, "reach", version + 1, 0.1) == "AckTimeout"
+        crew.sender.remotes.pop(1)
+        crew.model.fill(3.0)
+        version = await crew.sender.publish()
+        assert await crew.call(1, "fetch") == 3.0
+        assert await crew.call(1, "reach", version, 5.0) == "it is there"
+        assert await crew.states("value") == [3.0, 3.0]
+
+
+@case
 async def received_weights_are_the_callers_own(lab: Lab, api: Api) -> None:
     async with lab.crew(api, LARGE) as crew:
         await crew.send(2.0)
@@ -350,6 +388,20 @@ async def a_killed_worker_is_named_and_the_others_go_on(lab: Lab, api: Api) -> N
         await crew.send(5.0, worker_ids=0)
         assert (await crew.call(0, "state"))["value"] == 5.0
         await eventually(lambda: crew.sender.status()[1].state == "lost")
+
+
+# -- workers with coroutines -----------------------------------------------------------------------------------------
+
+
+async def cancel_waits(scheme: Any) -> None:
+    """Of a receiver's coroutines, each that waits, soon after it has begun and somewhat later."""
+    for wait in (scheme.receive, scheme.fetch, lambda: scheme.wait_version(scheme.version + 1)):
+        for steps in (0, 1, 5):
+            task = asyncio.ensure_future(wait())
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
 
 # -- programs --------------------------------------------------------------------------------------------------------

@@ -42,6 +42,16 @@ class Movable(Counting):
         return self
 
 
+class Placed(Counting):
+    """An environment that knows the placement group of its actor."""
+
+    def group(self) -> str:
+        import ray
+
+        found: str = ray.util.get_current_placement_group().id.hex()
+        return found
+
+
 class Telling(nn.Module):
     """A policy whose actions tell the exploration type, and on which device it was given its observation."""
 
@@ -278,6 +288,22 @@ def in_the_background(makes: Makes, folder: Path) -> dict[str, Any]:
     return found | {"running": running, "closed": c.closed}
 
 
+def placed() -> tuple[str, str]:
+    """An actor in a placement group: which it is, and which it is to be."""
+    import ray
+    from ray.util.placement_group import placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    from asyncsync.collectors.distributed import RayCollector
+
+    group = placement_group([{"CPU": 1}])
+    ray.get(group.ready(), timeout=30)
+    config = {"num_cpus": 1, "scheduling_strategy": PlacementGroupSchedulingStrategy(group)}
+    with RayCollector([Placed], policy(), frames_per_batch=4, remote_configs=config) as c:
+        c.next()
+        return c.map_fn("env.group", [[]])[0], group.id.hex()
+
+
 @contextmanager
 def family(name: str) -> Iterator[tuple[Makes, Any]]:
     """How a family's collectors are made here, and its updater."""
@@ -310,5 +336,6 @@ def documented(name: str) -> dict[str, Any]:
         found["often enough"] = often_enough(makes)
         found["by_updaters"] = by_updaters(makes, updater)
         found["at_random"] = at_random(makes, Path(folder))
+        found["placed"] = placed() if name == "by_ray" else None
         found["in_the_background"] = None if name == "by_rpc" else in_the_background(makes, Path(folder))
     return found

@@ -22,7 +22,7 @@ import asyncsync
 import asyncsync.sync
 from helpers.apis import Api, in_thread
 from helpers.called_faults import OF_KILLED_WORKERS, a_trainer_killed_amid_a_transfer_is_noticed
-from helpers.called_workers import CASES, LARGE, PROGRAM_SECONDS, Lab, Worker, run_cases
+from helpers.called_workers import CASES, LARGE, PROGRAM_SECONDS, Lab, Worker, cancel_waits, run_cases
 from helpers.processes import Filled, eventually, value_of
 
 __all__ = ["ONCE", "ONCE_WITH_GLOO", "WITH_GLOO", "run_with_ray"]
@@ -45,6 +45,10 @@ class Coroutines:
     async def _receive_weights_scheme(self) -> None:
         self.calls += 1
         self.received = await self.scheme.receive()
+
+    async def cancel(self) -> float:
+        await cancel_waits(self.scheme)
+        return value_of(await self.scheme.fetch(timeout=20))
 
     async def state(self) -> tuple[int, float, float]:
         return self.calls, self.model.value, value_of(self.received)
@@ -176,6 +180,9 @@ async def coroutines_receive_in_an_actors_loop(lab: RayLab, api: Api) -> None:
     await asyncio.gather(sender.connect(), lab.result(actor.connect.remote(there, 0, 8)))
     await sender.send_async(model.fill(2.0))
     assert await lab.result(actor.state.remote()) == (1, 2.0, 2.0)
+    assert await lab.result(actor.cancel.remote()) == 2.0
+    await sender.send_async(model.fill(3.0))
+    assert await lab.result(actor.state.remote()) == (2, 3.0, 3.0)
     await sender.shutdown()
     await lab.result(actor.shutdown.remote())
 
@@ -403,6 +410,8 @@ ONCE: dict[str, tuple[Any, ModuleType]] = {
         (nothing_stays_in_the_store, asyncsync),
         (tensors_of_all_kinds_go_through_the_store, asyncsync),
         (CASES["a_killed_worker_is_named_and_the_others_go_on"], asyncsync.sync),
+        (CASES["a_worker_killed_amid_a_transfer_is_named_at_once"], asyncsync),
+        (a_trainer_killed_amid_a_transfer_is_noticed, asyncsync.sync),
     )
 }
 ONCE_WITH_GLOO: dict[str, tuple[Any, ModuleType]] = {

@@ -6,6 +6,7 @@ import asyncio
 import multiprocessing
 import os
 import socket
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -14,8 +15,10 @@ import torch
 
 import asyncsync.sync  # noqa: F401 - workers get its classes
 from asyncsync.runtime.threads import settle
+from helpers.apis import Api
 from helpers.called_faults import OF_KILLED_WORKERS, a_trainer_killed_amid_a_transfer_is_noticed
-from helpers.called_workers import APIS, CASES, Lab, run_cases
+from helpers.called_workers import APIS, CASES, Lab, Worker, cancel_waits, run_cases
+from helpers.processes import value_of
 
 __all__ = ["join", "run_with_rpc", "serve"]
 
@@ -88,6 +91,43 @@ class RPCLab(Lab):
         """Its process goes on; the scheme has ended with its sender."""
 
 
+class InLoop(Worker):
+    """The object of a worker whose scheme is the asyncio one: in a loop of the worker's own, as RPC has none."""
+
+    def __init__(self, scheme: Any, index: int, numel: int, **options: Any) -> None:
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self.loop.run_forever, daemon=True).start()
+        super().__init__(scheme.aio, index, numel, **options)
+
+    def run(self, doing: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(doing, self.loop).result(50)
+
+    def connect(self) -> float:
+        self.run(self.scheme.connect())
+        return 0.0
+
+    def _receive_weights_scheme(self) -> None:
+        self.calls += 1
+        self.received = self.run(self.scheme.receive())
+
+    def cancel(self) -> float:
+        self.run(cancel_waits(self.scheme))
+        return value_of(self.run(self.scheme.fetch(timeout=20)))
+
+
+async def coroutines_receive_in_a_loop_of_the_workers(lab: Lab, api: Api) -> None:
+    async with lab.crew(api, kind=InLoop) as crew:
+        await crew.send(2.0)
+        assert await crew.states("received") == [2.0, 2.0]
+        assert await crew.call(0, "cancel") == 2.0
+        await crew.send(3.0)
+        assert await crew.states("received") == [3.0, 3.0]
+        assert await crew.states("calls") == [2, 2]
+
+
+OWN = coroutines_receive_in_a_loop_of_the_workers
+
+
 def _is_running(pid: int) -> bool:
     try:
         with open(f"/proc/{pid}/stat") as file:
@@ -110,7 +150,8 @@ def run_with_rpc(tell: Callable[[str, str | None], None]) -> None:
         join(0, port)
         lab = RPCLab()
         lab.know({rank: process.pid or 0 for rank, process in enumerate(processes, 1)})
-        run_cases(lab, {name: function for name, function in CASES.items() if name not in OF_KILLED_WORKERS}, tell)
+        both = {name: function for name, function in CASES.items() if name not in OF_KILLED_WORKERS}
+        run_cases(lab, {**both, OWN.__name__: OWN}, tell)
         killed = {name: CASES[name] for name in OF_KILLED_WORKERS}
         for name, module in zip(killed, APIS, strict=True):
             run_cases(lab, {name: killed[name]}, tell, modules=(module,))
