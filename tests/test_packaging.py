@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 PACKAGES = {"asyncsync": "asyncsync", "transports": "asyncsync/transports", "collectors": "asyncsync/collectors"}
-OPTIONAL = ("gymnasium", "matplotlib", "rich", "torchrl", "uvloop")
+OPTIONAL = ("gymnasium", "matplotlib", "ray", "rich", "submitit", "torchrl", "uvloop")
 
 WHERE = """
 import json, asyncsync, asyncsync.transports, asyncsync.collectors

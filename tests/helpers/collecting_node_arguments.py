@@ -21,9 +21,10 @@ from tensordict.nn.probabilistic import interaction_type
 from torch import nn
 
 from asyncsync import sync
+from asyncsync.collectors import Collector
 from helpers.apis import free_port
 from helpers.collecting_multi import Counting, SharedBuffer, acted, make, policy, versions
-from helpers.collecting_nodes import RAY, _prepare
+from helpers.collecting_nodes import RAY, _gone, _killed_during, _pids, _prepare
 
 __all__ = ["documented"]
 
@@ -50,6 +51,14 @@ class Placed(Counting):
 
         found: str = ray.util.get_current_placement_group().id.hex()
         return found
+
+
+class Named(Collector):
+    """A collector of the user's own."""
+
+    @property
+    def kind(self) -> str:
+        return type(self).__name__
 
 
 class Telling(nn.Module):
@@ -288,6 +297,33 @@ def in_the_background(makes: Makes, folder: Path) -> dict[str, Any]:
     return found | {"running": running, "closed": c.closed}
 
 
+def classes(makes: Makes) -> dict[str, Any]:
+    """What a node runs: one with workers of its own that come first come, first served, or a class of the user's."""
+    given: dict[str, Any] = {"collector_kwargs": {"start_method": "forkserver"}, "num_workers_per_collector": 2}
+    with makes([make()], policy(2.0), frames_per_batch=4, collector_class="async", **given) as c:
+        c.update_policy_weights_(policy(3.0))
+        batches = [c.next() for _ in range(12)]
+        ids = {int(i) % 2 for batch in batches for i in batch["collector", "traj_ids"].flatten().tolist()}
+        found: dict[str, Any] = {"async": ([list(batches[0].batch_size)], acted(batches[-1]), ids)}
+    with makes([make()] * 2, policy(4.0), frames_per_batch=4, collector_class=Named) as c:
+        found["own"] = (acted(c.next()), c.get_distant_attr("kind"))
+    return found
+
+
+def lost(makes: Makes) -> dict[str, Any]:
+    """A node that is killed amid its rollout, where batches come one by one: those of the other until then."""
+    with makes([make(delay=0.001)] * 2, policy(), frames_per_batch=4) as c:
+        pids, taken = _pids(c), []
+
+        def take_all() -> None:
+            while True:
+                batch = c.next()
+                taken.append(int(batch["collector", "traj_ids"].flatten()[0]) % 2)
+
+        error = _killed_during(pids[1], take_all)
+        return {"error": error, "pid": pids[1], "other": taken.count(0), "closed": c.closed, "gone": _gone(pids)}
+
+
 def placed() -> tuple[str, str]:
     """An actor in a placement group: which it is, and which it is to be."""
     import ray
@@ -331,7 +367,7 @@ def documented(name: str) -> dict[str, Any]:
     _prepare()
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder, family(name) as (makes, updater):
-        for case in (limits, divided, acting, updated):
+        for case in (limits, divided, acting, updated, classes, lost):
             found[case.__name__] = case(makes)
         found["often enough"] = often_enough(makes)
         found["by_updaters"] = by_updaters(makes, updater)
