@@ -13,11 +13,13 @@ from helpers.collecting_node_arguments import KINDS, documented
 from helpers.programs import in_program
 
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
-pytestmark = [
-    pytest.mark.thorough,
-    pytest.mark.timeout(400),
-    pytest.mark.parametrize("family", ["by_rpc", "by_gloo", pytest.param("by_ray", marks=needs_ray)]),
-]
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(400)]
+
+
+# "module": one family's tests come after another's, so that few processes of pytest run the same program.
+@pytest.fixture(scope="module", params=["by_rpc", "by_gloo", pytest.param("by_ray", marks=needs_ray)])
+def family(request: pytest.FixtureRequest) -> Any:
+    return request.param
 
 
 @cache
@@ -185,8 +187,7 @@ def test_r142_r208_a_node_killed_amid_its_rollout_is_named_and_the_other_went_on
     assert (found["closed"], found["gone"]) == (True, True)
 
 
-def test_an_actor_may_be_in_a_placement_group(family: str) -> None:
-    if family != "by_ray":
-        pytest.skip("Ray's own")
-    found, wanted = seen(family)["placed"]
+@needs_ray
+def test_an_actor_may_be_in_a_placement_group() -> None:
+    found, wanted = seen("by_ray")["placed"]
     assert found == wanted
