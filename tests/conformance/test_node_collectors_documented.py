@@ -176,17 +176,6 @@ def test_r139_r141_nodes_run_what_is_chosen(family: str) -> None:
     assert found["own"] == ([4.0], ["Named", "Named"])
 
 
-def test_r142_r208_a_node_killed_amid_its_rollout_is_named_and_the_other_went_on_until_then(family: str) -> None:
-    found = seen(family)["lost"]
-    kind, message, seconds = found["error"]
-    assert kind == "PeerLost"
-    assert "node 1" in message
-    assert f"pid {found['pid']}" in message
-    assert seconds < 5
-    assert found["other"] > 2
-    assert (found["closed"], found["gone"]) == (True, True)
-
-
 @needs_ray
 def test_an_actor_may_be_in_a_placement_group() -> None:
     found, wanted = seen("by_ray")["placed"]

@@ -24,7 +24,7 @@ from asyncsync import sync
 from asyncsync.collectors import Collector
 from helpers.apis import free_port
 from helpers.collecting_multi import Counting, SharedBuffer, acted, make, policy, versions
-from helpers.collecting_nodes import RAY, _gone, _killed_during, _pids, _prepare
+from helpers.collecting_nodes import RAY, _prepare
 
 __all__ = ["documented"]
 
@@ -310,20 +310,6 @@ def classes(makes: Makes) -> dict[str, Any]:
     return found
 
 
-def lost(makes: Makes) -> dict[str, Any]:
-    """A node that is killed amid its rollout, where batches come one by one: those of the other until then."""
-    with makes([make(delay=0.001)] * 2, policy(), frames_per_batch=4) as c:
-        pids, taken = _pids(c), []
-
-        def take_all() -> None:
-            while True:
-                batch = c.next()
-                taken.append(int(batch["collector", "traj_ids"].flatten()[0]) % 2)
-
-        error = _killed_during(pids[1], take_all)
-        return {"error": error, "pid": pids[1], "other": taken.count(0), "closed": c.closed, "gone": _gone(pids)}
-
-
 def placed() -> tuple[str, str]:
     """An actor in a placement group: which it is, and which it is to be."""
     import ray
@@ -367,7 +353,7 @@ def documented(name: str) -> dict[str, Any]:
     _prepare()
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder, family(name) as (makes, updater):
-        for case in (limits, divided, acting, updated, classes, lost):
+        for case in (limits, divided, acting, updated, classes):
             found[case.__name__] = case(makes)
         found["often enough"] = often_enough(makes)
         found["by_updaters"] = by_updaters(makes, updater)
