@@ -45,8 +45,8 @@ class WorkerStatus:
         bytes_sent: payload bytes sent to it (on a receiver: received).
         reason: why it is lost; empty otherwise.
         role: ``"worker"``; ``"relay"`` or ``"guest"``: nobody waits for it, and its index is one that no worker has.
-        relay: the index of the relay that it is behind, whose last report ``last_seen`` counts from; None: it is
-            connected to this sender.
+        relay: the index of the relay that it is behind; None: it is connected to this sender. ``last_seen`` counts from
+            the relay's last message, as long as the worker answers the relay.
     """
 
     version: int
@@ -73,8 +73,12 @@ def worker_status(publisher: Publisher, worker: int, models: Sequence[str], now:
     version = min((applied[m] for m in behind), default=max(applied.values(), default=0))
     target = max(targets.values(), default=0)
     lag = max((targets[m] - applied[m] for m in behind), default=0)
-    seen, role = now - peer.last_seen, peer.hello.role
-    return WorkerStatus(version, target, lag, seen, peer.state, peer.bytes_sent, peer.lost or "", role, peer.relay)
+    seen, state = now - peer.last_seen, peer.state
+    relay = None if peer.relay is None else publisher.peers.get(peer.relay)
+    if relay is not None and state == "live":  # as far as its relay has said, of which that much is known
+        seen, state = now - relay.last_seen, relay.state
+    reason, role = peer.lost or "", peer.hello.role
+    return WorkerStatus(version, target, lag, seen, state, peer.bytes_sent, reason, role, peer.relay)
 
 
 def warn_of_blocking(publisher: Publisher, version: int, seconds: float) -> bool:

@@ -97,7 +97,11 @@ class Behind:
         newest = math.inf if self._membership.follows else self._targets.version
         has_more = not one.applied.keys() <= peer.hello.have.keys()
         peer.hello.have.update(one.applied)
-        peer.last_seen = now
+        if not one.slow:
+            peer.last_seen = now
+        elif not peer.slow:  # until then the relay had heard of it
+            peer.last_seen = now - self._membership.settings.slow_after
+        peer.slow = one.slow
         peer.applied.update({m: version for m, version in one.applied.items() if version <= newest})
         peer.failed = {model_id: (version, one.error) for model_id, version in one.failed.items()}
         if one.lost:

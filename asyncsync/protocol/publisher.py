@@ -359,11 +359,13 @@ class Publisher:
         """A send found the queue full: the peer is slow, and what was dropped is repaired later."""
         if (peer := self.membership.routes.get(route)) is not None:
             peer.slow = True
+            self.touched(peer.worker)
 
     def tick(self, now: float) -> None:
         """Send what is due, and wait no longer for what is overdue."""
         if not self.closed and self.fenced is None:
             self.membership.tick(now)
+            self.touched(*[worker for worker, peer in self.peers.items() if peer.slow])
             self.agreement.tick(now)
             self.fanout.stream()
             self.behind.tick(now)

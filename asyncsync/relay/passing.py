@@ -240,7 +240,7 @@ class Passing:
         else:
             failed, error = self._failure(peer)
             applied = {m: peer.applied.get(m, 0) for m in peer.hello.have}
-            now = RelayedWorker.of(worker, peer.nonce, applied, failed, error, peer.hello.attempt)
+            now = RelayedWorker.of(worker, peer.nonce, applied, failed, error, peer.hello.attempt, peer.slow)
         if now == before:
             return None
         self._reported[worker] = now

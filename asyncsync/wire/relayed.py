@@ -39,7 +39,7 @@ _MOST_VALUES, _MOST_TEXT = 8_000, 200_000
 class RelayedWorker:
     """One worker behind a relay: ``applied`` has the versions of the models that it has (0: none yet), ``failed`` those
     that it could not apply, and the four texts why. ``lost``: why it is not there any more; empty: it is. ``attempt``:
-    of its HELLO to the relay; it counts them wherever it goes."""
+    of its HELLO to the relay; it counts them wherever it goes. ``slow``: it has been silent for some seconds."""
 
     worker: Index
     nonce: Digest
@@ -51,6 +51,7 @@ class RelayedWorker:
     traceback: Text = ""
     lost: Text = ""
     attempt: U64 = 0
+    slow: Boolean = False
 
     @classmethod
     def of(
@@ -61,16 +62,17 @@ class RelayedWorker:
         failed: dict[str, int],
         error: Exception | None,
         attempt: int,
+        slow: bool = False,
     ) -> RelayedWorker:
         if error is None:
-            return cls(worker, nonce, applied, failed, attempt=attempt)
+            return cls(worker, nonce, applied, failed, attempt=attempt, slow=slow)
         kind = f"{type(error).__module__}.{type(error).__qualname__}"
         name, text, traceback = kind, str(error), ""
         if isinstance(error, RemoteError):
             name, text, traceback = error.type_name, error.remote_message, error.remote_traceback
         mismatch = isinstance(error, SchemaMismatch)
         texts = name[:MAX_NAME], text[:MOST_MESSAGE], traceback[-MOST_TRACEBACK:]
-        return cls(worker, nonce, applied, failed, mismatch, *texts, attempt=attempt)
+        return cls(worker, nonce, applied, failed, mismatch, *texts, attempt=attempt, slow=slow)
 
     @property
     def error(self) -> Exception:

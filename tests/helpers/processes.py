@@ -382,6 +382,7 @@ class Worker(_Party):
         elsewhere: bool = False,
         broken_gate: bool = False,
         fast: bool = True,
+        reconnect: bool = False,
         timeout: float = 30.0,
         settings: dict[str, Any] | None = None,
     ) -> int:
@@ -397,7 +398,7 @@ class Worker(_Party):
         self.model = Filled(numel, -1.0)
         self.applied: list[int] = []
         self.scheme = scheme
-        scheme.init_on_receiver("policy", model=self.model, worker_idx=worker_idx)
+        scheme.init_on_receiver("policy", model=self.model, worker_idx=worker_idx, reconnect=reconnect)
         if broken_gate:
             scheme.bus._gate = BrokenGate()
             update.copy_tensors = _copy_one_by_one
