@@ -168,7 +168,7 @@ def action_keys(environment: Any) -> list[Key]:
     return [getattr(environment, "action_key", "action")]
 
 
-def plays_arrays(environment: Any) -> bool:
+def steps_are_arrays(environment: Any) -> bool:
     """Whether :meth:`GymEnv.play` does what ``step_and_maybe_reset`` does, which a subclass or the user may have
     replaced."""
     from asyncsync.collectors.envs.gym import GymEnv

@@ -30,7 +30,8 @@ from asyncsync.collectors.trajectories import FLAGS, _TrajectoryPool
 
 Array = np.ndarray[Any, Any]
 Entries = dict[str, torch.Tensor]
-Rest = Callable[[TensorDictBase], object]
+WriteOutput = Callable[[TensorDictBase], object]
+"""Writes what a policy has returned into a step's TensorDict."""
 
 
 class _Row(NamedTuple):
@@ -115,7 +116,7 @@ class ArraySteps:
         self._leave = leave
         self._tensors_call = call if isinstance(call, TensorsCall) and call.has_names else None
 
-    def run(self, carrier: TensorDictBase, left: int, ends: Callable[[], bool]) -> tuple[int, bool, Rest | None]:
+    def run(self, carrier: TensorDictBase, left: int, ends: Callable[[], bool]) -> tuple[int, bool, WriteOutput | None]:
         """Make at most ``left`` steps, from this TensorDict on; the buffer has a layout.
 
         Args:
@@ -181,7 +182,9 @@ class ArraySteps:
             _label(metadata, ids)
             self._leave(env.container(root), is_amid)
 
-    def _act_on_tensors(self, call: TensorsCall, rows: _Rows, root: Entries) -> tuple[Entries | None, Rest | None]:
+    def _act_on_tensors(
+        self, call: TensorsCall, rows: _Rows, root: Entries
+    ) -> tuple[Entries | None, WriteOutput | None]:
         """What the policy writes, by name. None: it has no place in a row, or the policy is to be called with a
         TensorDict; then as :meth:`run` returns."""
         if not call.is_plain():
@@ -200,7 +203,7 @@ class ArraySteps:
 
     def _act_on_entries(
         self, rows: _Rows, root: Entries, metadata: TensorDictBase
-    ) -> tuple[Entries | None, Rest | None]:
+    ) -> tuple[Entries | None, WriteOutput | None]:
         """As :meth:`_act_on_tensors`."""
         td = self._env.container({**root, "collector": metadata})
         output = self._call(td)

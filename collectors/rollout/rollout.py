@@ -29,7 +29,7 @@ from asyncsync.collectors.base import Signals
 from asyncsync.collectors.envs import environment as environments
 from asyncsync.collectors.envs.step_limit import limited
 from asyncsync.collectors.profiling import recorded
-from asyncsync.collectors.rollout.array_steps import ArraySteps, Rest
+from asyncsync.collectors.rollout.array_steps import ArraySteps, WriteOutput
 from asyncsync.collectors.rollout.buffer import RolloutBuffer
 from asyncsync.collectors.rollout.devices import RolloutDevices
 from asyncsync.collectors.rollout.lock import RolloutLock
@@ -108,7 +108,7 @@ class Rollouts:
         self.policy = quickened(self.policy, compiled, cudagraph, self.devices.policy)
         self._call_policy = self.policy if trust else plainly_called(self.policy)
         self._arrays = None
-        if is_fast_path_on() and not self._is_profiled and environments.plays_arrays(self.env):
+        if is_fast_path_on() and not self._is_profiled and environments.steps_are_arrays(self.env):
             pool = self.traj_pool if self.arguments.track_traj_ids else None
             self._arrays = ArraySteps(self.env, self._call_policy, self.buffer, pool, self._is_new_version, self._carry)
 
@@ -278,7 +278,7 @@ class Rollouts:
             self._update_traj_ids(self.carrier)
         self._carry(root)
 
-    def _step(self, random: bool, written: Rest | None) -> TensorDictBase:
+    def _step(self, random: bool, written: WriteOutput | None) -> TensorDictBase:
         """One call of policy and environment. Returns the root of the next step; the carrier is what is stored.
         ``written``: the policy has been called; this writes what it has returned. If this raises, the carrier is as
         before."""
@@ -350,7 +350,7 @@ class Rollouts:
                         return is_cut or adds or is_wanted or (signals is not None and signals.calls)
 
                     while not has_ended:
-                        if arrays is not None and environments.plays_arrays(self.env):
+                        if arrays is not None and environments.steps_are_arrays(self.env):
                             self._is_lost = True
                             left, has_ended, written = arrays.run(self.carrier, left, ends)
                             self._is_lost = False
@@ -371,7 +371,9 @@ class Rollouts:
             truncate(batch[..., -1], self._truncated_keys)
         return batch
 
-    def _frame(self, random: bool, adds: bool, non_blocking: bool, written: Rest | None) -> TensorDictBase | None:
+    def _frame(
+        self, random: bool, adds: bool, non_blocking: bool, written: WriteOutput | None
+    ) -> TensorDictBase | None:
         """One step and its copy, inside a hold: what a model returns may be a view of its weights. Returns a clone for
         the replay buffer, if frames are added one by one."""
         root = self._step(random, written)

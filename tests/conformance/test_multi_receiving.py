@@ -10,28 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn
 
 from asyncsync.collectors import MultiAsyncCollector, MultiSyncCollector
 from asyncsync.errors import SchemaMismatch
 from asyncsync.sync import SharedMemWeightSyncScheme, ZMQWeightSyncScheme
-from helpers.collecting_multi import Marked, SharedBuffer, acted, make, options, policy, settled, versions
+from helpers.collecting_multi import Marked, Scaled, SharedBuffer, acted, make, options, policy, settled, versions
 from helpers.collecting_weights import update
 
 BOTH = pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
-
-
-class Scaled(nn.Module):
-    """A postproc: multiplies each reward by its weight."""
-
-    def __init__(self, weight: float = 1.0) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.tensor([weight]))
-
-    def forward(self, batch: TensorDictBase) -> TensorDictBase:
-        return batch.set("scaled", torch.ones(*batch.shape, 1) * self.weight.detach())
 
 
 @pytest.fixture(scope="module", params=[MultiSyncCollector, MultiAsyncCollector])

@@ -33,6 +33,7 @@ __all__ = [
     "CannotTravel",
     "Counting",
     "Marked",
+    "Scaled",
     "SharedBuffer",
     "Unpicklable",
     "WithModel",
@@ -363,3 +364,14 @@ def _memory_files() -> set[str]:
             if os.readlink(f"/proc/self/fd/{name}").startswith("/memfd:"):
                 found.add(name)
     return found
+
+
+class Scaled(nn.Module):
+    """A postproc with a weight, which it writes beside each frame."""
+
+    def __init__(self, weight: float = 1.0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([weight]))
+
+    def forward(self, batch: TensorDictBase) -> TensorDictBase:
+        return batch.set("scaled", torch.ones(*batch.shape, 1) * self.weight.detach())

@@ -23,7 +23,7 @@ from torch import nn
 from asyncsync import sync
 from asyncsync.collectors import Collector
 from helpers.apis import free_port
-from helpers.collecting_multi import Counting, SharedBuffer, acted, make, policy, versions
+from helpers.collecting_multi import Counting, Scaled, SharedBuffer, acted, make, policy, versions
 from helpers.collecting_nodes import RAY, _prepare
 
 __all__ = ["documented"]
@@ -69,17 +69,6 @@ class Telling(nn.Module):
         where = -1.0 if device is None or device.index is None else float(device.index)
         told = torch.tensor([-1.0 if kind is None else float(KINDS.index(kind)), where])
         return tensordict.set("action", told.expand(*tensordict.batch_size, 2).clone())
-
-
-class Scaled(nn.Module):
-    """A postproc with a weight."""
-
-    def __init__(self, weight: float = 1.0) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.tensor([weight]))
-
-    def forward(self, batch: TensorDictBase) -> TensorDictBase:
-        return batch.set("scaled", torch.ones(*batch.shape, 1) * self.weight.detach())
 
 
 def refused(call: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
