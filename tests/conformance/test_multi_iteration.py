@@ -43,13 +43,13 @@ def collectors() -> Iterator[Any]:
 
 @pytest.fixture
 def waiting(collectors: Any) -> Iterator[Any]:
-    with settled(collectors[0]):
+    with settled(*collectors):
         yield collectors[0]
 
 
 @pytest.fixture
 def running(collectors: Any) -> Iterator[Any]:
-    with settled(collectors[1]):
+    with settled(*collectors):
         yield collectors[1]
 
 

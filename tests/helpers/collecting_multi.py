@@ -345,15 +345,16 @@ class SharedBuffer:
 
 
 @contextlib.contextmanager
-def settled(collector: Any) -> Iterator[Any]:
-    """A collector that several tests use. At the end it has mapped all its slots, so that it has no more descriptors
-    than before: the file of one whose first batch nobody has read is open."""
+def settled(*collectors: Any) -> Iterator[None]:
+    """The collectors that several tests use, all that there are. At the end they have mapped all their slots, so that
+    they have no more descriptors than before: the file of one whose first batch nobody has read is open."""
     before = _memory_files()
-    yield collector
+    yield
     for _ in range(100):
         if not _memory_files() - before:
             return
-        collector.next()
+        for collector in collectors:
+            collector.next()
     raise AssertionError(f"it opens files with each batch: {_memory_files()}")
 
 
