@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import closing
 from multiprocessing.util import Finalize
+from typing import Any
 
 import pytest
 import uvloop
@@ -26,6 +27,10 @@ from helpers.apis import QUICK, SETS, Api
 from helpers.collecting_torchrl import Programs
 from helpers.elsewhere import claim_another_host
 from helpers.leaks import no_leaks, no_tasks
+
+# torch's stores ask the name server for the name of each end of each connection. A question that is lost costs 5 s, in
+# which the store answers nobody; here, 1 s. The resolver reads this once, in each process.
+os.environ.setdefault("RES_OPTIONS", "timeout:1")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -74,8 +79,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         other_loop = given.get("_asyncio_loop_factory") is uvloop.new_event_loop
         if other_loop or ("api" in given and given["api"].name not in QUICK):
             item.add_marker(pytest.mark.thorough)
-    # The long ones first, or one process is left alone with them in the end.
-    items.sort(key=_time_limit, reverse=True)
+    items[:] = _dealt_out(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+
+
+def _dealt_out(items: list[pytest.Item], processes: int) -> list[pytest.Item]:
+    """A stretch of the same length for each process, with which pytest-xdist has it begin: those of files with long
+    tests first, or one process is left alone with them in the end."""
+    long: dict[Any, list[pytest.Item]] = {}
+    short: list[pytest.Item] = []
+    for item in items:
+        if _time_limit(item) > 60:
+            family = item.callspec.params.get("family") if hasattr(item, "callspec") else None
+            long.setdefault((item.path, family), []).append(item)
+        else:
+            short.append(item)
+    stretches: list[list[pytest.Item]] = [[] for _ in range(processes)]
+    for place, tests in enumerate(sorted(long.values(), key=lambda tests: -max(map(_time_limit, tests)))):
+        stretches[place % processes] += tests
+    for stretch in stretches:
+        room = max(0, len(items) // processes - len(stretch))
+        stretch += short[:room]
+        del short[:room]
+    return [item for stretch in [*stretches, short] for item in stretch]
 
 
 def _time_limit(item: pytest.Item) -> float:

@@ -109,6 +109,21 @@ def test_everything_fits_and_what_is_in_trouble_is_shown_first(width: int, heigh
     assert len(drawn(samples_of(report), width, None)) > 250, "without a height, all of them"
 
 
+def test_several_relays_are_numbered_and_a_wide_screen_tells_who_is_behind_which() -> None:
+    worker = report_of(9, 1).workers[0]
+    relays = [replace(worker, index=(1 << 30) + i, role="relay", pid=5000 + i) for i in range(2)]
+    behind = [replace(worker, index=i, pid=0, relay=relays[i].index) for i in range(2)]
+    report = replace(report_of(9, 3), workers=(*relays, *behind, replace(worker, index=2)))
+    wide, narrow = (drawn(samples_of(report), *size)[-5:] for size in reversed(SIZES))
+    assert [text.split()[:3] for text in narrow] == [
+        ["relay", "1", "live"], ["relay", "2", "live"], ["0", "live", "9"], ["1", "live", "9"], ["2", "live", "9"],
+    ]  # fmt: skip
+    assert [" ".join(text.split()[-3:]) for text in wide[2:4]] == ["behind relay 1", "behind relay 2"]
+    assert [text.split()[-1] for text in (*wide[:2], wide[4])] == ["5000", "5001", "4000"]
+    alone = replace(report, workers=(relays[0], behind[0], replace(worker, index=2)))
+    assert [text.split()[0] for text in drawn(samples_of(alone), *SIZES[1])[-3:]] == ["relay", "0", "2"]
+
+
 def test_without_a_height_what_was_refused_and_what_keeps_workers_is_shown_whole() -> None:
     refused = {"a key that was taken off the list": 3, "the index of another worker": 2, "an incomplete handshake": 1}
     why = "these keys are missing: " + ", ".join(f"layer_{n}.weight" for n in range(12))

@@ -155,17 +155,21 @@ def _workers(report: Report, shown: Iterable[WorkerReport], rates: Rates, *, wid
         table.add_column(name, justify="right", no_wrap=True)
     if wide:
         table.add_column("trouble", no_wrap=True, overflow="ellipsis")
+    relays = [one.index for one in report.workers if one.role == "relay"]
+    relay_names = {index: f"relay {number}" for number, index in enumerate(relays, 1)} if len(relays) > 1 else {}
     for worker in shown:
         seen = "never" if worker.last_seen is None else f"{worker.last_seen / 1000:.1f} s"
         rate = rates.workers.get(worker.index)
-        name = str(worker.index) if worker.role == "worker" else worker.role
+        name = str(worker.index) if worker.role == "worker" else relay_names.get(worker.index, worker.role)
         cells: list[str | Text] = [name, Text(worker.state, style=COLOURS.get(worker.state, ""))]
         cells += [f"{worker.version:,}", *([f"{worker.target:,}"] if wide else [])]
         cells += [Text(f"{worker.lag:,}", style="yellow" if worker.lag > 1 else ""), seen, _bytes(worker.bytes_sent)]
         cells += [_bytes(rate) if rate is not None else "–"]
         if wide:
-            place = f"{worker.pid}" + ("" if worker.local else " elsewhere")
-            cells += [place if worker.pid else "–", Text(worker.reason, style="red")]
+            place = f"{worker.pid}" + ("" if worker.local else " elsewhere") if worker.pid else "–"
+            if worker.relay is not None:
+                place = f"behind {relay_names.get(worker.relay, 'relay')}"
+            cells += [place, Text(worker.reason, style="red")]
         table.add_row(*cells)
     if not report.workers:
         table.add_row("–", Text("nobody is there", style="dim"))

@@ -20,7 +20,7 @@ from asyncsync.model.strategy import WeightStrategy
 from asyncsync.net.address import own_address
 from asyncsync.net.introduction import Introduction, Introductions
 from asyncsync.runtime.threads import call_soon, elsewhere
-from asyncsync.schemes.ray_rendezvous import answer, find_introduction, hold_questions, kill
+from asyncsync.schemes.ray_rendezvous import answer, find_introduction, hold_questions, kill, when_there
 from asyncsync.schemes.registry import register
 from asyncsync.schemes.remote_calls import METHOD, Call, Called, CalledBlocking, RemoteCallCore, failure_of
 from asyncsync.schemes.torch_distributed import check_backend
@@ -105,8 +105,15 @@ class RayCore(RemoteCallCore):
         return host
 
     async def _introduce(self, introductions: Introductions, timeout: float) -> None:
+        name = self.connection_info_name
+
+        def hold() -> None:
+            self._holder = hold_questions(name)
+
         if self._holder is None:
-            self._holder = await hold_questions(self.connection_info_name, timeout)
+            await elsewhere("asyncsync-ray", hold)  # the actor is this sender's, also if it is cancelled meanwhile
+        if self._answering is None:
+            await when_there(self._holder, name, timeout)
             answering = answer(self._holder, weakref.ref(introductions), self._bus.num_workers)
             self._answering = asyncio.get_running_loop().create_task(answering)
 
@@ -115,8 +122,10 @@ class RayCore(RemoteCallCore):
 
     async def _end_transport(self, timeout: float) -> None:
         holder, self._holder = self._holder, None
+        answering, self._answering = self._answering, None
+        if answering is not None:
+            call_soon(answering.get_loop(), answering.cancel)
         if holder is not None:
-            call_soon(self._answering.get_loop(), self._answering.cancel)
             await elsewhere("asyncsync-ray", partial(kill, holder))
         await super()._end_transport(timeout)
 

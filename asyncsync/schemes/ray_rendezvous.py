@@ -16,7 +16,7 @@ from typing import Any
 
 from asyncsync.errors import NotConnected
 from asyncsync.net.introduction import Introduction, Introductions
-from asyncsync.runtime.threads import elsewhere, until_cancelled
+from asyncsync.runtime.threads import until_cancelled
 from asyncsync.transports.ray_private import the_ray
 
 LOOK_SECONDS = 0.05
@@ -24,8 +24,8 @@ LOOK_SECONDS = 0.05
 WANTED_SECONDS = 5.0
 
 
-async def hold_questions(name: str, seconds: float) -> Any:
-    """The actor, when workers can ask it. Raises NotConnected: Ray has not started it within so many seconds."""
+def hold_questions(name: str) -> Any:
+    """The actor, which is being started. Blocks."""
     ray = the_ray()
 
     # In here, so that Ray takes the class itself along: its process need not import this library, which takes seconds.
@@ -54,19 +54,19 @@ async def hold_questions(name: str, seconds: float) -> Any:
                 self._answers.pop(worker).set_result(introduction)
 
     options = {"name": name, "num_cpus": 0, "max_restarts": -1}
-    holder = await elsewhere("asyncsync-ray", ray.remote(ConnectionInfo).options(**options).remote)
+    return ray.remote(ConnectionInfo).options(**options).remote()
+
+
+async def when_there(holder: Any, name: str, seconds: float) -> None:
+    """Workers can ask the actor. Raises NotConnected: Ray has not started it within so many seconds."""
     try:
         async with asyncio.timeout(seconds):
             await asyncio.wrap_future(holder.is_there.remote().future())
-    except BaseException as error:
-        kill(holder)
-        if not isinstance(error, TimeoutError):
-            raise
+    except TimeoutError as error:
         raise NotConnected(
             f"Ray has not started the actor {name} within {seconds:g} s: can the cluster start processes? connect() "
             "may be called again"
         ) from error
-    return holder
 
 
 def kill(actor: Any) -> None:

@@ -113,6 +113,14 @@ def test_r046_the_transports_receive_takes_a_timeout(ray: Outcomes) -> None:
     ray.check("receive_takes_a_timeout")
 
 
+def test_r039_r040_transports_get_weights_model_and_strategy_with_each_call(ray: Outcomes) -> None:
+    ray.check("transports_get_weights_model_and_strategy_with_each_call")
+
+
+def test_r041_the_transports_setup_methods_are_the_two_sides_of_connect(ray: Outcomes) -> None:
+    ray.check("the_transports_setup_methods_are_the_two_sides_of_connect")
+
+
 def test_r004_an_actor_may_pull_and_wait_for_a_version(ray: Outcomes) -> None:
     ray.check("a_worker_may_pull_and_wait_for_a_version")
 
@@ -123,6 +131,10 @@ def test_r218_received_weights_are_the_callers_own(ray: Outcomes) -> None:
 
 def test_r190_r192_coroutines_receive_in_an_actors_loop_and_may_be_cancelled(ray: Outcomes) -> None:
     ray.check("coroutines_receive_in_an_actors_loop")
+
+
+def test_r192_a_connect_that_is_cancelled_may_be_called_again(ray: Outcomes) -> None:
+    check_once(ray, "a_connect_that_is_cancelled_may_be_called_again")
 
 
 def test_r192_a_cancelled_send_loses_nothing(ray: Outcomes) -> None:

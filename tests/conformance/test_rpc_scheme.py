@@ -94,6 +94,14 @@ def test_r045_the_transports_receive_takes_a_timeout(rpc: Outcomes) -> None:
     rpc.check("receive_takes_a_timeout")
 
 
+def test_r039_r040_transports_get_weights_model_and_strategy_with_each_call(rpc: Outcomes) -> None:
+    rpc.check("transports_get_weights_model_and_strategy_with_each_call")
+
+
+def test_r041_the_transports_setup_methods_are_the_two_sides_of_connect(rpc: Outcomes) -> None:
+    rpc.check("the_transports_setup_methods_are_the_two_sides_of_connect")
+
+
 def test_r004_a_worker_may_pull_and_wait_for_a_version(rpc: Outcomes) -> None:
     rpc.check("a_worker_may_pull_and_wait_for_a_version")
 

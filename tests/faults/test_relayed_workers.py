@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import subprocess
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import psutil
 import pytest
 
 from asyncsync import PartialSendError, SharedMemWeightSyncScheme, ZMQWeightSyncScheme
+from asyncsync.weights import safetensors
 from helpers.command import start as command
 from helpers.processes import LARGE, Remote, Schemes, Worker, eventually, impatient
 
@@ -95,3 +97,42 @@ async def test_r200_status_tells_who_behind_a_relay_is_slow_or_lost(
         await eventually(lambda: [sender.status()[i].state for i in range(4)] == states, 20, sender.status)
         assert "its relay is lost" in sender.status()[2].reason
     assert [await w.value() for w in (workers[0], workers[2], workers[3])] == [3] * 3
+
+
+async def test_r004_a_store_serves_the_last_version_without_its_trainer_and_after_its_own_kill(
+    endpoint: str, tmp_path: Path, shared: bool, schemes: Schemes, start: Callable[..., Remote]
+) -> None:
+    """Of 4: the store, a process of its own. Who was there before has the next trainer's weights from it, too."""
+    down, keep = f"ipc://{tmp_path}/down", tmp_path / "kept.safetensors"
+    options = ["--keep", str(keep), *(["--shared"] if shared else [])]
+    first, late, later = (start(Worker) for _ in range(3))
+
+    async def joins(worker: Remote, index: int) -> tuple[int, float]:
+        version = await worker.connect(follower(down, shared), index, LARGE, reconnect=True)
+        return version, await worker.value()
+
+    def is_kept(version: int) -> bool:
+        if not keep.exists():
+            return False
+        texts: dict[str, str] = safetensors.read(keep)[1]
+        return bool(json.loads(texts["asyncsync"])["models"]["policy"]["version"] == version)
+
+    with relay(endpoint, down, tmp_path, *options) as process:
+        trainer = schemes.sender(LARGE, endpoint=endpoint, num_workers=1)
+        await asyncio.gather(trainer.connect(), joins(first, 0))
+        version = await trainer.send_async(trainer.model.fill(5), metadata={"step": 7})
+        await trainer.shutdown()
+        assert await joins(late, 1) == (version, 5)
+        await eventually(lambda: is_kept(version))
+        process.kill()
+    with relay(endpoint, down, tmp_path, *options):
+        assert await joins(later, 2) == (version, 5)
+        guest = follower(down, shared)
+        guest.init_on_receiver("policy", worker_idx=3)
+        await guest.connect(timeout=30)
+        assert guest.metadata == {"step": 7}
+        await guest.shutdown()
+        newer = schemes.sender(LARGE, value=6.0, endpoint=endpoint, num_workers=3)
+        await newer.connect(timeout=30)
+        version = await newer.send_async(newer.model.fill(7))
+        assert [await w.wait_version(version) for w in (first, late, later)] == [7, 7, 7]

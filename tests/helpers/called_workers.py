@@ -25,7 +25,7 @@ from torch import nn
 
 import asyncsync
 import asyncsync.sync
-from helpers.apis import Api
+from helpers.apis import Api, in_thread
 from helpers.processes import LARGE, Filled, eventually, value_of
 
 __all__ = [
@@ -92,6 +92,23 @@ class Worker:
         """What a ``receive_weights`` of the transport's returns."""
         weights = self.scheme.receiver_transport.receive_weights(timeout)
         return None if weights is None else value_of(weights)
+
+    def take(self, timeout: float) -> list[float]:
+        """What a ``receive_weights`` of the transport's fills, applies, and leaves alone."""
+        transport, buffer, other = self.scheme.receiver_transport, Filled(SMALL, -2.0).state_dict(), Filled(SMALL, -3.0)
+        before = dict(vars(transport))
+        assert transport.receive_weights(timeout, weights=buffer, model=other, strategy="state_dict") is buffer
+        assert vars(transport) == before
+        return [value_of(buffer), other.value, self.model.value]
+
+    def set_up(self, index: int) -> list[float] | None:
+        """What the transport's half of ``connect`` fills and applies."""
+        transport, buffer, other = self.scheme.receiver_transport, Filled(SMALL, -2.0).state_dict(), Filled(SMALL, -3.0)
+        set_up = transport.setup_connection_and_weights_on_receiver
+        if (returned := set_up(worker_idx=index, weights=buffer, model=other, strategy="state_dict")) is None:
+            return None
+        assert returned is buffer
+        return [value_of(buffer), other.value, self.model.value]
 
     def fetch(self) -> float | None:
         """Pull, without a call of the sender's."""
@@ -314,6 +331,38 @@ async def receive_takes_a_timeout(lab: Lab, api: Api) -> None:
 
 
 @case
+async def transports_get_weights_model_and_strategy_with_each_call(lab: Lab, api: Api) -> None:
+    async with lab.crew(api) as crew:
+        await crew.send(2.0)
+        crew.sender.remotes.clear()
+        transport = crew.sender.sender_transports[0]
+        before = dict(vars(transport))
+        for value in (3.0, 4.0):
+            await _run(api, transport.send_weights, Filled(SMALL, value))
+            assert await crew.call(0, "take", 20.0) == [value, value, value]
+        assert vars(transport) == before
+        assert await crew.call(1, "wait", 20.0) == 4.0
+
+
+@case
+async def the_transports_setup_methods_are_the_two_sides_of_connect(lab: Lab, api: Api) -> None:
+    crew = lab.crew(api)
+    there = asyncio.gather(*(crew.call(i, "set_up", i) for i in (0, 1)))
+    here = _run(api, crew.sender.sender_transports[0].setup_connection_and_weights_on_sender)
+    nothing, (first, second) = await asyncio.gather(here, there)
+    assert nothing is None
+    # As the page says, connect() of RPC does nothing.
+    assert first == second == ([1.0, 1.0, 1.0] if lab.connects else None)
+    async with crew:
+        await crew.send(2.0)
+        assert await crew.states("value") == [2.0, 2.0]
+
+
+async def _run(api: Api, method: Callable[..., Any], *args: Any) -> Any:
+    return await (in_thread(method, *args) if api.is_blocking else method(*args))
+
+
+@case
 async def a_worker_may_pull_and_wait_for_a_version(lab: Lab, api: Api) -> None:
     async with lab.crew(api) as crew:
         version = await crew.send(2.0)
@@ -353,7 +402,7 @@ async def a_cancelled_send_loses_nothing(lab: Lab, api: Api) -> None:
 
 @case
 async def the_loop_is_not_blocked_by_a_large_update(lab: Lab, api: Api) -> None:
-    async with lab.crew(api, 64 << 18) as crew:  # 64 MiB
+    async with lab.crew(api, 256 << 18, 1) as crew:  # 256 MiB
         await crew.send(2.0)
         longest, done = 0.0, False
 
@@ -442,7 +491,7 @@ class Outcomes:
         self._found: dict[str, str | None] = {}
         context = multiprocessing.get_context("spawn")
         here, there = context.Pipe()
-        process = context.Process(target=_run, args=(program, there))
+        process = context.Process(target=_run_program, args=(program, there))
         process.start()
         assert process.pid is not None
         self.pid = process.pid
@@ -473,7 +522,7 @@ class Outcomes:
         assert not failures, "\n".join(failures)
 
 
-def _run(program: Callable[[Callable[[str, str | None], None]], None], pipe: Any) -> None:
+def _run_program(program: Callable[[Callable[[str, str | None], None]], None], pipe: Any) -> None:
     torch.set_num_threads(1)
     os.environ[PROGRAM] = str(os.getpid())
     program(lambda name, failure: pipe.send((name, failure)))

@@ -127,22 +127,24 @@ def divided(makes: Makes) -> dict[str, Any]:
     return found
 
 
-def often_enough(makes: Makes) -> dict[int, list[int]]:
-    """With which versions each node has made its batches, where they come one by one."""
+def one_by_one(makes: Makes) -> dict[str, Any]:
+    """With which versions each node has made its batches; by a class of the user's own."""
     found: dict[int, list[int]] = {}
-    with makes([make()] * 2, policy(), frames_per_batch=4, total_frames=72, max_weight_update_interval=2) as c:
+    given: dict[str, Any] = {"max_weight_update_interval": 2, "collector_class": Named}
+    with makes([make()] * 2, policy(), frames_per_batch=4, total_frames=72, **given) as c:
+        kinds = c.get_distant_attr("kind")
         for batch in c:
             node = int(batch["collector", "traj_ids"].flatten()[0]) % 2
             found.setdefault(node, []).append(versions(batch)[-1])
-    return found
+    return {"versions": found, "kinds": kinds}
 
 
 def acting(makes: Makes) -> dict[str, Any]:
     """Where environments and policies are, and which exploration type is set there."""
     found: dict[str, Any] = {}
-    for kind in (InteractionType.RANDOM, InteractionType.DETERMINISTIC, InteractionType.MODE, InteractionType.MEAN):
+    for kind in (InteractionType.RANDOM, InteractionType.DETERMINISTIC):
         given: dict[str, Any] = {"env_device": "cpu:1", "policy_device": "cpu:2"}
-        if kind is not InteractionType.RANDOM:
+        if kind is not InteractionType.RANDOM:  # which is the default
             given |= {"exploration_type": kind}
         with makes([Movable], Telling(), frames_per_batch=3, **given) as c:
             batch = c.next()
@@ -240,16 +242,16 @@ def by_updaters(makes: Makes, kind: Any) -> dict[str, Any]:
         instance = kind(policy_weights=(source := policy(2.0)))
     found: dict[str, Any] = {"pushed": [], "warned": [str(one.message) for one in caught]}
     for given in (kind, instance, lambda: kind(policy_weights=source)):
-        own = source if given is not kind else policy(1.0)
-        with makes([make()] * 2, own, frames_per_batch=4, sync=True, weight_updater=given) as c:
+        own, nodes = (source, 1) if given is not kind else (policy(1.0), 2)
+        with makes([make()] * nodes, own, frames_per_batch=4, sync=True, weight_updater=given) as c:
             own.module.fill(3.0)
             c.update_policy_weights_()
             pushed = [acted(c.next())]
             c.update_policy_weights_(policy(4.0))
             pushed.append(acted(c.next()))
-            c.update_policy_weights_(policy(5.0), worker_ids=[1])
+            c.update_policy_weights_(policy(5.0), worker_ids=[nodes - 1])
             parts = of_nodes(c.next())
-            found["pushed"].append([*pushed, acted(parts[0]), acted(parts[1])])
+            found["pushed"].append([*pushed, *(acted(parts[node]) for node in sorted(parts))])
             c.weight_updater.init = lambda *args, **kwargs: found.update(initialised=(args, kwargs))
             c.init_updater(1, two=3)
     return found
@@ -287,16 +289,13 @@ def in_the_background(makes: Makes, folder: Path) -> dict[str, Any]:
 
 
 def classes(makes: Makes) -> dict[str, Any]:
-    """What a node runs: one with workers of its own that come first come, first served, or a class of the user's."""
+    """A node with workers of its own, that come first come, first served."""
     given: dict[str, Any] = {"collector_kwargs": {"start_method": "forkserver"}, "num_workers_per_collector": 2}
     with makes([make()], policy(2.0), frames_per_batch=4, collector_class="async", **given) as c:
         c.update_policy_weights_(policy(3.0))
         batches = [c.next() for _ in range(12)]
         ids = {int(i) % 2 for batch in batches for i in batch["collector", "traj_ids"].flatten().tolist()}
-        found: dict[str, Any] = {"async": ([list(batches[0].batch_size)], acted(batches[-1]), ids)}
-    with makes([make()] * 2, policy(4.0), frames_per_batch=4, collector_class=Named) as c:
-        found["own"] = (acted(c.next()), c.get_distant_attr("kind"))
-    return found
+        return {"async": ([list(batches[0].batch_size)], acted(batches[-1]), ids)}
 
 
 def placed() -> tuple[str, str]:
@@ -342,9 +341,8 @@ def documented(name: str) -> dict[str, Any]:
     _prepare()
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder, family(name) as (makes, updater):
-        for case in (limits, divided, acting, updated, classes):
+        for case in (limits, divided, acting, updated, classes, one_by_one):
             found[case.__name__] = case(makes)
-        found["often enough"] = often_enough(makes)
         found["by_updaters"] = by_updaters(makes, updater)
         found["at_random"] = at_random(makes, Path(folder))
         found["placed"] = placed() if name == "by_ray" else None

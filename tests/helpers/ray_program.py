@@ -4,7 +4,9 @@ own. Those that concern the bytes are run with both backends."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import pickle
 import shutil
 import tempfile
 import threading
@@ -38,9 +40,16 @@ class Coroutines:
         torch.set_num_threads(1)
 
     async def connect(self, scheme: Any, index: int, numel: int) -> None:
+        await self.begin(scheme, index, numel)
+        await scheme.connect()
+
+    async def begin(self, scheme: Any, index: int, numel: int) -> None:
         self.scheme, self.model, self.calls, self.received = scheme, Filled(numel, -1.0), 0, None
         scheme.init_on_receiver("policy", model=self.model, worker_idx=index)
-        await scheme.connect()
+
+    async def connect_again(self) -> None:
+        await cancel_connects(self.scheme)
+        await self.scheme.connect()
 
     async def _receive_weights_scheme(self) -> None:
         self.calls += 1
@@ -170,6 +179,30 @@ class RayLab(Lab):
         except self.ray.exceptions.RayError:  # it was killed
             self.ray.kill(worker)
             self._idle.append(self.actor(Host))
+
+
+async def cancel_connects(scheme: Any) -> None:
+    """At the first await, and at some of the next, while the other end is not there yet."""
+    for seconds in (0.0, 0.002, 0.05, 0.3):
+        connecting = asyncio.ensure_future(scheme.connect(timeout=50))
+        await asyncio.sleep(seconds)
+        connecting.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await connecting
+
+
+async def a_connect_that_is_cancelled_may_be_called_again(lab: RayLab, api: Api) -> None:
+    sender, model, actor = api.scheme(**lab.options), Filled(8, 1.0), lab.coroutines
+    there = pickle.loads(pickle.dumps(sender))
+    sender.init_on_sender(model_id="policy", model=model, remotes=[actor])
+    await lab.result(actor.begin.remote(there, 0, 8))
+    await cancel_connects(sender)
+    connecting = lab.result(actor.connect_again.remote())
+    await asyncio.gather(sender.connect(), connecting)
+    await sender.send_async(model.fill(2.0))
+    assert await lab.result(actor.state.remote()) == (1, 2.0, 2.0)
+    await sender.shutdown()
+    await lab.result(actor.shutdown.remote())
 
 
 async def coroutines_receive_in_an_actors_loop(lab: RayLab, api: Api) -> None:
@@ -405,6 +438,7 @@ WITH_GLOO = (
 ONCE: dict[str, tuple[Any, ModuleType]] = {
     case.__name__: (case, module)
     for case, module in (
+        (a_connect_that_is_cancelled_may_be_called_again, asyncsync),
         (a_restarted_actor_finds_its_target, asyncsync),
         (torchrls_transform_is_updated, asyncsync.sync),
         (nothing_stays_in_the_store, asyncsync),
