@@ -58,7 +58,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("api", SETS[mark.args[0] if mark else "zmq"], ids=repr, indirect=True)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     """Leave out what shows nothing new, and the quick suite's rest to ``make thorough``.
 
     A blocking scheme runs on a loop of its own: the kind of the test's loop makes no difference to it. To slots it
@@ -79,6 +80,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         other_loop = given.get("_asyncio_loop_factory") is uvloop.new_event_loop
         if other_loop or ("api" in given and given["api"].name not in QUICK):
             item.add_marker(pytest.mark.thorough)
+    yield  # those that "-m" leaves out are left out
     items[:] = _dealt_out(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
 
 

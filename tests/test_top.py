@@ -120,6 +120,10 @@ def test_several_relays_are_numbered_and_a_wide_screen_tells_who_is_behind_which
     ]  # fmt: skip
     assert [" ".join(text.split()[-3:]) for text in wide[2:4]] == ["behind relay 1", "behind relay 2"]
     assert [text.split()[-1] for text in (*wide[:2], wide[4])] == ["5000", "5001", "4000"]
+    long = replace(report, workers=(replace(worker, reason="it does not fit " * 20), *report.workers))
+    assert [text.split()[:3] for text in drawn(samples_of(long), *SIZES[1])[-5:]][:2] == [
+        text.split()[:3] for text in wide[:2]
+    ]
     alone = replace(report, workers=(relays[0], behind[0], replace(worker, index=2)))
     assert [text.split()[0] for text in drawn(samples_of(alone), *SIZES[1])[-3:]] == ["relay", "0", "2"]
 

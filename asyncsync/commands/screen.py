@@ -140,7 +140,7 @@ def _workers(report: Report, shown: Iterable[WorkerReport], rates: Rates, *, wid
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold underline", pad_edge=False)
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold underline", pad_edge=False, expand=wide)
     table.add_column("worker", justify="right")
     table.add_column("state")
     for name in (
@@ -154,7 +154,7 @@ def _workers(report: Report, shown: Iterable[WorkerReport], rates: Rates, *, wid
     ):
         table.add_column(name, justify="right", no_wrap=True)
     if wide:
-        table.add_column("trouble", no_wrap=True, overflow="ellipsis")
+        table.add_column("trouble", no_wrap=True, overflow="ellipsis", ratio=1)  # what the others leave
     relays = [one.index for one in report.workers if one.role == "relay"]
     relay_names = {index: f"relay {number}" for number, index in enumerate(relays, 1)} if len(relays) > 1 else {}
     for worker in shown:
