@@ -6,7 +6,8 @@
     collection.close()
 
 Everything here blocks. Both sides step TorchRL's GymEnv with the same small policy, ours our GymEnv, too. Vector
-environments are stepped by our collector, and by a loop that stores nothing.
+environments are stepped by our collector, and by a loop that stores nothing; steps by which Gymnasium resets one of
+them, as the loop has and the collector has not, are no frames.
 """
 
 from __future__ import annotations
@@ -270,9 +271,10 @@ class Collection:
 
     def _vector(self, vector: Vector) -> tuple[Any, Callable[[], float]]:
         import gymnasium
+        import numpy as np
 
         frames = vector.steps * vector.envs
-        scale = FRAMES / frames
+        torch.manual_seed(0)  # one policy for both sides: it decides how often environments finish
         name, policy = (_camera(), _Look()) if vector.images else ("CartPole-v1", _Act())
         if self._side == "asyncsync":
             from asyncsync.collectors import Collector, GymEnv
@@ -281,17 +283,23 @@ class Collection:
             # The very module of the loop.
             collector = Collector(environment, policy, frames_per_batch=frames, total_frames=-1)
             collector, once = self._batches(collector)
-            return collector, lambda: once() * scale
+            return collector, lambda: once() * FRAMES / frames
         environments = gymnasium.make_vec(name, num_envs=vector.envs, vectorization_mode=vector.mode)
-        observation = [environments.reset()[0]]
+        observation = environments.reset()[0]
+        ended = [np.zeros(vector.envs, bool)]
 
         def loop() -> float:
+            nonlocal observation
+            del ended[:-1]
             start = time.perf_counter()
             with torch.no_grad():
                 for _ in range(vector.steps):
-                    action = policy(torch.from_numpy(observation[0])).argmax(-1)
-                    observation[0] = environments.step(action.numpy())[0]
-            return (time.perf_counter() - start) * scale
+                    action = policy(torch.from_numpy(observation)).argmax(-1)
+                    observation, _, terminated, truncated, _ = environments.step(action.numpy())
+                    ended.append(terminated | truncated)
+            seconds = time.perf_counter() - start
+            # Gymnasium resets an environment that has finished with the step after: that is no frame.
+            return seconds * FRAMES / (frames - sum(np.count_nonzero(each) for each in ended[:-1]))
 
         loop()
         return None, loop

@@ -267,8 +267,8 @@ def _collect(figures: Figures) -> Table:
     note = (
         f"Medians of {_trials(figures)} interleaved trials: milliseconds for {FRAMES} frames with a small policy; "
         "CartPole is TorchRL's GymEnv. Several are a vector environment of Gymnasium's; cameras show images of 21 KB; "
-        "the bare loop stores nothing. Images: from the last step until the batch can be read in the trainer, beside "
-        "one memcpy of as much."
+        "the bare loop stores nothing, and of its frames those do not count by which Gymnasium resets an environment. "
+        "Images: from the last step until the batch can be read in the trainer, beside one memcpy of as much."
     )
     columns = ["", "workers", "peer", "asyncsync", "peer's", "frames/s", "peer's frames/s", "asyncsync ÷ peer"]
     return Table("Collectors" if section == "collect" else "Collectors of several hosts", columns, rows, note)

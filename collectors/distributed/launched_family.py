@@ -10,7 +10,6 @@ import contextlib
 import multiprocessing
 import os
 import secrets
-import socket
 import time
 from abc import abstractmethod
 from concurrent.futures import Future, InvalidStateError
@@ -149,8 +148,3 @@ def watch(node: Node, store: Any) -> None:
             child.kill()
         os._exit(1)
     node.ended.wait(END_SECONDS)
-
-
-def where() -> str:
-    """Where this program runs, for errors."""
-    return f"pid {os.getpid()} on {socket.gethostname()}"

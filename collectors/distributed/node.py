@@ -23,6 +23,8 @@ code raises is the answer's failure, and ends the node, unless a call has raised
 from __future__ import annotations
 
 import logging
+import os
+import socket
 import threading
 import time
 from collections import deque
@@ -295,3 +297,8 @@ class Node:
 
 def _over() -> Answer:
     return Answer(Failure.of(ClosedError("this node has been stopped")))
+
+
+def where() -> str:
+    """Where this program runs, for errors."""
+    return f"pid {os.getpid()} on {socket.gethostname()}"

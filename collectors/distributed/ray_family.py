@@ -16,7 +16,7 @@ from typing import Any
 from tensordict import TensorDictBase
 
 from asyncsync.collectors.distributed.family import NodeFamily
-from asyncsync.collectors.distributed.node import SIGNALS, Answer, Command, Node
+from asyncsync.collectors.distributed.node import SIGNALS, Answer, Command, Node, where
 from asyncsync.collectors.distributed.ray_connection import connection, library
 from asyncsync.collectors.workers.channel import Parcel, loads
 from asyncsync.errors import PeerLost
@@ -37,11 +37,7 @@ class NodeActor:
         self._node = Node(rank)
 
     def ready(self) -> str:
-        """Where it runs."""
-        import os
-        import socket
-
-        return f"pid {os.getpid()} on {socket.gethostname()}"
+        return where()
 
     def carry_out(self, number: int, command: Command) -> Answer:
         return self._node.carry_out(number, command).result()

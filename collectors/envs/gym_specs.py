@@ -104,7 +104,10 @@ class BoxSpec(Spec):
         out = out[..., 0] if self._scalar else out
         if getattr(value, "shape", None) != out.shape:
             value = _array(value, out.shape)
-        np.copyto(out, value, casting="same_kind")  # which refuses objects, None for one
+        if value.dtype is out.dtype:
+            out[...] = value
+        else:
+            np.copyto(out, value, casting="same_kind")  # which refuses objects, None for one
 
     def read(self, action: Array) -> Array:
         return action[..., 0] if self._scalar else action

@@ -134,26 +134,35 @@ class ArraySteps:
         if rows is None or not rows.each or not rows.fit(shown):
             return left, False, None
         call = self._tensors_call
-        if call is not None and {*root, *call.keys[1]} != rows.forms.keys():
+        names: tuple[list[Any], list[Any]] = ([], []) if call is None else call.keys
+        in_names, out_names = names
+        if call is not None and {*root, *out_names} != rows.forms.keys():
             return left, False, None
         given: dict[Any, Array] = {name: value.numpy(force=True) for name, value in shown.items()}
         ids: Any = None if self._pool is None else metadata.get("traj_ids").numpy()
         is_filled = is_amid = False
+        place, end = buffer.place(), len(rows.each)
         try:
             while True:
                 if self._is_new_version():
                     is_filled = False
-                if call is not None:
-                    written, rest = self._act_on_tensors(call, rows, root)
-                else:
+                if call is None:
                     _label(metadata, ids)
                     written, rest = self._act_on_entries(rows, root, metadata)
-                if written is None:
-                    return left, False, rest
+                    if written is None:
+                        return left, False, rest
+                elif call.is_plain():
+                    out = call.compute([root[name] for name in in_names])
+                    written = _named(out, out_names)
+                    if not (written and rows.fit(written)):
+                        return left, False, partial(_write, call, out)
+                else:
+                    return left, False, None
                 for name, value in written.items():
                     given[name] = value.numpy(force=True)
-                place = buffer.place()
-                if not (place and is_filled):
+                if place == end:
+                    place, is_filled = buffer.place(), False
+                if not is_filled:
                     rows.fill(place, metadata)
                     is_filled = True
                 row = rows.each[place]
@@ -171,6 +180,7 @@ class ArraySteps:
                     ids[finished] = self._pool.draw(int(np.count_nonzero(finished)))
                 given.update(first)
                 buffer.count += 1  # no calls from here on: an interrupt finds a whole step
+                place += 1
                 left -= 1
                 root, is_amid = following, False
                 if not left or ends():
@@ -182,29 +192,10 @@ class ArraySteps:
             _label(metadata, ids)
             self._leave(env.container(root), is_amid)
 
-    def _act_on_tensors(
-        self, call: TensorsCall, rows: _Rows, root: Entries
-    ) -> tuple[Entries | None, WriteOutput | None]:
-        """What the policy writes, by name. None: it has no place in a row, or the policy is to be called with a
-        TensorDict; then as :meth:`run` returns."""
-        if not call.is_plain():
-            return None, None
-        in_names, out_names = call.keys
-        out = call.compute([root[name] for name in in_names])
-        if type(out) is torch.Tensor and len(out_names) == 1:
-            written = {out_names[0]: out}
-        elif type(out) is tuple and len(out) == len(out_names):
-            written = dict(zip(out_names, out, strict=True))
-        else:
-            written = {}
-        if written and rows.fit(written):
-            return written, None
-        return None, lambda td: call.write(td, out)
-
     def _act_on_entries(
         self, rows: _Rows, root: Entries, metadata: TensorDictBase
     ) -> tuple[Entries | None, WriteOutput | None]:
-        """As :meth:`_act_on_tensors`."""
+        """What the policy writes, by name. None: it has no place in a row; then as :meth:`run` returns."""
         td = self._env.container({**root, "collector": metadata})
         output = self._call(td)
         if output is not td:
@@ -215,6 +206,17 @@ class ArraySteps:
         if entries.keys() == rows.forms.keys() and rows.fit(written):
             return written, None
         return None, lambda carrier: _take_over(td, carrier)
+
+
+def _named(out: Any, names: list[Any]) -> Entries:
+    """What the policy has returned, by the names that it is written under; nothing, if they do not fit."""
+    if type(out) is torch.Tensor and len(names) == 1:
+        return {names[0]: out}
+    return dict(zip(names, out, strict=True)) if type(out) is tuple and len(out) == len(names) else {}
+
+
+def _write(call: TensorsCall, out: Any, tensordict: TensorDictBase) -> None:
+    call.write(tensordict, out)
 
 
 def _label(metadata: TensorDictBase, ids: Array | None) -> None:

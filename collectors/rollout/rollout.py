@@ -329,6 +329,7 @@ class Rollouts:
         device = self.devices.storing
         non_blocking = device is not None and self.devices.is_non_blocking(device, self.devices.sync_storage)
         buffer.begin()
+        each_alone = adds or max_lag is not None
         is_changed = adds or self._repeated_keys or arguments.track_policy_version  # what the environment returns
         arrays = None if is_changed or random or not self.devices.are_alike_on_cpu else self._arrays
         with set_interaction_type(arguments.exploration_type):
@@ -346,8 +347,8 @@ class Rollouts:
                     def ends() -> bool:
                         nonlocal is_cut
                         is_cut = interruptor is not None and interruptor.collection_stopped()
-                        is_wanted = holds.awaited or lock.wanted or max_lag is not None
-                        return is_cut or adds or is_wanted or (signals is not None and signals.calls)
+                        is_wanted = lock.wanted or holds.awaited or (signals is not None and signals.calls)
+                        return is_cut or each_alone or is_wanted
 
                     while not has_ended:
                         if arrays is not None and environments.steps_are_arrays(self.env):
