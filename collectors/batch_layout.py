@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -45,10 +46,11 @@ class BatchLayout:
     nodes: tuple[Node, ...]
     leaves: tuple[Leaf, ...]
 
-    def shape(self, leaf: Leaf) -> torch.Size:
-        """Shape of a leaf in the batch: ``[*batch_size, steps, …]``."""
+    @cached_property
+    def shapes(self) -> list[torch.Size]:
+        """Of the leaves in the batch, in their order: ``[*batch_size, steps, …]``."""
         n = len(self.batch_size)
-        return torch.Size([*leaf.shape[:n], self.steps, *leaf.shape[n:]])
+        return [torch.Size([*leaf.shape[:n], self.steps, *leaf.shape[n:]]) for leaf in self.leaves]
 
     @property
     def nbytes(self) -> int:
@@ -65,9 +67,9 @@ class BatchLayout:
             parts[path] = part = TensorDict._new_unsafe({}, size + tail, names=names, device=self.device)
             if path:
                 parts[path[:-1]]._set_str(path[-1], part, inplace=False, validated=True)
-        for leaf, tensor in zip(self.leaves, tensors, strict=True):
-            if tensor.shape != self.shape(leaf):
-                raise ValueError(f"{leaf.path} has shape {tuple(tensor.shape)}, not {tuple(self.shape(leaf))}")
+        for leaf, shape, tensor in zip(self.leaves, self.shapes, tensors, strict=True):
+            if tensor.shape != shape:
+                raise ValueError(f"{leaf.path} has shape {tuple(tensor.shape)}, not {tuple(shape)}")
             parts[leaf.path[:-1]]._set_str(leaf.path[-1], tensor, inplace=False, validated=True)
         return parts[()]
 
@@ -75,7 +77,10 @@ class BatchLayout:
 def empty_batch(layout: BatchLayout) -> TensorDict:
     """Uninitialised private memory for one batch: the default ``allocate``."""
     return layout.build(
-        [torch.empty(layout.shape(leaf), dtype=leaf.dtype, device=leaf.device) for leaf in layout.leaves]
+        [
+            torch.empty(shape, dtype=leaf.dtype, device=leaf.device)
+            for leaf, shape in zip(layout.leaves, layout.shapes, strict=True)
+        ]
     )
 
 

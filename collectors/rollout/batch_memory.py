@@ -35,8 +35,7 @@ class NewBatches:
         if layout != self._layout:
             self._layout, self._free = layout, [deque(maxlen=1) for _ in layout.leaves]
         tensors = []
-        for leaf, free in zip(layout.leaves, self._free, strict=True):
-            shape = layout.shape(leaf)
+        for leaf, shape, free in zip(layout.leaves, layout.shapes, self._free, strict=True):
             nbytes = shape.numel() * leaf.dtype.itemsize
             if leaf.device.type != "cpu" or nbytes < LARGE_LEAF:
                 tensors.append(torch.empty(shape, dtype=leaf.dtype, device=leaf.device))

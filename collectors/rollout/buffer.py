@@ -15,8 +15,8 @@ What an ``allocate``, such as the one by which workers put batches into shared m
 - It is called once per rollout, right before the first step is written, and never for a rollout without a layout. Where
   the last rollout's layout was expected, and the first step has another, it is called once more, for that.
 - ``layout`` compares and hashes by value, and pickles: the same environment and policy give an equal layout every time.
-- It returns None (any memory will do), or a TensorDict with the layout's leaves, each of shape ``layout.shape(leaf)``
-  and the leaf's dtype, as :meth:`BatchLayout.build` makes it. They may be strided views, and uninitialised.
+- It returns None (any memory will do), or a TensorDict with the layout's leaves, each of its shape in ``layout.shapes``
+  and of the leaf's dtype, as :meth:`BatchLayout.build` makes it. They may be strided views, and uninitialised.
 - ``finish`` returns that very TensorDict if the rollout was complete and every step fitted, ``batch[..., :t]`` of it if
   the rollout was ended early. Otherwise its contents are meaningless.
 - An exception that it raises ends the rollout and propagates; the next rollout calls it again.

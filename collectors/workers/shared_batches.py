@@ -110,8 +110,7 @@ class Arrangement:
     def _leaves(self) -> list[tuple[torch.Size, torch.dtype, int, int]]:
         """Shape, dtype, number of elements and first byte of each leaf of the whole batch."""
         layout, found, offset = self.layout, [], 0
-        for leaf in layout.leaves:
-            shape = layout.shape(leaf)
+        for leaf, shape in zip(layout.leaves, layout.shapes, strict=True):
             found.append((shape, leaf.dtype, shape.numel(), offset))
             offset += -(-shape.numel() * leaf.dtype.itemsize // ALIGNMENT) * ALIGNMENT
         return found
