@@ -281,8 +281,11 @@ def test_ppo_plain_ends_by_ctrl_c_and_so_do_its_workers(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("moment", ["starting", "running"])
-@pytest.mark.parametrize("name", ["quickstart", "async_trainer", "lora", "many_models", "mixed_trainer"])
+@pytest.mark.parametrize(
+    ("name", "moment"),
+    [(name, "running") for name in ("quickstart", "async_trainer", "lora", "many_models", "mixed_trainer")]
+    + [("quickstart", "starting"), ("mixed_trainer", "starting")],
+)
 def test_ctrl_c_ends_an_example_and_its_workers_without_a_traceback(tmp_path: Path, name: str, moment: str) -> None:
     with start(EXAMPLES / f"{name}.py", cwd=tmp_path) as process:
         assert process.stdout is not None

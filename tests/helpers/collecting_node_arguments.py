@@ -236,12 +236,12 @@ def from_above(c: Any, shown: Callable[[], Any]) -> dict[str, Any]:
 
 
 def by_updaters(makes: Makes, kind: Any) -> dict[str, Any]:
-    """The family's own updater, by its class, as an instance, and as a constructor."""
+    """The family's own updater, by its class, which makes one, and as an instance."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         instance = kind(policy_weights=(source := policy(2.0)))
     found: dict[str, Any] = {"pushed": [], "warned": [str(one.message) for one in caught]}
-    for given in (kind, instance, lambda: kind(policy_weights=source)):
+    for given in (kind, instance):
         own, nodes = (source, 1) if given is not kind else (policy(1.0), 2)
         with makes([make()] * nodes, own, frames_per_batch=4, sync=True, weight_updater=given) as c:
             own.module.fill(3.0)
@@ -274,7 +274,7 @@ def at_random(makes: Makes, folder: Path) -> dict[str, Any]:
 def in_the_background(makes: Makes, folder: Path) -> dict[str, Any]:
     """Into a replay buffer, until its end."""
     buffer = SharedBuffer(folder)
-    c = makes([make(delay=0.001)] * 2, policy(), frames_per_batch=4, replay_buffer=buffer)
+    c = makes([make(delay=0.001)], policy(), frames_per_batch=4, replay_buffer=buffer)
     c.start()
     deadline = time.monotonic() + 30
     while buffer.count() < 40:
