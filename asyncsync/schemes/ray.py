@@ -110,10 +110,16 @@ class RayCore(RemoteCallCore):
         def hold() -> None:
             self._holder = hold_questions(name)
 
+        if self._answering is not None and self._answering.done():  # the actor has ended
+            self._holder = self._answering = None
         if self._holder is None:
             await elsewhere("asyncsync-ray", hold)  # the actor is this sender's, also if it is cancelled meanwhile
         if self._answering is None:
-            await when_there(self._holder, name, timeout)
+            try:
+                await when_there(self._holder, name, timeout)
+            except the_ray().exceptions.RayError as error:
+                self._holder = None
+                raise NotConnected(f"the actor {name} has ended; connect() may be called again") from error
             answering = answer(self._holder, weakref.ref(introductions), self._bus.num_workers)
             self._answering = asyncio.get_running_loop().create_task(answering)
 

@@ -58,7 +58,8 @@ def hold_questions(name: str) -> Any:
 
 
 async def when_there(holder: Any, name: str, seconds: float) -> None:
-    """Workers can ask the actor. Raises NotConnected: Ray has not started it within so many seconds."""
+    """Workers can ask the actor. Raises NotConnected: Ray has not started it within so many seconds; RayError: it has
+    ended."""
     try:
         async with asyncio.timeout(seconds):
             await asyncio.wrap_future(holder.is_there.remote().future())

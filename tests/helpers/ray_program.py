@@ -196,7 +196,17 @@ async def a_connect_that_is_cancelled_may_be_called_again(lab: RayLab, api: Api)
     there = pickle.loads(pickle.dumps(sender))
     sender.init_on_sender(model_id="policy", model=model, remotes=[actor])
     await lab.result(actor.begin.remote(there, 0, 8))
+    connecting = asyncio.ensure_future(sender.connect())
+    await eventually(lambda: sender._holder is not None)
+    connecting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await connecting
+    lab.ray.kill(sender._holder)  # by somebody else, while it starts
+    with pytest.raises(asyncsync.NotConnected, match="has ended; connect"):
+        await sender.connect()
     await cancel_connects(sender)
+    lab.ray.kill(sender._holder)  # and while it is asked
+    await eventually(sender._answering.done)
     connecting = lab.result(actor.connect_again.remote())
     await asyncio.gather(sender.connect(), connecting)
     await sender.send_async(model.fill(2.0))
