@@ -205,6 +205,11 @@ async def a_connect_that_is_cancelled_may_be_called_again(lab: RayLab, api: Api)
     with pytest.raises(asyncsync.NotConnected, match="has ended; connect"):
         await sender.connect()
     await cancel_connects(sender)
+    connecting = asyncio.ensure_future(sender.connect())
+    await eventually(lambda: sender._answering is not None, 40)
+    connecting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await connecting
     lab.ray.kill(sender._holder)  # and while it is asked
     await eventually(sender._answering.done)
     connecting = lab.result(actor.connect_again.remote())
