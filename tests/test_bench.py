@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import signal
@@ -10,10 +11,12 @@ import time
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from asyncsync.bench import collection
 from asyncsync.bench.cases import (
     CALLED,
     COLLECT,
@@ -661,3 +664,14 @@ def test_the_plot_shows_what_there_is(tmp_path: Path) -> None:
     assert run("-W", "error", "-c", PLOT, cwd=tmp_path) == (0, "", "")
     for number in range(4):
         assert (tmp_path / f"{number}.svg").stat().st_size > 1000
+
+
+def test_a_step_by_which_gymnasium_resets_an_environment_is_no_frame(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the policy of the benchmark, one in 25 is such a step; by a clock in which each loop takes 1 s."""
+    pytest.importorskip("gymnasium")
+    loops = collection.Collection("bare loop")
+    monkeypatch.setattr(collection, "time", SimpleNamespace(perf_counter=itertools.count().__next__))
+    loops.open(case := "8 CartPoles, vectorised")
+    steps = collection.VECTORS[case].envs * collection.VECTORS[case].steps
+    frames = [collection.FRAMES / loops.once(case) for _ in range(3)]
+    assert all(0.93 * steps < count < 0.98 * steps for count in frames)

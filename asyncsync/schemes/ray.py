@@ -115,12 +115,13 @@ class RayCore(RemoteCallCore):
         if self._holder is None:
             await elsewhere("asyncsync-ray", hold)  # the actor is this sender's, also if it is cancelled meanwhile
         if self._answering is None:
+            holder = self._holder  # a shutdown takes it away
             try:
-                await when_there(self._holder, name, timeout)
+                await when_there(holder, name, timeout)
             except the_ray().exceptions.RayError as error:
                 self._holder = None
                 raise NotConnected(f"the actor {name} has ended; connect() may be called again") from error
-            answering = answer(self._holder, weakref.ref(introductions), self._bus.num_workers)
+            answering = answer(holder, weakref.ref(introductions), self._bus.num_workers)
             self._answering = asyncio.get_running_loop().create_task(answering)
 
     async def _find_sender(self, worker: int, timeout: float) -> Introduction:

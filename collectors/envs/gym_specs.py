@@ -104,7 +104,7 @@ class BoxSpec(Spec):
         out = out[..., 0] if self._scalar else out
         if getattr(value, "shape", None) != out.shape:
             value = _array(value, out.shape)
-        if value.dtype is out.dtype:
+        if type(value) is np.ndarray and value.dtype is out.dtype:  # in half of copyto's time
             out[...] = value
         else:
             np.copyto(out, value, casting="same_kind")  # which refuses objects, None for one
