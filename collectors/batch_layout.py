@@ -73,6 +73,13 @@ class BatchLayout:
             parts[leaf.path[:-1]]._set_str(leaf.path[-1], tensor, inplace=False, validated=True)
         return parts[()]
 
+    def tensors(self, batch: TensorDictBase) -> list[torch.Tensor]:
+        """The leaves of a batch that was built so, in the order of ``leaves``."""
+        parts: dict[Path, Any] = {(): batch}
+        for node in self.nodes:
+            parts[node.path] = parts[node.path[:-1]]._get_str(node.path[-1], None)
+        return [parts[leaf.path[:-1]]._get_str(leaf.path[-1], None) for leaf in self.leaves]
+
 
 def empty_batch(layout: BatchLayout) -> TensorDict:
     """Uninitialised private memory for one batch: the default ``allocate``."""

@@ -193,12 +193,21 @@ def processed(batch: TensorDictBase, postproc: Callable[[Any], Any] | None, *, s
         batch = postproc(batch)
         if not isinstance(batch, TensorDictBase):
             raise TypeError(f"postproc returned a {type(batch).__name__}: it must return the batch")
-    private = [key for key in batch.keys(True) if _is_private(key)]
+    private = _private_keys(batch)
     return batch.exclude(*private, inplace=True) if private else batch
 
 
-def _is_private(key: str | tuple[str, ...]) -> bool:
-    return any(name.startswith("_") for name in ((key,) if isinstance(key, str) else key))
+def _private_keys(batch: TensorDictBase) -> list[Key]:
+    if type(batch) is not TensorDict:  # items() of a lazy stack would stack its tensors
+        paths = [(key,) if isinstance(key, str) else key for key in batch.keys(True)]
+        return [path for path in paths if any(name.startswith("_") for name in path)]
+    found: list[Key] = []
+    for name, value in batch.items():  # not keys(True), which takes several times as long
+        if name.startswith("_"):
+            found.append(name)
+        elif isinstance(value, TensorDictBase):
+            found += [(name, *((key,) if isinstance(key, str) else key)) for key in _private_keys(value)]
+    return found
 
 
 def on_device(postproc: Any, device: torch.device | None) -> Any:

@@ -48,12 +48,14 @@ class _Rows:
 
     Attributes:
         each: a row for each; empty: such steps cannot be written here.
-        forms: shapes and dtypes of what a step has at its root, by name.
+        names: of what a step has at its root.
     """
 
     def __init__(self, env: GymEnv, layout: BatchLayout, memory: list[Array]) -> None:
         self.each: list[_Row] = []
-        self.forms = {leaf.path[0]: (leaf.shape, leaf.dtype) for leaf in layout.leaves if len(leaf.path) == 1}
+        forms = {leaf.path[0]: (leaf.shape, leaf.dtype) for leaf in layout.leaves if len(leaf.path) == 1}
+        self.names = forms.keys()
+        self._forms = {name: form for name, form in forms.items() if name not in FLAGS}
         parts: dict[Path, dict[str, Array]] = {(): {}, ("collector",): {}, ("next",): {}}
         for leaf, array in zip(layout.leaves, memory, strict=True):
             parts.setdefault(leaf.path[:-1], {})[leaf.path[-1]] = array
@@ -79,12 +81,16 @@ class _Rows:
         if self._versions is not None:
             self._versions[place:] = metadata.get("policy_version").numpy()
 
-    def fit(self, entries: Mapping[str, Any]) -> bool:
-        """Whether these may be written at the root: flags may not, there are rows of them."""
+    def arrays(self, entries: Mapping[str, Any]) -> dict[Any, Array] | None:
+        """These entries as arrays; None: they have no place at the root. Flags have none, there are rows of them."""
+        found: dict[Any, Array] = {}
         for name, value in entries.items():
-            if type(value) is not torch.Tensor or name in FLAGS or (value.shape, value.dtype) != self.forms.get(name):
-                return False
-        return True
+            if type(value) is not torch.Tensor or (form := self._forms.get(name)) is None:
+                return None
+            if value.dtype is not form[1] or value.shape != form[0]:
+                return None
+            found[name] = value.numpy(force=True)
+        return found
 
 
 class ArraySteps:
@@ -131,14 +137,13 @@ class ArraySteps:
         metadata: Any = root.pop("collector")
         rows = buffer.rows(self._make)
         shown = {name: value for name, value in root.items() if name not in FLAGS}
-        if rows is None or not rows.each or not rows.fit(shown):
+        if rows is None or not rows.each or (given := rows.arrays(shown)) is None:
             return left, False, None
         call = self._tensors_call
         names: tuple[list[Any], list[Any]] = ([], []) if call is None else call.keys
         in_names, out_names = names
-        if call is not None and {*root, *out_names} != rows.forms.keys():
+        if call is not None and {*root, *out_names} != rows.names:
             return left, False, None
-        given: dict[Any, Array] = {name: value.numpy(force=True) for name, value in shown.items()}
         ids: Any = None if self._pool is None else metadata.get("traj_ids").numpy()
         is_filled = is_amid = False
         place, end = buffer.place(), len(rows.each)
@@ -148,18 +153,15 @@ class ArraySteps:
                     is_filled = False
                 if call is None:
                     _label(metadata, ids)
-                    written, rest = self._act_on_entries(rows, root, metadata)
-                    if written is None:
-                        return left, False, rest
+                    written, write = self._act_on_entries(rows, root, metadata)
                 elif call.is_plain():
                     out = call.compute([root[name] for name in in_names])
-                    written = _named(out, out_names)
-                    if not (written and rows.fit(written)):
-                        return left, False, partial(_write, call, out)
+                    written, write = _named(out, out_names), None
                 else:
                     return left, False, None
-                for name, value in written.items():
-                    given[name] = value.numpy(force=True)
+                if written is None or (arrays := rows.arrays(written)) is None:
+                    return left, False, partial(_write, call, out) if write is None else write
+                given.update(arrays)
                 if place == end:
                     place, is_filled = buffer.place(), False
                 if not is_filled:
@@ -194,8 +196,8 @@ class ArraySteps:
 
     def _act_on_entries(
         self, rows: _Rows, root: Entries, metadata: TensorDictBase
-    ) -> tuple[Entries | None, WriteOutput | None]:
-        """What the policy writes, by name. None: it has no place in a row; then as :meth:`run` returns."""
+    ) -> tuple[Entries | None, WriteOutput]:
+        """What the policy writes, by name, or None: a row has other names; and what writes it into a carrier."""
         td = self._env.container({**root, "collector": metadata})
         output = self._call(td)
         if output is not td:
@@ -203,16 +205,14 @@ class ArraySteps:
         entries = dict(td.items())
         entries.pop("collector", None)
         written = {name: value for name, value in entries.items() if root.get(name) is not value}
-        if entries.keys() == rows.forms.keys() and rows.fit(written):
-            return written, None
-        return None, lambda carrier: _take_over(td, carrier)
+        return written if entries.keys() == rows.names else None, lambda carrier: _take_over(td, carrier)
 
 
-def _named(out: Any, names: list[Any]) -> Entries:
-    """What the policy has returned, by the names that it is written under; nothing, if they do not fit."""
+def _named(out: Any, names: list[Any]) -> Entries | None:
+    """What the policy has returned, by the names that it is written under; None: they do not fit."""
     if type(out) is torch.Tensor and len(names) == 1:
         return {names[0]: out}
-    return dict(zip(names, out, strict=True)) if type(out) is tuple and len(out) == len(names) else {}
+    return dict(zip(names, out, strict=True)) if type(out) is tuple and len(out) == len(names) else None
 
 
 def _write(call: TensorsCall, out: Any, tensordict: TensorDictBase) -> None:

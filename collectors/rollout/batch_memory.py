@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from asyncsync.collectors.batch_layout import BatchLayout, empty_batch
+from asyncsync.collectors.batch_layout import BatchLayout, Leaf, empty_batch
 
 LARGE_LEAF = 1 << 20
 """Bytes from which a leaf's memory is kept for a later batch."""
@@ -29,20 +29,25 @@ class NewBatches:
 
     def __init__(self) -> None:
         self._layout: BatchLayout | None = None
-        self._free: list[deque[np.ndarray[Any, Any]]] = []
+        self._free: list[deque[np.ndarray[Any, Any]] | None] = []
 
     def __call__(self, layout: BatchLayout) -> TensorDictBase:
         if layout != self._layout:
-            self._layout, self._free = layout, [deque(maxlen=1) for _ in layout.leaves]
+            self._layout = layout
+            self._free = [deque(maxlen=1) if _is_large(leaf, layout) else None for leaf in layout.leaves]
         tensors = []
         for leaf, shape, free in zip(layout.leaves, layout.shapes, self._free, strict=True):
-            nbytes = shape.numel() * leaf.dtype.itemsize
-            if leaf.device.type != "cpu" or nbytes < LARGE_LEAF:
+            if free is None:
                 tensors.append(torch.empty(shape, dtype=leaf.dtype, device=leaf.device))
             else:
-                whole = torch.empty(0, dtype=leaf.dtype, device="cpu").set_(_storage(nbytes, free))
-                tensors.append(whole.view(shape))
+                memory = _storage(shape.numel() * leaf.dtype.itemsize, free)
+                tensors.append(torch.empty(0, dtype=leaf.dtype, device="cpu").set_(memory).view(shape))
         return layout.build(tensors)
+
+
+def _is_large(leaf: Leaf, layout: BatchLayout) -> bool:
+    nbytes = leaf.shape.numel() * layout.steps * leaf.dtype.itemsize
+    return leaf.device.type == "cpu" and nbytes >= LARGE_LEAF
 
 
 def _storage(nbytes: int, free: deque[np.ndarray[Any, Any]]) -> torch.UntypedStorage:
@@ -67,7 +72,7 @@ class SameBatch:
     def __call__(self, layout: BatchLayout) -> TensorDictBase:
         if layout != self._layout:
             self._layout, self._batch = layout, empty_batch(layout)
-            self._tensors = [self._batch.get(leaf.path) for leaf in layout.leaves]
+            self._tensors = layout.tensors(self._batch)
         for leaf, tensor in zip(layout.leaves, self._tensors, strict=True):
             self._batch.set(leaf.path, tensor)  # private entries were taken out, others may have been replaced
         return self._batch

@@ -219,9 +219,11 @@ class _Writer:
         self.layout = layout
         self._reader = _Reader(layout, step)
         self._devices = [step.get(leaf.path).device for leaf in layout.leaves]
+        self._dim = len(layout.batch_size)
         self._flushed = 0
         self._targets: list[torch.Tensor] = []
         self._memory: list[torch.Tensor] = []
+        self._staged: list[torch.Tensor] = []
         self._length = 0
         self._forget_views()
         if layout.nbytes <= SMALL_STEP * layout.steps:
@@ -229,6 +231,7 @@ class _Writer:
             self._memory = [
                 torch.empty([self._length, *leaf.shape], dtype=leaf.dtype, device=leaf.device) for leaf in layout.leaves
             ]
+            self._staged = [leaf.movedim(0, self._dim) for leaf in self._memory]  # as in the batch
 
     def _forget_views(self) -> None:
         self._views: list[tuple[torch.Tensor, ...]] = []
@@ -236,7 +239,7 @@ class _Writer:
 
     def _by_step(self) -> list[torch.Tensor]:
         """Where leaves are written: ``[steps, *batch_size, …]`` each."""
-        return self._memory if self._length else self._targets
+        return self._memory if self._length else [leaf.movedim(self._dim, 0) for leaf in self._targets]
 
     def _all_views(self) -> list[tuple[torch.Tensor, ...]]:
         if not self._views:
@@ -257,8 +260,7 @@ class _Writer:
     def attach(self, batch: TensorDictBase) -> None:
         """Write to this batch from now on."""
         self._flushed = 0
-        dim = len(self.layout.batch_size)
-        self._targets = [batch.get(leaf.path).movedim(dim, 0) for leaf in self.layout.leaves]
+        self._targets = self.layout.tensors(batch)
 
     def write(self, index: int, values: list[torch.Tensor], non_blocking: bool) -> None:
         torch._foreach_copy_(self._all_views()[self.place(index)], values, non_blocking)
@@ -283,9 +285,11 @@ class _Writer:
     def flush(self, count: int) -> None:
         """Copy what is left of the first ``count`` steps to the batch."""
         if (n := count - self._flushed) and self._length:
-            torch._foreach_copy_(
-                [target[self._flushed : count] for target in self._targets], [memory[:n] for memory in self._memory]
-            )
+            targets, staged = self._targets, self._staged
+            if n < self.layout.steps:
+                targets = [leaf.narrow(self._dim, self._flushed, n) for leaf in targets]
+                staged = [leaf.narrow(self._dim, 0, n) for leaf in staged]
+            torch._foreach_copy_(targets, staged)
             self._flushed = count
 
     def detach(self) -> None:
