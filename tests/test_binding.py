@@ -323,6 +323,7 @@ class Wrapper(nn.Module):
 
 
 CHANGES: dict[str, Callable[[Any], Any]] = {
+    "parameter added": lambda m: m[2].register_parameter("scale", nn.Parameter(torch.ones(1))),
     "parameter removed": lambda m: delattr(m[2], "bias"),
     "parameter set to None": lambda m: setattr(m[2], "bias", None),
     "buffer removed": lambda m: delattr(m[1], "running_var"),

@@ -50,6 +50,7 @@ class ModelTensors:
         # TensorDictParams is both, and has its tensors where a TensorDict has them.
         self.is_module = isinstance(model, nn.Module) and not isinstance(model, TensorDictBase)
         self._children: list[tuple[Mapping[str, Any], list[Any]]] = []
+        self._parameters: list[Mapping[str, Any]] = []
         self._parts: list[tuple[MutableMapping[str, Any], str, Any]] = []  # of mappings: where each is, and what it was
         if self.is_module:
             self._module(model, extract_as)
@@ -63,6 +64,7 @@ class ModelTensors:
             kind = type(model).__name__
             what = "a module, a TensorDict, a dict of tensors, a NumPy array or an object whose attributes are arrays"
             raise TypeError(f"the model must be {what}, not {kind}")
+        self._count = sum(map(len, self._parameters))
         self.ties = self._ties()
         self.overlaps = self._overlaps()
 
@@ -75,6 +77,7 @@ class ModelTensors:
             *groups, children = tensors_and_children(module)
             if children:
                 self._children.append((children, list(children.values())))
+            self._parameters.append(groups[0])
             for group in groups:
                 for name, tensor in group.items():
                     if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
@@ -164,8 +167,11 @@ class ModelTensors:
         return _look_up(*self.owners[name])
 
     def stale(self) -> bool:
-        """True if a module has been replaced, removed or added since, or a part of a mapping has been replaced: these
-        locations are not the model's any more."""
+        """True if a module has been replaced, removed or added since, or a Parameter added, which no update would
+        bring, or a part of a mapping has been replaced: these locations are not the model's any more. Buffers may be
+        added, as some modules do at their first call."""
+        if sum(map(len, self._parameters)) != self._count:
+            return True
         for now, then in self._children:  # (called at every update; a generator takes twice as long)
             if len(now) != len(then) or not all(map(is_, now.values(), then)):  # !=: of a TensorDict's elements
                 return True
