@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase, pad
+from tensordict import TensorDict, TensorDictBase, is_tensor_collection, pad
 
 Key = str | tuple[str, ...]
 FLAGS = ("done", "terminated", "truncated")
@@ -205,7 +205,7 @@ def _private_keys(batch: TensorDictBase) -> list[Key]:
     for name, value in batch.items():  # not keys(True), which takes several times as long
         if name.startswith("_"):
             found.append(name)
-        elif isinstance(value, TensorDictBase):
+        elif is_tensor_collection(value):
             found += [(name, *((key,) if isinstance(key, str) else key)) for key in _private_keys(value)]
     return found
 

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, TensorDictBase
+from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, TensorDictBase, lazy_stack, tensorclass
 
 from asyncsync.collectors.batch_layout import BatchLayout, empty_batch
 from asyncsync.collectors.rollout import buffer
 from asyncsync.collectors.rollout.buffer import RolloutBuffer
+from asyncsync.collectors.trajectories import processed
 
 SIZE = torch.Size([2])
 
@@ -201,3 +202,21 @@ def test_an_allocation_that_fails_ends_the_rollout_only() -> None:
     with pytest.raises(MemoryError):
         fill(store, 2)
     assert fill(store, 2).shape == (2, 2)
+
+
+@pytest.mark.parametrize("stack", [torch.stack, lazy_stack], ids=["dense", "lazy"])
+def test_entries_whose_names_begin_with_an_underscore_are_taken_out_wherever_they_are(stack: Any) -> None:
+    @tensorclass
+    class Labels:
+        label: torch.Tensor
+        _hidden: torch.Tensor
+
+    def step(value: float) -> TensorDict:
+        one = torch.full((), value)
+        part = TensorDict({"a": one, "_b": one, "c": TensorDict({"_d": one, "e": one})})
+        return TensorDict({"part": part, "_all": TensorDict({"f": one}), "labels": Labels(one, _hidden=one), "x": one})
+
+    batch = processed(stack([step(1.0), step(2.0)]), None, split_trajs=False)
+    names = {key if isinstance(key, str) else ".".join(key) for key in batch.keys(True)}
+    assert names == {"part", "part.a", "part.c", "part.c.e", "labels", "labels.label", "x"}
+    assert batch["part", "a"].tolist() == [1, 2]
