@@ -18,6 +18,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
+from operator import mul
 from typing import Any
 
 import msgpack
@@ -82,11 +84,12 @@ def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One stored tensor: where it lies in the slab and what it is."""
+    """One stored tensor, contiguous: where it lies in the slab and what it is."""
 
     path: Path
     dtype: torch.dtype
     shape: tuple[int, ...]
+    strides: tuple[int, ...]
     offset: int
     nbytes: int
 
@@ -111,7 +114,8 @@ class Layout:
         offset = 0
         for path, dtype, shape in schema:
             nbytes = math.prod(shape) * dtype.itemsize
-            entries.append(Entry(path, dtype, shape, offset, nbytes))
+            strides = tuple(accumulate(shape[:0:-1], mul, initial=1))[::-1] if shape else ()
+            entries.append(Entry(path, dtype, shape, strides, offset, nbytes))
             offset += -(-nbytes // ALIGNMENT) * ALIGNMENT
         self.entries = tuple(entries)
         self.aliases = dict(aliases or {})
