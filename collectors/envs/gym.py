@@ -243,8 +243,11 @@ class GymEnv(NotTorchRLs):
         self._write(after, observation)  # before a reset, which may write over it
         if not np.count_nonzero(finished):  # a tenth of finished.any()'s time
             return {key: after[key].copy() for key in self._results.keys}, None
+        begun = self._begin(after, observation, finished, info)
+        if self._resets is not None and self._resets.is_ready:
+            return {self._results.keys[0]: begun}, finished
         first = self._results.observations()
-        self._write(first, self._begin(after, observation, finished, info))
+        self._write(first, begun)
         return first, finished
 
     def _begin(self, after: Mapping[Any, Array], observation: Any, finished: Array, info: dict[str, Any]) -> Any:

@@ -27,7 +27,10 @@ Array = np.ndarray[Any, Any]
 
 class Resets:
     """How the environments of a vector that have finished begin anew: here, by a reset with a mask, which the vector
-    waits for. ``is_gymnasiums``: whether it takes one in any mode, and then returns all observations."""
+    waits for. ``is_gymnasiums``: whether it takes one in any mode, and then returns all observations. ``is_ready``:
+    :meth:`first` returns the only entry as it is to be, in new memory."""
+
+    is_ready = False
 
     def __init__(self, env: Any) -> None:
         from gymnasium import vector
@@ -92,6 +95,8 @@ class CartPole(Resets):
     """Gymnasium's CartPoleVectorEnv resets in the next step only. All its state is in three arrays, so finished
     environments are reset here at once, with the generator that it would use a step later."""
 
+    is_ready = True
+
     def first(self, observation: Any, finished: Array) -> Any:
         return self.reset(finished)
 
@@ -101,7 +106,7 @@ class CartPole(Resets):
         env.state[:, which] = env.np_random.uniform(env.low, env.high, (4, len(which)))
         env.steps[which] = 0
         env.prev_done[which] = False
-        return env.state.T.astype(np.float32)
+        return env.state.T.astype(np.float32, order="C")  # as every other observation
 
 
 def resets_of(env: Any) -> Resets:

@@ -13,7 +13,7 @@ off, as other fast paths.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -35,11 +35,9 @@ WriteOutput = Callable[[TensorDictBase], object]
 
 
 class _Row(NamedTuple):
-    """Where one step is written: what it has at its root but flags, by name; its trajectory ids, if there are any; what
-    it has under "next"."""
+    """Where one step is written: what it has at its root but flags, by name; what it has under "next"."""
 
     root: list[tuple[str, Array]]
-    ids: Array | None
     slots: Slots
 
 
@@ -60,15 +58,15 @@ class _Rows:
         for leaf, array in zip(layout.leaves, memory, strict=True):
             parts.setdefault(leaf.path[:-1], {})[leaf.path[-1]] = array
         root, labels, after, *others = parts.values()
-        ids, self._versions = labels.pop("traj_ids", None), labels.pop("policy_version", None)
+        self._ids: Any = labels.pop("traj_ids", None)
+        self._versions = labels.pop("policy_version", None)
         is_known = not (labels or others) and {*env.observation_spec, *FLAGS} <= root.keys()
         if not is_known or after.keys() != env.after_keys:
             return
-        self._flags = [root.pop(name) for name in FLAGS]
+        self._flags, self._done = [root.pop(name) for name in FLAGS], after["done"][..., 0]
         self.each = [
             _Row(
                 [(name, array[i, ...]) for name, array in root.items()],
-                None if ids is None else ids[i, ...],
                 env.slots({name: array[i, ...] for name, array in after.items()}),
             )
             for i in range(len(memory[0]))
@@ -81,16 +79,25 @@ class _Rows:
         if self._versions is not None:
             self._versions[place:] = metadata.get("policy_version").numpy()
 
-    def arrays(self, entries: Mapping[str, Any]) -> dict[Any, Array] | None:
-        """These entries as arrays; None: they have no place at the root. Flags have none, there are rows of them."""
-        found: dict[Any, Array] = {}
-        for name, value in entries.items():
-            if type(value) is not torch.Tensor or (form := self._forms.get(name)) is None:
-                return None
-            if value.dtype is not form[1] or value.shape != form[0]:
-                return None
-            found[name] = value.numpy(force=True)
-        return found
+    def fill_ids(self, begin: int, end: int, ids: Array, pool: _TrajectoryPool) -> Array:
+        """Write the trajectory ids of the rows from ``begin`` on and before ``end``, the first of which has these;
+        returns those of the step that follows. Once for many rows, as it takes longer than to write a row."""
+        if begin == end:
+            return ids
+        ended, written = self._done[begin:end], self._ids[begin:end]
+        after = np.broadcast_to(ids, ended.shape).copy()
+        if count := int(np.count_nonzero(ended)):
+            after[ended] = pool.draw(count)  # in the order of the steps
+            np.maximum.accumulate(after, out=after)  # a pool never goes back
+        written[0], written[1:] = ids, after[:-1]
+        last: Array = after[-1, ...].copy()  # new memory: the old ids may be in a snapshot
+        return last
+
+    def array(self, name: str, value: Any) -> Array | None:
+        """An entry as an array; None: it has no place at the root. Flags have none, there are rows of them."""
+        if type(value) is not torch.Tensor or (form := self._forms.get(name)) is None:
+            return None
+        return value.numpy(force=True) if value.dtype is form[1] and value.shape == form[0] else None
 
 
 class ArraySteps:
@@ -136,51 +143,60 @@ class ArraySteps:
         root: Entries = dict(carrier.items())
         metadata: Any = root.pop("collector")
         rows = buffer.rows(self._make)
-        shown = {name: value for name, value in root.items() if name not in FLAGS}
-        if rows is None or not rows.each or (given := rows.arrays(shown)) is None:
+        if rows is None or not rows.each:
             return left, False, None
+        given: dict[Any, Any] = {name: rows.array(name, value) for name, value in root.items() if name not in FLAGS}
         call = self._tensors_call
-        names: tuple[list[Any], list[Any]] = ([], []) if call is None else call.keys
-        in_names, out_names = names
-        if call is not None and {*root, *out_names} != rows.names:
+        in_names: list[Any] = []
+        names: list[Any] = []
+        if call is not None:
+            in_names, names = call.keys
+        is_other = call is not None and {*root, *names} != rows.names
+        if is_other or any(array is None for array in given.values()):
             return left, False, None
-        ids: Any = None if self._pool is None else metadata.get("traj_ids").numpy()
+        pool = self._pool
+        ids: Any = None if pool is None else metadata.get("traj_ids").numpy()
         is_filled = is_amid = False
-        place, end = buffer.place(), len(rows.each)
+        begin = place = buffer.place()
+        end = len(rows.each)
         try:
             while True:
                 if self._is_new_version():
                     is_filled = False
                 if call is None:
-                    _label(metadata, ids)
+                    if pool is not None:
+                        ids, begin = rows.fill_ids(begin, place, ids, pool), place
+                        _label(metadata, ids)
                     written, write = self._act_on_entries(rows, root, metadata)
+                    names, values = list(written), tuple(written.values())
                 elif call.is_plain():
                     out = call.compute([root[name] for name in in_names])
-                    written, write = _named(out, out_names), None
+                    values, write = out if type(out) is tuple else (out,), None
                 else:
                     return left, False, None
-                if written is None or (arrays := rows.arrays(written)) is None:
+                following, fits = root.copy(), len(values) == len(names)
+                for name, value in zip(names, values, strict=False):
+                    if (array := rows.array(name, value)) is None:
+                        fits = False
+                        break
+                    given[name], following[name] = array, value
+                if not fits:
                     return left, False, partial(_write, call, out) if write is None else write
-                given.update(arrays)
                 if place == end:
-                    place, is_filled = buffer.place(), False
+                    if pool is not None:
+                        ids, begin = rows.fill_ids(begin, place, ids, pool), place
+                    begin = place = buffer.place()
+                    is_filled = False
                 if not is_filled:
                     rows.fill(place, metadata)
                     is_filled = True
                 row = rows.each[place]
                 for name, array in row.root:
                     array[...] = given[name]
-                if row.ids is not None:
-                    row.ids[...] = ids
                 is_amid = True
-                first, finished = env.play(given, row.slots)
-                following = {**root, **written}
+                first, _ = env.play(given, row.slots)
                 for name, array in first.items():
-                    following[name] = torch.from_numpy(array)
-                if finished is not None and self._pool is not None:
-                    ids = ids.copy()  # new memory: the old ids may be in a snapshot
-                    ids[finished] = self._pool.draw(int(np.count_nonzero(finished)))
-                given.update(first)
+                    given[name], following[name] = array, torch.from_numpy(array)
                 buffer.count += 1  # no calls from here on: an interrupt finds a whole step
                 place += 1
                 left -= 1
@@ -191,13 +207,14 @@ class ArraySteps:
             is_amid = is_amid and bool(env.batch_size)  # of several, some may have made the step
             raise
         finally:
-            _label(metadata, ids)
+            if pool is not None:
+                _label(metadata, rows.fill_ids(begin, place, ids, pool))
             self._leave(env.container(root), is_amid)
 
     def _act_on_entries(
         self, rows: _Rows, root: Entries, metadata: TensorDictBase
-    ) -> tuple[Entries | None, WriteOutput]:
-        """What the policy writes, by name, or None: a row has other names; and what writes it into a carrier."""
+    ) -> tuple[dict[str, Any], WriteOutput]:
+        """What the policy writes, by name, beside what a row has no place for; and what writes it into a carrier."""
         td = self._env.container({**root, "collector": metadata})
         output = self._call(td)
         if output is not td:
@@ -205,24 +222,17 @@ class ArraySteps:
         entries = dict(td.items())
         entries.pop("collector", None)
         written = {name: value for name, value in entries.items() if root.get(name) is not value}
-        return written if entries.keys() == rows.names else None, lambda carrier: _take_over(td, carrier)
-
-
-def _named(out: Any, names: list[Any]) -> Entries | None:
-    """What the policy has returned, by the names that it is written under; None: they do not fit."""
-    if type(out) is torch.Tensor and len(names) == 1:
-        return {names[0]: out}
-    return dict(zip(names, out, strict=True)) if type(out) is tuple and len(out) == len(names) else None
+        missing = dict.fromkeys(rows.names - entries.keys())
+        return written | missing, lambda carrier: _take_over(td, carrier)
 
 
 def _write(call: TensorsCall, out: Any, tensordict: TensorDictBase) -> None:
     call.write(tensordict, out)
 
 
-def _label(metadata: TensorDictBase, ids: Array | None) -> None:
+def _label(metadata: TensorDictBase, ids: Array) -> None:
     """Have the metadata show these trajectory ids."""
-    if ids is not None:
-        metadata._set_str("traj_ids", torch.from_numpy(ids), inplace=False, validated=True)
+    metadata._set_str("traj_ids", torch.from_numpy(ids), inplace=False, validated=True)
 
 
 def _take_over(td: TensorDictBase, carrier: TensorDictBase) -> None:
