@@ -63,11 +63,12 @@ def check_callable(**given: Any) -> None:
             raise TypeError(f"{name} must be callable, not {value!r}")
 
 
-def check_schemes(name: str, schemes: Any) -> None:
-    """Raises TypeError: schemes that are not in a dict."""
-    if schemes is not None and not isinstance(schemes, Mapping):
-        kind = schemes.__name__ if isinstance(schemes, type) else type(schemes).__name__
-        raise TypeError(f'{name} must be a dict of schemes by model id, not {kind}: pass {{"policy": scheme}}')
+def check_schemes(**given: Any) -> None:
+    """Raises TypeError: one of these arguments has schemes that are not in a dict."""
+    for name, schemes in given.items():
+        if schemes is not None and not isinstance(schemes, Mapping):
+            kind = schemes.__name__ if isinstance(schemes, type) else type(schemes).__name__
+            raise TypeError(f'{name} must be a dict of schemes by model id, not {kind}: pass {{"policy": scheme}}')
 
 
 def check_policy(policy: Any) -> None:
@@ -177,8 +178,6 @@ class RolloutArguments:
 
     def __post_init__(self) -> None:
         check_callable(postproc=self.postproc)
-        if self.split_trajs and not self.track_traj_ids:
-            raise ValueError("split_trajs=True requires track_traj_ids=True: batches are split by their trajectory ids")
         if self.adds and (self.postproc is not None or self.split_trajs):
             raise TypeError(
                 "postproc and split_trajs need whole batches, but extend_buffer=False adds frame by frame: leave "

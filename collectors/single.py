@@ -201,8 +201,7 @@ class Collector(LocalCollector, metaclass=Chooses):
         )  # fmt: skip
         check_policy(policy)
         check_policy_factory("policy_factory", policy_factory)
-        check_schemes("weight_sync_schemes", weight_sync_schemes)
-        check_schemes("weight_recv_schemes", weight_recv_schemes)
+        check_schemes(weight_sync_schemes=weight_sync_schemes, weight_recv_schemes=weight_recv_schemes)
         devices = {"device": device, "storing_device": storing_device}
         check_devices(devices | {"policy_device": policy_device, "env_device": env_device})
         self._counts_frames = trajectories is None or replay_buffer is not None

@@ -140,6 +140,8 @@ def check_trajectories(
     ValueError: arguments that exclude each other."""
     if traj_format not in (None, "padded", "cat"):
         raise ValueError(f"traj_format must be 'padded' or 'cat', not {traj_format!r}")
+    if split_trajs and not track_traj_ids:
+        raise ValueError("split_trajs=True requires track_traj_ids=True: batches are split by their trajectory ids")
     if trajs_per_batch is None:
         if traj_format == "cat" or trajs_per_write is not None:
             name = "trajs_per_write" if trajs_per_write is not None else "traj_format"

@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from asyncsync.collectors.arguments import check_schemes, each, frames_or_none, is_list, warn_rounding, whole
+from asyncsync.collectors.arguments import check_schemes, each, frames_or_none, is_list, whole
 from asyncsync.collectors.base import BaseCollector
 from asyncsync.collectors.distributed.family import NodeFamily
 from asyncsync.collectors.distributed.node_group import NodeGroup
 from asyncsync.collectors.multi.collector import MultiCollector
-from asyncsync.collectors.multi.driver import Driver
 from asyncsync.collectors.multi.multi_async import AsyncDriver, MultiAsyncCollector
 from asyncsync.collectors.multi.multi_sync import MultiSyncCollector, SyncDriver
 from asyncsync.collectors.single import Collector
@@ -83,7 +81,7 @@ class NodeCollector(MultiCollector):
                 "collector_class='sync' or 'async' too"
             )
         schemes = arguments["weight_sync_schemes"]
-        check_schemes("weight_sync_schemes", schemes)
+        check_schemes(weight_sync_schemes=schemes)
         for model_id, scheme in (schemes or {}).items():
             if isinstance(scheme, RemoteCallCore) and not isinstance(scheme, self.called_schemes):
                 raise ValueError(
@@ -91,6 +89,7 @@ class NodeCollector(MultiCollector):
                     f"{type(self).__name__}: leave it out, or pass a DistributedWeightSyncScheme"
                 )
         self.sync = sync
+        self._driver_class = SyncDriver if sync else AsyncDriver
         self._connect_timeout = connect_timeout
         self._nodes = nodes
         self._kwargs = each("collector_kwargs", {} if collector_kwargs is None else collector_kwargs, len(factories))
@@ -122,25 +121,6 @@ class NodeCollector(MultiCollector):
 
     def _with_options(self, worker: int, arguments: dict[str, Any]) -> dict[str, Any]:
         return arguments | dict(self._kwargs[worker])
-
-    # -- the schedule -------------------------------------------------------------------------------------------------
-
-    def _driver_class(self, *arguments: Any) -> Driver:
-        return SyncDriver(*arguments, dim=None, threshold=1.0) if self.sync else AsyncDriver(*arguments)
-
-    def _frames_of_batch(self, frames: list[int]) -> int:
-        return sum(frames) if self.sync else max(frames)
-
-    def _split(self, frames: int) -> list[int]:
-        if not self.sync:
-            return [frames] * self.num_workers
-        share = math.ceil(frames / self.num_workers)
-        if frames % self.num_workers:
-            warn_rounding(
-                f"frames_per_batch ({frames}) is not exactly divisible by the number of nodes ({self.num_workers})",
-                share * self.num_workers,
-            )
-        return [share] * self.num_workers
 
 
 def _class_of(given: str | Callable[..., BaseCollector]) -> Callable[..., BaseCollector]:

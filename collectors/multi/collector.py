@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import inspect
 import time
-from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -198,8 +197,6 @@ class MultiCollector(GroupCollector, metaclass=Chooses):
         factories = check_factories(create_env_fn, num_workers)
         self.num_workers = count = len(factories)
         self.track_traj_ids = own_arguments(collector_class).get("track_traj_ids", track_traj_ids)
-        if split_trajs and not self.track_traj_ids:
-            raise ValueError("split_trajs=True requires track_traj_ids=True: batches are split by their trajectory ids")
         if weight_updater is not None and weight_sync_schemes is not None:
             raise TypeError("weight_updater and weight_sync_schemes exclude each other: pass the schemes alone")
         max_frames_per_traj = frames_or_none("max_frames_per_traj", max_frames_per_traj)
@@ -207,8 +204,7 @@ class MultiCollector(GroupCollector, metaclass=Chooses):
         if max_lag is not None:
             max_lag = whole("max_lag", max_lag, 0)
         check_callable(postproc=postproc, init_fn=init_fn)
-        check_schemes("weight_sync_schemes", weight_sync_schemes)
-        check_schemes("weight_recv_schemes", weight_recv_schemes)
+        check_schemes(weight_sync_schemes=weight_sync_schemes, weight_recv_schemes=weight_recv_schemes)
         own = {"reset_at_each_iter": reset_at_each_iter} | dict(own_arguments(collector_class))
         trajectories = check_trajectories(
             trajs_per_batch, trajs_per_write, traj_format,
@@ -220,19 +216,19 @@ class MultiCollector(GroupCollector, metaclass=Chooses):
             reset_when_done=reset_when_done, cudagraph_policy=cudagraph_policy, use_buffers=use_buffers,
             local_init_rb=local_init_rb,
         )  # fmt: skip
-        self._check_buffer(replay_buffer)
+        check_shared(replay_buffer)
         check_start_method(start_method)
-        self._check_results(cat_results, preemptive_threshold)
+        dim, threshold = self._check_results(cat_results, preemptive_threshold)
         self._arguments = BatchArguments(
-            *frames_of_workers(
-                frames_per_batch, total_frames, init_random_frames, count, self._split, self._frames_of_batch
-            ),
+            *frames_of_workers(frames_per_batch, total_frames, init_random_frames, count, self._driver_class),
             split_trajs=bool(split_trajs) and replay_buffer is None,
             track_traj_ids=self.track_traj_ids,
             replay_buffer=replay_buffer,
             update_at_each_batch=update_at_each_batch,
             max_weight_update_interval=max_weight_update_interval,
             trajectories=None if replay_buffer is not None else trajectories,
+            dim=dim,
+            threshold=threshold,
         )
         policies = policies_of_workers(policy, policy_factory, count)
         needs_weights = update_at_each_batch or max_weight_update_interval > 0
@@ -340,7 +336,7 @@ class MultiCollector(GroupCollector, metaclass=Chooses):
     @property
     def requested_frames_per_batch(self) -> int:
         """Frames of a batch."""
-        return self._frames_of_batch(self._arguments.frames)
+        return self._driver_class.frames_of_batch(self._arguments.frames)
 
     def frames_per_batch_worker(self, *, worker_idx: int | None = None) -> int:
         """How many frames a rollout of this worker has; None: of any worker.
@@ -362,32 +358,23 @@ class MultiCollector(GroupCollector, metaclass=Chooses):
         """What brings the policy's weights to the workers if no scheme is given."""
         return SharedMemWeightSyncScheme()
 
-    def _check_buffer(self, replay_buffer: Any) -> None:
-        """Raises TypeError: the workers cannot share it."""
-        check_shared(replay_buffer)
-
     def _with_options(self, worker: int, arguments: dict[str, Any]) -> dict[str, Any]:
         """The arguments of a worker's collector, with those that were given for that one alone."""
         return arguments
 
     # -- what is different in the two schedules ----------------------------------------------------------------------
 
-    _driver_class: Callable[[BaseCollector, WorkerGroup, BatchArguments], Driver]
+    _driver_class: type[Driver]
 
-    @abstractmethod
-    def _frames_of_batch(self, frames: list[int]) -> int:
-        """Frames of a batch, for these frames of each worker's rollouts."""
-
-    @abstractmethod
-    def _split(self, frames: int) -> list[int]:
-        """Frames of each worker's rollouts, for these frames per batch."""
-
-    def _check_results(self, cat_results: str | int | None, preemptive_threshold: float | None) -> None:
-        """Check arguments that only a synchronous collector supports."""
+    def _check_results(
+        self, cat_results: str | int | None, preemptive_threshold: float | None
+    ) -> tuple[int | None, float]:
+        """The dimension and the threshold of the batches, by arguments that only a synchronous collector supports."""
         given = {"cat_results": cat_results not in (None, "stack"), "preemptive_threshold": preemptive_threshold}
         for name, value in given.items():
             if value not in (None, False):
                 raise ValueError(f"{name} is for batches of several workers: use MultiSyncCollector")
+        return None, 1.0
 
     def _check_dims(self, dims: int | None) -> None:
         """Batch dimensions of a worker's environment."""

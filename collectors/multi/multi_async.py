@@ -14,6 +14,14 @@ from asyncsync.collectors.multi.driver import Driver
 class AsyncDriver(Driver):
     """A batch is one worker's rollout."""
 
+    @staticmethod
+    def frames_of_batch(frames: list[int]) -> int:
+        return max(frames)
+
+    @staticmethod
+    def split(frames: int, count: int) -> list[int]:
+        return [frames] * count
+
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._places = [self._group.places([worker], -1) for worker in range(len(self._arguments.frames))]
@@ -60,9 +68,3 @@ class MultiAsyncCollector(MultiCollector):
     """
 
     _driver_class = AsyncDriver
-
-    def _frames_of_batch(self, frames: list[int]) -> int:
-        return max(frames)
-
-    def _split(self, frames: int) -> list[int]:
-        return [frames] * self.num_workers

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from asyncsync.collectors.arguments import (
@@ -22,6 +22,7 @@ from asyncsync.collectors.arguments import (
     warn_rounding,
     whole,
 )
+from asyncsync.collectors.multi.driver import Driver
 
 
 def frames_of_workers(
@@ -29,20 +30,18 @@ def frames_of_workers(
     total_frames: int | None,
     init_random_frames: int | None,
     count: int,
-    split: Callable[[int], list[int]],
-    together: Callable[[list[int]], int],
+    schedule: type[Driver],
 ) -> tuple[list[int], float, int]:
-    """Frames of each worker's rollouts, of all, and of those with random actions. ``split`` shares a batch's frames
-    among the workers, ``together`` makes a batch's of theirs. Raises TypeError, ValueError."""
+    """Frames of each worker's rollouts, of all, and of those with random actions. Raises TypeError, ValueError."""
     total_frames = frames_or_none("total_frames", total_frames)
     init_random_frames = frames_or_none("init_random_frames", init_random_frames)
     if isinstance(frames_per_batch, Sequence) and not isinstance(frames_per_batch, str):
         check_count("frames_per_batch", frames_per_batch, count)
         frames = [whole(f"frames_per_batch[{i}]", n, 1) for i, n in enumerate(frames_per_batch)]
-        asked = together(frames)
+        asked = schedule.frames_of_batch(frames)
     else:
         asked = whole("frames_per_batch", frames_per_batch, 1)
-        frames = split(asked)
+        frames = schedule.split(asked, count)
     if total_frames is None or total_frames < 0:
         return frames, math.inf, max(0, init_random_frames or 0)
     if rest := total_frames % asked:
