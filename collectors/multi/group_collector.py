@@ -22,8 +22,6 @@ from asyncsync.collectors.base import (
     SHUTDOWN_SECONDS,
     BaseCollector,
     Pause,
-    PostHook,
-    PreHook,
     Signals,
     _part,
     logged_unless,
@@ -204,23 +202,8 @@ class GroupCollector(GroupInspection, BaseCollector):
             each = {worker: TensorDict(policy) for worker, policy in enumerate(policies)}
             self.update_policy_weights_(each, timeout=timeout)
 
-    @property
-    def pre_collect_hook(self) -> PreHook | None:
-        return self._pre_collect_hook
-
-    @pre_collect_hook.setter
-    def pre_collect_hook(self, hook: PreHook | None) -> None:
-        self._calls("pre_hook", hook)
-        self._pre_collect_hook = hook
-
-    @property
-    def post_collect_hook(self) -> PostHook | None:
-        return self._post_collect_hook
-
-    @post_collect_hook.setter
-    def post_collect_hook(self, hook: PostHook | None) -> None:
-        self._calls("post_hook", hook)
-        self._post_collect_hook = hook
+    def _set_in_workers(self, name: str, hook: Callable[..., None] | None) -> None:
+        self._calls(name, hook)
 
     # -- as a worker --------------------------------------------------------------------------------------------------
 
