@@ -16,12 +16,14 @@ from typing import Any
 from asyncsync.collectors.arguments import check_schemes, each, frames_or_none, is_list, whole
 from asyncsync.collectors.base import BaseCollector
 from asyncsync.collectors.distributed.family import NodeFamily
+from asyncsync.collectors.distributed.launched_family import LaunchedFamily
 from asyncsync.collectors.distributed.node_group import NodeGroup
 from asyncsync.collectors.multi.collector import MultiCollector
 from asyncsync.collectors.multi.multi_async import AsyncDriver, MultiAsyncCollector
 from asyncsync.collectors.multi.multi_sync import MultiSyncCollector, SyncDriver
 from asyncsync.collectors.single import Collector
 from asyncsync.schemes.remote_calls import RemoteCallCore
+from asyncsync.schemes.torch_distributed import check_backend
 
 CLASSES: dict[str, type[BaseCollector]] = {
     "single": Collector,
@@ -121,6 +123,38 @@ class NodeCollector(MultiCollector):
 
     def _with_options(self, worker: int, arguments: dict[str, Any]) -> dict[str, Any]:
         return arguments | dict(self._kwargs[worker])
+
+
+class LaunchedCollector(NodeCollector):
+    """A collector whose nodes a launcher starts; ``family`` makes them of launcher, its options, and port."""
+
+    backend: str
+
+    def __init__(
+        self,
+        family: Callable[[str, Any, int | None], LaunchedFamily],
+        *,
+        launcher: str,
+        slurm_kwargs: Any,
+        tcp_port: int | str | None,
+        backend: str,
+        **arguments: Any,
+    ) -> None:
+        check_backend(backend)
+        self.backend = backend
+        super().__init__(family(launcher, slurm_kwargs, _port_of(tcp_port)), **arguments)
+
+
+def _port_of(tcp_port: Any) -> int | None:
+    """The port, which may be a string. Raises TypeError, ValueError."""
+    if isinstance(tcp_port, str):
+        if not tcp_port.isdecimal():
+            raise ValueError(f"tcp_port must be a port's number, not {tcp_port!r}")
+        tcp_port = int(tcp_port)
+    port = None if tcp_port is None else whole("tcp_port", tcp_port, 1)
+    if port is not None and port > 65535:
+        raise ValueError(f"tcp_port must be at most 65535, not {port}")
+    return port
 
 
 def _class_of(given: str | Callable[..., BaseCollector]) -> Callable[..., BaseCollector]:
