@@ -54,9 +54,6 @@ PAUSE_SECONDS = 60.0
 STEP_SECONDS = 0.05
 """How long a node that is to end steps on before what else it may wait for is ended."""
 
-WHILE_PAUSED = ("state", "read")
-"""Calls that need no end of a rollout."""
-
 
 class Wishes(NamedTuple):
     """What a trainer wants of a node between two steps, all of it at once: of two, that with the higher ``number``
@@ -247,8 +244,6 @@ class Node:
         return Answer(None, value, None if done.payload is None else Parcel.of(done.payload))
 
     def _call(self, name: str, arguments: bytes) -> Answer:
-        if self._stands_still and name not in WHILE_PAUSED:
-            raise RuntimeError(f"a paused collector is in the middle of a rollout: {name} needs its end")
         assert self._worker is not None
         return Answer(None, Parcel.of(self._worker.call(name, *loads(arguments))))
 
