@@ -148,10 +148,6 @@ class BaseCollector(WeightsAPI, InspectionAPI, Lifetime, IterableDataset[TensorD
     def iterator(self) -> Iterator[TensorDictBase | None]:
         """Batches until ``total_frames`` are reached; None for each where they go to a replay buffer."""
 
-    @abstractmethod
-    async def _next_async(self) -> TensorDictBase | None:
-        """The next of the same batches; cancelling loses none. Raises StopAsyncIteration at the end."""
-
     def __iter__(self) -> Iterator[TensorDictBase | None]:
         return self.iterator()
 
@@ -176,8 +172,9 @@ class BaseCollector(WeightsAPI, InspectionAPI, Lifetime, IterableDataset[TensorD
     def __aiter__(self) -> AsyncIterator[TensorDictBase | None]:
         return self
 
+    @abstractmethod
     async def __anext__(self) -> TensorDictBase | None:
-        return await self._next_async()
+        """The next of the same batches; cancelling loses none. Raises StopAsyncIteration at the end."""
 
     # -- the end ------------------------------------------------------------------------------------------------------
 

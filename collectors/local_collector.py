@@ -85,10 +85,9 @@ class LocalCollector(BaseCollector):
         return self._iteration.rollout()
 
     def iterator(self) -> Iterator[TensorDictBase | None]:
-        """Batches until ``total_frames`` are reached; None for each that went to the replay buffer."""
         return self._iteration.iterator()
 
-    async def _next_async(self) -> TensorDictBase | None:
+    async def __anext__(self) -> TensorDictBase | None:
         return await self._iteration.next_async()
 
     def _set_free(self) -> None:

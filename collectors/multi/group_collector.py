@@ -72,7 +72,7 @@ class GroupCollector(GroupInspection, BaseCollector):
     def iterator(self) -> Iterator[TensorDictBase | None]:
         return self._driver.iterator()
 
-    async def _next_async(self) -> TensorDictBase | None:
+    async def __anext__(self) -> TensorDictBase | None:
         return await self._driver.next_async()
 
     def _set_free(self) -> None:
