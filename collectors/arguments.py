@@ -290,11 +290,6 @@ def each(name: str, value: Any, count: int) -> list[Any]:
     return values
 
 
-def spread(devices: Mapping[str, Devices], count: int) -> Iterator[tuple[Any, ...]]:
-    """The devices of each worker in turn. Raises ValueError: a list of another length."""
-    return zip(*(each(name, value, count) for name, value in devices.items()), strict=True)
-
-
 def check_devices(devices: Mapping[str, Device | None]) -> None:
     """Check devices, by the names of their arguments, and initialise none. Raises TypeError: not a device; ValueError:
     this machine does not have it."""

@@ -45,11 +45,13 @@ from asyncsync.collectors.multi.starting import (
     check_shared,
     connect,
     described,
+    devices_of_workers,
+    frames_of_workers,
     make_finalizers,
+    policies_of_workers,
     wait_until_built,
     ways_of_weights,
 )
-from asyncsync.collectors.multi.worker_arguments import devices_of_workers, frames_of_workers, policies_of_workers
 from asyncsync.collectors.single import Collector
 from asyncsync.collectors.trajectories import _TrajectoryPool, on_device
 from asyncsync.collectors.weights.plan import _RegisteredModels
