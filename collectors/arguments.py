@@ -45,7 +45,8 @@ def frames_or_none(name: str, value: Any) -> int | None:
         if not value.is_integer():
             raise TypeError(f"{name} must be a whole number, or -1 for none, not {value!r}")
         value = int(value)
-    return whole(name, value)
+    number = whole(name, value)
+    return None if number < 0 else number
 
 
 def warn_rounding(problem: str, frames: int, stacklevel: int = 5) -> None:
@@ -190,9 +191,9 @@ class RolloutArguments:
             )
         self.frames_per_batch = whole("frames_per_batch", self.frames_per_batch, 1)
         total = frames_or_none("total_frames", self.total_frames)
-        self.total_frames = math.inf if total is None or total < 0 else total
-        self.init_random_frames = max(0, frames_or_none("init_random_frames", self.init_random_frames) or 0)
-        self.max_frames_per_traj = max(0, frames_or_none("max_frames_per_traj", self.max_frames_per_traj) or 0)
+        self.total_frames = math.inf if total is None else total
+        self.init_random_frames = frames_or_none("init_random_frames", self.init_random_frames) or 0
+        self.max_frames_per_traj = frames_or_none("max_frames_per_traj", self.max_frames_per_traj) or 0
         if self.max_lag is not None:
             self.max_lag = whole("max_lag", self.max_lag, 0)
         self.split_trajs = bool(self.split_trajs)

@@ -67,7 +67,7 @@ class NodeCollector(MultiCollector):
         if not isinstance(sync, bool):
             raise TypeError(f"sync must be True or False, not {sync!r}")
         total, frames = frames_or_none("total_frames", total_frames), whole("frames_per_batch", frames_per_batch, 1)
-        if total is not None and total > 0 and total % frames:
+        if total is not None and total % frames:
             raise ValueError(
                 f"total_frames={total} is not divisible by frames_per_batch={frames}: pass total_frames="
                 f"{total - total % frames} or {total - total % frames + frames}, or -1 for a collector without end"

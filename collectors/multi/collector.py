@@ -201,7 +201,7 @@ class MultiCollector(GroupCollector, metaclass=Chooses):
         self.track_traj_ids = own_arguments(collector_class).get("track_traj_ids", track_traj_ids)
         if weight_updater is not None and weight_sync_schemes is not None:
             raise TypeError("weight_updater and weight_sync_schemes exclude each other: pass the schemes alone")
-        max_frames_per_traj = frames_or_none("max_frames_per_traj", max_frames_per_traj)
+        frames_or_none("max_frames_per_traj", max_frames_per_traj)  # refused here, not in a worker
         max_weight_update_interval = whole("max_weight_update_interval", max_weight_update_interval)
         if max_lag is not None:
             max_lag = whole("max_lag", max_lag, 0)

@@ -232,9 +232,10 @@ class Driver(ABC):
         in_one_piece = made.is_assembled or len(made.results) == 1 or made.place.is_complete(made.results)
         return not made.is_finished and (self._arguments.processes or not in_one_piece)
 
-    @abstractmethod
     def assembled(self, made: Made) -> TensorDictBase:
         """The batch of these rollouts."""
+        place, results = made.place, made.results
+        return place.whole() if place.is_complete(results) else self.together(place.parts(results))
 
     def _taken(self, caller: Caller, made: Made) -> TensorDictBase | None:
         if not made.is_finished:

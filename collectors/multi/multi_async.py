@@ -49,12 +49,6 @@ class AsyncDriver(Driver):
             self._serial += 1
             self._request(worker, place, frames)
 
-    def assembled(self, made: Made) -> TensorDictBase:
-        if made.place.is_complete(made.results):
-            return made.place.whole()
-        [batch] = made.place.parts(made.results)
-        return batch
-
     def together(self, parts: list[TensorDictBase]) -> TensorDictBase:
         return parts[0]
 

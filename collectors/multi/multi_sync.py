@@ -12,7 +12,6 @@ from asyncsync.collectors.arguments import warn_rounding
 from asyncsync.collectors.multi.batches import Made
 from asyncsync.collectors.multi.collector import MultiCollector
 from asyncsync.collectors.multi.driver import Driver
-from asyncsync.collectors.workers.group import RolloutResult
 
 IDS = ("collector", "traj_ids")
 MASK = ("collector", "mask")
@@ -67,39 +66,31 @@ class SyncDriver(Driver):
 
     def assembled(self, made: Made) -> TensorDictBase:
         place, results = made.place, made.results
-        if not place.is_complete(results):
-            return self._joined(place.parts(results), results)
+        if self._dim is not None or not place.is_complete(results):
+            return super().assembled(made)
         batch = place.whole()
-        if self._dim is None:
-            for part, missing in zip(batch, place.missing(results), strict=True):
-                if missing:  # the rollout was cut before: frames of an earlier batch lie there
-                    lacking = part[..., -missing:]
-                    lacking.zero_()
-                    if self._arguments.track_traj_ids:
-                        lacking.get(IDS).fill_(-1)
-            batch = self._masked(batch, results)
-        return batch
+        for part, missing in zip(batch, place.missing(results), strict=True):
+            if missing:  # the rollout was cut before: frames of an earlier batch lie there
+                lacking = part[..., -missing:]
+                lacking.zero_()
+                if self._arguments.track_traj_ids:
+                    lacking.get(IDS).fill_(-1)
+        return self._masked(batch, [result.steps for result in results])
 
     def together(self, parts: list[TensorDictBase]) -> TensorDictBase:
-        steps = [part.batch_size[-1] for part in parts]
-        return self._joined(
-            parts, [RolloutResult(w, 0, False, n, 0, None, None) for w, n in zip(self._workers, steps, strict=True)]
-        )
-
-    def _joined(self, parts: list[TensorDictBase], results: list[RolloutResult]) -> TensorDictBase:
         if self._dim is not None:
             batch: TensorDictBase = torch.cat(parts, self._dim)
             batch.refine_names(..., "time")
             return batch
+        steps = [part.batch_size[-1] for part in parts]
         if self._threshold < 1:
-            longest = max(part.batch_size[-1] for part in parts)
-            parts = [_padded(part, longest) for part in parts]
-        return self._masked(TensorDict.maybe_dense_stack(parts, 0), results)
+            parts = [_padded(part, max(steps)) for part in parts]
+        return self._masked(TensorDict.maybe_dense_stack(parts, 0), steps)
 
-    def _masked(self, batch: TensorDictBase, results: list[RolloutResult]) -> TensorDictBase:
+    def _masked(self, batch: TensorDictBase, steps: list[int]) -> TensorDictBase:
         if self._threshold < 1:
             shape = batch.batch_size
-            ends = torch.tensor([result.steps for result in results]).reshape(-1, *[1] * (len(shape) - 1))
+            ends = torch.tensor(steps).reshape(-1, *[1] * (len(shape) - 1))
             batch.set(MASK, (torch.arange(shape[-1]) < ends).expand(shape).clone())
         return batch
 

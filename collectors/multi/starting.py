@@ -52,7 +52,7 @@ def frames_of_workers(
 ) -> tuple[list[int], float, int]:
     """Frames of each worker's rollouts, of all, and of those with random actions. Raises TypeError, ValueError."""
     total_frames = frames_or_none("total_frames", total_frames)
-    init_random_frames = frames_or_none("init_random_frames", init_random_frames)
+    random = frames_or_none("init_random_frames", init_random_frames) or 0
     if isinstance(frames_per_batch, Sequence) and not isinstance(frames_per_batch, str):
         check_count("frames_per_batch", frames_per_batch, count)
         frames = [whole(f"frames_per_batch[{i}]", n, 1) for i, n in enumerate(frames_per_batch)]
@@ -60,14 +60,14 @@ def frames_of_workers(
     else:
         asked = whole("frames_per_batch", frames_per_batch, 1)
         frames = schedule.split(asked, count)
-    if total_frames is None or total_frames < 0:
-        return frames, math.inf, max(0, init_random_frames or 0)
+    if total_frames is None:
+        return frames, math.inf, random
     if rest := total_frames % asked:
         warn_rounding(
             f"total_frames ({total_frames}) is not exactly divisible by frames_per_batch ({asked})",
             total_frames + asked - rest,
         )
-    return frames, total_frames, max(0, init_random_frames or 0)
+    return frames, total_frames, random
 
 
 def policies_of_workers(policy: Any, policy_factory: Any, count: int) -> list[Any]:
