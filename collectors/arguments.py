@@ -236,6 +236,16 @@ class RolloutArguments:
                 )
 
 
+def spread_factories(create_env_fn: Any, num_collectors: int | None) -> list[Any]:
+    """One factory per collector, of a list of them or of one for so many (None: for one). Raises TypeError,
+    ValueError."""
+    if not is_list(create_env_fn):
+        return [create_env_fn] * (1 if num_collectors is None else whole("num_collectors", num_collectors, 1))
+    if num_collectors not in (None, len(create_env_fn)):
+        raise ValueError(f"num_collectors={num_collectors}, but create_env_fn is a list of {len(create_env_fn)}")
+    return list(create_env_fn)
+
+
 def check_factories(create_env_fn: Any, num_workers: int | None) -> list[Any]:
     """One factory per worker. Raises TypeError, ValueError."""
     if num_workers is not None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from tensordict.nn import InteractionType
 
-from asyncsync.collectors.arguments import Devices, each, given_arguments, is_list, whole
+from asyncsync.collectors.arguments import Devices, each, given_arguments, spread_factories
 from asyncsync.collectors.base import BaseCollector, PostHook, PreHook
 from asyncsync.collectors.distributed.node_collector import NodeCollector
 from asyncsync.collectors.distributed.ray_family import ActorBuffer, RayFamily
@@ -120,14 +120,8 @@ class RayCollector(NodeCollector):
     ) -> None:
         given = given_arguments(locals())
         del given["num_collectors"], given["remote_configs"]
-        if not is_list(create_env_fn):
-            count = whole("num_collectors", 1 if num_collectors is None else num_collectors, 1)
-            given["create_env_fn"] = create_env_fn = [create_env_fn] * count
-        elif num_collectors not in (None, len(create_env_fn)):
-            raise ValueError(f"num_collectors={num_collectors}, but create_env_fn is a list of {len(create_env_fn)}")
-        configs = each(
-            "remote_configs", {"num_cpus": 1} if remote_configs is None else remote_configs, len(create_env_fn)
-        )
+        given["create_env_fn"] = factories = spread_factories(create_env_fn, num_collectors)
+        configs = each("remote_configs", {"num_cpus": 1} if remote_configs is None else remote_configs, len(factories))
         for config in configs:
             if not isinstance(config, Mapping):
                 raise TypeError(f"remote_configs must be a dict for ray.remote, or a list of them, not {config!r}")

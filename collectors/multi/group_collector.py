@@ -27,7 +27,7 @@ from asyncsync.collectors.base import (
     logged_unless,
 )
 from asyncsync.collectors.multi.batches import BatchArguments
-from asyncsync.collectors.multi.calls import CALL_SECONDS, Calls, are_equal, policies_of, trajectories_of
+from asyncsync.collectors.multi.calls import CALL_SECONDS, Calls, are_equal, parts_of
 from asyncsync.collectors.multi.driver import Driver
 from asyncsync.collectors.multi.inspection import GroupInspection
 from asyncsync.collectors.trajectories import processed
@@ -178,14 +178,15 @@ class GroupCollector(GroupInspection, BaseCollector):
         if strict and (missing := [name for name in (*names, "frames", "iter") if name not in state_dict]):
             raise KeyError(f"the state dict of a {type(self).__name__} with {len(names)} workers has no {missing}")
         # First, as each worker begins new trajectories when it loads.
-        self._group.trajectory_pool()._advance(0, max(trajectories_of(state_dict), default=0))
+        next_ids = [int(pool["traj_id"]) for pool in parts_of(state_dict, "traj_pool")]
+        self._group.trajectory_pool()._advance(0, max(next_ids, default=0))
         there = [name for name in names if name in state_dict]
         for name in there:
             self._calls("load", state_dict[name], strict, workers=[names.index(name)], timeout=timeout)
         self._driver.break_trajectories_off()
         self._driver.frames = self._group.frames = state_dict.get("frames", self._driver.frames)
         self._driver.count = state_dict.get("iter", self._driver.count)
-        policies = [policy for name in there for policy in policies_of(state_dict[name])]
+        policies = [policy for name in there for policy in parts_of(state_dict[name], "policy_state_dict")]
         own = self.policy.state_dict() if isinstance(self.policy, nn.Module) else {}
         all_have = (
             bool(policies) and own.keys() == policies[0].keys() and all(are_equal(policies[0], p) for p in policies)

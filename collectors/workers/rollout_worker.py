@@ -183,12 +183,10 @@ class RolloutWorker:
     # -- what its collector reads between two steps --------------------------------------------------------------------
 
     def counted(self) -> int:
-        """How many versions updaters above have counted."""
         return self._page.counted
 
     @property
     def calls(self) -> bool:
-        """Whether :meth:`interrupts` is to be called between two steps."""
         return self._page.interrupts(self._serial)
 
     def interrupts(self) -> bool:
