@@ -121,7 +121,12 @@ class BaseCollector(WeightsAPI, InspectionAPI, Lifetime, IterableDataset[TensorD
     begun. It is an iterable data set: ``torch.utils.data.DataLoader(collector, batch_size=None, collate_fn=lambda
     batch: batch)`` hands out the same batches."""
 
-    replay_buffer: Any = None
+    _arguments: Any  # those that any collector has, and others
+    total_frames = _part("_arguments.total_frames")
+    init_random_frames = _part("_arguments.init_random_frames")
+    split_trajs = _part("_arguments.split_trajs")
+    postproc = _part("_arguments.postproc")
+    replay_buffer = _part("_arguments.replay_buffer")
     _counts_frames = True  # False: a batch is of trajectories, however many frames they have
 
     def __init__(

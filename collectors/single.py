@@ -183,7 +183,7 @@ class Collector(LocalCollector, metaclass=Chooses):
         super().__init__(pre_collect_hook=pre_collect_hook, post_collect_hook=post_collect_hook, worker_idx=worker_idx)
         if policy is not None and policy_factory is not None:
             raise TypeError("policy and policy_factory exclude each other: pass one of them")
-        arguments = RolloutArguments(
+        self._arguments = arguments = RolloutArguments(
             frames_per_batch=frames_per_batch, total_frames=total_frames, init_random_frames=init_random_frames,
             max_frames_per_traj=max_frames_per_traj, reset_at_each_iter=reset_at_each_iter, postproc=postproc,
             split_trajs=split_trajs, track_traj_ids=track_traj_ids, exploration_type=exploration_type,

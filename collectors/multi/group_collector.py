@@ -54,11 +54,6 @@ class GroupCollector(GroupInspection, BaseCollector):
     _acting_devices: dict[int, set[torch.device]]  # of each worker's policy
     _finalizers: tuple[Callable[[], object], ...]
 
-    total_frames = _part("_arguments.total_frames")
-    init_random_frames = _part("_arguments.init_random_frames")
-    split_trajs = _part("_arguments.split_trajs")
-    postproc = _part("_arguments.postproc")
-    replay_buffer = _part("_arguments.replay_buffer")
     update_at_each_batch = _part("_arguments.update_at_each_batch")
     max_weight_update_interval = _part("_arguments.max_weight_update_interval")
     _iter = _part("_driver.count")
