@@ -125,9 +125,10 @@ def check_accepted(
     local_init_rb: Any,
     return_same_td: bool = False,
     replay_buffer: Any = None,
+    **others: Any,
 ) -> None:
-    """Check arguments that TorchRL's collectors have for reasons of their own. Raises TypeError, ValueError: what they
-    ask for is not there."""
+    """Check arguments that TorchRL's collectors have for reasons of their own, out of all of a constructor's. Raises
+    TypeError, ValueError: what they ask for is not there."""
     for name, value in {"use_buffers": use_buffers, "local_init_rb": local_init_rb}.items():
         if value not in (None, True, False):
             raise TypeError(f"{name} must be True, False or None, not {value!r}")

@@ -126,18 +126,19 @@ class WholeTrajectories:
 
 
 def check_trajectories(
+    *,
     trajs_per_batch: Any,
     trajs_per_write: Any,
     traj_format: Any,
-    *,
     replay_buffer: Any,
     extend_buffer: bool,
     split_trajs: bool | None,
     track_traj_ids: bool,
     reset_at_each_iter: bool,
+    **others: Any,
 ) -> WholeTrajectories | None:
-    """What puts trajectories together for a collector with these arguments; None: nothing does. Raises TypeError,
-    ValueError: arguments that exclude each other."""
+    """What puts trajectories together for a collector with these arguments, all of its constructor's; None: nothing
+    does. Raises TypeError, ValueError: arguments that exclude each other."""
     if traj_format not in (None, "padded", "cat"):
         raise ValueError(f"traj_format must be 'padded' or 'cat', not {traj_format!r}")
     if split_trajs and not track_traj_ids:

@@ -31,6 +31,7 @@ from asyncsync.collectors.arguments import (
     each,
     exact_device,
     frames_or_none,
+    given_arguments,
     own_arguments,
     whole,
     with_partial,
@@ -193,12 +194,15 @@ class MultiCollector(GroupCollector, metaclass=Chooses):
         start_method: str = "spawn",
         connect_timeout: float = 60.0,
     ) -> None:
+        given = given_arguments(locals())
         super().__init__(pre_collect_hook=pre_collect_hook, post_collect_hook=post_collect_hook, worker_idx=worker_idx)
         self.closed = True  # until there is something to close
         check_platform(type(self).__name__)
         factories = check_factories(create_env_fn, num_workers)
         self.num_workers = count = len(factories)
-        self.track_traj_ids = own_arguments(collector_class).get("track_traj_ids", track_traj_ids)
+        own = own_arguments(collector_class)
+        given |= {name: own[name] for name in ("track_traj_ids", "reset_at_each_iter") if name in own}
+        self.track_traj_ids = given["track_traj_ids"]
         if weight_updater is not None and weight_sync_schemes is not None:
             raise TypeError("weight_updater and weight_sync_schemes exclude each other: pass the schemes alone")
         frames_or_none("max_frames_per_traj", max_frames_per_traj)  # refused here, not in a worker
@@ -207,17 +211,9 @@ class MultiCollector(GroupCollector, metaclass=Chooses):
             max_lag = whole("max_lag", max_lag, 0)
         check_callable(postproc=postproc, init_fn=init_fn)
         check_schemes(weight_sync_schemes=weight_sync_schemes, weight_recv_schemes=weight_recv_schemes)
-        own = {"reset_at_each_iter": reset_at_each_iter} | dict(own_arguments(collector_class))
-        trajectories = check_trajectories(
-            trajs_per_batch, trajs_per_write, traj_format,
-            replay_buffer=replay_buffer, extend_buffer=extend_buffer, split_trajs=split_trajs,
-            track_traj_ids=self.track_traj_ids, reset_at_each_iter=own["reset_at_each_iter"],
-        )  # fmt: skip
+        trajectories = check_trajectories(**given)
         self._counts_frames = trajectories is None or replay_buffer is not None
-        check_accepted(
-            reset_when_done=reset_when_done, cudagraph_policy=cudagraph_policy, use_buffers=use_buffers,
-            local_init_rb=local_init_rb,
-        )  # fmt: skip
+        check_accepted(**given)
         check_shared(replay_buffer)
         check_start_method(start_method)
         dim, threshold = self._check_results(cat_results, preemptive_threshold)
@@ -237,9 +233,7 @@ class MultiCollector(GroupCollector, metaclass=Chooses):
         updater, weight_sync_schemes = ways_of_weights(
             policy, policy_factory is not None, weight_updater, weight_sync_schemes, needs_weights, self._default_scheme
         )
-        devices = {
-            "device": device, "storing_device": storing_device, "env_device": env_device, "policy_device": policy_device
-        }  # fmt: skip
+        devices = {name: given[name] for name in ("device", "storing_device", "env_device", "policy_device")}
         placed = devices_of_workers(devices, collector_class, count)
         kwargs = each("create_env_kwargs", create_env_kwargs, count)
         self._acting_devices: dict[int, set[torch.device]] = {}
