@@ -275,6 +275,7 @@ class MultiCollector(GroupCollector, metaclass=Chooses):
         }
         each_own = [
             {
+                **arguments,
                 **placed[index],
                 "frames_per_batch": self._arguments.frames[index],
                 "create_env_kwargs": kwargs[index],
@@ -287,10 +288,8 @@ class MultiCollector(GroupCollector, metaclass=Chooses):
             for index, own_policy in enumerate(policies)
         ]
         defaults = {p.name: p.default for p in inspect.signature(MultiCollector.__init__).parameters.values()}
-        each_own = [
-            self._with_options(index, with_partial(collector_class, arguments | own, defaults))
-            for index, own in enumerate(each_own)
-        ]
+        kind = Collector if collector_class is None else collector_class
+        each_own = [self._with_options(i, with_partial(kind, own, defaults)) for i, own in enumerate(each_own)]
         sent = {m: scheme for m, scheme in weight_sync_schemes.items() if not self._goes_with_workers(m)}
         self._set_up_senders(sent, updater, self, count)
         for scheme in self._sender_schemes.values():
@@ -309,7 +308,7 @@ class MultiCollector(GroupCollector, metaclass=Chooses):
                 factories,
                 each_own,
                 group.trajectory_pool,
-                kind=Collector if collector_class is None else collector_class,
+                kind=kind,
                 post_collect_hook=post_collect_hook,
                 init_fn=init_fn,
                 threads=num_sub_threads,
