@@ -49,12 +49,10 @@ def frames_or_none(name: str, value: Any) -> int | None:
     return None if number < 0 else number
 
 
-def warn_rounding(problem: str, frames: int, stacklevel: int = 5) -> None:
+def warn_rounding(problem: str, frames: int) -> None:
     """Warn that a number of frames is rounded up, unless RL_WARNINGS is off."""
     if os.environ.get("RL_WARNINGS", "1").lower() not in ("0", "false"):
-        warnings.warn(
-            f"{problem}: it is rounded up to {frames}. RL_WARNINGS=False silences this", UserWarning, stacklevel
-        )
+        warnings.warn(f"{problem}: it is rounded up to {frames}. RL_WARNINGS=False silences this", stacklevel=5)
 
 
 def check_callable(**given: Any) -> None:

@@ -127,7 +127,8 @@ class RayCollector(NodeCollector):
                 raise TypeError(f"remote_configs must be a dict for ray.remote, or a list of them, not {config!r}")
             if own := sorted(config.keys() & {"max_restarts", "max_concurrency", "concurrency_groups"}):
                 raise ValueError(f"{own} in remote_configs: leave these to the collector, or pass restarts=")
-        given["replay_buffer"] = _as_buffer(replay_buffer)
+        if type(replay_buffer).__module__.startswith("ray.") and hasattr(replay_buffer, "_actor_id"):
+            given["replay_buffer"] = ActorBuffer(replay_buffer)
         super().__init__(RayFamily(configs, given.pop("ray_init_config"), given.pop("restarts")), **given)
 
     def _default_scheme(self) -> Any:
@@ -138,9 +139,3 @@ class RayCollector(NodeCollector):
         """The actors, by their ranks: ``ray.get(actor.cascade_execute.remote("env.close"))`` calls a method there."""
         assert isinstance(self._nodes, RayFamily)
         return list(self._nodes.actors)
-
-
-def _as_buffer(given: Any) -> Any:
-    """A replay buffer as workers write to it: an actor behind the methods of a replay buffer."""
-    is_actor = type(given).__module__.startswith("ray.") and hasattr(given, "_actor_id")
-    return ActorBuffer(given) if is_actor else given
