@@ -45,15 +45,14 @@ def frames_or_none(name: str, value: Any) -> int | None:
         if not value.is_integer():
             raise TypeError(f"{name} must be a whole number, or -1 for none, not {value!r}")
         value = int(value)
-    return whole(name, value)
+    number = whole(name, value)
+    return None if number < 0 else number
 
 
-def warn_rounding(problem: str, frames: int, stacklevel: int = 5) -> None:
+def warn_rounding(problem: str, frames: int) -> None:
     """Warn that a number of frames is rounded up, unless RL_WARNINGS is off."""
     if os.environ.get("RL_WARNINGS", "1").lower() not in ("0", "false"):
-        warnings.warn(
-            f"{problem}: it is rounded up to {frames}. RL_WARNINGS=False silences this", UserWarning, stacklevel
-        )
+        warnings.warn(f"{problem}: it is rounded up to {frames}. RL_WARNINGS=False silences this", stacklevel=5)
 
 
 def check_callable(**given: Any) -> None:
@@ -63,11 +62,12 @@ def check_callable(**given: Any) -> None:
             raise TypeError(f"{name} must be callable, not {value!r}")
 
 
-def check_schemes(name: str, schemes: Any) -> None:
-    """Raises TypeError: schemes that are not in a dict."""
-    if schemes is not None and not isinstance(schemes, Mapping):
-        kind = schemes.__name__ if isinstance(schemes, type) else type(schemes).__name__
-        raise TypeError(f'{name} must be a dict of schemes by model id, not {kind}: pass {{"policy": scheme}}')
+def check_schemes(**given: Any) -> None:
+    """Raises TypeError: one of these arguments has schemes that are not in a dict."""
+    for name, schemes in given.items():
+        if schemes is not None and not isinstance(schemes, Mapping):
+            kind = schemes.__name__ if isinstance(schemes, type) else type(schemes).__name__
+            raise TypeError(f'{name} must be a dict of schemes by model id, not {kind}: pass {{"policy": scheme}}')
 
 
 def check_policy(policy: Any) -> None:
@@ -123,9 +123,10 @@ def check_accepted(
     local_init_rb: Any,
     return_same_td: bool = False,
     replay_buffer: Any = None,
+    **others: Any,
 ) -> None:
-    """Check arguments that TorchRL's collectors have for reasons of their own. Raises TypeError, ValueError: what they
-    ask for is not there."""
+    """Check arguments that TorchRL's collectors have for reasons of their own, out of all of a constructor's. Raises
+    TypeError, ValueError: what they ask for is not there."""
     for name, value in {"use_buffers": use_buffers, "local_init_rb": local_init_rb}.items():
         if value not in (None, True, False):
             raise TypeError(f"{name} must be True, False or None, not {value!r}")
@@ -177,8 +178,6 @@ class RolloutArguments:
 
     def __post_init__(self) -> None:
         check_callable(postproc=self.postproc)
-        if self.split_trajs and not self.track_traj_ids:
-            raise ValueError("split_trajs=True requires track_traj_ids=True: batches are split by their trajectory ids")
         if self.adds and (self.postproc is not None or self.split_trajs):
             raise TypeError(
                 "postproc and split_trajs need whole batches, but extend_buffer=False adds frame by frame: leave "
@@ -191,9 +190,9 @@ class RolloutArguments:
             )
         self.frames_per_batch = whole("frames_per_batch", self.frames_per_batch, 1)
         total = frames_or_none("total_frames", self.total_frames)
-        self.total_frames = math.inf if total is None or total < 0 else total
-        self.init_random_frames = max(0, frames_or_none("init_random_frames", self.init_random_frames) or 0)
-        self.max_frames_per_traj = max(0, frames_or_none("max_frames_per_traj", self.max_frames_per_traj) or 0)
+        self.total_frames = math.inf if total is None else total
+        self.init_random_frames = frames_or_none("init_random_frames", self.init_random_frames) or 0
+        self.max_frames_per_traj = frames_or_none("max_frames_per_traj", self.max_frames_per_traj) or 0
         if self.max_lag is not None:
             self.max_lag = whole("max_lag", self.max_lag, 0)
         self.split_trajs = bool(self.split_trajs)
@@ -234,6 +233,16 @@ class RolloutArguments:
                     f"{name} ({frames}) is not divisible by frames_per_batch ({batch})",
                     math.ceil(frames / batch) * batch,
                 )
+
+
+def spread_factories(create_env_fn: Any, num_collectors: int | None) -> list[Any]:
+    """One factory per collector, of a list of them or of one for so many (None: for one). Raises TypeError,
+    ValueError."""
+    if not is_list(create_env_fn):
+        return [create_env_fn] * (1 if num_collectors is None else whole("num_collectors", num_collectors, 1))
+    if num_collectors not in (None, len(create_env_fn)):
+        raise ValueError(f"num_collectors={num_collectors}, but create_env_fn is a list of {len(create_env_fn)}")
+    return list(create_env_fn)
 
 
 def check_factories(create_env_fn: Any, num_workers: int | None) -> list[Any]:
@@ -289,11 +298,6 @@ def each(name: str, value: Any, count: int) -> list[Any]:
     values = list(value) if is_list(value) else [value] * count
     check_count(name, values, count)
     return values
-
-
-def spread(devices: Mapping[str, Devices], count: int) -> Iterator[tuple[Any, ...]]:
-    """The devices of each worker in turn. Raises ValueError: a list of another length."""
-    return zip(*(each(name, value, count) for name, value in devices.items()), strict=True)
 
 
 def check_devices(devices: Mapping[str, Device | None]) -> None:

@@ -121,7 +121,12 @@ class BaseCollector(WeightsAPI, InspectionAPI, Lifetime, IterableDataset[TensorD
     begun. It is an iterable data set: ``torch.utils.data.DataLoader(collector, batch_size=None, collate_fn=lambda
     batch: batch)`` hands out the same batches."""
 
-    replay_buffer: Any = None
+    _arguments: Any  # those that any collector has, and others
+    total_frames = _part("_arguments.total_frames")
+    init_random_frames = _part("_arguments.init_random_frames")
+    split_trajs = _part("_arguments.split_trajs")
+    postproc = _part("_arguments.postproc")
+    replay_buffer = _part("_arguments.replay_buffer")
     _counts_frames = True  # False: a batch is of trajectories, however many frames they have
 
     def __init__(
@@ -148,10 +153,6 @@ class BaseCollector(WeightsAPI, InspectionAPI, Lifetime, IterableDataset[TensorD
     def iterator(self) -> Iterator[TensorDictBase | None]:
         """Batches until ``total_frames`` are reached; None for each where they go to a replay buffer."""
 
-    @abstractmethod
-    async def _next_async(self) -> TensorDictBase | None:
-        """The next of the same batches; cancelling loses none. Raises StopAsyncIteration at the end."""
-
     def __iter__(self) -> Iterator[TensorDictBase | None]:
         return self.iterator()
 
@@ -176,8 +177,9 @@ class BaseCollector(WeightsAPI, InspectionAPI, Lifetime, IterableDataset[TensorD
     def __aiter__(self) -> AsyncIterator[TensorDictBase | None]:
         return self
 
+    @abstractmethod
     async def __anext__(self) -> TensorDictBase | None:
-        return await self._next_async()
+        """The next of the same batches; cancelling loses none. Raises StopAsyncIteration at the end."""
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -216,13 +218,13 @@ class BaseCollector(WeightsAPI, InspectionAPI, Lifetime, IterableDataset[TensorD
         self._check_open()
         self._set_free()
 
+    @abstractmethod
     def _set_free(self) -> None:
         """Collect in the background, unless that runs."""
-        raise NotImplementedError(f"{type(self).__name__} does not collect in the background: iterate over it instead")
 
+    @abstractmethod
     def is_running(self) -> bool:
         """Whether it collects in the background."""
-        return False
 
     def _raise_free_error(self) -> None:
         """Raise what ended collection in the background, once."""
@@ -230,9 +232,9 @@ class BaseCollector(WeightsAPI, InspectionAPI, Lifetime, IterableDataset[TensorD
         if error is not None:
             raise error
 
+    @abstractmethod
     def pause(self) -> Pause:
         """A block, ``with`` or ``async with``, in which the collector does not step."""
-        raise NotImplementedError(f"{type(self).__name__} does not collect in the background, so it cannot pause")
 
     def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
         """End a collector that was started with :meth:`start`; as :meth:`shutdown`."""
@@ -247,6 +249,7 @@ class BaseCollector(WeightsAPI, InspectionAPI, Lifetime, IterableDataset[TensorD
 
     @pre_collect_hook.setter
     def pre_collect_hook(self, hook: PreHook | None) -> None:
+        self._set_in_workers("pre_hook", hook)
         self._pre_collect_hook = hook
 
     @property
@@ -257,7 +260,11 @@ class BaseCollector(WeightsAPI, InspectionAPI, Lifetime, IterableDataset[TensorD
 
     @post_collect_hook.setter
     def post_collect_hook(self, hook: PostHook | None) -> None:
+        self._set_in_workers("post_hook", hook)
         self._post_collect_hook = hook
+
+    def _set_in_workers(self, name: str, hook: Callable[..., None] | None) -> None:
+        """Have the workers, if there are any, call this hook."""
 
     def set_post_collect_hook(self, hook: PostHook | None) -> None:
         """Set :attr:`post_collect_hook`: for callers that can call methods only, such as those of a remote actor."""
@@ -283,30 +290,30 @@ class BaseCollector(WeightsAPI, InspectionAPI, Lifetime, IterableDataset[TensorD
     def worker_idx(self, worker_idx: int | None) -> None:
         self._worker_idx = worker_idx
 
-    # Whoever runs a collector as a worker calls these. A collector that overrides none of them cannot be one.
+    # Whoever runs a collector as a worker calls these.
 
+    @abstractmethod
     def _attach(self, signals: Signals, sink: Callable[[Any], TensorDictBase | None]) -> None:
         """Become a worker that heeds these signals. ``sink`` returns memory for a batch of a
         :class:`~asyncsync.collectors.batch_layout.BatchLayout`; None: the collector uses its own."""
-        raise NotImplementedError(f"{type(self).__name__} cannot be a worker of another collector")
 
     def _follow(self, place: Any, index: int, newest: Callable[[], int] | None) -> None:
         """Have ``max_lag`` compare with the newest version published for this collector, which its own workers read as
         number ``index`` at ``place``, and this process by ``newest``. None: there is none to read."""
         self._weights.newest_above = newest
 
+    @abstractmethod
     def _rollout_for_parent(self, random: bool | None, writes: bool) -> tuple[TensorDictBase | None, int]:
         """One rollout before ``split_trajs`` and ``postproc``, and its number of frames. ``random``: without the
         policy; ``writes``: the frames go to the replay buffer, and there is no batch."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _interrupt(self, timeout: float, close_env: bool) -> None:
         """End, from another thread, what this collector waits for beside its own steps."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _policy_devices(self) -> set[torch.device]:
         """The devices on which its policies act."""
-        raise NotImplementedError
 
     def _batch_dims(self) -> int | None:
         """How many batch dimensions its environment has; None: it has none of its own."""

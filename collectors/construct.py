@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from asyncsync.arguments import refuse_unknown
-from asyncsync.collectors.arguments import is_list, whole
+from asyncsync.collectors.arguments import spread_factories, whole
 
 FAMILIES: dict[str, Callable[..., Any]] = {}
 """What makes a collector, by the names of families: "sync" and "async" step environments in processes of this host, and
@@ -82,11 +82,8 @@ def by_backend(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], *, subc
     if not args and "create_env_fn" not in kwargs:
         raise TypeError("Collector() is missing create_env_fn: pass what makes an environment")
     factories, *others = args if args else (kwargs.pop("create_env_fn"),)
-    if not is_list(factories):
-        factories = [factories] * (count or 1)
-    elif count not in (None, len(factories)):
-        raise ValueError(f"num_collectors={count}, but create_env_fn is a list of {len(factories)}")
-    return partial(FAMILIES[backend], list(factories), *others, sync=bool(sync), **options, **kwargs)
+    factories = spread_factories(factories, count)
+    return partial(FAMILIES[backend], factories, *others, sync=bool(sync), **options, **kwargs)
 
 
 def _options(given: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:

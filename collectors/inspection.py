@@ -11,10 +11,12 @@ follow TorchRL's collectors.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from asyncsync.collectors.arguments import given_arguments
 from asyncsync.collectors.profiling import ProfileConfig
 from asyncsync.schemes.sources import follow
 
@@ -36,7 +38,7 @@ def as_calls(
     return [(tuple(one), dict(other)) for one, other in zip(args, kwargs, strict=True)]
 
 
-class InspectionAPI:
+class InspectionAPI(ABC):
     """A part of :class:`asyncsync.collectors.base.BaseCollector`."""
 
     policy: Any
@@ -190,18 +192,8 @@ class InspectionAPI:
             OSError: the trace's directory cannot be made.
             ClosedError: after :meth:`shutdown`.
         """
-        config = ProfileConfig(
-            workers=[0] if workers is None else list(workers),
-            num_rollouts=num_rollouts,
-            warmup_rollouts=warmup_rollouts,
-            save_path=save_path,
-            activities=["cpu", "cuda"] if activities is None else list(activities),
-            record_shapes=record_shapes,
-            profile_memory=profile_memory,
-            with_stack=with_stack,
-            with_flops=with_flops,
-            on_trace_ready=on_trace_ready,
-        )
+        given = given_arguments(locals())
+        config = ProfileConfig(**{name: value for name, value in given.items() if value is not None})
         self._profile(config, "")
         self._profile_config = config
 
@@ -216,6 +208,6 @@ class InspectionAPI:
         """What :meth:`enable_profile` was told; None: nothing, or :meth:`disable_profile` came after it."""
         return self._profile_config
 
+    @abstractmethod
     def _profile(self, config: ProfileConfig | None, name: str) -> None:
         """Record the rollouts that follow, of the worker of this name ("": this is none); None: no more of them."""
-        raise NotImplementedError(f"{type(self).__name__} cannot be profiled")

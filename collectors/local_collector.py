@@ -17,6 +17,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import nn
 
+from asyncsync.collectors.arguments import RolloutArguments
 from asyncsync.collectors.base import SHUTDOWN_SECONDS, BaseCollector, Pause, Signals, _part, logged_unless
 from asyncsync.collectors.envs import environment as environments
 from asyncsync.collectors.profiling import ProfileConfig
@@ -36,6 +37,7 @@ class LocalCollector(BaseCollector):
     """A collector that steps its environment itself; a subclass makes its parts."""
 
     policy: nn.Module
+    _arguments: RolloutArguments
     _free: threading.Thread | None  # collects in the background
     _lock: RolloutLock
     _rollouts: Rollouts
@@ -48,24 +50,19 @@ class LocalCollector(BaseCollector):
     policy_device = _part("_rollouts.devices.policy")
     env_device = _part("_rollouts.devices.env")
     no_cuda_sync = _part("_rollouts.devices.no_cuda_sync")
-    frames_per_batch = _part("_rollouts.arguments.steps", "Steps of the environment in a rollout.")
-    requested_frames_per_batch = _part("_rollouts.arguments.requested_frames_per_batch", "Frames of a rollout.")
-    total_frames = _part("_rollouts.arguments.total_frames")
-    init_random_frames = _part("_rollouts.arguments.init_random_frames")
-    max_frames_per_traj = _part("_rollouts.arguments.max_frames_per_traj")
-    reset_at_each_iter = _part("_rollouts.arguments.reset_at_each_iter")
-    postproc = _part("_rollouts.arguments.postproc")
-    split_trajs = _part("_rollouts.arguments.split_trajs")
-    track_traj_ids = _part("_rollouts.arguments.track_traj_ids")
-    exploration_type = _part("_rollouts.arguments.exploration_type")
-    set_truncated = _part("_rollouts.arguments.set_truncated")
-    replay_buffer = _part("_rollouts.arguments.replay_buffer")
-    extend_buffer = _part("_rollouts.arguments.extend_buffer")
-    max_lag = _part("_rollouts.arguments.max_lag")
+    frames_per_batch = _part("_arguments.steps", "Steps of the environment in a rollout.")
+    requested_frames_per_batch = _part("_arguments.requested_frames_per_batch", "Frames of a rollout.")
+    max_frames_per_traj = _part("_arguments.max_frames_per_traj")
+    reset_at_each_iter = _part("_arguments.reset_at_each_iter")
+    track_traj_ids = _part("_arguments.track_traj_ids")
+    exploration_type = _part("_arguments.exploration_type")
+    set_truncated = _part("_arguments.set_truncated")
+    extend_buffer = _part("_arguments.extend_buffer")
+    max_lag = _part("_arguments.max_lag")
     _collected = _part("_rollouts.frames")
     _iter = _part("_iteration.count")
-    compact_obs = _part("_rollouts.arguments.compact_obs")
-    interruptor = _part("_rollouts.arguments.interruptor")
+    compact_obs = _part("_arguments.compact_obs")
+    interruptor = _part("_arguments.interruptor")
 
     # -- rollouts -----------------------------------------------------------------------------------------------------
 
@@ -85,10 +82,9 @@ class LocalCollector(BaseCollector):
         return self._iteration.rollout()
 
     def iterator(self) -> Iterator[TensorDictBase | None]:
-        """Batches until ``total_frames`` are reached; None for each that went to the replay buffer."""
         return self._iteration.iterator()
 
-    async def _next_async(self) -> TensorDictBase | None:
+    async def __anext__(self) -> TensorDictBase | None:
         return await self._iteration.next_async()
 
     def _set_free(self) -> None:

@@ -57,6 +57,7 @@ class ProfileConfig:
     on_trace_ready: Callable[[Any], None] | None = None
 
     def __post_init__(self) -> None:
+        self.workers, self.activities = list(self.workers), list(self.activities)
         if self.warmup_rollouts < 0:
             raise ValueError(f"warmup_rollouts must be at least 0, not {self.warmup_rollouts}")
         if self.num_rollouts <= self.warmup_rollouts:

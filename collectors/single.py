@@ -12,6 +12,7 @@ Names, defaults and behaviour follow TorchRL's "Collector Internals" and "RPCCol
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import Any
 
 from tensordict.nn import InteractionType
@@ -25,6 +26,7 @@ from asyncsync.collectors.arguments import (
     check_policy,
     check_policy_factory,
     check_schemes,
+    given_arguments,
 )
 from asyncsync.collectors.base import PostHook, PreHook
 from asyncsync.collectors.construct import Chooses, by_backend
@@ -180,29 +182,17 @@ class Collector(LocalCollector, metaclass=Chooses):
         num_collectors: int | None = None,
         sync: bool | None = None,
     ) -> None:
+        given = given_arguments(locals())
         super().__init__(pre_collect_hook=pre_collect_hook, post_collect_hook=post_collect_hook, worker_idx=worker_idx)
         if policy is not None and policy_factory is not None:
             raise TypeError("policy and policy_factory exclude each other: pass one of them")
-        arguments = RolloutArguments(
-            frames_per_batch=frames_per_batch, total_frames=total_frames, init_random_frames=init_random_frames,
-            max_frames_per_traj=max_frames_per_traj, reset_at_each_iter=reset_at_each_iter, postproc=postproc,
-            split_trajs=split_trajs, track_traj_ids=track_traj_ids, exploration_type=exploration_type,
-            set_truncated=set_truncated, replay_buffer=replay_buffer, extend_buffer=extend_buffer, max_lag=max_lag,
-            compact_obs=compact_obs, track_policy_version=track_policy_version, interruptor=interruptor,
-        )  # fmt: skip
-        trajectories = check_trajectories(
-            trajs_per_batch, trajs_per_write, traj_format,
-            replay_buffer=replay_buffer, extend_buffer=extend_buffer, split_trajs=split_trajs,
-            track_traj_ids=track_traj_ids, reset_at_each_iter=reset_at_each_iter,
-        )  # fmt: skip
-        check_accepted(
-            reset_when_done=reset_when_done, cudagraph_policy=cudagraph_policy, use_buffers=use_buffers,
-            local_init_rb=local_init_rb, return_same_td=return_same_td, replay_buffer=replay_buffer,
-        )  # fmt: skip
+        of_rollouts = {each.name for each in fields(RolloutArguments) if each.init}
+        self._arguments = arguments = RolloutArguments(**{name: given[name] for name in of_rollouts})
+        trajectories = check_trajectories(**given)
+        check_accepted(**given)
         check_policy(policy)
         check_policy_factory("policy_factory", policy_factory)
-        check_schemes("weight_sync_schemes", weight_sync_schemes)
-        check_schemes("weight_recv_schemes", weight_recv_schemes)
+        check_schemes(weight_sync_schemes=weight_sync_schemes, weight_recv_schemes=weight_recv_schemes)
         devices = {"device": device, "storing_device": storing_device}
         check_devices(devices | {"policy_device": policy_device, "env_device": env_device})
         self._counts_frames = trajectories is None or replay_buffer is not None

@@ -25,14 +25,20 @@ from asyncsync.collectors.trajectories import FLAGS, Key, padded
 IDS = ("collector", "traj_ids")
 MASK = ("collector", "mask")
 
+REMEMBERED = 10_000
+"""Rollouts that a trajectory of which frames are missing is remembered for after the last one that had steps of it: a
+reset may have ended it, or its worker is so much slower than the others."""
+
 
 class _State(NamedTuple):
     """Trajectories: the pieces of those that have begun, by identifier; those that have ended; and the identifiers of
-    those of which frames are missing."""
+    those of which frames are missing, each with the last rollout that may have had steps of it. ``taken`` counts
+    rollouts."""
 
     begun: dict[int, list[TensorDictBase]]
     ended: list[TensorDictBase]
-    broken: frozenset[int]
+    broken: dict[int, int]
+    taken: int
 
 
 class WholeTrajectories:
@@ -52,7 +58,7 @@ class WholeTrajectories:
         self._is_padded = is_padded
         self._ends_early = ends_early
         self._lock = threading.Lock()
-        self._state = _State({}, [], frozenset())
+        self._state = _State({}, [], {}, 0)
 
     def take(self, rollout: TensorDictBase) -> None:
         """Copy the frames of a rollout, time last. Those whose identifier is negative are padding.
@@ -62,11 +68,13 @@ class WholeTrajectories:
         """
         found = sorted(_pieces(rollout), key=lambda piece: piece[0])
         with self._lock:
-            begun, ended, broken = dict(self._state.begun), list(self._state.ended), set(self._state.broken)
+            begun, ended, taken = dict(self._state.begun), list(self._state.ended), self._state.taken + 1
+            broken = {n: last for n, last in self._state.broken.items() if last >= taken - REMEMBERED}
             for number, piece in found:
                 is_over = _ends(piece)
-                if number in broken:
-                    broken -= {number} if is_over else set()
+                if broken.pop(number, None) is not None:
+                    if not is_over:
+                        broken[number] = taken
                     continue
                 pieces = [*begun.pop(number, ()), piece]
                 if is_over:
@@ -74,7 +82,7 @@ class WholeTrajectories:
                 else:
                     begun[number] = pieces
             # At once: an interruption leaves all of the rollout, or nothing.
-            self._state = _State({} if self._ends_early else begun, ended, frozenset(broken))
+            self._state = _State({} if self._ends_early else begun, ended, broken, taken)
 
     @property
     def is_ready(self) -> bool:
@@ -98,7 +106,7 @@ class WholeTrajectories:
     def break_off(self, numbers: Iterable[int]) -> None:
         """Leave out the trajectories with these identifiers: some of their frames will not come."""
         with self._lock:
-            broken = self._state.broken.union(numbers)
+            broken = self._state.broken | dict.fromkeys(numbers, self._state.taken)
             begun = {number: pieces for number, pieces in self._state.begun.items() if number not in broken}
             self._state = self._state._replace(begun=begun, broken=broken)
 
@@ -118,20 +126,23 @@ class WholeTrajectories:
 
 
 def check_trajectories(
+    *,
     trajs_per_batch: Any,
     trajs_per_write: Any,
     traj_format: Any,
-    *,
     replay_buffer: Any,
     extend_buffer: bool,
     split_trajs: bool | None,
     track_traj_ids: bool,
     reset_at_each_iter: bool,
+    **others: Any,
 ) -> WholeTrajectories | None:
-    """What puts trajectories together for a collector with these arguments; None: nothing does. Raises TypeError,
-    ValueError: arguments that exclude each other."""
+    """What puts trajectories together for a collector with these arguments, all of its constructor's; None: nothing
+    does. Raises TypeError, ValueError: arguments that exclude each other."""
     if traj_format not in (None, "padded", "cat"):
         raise ValueError(f"traj_format must be 'padded' or 'cat', not {traj_format!r}")
+    if split_trajs and not track_traj_ids:
+        raise ValueError("split_trajs=True requires track_traj_ids=True: batches are split by their trajectory ids")
     if trajs_per_batch is None:
         if traj_format == "cat" or trajs_per_write is not None:
             name = "trajs_per_write" if trajs_per_write is not None else "traj_format"

@@ -266,4 +266,6 @@ def test_an_interrupted_update_is_done_again_before_anybody_reads() -> None:
 
 
 def test_what_a_subclass_must_have() -> None:
-    assert BaseCollector.__abstractmethods__ == {"iterator", "_next_async", "shutdown"}
+    iterating = {"iterator", "__anext__", "_set_free", "is_running", "pause", "shutdown", "_profile"}
+    as_a_worker = {"_attach", "_rollout_for_parent", "_interrupt", "_policy_devices"}
+    assert BaseCollector.__abstractmethods__ == iterating | as_a_worker

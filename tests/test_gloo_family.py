@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from asyncsync.collectors.distributed.gloo_family import _NODE, GlooFamily, Line
-from asyncsync.collectors.distributed.launched_family import Meeting
+from asyncsync.collectors.distributed.launched_family import Meeting, as_tensors
 from asyncsync.collectors.distributed.launchers import Launcher, Program, WhenEnded
 from asyncsync.collectors.distributed.node import Answer, where
-from asyncsync.collectors.distributed.tensor_parcels import as_tensors
 from asyncsync.errors import PeerLost
 from asyncsync.transports import pairs
 from asyncsync.transports.pairs import Pair

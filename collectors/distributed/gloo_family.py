@@ -19,10 +19,18 @@ from typing import Any
 
 import torch
 
-from asyncsync.collectors.distributed.launched_family import LOOK_SECONDS, LaunchedFamily, Meeting, watch
+from asyncsync.collectors.distributed.launched_family import (
+    LOOK_SECONDS,
+    LaunchedFamily,
+    Meeting,
+    as_tensor,
+    as_tensors,
+    empty,
+    from_tensors,
+    watch,
+)
 from asyncsync.collectors.distributed.launchers import Program
 from asyncsync.collectors.distributed.node import Answer, Command, Node, where
-from asyncsync.collectors.distributed.tensor_parcels import as_tensor, as_tensors, empty, from_tensors
 from asyncsync.errors import PeerLost, ProtocolError
 from asyncsync.net.address import address_towards
 from asyncsync.transports.pairs import Pair

@@ -15,15 +15,17 @@ from abc import abstractmethod
 from concurrent.futures import Future, InvalidStateError
 from typing import Any, NamedTuple
 
+import torch
 from tensordict import TensorDictBase
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from asyncsync.collectors.distributed.family import NodeFamily
 from asyncsync.collectors.distributed.launchers import Launcher, Program, check_launcher, make_launcher
 from asyncsync.collectors.distributed.node import Node
-from asyncsync.collectors.workers.channel import loads
+from asyncsync.collectors.workers.channel import Parcel, loads
 from asyncsync.errors import NotConnected, PeerLost
 from asyncsync.transports.store import OwnStore, connect
+from asyncsync.weights.copying import normal_tensors
 
 DEFAULT_PORT = 10003
 WATCH_SECONDS, LOOK_SECONDS = 0.5, 0.05
@@ -131,6 +133,37 @@ def _store_at(address: str, port: int | None) -> OwnStore:
         return OwnStore(address, DEFAULT_PORT)
     except NotConnected:  # another collector's
         return OwnStore(address)
+
+
+# -- values as tensors of bytes, which gloo and RPC carry -------------------------------------------------------------
+
+
+def as_tensors(value: Any) -> list[torch.Tensor]:
+    """For :func:`from_tensors`, at the other end. Raises whatever pickling the value raises."""
+    parcel = Parcel.of(value)
+    return [as_tensor(parcel.pickled), *(as_tensor(buffer.raw()) for buffer in parcel.buffers)]
+
+
+def from_tensors(parts: list[torch.Tensor]) -> Any:
+    """The value; its memory is that of the tensors."""
+    pickled, *memory = (part.numpy() for part in parts)
+    return loads(Parcel(pickled, memory))
+
+
+def as_tensor(data: Any) -> torch.Tensor:
+    """Bytes, copied where they cannot be written."""
+    memory = memoryview(data)
+    with normal_tensors():
+        return torch.frombuffer(bytearray(memory) if memory.readonly else memory, dtype=torch.uint8)
+
+
+def empty(size: int) -> torch.Tensor:
+    """Memory for so many bytes."""
+    with normal_tensors():
+        return torch.empty(size, dtype=torch.uint8, device="cpu")
+
+
+# -- in a node's program -----------------------------------------------------------------------------------------------
 
 
 def watch(node: Node, store: Any) -> None:

@@ -103,7 +103,7 @@ class SubmititLauncher(Launcher):
     Raises ImportError: submitit is not installed.
     """
 
-    def __init__(self, options: Mapping[str, Any]) -> None:
+    def __init__(self, **options: Any) -> None:
         try:
             submitit = importlib.import_module("submitit")
         except ImportError as error:
@@ -111,11 +111,9 @@ class SubmititLauncher(Launcher):
                 "launcher='submitit' needs submitit, which is not installed: pip install 'asyncsync[slurm]', or "
                 "pass launcher='mp' for processes of this host"
             ) from error
-        given = dict(options)
-        self._executor = submitit.AutoExecutor(
-            folder=given.pop("folder", "submitit_logs"), cluster=given.pop("cluster", None)
-        )
-        self._executor.update_parameters(**given)
+        folder, cluster = options.pop("folder", "submitit_logs"), options.pop("cluster", None)
+        self._executor = submitit.AutoExecutor(folder=folder, cluster=cluster)
+        self._executor.update_parameters(**options)
         self._jobs: dict[int, Any] = {}
         self.address = own_address()
 
@@ -197,7 +195,7 @@ def _store_of_ranks() -> tuple[Any, int]:
     return store, int(rank)
 
 
-LAUNCHERS = ("submitit", "mp", "torchrun")
+LAUNCHERS: dict[str, type[Launcher]] = {"submitit": SubmititLauncher, "mp": ProcessLauncher, "torchrun": RankLauncher}
 
 
 def check_launcher(name: Any, slurm_kwargs: Any) -> None:
@@ -212,6 +210,4 @@ def check_launcher(name: Any, slurm_kwargs: Any) -> None:
 
 def make_launcher(name: str, slurm_kwargs: Mapping[str, Any] | None) -> Launcher:
     """The launcher of this name. Raises ImportError, RuntimeError: what it needs is not there."""
-    if name == "mp":
-        return ProcessLauncher()
-    return SubmititLauncher(slurm_kwargs or {}) if name == "submitit" else RankLauncher()
+    return LAUNCHERS[name](**(slurm_kwargs or {}))

@@ -36,7 +36,7 @@ from asyncsync.collectors.workers.batch_writer import BatchWriter
 from asyncsync.collectors.workers.channel import Parcel, loads
 from asyncsync.collectors.workers.control_page import ControlPage, SharedPool
 from asyncsync.collectors.workers.failures import Failure
-from asyncsync.collectors.workers.group import RolloutRequest
+from asyncsync.collectors.workers.group import RolloutRequest, WorkerInfo
 from asyncsync.collectors.workers.main import seed_apart
 from asyncsync.collectors.workers.rollout_worker import RolloutWorker, Stopped
 from asyncsync.errors import ClosedError
@@ -53,9 +53,6 @@ PAUSE_SECONDS = 60.0
 
 STEP_SECONDS = 0.05
 """How long a node that is to end steps on before what else it may wait for is ended."""
-
-WHILE_PAUSED = ("state", "read")
-"""Calls that need no end of a rollout."""
 
 
 class Wishes(NamedTuple):
@@ -109,7 +106,7 @@ class Node:
         self._next = 0  # the number of the command that comes next
         self._number = 0  # of the wishes that hold
         self._is_busy = self._stands_still = False
-        self._worker: RolloutWorker | None = None
+        self._worker = RolloutWorker(rank, self._page, BatchWriter(), self._stand_still, lambda: None)
         threading.Thread(target=self._run, name="asyncsync-node", daemon=True).start()
 
     # -- from any thread ----------------------------------------------------------------------------------------------
@@ -149,7 +146,7 @@ class Node:
     @property
     def collector(self) -> Any:
         """The collector. Raises RuntimeError: it has not been built."""
-        if self._worker is None:
+        if self._worker.collector is None:
             raise RuntimeError("this node has no collector yet")
         return self._worker.collector
 
@@ -184,7 +181,7 @@ class Node:
     def _has_ended(self, seconds: float) -> bool:
         """Whether the node ends within this time."""
         deadline = time.monotonic() + seconds
-        if self._worker is not None and not self.ended.wait(min(STEP_SECONDS, seconds)):
+        if not self.ended.wait(min(STEP_SECONDS, seconds)):
             self._worker.interrupt(max(0.0, deadline - time.monotonic()))
         return self.ended.wait(max(0.0, deadline - time.monotonic()))
 
@@ -213,7 +210,7 @@ class Node:
         """Carry out one command. Raises Stopped: the trainer wants the end, or the user's code has failed."""
         kind, *rest = command
         try:
-            answer = getattr(self, f"_{kind}")(*rest)
+            value = getattr(self, f"_{kind}")(*rest)
         except Stopped:
             future.set_result(_over())
             raise
@@ -222,40 +219,31 @@ class Node:
             if kind != "call" or not isinstance(error, Exception):
                 raise Stopped from None
         else:
-            future.set_result(answer)
+            future.set_result(value if isinstance(value, Answer) else Answer(None, value))
 
-    def _build(self, count: int, specification: bytes, common: bytes, first: int) -> Answer:
+    def _build(self, count: int, specification: bytes, common: bytes, first: int) -> WorkerInfo:
         seed_apart()
         given = loads(specification)
         replay_buffer, schemes = loads(common)
         if isinstance(given.arguments.get("traj_pool"), PoolOfNode):
             given.arguments["traj_pool"] = pool = StridedPool(SharedPool(self._page), self.rank, count)
             pool._advance(0, first)
-        self._worker = RolloutWorker(self.rank, self._page, BatchWriter(), self._stand_still, lambda: None)
-        return Answer(None, self._worker.build(given, replay_buffer, schemes))
+        return self._worker.build(given, replay_buffer, schemes)
 
-    def _connect(self) -> Answer:
-        assert self._worker is not None
+    def _connect(self) -> None:
         self._worker.connect()
-        return Answer(None)
 
     def _rollout(self, serial: int, random: bool, wishes: Wishes) -> Answer:
-        assert self._worker is not None
         self._heed(wishes)
         done = self._worker.rollout(RolloutRequest(serial, random, None))
         value = (serial, done.steps, done.frames)
         return Answer(None, value, None if done.payload is None else Parcel.of(done.payload))
 
-    def _call(self, name: str, arguments: bytes) -> Answer:
-        if self._stands_still and name not in WHILE_PAUSED:
-            raise RuntimeError(f"a paused collector is in the middle of a rollout: {name} needs its end")
-        assert self._worker is not None
-        return Answer(None, Parcel.of(self._worker.call(name, *loads(arguments))))
+    def _call(self, name: str, arguments: bytes) -> Parcel:
+        return Parcel.of(self._worker.call(name, *loads(arguments)))
 
-    def _follow(self, root: Any, index: int) -> Answer:
-        assert self._worker is not None
+    def _follow(self, root: Any, index: int) -> None:
         self._worker.follow(root, index)
-        return Answer(None)
 
     def _stand_still(self) -> None:
         """Between two steps, until the trainer goes on; carries out calls meanwhile."""
@@ -277,8 +265,7 @@ class Node:
     def _close(self) -> None:
         self._page.stop(self._page.closes_env)
         try:
-            if self._worker is not None:
-                self._worker.close()
+            self._worker.close()
         except Exception:
             logger.exception("a node's collector could not be shut down")
         finally:

@@ -10,20 +10,20 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from asyncsync.collectors.arguments import check_schemes, each, frames_or_none, is_list, warn_rounding, whole
+from asyncsync.collectors.arguments import check_schemes, each, frames_or_none, is_list, whole
 from asyncsync.collectors.base import BaseCollector
 from asyncsync.collectors.distributed.family import NodeFamily
+from asyncsync.collectors.distributed.launched_family import LaunchedFamily
 from asyncsync.collectors.distributed.node_group import NodeGroup
 from asyncsync.collectors.multi.collector import MultiCollector
-from asyncsync.collectors.multi.driver import Driver
 from asyncsync.collectors.multi.multi_async import AsyncDriver, MultiAsyncCollector
 from asyncsync.collectors.multi.multi_sync import MultiSyncCollector, SyncDriver
 from asyncsync.collectors.single import Collector
 from asyncsync.schemes.remote_calls import RemoteCallCore
+from asyncsync.schemes.torch_distributed import check_backend
 
 CLASSES: dict[str, type[BaseCollector]] = {
     "single": Collector,
@@ -67,7 +67,7 @@ class NodeCollector(MultiCollector):
         if not isinstance(sync, bool):
             raise TypeError(f"sync must be True or False, not {sync!r}")
         total, frames = frames_or_none("total_frames", total_frames), whole("frames_per_batch", frames_per_batch, 1)
-        if total is not None and total > 0 and total % frames:
+        if total is not None and total % frames:
             raise ValueError(
                 f"total_frames={total} is not divisible by frames_per_batch={frames}: pass total_frames="
                 f"{total - total % frames} or {total - total % frames + frames}, or -1 for a collector without end"
@@ -83,7 +83,7 @@ class NodeCollector(MultiCollector):
                 "collector_class='sync' or 'async' too"
             )
         schemes = arguments["weight_sync_schemes"]
-        check_schemes("weight_sync_schemes", schemes)
+        check_schemes(weight_sync_schemes=schemes)
         for model_id, scheme in (schemes or {}).items():
             if isinstance(scheme, RemoteCallCore) and not isinstance(scheme, self.called_schemes):
                 raise ValueError(
@@ -91,6 +91,7 @@ class NodeCollector(MultiCollector):
                     f"{type(self).__name__}: leave it out, or pass a DistributedWeightSyncScheme"
                 )
         self.sync = sync
+        self._driver_class = SyncDriver if sync else AsyncDriver
         self._connect_timeout = connect_timeout
         self._nodes = nodes
         self._kwargs = each("collector_kwargs", {} if collector_kwargs is None else collector_kwargs, len(factories))
@@ -123,24 +124,37 @@ class NodeCollector(MultiCollector):
     def _with_options(self, worker: int, arguments: dict[str, Any]) -> dict[str, Any]:
         return arguments | dict(self._kwargs[worker])
 
-    # -- the schedule -------------------------------------------------------------------------------------------------
 
-    def _driver_class(self, *arguments: Any) -> Driver:
-        return SyncDriver(*arguments, dim=None, threshold=1.0) if self.sync else AsyncDriver(*arguments)
+class LaunchedCollector(NodeCollector):
+    """A collector whose nodes a launcher starts; ``family`` makes them of launcher, its options, and port."""
 
-    def _frames_of_batch(self, frames: list[int]) -> int:
-        return sum(frames) if self.sync else max(frames)
+    backend: str
 
-    def _split(self, frames: int) -> list[int]:
-        if not self.sync:
-            return [frames] * self.num_workers
-        share = math.ceil(frames / self.num_workers)
-        if frames % self.num_workers:
-            warn_rounding(
-                f"frames_per_batch ({frames}) is not exactly divisible by the number of nodes ({self.num_workers})",
-                share * self.num_workers,
-            )
-        return [share] * self.num_workers
+    def __init__(
+        self,
+        family: Callable[[str, Any, int | None], LaunchedFamily],
+        *,
+        launcher: str,
+        slurm_kwargs: Any,
+        tcp_port: int | str | None,
+        backend: str,
+        **arguments: Any,
+    ) -> None:
+        check_backend(backend)
+        self.backend = backend
+        super().__init__(family(launcher, slurm_kwargs, _port_of(tcp_port)), **arguments)
+
+
+def _port_of(tcp_port: Any) -> int | None:
+    """The port, which may be a string. Raises TypeError, ValueError."""
+    if isinstance(tcp_port, str):
+        if not tcp_port.isdecimal():
+            raise ValueError(f"tcp_port must be a port's number, not {tcp_port!r}")
+        tcp_port = int(tcp_port)
+    port = None if tcp_port is None else whole("tcp_port", tcp_port, 1)
+    if port is not None and port > 65535:
+        raise ValueError(f"tcp_port must be at most 65535, not {port}")
+    return port
 
 
 def _class_of(given: str | Callable[..., BaseCollector]) -> Callable[..., BaseCollector]:

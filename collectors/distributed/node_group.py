@@ -22,7 +22,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -164,13 +163,8 @@ class NodeGroup(WorkerGroup):
     def _answered(self, rank: int, then: Callable[[Answer], object], fatal: bool, answer: Answer) -> None:
         if answer.failure is None or not fatal:
             then(answer)
-        elif self.failure is None and not self.ending:
-            self._fail(answer.failure.error(self.nodes.name(rank)))
-        elif not self.ending:  # most often the same mistake, which the first one's error shows in full
-            one = answer.failure.described
-            logger.warning(
-                "%s has failed as well: %s: %.200s", self.nodes.name(rank), one.type_name, one.remote_message
-            )
+        elif not self.ending:
+            self._failed(self.nodes.name(rank), answer.failure)
 
     def _lose(self, rank: int, incarnation: int, error: BaseException) -> None:
         """A node is lost, unless that one was launched again meanwhile."""
@@ -362,24 +356,7 @@ class NodeGroup(WorkerGroup):
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
-    async def _shutdown(self, timeout: float, close_env: bool = True) -> None:
-        is_first, self.ending = not self.ending, True
-        self._notify()
-        deadline = time.monotonic() + timeout
-        try:
-            if not is_first:
-                await self._happens(lambda: self.is_over, timeout)
-            else:
-                await self._end(timeout, close_env)
-        finally:
-            for rank in [*self._late]:
-                self._not_late(rank)
-            if not self.is_over:
-                await elsewhere("asyncsync-nodes-end", partial(self.nodes.end, len(self._builds), deadline))
-                self._is_closed()
-
     async def _end(self, timeout: float, close_env: bool) -> None:
-        """Have the nodes end by themselves."""
         self._wish(stopped=True, close_env=close_env)
         seconds = BY_ITSELF * timeout
         ends = []
@@ -393,6 +370,11 @@ class NodeGroup(WorkerGroup):
                 ends.append(end)
         if ends:
             await asyncio.wait(ends, timeout=seconds)
+
+    async def _cut_off(self, deadline: float) -> None:
+        for rank in [*self._late]:
+            self._not_late(rank)
+        await elsewhere("asyncsync-nodes-end", partial(self.nodes.end, len(self._builds), deadline))
 
     def close(self) -> None:
         """Nothing is shared with the nodes."""

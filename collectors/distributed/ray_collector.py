@@ -16,7 +16,7 @@ from typing import Any
 
 from tensordict.nn import InteractionType
 
-from asyncsync.collectors.arguments import Devices, each, given_arguments, is_list, whole
+from asyncsync.collectors.arguments import Devices, each, given_arguments, spread_factories
 from asyncsync.collectors.base import BaseCollector, PostHook, PreHook
 from asyncsync.collectors.distributed.node_collector import NodeCollector
 from asyncsync.collectors.distributed.ray_family import ActorBuffer, RayFamily
@@ -120,20 +120,15 @@ class RayCollector(NodeCollector):
     ) -> None:
         given = given_arguments(locals())
         del given["num_collectors"], given["remote_configs"]
-        if not is_list(create_env_fn):
-            count = whole("num_collectors", 1 if num_collectors is None else num_collectors, 1)
-            given["create_env_fn"] = create_env_fn = [create_env_fn] * count
-        elif num_collectors not in (None, len(create_env_fn)):
-            raise ValueError(f"num_collectors={num_collectors}, but create_env_fn is a list of {len(create_env_fn)}")
-        configs = each(
-            "remote_configs", {"num_cpus": 1} if remote_configs is None else remote_configs, len(create_env_fn)
-        )
+        given["create_env_fn"] = factories = spread_factories(create_env_fn, num_collectors)
+        configs = each("remote_configs", {"num_cpus": 1} if remote_configs is None else remote_configs, len(factories))
         for config in configs:
             if not isinstance(config, Mapping):
                 raise TypeError(f"remote_configs must be a dict for ray.remote, or a list of them, not {config!r}")
             if own := sorted(config.keys() & {"max_restarts", "max_concurrency", "concurrency_groups"}):
                 raise ValueError(f"{own} in remote_configs: leave these to the collector, or pass restarts=")
-        given["replay_buffer"] = _as_buffer(replay_buffer)
+        if type(replay_buffer).__module__.startswith("ray.") and hasattr(replay_buffer, "_actor_id"):
+            given["replay_buffer"] = ActorBuffer(replay_buffer)
         super().__init__(RayFamily(configs, given.pop("ray_init_config"), given.pop("restarts")), **given)
 
     def _default_scheme(self) -> Any:
@@ -144,9 +139,3 @@ class RayCollector(NodeCollector):
         """The actors, by their ranks: ``ray.get(actor.cascade_execute.remote("env.close"))`` calls a method there."""
         assert isinstance(self._nodes, RayFamily)
         return list(self._nodes.actors)
-
-
-def _as_buffer(given: Any) -> Any:
-    """A replay buffer as workers write to it: an actor behind the methods of a replay buffer."""
-    is_actor = type(given).__module__.startswith("ray.") and hasattr(given, "_actor_id")
-    return ActorBuffer(given) if is_actor else given

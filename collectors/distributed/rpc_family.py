@@ -15,11 +15,10 @@ from torch.distributed import rpc
 from torch.distributed.rpc.functions import async_execution
 from torch.futures import Future as TorchFuture
 
-from asyncsync.collectors.distributed.launched_family import LaunchedFamily, Meeting, watch
+from asyncsync.collectors.distributed.launched_family import LaunchedFamily, Meeting, as_tensors, from_tensors, watch
 from asyncsync.collectors.distributed.launchers import Program
 from asyncsync.collectors.distributed.node import Answer, Command, Node, where
 from asyncsync.collectors.distributed.rpc_private import begin_rpc, has_agent
-from asyncsync.collectors.distributed.tensor_parcels import as_tensors, from_tensors
 from asyncsync.collectors.workers.channel import dumps, loads
 
 FOREVER = 0.0  # seconds of an RPC without a timeout: a rollout may be long, and a connection that is lost is seen

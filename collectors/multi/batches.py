@@ -1,7 +1,8 @@
-"""Batches of a collector with workers: what they are like, and one of them until its caller has it."""
+"""Batches of a collector with workers: what they are like, and one of them and its caller until they meet."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,8 @@ from asyncsync.collectors.workers.shared_batches import SharedPlace
 @dataclass
 class BatchArguments:
     """What the batches of a collector are like: its arguments of these names, checked. ``frames`` are those of each
-    worker's rollouts; ``total_frames`` is math.inf where there is no end."""
+    worker's rollouts; ``total_frames`` is math.inf where there is no end. Synchronous ones lie one
+    after another along ``dim``, None: stacked; after ``threshold``, a fraction of the workers, the others are cut."""
 
     frames: list[int]
     total_frames: float
@@ -28,6 +30,8 @@ class BatchArguments:
     max_weight_update_interval: int
     postproc: Callable[[Any], Any] | None = None
     trajectories: WholeTrajectories | None = None
+    dim: int | None = None
+    threshold: float = 1.0
 
     @property
     def processes(self) -> bool:
@@ -53,3 +57,21 @@ class Made:
     is_assembled: bool = False
     is_finished: bool = False
     is_lost: bool = False
+
+
+class Caller:
+    """Who wants the next batch.
+
+    Attributes:
+        thread: the identifier of its thread.
+        has_turn: whether the others wait for this one.
+        begins: whether what is raised from now on ends collection.
+        made: its batch, from when that is there to when it is handed out.
+        is_served: whether another thread processes the batch for it.
+        is_gone: whether it waits for nothing more.
+    """
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+        self.has_turn = self.begins = self.is_served = self.is_gone = False
+        self.made: Made | None = None

@@ -79,17 +79,10 @@ def _result(worker: int, failure: Any, result: Any) -> Any:
     return loads(result)
 
 
-def policies_of(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The policies in a worker's state: its own, or its workers'."""
-    if "policy_state_dict" in state:
-        return [state["policy_state_dict"]]
-    return [policy for name, below in state.items() if name.startswith("worker") for policy in policies_of(below)]
-
-
-def trajectories_of(state: Mapping[str, Any]) -> list[int]:
-    """The next identifiers in a worker's state and in the states of its workers."""
-    own = [int(state["traj_pool"]["traj_id"])] if "traj_pool" in state else []
-    return own + [n for name, below in state.items() if name.startswith("worker") for n in trajectories_of(below)]
+def parts_of(state: Mapping[str, Any], part: str) -> list[Any]:
+    """This part of a collector's state and of the states of its workers."""
+    own = [state[part]] if part in state else []
+    return own + [one for name, below in state.items() if name.startswith("worker") for one in parts_of(below, part)]
 
 
 def are_equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

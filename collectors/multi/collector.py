@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import inspect
 import time
-from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -32,6 +31,7 @@ from asyncsync.collectors.arguments import (
     each,
     exact_device,
     frames_or_none,
+    given_arguments,
     own_arguments,
     whole,
     with_partial,
@@ -46,11 +46,13 @@ from asyncsync.collectors.multi.starting import (
     check_shared,
     connect,
     described,
+    devices_of_workers,
+    frames_of_workers,
     make_finalizers,
+    policies_of_workers,
     wait_until_built,
     ways_of_weights,
 )
-from asyncsync.collectors.multi.worker_arguments import devices_of_workers, frames_of_workers, policies_of_workers
 from asyncsync.collectors.single import Collector
 from asyncsync.collectors.trajectories import _TrajectoryPool, on_device
 from asyncsync.collectors.weights.plan import _RegisteredModels
@@ -192,56 +194,46 @@ class MultiCollector(GroupCollector, metaclass=Chooses):
         start_method: str = "spawn",
         connect_timeout: float = 60.0,
     ) -> None:
+        given = given_arguments(locals())
         super().__init__(pre_collect_hook=pre_collect_hook, post_collect_hook=post_collect_hook, worker_idx=worker_idx)
         self.closed = True  # until there is something to close
         check_platform(type(self).__name__)
         factories = check_factories(create_env_fn, num_workers)
         self.num_workers = count = len(factories)
-        self.track_traj_ids = own_arguments(collector_class).get("track_traj_ids", track_traj_ids)
-        if split_trajs and not self.track_traj_ids:
-            raise ValueError("split_trajs=True requires track_traj_ids=True: batches are split by their trajectory ids")
+        own = own_arguments(collector_class)
+        given |= {name: own[name] for name in ("track_traj_ids", "reset_at_each_iter") if name in own}
+        self.track_traj_ids = given["track_traj_ids"]
         if weight_updater is not None and weight_sync_schemes is not None:
             raise TypeError("weight_updater and weight_sync_schemes exclude each other: pass the schemes alone")
-        max_frames_per_traj = frames_or_none("max_frames_per_traj", max_frames_per_traj)
+        frames_or_none("max_frames_per_traj", max_frames_per_traj)  # refused here, not in a worker
         max_weight_update_interval = whole("max_weight_update_interval", max_weight_update_interval)
         if max_lag is not None:
             max_lag = whole("max_lag", max_lag, 0)
         check_callable(postproc=postproc, init_fn=init_fn)
-        check_schemes("weight_sync_schemes", weight_sync_schemes)
-        check_schemes("weight_recv_schemes", weight_recv_schemes)
-        own = {"reset_at_each_iter": reset_at_each_iter} | dict(own_arguments(collector_class))
-        trajectories = check_trajectories(
-            trajs_per_batch, trajs_per_write, traj_format,
-            replay_buffer=replay_buffer, extend_buffer=extend_buffer, split_trajs=split_trajs,
-            track_traj_ids=self.track_traj_ids, reset_at_each_iter=own["reset_at_each_iter"],
-        )  # fmt: skip
+        check_schemes(weight_sync_schemes=weight_sync_schemes, weight_recv_schemes=weight_recv_schemes)
+        trajectories = check_trajectories(**given)
         self._counts_frames = trajectories is None or replay_buffer is not None
-        check_accepted(
-            reset_when_done=reset_when_done, cudagraph_policy=cudagraph_policy, use_buffers=use_buffers,
-            local_init_rb=local_init_rb,
-        )  # fmt: skip
-        self._check_buffer(replay_buffer)
+        check_accepted(**given)
+        check_shared(replay_buffer)
         check_start_method(start_method)
-        self._check_results(cat_results, preemptive_threshold)
+        dim, threshold = self._check_results(cat_results, preemptive_threshold)
         self._arguments = BatchArguments(
-            *frames_of_workers(
-                frames_per_batch, total_frames, init_random_frames, count, self._split, self._frames_of_batch
-            ),
+            *frames_of_workers(frames_per_batch, total_frames, init_random_frames, count, self._driver_class),
             split_trajs=bool(split_trajs) and replay_buffer is None,
             track_traj_ids=self.track_traj_ids,
             replay_buffer=replay_buffer,
             update_at_each_batch=update_at_each_batch,
             max_weight_update_interval=max_weight_update_interval,
             trajectories=None if replay_buffer is not None else trajectories,
+            dim=dim,
+            threshold=threshold,
         )
         policies = policies_of_workers(policy, policy_factory, count)
         needs_weights = update_at_each_batch or max_weight_update_interval > 0
         updater, weight_sync_schemes = ways_of_weights(
             policy, policy_factory is not None, weight_updater, weight_sync_schemes, needs_weights, self._default_scheme
         )
-        devices = {
-            "device": device, "storing_device": storing_device, "env_device": env_device, "policy_device": policy_device
-        }  # fmt: skip
+        devices = {name: given[name] for name in ("device", "storing_device", "env_device", "policy_device")}
         placed = devices_of_workers(devices, collector_class, count)
         kwargs = each("create_env_kwargs", create_env_kwargs, count)
         self._acting_devices: dict[int, set[torch.device]] = {}
@@ -283,6 +275,7 @@ class MultiCollector(GroupCollector, metaclass=Chooses):
         }
         each_own = [
             {
+                **arguments,
                 **placed[index],
                 "frames_per_batch": self._arguments.frames[index],
                 "create_env_kwargs": kwargs[index],
@@ -295,10 +288,8 @@ class MultiCollector(GroupCollector, metaclass=Chooses):
             for index, own_policy in enumerate(policies)
         ]
         defaults = {p.name: p.default for p in inspect.signature(MultiCollector.__init__).parameters.values()}
-        each_own = [
-            self._with_options(index, with_partial(collector_class, arguments | own, defaults))
-            for index, own in enumerate(each_own)
-        ]
+        kind = Collector if collector_class is None else collector_class
+        each_own = [self._with_options(i, with_partial(kind, own, defaults)) for i, own in enumerate(each_own)]
         sent = {m: scheme for m, scheme in weight_sync_schemes.items() if not self._goes_with_workers(m)}
         self._set_up_senders(sent, updater, self, count)
         for scheme in self._sender_schemes.values():
@@ -317,7 +308,7 @@ class MultiCollector(GroupCollector, metaclass=Chooses):
                 factories,
                 each_own,
                 group.trajectory_pool,
-                kind=Collector if collector_class is None else collector_class,
+                kind=kind,
                 post_collect_hook=post_collect_hook,
                 init_fn=init_fn,
                 threads=num_sub_threads,
@@ -340,7 +331,7 @@ class MultiCollector(GroupCollector, metaclass=Chooses):
     @property
     def requested_frames_per_batch(self) -> int:
         """Frames of a batch."""
-        return self._frames_of_batch(self._arguments.frames)
+        return self._driver_class.frames_of_batch(self._arguments.frames)
 
     def frames_per_batch_worker(self, *, worker_idx: int | None = None) -> int:
         """How many frames a rollout of this worker has; None: of any worker.
@@ -362,32 +353,23 @@ class MultiCollector(GroupCollector, metaclass=Chooses):
         """What brings the policy's weights to the workers if no scheme is given."""
         return SharedMemWeightSyncScheme()
 
-    def _check_buffer(self, replay_buffer: Any) -> None:
-        """Raises TypeError: the workers cannot share it."""
-        check_shared(replay_buffer)
-
     def _with_options(self, worker: int, arguments: dict[str, Any]) -> dict[str, Any]:
         """The arguments of a worker's collector, with those that were given for that one alone."""
         return arguments
 
     # -- what is different in the two schedules ----------------------------------------------------------------------
 
-    _driver_class: Callable[[BaseCollector, WorkerGroup, BatchArguments], Driver]
+    _driver_class: type[Driver]
 
-    @abstractmethod
-    def _frames_of_batch(self, frames: list[int]) -> int:
-        """Frames of a batch, for these frames of each worker's rollouts."""
-
-    @abstractmethod
-    def _split(self, frames: int) -> list[int]:
-        """Frames of each worker's rollouts, for these frames per batch."""
-
-    def _check_results(self, cat_results: str | int | None, preemptive_threshold: float | None) -> None:
-        """Check arguments that only a synchronous collector supports."""
+    def _check_results(
+        self, cat_results: str | int | None, preemptive_threshold: float | None
+    ) -> tuple[int | None, float]:
+        """The dimension and the threshold of the batches, by arguments that only a synchronous collector supports."""
         given = {"cat_results": cat_results not in (None, "stack"), "preemptive_threshold": preemptive_threshold}
         for name, value in given.items():
             if value not in (None, False):
                 raise ValueError(f"{name} is for batches of several workers: use MultiSyncCollector")
+        return None, 1.0
 
     def _check_dims(self, dims: int | None) -> None:
         """Batch dimensions of a worker's environment."""

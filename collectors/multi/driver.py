@@ -21,7 +21,7 @@ from anyio import Semaphore
 from tensordict import TensorDictBase
 
 from asyncsync.collectors.base import BaseCollector, is_caller
-from asyncsync.collectors.multi.batches import BatchArguments, Made
+from asyncsync.collectors.multi.batches import BatchArguments, Caller, Made
 from asyncsync.collectors.multi.calls import CALL_SECONDS
 from asyncsync.collectors.trajectories import processed
 from asyncsync.collectors.workers.group import RolloutRequest, RolloutResult, WorkerGroup
@@ -34,24 +34,6 @@ logger = logging.getLogger("asyncsync")
 
 WATCHER_SECONDS = 1.0
 """How long the end waits until it is known why the workers have ended; they have by then."""
-
-
-class _Caller:
-    """Who wants the next batch.
-
-    Attributes:
-        thread: the identifier of its thread.
-        has_turn: whether the others wait for this one.
-        begins: whether what is raised from now on ends collection.
-        made: its batch, from when that is there to when it is handed out.
-        is_served: whether another thread processes the batch for it.
-        is_gone: whether it waits for nothing more.
-    """
-
-    def __init__(self) -> None:
-        self.thread = threading.get_ident()
-        self.has_turn = self.begins = self.is_served = self.is_gone = False
-        self.made: Made | None = None
 
 
 class Driver(ABC):
@@ -84,9 +66,21 @@ class Driver(ABC):
         self._made: Made | None = None
         self._batches_since = [0] * len(arguments.frames)  # each worker's weights
         self._turn = Semaphore(1, max_value=1, fast_acquire=True)
-        self._callers: set[_Caller] = set()
+        self._callers: set[Caller] = set()
         self._pauses: list[object] = []
         self._pausing = threading.Lock()
+
+    # -- how frames are shared among the workers ----------------------------------------------------------------------
+
+    @staticmethod
+    @abstractmethod
+    def frames_of_batch(frames: list[int]) -> int:
+        """Frames of a batch, for these frames of each worker's rollouts."""
+
+    @staticmethod
+    @abstractmethod
+    def split(frames: int, count: int) -> list[int]:
+        """Frames of the rollouts of each of so many workers, for these frames per batch."""
 
     # -- the next batch, on the loop thread ---------------------------------------------------------------------------
 
@@ -94,7 +88,7 @@ class Driver(ABC):
     async def produce(self) -> Made:
         """The next batch. Cancelled, it leaves everything as it is for the next call."""
 
-    async def _serve(self, caller: _Caller) -> None:
+    async def _serve(self, caller: Caller) -> None:
         """The next batch for this caller, first come, first served; None at the end. A caller whose batch takes long to
         process keeps the turn until :meth:`_leave`."""
         await self._turn.acquire()
@@ -175,7 +169,7 @@ class Driver(ABC):
     def _next(self) -> list[TensorDictBase | None]:
         if self._is_in_vain():
             return []
-        caller = _Caller()
+        caller = Caller()
         if any(other.thread == caller.thread for other in list(self._callers)):
             # A coroutine of this thread's event loop comes first, or this thread is in the middle of a batch.
             raise RuntimeError(
@@ -206,7 +200,7 @@ class Driver(ABC):
     async def _next_async(self) -> TensorDictBase | None:
         if self._is_in_vain():
             raise StopAsyncIteration
-        caller = _Caller()
+        caller = Caller()
         try:
             self._callers.add(caller)
             await loop_thread.awaitable(partial(self._serve, caller))
@@ -238,18 +232,19 @@ class Driver(ABC):
         in_one_piece = made.is_assembled or len(made.results) == 1 or made.place.is_complete(made.results)
         return not made.is_finished and (self._arguments.processes or not in_one_piece)
 
-    @abstractmethod
     def assembled(self, made: Made) -> TensorDictBase:
         """The batch of these rollouts."""
+        place, results = made.place, made.results
+        return place.whole() if place.is_complete(results) else self.together(place.parts(results))
 
-    def _taken(self, caller: _Caller, made: Made) -> TensorDictBase | None:
+    def _taken(self, caller: Caller, made: Made) -> TensorDictBase | None:
         if not made.is_finished:
             self._finish(made)
         made.place.release()
         caller.made = None
         return made.batch
 
-    def _finish_for(self, caller: _Caller, made: Made) -> None:
+    def _finish_for(self, caller: Caller, made: Made) -> None:
         """Finish the batch of a coroutine, whose loop may be closed meanwhile."""
         caller.is_served = True
         try:
@@ -283,14 +278,14 @@ class Driver(ABC):
         made.is_finished = True
         made.is_lost = False
 
-    def _leave(self, caller: _Caller) -> None:
+    def _leave(self, caller: Caller) -> None:
         """The caller has its batch, or leaves it to the next one. From any thread. Idempotent."""
         self._callers.discard(caller)
         caller.is_gone = True
         if not caller.is_served and (caller.has_turn or caller.made is not None):
             self._group.call_soon(self._give_up, caller)
 
-    def _give_up(self, caller: _Caller) -> None:
+    def _give_up(self, caller: Caller) -> None:
         """On the loop thread, where no Ctrl-C strikes: give up the batch, and the turn."""
         made, caller.made = caller.made, None
         if made is not None and made.is_lost:
@@ -345,11 +340,6 @@ class Driver(ABC):
             self.busy, self._results = {}, {}
             self.free = None
 
-    def _stepping(self) -> list[int]:
-        """On the loop thread: the workers whose rollouts are not done."""
-        arrived = {result.worker for result in self._group.results} | self._results.keys()
-        return [worker for worker in self.busy if worker not in arrived]
-
     @contextmanager
     def paused(self, owner: object) -> Iterator[None]:
         """A block of a task (None: of the calling thread) in which no worker steps."""
@@ -358,7 +348,10 @@ class Driver(ABC):
         group.check()
 
         def standing() -> bool:
-            return group.stand_still(self._stepping() if self.free is None else range(len(self._arguments.frames)))
+            if self.free is not None:
+                return group.stand_still(range(len(self._arguments.frames)))
+            arrived = {result.worker for result in group.results} | self._results.keys()
+            return group.stand_still(self.busy.keys() - arrived)
 
         mine = threading.get_ident() if owner is None else owner
         with self._pausing:

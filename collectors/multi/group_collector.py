@@ -22,14 +22,12 @@ from asyncsync.collectors.base import (
     SHUTDOWN_SECONDS,
     BaseCollector,
     Pause,
-    PostHook,
-    PreHook,
     Signals,
     _part,
     logged_unless,
 )
 from asyncsync.collectors.multi.batches import BatchArguments
-from asyncsync.collectors.multi.calls import CALL_SECONDS, Calls, are_equal, policies_of, trajectories_of
+from asyncsync.collectors.multi.calls import CALL_SECONDS, Calls, are_equal, parts_of
 from asyncsync.collectors.multi.driver import Driver
 from asyncsync.collectors.multi.inspection import GroupInspection
 from asyncsync.collectors.trajectories import processed
@@ -56,11 +54,6 @@ class GroupCollector(GroupInspection, BaseCollector):
     _acting_devices: dict[int, set[torch.device]]  # of each worker's policy
     _finalizers: tuple[Callable[[], object], ...]
 
-    total_frames = _part("_arguments.total_frames")
-    init_random_frames = _part("_arguments.init_random_frames")
-    split_trajs = _part("_arguments.split_trajs")
-    postproc = _part("_arguments.postproc")
-    replay_buffer = _part("_arguments.replay_buffer")
     update_at_each_batch = _part("_arguments.update_at_each_batch")
     max_weight_update_interval = _part("_arguments.max_weight_update_interval")
     _iter = _part("_driver.count")
@@ -74,7 +67,7 @@ class GroupCollector(GroupInspection, BaseCollector):
     def iterator(self) -> Iterator[TensorDictBase | None]:
         return self._driver.iterator()
 
-    async def _next_async(self) -> TensorDictBase | None:
+    async def __anext__(self) -> TensorDictBase | None:
         return await self._driver.next_async()
 
     def _set_free(self) -> None:
@@ -180,14 +173,15 @@ class GroupCollector(GroupInspection, BaseCollector):
         if strict and (missing := [name for name in (*names, "frames", "iter") if name not in state_dict]):
             raise KeyError(f"the state dict of a {type(self).__name__} with {len(names)} workers has no {missing}")
         # First, as each worker begins new trajectories when it loads.
-        self._group.trajectory_pool()._advance(0, max(trajectories_of(state_dict), default=0))
+        next_ids = [int(pool["traj_id"]) for pool in parts_of(state_dict, "traj_pool")]
+        self._group.trajectory_pool()._advance(0, max(next_ids, default=0))
         there = [name for name in names if name in state_dict]
         for name in there:
             self._calls("load", state_dict[name], strict, workers=[names.index(name)], timeout=timeout)
         self._driver.break_trajectories_off()
         self._driver.frames = self._group.frames = state_dict.get("frames", self._driver.frames)
         self._driver.count = state_dict.get("iter", self._driver.count)
-        policies = [policy for name in there for policy in policies_of(state_dict[name])]
+        policies = [policy for name in there for policy in parts_of(state_dict[name], "policy_state_dict")]
         own = self.policy.state_dict() if isinstance(self.policy, nn.Module) else {}
         all_have = (
             bool(policies) and own.keys() == policies[0].keys() and all(are_equal(policies[0], p) for p in policies)
@@ -204,23 +198,8 @@ class GroupCollector(GroupInspection, BaseCollector):
             each = {worker: TensorDict(policy) for worker, policy in enumerate(policies)}
             self.update_policy_weights_(each, timeout=timeout)
 
-    @property
-    def pre_collect_hook(self) -> PreHook | None:
-        return self._pre_collect_hook
-
-    @pre_collect_hook.setter
-    def pre_collect_hook(self, hook: PreHook | None) -> None:
-        self._calls("pre_hook", hook)
-        self._pre_collect_hook = hook
-
-    @property
-    def post_collect_hook(self) -> PostHook | None:
-        return self._post_collect_hook
-
-    @post_collect_hook.setter
-    def post_collect_hook(self, hook: PostHook | None) -> None:
-        self._calls("post_hook", hook)
-        self._post_collect_hook = hook
+    def _set_in_workers(self, name: str, hook: Callable[..., None] | None) -> None:
+        self._calls(name, hook)
 
     # -- as a worker --------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,14 @@ from asyncsync.collectors.multi.driver import Driver
 class AsyncDriver(Driver):
     """A batch is one worker's rollout."""
 
+    @staticmethod
+    def frames_of_batch(frames: list[int]) -> int:
+        return max(frames)
+
+    @staticmethod
+    def split(frames: int, count: int) -> list[int]:
+        return [frames] * count
+
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._places = [self._group.places([worker], -1) for worker in range(len(self._arguments.frames))]
@@ -41,12 +49,6 @@ class AsyncDriver(Driver):
             self._serial += 1
             self._request(worker, place, frames)
 
-    def assembled(self, made: Made) -> TensorDictBase:
-        if made.place.is_complete(made.results):
-            return made.place.whole()
-        [batch] = made.place.parts(made.results)
-        return batch
-
     def together(self, parts: list[TensorDictBase]) -> TensorDictBase:
         return parts[0]
 
@@ -60,9 +62,3 @@ class MultiAsyncCollector(MultiCollector):
     """
 
     _driver_class = AsyncDriver
-
-    def _frames_of_batch(self, frames: list[int]) -> int:
-        return max(frames)
-
-    def _split(self, frames: int) -> list[int]:
-        return [frames] * self.num_workers

@@ -12,22 +12,33 @@ from asyncsync.collectors.arguments import warn_rounding
 from asyncsync.collectors.multi.batches import Made
 from asyncsync.collectors.multi.collector import MultiCollector
 from asyncsync.collectors.multi.driver import Driver
-from asyncsync.collectors.workers.group import RolloutResult
 
 IDS = ("collector", "traj_ids")
 MASK = ("collector", "mask")
 
 
 class SyncDriver(Driver):
-    """A batch is a rollout of every worker: one after another along ``dim``; None: stacked. After ``threshold``, a
-    fraction of the workers, the rollouts of the others are cut."""
+    """A batch is a rollout of every worker."""
 
-    def __init__(self, *arguments: Any, dim: int | None, threshold: float) -> None:
+    def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._dim = dim
-        self._threshold = threshold
+        self._dim, self._threshold = self._arguments.dim, self._arguments.threshold
         self._workers = range(len(self._arguments.frames))
-        self._places = [self._group.places(self._workers, dim)]
+        self._places = [self._group.places(self._workers, self._dim)]
+
+    @staticmethod
+    def frames_of_batch(frames: list[int]) -> int:
+        return sum(frames)
+
+    @staticmethod
+    def split(frames: int, count: int) -> list[int]:
+        share = math.ceil(frames / count)
+        if frames % count:
+            warn_rounding(
+                f"frames_per_batch ({frames}) is not exactly divisible by the number of workers ({count})",
+                share * count,
+            )
+        return [share] * count
 
     async def produce(self) -> Made:
         if not self.busy:
@@ -55,39 +66,31 @@ class SyncDriver(Driver):
 
     def assembled(self, made: Made) -> TensorDictBase:
         place, results = made.place, made.results
-        if not place.is_complete(results):
-            return self._joined(place.parts(results), results)
+        if self._dim is not None or not place.is_complete(results):
+            return super().assembled(made)
         batch = place.whole()
-        if self._dim is None:
-            for part, missing in zip(batch, place.missing(results), strict=True):
-                if missing:  # the rollout was cut before: frames of an earlier batch lie there
-                    lacking = part[..., -missing:]
-                    lacking.zero_()
-                    if self._arguments.track_traj_ids:
-                        lacking.get(IDS).fill_(-1)
-            batch = self._masked(batch, results)
-        return batch
+        for part, missing in zip(batch, place.missing(results), strict=True):
+            if missing:  # the rollout was cut before: frames of an earlier batch lie there
+                lacking = part[..., -missing:]
+                lacking.zero_()
+                if self._arguments.track_traj_ids:
+                    lacking.get(IDS).fill_(-1)
+        return self._masked(batch, [result.steps for result in results])
 
     def together(self, parts: list[TensorDictBase]) -> TensorDictBase:
-        steps = [part.batch_size[-1] for part in parts]
-        return self._joined(
-            parts, [RolloutResult(w, 0, False, n, 0, None, None) for w, n in zip(self._workers, steps, strict=True)]
-        )
-
-    def _joined(self, parts: list[TensorDictBase], results: list[RolloutResult]) -> TensorDictBase:
         if self._dim is not None:
             batch: TensorDictBase = torch.cat(parts, self._dim)
             batch.refine_names(..., "time")
             return batch
+        steps = [part.batch_size[-1] for part in parts]
         if self._threshold < 1:
-            longest = max(part.batch_size[-1] for part in parts)
-            parts = [_padded(part, longest) for part in parts]
-        return self._masked(TensorDict.maybe_dense_stack(parts, 0), results)
+            parts = [_padded(part, max(steps)) for part in parts]
+        return self._masked(TensorDict.maybe_dense_stack(parts, 0), steps)
 
-    def _masked(self, batch: TensorDictBase, results: list[RolloutResult]) -> TensorDictBase:
+    def _masked(self, batch: TensorDictBase, steps: list[int]) -> TensorDictBase:
         if self._threshold < 1:
             shape = batch.batch_size
-            ends = torch.tensor([result.steps for result in results]).reshape(-1, *[1] * (len(shape) - 1))
+            ends = torch.tensor(steps).reshape(-1, *[1] * (len(shape) - 1))
             batch.set(MASK, (torch.arange(shape[-1]) < ends).expand(shape).clone())
         return batch
 
@@ -103,45 +106,35 @@ class MultiSyncCollector(MultiCollector):
     ``("collector", "traj_ids")`` -1 and ``("collector", "mask")`` False; concatenated, they are left out.
     """
 
-    def _check_results(self, cat_results: str | int | None, preemptive_threshold: float | None) -> None:
+    _driver_class = SyncDriver
+
+    def _check_results(
+        self, cat_results: str | int | None, preemptive_threshold: float | None
+    ) -> tuple[int | None, float]:
         if cat_results is None:
             cat_results = "stack"
         if cat_results != "stack" and (not isinstance(cat_results, int) or isinstance(cat_results, bool)):
             raise ValueError(f"cat_results must be 'stack' or a dimension (an int), not {cat_results!r}")
         self.cat_results = cat_results
-        self._dim = None if isinstance(cat_results, str) else cat_results
         threshold = 1.0 if preemptive_threshold is None else float(preemptive_threshold)
         if not 0.0 <= threshold <= 1.0:
             raise ValueError(f"preemptive_threshold must be between 0 and 1, not {preemptive_threshold}")
         self.preemptive_threshold = threshold
+        return None if isinstance(cat_results, str) else cat_results, threshold
 
     def _check_dims(self, dims: int | None) -> None:
-        if self._dim is None or dims is None:
+        dim = self._arguments.dim
+        if dim is None or dims is None:
             return
-        if not -dims - 1 <= self._dim <= dims:
+        if not -dims - 1 <= dim <= dims:
             raise ValueError(
-                f"cat_results={self._dim} is no dimension of a batch with {dims + 1} of them: choose one, or 'stack'"
+                f"cat_results={dim} is no dimension of a batch with {dims + 1} of them: choose one, or 'stack'"
             )
-        if self.preemptive_threshold < 1 and self._dim % (dims + 1) != dims:
+        if self.preemptive_threshold < 1 and dim % (dims + 1) != dims:
             raise ValueError(
-                f"rollouts that were cut cannot be concatenated along dimension {self._dim}: with "
+                f"rollouts that were cut cannot be concatenated along dimension {dim}: with "
                 "preemptive_threshold, use cat_results=-1 or 'stack'"
             )
-
-    def _split(self, frames: int) -> list[int]:
-        share = math.ceil(frames / self.num_workers)
-        if frames % self.num_workers:
-            warn_rounding(
-                f"frames_per_batch ({frames}) is not exactly divisible by the number of workers ({self.num_workers})",
-                share * self.num_workers,
-            )
-        return [share] * self.num_workers
-
-    def _frames_of_batch(self, frames: list[int]) -> int:
-        return sum(frames)
-
-    def _driver_class(self, *arguments: Any) -> SyncDriver:
-        return SyncDriver(*arguments, dim=self._dim, threshold=self.preemptive_threshold)
 
 
 def _padded(part: TensorDictBase, steps: int) -> TensorDictBase:

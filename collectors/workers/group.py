@@ -16,7 +16,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import os
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,8 +28,11 @@ import torch
 from anyio import Event, move_on_after
 
 from asyncsync.collectors.trajectories import _TrajectoryPool
+from asyncsync.collectors.workers.failures import Failure
 from asyncsync.errors import AckTimeout, ClosedError
 from asyncsync.runtime import loop_thread
+
+logger = logging.getLogger("asyncsync")
 
 T = TypeVar("T")
 
@@ -270,12 +275,39 @@ class WorkerGroup(ABC):
                 await self._changed.wait()
         return met()
 
+    def _failed(self, name: str, failure: Failure) -> None:
+        """Something has been raised in the worker of this name, which ends collection."""
+        one = failure.described
+        if self.failure is None:
+            self._fail(failure.error(name))
+            if self.ending:
+                logger.error("%s failed while it was ending: %s", name, one.remote_traceback)
+        else:  # most often the same mistake, which the first one's error shows in full
+            logger.warning("%s has failed as well: %s: %.200s", name, one.type_name, one.remote_message)
+            logger.info("its traceback: %s", one.remote_traceback)
+
     async def _shutdown(self, timeout: float, close_env: bool = True) -> None:
         """End all workers within the timeout (seconds). Cancelled, it ends them at once: nobody else would."""
-        raise NotImplementedError
-
-    def _is_closed(self) -> None:
-        """All workers have ended."""
-        self.is_over = True
+        is_first, self.ending = not self.ending, True
         self._notify()
-        loop_thread.keep(self, False)
+        deadline = time.monotonic() + timeout
+        try:
+            if is_first:
+                await self._end(timeout, close_env)
+            else:
+                await self._happens(lambda: self.is_over, timeout)
+        finally:
+            if not self.is_over:
+                await self._cut_off(deadline)
+                self.is_over = True
+                self._notify()
+                loop_thread.keep(self, False)
+
+    @abstractmethod
+    async def _end(self, timeout: float, close_env: bool) -> None:
+        """Have the workers end by themselves, within most of the timeout (seconds)."""
+
+    @abstractmethod
+    async def _cut_off(self, deadline: float) -> None:
+        """End what has not ended by itself, by ``deadline`` of ``time.monotonic()``, and release everything. Two may
+        do this at a time."""

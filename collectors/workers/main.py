@@ -126,16 +126,10 @@ class WorkerLoop:
         self._worker = RolloutWorker(index, self.page, self._writer, self.stand_still, self.serve)
 
     def stand_still(self) -> None:
-        """Report a pause, and return when it is over. Meanwhile, calls that need the end of a rollout are refused, and
-        rollouts wait for it."""
+        """Report a pause, and return when it is over. Rollouts wait for that."""
         self._send("paused")
         while (message := self._receive())[0] != "resume":
-            kind, *rest = message
-            if kind == "call" and rest[1] not in ("state", "read"):
-                number, name, _ = rest
-                error = RuntimeError(f"a paused collector is in the middle of a rollout: {name} needs its end")
-                self._send("reply", number, Failure.of(error), None)
-            elif kind in ("rollout", "run"):
+            if message[0] in ("rollout", "run"):
                 self._kept.append(message)
             else:
                 self._handle(message)

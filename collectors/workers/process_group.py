@@ -17,7 +17,7 @@ from typing import Any
 from asyncsync.collectors.trajectories import _TrajectoryPool
 from asyncsync.collectors.workers.channel import encode
 from asyncsync.collectors.workers.control_page import ControlPage, SharedPool
-from asyncsync.collectors.workers.failures import Failure, died, note
+from asyncsync.collectors.workers.failures import died, note
 from asyncsync.collectors.workers.group import RolloutRequest, RolloutResult, WorkerGroup, WorkerInfo
 from asyncsync.collectors.workers.main import run_worker
 from asyncsync.collectors.workers.process import WorkerProcess
@@ -208,15 +208,7 @@ class ProcessGroup(WorkerGroup):
             if message[1] in self.replies:
                 self.replies[message[1]] = message[2:]
         elif kind == "failed":
-            failure: Failure = message[1]
-            if self.failure is None:
-                self.failure = failure.error(worker.name)
-                if self.ending:
-                    logger.error("%s failed while it was ending: %s", worker.name, failure.described.remote_traceback)
-            else:  # most often the same mistake, which the first one's error shows in full
-                one = failure.described
-                logger.warning("%s has failed as well: %s: %.200s", worker.name, one.type_name, one.remote_message)
-                logger.info("its traceback: %s", one.remote_traceback)
+            self._failed(worker.name, message[1])
         elif kind == "built":
             self.infos[worker.index] = WorkerInfo(*message[1:])
         elif kind == "result":
@@ -246,23 +238,6 @@ class ProcessGroup(WorkerGroup):
     def stop(self, close_env: bool = True) -> None:
         self._page.stop(close_env)
 
-    async def _shutdown(self, timeout: float, close_env: bool = True) -> None:
-        """Terminate, then kill what has not ended by itself after most of the timeout. Cancelled, it kills at once:
-        nobody else would."""
-        is_first, self.ending = not self.ending, True
-        self._notify()
-        try:
-            if not is_first:
-                await self._happens(lambda: self.is_over, timeout)
-            elif self._workers:
-                await self._end(timeout, close_env)
-        finally:
-            for worker in self._workers:
-                worker.kill()
-            if not self.is_over:
-                await self._happens(self._have_ended, KILLED_SECONDS)
-            self._release()
-
     async def _end(self, timeout: float, close_env: bool) -> None:
         self.stop(close_env)
         for worker in self._workers:
@@ -282,16 +257,17 @@ class ProcessGroup(WorkerGroup):
                 worker.process.terminate()
         await self._happens(self._have_ended, (TERMINATED - BY_ITSELF) * timeout)
 
+    async def _cut_off(self, deadline: float) -> None:
+        for worker in self._workers:
+            worker.kill()
+        await self._happens(self._have_ended, KILLED_SECONDS)
+        if not self.is_over:
+            for worker in self._workers:
+                self._unwatch(worker)
+                worker.close()
+
     def _have_ended(self) -> bool:
         return not any(worker.is_alive for worker in self._workers)
-
-    def _release(self) -> None:
-        if self.is_over:
-            return
-        for worker in self._workers:
-            self._unwatch(worker)
-            worker.close()
-        self._is_closed()
 
     def close(self) -> None:
         self._page.close()

@@ -34,6 +34,9 @@ from asyncsync.collectors.workers.group import RolloutRequest, RolloutResult, Wo
 
 FREE = sys.maxsize  # serial number of rollouts that are never cut
 
+WHILE_PAUSED = ("state", "read")
+"""Calls that need no end of a rollout."""
+
 
 @dataclass
 class Specification:
@@ -90,7 +93,7 @@ class RolloutWorker:
         self._serve = serve
         self.collector: Any = None
         self._schemes: Mapping[str, Any] = {}
-        self._nested = self._writes = self._connecting = False
+        self._nested = self._writes = self._connecting = self._is_paused = False
         self._hook: Callable[[TensorDictBase], None] | None = None
         self._serial = 0
 
@@ -180,12 +183,10 @@ class RolloutWorker:
     # -- what its collector reads between two steps --------------------------------------------------------------------
 
     def counted(self) -> int:
-        """How many versions updaters above have counted."""
         return self._page.counted
 
     @property
     def calls(self) -> bool:
-        """Whether :meth:`interrupts` is to be called between two steps."""
         return self._page.interrupts(self._serial)
 
     def interrupts(self) -> bool:
@@ -197,7 +198,9 @@ class RolloutWorker:
     def _stand_still(self) -> None:
         """Between two steps, until the trainer goes on; with workers of its own, between two of their batches."""
         with self.collector.pause() if self._nested else contextlib.nullcontext():
+            self._is_paused = True
             self._report_pause()
+        self._is_paused = False
 
     def run_free(self, total: float, random_frames: int) -> None:
         """Roll out into the replay buffer until all workers have collected the total, or the trainer wants the end."""
@@ -212,7 +215,10 @@ class RolloutWorker:
 
     def call(self, name: str, *arguments: Any) -> Any:
         """Carry out ``seed``, ``reset``, ``state``, ``load``, ``fake``, ``pre_hook``, ``post_hook``, ``execute``,
-        ``read`` or ``profile``, and return its answer; of ``read``, which may have weights in it, pickled."""
+        ``read`` or ``profile``, and return its answer; of ``read``, which may have weights in it, pickled. Raises
+        RuntimeError: the worker stands still in the middle of a rollout."""
+        if self._is_paused and name not in WHILE_PAUSED:
+            raise RuntimeError(f"a paused collector is in the middle of a rollout: {name} needs its end")
         collector = self.collector
         match name, arguments:
             case "seed", (seed, static_seed):

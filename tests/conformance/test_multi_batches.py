@@ -123,7 +123,7 @@ def test_a_batch_that_is_processed_for_a_closed_loop_is_the_next_callers() -> No
 
     with MultiAsyncCollector([make(length=99)], policy(), **options(postproc=postproc)) as collector:
         loop = asyncio.new_event_loop()
-        waiting = collector._next_async()
+        waiting = collector.__anext__()
         task = loop.create_task(waiting)
         while not begun.is_set():
             loop.run_until_complete(asyncio.sleep(0.01))

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDict
 
-from asyncsync.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
+from asyncsync.collectors import Collector, MultiAsyncCollector, MultiSyncCollector, whole_trajectories
 from helpers.collecting_single import (
     KINDS,
     Actor,
@@ -186,6 +187,35 @@ def test_r219_a_reset_breaks_trajectories_off() -> None:
     for batch in (first, second, after):
         assert_whole(rows(batch)[0])
     assert int(after[IDS].max()) > 2
+
+
+def test_r219_trajectories_that_were_broken_off_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(whole_trajectories, "REMEMBERED", 5)
+    with Collector(WalkEnv((2,), longest=6), Actor(), frames_per_batch=4, trajs_per_batch=1) as c:
+        for _ in range(40):
+            c.reset(index=[True, False])
+            c._iteration._processed_rollout()
+        trajectories = c._iteration._trajectories
+        assert trajectories is not None
+        assert len(trajectories._state.broken) <= 6, "one of each of the last rollouts"
+        while (batch := trajectories.pop()) is not None:
+            assert_whole(rows(batch)[0])
+
+
+def test_r219_one_that_was_broken_off_and_goes_on_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(whole_trajectories, "REMEMBERED", 5)
+
+    def piece(number: int, *, ends: bool) -> TensorDict:
+        entries = {"next": {"done": torch.tensor([[ends]])}, "collector": {"traj_ids": torch.tensor([number])}}
+        return TensorDict(entries, [1])
+
+    whole = whole_trajectories.WholeTrajectories(1, 1, is_padded=False)
+    whole.break_off([0])
+    for _ in range(20):
+        whole.take(piece(0, ends=False))
+    whole.take(piece(0, ends=True))
+    assert whole.pop() is None
+    assert not whole._state.broken
 
 
 def test_r219_a_step_that_fails_leaves_no_trajectory_with_a_hole() -> None:
