@@ -28,7 +28,8 @@ Array = np.ndarray[Any, Any]
 class Resets:
     """How the environments of a vector that have finished begin anew: here, by a reset with a mask, which the vector
     waits for. ``is_gymnasiums``: whether it takes one in any mode, and then returns all observations. ``is_ready``:
-    :meth:`first` returns the only entry as it is to be, in new memory."""
+    whether :meth:`first` returns the only entry in its final shape and dtype, in new memory, so that it need not be
+    copied."""
 
     is_ready = False
 

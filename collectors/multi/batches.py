@@ -17,8 +17,9 @@ from asyncsync.collectors.workers.shared_batches import SharedPlace
 @dataclass
 class BatchArguments:
     """What the batches of a collector are like: its arguments of these names, checked. ``frames`` are those of each
-    worker's rollouts; ``total_frames`` is math.inf where there is no end. Synchronous ones lie one
-    after another along ``dim``, None: stacked; after ``threshold``, a fraction of the workers, the others are cut."""
+    worker's rollouts; ``total_frames`` is math.inf where there is no end. The rollouts of a synchronous batch lie one
+    after another along ``dim`` (None: they are stacked); when ``threshold``, a fraction of them, are done, the others
+    are cut."""
 
     frames: list[int]
     total_frames: float
