@@ -171,32 +171,27 @@ class Agreement:
     def _unanswered(self, publication: Publication) -> set[int]:
         """The targeted workers that have not accepted these layouts."""
         gathering = self._is_gathering(publication)
-        if gathering:
-            candidates = set(self._membership.expected())
-        else:
-            candidates = {w for w, p in self._peers.items() if p.is_worker and not p.lost and not p.slow}
+        there = (worker for worker, peer in self._peers.items() if peer.is_worker)
+        candidates = set(self._membership.expected() if gathering else there)
         if publication.workers is not None:
             candidates &= publication.workers
-        return {w for w in candidates if not self._has_answered(w, publication, gathering)}
+        return {worker for worker in candidates if self._is_awaited(worker, publication)}
 
     def _is_awaited(self, worker: int, publication: Publication) -> bool:
         """Whether this one of the targeted workers still has to accept these layouts."""
         gathering = self._is_gathering(publication)
         peer = self._peers.get(worker)
-        if not gathering and (peer is None or peer.lost or peer.slow):
-            return False
-        return not self._has_answered(worker, publication, gathering)
-
-    def _has_answered(self, worker: int, publication: Publication, gathering: bool) -> bool:
-        peer = self._peers.get(worker)
         if peer is None:
             # Its relay asks it. One that cannot take the weights stops no others than those behind that relay.
             behind = self._membership.behind.get(worker)
-            return behind is not None and not behind.lost and behind.hello.have.keys() >= publication.models
+            has_answered = behind is not None and not behind.lost and behind.hello.have.keys() >= publication.models
+            return gathering and not has_answered
+        if not gathering and (peer.lost or peer.slow):
+            return False
         for model_id, digest, in_use in self._layouts_of(worker, publication):
             if model_id not in peer.hello.have:
                 if gathering:
-                    return False
+                    return True
             elif not peer.answered(model_id, digest) and (gathering or not in_use):
-                return False
-        return True
+                return True
+        return False
