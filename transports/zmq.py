@@ -1,6 +1,6 @@
 """The ZeroMQ transport: the bytes are chunks on the bus.
 
-A ZMQTransport offers no descriptor, so the bus itself carries the bytes: up to 64 KiB in the instruction, more in
+A ZMQTransport offers no descriptor, so the bus itself carries the bytes: up to 1 MiB in the instruction, more in
 chunks on the same socket, which the publisher sends on the worker's credit. The subscriber writes them where they
 belong: in a slab, from which they are copied into the model, or, where there are more of them, in memory that a
 module's Parameters are given (:mod:`asyncsync.transports.private_memory`).

@@ -32,7 +32,7 @@ from asyncsync.net.address import tcp_endpoint
 from asyncsync.net.endpoint import INTRODUCED, draw_endpoint, is_plaintext_beyond_loopback
 from asyncsync.net.introduction import Introduction
 from asyncsync.net.key_files import KeyFile, KeyFiles, check_addresses, check_own_address
-from asyncsync.protocol.settings import Settings
+from asyncsync.protocol.settings import EAGER_BYTES, Settings
 from asyncsync.protocol.staging import Acting
 from asyncsync.weights.encoding import check_codec
 from asyncsync.wire.metadata import Shown, decode_metadata
@@ -150,7 +150,9 @@ class BusCore(KnownKeywords):
         beyond = self.keys is None and is_plaintext_beyond_loopback(self.endpoint)
         checksum = beyond if self.checksum is None else self.checksum
         fast, compress = is_fast_path_on(), self.compress or ""
-        return Settings(checksum=checksum, compress=compress, delta=self.delta, fast=fast, fanout=self.fanout)
+        # What nobody has asked for comes whole, is compressed on the loop, and goes to all who have subscribed.
+        eager = 64 << 10 if compress or self.delta or self.fanout else EAGER_BYTES
+        return Settings(eager, checksum=checksum, compress=compress, delta=self.delta, fast=fast, fanout=self.fanout)
 
     def _check_role(self, role: str) -> None:
         if self._role is not None and self._pid != os.getpid():

@@ -36,7 +36,7 @@ from asyncsync.net.zmq_socket import LoopSocket, dealer
 from asyncsync.protocol.settings import Settings
 from asyncsync.protocol.staging import Acting
 from asyncsync.protocol.subscriber import Subscriber
-from asyncsync.runtime.threads import finish
+from asyncsync.runtime.threads import finish, yield_core
 from asyncsync.wire.codec import decode, encode
 from asyncsync.wire.fields import Epoch
 from asyncsync.wire.messages import Again, Bye, Cast, Chunk, Instruction, Welcome
@@ -327,6 +327,9 @@ class ReceiverLink(Link):
                 by_zmq = True
         if by_zmq:
             self._socket.flushed()
+        # The scheduler may have put whoever is to hear of it (libzmq's thread here, or the trainer) behind this thread,
+        # which may go on for as long as it is granted, 0.7 ms and more: in receive(), or in the user's code.
+        yield_core()
 
     def _fetched(self) -> None:
         if not self.closed:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import os
 import queue
 import threading
 import time
@@ -23,6 +24,8 @@ T = TypeVar("T")
 # Signals are handled by the main thread when the system call that it waits in returns. One that comes just before the
 # wait, or to another thread, does not end it: so no portion of a wait is longer than this.
 LOOK_SECONDS = 0.1
+yield_core: Callable[[], object] = getattr(os, "sched_yield", lambda: None)
+"""Let a thread go first that waits for this one's core; free where there is none."""
 
 
 def interruptibly(wait: Callable[[float], bool], timeout: float | None = None) -> bool:

@@ -12,7 +12,7 @@ from torch import nn
 from asyncsync import Bus, ZMQWeightSyncScheme
 from asyncsync.protocol import session
 from asyncsync.weights import encoding
-from helpers.apis import Api
+from helpers.apis import Api, bare
 from helpers.pairs import passed_on, receiver_of
 
 WIDTH = 1 << 18  # of bfloat16: half a MiB for each of six tensors
@@ -160,6 +160,26 @@ async def test_small_updates_are_compressed_where_they_are(api: Api, codec: str)
 
 
 # -- configuration -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "asks"),
+    [({}, False), ({"compress": "zstd"}, True), ({"delta": True}, True), ({"fanout": "pull"}, True)],
+    ids=["as it is", "compressed", "as a difference", "to all at once"],
+)
+async def test_half_a_mib_comes_unasked_where_it_comes_as_it_is(
+    api: Api, options: dict[str, Any], asks: bool, unused_tcp_port: int
+) -> None:
+    source, model = nn.Linear(1 << 17, 1, bias=False), nn.Linear(1 << 17, 1, bias=False)
+    bus = api.bus(f"tcp://127.0.0.1:{unused_tcp_port}", num_workers=1, **options)
+    async with api.crew(1, scheme=api.scheme(bus=bus), source=source, models=[model]) as everybody:
+        publisher = bare(everybody.sender).bus._link.publisher
+        fetched, handle = [], publisher.streaming.begin
+        publisher.streaming.begin = lambda *given: (fetched.append(given), handle(*given))
+        nn.init.ones_(source.weight)
+        await everybody.sender.send_async(source)
+        assert bool(fetched) is asks
+        assert bool((model.weight == 1).all())
 
 
 def test_both_belong_to_the_bus_and_travel_with_it(api: Api) -> None:

@@ -22,7 +22,7 @@ from helpers.apis import Api, bare
 from helpers.memory import files
 from helpers.pairs import Clock, Model, fill, held, passed_on, read, receiver_of, until
 
-WIDTH = 64 << 10  # of a Model: comes in chunks
+WIDTH = 1 << 19  # of a Model: comes in chunks
 
 
 def received(receiver: Any) -> ReceivedPool:

@@ -209,7 +209,7 @@ def test_a_senders_model_is_not_overwritten(api: Api) -> None:
 
 # -- an event loop that is busy ----------------------------------------------------------------------------------------
 
-LARGE = 1 << 17  # elements: half a MiB, which is fetched
+LARGE = 3 << 17  # elements: 1.5 MiB, which are fetched
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from helpers.blocking_workers import forwards
 from helpers.processes import Filled
 from helpers.shared_workers import MIB, release_too_early
 
-PASSES = {1000: 6_000, 1 << 18: 2_700}  # of 1.2 forwards: 10 000 altogether
+PASSES = {1000: 6_000, 3 << 17: 2_700}  # of 1.2 forwards: 10 000 altogether
 SLOT_PASSES = 9_100  # of 1.1 forwards: 10 000 for each way
 SOAK = 910_000
 VERSIONS = 300

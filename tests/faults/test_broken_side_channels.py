@@ -19,7 +19,7 @@ from helpers.processes import Remote, Schemes, Trainer, Worker, eventually, impa
 
 pytestmark = pytest.mark.timeout(60)
 
-SMALL, LARGE = 1000, 1 << 18
+SMALL, LARGE = 1000, 3 << 17
 
 
 def side_channels(scheme: Any) -> Any:

@@ -100,7 +100,7 @@ async def read_under_fire(
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("endpoint", "numel", "uvloop"),
-    [("ipc", 1000, False), ("tcp", 1000, True), ("tcp", 1 << 18, False)],  # chunks go by ipc as they do by tcp
+    [("ipc", 1000, False), ("tcp", 1000, True), ("tcp", 3 << 17, False)],  # chunks go by ipc as they do by tcp
     indirect=["endpoint"],
     ids=["ipc-eager-asyncio", "tcp-eager-uvloop", "tcp-chunked-asyncio"],
 )
