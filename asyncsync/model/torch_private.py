@@ -1,4 +1,4 @@
-"""The private names of torch that models need; tests/test_private_names.py says what breaks without each of them."""
+"""The private names of torch that models need; tests/unit/test_private_names.py says what each is for."""
 
 from __future__ import annotations
 

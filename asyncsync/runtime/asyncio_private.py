@@ -1,4 +1,4 @@
-"""The private names of asyncio that asyncsync touches; tests/test_private_names.py says what breaks without each."""
+"""The private names of asyncio that asyncsync touches; tests/unit/test_private_names.py says what each is for."""
 
 from __future__ import annotations
 

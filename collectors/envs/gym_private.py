@@ -1,4 +1,4 @@
-"""The private name of Gymnasium that is touched here; tests/test_private_names.py says what breaks without it."""
+"""The private name of Gymnasium that is touched here; tests/unit/test_private_names.py says what it is for."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ from helpers.blocking_crew import KINDS, crew, idle, in_fork, new_sender, start
 from helpers.blocking_workers import follow
 
 
+@pytest.mark.requirement(35, 201)
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("method", "running"),
@@ -25,7 +26,7 @@ from helpers.blocking_workers import follow
     [("fork", False), ("fork", True), ("forkserver", False), ("forkserver", True), ("spawn", True)],
 )
 @pytest.mark.parametrize("kind", [ZMQWeightSyncScheme, MultiProcessWeightSyncScheme])
-def test_r035_r201_workers_of_every_start_method(kind: type, method: str, running: bool) -> None:
+def test_workers_of_every_start_method(kind: type, method: str, running: bool) -> None:
     """``running``: while the loop of this process's blocking schemes runs."""
     if running:
         with crew(of=kind) as (other, [receiver]):
@@ -63,8 +64,9 @@ def follows(kind: type, method: str) -> None:
             there.close()
 
 
+@pytest.mark.requirement(201)
 @pytest.mark.parametrize("kind", KINDS)
-def test_r201_a_connected_scheme_refuses_every_method_in_a_forked_child(kind: type) -> None:
+def test_a_connected_scheme_refuses_every_method_in_a_forked_child(kind: type) -> None:
     with crew(of=kind) as (sender, [receiver]):
         calls: dict[str, Callable[[], Any]] = {
             "connect": sender.connect,
@@ -111,8 +113,9 @@ def test_r201_a_connected_scheme_refuses_every_method_in_a_forked_child(kind: ty
         assert receiver.model.value == 2
 
 
+@pytest.mark.requirement(201)
 @pytest.mark.parametrize("kind", KINDS)
-def test_r201_a_forked_child_opens_schemes_of_its_own_while_the_parents_loop_runs(kind: type) -> None:
+def test_a_forked_child_opens_schemes_of_its_own_while_the_parents_loop_runs(kind: type) -> None:
     def child() -> float:
         assert loop_thread._current is None
         for _ in range(3):
@@ -130,7 +133,8 @@ def test_r201_a_forked_child_opens_schemes_of_its_own_while_the_parents_loop_run
         assert in_fork(lambda: in_fork(child)) == 7
 
 
-def test_r201_a_forked_child_that_collects_the_parents_scheme_leaves_it_working() -> None:
+@pytest.mark.requirement(201)
+def test_a_forked_child_that_collects_the_parents_scheme_leaves_it_working() -> None:
     schemes: list[Any] = []
 
     def child() -> bool:
@@ -148,7 +152,8 @@ def test_r201_a_forked_child_that_collects_the_parents_scheme_leaves_it_working(
             assert receiver.model.value == value
 
 
-def test_r201_a_scheme_that_is_initialised_only_works_on_both_sides_of_a_fork() -> None:
+@pytest.mark.requirement(201)
+def test_a_scheme_that_is_initialised_only_works_on_both_sides_of_a_fork() -> None:
     sender = new_sender(10)
 
     def child() -> bool:
@@ -187,9 +192,10 @@ print("over")
 """
 
 
+@pytest.mark.requirement(201)
 @pytest.mark.thorough
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
-def test_r201_a_forked_child_that_ends_as_any_program_leaves_the_parents_scheme_working(loop: str) -> None:
+def test_a_forked_child_that_ends_as_any_program_leaves_the_parents_scheme_working(loop: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, loop],
         capture_output=True,

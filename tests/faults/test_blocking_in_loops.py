@@ -52,14 +52,16 @@ def everything(sender: Any, receiver: Any) -> None:
     assert idle()
 
 
+@pytest.mark.requirement(201)
 @pytest.mark.both_loops
-async def test_r201_every_method_in_a_coroutine() -> None:
+async def test_every_method_in_a_coroutine() -> None:
     sender = new_sender(1000, num_workers=1)
     everything(sender, new_receiver(sender))
 
 
+@pytest.mark.requirement(201)
 @pytest.mark.both_loops
-async def test_r201_every_method_in_a_callback() -> None:
+async def test_every_method_in_a_callback() -> None:
     loop = asyncio.get_running_loop()
     sender = new_sender(1000, num_workers=1)
     receiver = new_receiver(sender)
@@ -77,8 +79,9 @@ async def test_r201_every_method_in_a_callback() -> None:
     await done
 
 
+@pytest.mark.requirement(72)
 @pytest.mark.both_loops
-async def test_r072_send_async_returns_the_version_when_it_is_applied() -> None:
+async def test_send_async_returns_the_version_when_it_is_applied() -> None:
     with crew(workers=2) as (sender, receivers):
         for i in range(20):
             version = await sender.send_async(sender.model.fill(i + 2))
@@ -87,8 +90,9 @@ async def test_r072_send_async_returns_the_version_when_it_is_applied() -> None:
             assert {r.model.value for r in receivers} == {i + 2}
 
 
+@pytest.mark.requirement(192)
 @pytest.mark.both_loops
-async def test_r192_send_async_cancelled_at_any_moment_leaves_the_scheme_usable() -> None:
+async def test_send_async_cancelled_at_any_moment_leaves_the_scheme_usable() -> None:
     with crew(5 << 18) as (sender, [receiver]):
         outcomes = set()
         for i in range(40):
@@ -111,8 +115,9 @@ async def test_r192_send_async_cancelled_at_any_moment_leaves_the_scheme_usable(
         assert {"cancelled", "timeout"} <= outcomes
 
 
+@pytest.mark.requirement(201)
 @pytest.mark.both_loops
-async def test_r201_the_callers_loop_goes_on_while_it_awaits() -> None:
+async def test_the_callers_loop_goes_on_while_it_awaits() -> None:
     with crew() as (sender, [receiver]), receiver.hold():
         task = asyncio.create_task(sender.send_async(sender.model.fill(2)))
         for _ in range(50):
@@ -123,7 +128,8 @@ async def test_r201_the_callers_loop_goes_on_while_it_awaits() -> None:
             await task
 
 
-def test_r201_send_async_of_two_loops_in_two_threads_at_once() -> None:
+@pytest.mark.requirement(201)
+def test_send_async_of_two_loops_in_two_threads_at_once() -> None:
     with crew(workers=2) as (sender, receivers):
         taken: list[int] = []
 
@@ -149,8 +155,9 @@ class Calling(ZMQWeightSyncScheme):
         super().apply_weights(weights, inplace)
 
 
+@pytest.mark.requirement(201)
 @pytest.mark.parametrize("name", ["receive", "fetch", "wait_version"])
-def test_r201_a_blocking_call_in_apply_weights_fails_at_the_trainer_and_hangs_nothing(name: str) -> None:
+def test_a_blocking_call_in_apply_weights_fails_at_the_trainer_and_hangs_nothing(name: str) -> None:
     calls: dict[str, Callable[[Any], Any]] = {
         "receive": lambda scheme: scheme.receive(),
         "fetch": lambda scheme: scheme.fetch(),

@@ -19,6 +19,7 @@ HUGE = 32 << 20  # float32 elements, 128 MiB
 BOUND = 2.0  # seconds, for a copy to end that cannot be taken back; asserted at five times that
 
 
+@pytest.mark.requirement(192)
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("scenario", "arguments"),
@@ -36,7 +37,7 @@ BOUND = 2.0  # seconds, for a copy to end that cannot be taken back; asserted at
     ],
     ids=lambda value: value.__name__ if callable(value) else "-".join(map(str, value[:-1])),
 )
-def test_r192_a_call_ends_soon_after_ctrl_c_and_loses_nothing(
+def test_a_call_ends_soon_after_ctrl_c_and_loses_nothing(
     scenario: Callable[..., list[float]], arguments: tuple[Any, ...], record_property: Callable[[str, object], None]
 ) -> None:
     took = in_process(scenario, *arguments)
@@ -44,9 +45,10 @@ def test_r192_a_call_ends_soon_after_ctrl_c_and_loses_nothing(
     assert max(took) < 5 * BOUND
 
 
+@pytest.mark.requirement(192)
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")  # struck just before
 @pytest.mark.parametrize("name", ["receive", "fetch", "send", "publish", "wait_version", "weights", "status"])
-def test_r192_an_exception_at_any_moment_of_a_call_loses_nothing(name: str) -> None:
+def test_an_exception_at_any_moment_of_a_call_loses_nothing(name: str) -> None:
     """What a signal handler raises, wherever the interpreter may run it in our code."""
 
     def strike() -> None:

@@ -15,8 +15,9 @@ from helpers.blocking_workers import compute
 PROMISED = 0.1  # seconds, for 64 KiB
 
 
+@pytest.mark.requirement(25)
 @pytest.mark.parametrize(("numel", "rounds", "bound"), [(1 << 14, 15, PROMISED), (1 << 20, 5, 4 * PROMISED)])
-def test_r025_a_busy_main_thread_delays_an_update_by_few_turns_of_the_interpreter(
+def test_a_busy_main_thread_delays_an_update_by_few_turns_of_the_interpreter(
     numel: int, rounds: int, bound: float, record_property: Callable[[str, object], None]
 ) -> None:
     sender = new_sender(numel, num_workers=1)

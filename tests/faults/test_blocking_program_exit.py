@@ -104,12 +104,13 @@ elif end == "exit":
 """
 
 
+@pytest.mark.requirement(201)
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("what", "end"),
     [("receive", "end"), ("receive", "raise"), ("send", "exit"), ("connect", "end"), ("busy", "end")],
 )
-def test_r201_a_program_ends_while_daemon_threads_are_blocked(
+def test_a_program_ends_while_daemon_threads_are_blocked(
     what: str, end: str, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     took, status, _, err = run(BLOCKED, tmp_path, what, end)
@@ -161,16 +162,18 @@ print("open", flush=True)
 """
 
 
+@pytest.mark.requirement(201)
 @pytest.mark.thorough
-def test_r201_a_call_in_a_thread_that_threading_does_not_know_ends_with_the_program(tmp_path: Path) -> None:
+def test_a_call_in_a_thread_that_threading_does_not_know_ends_with_the_program(tmp_path: Path) -> None:
     took, status, _, err = run(FOREIGN, tmp_path)
     assert (status, err) == (0, "")
     assert took < PROMISED
 
 
+@pytest.mark.requirement(201)
 @pytest.mark.thorough
 @pytest.mark.parametrize("process", ["whole", "fork"])
-def test_r201_the_exit_waits_for_what_its_daemon_threads_free(process: str, tmp_path: Path) -> None:
+def test_the_exit_waits_for_what_its_daemon_threads_free(process: str, tmp_path: Path) -> None:
     # A thread that the interpreter stops inside torch, be it while a tensor is freed, aborts the process.
     took, status, _, err = run(LADEN, tmp_path, process)
     assert (status, err) == (0, "")
@@ -201,9 +204,10 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.requirement(201)
 @pytest.mark.thorough
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_r201_a_multiprocessing_child_ends_with_everything_open(method: str, tmp_path: Path) -> None:
+def test_a_multiprocessing_child_ends_with_everything_open(method: str, tmp_path: Path) -> None:
     path = tmp_path / "program.py"  # spawn imports it by its path
     path.write_text(START + CHILD)
     program = f"import runpy; sys.argv[0] = {str(path)!r}; runpy.run_path(sys.argv[0], run_name='__main__')"
@@ -231,9 +235,10 @@ if sys.argv[1] == "raise":
 """
 
 
+@pytest.mark.requirement(210)
 @pytest.mark.thorough
 @pytest.mark.parametrize("end", ["end", "raise"])
-def test_r210_workers_that_are_no_daemons_end_with_their_trainer(end: str, tmp_path: Path) -> None:
+def test_workers_that_are_no_daemons_end_with_their_trainer(end: str, tmp_path: Path) -> None:
     took, status, _, err = run(WORKERS, tmp_path, end)
     assert status == (1 if end == "raise" else 0)
     assert err.count("Traceback") == status, err
@@ -272,8 +277,9 @@ shutil.rmtree(os.path.dirname(sender.bus.endpoint.removeprefix("ipc://")))
 """
 
 
+@pytest.mark.requirement(210)
 @pytest.mark.thorough
-def test_r210_workers_of_a_killed_trainer_notice_and_hang_nowhere(tmp_path: Path) -> None:
+def test_workers_of_a_killed_trainer_notice_and_hang_nowhere(tmp_path: Path) -> None:
     took, status, _, err = run(KILLED, tmp_path)
     assert (status, err) == (0, "")
     assert took < PROMISED

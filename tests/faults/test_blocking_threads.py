@@ -17,9 +17,10 @@ from helpers.processes import Filled, value_of
 THREADS = 8
 
 
+@pytest.mark.requirement(201)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("numel", "rounds"), [(1000, 60), (5 << 18, 6)], ids=["small", "large"])
-def test_r201_eight_threads_send_through_one_scheme(numel: int, rounds: int, kind: type) -> None:
+def test_eight_threads_send_through_one_scheme(numel: int, rounds: int, kind: type) -> None:
     published: list[int] = []
     seen: list[float] = []
 
@@ -73,7 +74,8 @@ def _caught(function: Any) -> list[BaseException]:
     return []
 
 
-def test_r201_eight_threads_with_a_scheme_each() -> None:
+@pytest.mark.requirement(201)
+def test_eight_threads_with_a_scheme_each() -> None:
     def live(number: int) -> None:
         for i in range(3):
             sender = new_sender(1000, number)
@@ -94,8 +96,9 @@ def test_r201_eight_threads_with_a_scheme_each() -> None:
     assert idle()
 
 
+@pytest.mark.requirement(85)
 @pytest.mark.thorough
-def test_r085_two_hundred_schemes_leave_nothing_behind() -> None:
+def test_two_hundred_schemes_leave_nothing_behind() -> None:
     descriptors, threads = set(os.listdir("/proc/self/fd")), threading.enumerate()
     for i in range(200):
         with crew(10, value=i) as (sender, [receiver]):
@@ -109,7 +112,8 @@ def test_r085_two_hundred_schemes_leave_nothing_behind() -> None:
     assert threading.enumerate() == threads
 
 
-def test_r085_fifty_schemes_that_never_connect_leave_nothing_behind() -> None:
+@pytest.mark.requirement(85)
+def test_fifty_schemes_that_never_connect_leave_nothing_behind() -> None:
     descriptors, threads = set(os.listdir("/proc/self/fd")), threading.enumerate()
     collected = []
     for i in range(50):
@@ -134,7 +138,8 @@ def test_r085_fifty_schemes_that_never_connect_leave_nothing_behind() -> None:
     assert threading.enumerate() == threads
 
 
-def test_r085_shutdown_from_another_thread_ends_whatever_is_under_way() -> None:
+@pytest.mark.requirement(85)
+def test_shutdown_from_another_thread_ends_whatever_is_under_way() -> None:
     for i in range(30):
         with crew() as (sender, [receiver]):
             assert receiver.receive(0) is None
@@ -153,7 +158,8 @@ def test_r085_shutdown_from_another_thread_ends_whatever_is_under_way() -> None:
     assert idle()
 
 
-def test_r085_shutdown_while_another_thread_connects_leaves_nothing_open() -> None:
+@pytest.mark.requirement(85)
+def test_shutdown_while_another_thread_connects_leaves_nothing_open() -> None:
     for i in range(60):
         sender = new_sender(10, num_workers=1)
         chosen = sender if i % 2 else new_receiver(sender)
@@ -172,7 +178,8 @@ def test_r085_shutdown_while_another_thread_connects_leaves_nothing_open() -> No
         assert idle()
 
 
-def test_r085_shutdown_twice_of_one_scheme_on_a_shared_bus_leaves_the_other_one_working() -> None:
+@pytest.mark.requirement(85)
+def test_shutdown_twice_of_one_scheme_on_a_shared_bus_leaves_the_other_one_working() -> None:
     from asyncsync.sync import Bus, ZMQWeightSyncScheme
 
     bus = Bus(num_workers=1)

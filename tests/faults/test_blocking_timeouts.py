@@ -28,7 +28,8 @@ def in_time() -> Iterator[None]:
     assert LIMIT / 2 < took < 5 * LIMIT, f"took {took:.2f} s"
 
 
-def test_r018_connect_ends_within_its_timeout_and_may_be_called_again() -> None:
+@pytest.mark.requirement(18)
+def test_connect_ends_within_its_timeout_and_may_be_called_again() -> None:
     sender = new_sender(1000, num_workers=1)
     receiver = new_receiver(sender)
     for scheme in (receiver, sender):
@@ -46,8 +47,9 @@ def test_r018_connect_ends_within_its_timeout_and_may_be_called_again() -> None:
     assert idle()
 
 
+@pytest.mark.requirement(195)
 @pytest.mark.parametrize("numel", [1000, 5 << 18], ids=["small", "large"])
-def test_r195_send_wait_version_fetch_and_receive_end_within_their_timeouts(numel: int) -> None:
+def test_send_wait_version_fetch_and_receive_end_within_their_timeouts(numel: int) -> None:
     with crew(numel) as (sender, [receiver]):
         assert receiver.receive(0) is None
         with in_time():
@@ -68,8 +70,9 @@ def test_r195_send_wait_version_fetch_and_receive_end_within_their_timeouts(nume
         works(sender, receiver)
 
 
+@pytest.mark.requirement(195)
 @pytest.mark.parametrize("name", ["send", "wait_version", "fetch", "receive", "connect"])
-def test_r195_a_timeout_that_is_none_of_a_kind_is_refused_before_anything_happens(name: str) -> None:
+def test_a_timeout_that_is_none_of_a_kind_is_refused_before_anything_happens(name: str) -> None:
     with crew() as (sender, [receiver]):
         calls: dict[str, Callable[[Any], Any]] = {
             "send": lambda t: sender.send(timeout=t),
@@ -88,7 +91,8 @@ def test_r195_a_timeout_that_is_none_of_a_kind_is_refused_before_anything_happen
         assert sender.version == version
 
 
-def test_r195_several_threads_that_wait_end_within_their_timeouts() -> None:
+@pytest.mark.requirement(195)
+def test_several_threads_that_wait_end_within_their_timeouts() -> None:
     with crew() as (sender, [receiver]):
         assert receiver.receive(0) is None
         with receiver.hold(), in_time():
@@ -103,7 +107,8 @@ def test_r195_several_threads_that_wait_end_within_their_timeouts() -> None:
         works(sender, receiver)
 
 
-def test_r195_send_to_a_stopped_process_ends_within_its_timeout() -> None:
+@pytest.mark.requirement(195)
+def test_send_to_a_stopped_process_ends_within_its_timeout() -> None:
     sender = new_sender(1000, num_workers=1)
     worker = start(follow, sender, 0, 1000)
     try:

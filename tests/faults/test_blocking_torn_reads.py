@@ -80,9 +80,10 @@ def read_under_fire(sender: Any, worker_function: Callable[..., None], *argument
         there.close()
 
 
+@pytest.mark.requirement(194)
 @pytest.mark.thorough
 @pytest.mark.parametrize("numel", PASSES, ids=["eager", "chunked"])
-def test_r194_no_forward_of_the_main_thread_is_torn(numel: int, record_property: Callable[[str, object], None]) -> None:
+def test_no_forward_of_the_main_thread_is_torn(numel: int, record_property: Callable[[str, object], None]) -> None:
     sender = new_sender(numel, num_workers=1)
     torn, seen, back = read_under_fire(sender, forwards, numel, PASSES[numel], False)
     record_property("versions seen", seen)
@@ -91,8 +92,9 @@ def test_r194_no_forward_of_the_main_thread_is_torn(numel: int, record_property:
     assert idle()
 
 
+@pytest.mark.requirement(194)
 @pytest.mark.thorough
-def test_r194_the_oracle_of_the_main_thread_catches_a_broken_gate() -> None:
+def test_the_oracle_of_the_main_thread_catches_a_broken_gate() -> None:
     torn, _, _ = read_under_fire(new_sender(1000, num_workers=1), forwards, 1000, 4000, True)
     assert torn > 0
 
@@ -118,26 +120,29 @@ def read_slots(case: Case, numel: int, passes: int, record_property: Callable[[s
     assert idle()
 
 
+@pytest.mark.requirement(194)
 @pytest.mark.thorough
 @most_cases
-def test_r194_no_forward_of_two_threads_is_torn_while_slots_are_written_at_full_speed(
+def test_no_forward_of_two_threads_is_torn_while_slots_are_written_at_full_speed(
     case: Case, record_property: Callable[[str, object], None]
 ) -> None:
     read_slots(case, MIB // 4, SLOT_PASSES, record_property)
 
 
+@pytest.mark.requirement(194)
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 @every_case
-def test_r194_no_forward_of_a_million_of_two_threads_is_torn_while_slots_are_written(
+def test_no_forward_of_a_million_of_two_threads_is_torn_while_slots_are_written(
     case: Case, record_property: Callable[[str, object], None]
 ) -> None:
     read_slots(case, MIB, SOAK, record_property)
 
 
+@pytest.mark.requirement(194)
 @pytest.mark.thorough
 @pytest.mark.parametrize("broken", ["gate", "leases"])
-def test_r194_the_oracle_of_two_threads_catches_what_is_broken(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oracle_of_two_threads_catches_what_is_broken(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if broken == "leases":
         monkeypatch.setattr(Leases, "report", release_too_early)
     sender = slot_sender(SharedMemWeightSyncScheme, MIB, map_above=0)

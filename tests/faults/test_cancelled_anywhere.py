@@ -156,9 +156,10 @@ async def still_works(sender: ZMQWeightSyncScheme, *receivers: ZMQWeightSyncSche
     await eventually(lambda: check_idle(sender, *receivers))
 
 
+@pytest.mark.requirement(192)
 @every_strike
 @every_way
-async def test_r192_receive_cancelled_at_any_await_loses_no_update(
+async def test_receive_cancelled_at_any_await_loses_no_update(
     schemes: Schemes, numel: int, kind: Any, how: str
 ) -> None:
     sender, [receiver] = await schemes.connected(numel, kind=kind)
@@ -180,10 +181,9 @@ async def test_r192_receive_cancelled_at_any_await_loses_no_update(
     await still_works(sender, receiver)
 
 
+@pytest.mark.requirement(192)
 @every_strike
-async def test_r192_receive_with_apply_on_receive_cancelled_at_any_await_loses_no_update(
-    schemes: Schemes, how: str
-) -> None:
+async def test_receive_with_apply_on_receive_cancelled_at_any_await_loses_no_update(schemes: Schemes, how: str) -> None:
     sender = schemes.sender(LARGE, num_workers=1)
     receiver = schemes.receiver(sender, apply="on_receive")
     await asyncio.gather(sender.connect(), receiver.connect())
@@ -202,11 +202,10 @@ async def test_r192_receive_with_apply_on_receive_cancelled_at_any_await_loses_n
         await eventually(lambda: check_idle(sender, receiver))
 
 
+@pytest.mark.requirement(192)
 @every_strike
 @both_sizes
-async def test_r192_fetch_cancelled_at_any_await_leaves_the_scheme_usable(
-    schemes: Schemes, numel: int, how: str
-) -> None:
+async def test_fetch_cancelled_at_any_await_leaves_the_scheme_usable(schemes: Schemes, numel: int, how: str) -> None:
     sender, [receiver] = await schemes.connected(numel)
     async for k, _, result in struck_everywhere(receiver.fetch, how):
         if result is not None:
@@ -218,9 +217,10 @@ async def test_r192_fetch_cancelled_at_any_await_leaves_the_scheme_usable(
     await still_works(sender, receiver)
 
 
+@pytest.mark.requirement(192)
 @every_strike
 @both_sizes
-async def test_r192_publish_cancelled_at_any_await_publishes_whole_or_not_at_all(
+async def test_publish_cancelled_at_any_await_publishes_whole_or_not_at_all(
     schemes: Schemes, numel: int, how: str
 ) -> None:
     sender, receivers = await schemes.connected(numel, workers=2)
@@ -258,9 +258,10 @@ async def test_r192_publish_cancelled_at_any_await_publishes_whole_or_not_at_all
     await still_works(sender, *receivers)
 
 
+@pytest.mark.requirement(192)
 @every_strike
 @every_way
-async def test_r192_wait_version_cancelled_at_any_await_leaves_the_scheme_usable(
+async def test_wait_version_cancelled_at_any_await_leaves_the_scheme_usable(
     schemes: Schemes, numel: int, kind: Any, how: str
 ) -> None:
     """Of a sender; also that of the receiver, which has nothing to do for it."""
@@ -288,9 +289,10 @@ async def test_r192_wait_version_cancelled_at_any_await_leaves_the_scheme_usable
     await still_works(sender, receiver)
 
 
+@pytest.mark.requirement(192)
 @every_strike
 @every_way
-async def test_r192_send_async_cancelled_at_any_await_loses_no_update(
+async def test_send_async_cancelled_at_any_await_loses_no_update(
     schemes: Schemes, numel: int, kind: Any, how: str
 ) -> None:
     sender, receivers = await schemes.connected(numel, workers=2, kind=kind)
@@ -317,10 +319,11 @@ async def test_r192_send_async_cancelled_at_any_await_loses_no_update(
     await still_works(sender, *receivers)
 
 
+@pytest.mark.requirement(192)
 @every_strike
 @both_sizes
 @pytest.mark.parametrize("side", ["sender", "receiver"])
-async def test_r192_connect_cancelled_at_any_await_may_be_called_again(
+async def test_connect_cancelled_at_any_await_may_be_called_again(
     schemes: Schemes, numel: int, how: str, side: str
 ) -> None:
     k, hit = 0, True
@@ -346,7 +349,8 @@ async def test_r192_connect_cancelled_at_any_await_may_be_called_again(
     assert k >= 2
 
 
-async def test_r192_a_receiver_that_connects_while_the_sender_packs_waits_for_the_initial_weights(
+@pytest.mark.requirement(192)
+async def test_a_receiver_that_connects_while_the_sender_packs_waits_for_the_initial_weights(
     schemes: Schemes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sender = schemes.sender(LARGE, num_workers=1)
@@ -373,11 +377,10 @@ async def test_r192_a_receiver_that_connects_while_the_sender_packs_waits_for_th
     assert await receiver.receive(0) is None
 
 
+@pytest.mark.requirement(192)
 @every_strike
 @pytest.mark.parametrize("side", ["sender", "receiver"])
-async def test_r192_shutdown_cancelled_at_any_await_still_releases_everything(
-    schemes: Schemes, how: str, side: str
-) -> None:
+async def test_shutdown_cancelled_at_any_await_still_releases_everything(schemes: Schemes, how: str, side: str) -> None:
     k, hit = 0, True
     while hit:
         sender, [receiver] = await schemes.connected(LARGE)
@@ -406,8 +409,9 @@ class NeverArrivesScheme(ZMQWeightSyncScheme):
         return NeverArrives()
 
 
+@pytest.mark.requirement(192)
 @every_strike
-async def test_r192_shutdown_cancelled_during_a_fetch_still_releases_everything(schemes: Schemes, how: str) -> None:
+async def test_shutdown_cancelled_during_a_fetch_still_releases_everything(schemes: Schemes, how: str) -> None:
     k, hit = 0, True
     while hit:
         sender = schemes.sender(LARGE, kind=NeverArrivesScheme, num_workers=1)
@@ -427,8 +431,9 @@ async def test_r192_shutdown_cancelled_during_a_fetch_still_releases_everything(
     assert k >= 3
 
 
+@pytest.mark.requirement(192)
 @both_sizes
-async def test_r192_concurrent_receivers_lose_nothing_when_some_are_cancelled(schemes: Schemes, numel: int) -> None:
+async def test_concurrent_receivers_lose_nothing_when_some_are_cancelled(schemes: Schemes, numel: int) -> None:
     sender, [receiver] = await schemes.connected(numel)
     for value in range(2, 12):
         victims = [asyncio.create_task(receiver.receive()) for _ in range(3)]
@@ -447,8 +452,9 @@ async def test_r192_concurrent_receivers_lose_nothing_when_some_are_cancelled(sc
         assert await receiver.receive(0) is None
 
 
+@pytest.mark.requirement(192)
 @pytest.mark.thorough
-async def test_r192_every_version_arrives_while_receives_time_out_all_the_time(schemes: Schemes) -> None:
+async def test_every_version_arrives_while_receives_time_out_all_the_time(schemes: Schemes) -> None:
     sender, [receiver] = await schemes.connected(LARGE)
     got: list[float] = []
     over = asyncio.Event()
@@ -476,7 +482,8 @@ async def test_r192_every_version_arrives_while_receives_time_out_all_the_time(s
     assert set(range(3, 42, 2)) <= set(got)
 
 
-async def test_r192_wait_for_and_timeout_around_every_call(schemes: Schemes) -> None:
+@pytest.mark.requirement(192)
+async def test_wait_for_and_timeout_around_every_call(schemes: Schemes) -> None:
     sender = schemes.sender(LARGE, num_workers=1)
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(sender.connect(), 0.01)
@@ -504,7 +511,8 @@ async def test_r192_wait_for_and_timeout_around_every_call(schemes: Schemes) -> 
     await still_works(sender, receiver)
 
 
-async def test_r192_a_failing_task_group_takes_its_calls_along_and_the_scheme_goes_on(schemes: Schemes) -> None:
+@pytest.mark.requirement(192)
+async def test_a_failing_task_group_takes_its_calls_along_and_the_scheme_goes_on(schemes: Schemes) -> None:
     sender, receivers = await schemes.connected(LARGE, workers=2)
 
     async def fail() -> None:

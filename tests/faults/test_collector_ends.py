@@ -59,9 +59,10 @@ def directories() -> list[str]:
     return [name for name in os.listdir(tempfile.gettempdir()) if name.startswith("asyncsync-")]
 
 
+@pytest.mark.requirement(208)
 @pytest.mark.thorough
 @pytest.mark.parametrize(("kind", "delay"), [("sync", 0.01), ("async", 30.0)])
-def test_r208_workers_end_when_their_trainer_is_killed(kind: str, delay: float) -> None:
+def test_workers_end_when_their_trainer_is_killed(kind: str, delay: float) -> None:
     with program(kind, "never", delay) as (process, _pipe, pids):
         time.sleep(0.3)
         process.kill()
@@ -70,8 +71,9 @@ def test_r208_workers_end_when_their_trainer_is_killed(kind: str, delay: float) 
         assert not directories()
 
 
+@pytest.mark.requirement(208)
 @pytest.mark.thorough
-def test_r208_workers_end_when_their_trainer_is_killed_while_it_ends_them() -> None:
+def test_workers_end_when_their_trainer_is_killed_while_it_ends_them() -> None:
     with program("async", "during shutdown", 60.0) as (process, _pipe, pids):
         time.sleep(0.5)
         process.kill()
@@ -79,8 +81,9 @@ def test_r208_workers_end_when_their_trainer_is_killed_while_it_ends_them() -> N
         assert gone_within(pids, 5.0), "workers outlive their trainer"
 
 
+@pytest.mark.requirement(208)
 @pytest.mark.thorough
-def test_r208_workers_end_when_a_fork_of_their_killed_trainer_lives_on() -> None:
+def test_workers_end_when_a_fork_of_their_killed_trainer_lives_on() -> None:
     with program("async", "with a fork", 60.0) as (process, _pipe, [*pids, child]):
         try:
             process.kill()
@@ -90,8 +93,9 @@ def test_r208_workers_end_when_a_fork_of_their_killed_trainer_lives_on() -> None
             os.kill(child, signal.SIGKILL)
 
 
+@pytest.mark.requirement(208)
 @pytest.mark.thorough
-def test_r208_workers_remove_what_is_left_of_a_trainer_that_is_killed_while_it_forks() -> None:
+def test_workers_remove_what_is_left_of_a_trainer_that_is_killed_while_it_forks() -> None:
     with program("async", "while it forks", 60.0) as (process, _pipe, pids):
         process.kill()  # its child has its lock for another second
         process.join()
@@ -129,8 +133,9 @@ def test_a_program_that_forgets_shutdown_ends_promptly() -> None:
         assert not directories()
 
 
+@pytest.mark.requirement(208)
 @BOTH
-def test_r208_shutdown_during_a_rollout_returns_within_its_timeout(kind: Any) -> None:
+def test_shutdown_during_a_rollout_returns_within_its_timeout(kind: Any) -> None:
     collector = kind([make(delay=60.0)], policy(), **options())
     pids = collector._group.pids
     ask(collector)  # asked for a rollout, whose first step takes a minute
@@ -153,7 +158,8 @@ def test_shutdown_stops_between_two_steps_and_closes_the_environment(kind: Any, 
     assert log.read_text().split() == [str(collector._group.pids[0]), "closed"]
 
 
-async def test_r208_shutdown_is_idempotent_and_comes_with_the_block() -> None:
+@pytest.mark.requirement(208)
+async def test_shutdown_is_idempotent_and_comes_with_the_block() -> None:
     async with MultiSyncCollector([make()], policy(), **options()) as collector:
         await anext(collector)
         pids = collector._group.pids

@@ -52,8 +52,9 @@ def bad_hook(*_: Any) -> None:
     raise ArithmeticError("the hook has failed")
 
 
+@pytest.mark.requirement(117)
 @pytest.mark.parametrize("hook", ["pre_collect_hook", "post_collect_hook"])
-def test_r117_an_exception_of_a_hook(hook: str) -> None:
+def test_an_exception_of_a_hook(hook: str) -> None:
     with MultiSyncCollector([make()] * 2, policy(), **options(**{hook: bad_hook})) as collector:
         with pytest.raises(ArithmeticError, match="the hook has failed") as caught:
             collector.next()
@@ -222,8 +223,9 @@ def test_an_exception_of_a_postproc_in_the_workers() -> None:
             collector.next()
 
 
+@pytest.mark.requirement(165)
 @pytest.mark.parametrize("way", ["pause", "async_shutdown", "shutdown"])
-def test_r165_what_ends_a_free_running_collector_surfaces(way: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_ends_a_free_running_collector_surfaces(way: str, caplog: pytest.LogCaptureFixture) -> None:
     collector: Any = MultiSyncCollector([make(fail_at=20)], policy(), **options(replay_buffer=Buffer()))
     try:
         collector.start()

@@ -41,8 +41,9 @@ async def program(start: Callable[..., Remote], world: int, port: int) -> list[R
     return ranks
 
 
+@pytest.mark.requirement(15, 19, 24, 30, 190, 211)
 @pytest.mark.parametrize("is_blocking", [False, True])
-async def test_r015_r019_r024_r030_r190_r211_in_a_process_group_the_documented_arguments_suffice(
+async def test_in_a_process_group_the_documented_arguments_suffice(
     start: Callable[..., Remote], is_blocking: bool
 ) -> None:
     """Of 190 and 211: for Distributed."""
@@ -59,8 +60,9 @@ async def test_r015_r019_r024_r030_r190_r211_in_a_process_group_the_documented_a
     assert await trainer.send(5.0) == 3, "a receive that has timed out has broken nothing"
 
 
+@pytest.mark.requirement(194, 195)
 @pytest.mark.thorough
-async def test_r194_r195_a_worker_killed_amid_a_transfer_of_256_mib_is_named_at_once(
+async def test_a_worker_killed_amid_a_transfer_of_256_mib_is_named_at_once(
     start: Callable[..., Remote],
 ) -> None:
     numel = 256 * MIB
@@ -84,8 +86,9 @@ async def test_r194_r195_a_worker_killed_amid_a_transfer_of_256_mib_is_named_at_
     assert await workers[0].value() == 3.0
 
 
+@pytest.mark.requirement(194, 200)
 @pytest.mark.thorough
-async def test_r194_r200_a_trainer_killed_amid_a_transfer_of_256_mib_is_noticed_and_the_port_is_free(
+async def test_a_trainer_killed_amid_a_transfer_of_256_mib_is_noticed_and_the_port_is_free(
     start: Callable[..., Remote],
 ) -> None:
     numel, port = 256 * MIB, free_port()
@@ -150,8 +153,9 @@ def test_who_cannot_be_found_in_a_process_group_is_told_why() -> None:
 # -- without a process group
 
 
+@pytest.mark.requirement(30)
 @pytest.mark.schemes("distributed")
-async def test_r030_without_a_process_group_the_scheme_has_a_store_of_its_own(api: Api) -> None:
+async def test_without_a_process_group_the_scheme_has_a_store_of_its_own(api: Api) -> None:
     async with api.crew(2) as everybody:
         info = everybody.sender.get_store_info()
         assert info is not None
@@ -168,8 +172,9 @@ async def test_r030_without_a_process_group_the_scheme_has_a_store_of_its_own(ap
         assert read(model) == {5}, "the same port, and constructed apart"
 
 
+@pytest.mark.requirement(197)
 @pytest.mark.schemes("distributed")
-async def test_r197_a_worker_follows_the_next_trainer_in_the_same_store(api: Api) -> None:
+async def test_a_worker_follows_the_next_trainer_in_the_same_store(api: Api) -> None:
     """The next one has another address, and other keys."""
     async with api.crew(2, receiver={"reconnect": True}) as (first, workers, models):
         info = first.get_store_info()
@@ -186,7 +191,8 @@ async def test_r197_a_worker_follows_the_next_trainer_in_the_same_store(api: Api
         await second.shutdown()
 
 
-async def test_r197_a_worker_follows_the_next_trainer_after_a_kill(start: Callable[..., Remote]) -> None:
+@pytest.mark.requirement(197)
+async def test_a_worker_follows_the_next_trainer_after_a_kill(start: Callable[..., Remote]) -> None:
     port = free_port()
     scheme = DistributedWeightSyncScheme(num_workers=1, store_info=("127.0.0.1", port))
     trainer, worker = start(Trainer), start(Worker)
@@ -203,8 +209,9 @@ async def test_r197_a_worker_follows_the_next_trainer_after_a_kill(start: Callab
     assert await worker.value() == 6.0
 
 
+@pytest.mark.requirement(47, 192)
 @pytest.mark.schemes("distributed")
-async def test_r047_r192_receive_times_out_without_harm(api: Api) -> None:
+async def test_receive_times_out_without_harm(api: Api) -> None:
     """Of 192: for Distributed."""
     async with api.crew(1) as (sender, (receiver,), (model,)):
         with Clock(0.5):
@@ -214,7 +221,8 @@ async def test_r047_r192_receive_times_out_without_harm(api: Api) -> None:
         assert read(await receiver.receive(timeout=5)) == {2}
 
 
-async def test_r192_a_connect_that_is_cancelled_or_times_out_can_be_called_again() -> None:
+@pytest.mark.requirement(192)
+async def test_a_connect_that_is_cancelled_or_times_out_can_be_called_again() -> None:
     """Of 192: for Distributed."""
     sender = DistributedWeightSyncScheme(num_workers=1, store_info=LOOPBACK)
     sender.init_on_sender(model_id="policy", model=Model(3))
@@ -247,7 +255,8 @@ async def test_a_shutdown_ends_a_connect_that_waits_for_its_introduction_at_once
                 await connect
 
 
-async def test_r191_the_trainers_loop_is_not_blocked_while_256_mib_are_sent() -> None:
+@pytest.mark.requirement(191)
+async def test_the_trainers_loop_is_not_blocked_while_256_mib_are_sent() -> None:
     """Of 191: for Distributed; five times the promised bound is allowed."""
     numel = 64 * MIB
     sender = DistributedWeightSyncScheme(num_workers=1, store_info=LOOPBACK)
@@ -272,7 +281,8 @@ async def test_r191_the_trainers_loop_is_not_blocked_while_256_mib_are_sent() ->
             assert longest < 5 * 0.020
 
 
-def test_r015_a_receiver_without_a_store_is_told_what_to_do(api: Api) -> None:
+@pytest.mark.requirement(15)
+def test_a_receiver_without_a_store_is_told_what_to_do(api: Api) -> None:
     scheme = api.DistributedWeightSyncScheme()
     with pytest.raises(RuntimeError, match=r"init_on_sender\(\), or construct it with store_info="):
         scheme.init_on_receiver("policy", model=Model(), worker_idx=0)

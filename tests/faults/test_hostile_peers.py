@@ -156,9 +156,10 @@ def out_of_place(epoch: fields.Epoch, version: int) -> list[messages.Instruction
     return instructions
 
 
+@pytest.mark.requirement(202)
 @pytest.mark.both_loops
 @pytest.mark.parametrize("endpoint", ["ipc", "tcp"], indirect=True)
-async def test_r202_garbage_from_strangers_is_counted_and_disturbs_nobody(
+async def test_garbage_from_strangers_is_counted_and_disturbs_nobody(
     endpoint: str, schemes: Schemes, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG, "asyncsync")
@@ -182,7 +183,8 @@ async def test_r202_garbage_from_strangers_is_counted_and_disturbs_nobody(
     assert all(sum(r.bus.dropped.values()) == 0 for r in receivers)
 
 
-async def test_r202_a_worker_that_lies_is_refused_what_cannot_be_and_harms_itself_only(schemes: Schemes) -> None:
+@pytest.mark.requirement(202)
+async def test_a_worker_that_lies_is_refused_what_cannot_be_and_harms_itself_only(schemes: Schemes) -> None:
     sender = schemes.sender(CHUNKED)
     receivers = [schemes.receiver(sender, i) for i in range(2)]
     connecting = [asyncio.create_task(r.connect()) for r in receivers]
@@ -210,7 +212,8 @@ async def test_r202_a_worker_that_lies_is_refused_what_cannot_be_and_harms_itsel
     assert sender.bus._link.pool.peak <= 4
 
 
-async def test_r202_a_worker_that_reads_nothing_holds_one_slab_and_no_queue(schemes: Schemes) -> None:
+@pytest.mark.requirement(202)
+async def test_a_worker_that_reads_nothing_holds_one_slab_and_no_queue(schemes: Schemes) -> None:
     sender = schemes.sender(CHUNKED)
     receivers = [schemes.receiver(sender, i) for i in range(2)]
     await asyncio.gather(sender.connect(), *(r.connect() for r in receivers))
@@ -232,9 +235,10 @@ async def test_r202_a_worker_that_reads_nothing_holds_one_slab_and_no_queue(sche
     await eventually(lambda: sender.bus._link.pool.slabs <= 3)
 
 
+@pytest.mark.requirement(202)
 @pytest.mark.parametrize("absurd", [(1 << 63, 0), ((1 << 64) - 1, (1 << 64) - 1), (1 << 64, 0)])
 @pytest.mark.parametrize("started", [False, True], ids=["waiting", "started"])
-async def test_r202_an_epoch_that_cannot_be_is_malformed(schemes: Schemes, absurd: Any, started: bool) -> None:
+async def test_an_epoch_that_cannot_be_is_malformed(schemes: Schemes, absurd: Any, started: bool) -> None:
     sender = schemes.sender(SMALL, num_workers=1)
     receiver = schemes.receiver(sender)
     connecting = asyncio.create_task(sender.connect())
@@ -251,7 +255,8 @@ async def test_r202_an_epoch_that_cannot_be_is_malformed(schemes: Schemes, absur
     assert receiver.model.value == 3
 
 
-async def test_r197_the_highest_epoch_that_can_be_leaves_room_for_a_successor(schemes: Schemes) -> None:
+@pytest.mark.requirement(197)
+async def test_the_highest_epoch_that_can_be_leaves_room_for_a_successor(schemes: Schemes) -> None:
     sender = schemes.sender(SMALL, num_workers=1)
     receiver = schemes.receiver(sender)
     connecting = asyncio.create_task(sender.connect())
@@ -298,8 +303,9 @@ def ready() -> bytes:
     return b"\x04" + bytes([len(body)]) + body
 
 
+@pytest.mark.requirement(202)
 @pytest.mark.parametrize("endpoint", ["ipc", "tcp"], indirect=True)
-async def test_r202_connections_that_do_not_speak_zmtp_disturb_nobody(endpoint: str, schemes: Schemes) -> None:
+async def test_connections_that_do_not_speak_zmtp_disturb_nobody(endpoint: str, schemes: Schemes) -> None:
     sender, receivers = await schemes.connected(CHUNKED, workers=2, endpoint=endpoint)
     rng = random.Random(1)
     speeches = [
@@ -332,8 +338,9 @@ async def test_r202_connections_that_do_not_speak_zmtp_disturb_nobody(endpoint: 
             connection.close()
 
 
+@pytest.mark.requirement(202)
 @pytest.mark.parametrize("endpoint", ["ipc", "tcp"], indirect=True)
-async def test_r202_a_replayed_hello_takes_no_worker_its_place(endpoint: str, schemes: Schemes) -> None:
+async def test_a_replayed_hello_takes_no_worker_its_place(endpoint: str, schemes: Schemes) -> None:
     """Of 202: also a well-formed HELLO changes nothing while the worker whose index it has answers."""
     sender, receivers = await schemes.connected(SMALL, workers=2, endpoint=endpoint)
     peers = sender.bus._link.caught_up().peers
@@ -352,7 +359,8 @@ async def test_r202_a_replayed_hello_takes_no_worker_its_place(endpoint: str, sc
     assert [(peer.nonce, peer.route) for peer in peers.values()] == holders
 
 
-async def test_r202_a_silent_worker_gives_way_only_to_one_that_accepts_its_layouts(schemes: Schemes) -> None:
+@pytest.mark.requirement(202)
+async def test_a_silent_worker_gives_way_only_to_one_that_accepts_its_layouts(schemes: Schemes) -> None:
     """Of 202: a HELLO alone changes nothing for a worker that is stopped, either."""
     sender, receivers = await schemes.connected(SMALL)
     link = receivers[0].bus._link
@@ -373,8 +381,9 @@ async def test_r202_a_silent_worker_gives_way_only_to_one_that_accepts_its_layou
     assert receivers[0].model.value == 2
 
 
+@pytest.mark.requirement(202)
 @pytest.mark.parametrize("endpoint", ["ipc", "tcp"], indirect=True)
-async def test_r202_a_flood_of_connections_disturbs_nobody(endpoint: str, schemes: Schemes) -> None:
+async def test_a_flood_of_connections_disturbs_nobody(endpoint: str, schemes: Schemes) -> None:
     sender = schemes.sender(SMALL, min_workers=2, endpoint=endpoint)
     receivers = [schemes.receiver(sender, i) for i in range(2)]
     await asyncio.gather(sender.connect(), *(r.connect() for r in receivers))
@@ -396,7 +405,8 @@ async def test_r202_a_flood_of_connections_disturbs_nobody(endpoint: str, scheme
             connection.close()
 
 
-async def test_r202_a_frame_beyond_the_limit_costs_its_sender_the_connection(schemes: Schemes) -> None:
+@pytest.mark.requirement(202)
+async def test_a_frame_beyond_the_limit_costs_its_sender_the_connection(schemes: Schemes) -> None:
     sender, receivers = await schemes.connected(CHUNKED, workers=2)
     async with being_served(sender, receivers):
         with raw_dealer(sender.bus.endpoint) as dealer:
@@ -478,7 +488,8 @@ async def test_a_worker_whose_model_does_not_fit_says_so_whatever_follows(
     assert receiver.version == 0
 
 
-async def test_r202_a_worker_survives_a_trainer_that_talks_nonsense(
+@pytest.mark.requirement(202)
+async def test_a_worker_survives_a_trainer_that_talks_nonsense(
     endpoint: str, fake: FakeTrainer, schemes: Schemes, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG, "asyncsync")
@@ -583,7 +594,8 @@ async def test_r202_a_worker_survives_a_trainer_that_talks_nonsense(
     assert not any(r.levelno >= logging.ERROR for r in caplog.records)
 
 
-async def test_r202_a_layout_that_does_not_fit_is_refused_before_any_byte_is_taken(
+@pytest.mark.requirement(202)
+async def test_a_layout_that_does_not_fit_is_refused_before_any_byte_is_taken(
     endpoint: str, fake: FakeTrainer, schemes: Schemes
 ) -> None:
     receiver = schemes.receiver(schemes.sender(SMALL, endpoint=endpoint))
@@ -603,7 +615,8 @@ async def test_r202_a_layout_that_does_not_fit_is_refused_before_any_byte_is_tak
     assert receiver.model.value == -1
 
 
-async def test_r202_a_worker_that_reaches_something_else_than_a_trainer_says_so(schemes: Schemes) -> None:
+@pytest.mark.requirement(202)
+async def test_a_worker_that_reaches_something_else_than_a_trainer_says_so(schemes: Schemes) -> None:
     answered = 0
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -624,9 +637,8 @@ async def test_r202_a_worker_that_reaches_something_else_than_a_trainer_says_so(
         await receiver.shutdown()
 
 
-async def test_r202_processes_are_served_while_others_send_garbage(
-    schemes: Schemes, start: Callable[..., Remote]
-) -> None:
+@pytest.mark.requirement(202)
+async def test_processes_are_served_while_others_send_garbage(schemes: Schemes, start: Callable[..., Remote]) -> None:
     sender = schemes.sender(CHUNKED, num_workers=2)
     workers = [start(Worker), start(Worker)]
     await asyncio.gather(sender.connect(), *(w.connect(sender, i, CHUNKED) for i, w in enumerate(workers)))

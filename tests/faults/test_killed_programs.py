@@ -14,6 +14,7 @@ pytestmark = [pytest.mark.thorough, pytest.mark.timeout(180)]
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
 
 
+@pytest.mark.requirement(197)
 @pytest.mark.parametrize("kind", ["RPC", pytest.param("Ray", marks=needs_ray)])
-def test_r197_the_next_program_can_be_on_the_ports_of_one_that_was_killed(kind: str) -> None:
+def test_the_next_program_can_be_on_the_ports_of_one_that_was_killed(kind: str) -> None:
     assert in_program(killed_program, kind, seconds=150) == {"value": 2.0, "gone": True, "again": 0}

@@ -37,9 +37,10 @@ async def connect(
     )
 
 
+@pytest.mark.requirement(195, 196)
 @pytest.mark.parametrize("endpoint", ["ipc", "tcp"], indirect=True)
 @pytest.mark.parametrize("point", ["transfer", "apply"])
-async def test_r195_r196_a_worker_killed_in_the_middle_is_named_at_once_and_catches_up_when_it_returns(
+async def test_a_worker_killed_in_the_middle_is_named_at_once_and_catches_up_when_it_returns(
     endpoint: str,
     point: str,
     schemes: Schemes,
@@ -85,7 +86,8 @@ async def test_r195_r196_a_worker_killed_in_the_middle_is_named_at_once_and_catc
     await eventually(lambda: sender.bus._link.pool.slabs <= 2)
 
 
-async def test_r195_a_worker_killed_on_another_host_is_lost_when_its_connection_stays_away(
+@pytest.mark.requirement(195)
+async def test_a_worker_killed_on_another_host_is_lost_when_its_connection_stays_away(
     schemes: Schemes, start: Callable[..., Remote]
 ) -> None:
     sender = schemes.sender(100, num_workers=2)
@@ -104,8 +106,9 @@ async def test_r195_a_worker_killed_on_another_host_is_lost_when_its_connection_
     assert caught.value.acked == {0: 2}
 
 
+@pytest.mark.requirement(196)
 @every_kind
-async def test_r196_workers_killed_and_restarted_while_updates_stream(
+async def test_workers_killed_and_restarted_while_updates_stream(
     kind: Any, schemes: Schemes, start: Callable[..., Remote]
 ) -> None:
     numel = 2 * MIB
@@ -137,8 +140,9 @@ async def test_r196_workers_killed_and_restarted_while_updates_stream(
     assert await steady.value() == -5
 
 
+@pytest.mark.requirement(198)
 @pytest.mark.parametrize("endpoint", ["ipc", "tcp"], indirect=True)
-async def test_r198_a_stopped_worker_delays_nobody_and_skips_to_the_newest_version(
+async def test_a_stopped_worker_delays_nobody_and_skips_to_the_newest_version(
     endpoint: str, schemes: Schemes, start: Callable[..., Remote]
 ) -> None:
     numel = 8 * MIB
@@ -173,7 +177,8 @@ async def test_r198_a_stopped_worker_delays_nobody_and_skips_to_the_newest_versi
     assert await workers[1].slabs() <= 3
 
 
-async def test_r198_small_updates_do_not_pile_up_for_a_stopped_worker(
+@pytest.mark.requirement(198)
+async def test_small_updates_do_not_pile_up_for_a_stopped_worker(
     schemes: Schemes, start: Callable[..., Remote]
 ) -> None:
     sender = schemes.sender(1000, num_workers=2)
@@ -191,8 +196,9 @@ async def test_r198_small_updates_do_not_pile_up_for_a_stopped_worker(
     assert len(await workers[1].applied_versions()) <= 4
 
 
+@pytest.mark.requirement(196)
 @every_kind
-async def test_r196_a_late_worker_gets_what_is_meant_for_it(
+async def test_a_late_worker_gets_what_is_meant_for_it(
     kind: Any, schemes: Schemes, start: Callable[..., Remote]
 ) -> None:
     sender = schemes.sender(1000, kind=kind)
@@ -210,8 +216,9 @@ async def test_r196_a_late_worker_gets_what_is_meant_for_it(
     assert await again.value() == 3
 
 
+@pytest.mark.requirement(196)
 @every_kind
-async def test_r196_a_second_incarnation_takes_over_from_a_stopped_one(
+async def test_a_second_incarnation_takes_over_from_a_stopped_one(
     kind: Any, schemes: Schemes, start: Callable[..., Remote]
 ) -> None:
     sender = schemes.sender(1000, kind=kind, num_workers=1)
@@ -229,8 +236,9 @@ async def test_r196_a_second_incarnation_takes_over_from_a_stopped_one(
     assert await sender.send_async(sender.model.fill(3), timeout=10) == 3
 
 
+@pytest.mark.requirement(195)
 @pytest.mark.parametrize("why", ["no pidfd", "no boot id"])
-async def test_r195_a_killed_worker_that_cannot_be_watched_is_lost_when_its_connection_is_gone(
+async def test_a_killed_worker_that_cannot_be_watched_is_lost_when_its_connection_is_gone(
     schemes: Schemes, start: Callable[..., Remote], monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
     """Of 195: it is named as lost before the time is up."""

@@ -92,8 +92,9 @@ def start(hosts: Hosts, trainer: Trainer, tmp_path: Path, kind: str) -> tuple[li
     return relays, workers
 
 
+@pytest.mark.requirement(198, 206)
 @pytest.mark.parametrize("kind", ["direct", "relays", "shared"])
-async def test_r198_r206_three_hosts_of_two_workers_and_one_is_unplugged_in_the_middle(
+async def test_three_hosts_of_two_workers_and_one_is_unplugged_in_the_middle(
     three: Hosts, tmp_path: Path, kind: str
 ) -> None:
     trainer = Trainer(three.address, 6)
@@ -135,8 +136,9 @@ async def unplug_in_the_middle(host: Host, trainer: Trainer, workers: list[Proce
     pytest.fail("this host was too fast each time")
 
 
+@pytest.mark.requirement(198)
 @pytest.mark.parametrize("kind", ["direct", "relays", "shared"])
-async def test_r198_a_restarted_trainer_has_everybody_again_and_a_late_host_joins(
+async def test_a_restarted_trainer_has_everybody_again_and_a_late_host_joins(
     three: Hosts, tmp_path: Path, kind: str
 ) -> None:
     trainer = Trainer(three.address, 4)
@@ -162,8 +164,9 @@ async def test_r198_a_restarted_trainer_has_everybody_again_and_a_late_host_join
         await trainer.shutdown()
 
 
+@pytest.mark.requirement(206)
 @pytest.mark.parametrize("shared", [False, True], ids=["frames", "shared"])
-async def test_r206_a_killed_relay_loses_nobody(three: Hosts, tmp_path: Path, shared: bool) -> None:
+async def test_a_killed_relay_loses_nobody(three: Hosts, tmp_path: Path, shared: bool) -> None:
     """Of the three relays one is killed and restarted, one is killed for good: its workers go on to the trainer."""
     trainer = Trainer(three.address, 6)
     kind = "shared" if shared else "zmq"
@@ -195,7 +198,8 @@ async def test_r206_a_killed_relay_loses_nobody(three: Hosts, tmp_path: Path, sh
         await trainer.shutdown()
 
 
-async def test_r206_relays_stack(three: Hosts, tmp_path: Path) -> None:
+@pytest.mark.requirement(206)
+async def test_relays_stack(three: Hosts, tmp_path: Path) -> None:
     trainer = Trainer(three.address, 4)
     three[0].relay(trainer.endpoint, f"ipc://{tmp_path}/first")
     for i in (0, 1):

@@ -100,7 +100,8 @@ async def test_a_program_that_ends_without_shutdown_ends_at_once(
     assert [n for n in os.listdir(tempfile.gettempdir()) if n.startswith("asyncsync-")] == [mine]
 
 
-async def test_r210_a_program_that_just_ends_has_said_goodbye(
+@pytest.mark.requirement(210)
+async def test_a_program_that_just_ends_has_said_goodbye(
     endpoint: str, schemes: Schemes, start: Callable[..., Remote]
 ) -> None:
     plan = schemes.sender(1000, 9, endpoint=endpoint, num_workers=2)
@@ -123,7 +124,8 @@ async def test_r210_a_program_that_just_ends_has_said_goodbye(
     assert value_of(await waiting) == server.model.value == 9
 
 
-async def test_r195_a_worker_whose_program_just_ended_is_lost_at_once(
+@pytest.mark.requirement(195)
+async def test_a_worker_whose_program_just_ended_is_lost_at_once(
     schemes: Schemes, start: Callable[..., Remote]
 ) -> None:
     sender = schemes.sender(1000)

@@ -68,7 +68,8 @@ async def test_a_worker_has_two_slabs_and_no_memory_for_the_model_beside_them(
     assert len(await worker.slots_in_sight()) == 2
 
 
-async def test_r194_a_worker_that_trains_its_copy_gets_every_version_whole(
+@pytest.mark.requirement(194)
+async def test_a_worker_that_trains_its_copy_gets_every_version_whole(
     schemes: Schemes, start: Callable[..., Remote]
 ) -> None:
     workers = [start(SharedWorker), start(SharedWorker)]
@@ -87,9 +88,8 @@ async def test_r194_a_worker_that_trains_its_copy_gets_every_version_whole(
     assert (wrong, torn) == (0, 0)
 
 
-async def test_r201_the_model_of_a_forked_child_keeps_what_it_held(
-    schemes: Schemes, start: Callable[..., Remote]
-) -> None:
+@pytest.mark.requirement(201)
+async def test_the_model_of_a_forked_child_keeps_what_it_held(schemes: Schemes, start: Callable[..., Remote]) -> None:
     worker = start(SharedWorker)
     sender = await crew(schemes, [worker], 2 * MIB)
     children: dict[int, float] = {}
@@ -113,7 +113,8 @@ async def test_r201_the_model_of_a_forked_child_keeps_what_it_held(
     assert len(await worker.slots_in_sight()) == 2
 
 
-async def test_r218_a_model_outlives_its_scheme(schemes: Schemes, start: Callable[..., Remote]) -> None:
+@pytest.mark.requirement(218)
+async def test_a_model_outlives_its_scheme(schemes: Schemes, start: Callable[..., Remote]) -> None:
     workers = [start(SharedWorker), start(SharedWorker)]
     sender = await crew(schemes, workers, 2 * MIB)
     await sender.send_async(sender.model.fill(2))

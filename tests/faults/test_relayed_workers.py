@@ -36,7 +36,8 @@ def follower(down: str, shared: bool) -> Any:
     return (SharedMemWeightSyncScheme if shared else ZMQWeightSyncScheme)(connect=down)
 
 
-async def test_r198_r206_a_stopped_worker_of_a_relays_host_delays_nobody_and_memory_stays_bounded(
+@pytest.mark.requirement(198, 206)
+async def test_a_stopped_worker_of_a_relays_host_delays_nobody_and_memory_stays_bounded(
     endpoint: str, tmp_path: Path, shared: bool, schemes: Schemes, start: Callable[..., Remote]
 ) -> None:
     down = f"ipc://{tmp_path}/down"
@@ -62,7 +63,8 @@ async def test_r198_r206_a_stopped_worker_of_a_relays_host_delays_nobody_and_mem
         assert [await w.value() for w in workers] == [0] * 3
 
 
-async def test_r200_status_tells_who_behind_a_relay_is_slow_or_lost(
+@pytest.mark.requirement(200)
+async def test_status_tells_who_behind_a_relay_is_slow_or_lost(
     endpoint: str, tmp_path: Path, shared: bool, schemes: Schemes, start: Callable[..., Remote]
 ) -> None:
     """Stopped, killed, and all of them with their relay, while who is connected to the trainer itself is there."""
@@ -99,7 +101,8 @@ async def test_r200_status_tells_who_behind_a_relay_is_slow_or_lost(
     assert [await w.value() for w in (workers[0], workers[2], workers[3])] == [3] * 3
 
 
-async def test_r004_a_store_serves_the_last_version_without_its_trainer_and_after_its_own_kill(
+@pytest.mark.requirement(4)
+async def test_a_store_serves_the_last_version_without_its_trainer_and_after_its_own_kill(
     endpoint: str, tmp_path: Path, shared: bool, schemes: Schemes, start: Callable[..., Remote]
 ) -> None:
     """Of 4: the store, a process of its own. Who was there before has the next trainer's weights from it, too."""

@@ -32,6 +32,7 @@ def fresh(scheme: ZMQWeightSyncScheme) -> ZMQWeightSyncScheme:
     return pickle.loads(pickle.dumps(scheme))
 
 
+@pytest.mark.requirement(197)
 @pytest.mark.parametrize(
     ("endpoint", "numel", "kind", "blocking"),
     [
@@ -42,7 +43,7 @@ def fresh(scheme: ZMQWeightSyncScheme) -> ZMQWeightSyncScheme:
     ],
     indirect=["endpoint"],
 )
-async def test_r197_workers_wait_for_a_killed_trainer_and_follow_the_restarted_one(
+async def test_workers_wait_for_a_killed_trainer_and_follow_the_restarted_one(
     endpoint: str, numel: int, kind: Any, blocking: bool, schemes: Schemes, start: Callable[..., Remote]
 ) -> None:
     """Of the two workers, one has the blocking API where that is asked for."""
@@ -86,8 +87,9 @@ async def test_r197_workers_wait_for_a_killed_trainer_and_follow_the_restarted_o
         await here.receive()
 
 
+@pytest.mark.requirement(197)
 @pytest.mark.parametrize("endpoint", ["ipc", "tcp"], indirect=True)
-async def test_r197_a_child_forked_from_the_trainer_keeps_neither_its_address_nor_its_workers(
+async def test_a_child_forked_from_the_trainer_keeps_neither_its_address_nor_its_workers(
     endpoint: str, schemes: Schemes, start: Callable[..., Remote]
 ) -> None:
     """A DataLoader's worker outlives its trainer; the trainer's successor binds the same address all the same, and the
@@ -106,7 +108,8 @@ async def test_r197_a_child_forked_from_the_trainer_keeps_neither_its_address_no
         os.kill(child, signal.SIGKILL)
 
 
-async def test_r197_a_worker_that_died_while_the_trainer_was_away_may_be_replaced_in_the_meantime(
+@pytest.mark.requirement(197)
+async def test_a_worker_that_died_while_the_trainer_was_away_may_be_replaced_in_the_meantime(
     endpoint: str, schemes: Schemes, start: Callable[..., Remote]
 ) -> None:
     plan = schemes.sender(1000, endpoint=endpoint, num_workers=2)
@@ -127,7 +130,8 @@ async def test_r197_a_worker_that_died_while_the_trainer_was_away_may_be_replace
     assert [await w.value() for w in (survivor, replacement)] == [6, 6]
 
 
-async def test_r197_a_trainer_killed_in_the_middle_of_a_transfer_leaves_no_half_update(
+@pytest.mark.requirement(197)
+async def test_a_trainer_killed_in_the_middle_of_a_transfer_leaves_no_half_update(
     endpoint: str, schemes: Schemes, start: Callable[..., Remote]
 ) -> None:
     numel = 64 << 18
@@ -148,7 +152,8 @@ async def test_r197_a_trainer_killed_in_the_middle_of_a_transfer_leaves_no_half_
     assert await worker.slabs() <= 2
 
 
-async def test_r197_a_second_trainer_cannot_take_the_endpoint_of_one_that_lives_or_is_only_stopped(
+@pytest.mark.requirement(197)
+async def test_a_second_trainer_cannot_take_the_endpoint_of_one_that_lives_or_is_only_stopped(
     endpoint: str, schemes: Schemes, start: Callable[..., Remote]
 ) -> None:
     plan = schemes.sender(1000, 20, endpoint=endpoint, num_workers=1)
@@ -168,7 +173,8 @@ async def test_r197_a_second_trainer_cannot_take_the_endpoint_of_one_that_lives_
     assert receiver.model.value == 20
 
 
-async def test_r197_a_tcp_port_that_is_taken_is_refused(schemes: Schemes) -> None:
+@pytest.mark.requirement(197)
+async def test_a_tcp_port_that_is_taken_is_refused(schemes: Schemes) -> None:
     async with await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
         sender = schemes.sender(10, endpoint=f"tcp://127.0.0.1:{port}", num_workers=1)
@@ -233,7 +239,8 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-async def test_r197_a_trainer_that_was_cut_off_is_fenced_when_its_workers_come_back_from_its_successor(
+@pytest.mark.requirement(197)
+async def test_a_trainer_that_was_cut_off_is_fenced_when_its_workers_come_back_from_its_successor(
     schemes: Schemes, forwarder: Forwarder
 ) -> None:
     ports = free_port(), free_port()
@@ -275,7 +282,8 @@ async def test_r197_a_trainer_that_was_cut_off_is_fenced_when_its_workers_come_b
     assert receiver.model.value == 12
 
 
-async def test_r197_a_successor_whose_clock_is_behind_passes_its_predecessor(
+@pytest.mark.requirement(197)
+async def test_a_successor_whose_clock_is_behind_passes_its_predecessor(
     endpoint: str, schemes: Schemes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = schemes.sender(100, 1, endpoint=endpoint, num_workers=1)
@@ -295,7 +303,8 @@ async def test_r197_a_successor_whose_clock_is_behind_passes_its_predecessor(
     assert receiver.model.value == 6
 
 
-async def test_r197_the_connections_are_cut_again_and_again_and_nothing_is_lost(
+@pytest.mark.requirement(197)
+async def test_the_connections_are_cut_again_and_again_and_nothing_is_lost(
     schemes: Schemes, forwarder: Forwarder
 ) -> None:
     port = free_port()

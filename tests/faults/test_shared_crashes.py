@@ -71,9 +71,10 @@ async def has_freed_all_but_the_target(pool: Any) -> None:
 # -- workers -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement(195, 196)
 @every_kind
 @pytest.mark.parametrize("slots", [2, 3, 4])
-async def test_r195_r196_a_killed_worker_gives_its_slot_back_at_once(
+async def test_a_killed_worker_gives_its_slot_back_at_once(
     kind: Any, slots: int, schemes: Schemes, start: Callable[..., Remote]
 ) -> None:
     workers = [start(SharedWorker), start(SharedWorker)]
@@ -109,8 +110,9 @@ async def test_r195_r196_a_killed_worker_gives_its_slot_back_at_once(
     assert pool.peak <= slots
 
 
+@pytest.mark.requirement(195, 196)
 @every_kind
-async def test_r195_r196_a_worker_that_dies_on_the_fast_path_is_named_from_then_on(
+async def test_a_worker_that_dies_on_the_fast_path_is_named_from_then_on(
     kind: Any, schemes: Schemes, start: Callable[..., Remote]
 ) -> None:
     workers = [start(SharedWorker), start(SharedWorker)]
@@ -155,7 +157,8 @@ async def test_what_a_superseded_worker_may_still_read_is_not_written_by_the_fas
     await has_freed_all_but_the_target(pool)
 
 
-async def test_r196_workers_that_are_killed_again_and_again_cost_no_slot(
+@pytest.mark.requirement(196)
+async def test_workers_that_are_killed_again_and_again_cost_no_slot(
     schemes: Schemes, start: Callable[..., Remote]
 ) -> None:
     steady = start(SharedWorker)
@@ -227,8 +230,9 @@ async def under_the_eyes_of_a_stopped_reader(
     return published, seen
 
 
+@pytest.mark.requirement(198)
 @pytest.mark.thorough
-async def test_r198_a_reader_that_is_stopped_for_ten_seconds_holds_up_nobody(
+async def test_a_reader_that_is_stopped_for_ten_seconds_holds_up_nobody(
     schemes: Schemes, start: Callable[..., Remote], record_property: Callable[[str, object], None]
 ) -> None:
     published, seen = await under_the_eyes_of_a_stopped_reader(STOPPED, schemes, start)
@@ -236,9 +240,10 @@ async def test_r198_a_reader_that_is_stopped_for_ten_seconds_holds_up_nobody(
     assert published >= 100
 
 
+@pytest.mark.requirement(198)
 @pytest.mark.soak
 @pytest.mark.timeout(300)
-async def test_r198_a_reader_that_is_stopped_for_seventy_seconds_holds_up_nobody(
+async def test_a_reader_that_is_stopped_for_seventy_seconds_holds_up_nobody(
     schemes: Schemes, start: Callable[..., Remote]
 ) -> None:
     published, _ = await under_the_eyes_of_a_stopped_reader(70.0, schemes, start)
@@ -272,22 +277,25 @@ async def stop_at_random(rounds: int, schemes: Schemes, start: Callable[..., Rem
     assert pool.peak <= 5
 
 
+@pytest.mark.requirement(194)
 @pytest.mark.thorough
-async def test_r194_a_reader_that_is_stopped_anywhere_never_opens_what_has_been_written_again(
+async def test_a_reader_that_is_stopped_anywhere_never_opens_what_has_been_written_again(
     schemes: Schemes, start: Callable[..., Remote]
 ) -> None:
     await stop_at_random(80, schemes, start)
 
 
+@pytest.mark.requirement(194)
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-async def test_r194_a_reader_that_is_stopped_a_thousand_times_never_opens_what_has_been_written_again(
+async def test_a_reader_that_is_stopped_a_thousand_times_never_opens_what_has_been_written_again(
     schemes: Schemes, start: Callable[..., Remote]
 ) -> None:
     await stop_at_random(10_000, schemes, start)
 
 
-async def test_r195_with_two_slots_a_stopped_reader_is_named_within_the_timeout(
+@pytest.mark.requirement(195)
+async def test_with_two_slots_a_stopped_reader_is_named_within_the_timeout(
     schemes: Schemes, start: Callable[..., Remote]
 ) -> None:
     workers = [start(SharedWorker), start(SharedWorker)]
@@ -319,7 +327,8 @@ async def test_r195_with_two_slots_a_stopped_reader_is_named_within_the_timeout(
     assert pool.peak == 2
 
 
-async def test_r195_a_send_behind_a_publication_that_waits_for_a_slot_ends_within_its_own_timeout(
+@pytest.mark.requirement(195)
+async def test_a_send_behind_a_publication_that_waits_for_a_slot_ends_within_its_own_timeout(
     schemes: Schemes, start: Callable[..., Remote]
 ) -> None:
     workers = [start(SharedWorker), start(SharedWorker)]
@@ -342,8 +351,9 @@ async def test_r195_a_send_behind_a_publication_that_waits_for_a_slot_ends_withi
 # -- the trainer -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement(197)
 @pytest.mark.parametrize("moment", ["half written", "random"])
-async def test_r197_a_trainer_that_is_killed_while_it_writes_a_slot_leaves_the_last_whole_version(
+async def test_a_trainer_that_is_killed_while_it_writes_a_slot_leaves_the_last_whole_version(
     moment: str, endpoint: str, schemes: Schemes, start: Callable[..., Remote]
 ) -> None:
     numel = 32 * MIB
@@ -438,8 +448,9 @@ async def test_a_trainer_that_gets_no_memory_for_a_slot_publishes_nothing_and_go
     assert await late.value() == 3
 
 
+@pytest.mark.requirement(195)
 @every_kind
-async def test_r195_a_worker_that_gets_no_memory_for_a_slot_is_named_and_goes_on(
+async def test_a_worker_that_gets_no_memory_for_a_slot_is_named_and_goes_on(
     kind: Any, schemes: Schemes, start: Callable[..., Remote]
 ) -> None:
     numel = 16 * MIB
@@ -466,8 +477,9 @@ async def test_r195_a_worker_that_gets_no_memory_for_a_slot_is_named_and_goes_on
     await has_freed_all_but_the_target(pool)
 
 
+@pytest.mark.requirement(195)
 @pytest.mark.parametrize("slots", [4, 3])
-async def test_r195_a_stopped_worker_costs_one_slot(slots: int, schemes: Schemes, start: Callable[..., Remote]) -> None:
+async def test_a_stopped_worker_costs_one_slot(slots: int, schemes: Schemes, start: Callable[..., Remote]) -> None:
     """Two, stopped at different times, hold two versions: with a slot less, publishing waits, and names both."""
     workers = [start(SharedWorker) for _ in range(3)]
     sender, pool = await crew(schemes, workers, MIB, slots=slots)

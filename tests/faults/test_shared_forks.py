@@ -33,8 +33,9 @@ async def has_freed_all_but_the_target(pool: Any) -> None:
     await eventually(lambda: len(pool.used) == 1, why=lambda: f"{len(pool.used)} slots are in use")
 
 
+@pytest.mark.requirement(201)
 @pytest.mark.parametrize("slots", [2, 4])
-async def test_r201_the_model_of_a_forked_child_keeps_what_it_held(
+async def test_the_model_of_a_forked_child_keeps_what_it_held(
     slots: int, schemes: Schemes, start: Callable[..., Remote]
 ) -> None:
     sender, pool, workers = await crew(schemes, start, 4 * MIB, slots)
@@ -57,7 +58,8 @@ async def test_r201_the_model_of_a_forked_child_keeps_what_it_held(
     assert (await workers[0].forwards(50))[0] == 0
 
 
-async def test_r201_a_child_that_is_forked_under_full_speed_sending_is_never_torn(
+@pytest.mark.requirement(201)
+async def test_a_child_that_is_forked_under_full_speed_sending_is_never_torn(
     schemes: Schemes, start: Callable[..., Remote]
 ) -> None:
     sender, pool, workers = await crew(schemes, start, 2 * MIB)
@@ -87,7 +89,8 @@ async def test_r201_a_child_that_is_forked_under_full_speed_sending_is_never_tor
     await has_freed_all_but_the_target(pool)
 
 
-async def test_r201_a_child_that_is_killed_at_once_gives_the_slot_back(
+@pytest.mark.requirement(201)
+async def test_a_child_that_is_killed_at_once_gives_the_slot_back(
     schemes: Schemes, start: Callable[..., Remote]
 ) -> None:
     sender, pool, workers = await crew(schemes, start, 4 * MIB, 2)
@@ -100,7 +103,8 @@ async def test_r201_a_child_that_is_killed_at_once_gives_the_slot_back(
     assert await workers[0].descriptors() == descriptors
 
 
-async def test_r201_a_worker_that_forks_a_lot_between_two_updates_keeps_no_descriptors(
+@pytest.mark.requirement(201)
+async def test_a_worker_that_forks_a_lot_between_two_updates_keeps_no_descriptors(
     schemes: Schemes, start: Callable[..., Remote]
 ) -> None:
     sender, _, workers = await crew(schemes, start, MIB)
@@ -112,7 +116,8 @@ async def test_r201_a_worker_that_forks_a_lot_between_two_updates_keeps_no_descr
     assert await workers[0].value() == 3
 
 
-async def test_r201_a_connected_scheme_refuses_to_work_in_a_forked_child(
+@pytest.mark.requirement(201)
+async def test_a_connected_scheme_refuses_to_work_in_a_forked_child(
     schemes: Schemes, start: Callable[..., Remote]
 ) -> None:
     sender, pool, workers = await crew(schemes, start, MIB)
@@ -123,7 +128,8 @@ async def test_r201_a_connected_scheme_refuses_to_work_in_a_forked_child(
     await has_freed_all_but_the_target(pool)
 
 
-async def test_r201_a_fork_of_the_trainer_neither_publishes_nor_keeps_its_slots(
+@pytest.mark.requirement(201)
+async def test_a_fork_of_the_trainer_neither_publishes_nor_keeps_its_slots(
     endpoint: str, schemes: Schemes, start: Callable[..., Remote]
 ) -> None:
     plan = schemes.sender(4 * MIB, kind=SharedMemWeightSyncScheme, endpoint=endpoint, num_workers=1, map_above=0)

@@ -81,9 +81,10 @@ async def test_batch_norm_in_one_worker_leaves_the_others_alone(
         assert source.contents == sent
 
 
+@pytest.mark.requirement(194)
 @every_way
 @pytest.mark.parametrize("own", [False, True], ids=["fresh optimizer", "momentum"])
-async def test_r194_a_worker_that_trains_its_copy_changes_nobody_and_gets_every_version_whole(
+async def test_a_worker_that_trains_its_copy_changes_nobody_and_gets_every_version_whole(
     inplace: bool | None, own: bool, schemes: Schemes, start: Callable[..., Remote]
 ) -> None:
     workers = [start(SharedWorker), start(SharedWorker)]
@@ -104,8 +105,9 @@ async def test_r194_a_worker_that_trains_its_copy_changes_nobody_and_gets_every_
     await has_freed_all_but_the_target(pool)
 
 
+@pytest.mark.requirement(194)
 @pytest.mark.thorough
-async def test_r194_a_worker_trains_under_full_speed_sending(schemes: Schemes, start: Callable[..., Remote]) -> None:
+async def test_a_worker_trains_under_full_speed_sending(schemes: Schemes, start: Callable[..., Remote]) -> None:
     workers = [start(SharedWorker), start(SharedWorker)]
     sender, _ = await crew(schemes, workers, MIB)
 
@@ -131,7 +133,8 @@ class Doubled(WeightStrategy):
         return converted
 
 
-async def test_r194_a_strategy_that_converts_in_place_gets_every_version_as_it_was_sent() -> None:
+@pytest.mark.requirement(194)
+async def test_a_strategy_that_converts_in_place_gets_every_version_as_it_was_sent() -> None:
     sender = SharedMemWeightSyncScheme(strategy=Doubled(), map_above=0, num_workers=1)
     sender.init_on_sender(model_id="policy", weights={"w": torch.ones(5000)})
     receiver = receiver_of(sender, 0, {"w": torch.zeros(5000)})
@@ -144,8 +147,9 @@ async def test_r194_a_strategy_that_converts_in_place_gets_every_version_as_it_w
         await asyncio.gather(sender.shutdown(), receiver.shutdown())
 
 
+@pytest.mark.requirement(218)
 @pytest.mark.parametrize("how", ["shutdown", "superseded", "superseded, then shutdown"])
-async def test_r218_a_model_outlives_its_scheme(how: str, schemes: Schemes, start: Callable[..., Remote]) -> None:
+async def test_a_model_outlives_its_scheme(how: str, schemes: Schemes, start: Callable[..., Remote]) -> None:
     workers = [start(SharedWorker), start(SharedWorker)]
     sender, pool = await crew(schemes, workers, 2 * MIB)
     await sender.send_async(sender.model.fill(2))
@@ -184,7 +188,8 @@ async def eventually_closed(worker: Remote) -> None:
     raise AssertionError("it has not been told")
 
 
-async def test_r196_a_worker_that_just_ends_gives_its_slot_back(schemes: Schemes, start: Callable[..., Remote]) -> None:
+@pytest.mark.requirement(196)
+async def test_a_worker_that_just_ends_gives_its_slot_back(schemes: Schemes, start: Callable[..., Remote]) -> None:
     workers = [start(SharedWorker), start(SharedWorker)]
     sender, pool = await crew(schemes, workers, MIB)
     await workers[1].leave()
@@ -194,7 +199,8 @@ async def test_r196_a_worker_that_just_ends_gives_its_slot_back(schemes: Schemes
     await has_freed_all_but_the_target(pool)
 
 
-async def test_r218_a_worker_that_is_shut_down_while_it_is_behind_keeps_what_it_has(
+@pytest.mark.requirement(218)
+async def test_a_worker_that_is_shut_down_while_it_is_behind_keeps_what_it_has(
     schemes: Schemes, start: Callable[..., Remote]
 ) -> None:
     """Updates are on their way to it all the time, and half of the shutdowns come while it was stopped."""
@@ -226,7 +232,8 @@ async def fire(sender: Any) -> None:
         await asyncio.sleep(0)
 
 
-async def test_r218_a_shutdown_of_the_trainer_beside_a_publication_writes_nothing_that_is_read(
+@pytest.mark.requirement(218)
+async def test_a_shutdown_of_the_trainer_beside_a_publication_writes_nothing_that_is_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each worker has weights of its own: the second's slot is taken when the trainer is no more."""

@@ -26,9 +26,10 @@ every_strike = pytest.mark.parametrize("how", STRIKES)
 both_sizes = pytest.mark.parametrize("numel", [SMALL, LARGE], ids=["small", "large"])
 
 
+@pytest.mark.requirement(191)
 @pytest.mark.both_loops
 @every_kind
-async def test_r191_the_loop_is_never_blocked_while_256_mib_go_through_slots(
+async def test_the_loop_is_never_blocked_while_256_mib_go_through_slots(
     kind: Any, schemes: Schemes, start: Callable[..., Remote], record_property: Callable[[str, object], None]
 ) -> None:
     numel = 256 * MIB
@@ -111,11 +112,12 @@ async def still_works(sender: Any, *receivers: Any) -> None:
     await eventually(lambda: is_idle(sender, *receivers))
 
 
+@pytest.mark.requirement(192)
 @every_strike
 @every_kind
 @both_sizes
 @pytest.mark.parametrize("call", ["publish", "send_async"])
-async def test_r192_a_publication_through_slots_cancelled_at_any_await_is_whole_or_is_not(
+async def test_a_publication_through_slots_cancelled_at_any_await_is_whole_or_is_not(
     kind: Any, how: str, numel: int, call: str, schemes: Schemes
 ) -> None:
     sender, receivers = await schemes.connected(numel, workers=2, kind=kind, map_above=0)
@@ -143,8 +145,9 @@ async def test_r192_a_publication_through_slots_cancelled_at_any_await_is_whole_
     await still_works(sender, *receivers)
 
 
+@pytest.mark.requirement(192)
 @pytest.mark.parametrize("how", ["at_once", "timeout"])
-async def test_r192_a_publication_that_waits_for_a_slot_may_be_cancelled(how: str, schemes: Schemes) -> None:
+async def test_a_publication_that_waits_for_a_slot_may_be_cancelled(how: str, schemes: Schemes) -> None:
     sender, [receiver] = await schemes.connected(SMALL, workers=1, kind=SharedMemWeightSyncScheme, map_above=0, slots=2)
     async with receiver.hold():
         await sender.publish(sender.model.fill(2))
@@ -158,9 +161,10 @@ async def test_r192_a_publication_that_waits_for_a_slot_may_be_cancelled(how: st
     await still_works(sender, receiver)
 
 
+@pytest.mark.requirement(192)
 @every_strike
 @pytest.mark.parametrize("side", ["sender", "receiver"])
-async def test_r192_connect_with_slots_cancelled_at_any_await_may_be_called_again(
+async def test_connect_with_slots_cancelled_at_any_await_may_be_called_again(
     how: str, side: str, schemes: Schemes
 ) -> None:
     k, hit = 0, True

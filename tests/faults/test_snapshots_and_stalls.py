@@ -58,7 +58,8 @@ async def test_the_same_with_eight_processes(schemes: Schemes, start: Callable[.
     assert sender.bus._link.pool.peak <= 2
 
 
-async def test_r218_what_a_receiver_has_returned_stays_as_it_is(schemes: Schemes) -> None:
+@pytest.mark.requirement(218)
+async def test_what_a_receiver_has_returned_stays_as_it_is(schemes: Schemes) -> None:
     sender, [receiver] = await schemes.connected(THREAD)
     kept = []
     for value in range(2, 8):
@@ -71,7 +72,8 @@ async def test_r218_what_a_receiver_has_returned_stays_as_it_is(schemes: Schemes
     assert value_of(await receiver.fetch()) == 7
 
 
-async def test_r198_publishing_without_waiting_keeps_the_memory_bounded(schemes: Schemes) -> None:
+@pytest.mark.requirement(198)
+async def test_publishing_without_waiting_keeps_the_memory_bounded(schemes: Schemes) -> None:
     sender, receivers = await schemes.connected(INLINE, workers=3)
     for value in range(2, 202):
         await sender.publish(sender.model.fill(value))
@@ -126,8 +128,9 @@ async def stalls() -> AsyncIterator[Stalls]:
         await asyncio.wait([task])
 
 
+@pytest.mark.requirement(191, 189)
 @pytest.mark.both_loops
-async def test_r191_r189_the_loop_is_never_blocked_while_256_mib_are_sent(
+async def test_the_loop_is_never_blocked_while_256_mib_are_sent(
     schemes: Schemes, start: Callable[..., Remote], record_property: Callable[[str, object], None]
 ) -> None:
     numel = 64 << 20
@@ -158,7 +161,8 @@ async def test_r191_r189_the_loop_is_never_blocked_while_256_mib_are_sent(
     assert sender.bus._link.pool.peak <= 2
 
 
-async def test_r189_small_updates_need_no_thread_at_all(schemes: Schemes) -> None:
+@pytest.mark.requirement(189)
+async def test_small_updates_need_no_thread_at_all(schemes: Schemes) -> None:
     before = set(threading.enumerate())
     sender, receivers = await schemes.connected(INLINE, workers=2)
     for value in range(2, 12):
@@ -168,9 +172,10 @@ async def test_r189_small_updates_need_no_thread_at_all(schemes: Schemes) -> Non
     assert {t for t in set(threading.enumerate()) - before if not type(t).__module__.startswith("zmq.")} == set()
 
 
+@pytest.mark.requirement(194)
 @pytest.mark.both_loops
 @pytest.mark.parametrize("cancelled", [False, True], ids=["", "cancelled meanwhile"])
-async def test_r194_a_snapshot_that_fails_half_way_changes_nobody(
+async def test_a_snapshot_that_fails_half_way_changes_nobody(
     schemes: Schemes, monkeypatch: pytest.MonkeyPatch, cancelled: bool
 ) -> None:
     """Large weights are sent while they are being packed."""
@@ -218,7 +223,8 @@ async def test_small_weights_beside_large_ones_are_sent_when_they_are_packed() -
     await asyncio.gather(sender.shutdown(), *(r.shutdown() for r in receivers))
 
 
-async def test_r004_fetching_beside_a_trainer_that_publishes_all_the_time_is_never_confused(schemes: Schemes) -> None:
+@pytest.mark.requirement(4)
+async def test_fetching_beside_a_trainer_that_publishes_all_the_time_is_never_confused(schemes: Schemes) -> None:
     """Of 4: pull, and each fetch has the version that is current then."""
     sender, [receiver] = await schemes.connected(EAGER)
 
@@ -236,7 +242,8 @@ async def test_r004_fetching_beside_a_trainer_that_publishes_all_the_time_is_nev
     assert len(set(seen)) > 10
 
 
-async def test_r194_of_several_slabs_none_is_delivered_if_one_cannot_be_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.requirement(194)
+async def test_of_several_slabs_none_is_delivered_if_one_cannot_be_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     sender = ZMQWeightSyncScheme(num_workers=2)
     sender.init_on_sender(model_id="policy", weights={"w": torch.ones(THREAD)})
     receivers = [receiver_of(sender, i, {"w": torch.zeros(THREAD)}) for i in range(2)]

@@ -21,10 +21,11 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
+@pytest.mark.requirement(198)
 @pytest.mark.thorough
 @pytest.mark.parametrize("endpoint", ["tcp"], indirect=True)
 @pytest.mark.parametrize("fanout", ["pull", "push"])
-async def test_r198_a_stopped_subscriber_delays_nobody_and_memory_stays_bounded(
+async def test_a_stopped_subscriber_delays_nobody_and_memory_stays_bounded(
     fanout: str, endpoint: str, schemes: Schemes, start: Callable[..., Remote]
 ) -> None:
     sender = schemes.sender(LARGE, endpoint=endpoint, num_workers=WORKERS, fanout=fanout)
@@ -49,10 +50,11 @@ async def test_r198_a_stopped_subscriber_delays_nobody_and_memory_stays_bounded(
     assert await asyncio.gather(*(w.value() for w in workers)) == [0] * WORKERS
 
 
+@pytest.mark.requirement(195, 198)
 @pytest.mark.thorough
 @pytest.mark.parametrize("endpoint", ["tcp"], indirect=True)
 @pytest.mark.parametrize("fanout", ["pull", "push"])
-async def test_r195_r198_a_subscriber_killed_amid_a_transfer_is_named_and_the_others_have_it(
+async def test_a_subscriber_killed_amid_a_transfer_is_named_and_the_others_have_it(
     fanout: str, endpoint: str, schemes: Schemes, start: Callable[..., Remote]
 ) -> None:
     numel = 16 * MIB

@@ -14,9 +14,10 @@ pytestmark = [needs_torchrl, pytest.mark.filterwarnings("ignore"), pytest.mark.t
 NAMES = ["SharedMemWeightSyncScheme", "MultiProcessWeightSyncScheme", "ZMQWeightSyncScheme"]
 
 
+@pytest.mark.requirement(204)
 @pytest.mark.parametrize("kind", ["MultiSyncCollector", "MultiAsyncCollector"])
 @pytest.mark.parametrize("name", NAMES)
-def test_r204_a_killed_worker_ends_an_update_and_the_collection_with_an_error(
+def test_a_killed_worker_ends_an_update_and_the_collection_with_an_error(
     in_program: Programs, name: str, kind: str
 ) -> None:
     found = in_program(programs.killed, name, kind)
@@ -28,8 +29,9 @@ def test_r204_a_killed_worker_ends_an_update_and_the_collection_with_an_error(
     assert found["next"] in ("RuntimeError", "ValueError", "ConnectionRefusedError", "FileNotFoundError")
 
 
+@pytest.mark.requirement(204)
 @pytest.mark.parametrize("name", NAMES)
-def test_r204_a_worker_that_fails_to_start_is_shown_with_its_traceback(in_program: Programs, name: str) -> None:
+def test_a_worker_that_fails_to_start_is_shown_with_its_traceback(in_program: Programs, name: str) -> None:
     kind, text = in_program(programs.fails_to_start, name)
     assert kind == "NotConnected"
     assert "Worker 1 has raised:" in text
@@ -37,13 +39,15 @@ def test_r204_a_worker_that_fails_to_start_is_shown_with_its_traceback(in_progra
     assert "in _broken" in text
 
 
-def test_r204_a_worker_that_is_killed_before_it_is_connected(in_program: Programs) -> None:
+@pytest.mark.requirement(204)
+def test_a_worker_that_is_killed_before_it_is_connected(in_program: Programs) -> None:
     kind, text = in_program(programs.killed_at_start, NAMES[0])
     assert kind == "NotConnected"
     assert "was ended by signal 9 before it was connected" in text
 
 
-def test_r204_weights_that_do_not_fit_the_workers_policies(in_program: Programs) -> None:
+@pytest.mark.requirement(204)
+def test_weights_that_do_not_fit_the_workers_policies(in_program: Programs) -> None:
     kind, text = in_program(programs.mismatched, NAMES[2])
     assert kind == "PartialSendError"
     assert "module.lean" in text

@@ -97,6 +97,7 @@ async def read_under_fire(
     return results
 
 
+@pytest.mark.requirement(194)
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("endpoint", "numel", "uvloop"),
@@ -104,7 +105,7 @@ async def read_under_fire(
     indirect=["endpoint"],
     ids=["ipc-eager-asyncio", "tcp-eager-uvloop", "tcp-chunked-asyncio"],
 )
-async def test_r194_no_forward_is_torn_under_full_speed_sending(
+async def test_no_forward_is_torn_under_full_speed_sending(
     endpoint: str,
     numel: int,
     uvloop: bool,
@@ -119,10 +120,9 @@ async def test_r194_no_forward_is_torn_under_full_speed_sending(
     assert min(seen for _, seen in results) >= VERSIONS
 
 
+@pytest.mark.requirement(194)
 @pytest.mark.thorough
-async def test_r194_the_oracle_catches_a_broken_gate(
-    endpoint: str, schemes: Schemes, start: Callable[..., Remote]
-) -> None:
+async def test_the_oracle_catches_a_broken_gate(endpoint: str, schemes: Schemes, start: Callable[..., Remote]) -> None:
     results = await read_under_fire(
         schemes, [start(Worker)], 1000, 4000, receiver={"broken_gate": True}, endpoint=endpoint
     )
@@ -152,17 +152,19 @@ async def read_slots(
         assert pool.peak <= pool.slots_allowed
 
 
+@pytest.mark.requirement(194)
 @pytest.mark.thorough
 @most_cases
-async def test_r194_no_forward_is_torn_while_slots_are_written_at_full_speed(
+async def test_no_forward_is_torn_while_slots_are_written_at_full_speed(
     case: Case, schemes: Schemes, start: Callable[..., Remote], record_property: Callable[[str, object], None]
 ) -> None:
     await read_slots(case, MIB // 4, FORWARDS, schemes, start, record_property)
 
 
+@pytest.mark.requirement(194)
 @pytest.mark.thorough
 @pytest.mark.parametrize("options", [{}, {"map_above": 0}, {"map_above": 0, "compress": "lz4", "delta": True}], ids=str)
-async def test_r194_no_forward_is_torn_where_one_worker_is_of_this_host_and_one_is_not(
+async def test_no_forward_is_torn_where_one_worker_is_of_this_host_and_one_is_not(
     options: dict[str, Any], schemes: Schemes, start: Callable[..., Remote]
 ) -> None:
     workers = [start(Worker), start(FarWorker)]
@@ -171,15 +173,17 @@ async def test_r194_no_forward_is_torn_where_one_worker_is_of_this_host_and_one_
     assert min(seen for _, seen in results) >= VERSIONS
 
 
+@pytest.mark.requirement(194)
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 @every_case
-async def test_r194_no_forward_of_a_million_is_torn_while_slots_are_written(
+async def test_no_forward_of_a_million_is_torn_while_slots_are_written(
     case: Case, schemes: Schemes, start: Callable[..., Remote], record_property: Callable[[str, object], None]
 ) -> None:
     await read_slots(case, MIB, SOAK, schemes, start, record_property)
 
 
+@pytest.mark.requirement(194)
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "forwards", [FORWARDS, pytest.param(SOAK, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])]
@@ -189,7 +193,7 @@ async def test_r194_no_forward_of_a_million_is_torn_while_slots_are_written(
     [(SharedMemWeightSyncScheme, 30_000), (MultiProcessWeightSyncScheme, 200_000)],
     ids=["shared, as bytes", "process, by torch"],
 )
-async def test_r194_no_forward_is_torn_on_a_training_loops_fast_path(
+async def test_no_forward_is_torn_on_a_training_loops_fast_path(
     kind: Any,
     numel: int,
     forwards: int,
@@ -218,8 +222,9 @@ async def test_r194_no_forward_is_torn_on_a_training_loops_fast_path(
     assert pool.peak <= pool.slots_allowed
 
 
+@pytest.mark.requirement(194)
 @pytest.mark.thorough
-async def test_r194_no_forward_is_torn_in_a_training_loop_without_fast_paths(
+async def test_no_forward_is_torn_in_a_training_loop_without_fast_paths(
     schemes: Schemes, start: Callable[..., Remote], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ASYNCSYNC_FAST", "0")
@@ -232,10 +237,9 @@ async def test_r194_no_forward_is_torn_in_a_training_loop_without_fast_paths(
     assert min(seen for _, seen in results) >= VERSIONS
 
 
+@pytest.mark.requirement(194)
 @pytest.mark.thorough
-async def test_r194_the_oracle_catches_a_broken_gate_before_a_slot(
-    schemes: Schemes, start: Callable[..., Remote]
-) -> None:
+async def test_the_oracle_catches_a_broken_gate_before_a_slot(schemes: Schemes, start: Callable[..., Remote]) -> None:
     results = await read_under_fire(
         schemes,
         [start(SharedWorker)],
@@ -248,8 +252,9 @@ async def test_r194_the_oracle_catches_a_broken_gate_before_a_slot(
     assert results[0][0] > 0
 
 
+@pytest.mark.requirement(194)
 @pytest.mark.thorough
-async def test_r194_the_oracle_catches_a_slot_that_is_written_while_it_is_read(
+async def test_the_oracle_catches_a_slot_that_is_written_while_it_is_read(
     schemes: Schemes, start: Callable[..., Remote], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Leases, "report", release_too_early)

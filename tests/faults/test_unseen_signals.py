@@ -35,8 +35,9 @@ def meanwhile(function: Callable[[], Any]) -> Iterator[None]:
         assert not thread.is_alive()
 
 
+@pytest.mark.requirement(192)
 @pytest.mark.parametrize("side", ["sender", "receiver"])
-def test_r192_connecting_ends(side: str) -> None:
+def test_connecting_ends(side: str) -> None:
     sender = new_sender(10, num_workers=1)
     receiver = new_receiver(sender)
     with sigint_elsewhere():
@@ -48,7 +49,8 @@ def test_r192_connecting_ends(side: str) -> None:
     sender.shutdown()
 
 
-def test_r192_receiving_ends() -> None:
+@pytest.mark.requirement(192)
+def test_receiving_ends() -> None:
     with crew() as (sender, [receiver]):
         assert receiver.receive(0) is None
         with sigint_elsewhere():
@@ -59,7 +61,8 @@ def test_r192_receiving_ends() -> None:
         assert value_of(receiver.receive(0)) == 3
 
 
-def test_r192_waiting_for_a_paused_collector_ends() -> None:
+@pytest.mark.requirement(192)
+def test_waiting_for_a_paused_collector_ends() -> None:
     leave = threading.Event()
 
     with Collector(LevelEnv(), Level(0), frames_per_batch=4) as one:
@@ -75,7 +78,8 @@ def test_r192_waiting_for_a_paused_collector_ends() -> None:
         assert one.next() is not None
 
 
-def test_r192_waiting_for_a_step_to_end_ends() -> None:
+@pytest.mark.requirement(192)
+def test_waiting_for_a_step_to_end_ends() -> None:
     leave = threading.Event()
 
     class Slow(LevelEnv):
@@ -91,7 +95,8 @@ def test_r192_waiting_for_a_step_to_end_ends() -> None:
         leave.set()
 
 
-def test_r192_waiting_for_the_batch_of_a_cancelled_task_ends() -> None:
+@pytest.mark.requirement(192)
+def test_waiting_for_the_batch_of_a_cancelled_task_ends() -> None:
     leave = threading.Event()
 
     class Slow(LevelEnv):
@@ -111,25 +116,28 @@ def test_r192_waiting_for_the_batch_of_a_cancelled_task_ends() -> None:
         assert one.next() is not None
 
 
+@pytest.mark.requirement(192)
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
-def test_r192_waiting_for_workers_ends(kind: type) -> None:
+def test_waiting_for_workers_ends(kind: type) -> None:
     with kind([make(delay=0.8)] * 2, policy(), **options()) as collector:
         with sigint_elsewhere():
             collector.next()
         assert collector.next().numel()
 
 
+@pytest.mark.requirement(192)
 @pytest.mark.thorough
-def test_r192_waiting_in_line_for_a_batch_ends() -> None:
+def test_waiting_in_line_for_a_batch_ends() -> None:
     with MultiSyncCollector([make(delay=0.8)] * 2, policy(), **options()) as collector:
         with meanwhile(collector.next), sigint_elsewhere():
             collector.next()
         assert collector.next().numel()
 
 
+@pytest.mark.requirement(192)
 @pytest.mark.thorough
-def test_r192_waiting_beside_a_thread_that_waits_for_workers_ends() -> None:
+def test_waiting_beside_a_thread_that_waits_for_workers_ends() -> None:
     with MultiSyncCollector([make(delay=0.5)] * 2, policy(), **options()) as collector:
         collector.next()
         with meanwhile(collector.next), sigint_elsewhere():

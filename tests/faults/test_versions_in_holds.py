@@ -78,9 +78,10 @@ async def look_under_fire(
     return [seen for _, seen in found]
 
 
+@pytest.mark.requirement(193)
 @pytest.mark.schemes("all")
 @pytest.mark.parametrize("waits", [False, True], ids=["publish", "send"])
-async def test_r193_the_version_in_a_hold_is_what_the_model_shows(
+async def test_the_version_in_a_hold_is_what_the_model_shows(
     api: Api, waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a receiver: what ``version`` exposes."""
@@ -107,8 +108,9 @@ async def test_r193_the_version_in_a_hold_is_what_the_model_shows(
         assert not (waits and api in SETS["copied"]) or sum(taken) > VERSIONS, "none came on the fast path"
 
 
+@pytest.mark.requirement(193)
 @pytest.mark.schemes("all")
-async def test_r193_several_models_switch_their_versions_in_one_pass(api: Api) -> None:
+async def test_several_models_switch_their_versions_in_one_pass(api: Api) -> None:
     async with api.bus(num_workers=1) as bus:
         names = ("policy", "value")
         senders = {name: api.scheme(bus=bus) for name in names}

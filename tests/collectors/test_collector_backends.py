@@ -1,0 +1,95 @@
+"""Collector(backend=, backend_options=, num_collectors=, sync=): one constructor for every family."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+
+from asyncsync.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
+from helpers.collecting_multi import acted, make, policy
+
+OF_WORKERS = {"start_method": "forkserver"}
+
+
+class Own(Collector):
+    pass
+
+
+@pytest.mark.requirement(223)
+@pytest.mark.parametrize(
+    ("given", "kind", "workers"),
+    [
+        ({"backend": "process", "num_collectors": 2}, MultiAsyncCollector, 2),
+        ({"backend": "process", "sync": True}, MultiSyncCollector, 1),
+        ({"num_collectors": 1}, MultiAsyncCollector, 1),
+    ],
+    ids=["process", "process, synchronous", "num_collectors alone"],
+)
+def test_the_process_backend_makes_a_collector_with_workers(given: Any, kind: Any, workers: int) -> None:
+    with Collector(make(), policy(3.0), frames_per_batch=6, backend_options=OF_WORKERS, **given) as collector:
+        assert type(collector) is kind
+        assert collector.num_workers == workers
+        assert acted(collector.next()) == [3.0]
+
+
+@pytest.mark.requirement(223)
+def test_a_list_of_factories_says_how_many_workers_there_are() -> None:
+    given: Any = {"frames_per_batch": 6, "backend": "process", "sync": True, "backend_options": OF_WORKERS}
+    with Collector(create_env_fn=[make(), make(length=3)], policy=policy(), **given) as collector:
+        assert collector.num_workers == 2
+        assert collector.next().batch_size == (2, 3)
+
+
+@pytest.mark.requirement(223)
+@pytest.mark.parametrize("environment", [make(), [make()]])
+@pytest.mark.parametrize("given", [{}, {"backend": "direct"}, {"backend": "direct", "num_collectors": 1}])
+def test_the_direct_backend_is_the_collector_of_this_process(environment: Any, given: Any) -> None:
+    with Collector(environment, policy(2.0), frames_per_batch=6, **given) as collector:
+        assert type(collector) is Collector
+        assert acted(collector.next()) == [2.0]
+
+
+@pytest.mark.requirement(223)
+def test_a_subclass_is_what_it_is() -> None:
+    with Own(make(), policy(), frames_per_batch=6) as collector:
+        assert type(collector) is Own
+    for given in ({"backend": "direct"}, {"backend_options": {}}, {"num_collectors": 2}, {"sync": False}):
+        with pytest.raises(TypeError, match=f"{next(iter(given))}=: .* Own is a subclass"):
+            Own(make(), policy(), frames_per_batch=6, **given)  # type: ignore[arg-type]
+
+
+@pytest.mark.requirement(223)
+def test_a_backend_that_nobody_knows_is_refused() -> None:
+    with pytest.raises(ValueError, match="unknown backend 'thread' of collectors: choose one of 'direct', 'process', "):
+        Collector(make(), policy(), frames_per_batch=6, backend="thread")
+
+
+@pytest.mark.requirement(223)
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"backend": "direct", "num_collectors": 2}, ValueError, "one collector in this process, not 2"),
+        ({"backend": "direct", "sync": True}, TypeError, "pass num_collectors=n too"),
+        ({"backend": "direct", "backend_options": OF_WORKERS}, ValueError, r"\['start_method'\] are for collectors"),
+        ({"backend": "process", "sync": "yes"}, TypeError, "sync must be True or False, not 'yes'"),
+        ({"backend": "process", "num_collectors": True}, TypeError, "num_collectors must be an int"),
+        ({"backend": "process", "num_collectors": 0}, ValueError, "num_collectors must be at least 1"),
+        ({"backend": "process", "backend_options": [1]}, TypeError, r"must be a dict .* not \[1\]"),
+        ({"backend": "process", "backend_options": {"num_workers": 2}}, ValueError, r"\['num_workers'\] in backend_op"),
+        ({"backend": "process", "backend_options": {"policy": 1}}, ValueError, r"\['policy'\] .* give each once"),
+        ({"backend": "process", "backend_options": {"frames_per_batch": 1}}, ValueError, "give each once"),
+        ({"backend": "process", "backend_options": {"start_methode": "spawn"}}, TypeError, "start_methode"),
+    ],
+)
+def test_choices_that_do_not_fit_are_refused(given: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        Collector(make(), policy(), frames_per_batch=6, **given)
+
+
+@pytest.mark.requirement(223)
+def test_the_signature_shows_the_choices() -> None:
+    parameters = inspect.signature(Collector).parameters
+    for name in ("backend", "backend_options", "num_collectors", "sync"):
+        assert (parameters[name].default, parameters[name].kind) == (None, inspect.Parameter.KEYWORD_ONLY)

@@ -1,0 +1,284 @@
+"""A collector that receives: registering schemes, taking weights in, and passing them on downwards."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from tensordict import TensorDict
+
+from asyncsync import sync
+from asyncsync.bus.status import newest_target
+from asyncsync.collectors import WeightUpdaterBase
+from asyncsync.errors import AckTimeout, ClosedError, PartialSendError, RemoteError
+from helpers.collecting_weights import VALUE, Stepping, reading, step, tree, update
+from helpers.pairs import Clock, Model, fill, read
+
+# -- receive_weights --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.requirement(159)
+def test_without_schemes_it_mirrors_the_registered_policy() -> None:
+    leaf = reading(1)
+    fill(leaf.policy, 4)
+    leaf.receive_weights()
+    assert step(leaf) == ({1, 4}, 1)
+
+
+@pytest.mark.requirement(160)
+@pytest.mark.parametrize("given", ["positional", "weights", "policy", "a dict"])
+def test_it_applies_what_is_given(given: str) -> None:
+    leaf, source = reading(1), Model(7)
+    if given == "positional":
+        leaf.receive_weights(source)
+    elif given == "weights":
+        leaf.receive_weights(weights=TensorDict.from_module(source).data)
+    elif given == "policy":
+        leaf.receive_weights(policy=source)
+    else:
+        leaf.receive_weights(source.state_dict())
+    assert read(leaf.policy) == {7}
+
+
+@pytest.mark.requirement(161)
+def test_several_sources_conflict() -> None:
+    leaf = reading(1)
+    for arguments in ({"weights": Model(2), "policy": Model(2)}, {"weights": Model(2)}, {"policy": Model(2)}):
+        positional = [Model(3)] if len(arguments) == 1 else []
+        with pytest.raises(ValueError, match="exclude each other"):
+            leaf.receive_weights(*positional, **arguments)
+    assert read(leaf.policy) == {1}
+
+
+@pytest.mark.requirement(159, 162)
+def test_with_schemes_it_takes_in_what_they_have() -> None:
+    with tree() as (top, [leaf]):
+        with Clock(2.0):
+            leaf.receive_weights()  # never waits for more
+        top.update_policy_weights_(Model(2))
+        leaf.receive_weights()
+        assert read(leaf.policy) == {2}
+        for given in ({"weights": Model(3)}, {"policy": Model(3)}):
+            with pytest.raises(ValueError, match="receives \\['policy'\\] by weight_recv_schemes"):
+                leaf.receive_weights(**given)
+        with pytest.raises(ValueError, match="without arguments"):
+            leaf.receive_weights(Model(3))
+        with pytest.raises(ValueError, match="nobody is below it: update it where it is sent"):
+            leaf.update_policy_weights_(Model(3))
+        assert read(leaf.policy) == {2}
+
+
+@pytest.mark.requirement(159)
+def test_updates_that_wait_to_be_received_are_applied_by_it() -> None:
+    scheme, leaf = sync.ZMQWeightSyncScheme(), reading(worker_idx=0)
+    scheme.init_on_sender(model_id="policy", model=Model(1), num_workers=1)
+    given = pickle.loads(pickle.dumps(scheme))
+    given.init_on_receiver("policy", leaf, apply="on_receive")
+    thread = threading.Thread(target=leaf.register_scheme_receiver, args=({"policy": given},))
+    thread.start()
+    try:
+        scheme.connect(timeout=10)
+        thread.join(10)
+        scheme.publish(Model(2))
+        with pytest.raises(AckTimeout):
+            leaf._weights._main._wait_origin(2, 0.2)
+        assert read(leaf.policy) == {1}
+        with Clock(5.0):
+            while read(leaf.policy) != {2}:
+                leaf._receive_weights_scheme()
+    finally:
+        leaf.shutdown()
+        scheme.shutdown()
+
+
+def test_receive_weights_says_when_nothing_more_will_come() -> None:
+    with tree() as (top, [leaf]):
+        top.shutdown()
+        with Clock(5.0):
+            while not leaf._receiver_schemes["policy"].closed:
+                pass
+        with pytest.raises(ClosedError):
+            leaf.receive_weights()
+        assert step(leaf)[0] == {1, -1}, "it goes on with what it has"
+
+
+# -- register_scheme_receiver -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.requirement(163)
+def test_registering_initialises_and_synchronizes_at_once() -> None:
+    with tree("policy", VALUE) as (_, [leaf]):
+        assert set(leaf._receiver_schemes) == {"policy", VALUE}
+        for model_id, scheme in leaf._receiver_schemes.items():
+            assert (scheme.model_id, scheme.worker_idx, scheme.context) == (model_id, 0, leaf)
+        assert step(leaf) == ({1}, leaf.policy_version)
+        with pytest.raises(ValueError, match="being received already"):
+            leaf.register_scheme_receiver({"policy": sync.ZMQWeightSyncScheme()})
+
+
+@pytest.mark.requirement(163)
+def test_synchronize_weights_false_leaves_connecting_to_the_caller() -> None:
+    scheme, leaf = sync.ZMQWeightSyncScheme(), reading(worker_idx=0)
+    assert leaf._receiver_schemes == {}
+    scheme.init_on_sender(model_id="policy", model=Model(3), num_workers=1)
+    given = pickle.loads(pickle.dumps(scheme))
+    leaf.register_scheme_receiver({"policy": given}, synchronize_weights=False)
+    assert read(leaf.policy) == {-1}
+    thread = threading.Thread(target=given.connect)
+    thread.start()
+    scheme.connect(timeout=10)
+    thread.join(10)
+    assert read(leaf.policy) == {3}
+    leaf.shutdown()
+    scheme.shutdown()
+
+
+@pytest.mark.requirement(163)
+def test_who_does_not_know_which_worker_it_is_cannot_receive() -> None:
+    leaf = reading()
+    with pytest.raises(RuntimeError, match=r"worker_idx has not been set.*Pass worker_idx="):
+        leaf.register_scheme_receiver({"policy": sync.ZMQWeightSyncScheme()})
+    with pytest.raises(TypeError, match="weight_recv_schemes"):
+        leaf.register_scheme_receiver({"policy": "shared"})
+    with pytest.raises(RuntimeError, match="has no receiver schemes"):
+        leaf._receive_weights_scheme()
+    assert leaf._receiver_schemes == {}
+
+
+@pytest.mark.requirement(163)
+def test_all_schemes_are_registered_or_none() -> None:
+    leaf = reading(worker_idx=0)
+    given = {"policy": sync.ZMQWeightSyncScheme(), "env.nope": sync.ZMQWeightSyncScheme()}
+    with pytest.raises(ValueError, match=r"env\.nope"):
+        leaf.register_scheme_receiver(given, synchronize_weights=False)
+    assert leaf._receiver_schemes == {}
+    assert [scheme._role for scheme in given.values()] == [None, None]
+    leaf.register_scheme_receiver({VALUE: given["policy"]}, synchronize_weights=False)
+    leaf.shutdown()
+
+
+def test_a_scheme_that_moves_nothing_is_received_at_once() -> None:
+    leaf = reading(1, worker_idx=0)
+    leaf.register_scheme_receiver({"policy": sync.NoWeightSyncScheme()})
+    leaf.receive_weights()
+    assert step(leaf) == ({1, -1} if read(leaf.env.transform[0].module) == {-1} else {1}, 0)
+    leaf.shutdown()
+
+
+# -- further down -----------------------------------------------------------------------------------------------------
+
+
+class Chain:
+    """A trainer, a collector in the middle, and two leaves below that."""
+
+    def __init__(self, top: Any, middle: Any, leaves: list[Any]) -> None:
+        self.top = top
+        self.middle = middle
+        self.leaves = leaves
+
+
+@contextmanager
+def chain(*passed: str) -> Iterator[Chain]:
+    """The middle receives two models, and passes these on."""
+    with (
+        tree(*passed, workers=2, value=-1, worker_idx=0) as (middle, leaves),
+        tree("policy", VALUE, leaves=[middle]) as (top, _),
+    ):
+        yield Chain(top, middle, leaves)
+
+
+@pytest.mark.requirement(26, 74, 164)
+@pytest.mark.parametrize("style", ["blocking", "async"])
+def test_an_update_has_reached_the_leaves_when_it_returns(style: str) -> None:
+    with chain("policy", VALUE) as three:
+        assert [read(leaf.policy) for leaf in three.leaves] == [{1}, {1}], "the initial weights, too"
+        for value in (2, 3):
+            update(three.top, style, Model(value))
+            assert [read(each.policy) for each in (three.middle, *three.leaves)] == [{value}] * 3
+        assert three.middle.cascades
+        assert not three.leaves[0].cascades
+
+
+@pytest.mark.requirement(26, 164, 199)
+def test_several_models_stay_one_update_all_the_way_down() -> None:
+    with chain("policy", VALUE) as three:
+        three.top.update_policy_weights_(weights_dict={"policy": Model(10), VALUE: Model(10)})
+        with Stepping(three.leaves[0]) as one, Stepping(three.middle) as middle:
+            for value in range(11, 19):
+                three.top.update_policy_weights_(weights_dict={"policy": Model(value), VALUE: Model(value)})
+        assert {len(values) for values, _ in one.found | middle.found} == {1}
+        assert step(three.leaves[1])[0] == {18}
+
+
+@pytest.mark.requirement(164)
+def test_a_model_that_only_the_middle_has_ends_there() -> None:
+    with chain("policy") as three:
+        three.top.update_policy_weights_(weights_dict={"policy": Model(5), VALUE: Model(6)})
+        three.top.update_policy_weights_(Model(7), model_id=VALUE)
+        assert step(three.middle)[0] == {5, 7}
+        assert [step(leaf)[0] for leaf in three.leaves] == [{5, -1}, {5, -1}]
+
+
+@pytest.mark.requirement(160, 164)
+def test_what_a_collector_with_others_below_is_given_is_passed_on() -> None:
+    with tree(workers=2) as (top, leaves):
+        before = top.policy_version
+        top.receive_weights(Model(6))
+        assert [read(each.policy) for each in (top, *leaves)] == [{6}] * 3
+        assert top.policy_version == before + 1
+
+
+@pytest.mark.requirement(74, 164)
+def test_a_leaf_that_is_lost_below_fails_the_update_above() -> None:
+    with chain("policy") as three:
+        three.leaves[1].shutdown()
+        with pytest.raises(PartialSendError) as caught:
+            three.top.update_policy_weights_(Model(5), timeout=20)
+        failure = caught.value.failed[0]
+        assert isinstance(failure, RemoteError)
+        assert "worker 1: PeerLost" in str(failure)
+        assert read(three.leaves[0].policy) == {5}
+
+
+class Below(WeightUpdaterBase):
+    """Keeps what it is to bring to the workers below."""
+
+    def __init__(self) -> None:
+        self.brought: list[set[float]] = []
+
+    def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Any) -> None:
+        self.brought.append(read(server_weights))
+
+
+@pytest.mark.requirement(74)
+@pytest.mark.filterwarnings("ignore:.*is deprecated. give the collector a scheme:DeprecationWarning")
+def test_whether_it_is_passed_on_is_asked_for_each_update() -> None:
+    with tree() as (top, [middle]):
+        top.update_policy_weights_(Model(2))
+        assert not middle.cascades
+        middle.weight_updater = updater = Below()
+        top.update_policy_weights_(Model(3))
+        assert (read(middle.policy), updater.brought) == ({3}, [{3}])
+
+
+# -- around a step ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.requirement(158)
+def test_weights_change_between_two_steps_and_waiting_for_a_version_ends_with_it() -> None:
+    with tree() as (top, [leaf]):
+        with leaf._weights.holds():
+            before = leaf._weights.version()
+            top.update_policy_weights_(Model(2), wait=False)
+            with Clock(5.0):
+                while newest_target(leaf._weights._main._link, []) == before:
+                    pass
+            assert (read(leaf.policy), leaf._weights.version()) == ({1}, before)
+        leaf._weights._main._wait_origin(before + 1, 10)
+        assert (read(leaf.policy), leaf._weights.version()) == ({2}, before + 1)
+        with pytest.raises(AckTimeout):
+            leaf._weights._main._wait_origin(before + 2, 0.05)

@@ -1,0 +1,186 @@
+"""Blocking schemes with TorchRL's collectors of several processes: what TorchRL's documentation and its own tests of
+weight synchronisation ask for, but for what demands that a worker sees weights that were not sent.
+
+Each case is a program of its own; most of them fork their workers, which need not import TorchRL then.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from helpers import torchrl_programs as programs
+from helpers.collecting_single import needs_torchrl
+from helpers.collecting_torchrl import Programs
+
+pytest.importorskip("gymnasium")
+pytestmark = [needs_torchrl, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(120)]
+
+SHARED, PROCESS, ZMQ = "SharedMemWeightSyncScheme", "MultiProcessWeightSyncScheme", "ZMQWeightSyncScheme"
+SYNC, ASYNC = "MultiSyncCollector", "MultiAsyncCollector"
+thorough = pytest.mark.thorough
+
+
+def check_sync(found: list[dict[str, Any]]) -> None:
+    assert [batch["shown"] for batch in found] == [[4.0 * i] for i in range(6)]
+    assert [batch["workers"] for batch in found] == [[4.0 * i] * 2 for i in range(1, 7)]
+    assert {batch["lag"] for batch in found} == {0}
+
+
+def check_async(found: list[dict[str, Any]]) -> None:
+    assert {batch["lag"] for batch in found} == {0}
+    for i, batch in enumerate(found):
+        assert all(4.0 * batch["begun"] <= value <= 4.0 * i for value in batch["shown"]), found
+
+
+@pytest.mark.requirement(204)
+@thorough
+@pytest.mark.parametrize("name", [SHARED, PROCESS, ZMQ])
+def test_workers_of_a_multi_sync_collector_have_the_trainers_weights_after_each_update(
+    in_program: Programs, name: str
+) -> None:
+    check_sync(in_program(programs.trained, name, SYNC))
+
+
+@pytest.mark.requirement(204)
+@pytest.mark.parametrize("name", [ZMQ, pytest.param(PROCESS, marks=thorough), pytest.param(SHARED, marks=thorough)])
+def test_workers_of_a_multi_async_collector_have_the_trainers_weights_after_each_update(
+    in_program: Programs, name: str
+) -> None:
+    check_async(in_program(programs.trained, name, ASYNC))
+
+
+@pytest.mark.requirement(204)
+@thorough
+@pytest.mark.parametrize(
+    ("start_method", "name", "kind"),
+    [("spawn", PROCESS, ASYNC), ("spawn", ZMQ, SYNC), ("forkserver", SHARED, ASYNC), ("forkserver", PROCESS, SYNC)],
+)
+def test_workers_that_are_not_forked(in_program: Programs, start_method: str, name: str, kind: str) -> None:
+    found = in_program(programs.trained, name, kind, start_method=start_method)
+    (check_sync if kind == SYNC else check_async)(found)
+
+
+@pytest.mark.requirement(34, 204)
+@thorough
+@pytest.mark.parametrize("is_sync", [True, False], ids=["sync", "async"])
+@pytest.mark.parametrize("library", ["torchrl", "asyncsync"])
+def test_the_pages_program_with_torchrls_environments(in_program: Programs, library: str, is_sync: bool) -> None:
+    """To its end with one scheme; with the others, its first updates."""
+    found = in_program(programs.pages, library, is_sync, {SHARED: 10000, PROCESS: 2000, ZMQ: 2000})
+    for name, expected in {SHARED: 10176, PROCESS: 2112, ZMQ: 2112}.items():
+        frames, shapes, everywhere = found[name]
+        assert frames == expected, name
+        assert shapes == ([(3, 64)] if is_sync else [(192,)]), name
+        assert everywhere, name
+
+
+@pytest.mark.requirement(204)
+@thorough
+@pytest.mark.parametrize("name", [SHARED, PROCESS, ZMQ])
+def test_a_policy_factory_for_each_worker(in_program: Programs, name: str) -> None:
+    """The first weights are those that each factory makes; then {worker: weights}, worker_ids, and weights for all."""
+    found = in_program(programs.distinct, name)
+    assert found[0] == ([4.0, 8.0], [40.0, 80.0])
+    assert found[1] == ([40.0, 80.0], [40.0, 120.0])
+    assert found[2] == ([40.0, 120.0], [160.0, 120.0])
+    assert found[3] == ([120.0, 160.0], [200.0, 200.0])
+    assert found[4][0] == [200.0]
+    assert "MultiSyncCollector has no model 'policy'" in found[4][1]
+
+
+@pytest.mark.requirement(204)
+@thorough
+def test_workers_with_one_policy_factory_begin_alike(in_program: Programs) -> None:
+    begin, first, after = in_program(programs.alike, SHARED)
+    assert begin[0] == begin[1]
+    assert first == [begin[0]]
+    assert after == [12.0, 12.0]
+
+
+@pytest.mark.requirement(204)
+@thorough
+def test_a_policy_beside_a_policy_factory_is_what_is_sent(in_program: Programs) -> None:
+    begin, unsent, after = in_program(programs.beside, ZMQ)
+    assert begin == unsent == [20.0, 20.0], "what was not sent is not seen"
+    assert after == [24.0, 24.0]
+
+
+@pytest.mark.requirement(204)
+@thorough
+@pytest.mark.parametrize(("each", "first"), [(False, [12.0, 12.0]), (True, [4.0, 8.0])], ids=["all", "each"])
+@pytest.mark.parametrize("name", [SHARED, ZMQ])
+def test_a_sender_that_was_initialised_before_the_collector(
+    in_program: Programs, name: str, each: bool, first: list[float]
+) -> None:
+    assert in_program(programs.initialised, name, each) == [first, [16.0, 16.0]]
+
+
+@pytest.mark.requirement(204)
+@thorough
+def test_a_scheme_that_moves_nothing(in_program: Programs) -> None:
+    found, version = in_program(programs.unmoved)
+    assert found == [[4.0]] * 6
+    assert version == 6
+
+
+@pytest.mark.requirement(204)
+@thorough
+@pytest.mark.parametrize("name", [SHARED, PROCESS, ZMQ])
+def test_a_policy_that_torchrl_has_copied_to_another_device(in_program: Programs, name: str) -> None:
+    found = in_program(programs.cast, name)
+    assert found == [([4.0 * (i + 1)], [4.0 * (i + 2)] * 2) for i in range(4)]
+
+
+@pytest.mark.requirement(204)
+@thorough
+@pytest.mark.parametrize("name", [SHARED, ZMQ])
+def test_policy_versions_in_the_frames_and_in_a_state_dict(in_program: Programs, name: str) -> None:
+    found = in_program(programs.versions, name, SYNC)
+    assert found["seen"] == [[i] for i in range(6)]
+    assert found["trainer"] == 6
+    assert found["restored"] == 6
+    assert found["workers"] == [6, 6]
+
+
+@pytest.mark.requirement(204)
+@thorough
+def test_policy_versions_of_a_multi_async_collector(in_program: Programs) -> None:
+    found = in_program(programs.versions, PROCESS, ASYNC)
+    assert found["trainer"] == 6
+    for i, (seen, begun) in enumerate(zip(found["seen"], found["begun"], strict=True)):
+        assert all(begun <= version <= i for version in seen), found
+
+
+@pytest.mark.requirement(204)
+@thorough
+def test_updates_beside_start(in_program: Programs) -> None:
+    # Workers that TorchRL forks have a memory of the replay buffer's of their own.
+    for name, found in in_program(programs.started, [SHARED, PROCESS, ZMQ], start_method="forkserver").items():
+        assert found["first"] == 8.0, name
+        assert found["last"] == 28.0, name
+        wanted = {8.0, 12.0, 16.0, 20.0, 24.0, 28.0}
+        assert set(found["all"]) <= wanted, f"{name}: no frame from before the first update"
+
+
+@pytest.mark.requirement(204)
+@thorough
+@pytest.mark.parametrize("name", [SHARED, ZMQ])
+def test_a_second_model_by_its_path(in_program: Programs, name: str) -> None:
+    found = in_program(programs.two_models, name)
+    assert found == [([4.0, 4.0], [4.0 * (i + 2)] * 2) for i in range(3)]
+
+
+@pytest.mark.requirement(204)
+@thorough
+@pytest.mark.parametrize("name", [SHARED, PROCESS, ZMQ])
+def test_the_evaluator_evaluates_the_weights_that_it_is_given(in_program: Programs, name: str) -> None:
+    assert in_program(programs.evaluated, name) == [[4.0], [8.0], [12.0]]
+
+
+@pytest.mark.requirement(204)
+@thorough
+@pytest.mark.parametrize("name", [SHARED, PROCESS, ZMQ])
+def test_an_inference_server_in_a_process_of_its_own(in_program: Programs, name: str) -> None:
+    assert in_program(programs.served, name) == [(4.0, 0), (8.0, 1), (12.0, 2)]

@@ -1,0 +1,309 @@
+"""Batches of whole trajectories: what a Collector hands out, beside TorchRL's, and what a replay buffer gets."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from asyncsync.collectors import Collector, MultiAsyncCollector, MultiSyncCollector, whole_trajectories
+from helpers.collecting_single import (
+    KINDS,
+    Actor,
+    Agents,
+    Buffer,
+    WalkEnv,
+    environment,
+    needs_torchrl,
+    torchrl,
+    torchrl_walk,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+
+IDS = ("collector", "traj_ids")
+MASK = ("collector", "mask")
+CASES: dict[str, dict[str, Any]] = {
+    "padded": {"traj_format": "padded"},
+    "one after another": {"traj_format": "cat"},
+    "one at a time": {"traj_format": "cat", "trajs_per_batch": 1},
+    "longer than a rollout": {"traj_format": "padded", "frames_per_batch": 2},
+    "reset": {"traj_format": "padded", "reset_at_each_iter": True},
+    "truncated": {"traj_format": "cat", "set_truncated": True},
+    "truncated and reset": {"traj_format": "padded", "set_truncated": True, "reset_at_each_iter": True},
+    "limit": {"traj_format": "padded", "max_frames_per_traj": 3},
+    "compact": {"traj_format": "padded", "compact_obs": True},
+}
+
+
+def collected(made: Any, env: Any, **kwargs: Any) -> list[Any]:
+    options = {"frames_per_batch": 10, "total_frames": 120, "trajs_per_batch": 3} | kwargs
+    collector = made(env, Actor(), **options)
+    try:
+        return [batch.clone() for batch in collector]
+    finally:
+        collector.shutdown()
+
+
+def assert_whole(trajectory: Any) -> None:
+    """From an episode's first step to its last."""
+    steps = trajectory["observation"][:, 0].tolist()
+    assert steps == list(range(len(steps)))
+    assert len(trajectory[IDS].unique()) == 1
+    assert trajectory["next", "done"].flatten().tolist() == [False] * (len(steps) - 1) + [True]
+
+
+def rows(batch: Any) -> list[Any]:
+    return [row[row[MASK]] for row in batch]
+
+
+@pytest.mark.requirement(219)
+@needs_torchrl
+@pytest.mark.parametrize("size", [(), (2,)])
+@pytest.mark.parametrize("case", CASES)
+def test_the_batches_are_torchrls(case: str, size: tuple[int, ...]) -> None:
+    ours = collected(Collector, WalkEnv(size), **CASES[case])
+    theirs = collected(torchrl().collectors.Collector, torchrl_walk(size), **CASES[case])
+    assert len(ours) == len(theirs) > 1
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.batch_size == other.batch_size
+        assert set(mine.keys(True, True)) - {("collector", "policy_version")} == set(other.keys(True, True))
+        for key in other.keys(True, True):
+            assert torch.equal(mine.get(key), other.get(key)), key
+
+
+@pytest.mark.requirement(219)
+@needs_torchrl
+@pytest.mark.parametrize("given", [{}, {"trajs_per_write": 1}, {"trajs_per_write": 2}], ids=str)
+@pytest.mark.parametrize("size", [(), (4,)])
+def test_a_replay_buffer_gets_what_torchrl_writes(size: tuple[int, ...], given: dict[str, int]) -> None:
+    written: list[list[Any]] = []
+    for made, env in ((Collector, WalkEnv(size)), (torchrl().collectors.Collector, torchrl_walk(size))):
+        buffer = Buffer()
+        options = {"frames_per_batch": 16, "total_frames": 96, "trajs_per_batch": 2, "replay_buffer": buffer} | given
+        collector = made(env, Actor(), **options)
+        assert list(collector) == [None] * 6
+        collector.shutdown()
+        written.append(buffer.extended)
+    ours, theirs = written
+    assert [len(batch) for batch in ours] == [len(batch) for batch in theirs]
+    for mine, other in zip(ours, theirs, strict=True):
+        for key in other.keys(True, True):
+            assert torch.equal(mine.get(key), other.get(key)), key
+
+
+@pytest.mark.requirement(219)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [(), (2,), (2, 2)])
+def test_every_trajectory_is_whole(kind: str, size: tuple[int, ...]) -> None:
+    batches = collected(Collector, environment(kind, size), frames_per_batch=8, total_frames=200)
+    for batch in batches:
+        assert batch.batch_size[0] == 3
+        assert batch.batch_size[1] == batch[MASK].sum(-1).max()
+        assert not batch["observation"][~batch[MASK]].any()
+        for row in rows(batch):
+            assert_whole(row)
+    ids = torch.cat([batch[IDS][batch[MASK]].unique() for batch in batches])
+    assert len(ids) == len(ids.unique())
+
+
+@pytest.mark.requirement(219)
+@pytest.mark.parametrize("given", [{"traj_format": "cat"}, {"trajs_per_batch": None, "split_trajs": True}], ids=str)
+def test_the_death_of_one_of_several_agents_cuts_no_trajectory(given: dict[str, Any]) -> None:
+    batches = collected(Collector, Agents(), **{"trajs_per_batch": 1, "frames_per_batch": 120} | given)
+    found = batches if "traj_format" in given else [row for batch in batches for row in rows(batch)]
+    assert sum(map(len, found)) > 100
+    for trajectory in found[:-1]:
+        assert trajectory["agents", "done"].any()
+        assert_whole(trajectory)
+
+
+@pytest.mark.requirement(219)
+def test_a_replay_buffer_gets_the_whole_trajectories_of_several_agents() -> None:
+    buffer = Buffer()
+    with Collector(
+        Agents(), Actor(), frames_per_batch=10, total_frames=120, trajs_per_batch=1, trajs_per_write=1,
+        replay_buffer=buffer,
+    ) as c:  # fmt: skip
+        for _ in c:
+            pass
+    assert len(buffer.extended) > 20
+    for trajectory in buffer.extended:
+        assert_whole(trajectory)
+
+
+@pytest.mark.requirement(219)
+def test_next_goes_on_where_the_loop_stopped() -> None:
+    with Collector(WalkEnv(), Actor(), frames_per_batch=50, total_frames=100, trajs_per_batch=2) as c:
+        found = [c.next()]
+        for batch in c:
+            found.append(batch)
+            break
+        while (batch := c.next()) is not None:
+            found.append(batch)
+    ids = [int(row[IDS][0]) for batch in found for row in rows(batch)]
+    assert ids == list(range(len(ids)))
+    assert 100 - 12 <= sum(int(batch[MASK].sum()) for batch in found) <= 100  # but for the last, unfinished ones
+
+
+@pytest.mark.requirement(219)
+async def test_coroutines_get_the_same() -> None:
+    expected = collected(Collector, WalkEnv(), traj_format="cat")
+    async with await Collector.create(
+        WalkEnv(), Actor(), frames_per_batch=10, total_frames=120, trajs_per_batch=3, traj_format="cat"
+    ) as c:
+        found = [batch.clone() async for batch in c]
+    assert len(found) == len(expected)
+    assert all((mine == other).all() for mine, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.requirement(219)
+async def test_a_cancelled_wait_loses_no_trajectory() -> None:
+    expected = collected(Collector, WalkEnv(), trajs_per_batch=1, traj_format="cat")
+    found = []
+    async with await Collector.create(
+        WalkEnv(), Actor(), frames_per_batch=10, total_frames=120, trajs_per_batch=1, traj_format="cat"
+    ) as c:
+        while True:
+
+            async def following() -> Any:
+                return await anext(c, None)
+
+            waiting = asyncio.ensure_future(following())
+            await asyncio.sleep(0)
+            waiting.cancel()
+            await asyncio.wait([waiting])
+            if not waiting.cancelled():
+                assert waiting.result() is None  # there was nothing left to wait for
+                break
+            found.append(await following())
+    assert [batch[IDS][0] for batch in found] == [batch[IDS][0] for batch in expected]
+
+
+@pytest.mark.requirement(219)
+def test_a_reset_breaks_trajectories_off() -> None:
+    with Collector(WalkEnv((2,), longest=20), Actor(), frames_per_batch=20, trajs_per_batch=1) as c:
+        c._iteration._processed_rollout()
+        c.reset(index=[True, False])
+        first, second = (c.next() for _ in range(2))
+        assert {int(first[IDS].max()), int(second[IDS].max())} == {1, 2}  # 0 was broken off
+        c.reset()
+        after = c.next()
+    for batch in (first, second, after):
+        assert_whole(rows(batch)[0])
+    assert int(after[IDS].max()) > 2
+
+
+@pytest.mark.requirement(219)
+def test_trajectories_that_were_broken_off_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(whole_trajectories, "REMEMBERED", 5)
+    with Collector(WalkEnv((2,), longest=6), Actor(), frames_per_batch=4, trajs_per_batch=1) as c:
+        for _ in range(40):
+            c.reset(index=[True, False])
+            c._iteration._processed_rollout()
+        trajectories = c._iteration._trajectories
+        assert trajectories is not None
+        assert len(trajectories._state.broken) <= 6, "one of each of the last rollouts"
+        while (batch := trajectories.pop()) is not None:
+            assert_whole(rows(batch)[0])
+
+
+@pytest.mark.requirement(219)
+def test_one_that_was_broken_off_and_goes_on_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(whole_trajectories, "REMEMBERED", 5)
+
+    def piece(number: int, *, ends: bool) -> TensorDict:
+        entries = {"next": {"done": torch.tensor([[ends]])}, "collector": {"traj_ids": torch.tensor([number])}}
+        return TensorDict(entries, [1])
+
+    whole = whole_trajectories.WholeTrajectories(1, 1, is_padded=False)
+    whole.break_off([0])
+    for _ in range(20):
+        whole.take(piece(0, ends=False))
+    whole.take(piece(0, ends=True))
+    assert whole.pop() is None
+    assert not whole._state.broken
+
+
+@pytest.mark.requirement(219)
+def test_a_step_that_fails_leaves_no_trajectory_with_a_hole() -> None:
+    env = WalkEnv((2,))
+    env.fail_at = 13
+    with Collector(env, Actor(), frames_per_batch=20, total_frames=200, trajs_per_batch=2) as c:
+        found = []
+        with pytest.raises(RuntimeError, match="the environment broke"):
+            found.extend(c)
+        found.extend(c)
+    assert len(found) > 5
+    for batch in found:
+        for row in rows(batch):
+            assert_whole(row)
+
+
+@pytest.mark.requirement(219)
+def test_hooks_and_postproc_get_the_rollouts() -> None:
+    seen: list[Any] = []
+
+    def doubled(batch: Any) -> Any:
+        batch["next", "reward"] *= 2
+        return batch
+
+    plain = collected(Collector, WalkEnv(), traj_format="cat")
+    found = collected(
+        Collector, WalkEnv(), traj_format="cat", postproc=doubled, post_collect_hook=lambda b: seen.append(b.shape)
+    )
+    assert set(seen) == {torch.Size([10])}
+    for mine, other in zip(found, plain, strict=True):
+        assert torch.equal(mine["next", "reward"], other["next", "reward"] * 2)
+
+
+@pytest.mark.requirement(219)
+def test_a_batch_belongs_to_whoever_got_it() -> None:
+    options = {"frames_per_batch": 10, "total_frames": 120, "trajs_per_batch": 2}
+    with Collector(WalkEnv(), Actor(), return_same_td=True, **options) as c:
+        found = list(c)
+    expected = collected(Collector, WalkEnv(), trajs_per_batch=2)
+    assert all((mine == other).all() for mine, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.requirement(219)
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"trajs_per_batch": 0}, "trajs_per_batch must be at least 1"),
+        ({"trajs_per_batch": 2, "traj_format": "stacked"}, "traj_format must be 'padded' or 'cat', not 'stacked'"),
+        ({"traj_format": "cat"}, "traj_format is for whole trajectories: pass trajs_per_batch="),
+        ({"trajs_per_write": 2}, "trajs_per_write is for whole trajectories: pass trajs_per_batch="),
+        ({"trajs_per_batch": 2, "trajs_per_write": 2}, "trajs_per_write is for a replay buffer: pass replay_buffer="),
+        ({"trajs_per_batch": 2, "split_trajs": True}, "trajs_per_batch and split_trajs exclude each other"),
+        ({"trajs_per_batch": 2, "track_traj_ids": False}, "trajs_per_batch requires track_traj_ids=True"),
+        (
+            {"trajs_per_batch": 2, "replay_buffer": Buffer(), "extend_buffer": False},
+            "trajs_per_batch writes whole trajectories.*leave extend_buffer out",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
+)
+def test_arguments_that_do_not_go_together(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Collector(WalkEnv(), Actor(), frames_per_batch=4, **given)
+
+
+@pytest.mark.requirement(219)
+def test_a_postproc_that_takes_the_ids_away_is_refused() -> None:
+    postproc = lambda batch: batch.exclude("collector")  # noqa: E731
+    with Collector(WalkEnv(), Actor(), frames_per_batch=4, trajs_per_batch=1, postproc=postproc) as c:
+        with pytest.raises(KeyError, match="postproc has to leave it there"):
+            c.next()
+
+
+@pytest.mark.requirement(219)
+@pytest.mark.parametrize("kind", [Collector, MultiSyncCollector, MultiAsyncCollector])
+@pytest.mark.parametrize("name", ["trajs_per_batch", "trajs_per_write", "traj_format"])
+def test_the_arguments_are_documented(kind: Any, name: str) -> None:
+    assert name in inspect.signature(kind).parameters
+    assert f"{name}:" in (inspect.getdoc(kind) or "") or "MultiCollector` for the arguments" in inspect.getdoc(kind)

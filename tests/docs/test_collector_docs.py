@@ -1,0 +1,74 @@
+"""docs/collector-internals.md says what the code does: what it names is there."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(os.environ.get("ASYNCSYNC_SOURCE", Path(__file__).parents[2]))  # `make test` runs a copy of the tests
+PAGE = SOURCE / "docs/collector-internals.md"
+
+
+def names(path: Path) -> set[str]:
+    """Classes, functions, and methods as ``Class.method``."""
+    found: set[str] = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}.{each.name}" for each in node.body if isinstance(each, ast.FunctionDef)}
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            found.add(node.name)
+    return found
+
+
+@pytest.mark.requirement(217)
+def test_where_to_look_leads_to_what_it_says() -> None:
+    table = PAGE.read_text().split("## Where to look in the code\n", 1)[1]
+    rows = [row for row in table.splitlines() if row.startswith("| ") and "`" in row]
+    assert len(rows) >= 20
+    for row in rows:
+        for entry in row.split("|")[2].split(";"):
+            path, *named = re.findall(r"`([^`]+)`", entry)
+            assert named, f"{row} names nothing"
+            assert set(named) <= names(SOURCE / path), f"{path} lacks {set(named) - names(SOURCE / path)}"
+
+
+@pytest.mark.requirement(217)
+def test_the_flow_names_every_station_of_a_step_in_its_order() -> None:
+    flow = PAGE.read_text().split("## One step", 1)[1].split("After the last step", 1)[0]
+    stations = "carrier, sync_policy, policy, carrier.update, sync_env, step_and_maybe_reset, next, replay_buffer.add"
+    position = 0
+    for station in [*stations.split(", "), "sync_storage", "after a possible reset", "trajectory ids"]:
+        assert (position := flow.find(station, position)) >= 0, f"{station} is missing, or out of order"
+
+
+@pytest.mark.requirement(217)
+def test_every_internal_that_the_page_names_exists() -> None:
+    code = "".join(path.read_text() for path in (SOURCE / "collectors").rglob("*.py"))
+    text = PAGE.read_text()
+    for name in set(re.findall(r"`(_[a-z_]+|(?:sync|cast|carrier|make)_[a-z_]+)(?:\(\))?`", text)):
+        assert re.search(rf"\b{name}\b", code), f"{name} is nowhere"
+    for page in re.findall(r"\]\(([a-z-]+\.md)\)", text):
+        assert (PAGE.parent / page).is_file()
+
+
+def test_the_seam_to_workers_has_what_the_page_on_architecture_names() -> None:
+    """Both ways: every method of WorkerGroup is in the table, and nothing else."""
+    trees = [ast.parse(path.read_text()) for path in (SOURCE / "collectors/workers").glob("*.py")]
+    found = [
+        node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "WorkerGroup"
+    ]
+    if not found:
+        pytest.skip("there is no WorkerGroup yet")
+    defined = {node.name for node in found[0].body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+    defined |= {
+        node.target.id
+        for node in found[0].body
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    }
+    table = (SOURCE / "docs/architecture.md").read_text().split("| of `WorkerGroup` |", 1)[1].split("\n\n", 1)[0]
+    named = {name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)(?:\(.*?\))?`", row.split("|")[1])}
+    assert named == {name for name in defined if not name.startswith("_")}

@@ -1,0 +1,200 @@
+"""One scheme for workers of this host and of others. The common suites run it, too, with one of two elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncsync import AutoWeightSyncScheme, NotConnected, PartialSendError, PeerLost
+from asyncsync.cli import main
+from asyncsync.weights.slab import is_foreign
+from helpers.apis import ASYNCIO, BLOCKING, Api
+from helpers.elsewhere import FarWorker, claim_another_host
+from helpers.pairs import Model, fill, passed_on, read
+from helpers.processes import Filled, Worker, eventually, impatient, processes
+from helpers.ranks import free_port
+from helpers.shared_workers import MIB, slots_in_sight
+
+AUTO = [Api("asyncio", ASYNCIO.module, "Auto", is_far=True), Api("blocking", BLOCKING.module, "Auto", is_far=True)]
+both = pytest.mark.parametrize("auto", AUTO, ids=repr)
+
+
+@pytest.fixture
+def far(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers of odd indices are on another host."""
+    claim_another_host(monkeypatch, lambda worker: worker % 2 == 1)
+
+
+@both
+def test_from_backend_makes_it(auto: Api) -> None:
+    scheme = auto.WeightSyncScheme.from_backend("auto", slots=3, map_above=7, compress="lz4", delta=True)
+    assert type(scheme) is auto.scheme_class
+    assert (scheme.bus.compress, scheme.bus.delta) == ("lz4", True)
+    scheme = passed_on(scheme)
+    scheme.init_on_sender(model_id="policy", model=Model(), num_workers=1)
+    transport = scheme.shared_transport
+    assert type(transport) is auto.transport_class
+    assert (transport.pool.slots_allowed, transport.pool.map_above, transport.map_above) == (3, 7, 7)
+
+
+@pytest.mark.parametrize("options", [{"slots": 1}, {"map_above": -1}, {"compress": "gzip"}])
+def test_bad_arguments_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(options))):
+        AutoWeightSyncScheme(**options)
+
+
+@pytest.mark.requirement(203)
+def test_an_address_beyond_this_host_needs_keys_or_consent() -> None:
+    with pytest.raises(ValueError, match="allow_plaintext=True"):
+        AutoWeightSyncScheme(endpoint="tcp://0.0.0.0:5555")
+    AutoWeightSyncScheme(endpoint="tcp://0.0.0.0:5555", allow_plaintext=True)
+
+
+@both
+@pytest.mark.parametrize("endpoint", [None, "tcp"])
+async def test_one_update_reaches_both_by_their_own_ways(auto: Api, endpoint: str | None, far: None) -> None:
+    source, models = Filled(2 * MIB, 1.0), [Filled(2 * MIB) for _ in range(4)]
+    scheme = auto.scheme(map_above=0, endpoint=endpoint and f"tcp://127.0.0.1:{free_port()}")
+    async with auto.crew(4, scheme=scheme, source=source, models=models) as (sender, _, _):
+        for value in range(2, 5):
+            await sender.send_async(source.fill(value))
+            assert [model.value for model in models] == [value] * 4
+            for model in models:
+                model.fill(-1.0)  # what a worker writes stays its own
+        sent = [sender.status()[i].bytes_sent for i in range(4)]
+        assert sent == [0, 4 * (2 << 20), 0, 4 * (2 << 20)]
+        assert [all(map(is_foreign, model.parameters())) for model in models] == [True] * 4
+        inside = [{p.data_ptr() for p in model.parameters()} for model in models]
+        assert len(set.union(*inside)) == 4 * 8, "each has a mapping of its own"
+        pool = sender.shared_transport.pool
+        assert pool.peak <= pool.slots_allowed
+        assert sender._bus._link.pool.slabs == 0, "packed once, into a slot"
+
+
+@pytest.mark.requirement(203)
+@both
+async def test_with_keys_both_ways_and_nobody_without(auto: Api, far: None, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    assert main(["keygen", str(keys), "--workers", "2"]) == 0
+    endpoint = f"tcp://127.0.0.1:{free_port()}"
+    sender = auto.scheme(endpoint=endpoint, server_key=keys / "server.key_secret", clients=keys / "clients")
+    sender.init_on_sender(model_id="policy", model=(source := Model(1.0)), num_workers=2)
+    own = keys / "client_secrets" / "worker-{worker_idx}.key_secret"
+    workers = [auto.scheme(connect=endpoint, server_key=keys / "server.key", client_key=own) for _ in range(2)]
+    stranger, models = auto.scheme(connect=endpoint), [Model(), Model()]
+    for index, worker in enumerate(workers):
+        worker.init_on_receiver("policy", model=models[index], worker_idx=index)
+    stranger.init_on_receiver("policy", model=Model(), worker_idx=1)
+    async with sender, workers[0], workers[1], stranger:
+        with pytest.raises(NotConnected):
+            await asyncio.gather(stranger.connect(timeout=1), sender.connect(timeout=1))
+        await asyncio.gather(*(one.connect(timeout=10) for one in (sender, *workers)))
+        await sender.send_async(fill(source, 2.0))
+        assert [model() for model in models] == [{2.0}, {2.0}]
+
+
+def test_it_has_figures_and_spans_as_the_others_do() -> None:
+    monitoring = AutoWeightSyncScheme(metrics_port=9100, tracing=False).bus.monitoring
+    assert (monitoring.address, monitoring.tracing) == (("127.0.0.1", 9100), False)
+
+
+@both
+async def test_small_weights_ride_in_the_instruction_to_one_and_are_copied_from_the_slot_by_the_other(
+    auto: Api, far: None
+) -> None:
+    async with auto.crew(2, scheme=auto.scheme(), source=(source := Model(1))) as (sender, _, models):
+        for value in (2, 3, 4):
+            await sender.send_async(fill(source, value))
+            assert [model() for model in models] == [{value}, {value}]
+        assert sender.status()[0].bytes_sent == 0
+        assert 0 < sender.status()[1].bytes_sent < 64 << 10
+        await sender.send_async({0: Model(5), 1: Model(6)})
+        assert [model() for model in models] == [{5}, {6}]
+
+
+@both
+async def test_a_far_worker_that_comes_again_gets_what_is_in_the_slot_now(auto: Api, far: None) -> None:
+    """The fast path of those on this host has meanwhile written where a version was that the far one had been sent."""
+    sender = auto.scheme(min_workers=1)
+    sender.init_on_sender(model_id="policy", model=(source := Model(0.0)))
+
+    def worker(index: int) -> tuple[Any, Model]:
+        one = passed_on(sender)
+        one.init_on_receiver("policy", model=(model := Model(-1.0)), worker_idx=index)
+        return one, model
+
+    (far_one, model), (near, _), (again, anew) = worker(1), worker(0), worker(1)
+    async with sender, near, again:
+        async with far_one:
+            await asyncio.gather(sender.connect(timeout=10), far_one.connect(timeout=10))
+            await near.connect(timeout=10)
+            await sender.send_async(fill(source, 1.0), timeout=10)
+            assert read(model) == {1.0}
+        fast = sender._bus._link.fast
+        for value in range(2, 6):
+            await sender.send_async(fill(source, float(value)), timeout=10)
+        assert fast.steady is not None
+        assert fast.steady.updates >= 2
+        await again.connect(timeout=10)
+        assert read(anew) == {5.0}
+
+
+@both
+async def test_a_far_worker_gets_what_has_changed_out_of_a_slot(auto: Api, far: None) -> None:
+    source, models = Filled(2 * MIB, 1.0), [Filled(2 * MIB) for _ in range(2)]
+    scheme = auto.scheme(map_above=0, slots=2, delta=True, compress="zstd")
+    async with auto.crew(2, scheme=scheme, source=source, models=models) as (sender, _, _):
+        for value in range(2, 7):
+            await sender.send_async(source.fill(value))
+            assert [model.value for model in models] == [value] * 2
+        await sender.send_async()
+        before = sender.status()[1].bytes_sent
+        await sender.send_async()
+        assert sender.status()[1].bytes_sent == before, "nothing has changed"
+        assert sender.shared_transport.pool.peak <= 4, "two slots, the base, and one that is being freed"
+
+
+async def test_two_models_of_one_update_may_go_different_ways(far: None) -> None:
+    """One through slots alone, which only a worker of this host can open; and one either way."""
+    bus = ASYNCIO.bus(num_workers=1)
+    senders = {"auto": AutoWeightSyncScheme(bus=bus, map_above=0), "shared": AUTO[0].SharedMemWeightSyncScheme(bus=bus)}
+    receivers = {name: passed_on(scheme) for name, scheme in senders.items()}
+    models = {name: Model() for name in senders}
+    for name, scheme in senders.items():
+        scheme.init_on_sender(model_id=name, model=Model(1))
+        receivers[name].init_on_receiver(name, model=models[name], worker_idx=0)
+    async with bus, receivers["auto"].bus as there:
+        await asyncio.gather(bus.connect(timeout=10), there.connect(timeout=10))
+        for value in (2.0, 3.0):
+            await bus.send_async({name: Model(value) for name in senders}, timeout=10)
+            assert [model() for model in models.values()] == [{value}, {value}]
+
+
+# -- processes ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.thorough
+async def test_the_end_of_a_near_worker_is_known_at_once_and_that_of_a_far_one_by_its_silence() -> None:
+    sender = AutoWeightSyncScheme(num_workers=2, map_above=0)
+    impatient(sender)
+    sender.init_on_sender(model_id="policy", model=Filled(MIB, 1.0))
+    async with processes() as start:
+        near, away = start(Worker), start(FarWorker)
+        async with sender:
+            await asyncio.gather(sender.connect(), near.connect(sender, 0, MIB), away.connect(sender, 1, MIB))
+            await sender.send_async(sender.model.fill(2.0))
+            assert [await near.value(), await away.value()] == [2.0, 2.0]
+            await near.kill()
+            await eventually(lambda: sender.status()[0].state == "lost", 2.0)
+            assert sender.status()[1].state == "live"
+            await away.kill()
+            await eventually(lambda: sender.status()[1].state == "lost", 20.0, sender.status)
+            with pytest.raises(PartialSendError) as caught:
+                await sender.send_async(sender.model.fill(3.0), timeout=5)
+            assert {type(error) for error in caught.value.failed.values()} == {PeerLost}
+            for value in (4.0, 5.0, 6.0, 7.0, 8.0):
+                await sender.publish(sender.model.fill(value))  # slots come back from both
+        assert len(slots_in_sight()) == 0

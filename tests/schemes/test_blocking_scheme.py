@@ -1,0 +1,384 @@
+"""What only the blocking API promises: ordinary calls, in whatever thread, and one loop thread behind them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from inspect import iscoroutinefunction
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDictBase
+
+import asyncsync
+import asyncsync.schemes.sources
+from asyncsync import ClosedError, NotConnected, PartialSendError, RemoteError, WeightStrategy
+from asyncsync.sync import Bus, NoWeightSyncScheme, SharedMemWeightSyncScheme, TransportBackend, ZMQWeightSyncScheme
+from helpers.apis import BLOCKING, Api, Face, bare, in_thread
+from helpers.blocking_crew import KINDS
+from helpers.pairs import Clock, Model, fill, held, passed_on, read, receiver_of, until
+
+LOOP = "asyncsync-loop"
+
+
+def loop_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name == LOOP]
+
+
+async def test_the_face_by_which_other_tests_see_a_blocking_scheme_is_that_of_asyncsyncs_own() -> None:
+    scheme = BLOCKING.scheme(num_workers=1)
+    assert type(bare(scheme)) is ZMQWeightSyncScheme
+    assert type(bare(scheme.bus)) is Bus
+    assert scheme.bus is scheme.bus
+    assert isinstance(passed_on(scheme), Face), "also after it was pickled"
+    for ours, other in ((scheme, asyncsync.ZMQWeightSyncScheme()), (scheme.bus, asyncsync.Bus())):
+        waiting = {n for n in dir(other) if not n.startswith("_") and iscoroutinefunction(getattr(other, n, None))}
+        assert waiting >= {"connect", "publish", "send_async", "wait_version", "shutdown"}
+        assert {name for name in waiting if not iscoroutinefunction(getattr(ours, name))} == set()
+
+
+# -- what runs where
+
+
+@pytest.mark.requirement(21)
+@pytest.mark.schemes("every")
+async def test_connect_starts_what_receives_and_the_worker_need_not_call_anything(api: Api) -> None:
+    """The loop thread of the blocking API; for a coroutine, its own event loop."""
+    before = set(threading.enumerate())
+    assert loop_threads() == []
+    sender = api.scheme(num_workers=1)
+    sender.init_on_sender(model_id="policy", model=Model(1))
+    receiver = receiver_of(sender, 0, model := Model())
+    assert set(threading.enumerate()) == before, "init starts nothing"
+    async with sender, receiver:
+        await asyncio.gather(sender.connect(timeout=10), receiver.connect(timeout=10))
+        assert loop_threads() == ([LOOP] if api.is_blocking else [])
+        for value in (2, 3):
+            await sender.send_async(Model(value))
+            assert read(model) == {value}
+    assert loop_threads() == []
+
+
+async def test_what_the_devices_have_still_to_do_is_noted_in_the_thread_that_sends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The current stream is the thread's own: the loop's has nothing of the caller's."""
+    noted: list[tuple[str, set[float]]] = []
+    original = asyncsync.schemes.sources.cuda_events
+
+    def note(flat: Any) -> None:
+        noted.append((threading.current_thread().name, read(dict(flat.tensors))))
+        return original(flat)
+
+    monkeypatch.setattr(asyncsync.schemes.sources, "cuda_events", note)
+    here = threading.current_thread().name
+    sender = ZMQWeightSyncScheme(num_workers=1)
+    sender.init_on_sender(model_id="policy", model=(source := Model(1)))
+    receiver = receiver_of(sender, 0, model := Model())
+    with sender, receiver:
+        connecting = asyncio.create_task(in_thread(receiver.connect))
+        await asyncio.sleep(0)
+        await in_thread(sender.connect)
+        await connecting
+        assert noted.pop()[1] == {1}
+        sender.send(fill(source, 2))
+        sender.publish(fill(source, 3))
+        await sender.send_async({0: fill(source, 4)})
+        sender.bus.send({"policy": fill(source, 5)})
+        assert noted == [(here, {value}) for value in (2, 3, 4, 5)]
+        assert read(model) == {5}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("kind", [ZMQWeightSyncScheme, SharedMemWeightSyncScheme])
+def test_what_a_stream_of_the_callers_has_still_to_write_is_sent(kind: type[Any]) -> None:
+    sender = kind(num_workers=1)
+    sender.init_on_sender(model_id="policy", model=(source := Model(1, 1 << 18).cuda()))
+    receiver = receiver_of(sender, 0, model := Model(width=1 << 18))
+    stream = torch.cuda.Stream()
+    with sender, receiver:
+        thread = threading.Thread(target=receiver.connect)
+        thread.start()
+        sender.connect()
+        thread.join()
+        for value in (2, 3, 4):
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(200_000_000)  # a tenth of a second
+                fill(source, value)
+                sender.send()
+            assert read(model) == {value}
+
+
+@pytest.mark.requirement(21)
+def test_a_scheme_that_receives_nothing_starts_nothing() -> None:
+    scheme = NoWeightSyncScheme()
+    scheme.init_on_receiver("policy", model=Model(), worker_idx=0)
+    before = threading.enumerate()
+    scheme.connect()
+    assert scheme.receive() is None
+    assert threading.enumerate() == before
+    scheme.shutdown()
+
+
+@pytest.mark.requirement(25)
+@pytest.mark.schemes("all")
+async def test_updates_never_block_the_workers_main_path(api: Api) -> None:
+    async with api.crew(1) as (sender, (receiver,), (model,)):
+        with receiver.hold():  # a step of this thread, the worker's main one
+            for value in (1, 2, 3):
+                await sender.publish(Model(value))
+                with Clock(0.1):
+                    assert model() == {0}, "its own forward goes on with what the step began with"
+                    assert await receiver.receive(timeout=0) is None
+                    assert receiver.status()[0].version == 1
+            subscriber = bare(receiver).bus._link.subscriber
+            await until(lambda: [staging.versions for staging in subscriber.staged] == [{"policy": 4}])
+        with Clock(0.1):
+            assert model() == {3}, "the newest was applied when the step was over"
+        assert read(await api.receive(receiver, 5)) == {3}
+
+
+@pytest.mark.requirement(189)
+async def test_all_blocking_schemes_of_a_process_share_one_thread() -> None:
+    before = set(threading.enumerate())
+    async with BLOCKING.crew(2) as first, BLOCKING.crew(1) as second:
+        for everybody in (first, second):
+            everybody.sender.bare.send(fill(everybody.source, 2))
+            assert read(everybody.receivers[0].bare.receive(timeout=5)) == {2}
+        await until(lambda: {t.name for t in set(threading.enumerate()) - before} == {LOOP})
+        assert loop_threads() == [LOOP]
+        await first.sender.shutdown()
+        second.sender.bare.send(fill(second.source, 3))
+        assert second.read == [{3}], "it ends with the last of them, not with the first"
+    await until(lambda: set(threading.enumerate()) <= before)
+
+
+# -- sending
+
+
+@pytest.mark.requirement(69)
+async def test_send_returns_nothing_and_not_before_its_workers_have_applied() -> None:
+    async with BLOCKING.crew(2) as everybody:
+        sender = everybody.sender.bare
+        with held(everybody.receivers[1]):
+            sending = asyncio.create_task(in_thread(sender.send, Model(1)))
+            await until(lambda: everybody.receivers[0].version == 2)
+            done, _ = await asyncio.wait({sending}, timeout=0.1)
+            assert not done, "worker 1 has not applied it"
+            with Clock(1.0):
+                assert sender.send(Model(2), worker_ids=0) is None, "it is not for worker 1"
+            assert everybody.read == [{2}, {0}]
+        assert await sending is None
+        assert everybody.read == [{2}, {1}]
+
+
+@pytest.mark.requirement(195)
+async def test_send_ends_within_its_timeout_and_names_who_has_not_applied() -> None:
+    async with BLOCKING.crew(2) as everybody:
+        with held(everybody.receivers[1]), Clock(0.2), pytest.raises(PartialSendError) as caught:
+            everybody.sender.bare.send(Model(1), timeout=0.2)
+        assert (caught.value.acked, list(caught.value.failed)) == ({0: 2}, [1])
+        everybody.sender.bare.wait_version(2, timeout=5)
+        assert everybody.read == [{1}, {1}], "late, not lost"
+
+
+@pytest.mark.requirement(23, 72)
+@pytest.mark.both_loops
+async def test_send_async_serves_a_coroutine_of_any_loop_without_blocking_it() -> None:
+    async with BLOCKING.crew(1) as everybody:
+        turns = 0
+        with held(everybody.receivers[0]):
+            sending = asyncio.create_task(everybody.sender.bare.send_async(Model(1)))
+            for _ in range(50):
+                await asyncio.sleep(0.001)
+                turns += 1
+            assert not sending.done()
+        assert await sending == 2, "it returns the version"
+        assert (turns, everybody.read) == (50, [{1}])
+
+
+@pytest.mark.requirement(72)
+async def test_a_bus_has_send_async_too() -> None:
+    bus = Bus(num_workers=1)
+    sender = ZMQWeightSyncScheme(bus=bus)
+    sender.init_on_sender(model_id="policy", model=Model(1))
+    receiver = receiver_of(sender, 0, model := Model())
+    with bus, receiver:
+        await asyncio.gather(in_thread(bus.connect), in_thread(receiver.connect))
+        assert await bus.send_async({"policy": Model(2)}) == 2
+        assert read(model) == {2}
+
+
+# -- the end
+
+
+@pytest.mark.requirement(85)
+async def test_shutdown_in_any_thread_ends_the_calls_of_the_others() -> None:
+    async with BLOCKING.crew(1) as (sender, (receiver,), _):
+        waiting = [asyncio.create_task(call()) for call in (receiver.receive, receiver.receive)]
+        await asyncio.wait(waiting, timeout=0.05)
+        with Clock(1.0):
+            await asyncio.gather(*(s.shutdown() for s in (receiver, sender) for _ in range(3)))
+        assert [type(e) for e in await asyncio.gather(*waiting, return_exceptions=True)] == [ClosedError] * 2
+        assert sender.closed
+        assert receiver.closed
+        with Clock(0.1):
+            sender.bare.shutdown()
+
+
+@pytest.mark.requirement(85)
+@pytest.mark.parametrize("role", ["none", "sender", "receiver"])
+async def test_shutdown_before_connect_works_in_another_thread_and_starts_none(role: str) -> None:
+    scheme = ZMQWeightSyncScheme(num_workers=1)
+    if role == "sender":
+        scheme.init_on_sender(model_id="policy", model=Model())
+    elif role == "receiver":
+        scheme.init_on_receiver("policy", model=Model(), worker_idx=0)
+    for _ in range(2):
+        await in_thread(scheme.shutdown)
+        scheme.shutdown()
+    assert scheme.closed
+    assert loop_threads() == []
+    with pytest.raises(ClosedError):
+        scheme.connect()
+
+
+@pytest.mark.requirement(85)
+async def test_shutdown_ends_a_connect_in_another_thread() -> None:
+    scheme = ZMQWeightSyncScheme(num_workers=1)
+    scheme.init_on_sender(model_id="policy", model=Model())
+    connecting = asyncio.create_task(in_thread(scheme.connect))
+    await until(lambda: bool(scheme.status()))
+    with Clock(1.0):
+        scheme.shutdown()
+        with pytest.raises((ClosedError, NotConnected)):
+            await connecting
+
+
+# -- never a deadlock
+
+
+@pytest.mark.requirement(201)
+@pytest.mark.parametrize("kind", KINDS)
+async def test_inside_a_running_loop_every_call_works(kind: Any) -> None:
+    """It blocks that loop, as the caller has chosen; the other side must not be on it."""
+    sender = kind(num_workers=1)
+    sender.init_on_sender(model_id="policy", model=Model(1))
+    receiver = receiver_of(sender, 0, model := Model())
+    connecting = asyncio.create_task(in_thread(receiver.connect))
+    await asyncio.sleep(0)  # its thread has started
+    sender.connect(timeout=10)
+    await connecting
+    sender.send(Model(2), timeout=10)
+    found = receiver.receive(timeout=10)
+    assert found is None if kind is SharedMemWeightSyncScheme else read(found) == {2}
+    assert read(receiver.fetch(timeout=10)) == {2}
+    sender.wait_version(sender.publish(Model(3)), timeout=10)
+    assert read(model) == {3}
+    receiver.shutdown()
+    sender.shutdown()
+
+
+ENTRANCES: dict[str, Callable[[Any], Any]] = {
+    "receive": lambda s: s.receive(timeout=1),
+    "fetch": lambda s: s.fetch(timeout=1),
+    "wait_version": lambda s: s.wait_version(2, timeout=1),
+    "connect": lambda s: s.connect(timeout=1),
+    "shutdown": lambda s: s.shutdown(timeout=1),
+}
+
+
+class Reentrant(WeightStrategy):
+    """Calls the blocking API where the library calls it: on the loop's own thread."""
+
+    call: Any = None
+
+    def convert(self, weights: TensorDictBase, model: Any) -> Any:
+        if self.call is not None:
+            self.call()
+        return super().convert(weights, model)
+
+
+@pytest.mark.requirement(201)
+@pytest.mark.parametrize("name", ENTRANCES)
+async def test_a_hook_that_calls_the_blocking_api_on_its_own_thread_gets_an_error(name: str) -> None:
+    scheme = BLOCKING.scheme(strategy := Reentrant(), num_workers=1)
+    async with BLOCKING.crew(1, scheme=scheme) as (sender, (receiver,), (model,)):
+        assert isinstance(receiver, Face)
+        hook = receiver.strategy
+        assert hook is not strategy, "the worker has its own"
+        hook.call = lambda: ENTRANCES[name](bare(receiver))
+        with Clock(1.0), pytest.raises(PartialSendError) as caught:
+            sender.bare.send(Model(1), timeout=10)
+        error = caught.value.failed[0]
+        assert isinstance(error, RemoteError)
+        assert "would wait for itself" in error.remote_traceback
+        hook.call = None
+        sender.bare.send(Model(2), timeout=10)
+        assert read(model) == {2}
+
+
+@pytest.mark.requirement(13)
+def test_a_blocking_scheme_pickles_without_its_thread() -> None:
+    scheme = ZMQWeightSyncScheme(num_workers=1)
+    scheme.init_on_sender(model_id="policy", model=Model())
+    with scheme:
+        with pytest.raises(NotConnected):
+            scheme.connect(timeout=0.05)
+        copy = passed_on(scheme)
+        assert (copy.model_id, copy.bus.endpoint, copy.closed) == ("policy", scheme.bus.endpoint, False)
+
+
+@pytest.mark.parametrize("how", ["bus", "scheme"])
+def test_a_shutdown_before_connect_ends_the_transports(how: str) -> None:
+    closed: list[int] = []
+
+    class Channel(TransportBackend):
+        def send_weights(self, weights: Any = None, worker_ids: Any = None) -> None: ...
+        def receive_weights(self, timeout: float | None = None, **kwargs: Any) -> None: ...
+        def close(self) -> None:
+            closed.append(id(self))
+
+    class Scheme(asyncsync.sync.WeightSyncScheme):
+        def create_transport(self, **kwargs: Any) -> Channel:
+            return Channel()
+
+    bus = Bus(num_workers=2)
+    scheme = Scheme(bus=bus)
+    scheme.init_on_sender(model_id="policy", model=Model(0))
+    (bus if how == "bus" else scheme).shutdown()
+    assert len(set(closed)) == 2
+    assert scheme.closed
+    bus.shutdown()
+    assert len(closed) == 2
+
+
+@pytest.mark.parametrize("apply", ["auto", "on_receive"])
+def test_after_the_goodbye_receive_of_shared_memory_raises_at_once(apply: str) -> None:
+    sender, model = SharedMemWeightSyncScheme(num_workers=1), Model()
+    sender.init_on_sender(model_id="policy", model=Model(1))
+    receiver = receiver_of(sender, 0, model, apply=apply)
+    connecting = threading.Thread(target=receiver.connect)
+    connecting.start()
+    sender.connect()
+    connecting.join()
+    sender.publish(fill(sender.model, 2))
+    _eventually(lambda: receiver.status()[0].target == 2)
+    sender.shutdown()
+    _eventually(lambda: receiver.closed)
+    if apply == "on_receive":
+        assert receiver.receive() is None, "it has applied what had come before"
+    assert model() == {2}
+    with pytest.raises(ClosedError):
+        receiver.receive()
+    receiver.shutdown()
+
+
+def _eventually(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)

@@ -1,0 +1,226 @@
+"""`scheme.blocking` and `scheme.aio`: an asyncio trainer with blocking workers, and the reverse, from one scheme."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from tensordict import TensorDict
+
+import asyncsync
+from asyncsync import NotConnected, sync
+from helpers.apis import Api, Face, bare, face, is_instant
+from helpers.pairs import Model, fill, passed_on, read, until
+
+pytestmark = pytest.mark.schemes("some")
+
+
+def converted(scheme: Any) -> Any:
+    """The scheme with the other API, behind the common face."""
+    return bare(scheme).aio if isinstance(scheme, Face) else face(scheme.blocking)
+
+
+def init(scheme: Any, index: int, model: Model) -> Any:
+    scheme.init_on_receiver("policy", model=model, worker_idx=index)
+    return scheme
+
+
+WORKERS: dict[str, Callable[[Any, int, Model], Any]] = {
+    "converted, pickled, initialised": lambda s, i, m: init(passed_on(converted(s)), i, m),
+    "pickled, converted, initialised": lambda s, i, m: init(converted(passed_on(s)), i, m),
+    "pickled, initialised, converted": lambda s, i, m: converted(init(passed_on(s), i, m)),
+}
+
+
+@pytest.mark.requirement(213)
+@pytest.mark.parametrize("order", WORKERS)
+@pytest.mark.parametrize("sender_first", [True, False])
+async def test_the_workers_may_have_the_other_api(api: Api, order: str, sender_first: bool) -> None:
+    scheme, source, models = api.scheme(num_workers=2), Model(1), [Model(), Model()]
+    if sender_first:
+        scheme.init_on_sender(model_id="policy", model=source)
+    workers = [WORKERS[order](scheme, i, m) for i, m in enumerate(models)]
+    if not sender_first:
+        scheme.init_on_sender(model_id="policy", model=source)
+    assert {isinstance(w, Face) for w in workers} == {not api.is_blocking}
+    await follow(api, scheme, source, workers, models)
+
+
+@pytest.mark.requirement(213)
+@pytest.mark.schemes("zmq")
+@pytest.mark.parametrize("role", ["none yet", "sender", "receiver"])
+def test_a_scheme_can_be_converted_for_one_worker_after_the_other(api: Api, role: str) -> None:
+    scheme = api.scheme(num_workers=2)
+    if role == "sender":
+        scheme.init_on_sender(model_id="policy", model=Model())
+    elif role == "receiver":
+        init(scheme, 0, Model())
+    first, second = (converted(scheme) for _ in range(2))
+    assert first.bus.endpoint == second.bus.endpoint == scheme.bus.endpoint
+
+
+@pytest.mark.requirement(213)
+@pytest.mark.parametrize("init_first", [True, False])
+async def test_the_trainer_may_have_the_other_api(api: Api, init_first: bool) -> None:
+    original, source, models = api.scheme(num_workers=2), Model(1), [Model(), Model()]
+    if init_first:
+        original.init_on_sender(model_id="policy", model=source)
+        scheme = converted(original)
+        assert (scheme.model_id, scheme.model, list(scheme.sender_transports)) == ("policy", source, [0, 1])
+    else:
+        scheme = converted(original)
+        scheme.init_on_sender(model_id="policy", model=source)
+    assert isinstance(scheme, Face) is not api.is_blocking
+    workers = [init(passed_on(original), i, m) for i, m in enumerate(models)]
+    await follow(api, scheme, source, workers, models)
+
+
+async def follow(api: Api, scheme: Any, source: Model, workers: list[Any], models: list[Model]) -> None:
+    """Everything a pair of APIs needs of one another: initial weights, updates for all and for one, the goodbye."""
+    try:
+        await asyncio.gather(*(s.connect(timeout=5) for s in (scheme, *workers)))
+        assert [read(m) for m in models] == [{1}, {1}]
+        await scheme.send_async(fill(source, 2))
+        assert [read(m) for m in models] == [{2}, {2}]
+        await scheme.send_async(Model(3), worker_ids=1)
+        assert [read(m) for m in models] == [{2}, {3}]
+        assert [read(await api.receive(w, 5)) for w in workers] == [{2}, {3}]
+        waiting = [asyncio.create_task(until_the_end(w)) for w in workers]
+        await scheme.shutdown()
+        ended = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 5)
+        assert [type(e) for e in ended] == [asyncsync.ClosedError] * 2
+    finally:
+        for each in (scheme, *workers):
+            await each.shutdown()
+
+
+async def until_the_end(receiver: Any) -> None:
+    """A receive that the sender's goodbye ends."""
+    if is_instant(receiver):
+        await until(lambda: receiver.closed)
+    await receiver.receive()
+
+
+@pytest.mark.requirement(213)
+def test_a_conversion_keeps_the_class_the_configuration_and_what_was_initialised(api: Api) -> None:
+    scheme = api.scheme("state_dict", num_workers=2)
+    context = object()
+    weights = TensorDict.from_module(Model(4))
+    scheme.init_on_sender(model_id="policy", weights=weights, devices=["cpu", "cpu"], context=context)
+    twin, other = converted(scheme), api.other
+    assert type(bare(twin)) is other.scheme_class
+    assert type(bare(twin.bus)) is other.Bus
+    assert (twin.bus.endpoint, twin.bus.num_workers) == (scheme.bus.endpoint, 2)
+    assert (twin.model_id, twin.context, twin.strategy.extract_as) == ("policy", context, "state_dict")
+    assert read(twin.weights) == {4}
+    assert type(twin.shared_transport) is other.transport_class
+    assert type(bare(converted(twin))) is api.scheme_class
+
+
+@pytest.mark.requirement(213)
+def test_a_scheme_that_has_the_api_already_is_returned_itself() -> None:
+    assert (scheme := asyncsync.ZMQWeightSyncScheme()).aio is scheme
+    assert (scheme := sync.ZMQWeightSyncScheme()).blocking is scheme
+
+
+@pytest.mark.requirement(213)
+@pytest.mark.schemes("zmq")
+def test_the_scheme_that_moves_nothing_converts_too(api: Api) -> None:
+    twin = converted(api.make(api.NoWeightSyncScheme))
+    assert type(bare(twin)) is api.other.NoWeightSyncScheme
+
+
+@pytest.mark.requirement(213)
+@pytest.mark.parametrize("init_first", [True, False])
+async def test_the_schemes_of_one_bus_share_it_after_the_conversion(api: Api, init_first: bool) -> None:
+    names = ("policy", "value")
+    bus = api.bus(num_workers=1)
+    schemes = {name: api.scheme(bus=bus) for name in names}
+    sources = {name: Model(1) for name in names}
+    for name, scheme in schemes.items():
+        scheme.init_on_sender(model_id=name, model=sources[name])
+    copies = passed_on(schemes)
+    models = {name: Model() for name in names}
+
+    def initialise() -> None:
+        for name, scheme in copies.items():
+            scheme.init_on_receiver(name, model=models[name], worker_idx=0)
+
+    if init_first:
+        initialise()
+    copies = {name: converted(scheme) for name, scheme in copies.items()}
+    if not init_first:
+        initialise()
+    assert copies["policy"].bus is copies["value"].bus, "one connection, one gate"
+    worker = copies["policy"].bus
+    async with bus, worker:
+        await asyncio.gather(bus.connect(timeout=5), worker.connect(timeout=5))
+        await bus.send_async({name: fill(source, 2) for name, source in sources.items()})
+        assert {name: read(model) for name, model in models.items()} == {"policy": {2}, "value": {2}}
+        assert worker.version == bus.version
+
+
+@pytest.mark.requirement(213)
+def test_one_worker_cannot_have_schemes_of_one_bus_with_both_apis(api: Api) -> None:
+    bus = api.bus(num_workers=1)
+    schemes = {name: api.scheme(bus=bus) for name in ("policy", "value")}
+    first, second = passed_on(schemes["policy"]), converted(passed_on(schemes["value"]))
+    first.init_on_receiver("policy", model=Model(), worker_idx=0)
+    with pytest.raises(ValueError, match=r"asynchronous and a blocking scheme of one bus.*convert all of them"):
+        second.init_on_receiver("value", model=Model(), worker_idx=0)
+
+
+@pytest.mark.requirement(213)
+def test_a_bus_takes_schemes_of_its_own_api_only(api: Api) -> None:
+    other = api.other
+    with pytest.raises(TypeError, match=r"same API, both blocking or both asynchronous"):
+        other.scheme(bus=api.bus())
+
+
+class Mine(asyncsync.ZMQWeightSyncScheme):
+    pass
+
+
+class BlockingMine(sync.ZMQWeightSyncScheme):
+    pass
+
+
+@pytest.mark.requirement(213)
+@pytest.mark.schemes("zmq")
+def test_a_class_of_ones_own_has_no_counterpart_and_the_error_says_what_to_do(api: Api) -> None:
+    mine = api.make(api.either(Mine, BlockingMine))
+    other = "asyncsync" if api.is_blocking else "asyncsync.sync"
+    with pytest.raises(TypeError, match=f"Mine has no counterpart in {other}: derive one.*{mine.bus.endpoint}"):
+        converted(mine)
+    assert isinstance(mine.blocking if api.is_blocking else mine.aio, (Mine, BlockingMine))
+
+
+@pytest.mark.requirement(213)
+@pytest.mark.schemes("zmq")
+def test_nor_has_a_class_of_ones_own_that_is_called_like_one_of_asyncsyncs(api: Api) -> None:
+    mine = api.make(type("ZMQWeightSyncScheme", (api.ZMQWeightSyncScheme,), {}))
+    with pytest.raises(TypeError, match="has no counterpart"):
+        converted(mine)
+
+
+@pytest.mark.requirement(213)
+async def test_once_connected_it_is_too_late(api: Api) -> None:
+    async with api.crew(1) as (sender, (receiver,), _):
+        for scheme in (sender, receiver):
+            with pytest.raises(RuntimeError, match="convert it before connecting"):
+                converted(scheme)
+        await sender.send_async()
+
+
+@pytest.mark.requirement(213)
+async def test_while_connecting_and_after_shutdown_it_is_too_late_too(api: Api) -> None:
+    scheme = api.scheme(num_workers=1)
+    scheme.init_on_sender(model_id="policy", model=Model())
+    with pytest.raises(NotConnected):
+        await scheme.connect(timeout=0.05)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="convert it before connecting"):
+            converted(scheme)
+        await scheme.shutdown()

@@ -1,0 +1,95 @@
+"""The names that the two packages have; what they do is shown elsewhere."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+from types import ModuleType
+
+import pytest
+
+import asyncsync
+import asyncsync.collectors
+import asyncsync.sync
+import asyncsync.transports
+from asyncsync import errors
+
+SCHEMES = [
+    "WeightSyncScheme",
+    "MultiProcessWeightSyncScheme",
+    "SharedMemWeightSyncScheme",
+    "NoWeightSyncScheme",
+    "RayWeightSyncScheme",
+    "RayModuleTransformScheme",
+    "RPCWeightSyncScheme",
+    "DistributedWeightSyncScheme",
+]
+TRANSPORTS = [
+    "TransportBackend",
+    "MPTransport",
+    "SharedMemTransport",
+    "RayTransport",
+    "RPCTransport",
+    "DistributedTransport",
+]
+ERRORS = [name for name, value in vars(errors).items() if inspect.isclass(value) and issubclass(value, Exception)]
+
+
+@pytest.mark.requirement(49, 50, 209)
+@pytest.mark.parametrize("package", [asyncsync, asyncsync.sync], ids=["asyncsync", "asyncsync.sync"])
+def test_both_packages_have_the_documented_names(package: ModuleType) -> None:
+    """Of 209: all but the collectors."""
+    for names, base in ((SCHEMES, package.WeightSyncScheme), (TRANSPORTS, package.TransportBackend)):
+        for name in names:
+            assert name in package.__all__
+            assert issubclass(getattr(package, name), base), name
+    assert "WeightStrategy" in package.__all__
+    assert package.WeightStrategy is asyncsync.WeightStrategy
+
+
+def test_the_package_of_transports_has_all_that_a_user_may_name() -> None:
+    for name in [*TRANSPORTS, "ZMQTransport"]:
+        assert name in asyncsync.transports.__all__
+        assert getattr(asyncsync.transports, name) is getattr(asyncsync, name)
+
+
+@pytest.mark.requirement(225, 228)
+def test_the_package_of_collectors_has_what_looks_at_them() -> None:
+    for name in ("Evaluator", "ProfileConfig"):
+        assert name in asyncsync.collectors.__all__
+        assert getattr(asyncsync.collectors, name).__name__ == name
+
+
+@pytest.mark.parametrize("package", [asyncsync, asyncsync.sync], ids=["asyncsync", "asyncsync.sync"])
+def test_a_transport_has_no_public_names_but_those_that_users_call_or_define(package: ModuleType) -> None:
+    of_users = {"send_weights", "receive_weights", "supports_timeout", "close"}
+    of_users |= {"setup_connection_and_weights_on_sender", "setup_connection_and_weights_on_receiver"}
+    of_the_bus = {"offer", "serve", "retire", "attach", "fetch", "pool", "is_at_hand", "describe"}
+    for name in [*TRANSPORTS, "ZMQTransport"]:
+        assert {n for n in dir(getattr(package, name)) if not n.startswith("_")} == of_users | of_the_bus
+
+
+def test_a_transport_at_hand_without_descriptors_is_told_what_to_define() -> None:
+    class AtHand(asyncsync.ZMQTransport):
+        is_at_hand = True
+
+    with pytest.raises(NotImplementedError, match=r"AtHand must define describe\(slab\)"):
+        AtHand().describe(None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("package", [asyncsync, asyncsync.sync], ids=["asyncsync", "asyncsync.sync"])
+def test_each_class_shows_the_name_that_users_import_and_pickles(package: ModuleType) -> None:
+    for name in package.__all__:
+        if inspect.isclass(value := getattr(package, name)):
+            assert (value.__name__, value.__qualname__) == (name, name)
+            assert pickle.loads(pickle.dumps(value)) is value
+
+
+@pytest.mark.requirement(209)
+@pytest.mark.parametrize("package", [asyncsync, asyncsync.sync], ids=["asyncsync", "asyncsync.sync"])
+def test_both_packages_have_the_same_errors(package: ModuleType) -> None:
+    """Of 209: who catches the one's errors catches the other's."""
+    assert len(ERRORS) >= 10
+    for name in ERRORS:
+        assert name in package.__all__
+        assert getattr(package, name) is getattr(errors, name)

@@ -1,0 +1,696 @@
+"""Keys in files: who is let in over tcp, as which worker, and what the others are told."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import pickle
+import re
+import shutil
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from socket import create_connection
+from typing import Any
+
+import pytest
+import zmq
+
+from asyncsync import ClosedError, NotConnected
+from asyncsync.cli import main
+from asyncsync.net.certificates import read_certificate
+from asyncsync.net.keys import HANDLER, SOON, KeyPair
+from asyncsync.wire import codec, messages
+from helpers.apis import Api
+from helpers.pairs import Clock, Model, fill, read, receiver_of, until
+
+HELLO = messages.Hello(0, b"n" * 16, 1, 0, "", 0, None, {"policy": 0})
+
+
+def keygen(directory: Path, *arguments: str) -> Path:
+    assert main(["keygen", str(directory), *arguments]) == 0
+    return directory
+
+
+@pytest.fixture
+def keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+    """Of two workers, and a host that may be any."""
+    made = keygen(tmp_path / "keys", "--workers", "2", "--name", "host")
+    capsys.readouterr()
+    return made
+
+
+class Site:
+    """A trainer's address and keys; what each side constructs."""
+
+    def __init__(self, api: Api, keys: Path, port: int) -> None:
+        self.api = api
+        self.keys = keys
+        self.endpoint = f"tcp://127.0.0.1:{port}"
+
+    def sender(self, **options: Any) -> Any:
+        arguments = {"server_key": self.keys / "server.key_secret", "clients": self.keys / "clients"}
+        return self.api.scheme(endpoint=self.endpoint, **{**arguments, **options})
+
+    def receiver(self, worker: int, model: Any, key: str | None = None, **options: Any) -> Any:
+        """``key``: the name of its certificate."""
+        own = self.keys / "client_secrets" / f"{key or f'worker-{worker}'}.key_secret"
+        reconnect = options.pop("reconnect", False)
+        arguments = {"connect": self.endpoint, "server_key": self.keys / "server.key", "client_key": own}
+        scheme = self.api.scheme(**{**arguments, **options})
+        scheme.init_on_receiver("policy", model=model, worker_idx=worker, reconnect=reconnect)
+        return scheme
+
+
+@pytest.fixture
+def site(api: Api, keys: Path, unused_tcp_port: int) -> Site:
+    return Site(api, keys, unused_tcp_port)
+
+
+class Run:
+    """A sender, and worker 0, connected."""
+
+    def __init__(self, sender: Any, receiver: Any, source: Model, model: Model) -> None:
+        self.sender = sender
+        self.receiver = receiver
+        self.source = source
+        self.model = model
+
+    async def goes_on(self, *others: int) -> None:
+        """Nobody has disturbed them."""
+        value = float(self.sender.version + 1)
+        await self.sender.send_async(fill(self.source, value), worker_ids=0)
+        assert read(self.model) == {value}
+        assert list(self.sender.status()) == [0, *others]
+        assert self.sender.status()[0].state == "live"
+
+
+@asynccontextmanager
+async def running(site: Site, **options: Any) -> AsyncIterator[Run]:
+    sender, source, model = site.sender(**options), Model(1.0), Model()
+    sender.init_on_sender(model_id="policy", model=source)
+    async with sender, site.receiver(0, model) as receiver:
+        await asyncio.gather(sender.connect(timeout=10), receiver.connect(timeout=10))
+        assert read(model) == {1.0}
+        yield Run(sender, receiver, source, model)
+
+
+async def refused(scheme: Any, match: str) -> None:
+    """It does not connect, and is told why, if not at the first attempt."""
+    async with scheme:
+        for _ in range(20):
+            with pytest.raises(NotConnected) as caught:
+                await scheme.connect(timeout=0.3)
+            if re.search(match, str(caught.value)):
+                return
+    raise AssertionError(str(caught.value))
+
+
+# -- who is let in
+
+
+@pytest.mark.requirement(203)
+@pytest.mark.both_loops
+async def test_listed_clients_connect_follow_and_come_again(site: Site) -> None:
+    async with running(site) as run:
+        other = Model()
+        async with site.receiver(1, other) as second:
+            await second.connect(timeout=10)
+            await run.sender.send_async(fill(run.source, 2.0), timeout=10)
+            assert read(run.model) == read(other) == {2.0}
+            assert run.sender.status().refused == {}
+            assert run.receiver.status().refused == {}
+        again = Model()
+        async with site.receiver(1, again) as second:
+            await second.connect(timeout=10)
+            assert read(again) == {2.0}
+
+
+@pytest.mark.requirement(203)
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]"])
+async def test_by_name_and_by_ipv6(site: Site, host: str) -> None:
+    port = site.endpoint.rpartition(":")[2]
+    connect = f"tcp://{host}:{port}"
+    site.endpoint = f"tcp://[::]:{port}" if host == "[::1]" else f"tcp://0.0.0.0:{port}"
+    sender = site.sender()  # beyond loopback, without allow_plaintext
+    sender.init_on_sender(model_id="policy", model=Model(1.0))
+    async with sender, site.receiver(0, model := Model(), connect=connect) as receiver:
+        await asyncio.gather(sender.connect(timeout=10), receiver.connect(timeout=10))
+        assert read(model) == {1.0}
+        assert not sender.bus._settings().checksum, "CURVE has a checksum of its own"
+
+
+@pytest.mark.requirement(203)
+@pytest.mark.parametrize("name", ["no key", "wrong key", "unlisted key", "another server's key"])
+async def test_nobody_else_is_let_in_and_all_are_told_why(site: Site, name: str, tmp_path: Path) -> None:
+    elsewhere = keygen(tmp_path / "elsewhere", "--workers", "2", "--name", "unlisted")
+    shutil.copy(elsewhere / "client_secrets" / "unlisted.key_secret", site.keys / "client_secrets")
+    own = site.keys / "client_secrets" / "worker-0.key_secret"
+    # What the receiver has; what it is told; how the sender counts it.
+    matrix: dict[str, tuple[dict[str, Any], str, str]] = {
+        "no key": ({"server_key": None, "client_key": None}, r"wants a key(: | \()give server_key=", "no key"),
+        "wrong key": (
+            {"client_key": elsewhere / "client_secrets" / "worker-0.key_secret"},
+            "has refused this key: it is not among the clients",
+            "a key that is not listed",
+        ),
+        "unlisted key": (
+            {"client_key": site.keys / "client_secrets" / "unlisted.key_secret"},
+            "has refused this key: it is not among the clients",
+            "a key that is not listed",
+        ),
+        "another server's key": (
+            {"server_key": elsewhere / "server.key", "client_key": own},
+            "has another key than server_key= says",
+            "the key of another server",
+        ),
+    }
+    options, told, reason = matrix[name]
+    async with running(site) as run:
+        for worker in (0, 5):
+            await refused(site.receiver(worker, model := Model(), **options), told)
+            assert read(model) == {-1.0}
+        # A receiver without keys that sees what the sender wants may hang up before that has read what it is.
+        also = {"an incomplete handshake"} if name == "no key" else set()
+        await until(lambda: bool(run.sender.status().refused.keys() & {reason, *also}))
+        assert set(run.sender.status().refused) <= {reason, "an incomplete handshake"}
+        assert sum(run.sender.status().refused.values()) <= 100, "it is tried again, and not without end"
+        assert run.sender.bus.status().refused == run.sender.status().refused
+        await run.goes_on()
+
+
+@pytest.mark.requirement(203)
+@pytest.mark.parametrize(
+    ("client", "told"), [("unlisted/client_secrets/host.key_secret", "has refused this key"), (None, "wants a key")]
+)
+async def test_fetch_tells_at_once_that_it_is_not_let_in(
+    site: Site, client: str | None, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keygen(tmp_path / "unlisted", "--name", "host")
+    options = [f"--server-key={site.keys}/server.key", f"--client-key={tmp_path / client}"] if client else []
+    async with running(site) as run:
+        with Clock(1.0):
+            command = ["fetch", site.endpoint, f"--out={tmp_path}/weights.safetensors", *options]
+            assert await asyncio.to_thread(main, command) == 1
+        said = capsys.readouterr().err
+        assert told in said
+        assert "after" not in said
+        await run.goes_on()
+
+
+@pytest.mark.requirement(203)
+async def test_fetch_ends_where_every_connection_is_ended_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As those of a sender with keys may be, before it has said that it wants one."""
+    async with await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1") as server:
+        host, port = server.sockets[0].getsockname()
+        with Clock(1.0):
+            command = ["fetch", f"tcp://{host}:{port}", f"--out={tmp_path}/weights.safetensors"]
+            assert await asyncio.to_thread(main, command) == 1
+    assert "it wants a key (give --server-key and --client-key), is no sender" in capsys.readouterr().err
+
+
+@pytest.mark.requirement(203)
+@pytest.mark.parametrize("key", ["worker-1", "host"])
+async def test_an_index_cannot_be_stolen(site: Site, key: str) -> None:
+    """By a client that is listed: whose key is for another worker, or for any."""
+    why = {
+        "worker-1": "it claims to be worker 0, but has worker-1's key, which is good for 1",
+        "host": "it claims to be worker 0 with host's key, but worker-0's has taken that place",
+    }[key]
+    async with running(site) as run:
+        await refused(site.receiver(0, model := Model(), key), f"the sender refused worker 0: {why}")
+        assert read(model) == {-1.0}
+        assert run.sender.status().refused == {"the index of another worker": 1}
+        await run.goes_on()
+        await run.receiver.shutdown()
+        # Its holder has left: the place stays its own all the same.
+        await refused(site.receiver(0, Model(), key), why)
+        async with site.receiver(0, model := Model()) as again:
+            await again.connect(timeout=10)
+            assert read(model) == {2.0}
+
+
+@pytest.mark.requirement(203)
+async def test_a_key_for_any_worker_is_bound_to_the_first_place_and_may_have_several(site: Site) -> None:
+    keygen(site.keys, "--name", "other")
+    async with running(site) as run, site.receiver(3, Model(), "host") as one, site.receiver(4, Model(), "host") as two:
+        await asyncio.gather(one.connect(timeout=10), two.connect(timeout=10))
+        await refused(site.receiver(3, Model(), "other"), "host's has taken that place")
+        assert set(run.sender.status()) == {0, 3, 4}
+
+
+@asynccontextmanager
+async def connected(site: Site, key: str, routing_id: bytes) -> AsyncIterator[Any]:
+    """A socket of a listed client, which says what it likes."""
+    own = read_certificate(str(site.keys / "client_secrets" / f"{key}.key_secret"), secret=True)
+    server = read_certificate(str(site.keys / "server.key"), secret=False)
+    assert own.secret is not None
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.linger = 0
+        socket.routing_id = routing_id
+        KeyPair(own.public, own.secret).join(socket, server.public)
+        socket.connect(site.endpoint)
+        yield socket
+
+
+@pytest.mark.requirement(203)
+async def test_a_listed_client_cannot_speak_for_a_worker_by_its_route(site: Site) -> None:
+    """Whoever has a key may send what it likes: nothing of it is taken for another worker's."""
+    async with running(site) as run:
+        link = run.sender.bus._sender()
+        [route] = link.publisher.membership.routes
+        async with connected(site, "worker-1", b"mine") as socket:
+            bye = messages.Bye(link.publisher.epoch, link.publisher.peers[0].nonce, "closed", "")
+            for message in (HELLO, bye, messages.Ping(link.publisher.epoch, 1)):
+                socket.send(codec.encode(message))
+            await until(lambda: sum(run.sender.bus.dropped.values()) == 3)
+            assert list(link.publisher.membership.routes) == [route]
+            await run.goes_on()
+
+
+@pytest.mark.requirement(203)
+async def test_a_route_that_was_another_workers_before_gives_nobody_its_place(site: Site) -> None:
+    async with running(site) as run:
+        async with connected(site, "worker-1", b"route") as socket:
+            socket.send(codec.encode(replace(HELLO, worker=1)))
+            await until(lambda: 1 in run.sender.status())
+        async with connected(site, "host", b"route") as socket:
+            for _ in range(50):  # until the other connection has gone
+                socket.send(codec.encode(replace(HELLO, worker=3, nonce=b"m" * 16)))
+                await asyncio.sleep(0.02)
+                if run.sender.status().refused:
+                    break
+            assert set(run.sender.status().refused) == {"the index of another worker"}
+            assert 3 not in run.sender.status()
+        await run.goes_on(1)
+
+
+# -- plaintext, and what is missing
+
+
+@pytest.mark.requirement(203)
+async def test_a_receiver_with_keys_does_not_talk_to_a_sender_without(site: Site) -> None:
+    plain = site.api.scheme(endpoint=site.endpoint)
+    plain.init_on_sender(model_id="policy", model=Model(1.0), num_workers=1)
+    async with plain:
+        connecting = asyncio.ensure_future(plain.connect(timeout=1.5))
+        await refused(
+            site.receiver(0, model := Model()),
+            "has no keys, and this|another key than server_key= says, or none",
+        )
+        with pytest.raises(NotConnected, match="worker 0"):
+            await connecting
+        assert read(model) == {-1.0}
+
+
+@pytest.mark.requirement(203)
+async def test_a_receiver_that_was_refused_finds_the_next_sender(site: Site) -> None:
+    """One without keys, after one with keys: libzmq itself would not try again."""
+    keyed, plain = site.sender(min_workers=0), site.api.scheme(endpoint=site.endpoint)
+    receiver = site.receiver(0, model := Model(), server_key=None, client_key=None)
+    async with receiver, plain:
+        async with keyed:
+            keyed.init_on_sender(model_id="policy", model=Model(1.0))
+            await keyed.connect(timeout=10)
+            connecting = asyncio.ensure_future(receiver.connect(timeout=20))
+            await until(lambda: bool(receiver.status().refused))
+        plain.init_on_sender(model_id="policy", model=Model(2.0), num_workers=1)
+        await asyncio.gather(plain.connect(timeout=20), connecting)
+        assert read(model) == {2.0}
+        assert receiver.status()[0].reason == ""
+
+
+@pytest.mark.requirement(203)
+async def test_keys_are_never_left_out_silently(site: Site) -> None:
+    """A scheme that has the other side's keys only does not fall back to plaintext."""
+    sender = site.api.scheme(
+        endpoint=site.endpoint, server_key=site.keys / "server.key_secret", client_key=site.keys / "x"
+    )
+    sender.init_on_sender(model_id="policy", model=Model(), num_workers=1)
+    async with sender:
+        with pytest.raises(ValueError, match="a sender with server_key= needs clients="):
+            await sender.connect(timeout=1)
+    receiver = site.sender()
+    receiver.init_on_receiver("policy", model=Model(), worker_idx=0)
+    async with receiver:
+        with pytest.raises(ValueError, match="a receiver with server_key= needs client_key="):
+            await receiver.connect(timeout=1)
+
+
+@pytest.mark.requirement(203)
+async def test_without_a_handler_nothing_is_bound(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    bind: Callable[..., Any] = zmq.Socket.bind
+    bound = []
+
+    def refuse(self: Any, address: str) -> Any:
+        if address == HANDLER:
+            raise zmq.ZMQError(zmq.EADDRINUSE)
+        bound.append(address)
+        return bind(self, address)
+
+    sender = site.sender()
+    sender.init_on_sender(model_id="policy", model=Model(1.0), num_workers=1)
+    async with sender, site.receiver(0, Model()) as receiver:
+        with monkeypatch.context() as patch:
+            patch.setattr(zmq.Socket, "bind", refuse)
+            with pytest.raises(NotConnected, match="nobody could be checked, so nothing is bound"):
+                await sender.connect(timeout=5)
+        assert bound == []
+        await asyncio.gather(sender.connect(timeout=10), receiver.connect(timeout=10))
+
+
+@pytest.mark.parametrize("missing", [1, 2, 3], ids=["the handler", "the bus", "what watches it"])
+async def test_a_keyed_connect_that_finds_no_descriptors_leaves_nothing_and_may_be_called_again(
+    site: Site, missing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, left = zmq.Context.socket, missing
+
+    def socket(self: Any, *args: Any, **options: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if not left:
+            raise zmq.ZMQError(errno.EMFILE)
+        return original(self, *args, **options)
+
+    sender = site.sender()
+    sender.init_on_sender(model_id="policy", model=Model(1.0), num_workers=1)
+    async with sender, site.receiver(0, Model()) as receiver:
+        with monkeypatch.context() as patch:
+            patch.setattr(zmq.Context, "socket", socket)
+            with pytest.raises(NotConnected, match="Too many open files"):
+                await sender.connect(timeout=5)
+        await asyncio.gather(sender.connect(timeout=10), receiver.connect(timeout=10))
+
+
+@pytest.mark.requirement(203)
+async def test_strangers_cannot_stop_a_trainer_that_is_busy_with_handshakes(site: Site) -> None:
+    """More of them than libzmq keeps events for, by default, while its event loop does something else."""
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+    host, _, port = site.endpoint.removeprefix("tcp://").rpartition(":")
+
+    def knock(times: int) -> None:
+        for _ in range(times):
+            with create_connection((host, int(port)), timeout=5) as stranger:
+                stranger.sendall(greeting)
+                with suppress(ConnectionError):
+                    while stranger.recv(100):
+                        pass
+
+    async with running(site) as run:
+        knock(2200)  # on the asynchronous scheme's own loop
+        await run.goes_on()
+        await until(lambda: sum(run.sender.status().refused.values()) == 2200)
+
+
+@pytest.mark.requirement(203)
+async def test_a_server_socket_whose_handler_is_gone_lets_nobody_in() -> None:
+    """libzmq's default would be to let in everybody who knows the server's key."""
+    server, client = KeyPair.draw(), KeyPair.draw()
+    with (
+        zmq.Context() as context,
+        context.socket(zmq.ROUTER) as one,
+        zmq.Context() as far,
+        far.socket(zmq.DEALER) as two,
+    ):
+        one.linger = two.linger = 0
+        server.serve(one)
+        port = one.bind_to_random_port("tcp://127.0.0.1")
+        client.join(two, server.public)
+        two.connect(f"tcp://127.0.0.1:{port}")
+        two.send(b"hello")
+        assert not await asyncio.to_thread(one.poll, 300)
+
+
+# -- while it runs
+
+
+@pytest.mark.requirement(203)
+@pytest.mark.both_loops
+async def test_a_client_that_is_listed_later_gets_in_without_a_restart(site: Site) -> None:
+    public = site.keys / "clients" / "worker-1.key"
+    public.rename(site.keys / "aside")
+    async with running(site) as run, site.receiver(1, model := Model()) as late:
+        connecting = asyncio.ensure_future(late.connect(timeout=20))
+        await until(lambda: run.sender.status().refused.get("a key that is not listed", 0) > 0)
+        (site.keys / "aside").rename(public)
+        await connecting
+        assert read(model) == {1.0}
+        assert late.status().refused, "what it was told before"
+
+
+@pytest.mark.requirement(203)
+async def test_who_is_taken_off_the_list_hears_nothing_that_is_sent_to_all(site: Site) -> None:
+    """A subscriber cannot be cut off: the others go to another port."""
+    keygen(site.keys, "--name", "third=2", "--name", "fourth=3")
+    names = ["worker-0", "worker-1", "third", "fourth"]
+    models = [Model() for _ in names]
+    sender = site.sender(fanout="pull", min_workers=3)
+    sender.init_on_sender(model_id="policy", model=(source := Model(1.0)))
+    receivers = [site.receiver(worker, models[worker], name) for worker, name in enumerate(names)]
+    async with sender:
+        await asyncio.gather(sender.connect(timeout=20), *(one.connect(timeout=20) for one in receivers))
+        link = sender.bus._link
+        fanout, before = link.publisher.fanout, link.outgoing.broadcast.port
+        await until(lambda: len(fanout.subscribed) == 4, 10)
+        with zmq.Context() as context, context.socket(zmq.SUB) as spy:
+            certificate = read_certificate(str(site.keys / "client_secrets" / "fourth.key_secret"), secret=True)
+            server = read_certificate(str(site.keys / "server.key"), secret=False)
+            KeyPair(certificate.public, certificate.secret).join(spy, server.public)
+            spy.linger = 0
+            spy.subscribe(b"")
+            spy.connect(f"tcp://127.0.0.1:{before}")
+            heard = 0
+            while not heard:
+                await sender.send_async(fill(source, float(sender.version + 1)), timeout=10)
+                heard = spy.poll(50)
+            (site.keys / "clients" / "fourth.key").unlink()
+            await until(lambda: sender.status()[3].state == "lost" and len(fanout.subscribed) == 3, 15)
+            assert link.outgoing.broadcast.port != before
+            while spy.poll(50):
+                spy.recv_multipart()
+            for _ in range(3):
+                await sender.send_async(fill(source, value := float(sender.version + 1)), worker_ids=None, quorum=3)
+                assert [read(model) for model in models[:3]] == [{value}] * 3
+            assert not spy.poll(200)
+        for one in receivers:
+            await one.shutdown()
+
+
+@pytest.mark.requirement(203)
+async def test_keys_that_are_taken_off_the_list_one_by_one_take_no_descriptors(site: Site) -> None:
+    """Each time there is another port for what is sent to all, and nothing is left of the one before."""
+    names = [f"former-{i}" for i in range(4)]
+    keygen(site.keys, *(argument for name in names for argument in ("--name", name)))
+    async with running(site, fanout="pull") as run:
+        link = run.sender.bus._link
+        await until(lambda: len(link.publisher.fanout.subscribed) == 1)
+        before, port = len(os.listdir("/proc/self/fd")), link.outgoing.broadcast.port
+        for removed, name in enumerate(names, 1):
+            (site.keys / "clients" / f"{name}.key").unlink()
+            await until(lambda n=removed: link.admission.removed == n and link.outgoing._removed == n)
+            await until(lambda: link.outgoing.broadcast is not None)  # the blocking API's loop has a thread of its own
+        assert link.outgoing.broadcast.port != port
+        await until(lambda: len(link.publisher.fanout.subscribed) == 1)
+        await until(lambda: len(os.listdir("/proc/self/fd")) <= before)
+        await run.goes_on()
+
+
+@pytest.mark.requirement(203)
+async def test_a_client_that_is_taken_off_the_list_is_sent_away_and_its_place_is_free(site: Site) -> None:
+    async with running(site) as run:
+        (site.keys / "clients" / "worker-0.key").unlink()
+        await until(lambda: run.sender.status()[0].state == "lost")
+        assert run.sender.status()[0].reason == "its key was taken off the list of clients"
+        await until(lambda: run.receiver.closed)
+        with pytest.raises((NotConnected, ClosedError), match="its key was taken off the list"):
+            await run.receiver.receive()
+        await run.sender.publish(fill(run.source, 2.0))
+        assert read(run.model) == {1.0}
+        await refused(site.receiver(0, Model()), "has refused this key")
+        # A new key for the same worker.
+        (site.keys / "client_secrets" / "worker-0.key_secret").unlink()
+        keygen(site.keys, "--name", "worker-0=0")
+        async with site.receiver(0, model := Model()) as again:
+            await again.connect(timeout=10)
+            assert read(model) == {2.0}
+
+
+@pytest.mark.requirement(203)
+async def test_a_replaced_key_takes_the_place_of_the_one_before(site: Site, tmp_path: Path) -> None:
+    """One file over the other, as a deployment does it: the old key is good no more, the new one at once."""
+    elsewhere = keygen(tmp_path / "new", "--workers", "1")
+    async with running(site) as run:
+        os.replace(elsewhere / "clients" / "worker-0.key", site.keys / "clients" / "worker-0.key")
+        await until(lambda: run.receiver.closed)
+        os.replace(
+            elsewhere / "client_secrets" / "worker-0.key_secret", site.keys / "client_secrets/worker-0.key_secret"
+        )
+        async with site.receiver(0, model := Model()) as again:
+            await again.connect(timeout=10)
+            assert read(model) == {1.0}
+            assert run.sender.status()[0].state == "live"
+
+
+@pytest.mark.requirement(203)
+async def test_whose_key_was_replaced_is_sent_away_even_if_the_new_one_is_there_first(
+    site: Site, tmp_path: Path
+) -> None:
+    """Its holder claims the place before anybody has looked whose key is gone, and then says nothing any more."""
+    elsewhere = keygen(tmp_path / "new", "--workers", "1")
+    async with running(site) as run:
+        listed = run.sender.bus._link.admission._listed
+        before = listed._looked
+        await until(lambda: listed._looked != before)  # the next look is a second away, but for a key that is unknown
+        await asyncio.sleep(2 * SOON)
+        os.replace(elsewhere / "clients" / "worker-0.key", site.keys / "clients" / "worker-0.key")
+        own = read_certificate(str(elsewhere / "client_secrets" / "worker-0.key_secret"), secret=True)
+        server = read_certificate(str(site.keys / "server.key"), secret=False)
+        with zmq.Context() as context, context.socket(zmq.DEALER) as newcomer:
+            assert own.secret is not None
+            KeyPair(own.public, own.secret).join(newcomer, server.public)
+            newcomer.linger = 0
+            newcomer.connect(site.endpoint)
+            newcomer.send(codec.encode(HELLO))
+            await until(lambda: run.receiver.closed)
+            with pytest.raises((NotConnected, ClosedError), match="its key was taken off the list"):
+                await run.receiver.receive()
+
+
+@pytest.mark.requirement(203)
+async def test_the_servers_key_is_replaced_by_a_restart_with_both_keys_at_the_receivers(
+    site: Site, tmp_path: Path
+) -> None:
+    new = keygen(tmp_path / "new")
+    both = [site.keys / "server.key", new / "server.key"]
+    model, source = Model(), Model(1.0)
+    async with site.receiver(0, model, server_key=both, reconnect=True) as receiver:
+        for version, directory in enumerate((site.keys, new, site.keys), 1):
+            sender = site.sender(server_key=directory / "server.key_secret")
+            sender.init_on_sender(model_id="policy", model=fill(source, float(version)))
+            async with sender:
+                await asyncio.gather(sender.connect(timeout=20), receiver.connect(timeout=20))
+                await until(lambda v=float(version): read(model) == {v})
+
+
+@pytest.mark.requirement(203)
+async def test_a_receivers_files_are_read_again_when_it_was_refused(site: Site, tmp_path: Path) -> None:
+    """So a receiver that waits needs no restart either: the right file is put in place."""
+    right = site.keys / "server.key"
+    wrong = tmp_path / "server.key"
+    shutil.copy(keygen(tmp_path / "new") / "server.key", wrong)
+    async with running(site), site.receiver(1, model := Model(), server_key=wrong) as late:
+        connecting = asyncio.ensure_future(late.connect(timeout=20))
+        await until(lambda: bool(late.status().refused))
+        assert "another key than server_key= says" in late.status()[1].reason
+        shutil.copy(right, wrong)
+        await connecting
+        assert read(model) == {1.0}
+
+
+# -- files and arguments
+
+
+@pytest.mark.requirement(203)
+@pytest.mark.parametrize("argument", ["server_key", "clients", "client_key"])
+async def test_files_that_are_wrong_are_named_before_anything_is_bound(site: Site, argument: str) -> None:
+    if argument == "client_key":
+        scheme = site.receiver(0, Model(), "nobody")
+    else:
+        scheme = site.sender(**{argument: site.keys / "missing"})
+        scheme.init_on_sender(model_id="policy", model=Model(), num_workers=1)
+    name = "nobody.key_secret" if argument == "client_key" else "missing"
+    await refused(scheme, f"cannot read the .*{name}: No such file or directory")
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
+        socket.bind(site.endpoint)
+
+
+@pytest.mark.requirement(203)
+async def test_the_public_file_is_not_enough_for_the_sender(site: Site) -> None:
+    scheme = site.sender(server_key=site.keys / "server.key")
+    scheme.init_on_sender(model_id="policy", model=Model(), num_workers=1)
+    await refused(scheme, r"server\.key has no secret key in it")
+
+
+@pytest.mark.requirement(203)
+async def test_one_scheme_for_both_sides_carries_paths_and_no_secrets(site: Site) -> None:
+    secrets = site.keys / "client_secrets"
+    sender = site.sender(client_key=secrets / "worker-{worker_idx}.key_secret")
+    sender.init_on_sender(model_id="policy", model=Model(1.0), num_workers=2)
+    pickled = pickle.dumps(sender)
+    for path in [*secrets.iterdir(), site.keys / "server.key_secret"]:
+        secret = read_certificate(str(path), secret=True).secret
+        assert secret is not None
+        assert secret not in pickled
+    models = [Model(), Model()]
+    receivers = [pickle.loads(pickled) for _ in models]
+    async with sender, receivers[0], receivers[1]:
+        for worker, receiver in enumerate(receivers):
+            receiver.init_on_receiver("policy", model=models[worker], worker_idx=worker)
+        await asyncio.gather(*(scheme.connect(timeout=10) for scheme in (sender, *receivers)))
+        assert [read(model) for model in models] == [{1.0}, {1.0}]
+
+
+@pytest.mark.requirement(203)
+async def test_a_shared_bus_has_keys_as_a_scheme_has(site: Site) -> None:
+    api, keys = site.api, site.keys
+    with pytest.raises(ValueError, match=r"keys, .* belong to the Bus"):
+        api.scheme(bus=api.bus(site.endpoint), server_key="x", clients="y")
+    bus = api.bus(
+        site.endpoint,
+        server_key=keys / "server.key_secret",
+        clients=keys / "clients",
+        client_key=keys / "client_secrets" / "worker-{worker_idx}.key_secret",
+        num_workers=1,
+    )
+    scheme = api.make(api.SharedMemWeightSyncScheme, bus=bus)  # its instructions go over the bus
+    scheme.init_on_sender(model_id="policy", model=Model(1.0))
+    async with bus, receiver_of(scheme, 0, model := Model()) as receiver:
+        await asyncio.gather(bus.connect(timeout=10), receiver.connect(timeout=10))
+        assert read(model) == {1.0}
+        await refused(site.receiver(0, Model(), "worker-1"), "refused worker 0")
+        assert bus.status().refused == {"the index of another worker": 1}
+
+
+@pytest.mark.requirement(203)
+async def test_the_sender_names_those_that_it_refused_when_it_waits_in_vain(site: Site) -> None:
+    sender = site.sender()
+    sender.init_on_sender(model_id="policy", model=Model(), num_workers=1)
+    async with sender, site.receiver(0, Model(), server_key=None, client_key=None) as receiver:
+        waiting = asyncio.gather(sender.connect(timeout=0.6), receiver.connect(timeout=0.6), return_exceptions=True)
+        there, here = await waiting
+        assert "wants a key" in str(here)
+        assert re.search(r"refused: (no key|an incomplete handshake) \(", str(there))
+
+
+@pytest.mark.requirement(203)
+async def test_a_receiver_without_keys_is_told_why_the_connection_ends_at_once(site: Site) -> None:
+    """As with a sender with keys that was faster: it had left before its greeting was read."""
+    host, port = site.endpoint.removeprefix("tcp://").split(":")
+    async with await asyncio.start_server(lambda _, writer: writer.close(), host, int(port)):
+        await refused(site.receiver(0, Model(), server_key=None, client_key=None), r"at once: it wants a key \(give")
+
+
+@pytest.mark.requirement(203)
+def test_arguments_that_cannot_be_are_refused(api: Api, tmp_path: Path) -> None:
+    tcp = "tcp://10.0.0.3:5555"
+    for given, message in [
+        ({"endpoint": tcp, "clients": "c"}, "keys need server_key="),
+        ({"endpoint": tcp, "client_key": "c"}, "keys need server_key="),
+        ({"endpoint": tcp, "server_key": "s"}, "server_key= alone lets nobody in"),
+        ({"endpoint": tcp, "server_key": [], "clients": "c"}, "names no file"),
+        ({"server_key": "s", "clients": "c"}, "keys are for tcp://HOST:PORT, and endpoint is 'ipc://"),
+        ({"server_key": "s", "client_key": "c"}, "keys are for tcp://HOST:PORT, and connect is 'ipc://"),
+        ({"endpoint": "ipc:///tmp/x", "server_key": "s", "clients": "c"}, "private by its file permissions"),
+    ]:
+        for kind in (api.bus, api.scheme):
+            with pytest.raises(ValueError, match=message):
+                kind(**given)
+    with pytest.raises(TypeError, match="client_key= takes the path"):
+        api.scheme(connect=tcp, server_key="s", client_key=b"secret")
+    with pytest.raises(TypeError, match=r"keyword argument '(server_key|clients)'"):
+        api.SharedMemWeightSyncScheme(endpoint=tcp, server_key="s", clients="c")
+    assert api.scheme(endpoint=tcp, server_key="s", clients="c").bus.endpoint == tcp

@@ -1,0 +1,326 @@
+"""Metadata: a small mapping that belongs to a version, and is shown with it, and with no other."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from asyncsync import NoWeightSyncScheme, SchemaMismatch, sync
+from asyncsync.fastpath.worker import SteadyWorker
+from helpers.apis import Api, bare, face, in_thread
+from helpers.collecting_weights import reading, tree
+from helpers.pairs import Model, fill, held, passed_on, read, receiver_of, until
+
+pytestmark = pytest.mark.timeout(60)
+
+EVERYTHING = {
+    "none": None, "yes": True, "count": -3, "large": (1 << 64) - 1, "rate": 0.5, "text": "ü", "blob": b"\x00\xff",
+    "list": [1, [2.5, None]], "nested": {"a": {"b": []}},
+}  # fmt: skip
+
+
+@pytest.mark.requirement(233)
+@pytest.mark.schemes("all")
+@pytest.mark.both_loops
+async def test_metadata_arrives_with_its_version(api: Api) -> None:
+    async with api.crew(2) as everybody:
+        sender, receivers, models = everybody
+        assert [s.metadata for s in (sender, *receivers)] == [{}, {}, {}]
+        version = await sender.publish(fill(everybody.source, 5), metadata=EVERYTHING)
+        await sender.wait_version(version)
+        for receiver, model in zip(receivers, models, strict=True):
+            assert (receiver.version, receiver.metadata, read(model)) == (version, EVERYTHING, {5})
+            with receiver.hold() as inside:
+                assert (inside.version, inside.metadata) == (version, EVERYTHING)
+            async with bare(receiver).hold() as inside, bare(receiver.bus).hold() as together:
+                assert (inside.version, inside.metadata) == (together.version, together.metadata)
+            assert (inside.version, inside.metadata) == (version, EVERYTHING), "of what was read there, afterwards too"
+            receiver.metadata["none"] = 1
+            assert receiver.metadata == receiver.bus.metadata == EVERYTHING, "each time a dict of the caller's own"
+        assert sender.metadata == sender.bus.metadata == EVERYTHING
+        version = await sender.send_async(fill(everybody.source, 6), metadata={"epoch": 7})
+        assert [s.metadata for s in (sender, *receivers)] == [{"epoch": 7}] * 3
+        await sender.send_async(fill(everybody.source, 7))
+        assert [s.metadata for s in (sender, *receivers)] == [{}, {}, {}], "none, and not that of the version before"
+        assert await sender.send_async(worker_ids=[1], metadata={"only": 1}) == version + 2
+        assert [s.metadata for s in (sender, *receivers)] == [{"only": 1}, {}, {"only": 1}]
+
+
+@pytest.mark.requirement(233)
+@pytest.mark.schemes("copied")
+async def test_the_fast_path_leaves_and_takes_up_again(api: Api) -> None:
+    async with api.crew(2) as everybody:
+        sender, receivers, _ = everybody
+        link = bare(sender).bus._link
+        seen, fast = set(), 0
+        for number in range(60):
+            metadata = {"number": number} if number % 6 == 0 else {}
+            await sender.send_async(fill(everybody.source, number), metadata=metadata)
+            assert everybody.read == [{number}, {number}]
+            fast += link.fast.steady is not None and bool(link.fast.steady.updates)
+            assert [s.metadata for s in (sender, *receivers)] == [metadata] * 3
+            seen |= {type(bare(r).bus._link.subscriber.fast_path) for r in receivers}
+        assert fast >= 20
+        assert SteadyWorker in seen
+
+
+@pytest.mark.requirement(233)
+@pytest.mark.schemes("copied")
+async def test_one_who_comes_after_a_fast_path_has_what_the_version_has(api: Api) -> None:
+    """The slots of a fast path are those of the versions before it, which had metadata."""
+    scheme = api.scheme()
+    async with api.crew(1, scheme=scheme) as everybody:
+        [receiver] = everybody.receivers
+        for number in range(9):
+            await everybody.sender.send_async(fill(everybody.source, number), metadata={"n": 1} if number < 3 else None)
+        again = receiver_of(everybody.sender, 0, Model())
+        await receiver.shutdown()
+        await again.connect(timeout=10)
+        try:
+            assert (again.version, again.metadata) == (everybody.sender.version, {})
+        finally:
+            await again.shutdown()
+
+
+@pytest.mark.requirement(233)
+@pytest.mark.schemes("every")
+async def test_late_and_returning_workers_have_it_and_fetch_brings_it(api: Api) -> None:
+    sender = api.scheme()
+    sender.init_on_sender(model_id="policy", model=Model(1), min_workers=0)
+    late = []
+    async with sender:
+        await sender.connect(timeout=10)
+        version = await sender.publish(Model(2), metadata={"epoch": 2})
+        for index, apply in ((0, "auto"), (1, "auto"), (0, "on_receive")):
+            if len(late) == 2:
+                await late.pop(0).shutdown()  # the last one takes its place
+            late.append(receiver_of(sender, index, Model(), apply=apply))
+            await late[-1].connect(timeout=10)
+            assert (late[-1].version, late[-1].metadata) == (version, {"epoch": 2})
+        receiver = late[-1]
+        await sender.publish(Model(3), metadata={"epoch": 3})
+        assert read(await receiver.fetch(timeout=10)) == {3}
+        assert receiver.metadata == {"epoch": 3}
+        for one in late:
+            await one.shutdown()
+
+
+@pytest.mark.requirement(233)
+@pytest.mark.schemes("every")
+async def test_several_models_switch_with_one_metadata(api: Api) -> None:
+    async with api.bus(num_workers=1) as bus:
+        names = ("policy", "value")
+        schemes = {name: api.scheme(bus=bus) for name in names}
+        for name, scheme in schemes.items():
+            scheme.init_on_sender(model_id=name, model=Model(0))
+        receivers = passed_on(schemes)
+        for name, scheme in receivers.items():
+            scheme.init_on_receiver(name, model=Model(), worker_idx=0)
+        worker = receivers["policy"].bus
+        await asyncio.gather(bus.connect(timeout=10), worker.connect(timeout=10))
+        try:
+            await bus.send_async({name: Model(1) for name in names}, metadata={"both": 1})
+            await schemes["value"].send_async(Model(2), metadata={"value": 2})
+            assert [receivers[name].metadata for name in names] == [{"both": 1}, {"value": 2}]
+            assert (worker.metadata, bus.metadata) == ({"value": 2}, {"value": 2}), "the newest"
+            await bus.publish({name: Model(3) for name in names}, metadata={"both": 3})
+            await bus.wait_version(bus.version)
+            assert [receivers[name].metadata for name in names] == [{"both": 3}, {"both": 3}]
+        finally:
+            await worker.shutdown()
+
+
+@pytest.mark.requirement(233)
+@pytest.mark.schemes("every")
+async def test_metadata_switches_with_the_model_under_fire(api: Api) -> None:
+    """Updates with metadata, and without, while a reader holds; each hold sees what belongs together."""
+    async with api.crew(1) as everybody:
+        sender, (receiver,), (model,) = everybody
+        done, wrong, seen = threading.Event(), [], set()
+
+        def look() -> None:
+            while not done.is_set():
+                time.sleep(0.0005)
+                with bare(receiver).hold() as inside:
+                    found = (inside.version, inside.metadata, read(model), bare(receiver).metadata)
+                    version = inside.version
+                expected = {"version": version} if version % 3 else {}
+                seen.add(version)
+                if found != (version, expected, {float(version)}, expected):
+                    wrong.append(found)
+
+        await sender.send_async(fill(everybody.source, 2), metadata={"version": 2})
+        looking = asyncio.create_task(in_thread(look))
+        try:
+            for version in range(3, 120):
+                metadata = {"version": version} if version % 3 else None
+                assert await sender.send_async(fill(everybody.source, version), metadata=metadata) == version
+        finally:
+            done.set()
+            await looking
+        assert wrong == []
+        assert len(seen) > 5
+
+
+@pytest.mark.requirement(233)
+@pytest.mark.schemes("some")
+async def test_what_is_held_up_shows_the_metadata_of_what_is_there(api: Api) -> None:
+    async with api.crew(1) as everybody:
+        sender, (receiver,), _ = everybody
+        await sender.send_async(Model(1), metadata={"n": 1})
+        with held(receiver):
+            version = await sender.publish(Model(2), metadata={"n": 2})
+            await until(lambda: bare(receiver).bus._gate.pending)
+            assert receiver.metadata == {"n": 1}
+            assert sender.metadata == {"n": 2}
+        await sender.wait_version(version)
+        assert receiver.metadata == {"n": 2}
+
+
+@pytest.mark.requirement(233)
+@pytest.mark.schemes("some")
+async def test_what_was_refused_shows_nowhere(api: Api) -> None:
+    async with api.crew(1) as everybody:
+        sender, (receiver,), _ = everybody
+        await sender.send_async(Model(1), metadata={"n": 1})
+        with pytest.raises(Exception, match=r"does not fit|do not fit") as caught:
+            await sender.send_async(Model(2, width=65), metadata={"n": 2})
+        assert any(isinstance(e, SchemaMismatch) for e in caught.value.failed.values())  # type: ignore[attr-defined]
+        assert (sender.metadata, receiver.metadata) == ({"n": 1}, {"n": 1})
+
+
+def deep(levels: int) -> Any:
+    return {"deeper": deep(levels - 1)} if levels else 0
+
+
+WRONG: dict[str, tuple[Any, type[Exception], str]] = {
+    "no mapping": ([1], TypeError, "must be a mapping, .* not a list"),
+    "text": ("epoch", TypeError, "must be a mapping"),
+    "a number as key": ({1: 2}, TypeError, "strings as keys; 1 is a int"),
+    "a number as inner key": ({"a": {1: 2}}, TypeError, r"metadata\['a'\] cannot be sent"),
+    "a tensor": ({"ok": 1, "loss": torch.tensor(1.0)}, TypeError, r"metadata\['loss'\] cannot be sent.*\.item\(\)"),
+    "an array": ({"a": np.zeros(2)}, TypeError, r"metadata\['a'\]"),
+    "a set": ({"a": {1}}, TypeError, r"metadata\['a'\]"),
+    "a huge number": ({"a": 1 << 64}, TypeError, r"metadata\['a'\]"),
+    "no unicode": ({"a": "\udcff"}, TypeError, r"metadata\['a'\]"),
+    "too large": ({"a": bytes(64 << 10)}, ValueError, "bytes of metadata; the limit is 65536.*send what is large as"),
+    "too deep": ({"a": deep(30)}, ValueError, "nested deeper"),
+    "too many": ({"a": [0] * 20_000}, ValueError, "more than 16384 values"),
+}
+
+
+@pytest.mark.requirement(233)
+@pytest.mark.parametrize("name", WRONG)
+async def test_what_cannot_be_is_refused_before_anything_changes(api: Api, name: str) -> None:
+    metadata, error, text = WRONG[name]
+    async with api.crew(1) as everybody:
+        sender, (receiver,), _ = everybody
+        before = await sender.send_async(Model(1), metadata={"n": 1})
+        for attempt in (
+            lambda: sender.publish(Model(2), metadata=metadata),
+            lambda: sender.send_async(Model(2), metadata=metadata),
+            lambda: sender.bus.publish({"policy": Model(2)}, metadata=metadata),
+            lambda: sender.bus.send_async({"policy": Model(2)}, metadata=metadata),
+        ):
+            with pytest.raises(error, match=text):
+                await attempt()
+        assert (sender.version, sender.metadata) == (before, {"n": 1})
+        assert (receiver.version, receiver.metadata, everybody.read) == (before, {"n": 1}, [{1}])
+        largest = {"a": bytes((64 << 10) - 6)}
+        await sender.send_async(Model(3), metadata=largest)
+        assert receiver.metadata == largest
+
+
+@pytest.mark.requirement(233)
+async def test_blocking_schemes_publish_it_from_any_loop() -> None:
+    async with Api("blocking", sync).crew(1) as everybody:
+        sender, (receiver,), _ = everybody
+        await sender.bare.send_async(Model(1), metadata={"n": 1})
+        assert receiver.metadata == {"n": 1}
+        version = await sender.bare.publish_async(Model(2), metadata={"n": 2})
+        await sender.wait_version(version)
+        assert receiver.metadata == {"n": 2}
+        with pytest.raises(TypeError, match="metadata must be a mapping"):
+            await sender.bare.publish_async(Model(2), metadata=3)
+
+
+class Passing:
+    """A worker's context that passes updates on, as it documents."""
+
+    def __init__(self, below: Any) -> None:
+        self.model = Model()
+        self.scheme: Any = None
+        self.below = below
+
+    def get_model(self, model_id: str) -> Any:
+        return self.model
+
+    def update_policy_weights_(self, weights: Any, *, model_id: str) -> None:
+        self.below.send(weights, metadata=self.scheme.metadata)
+
+
+@pytest.mark.requirement(233)
+def test_a_cascade_of_the_users_passes_it_on() -> None:
+    top, below = sync.SharedMemWeightSyncScheme(), sync.ZMQWeightSyncScheme()
+    top.init_on_sender(model_id="policy", model=Model(1), num_workers=1)
+    below.init_on_sender(model_id="policy", model=Model(0), num_workers=1)
+    leaf = receiver_of(below, 0, Model())
+    middle, context = passed_on(top), Passing(below)
+    context.scheme = middle
+    middle.init_on_receiver("policy", context, worker_idx=0)
+    threads = [threading.Thread(target=s.connect) for s in (leaf, middle)]
+    try:
+        for thread, connect in zip(threads, (below.connect, top.connect), strict=True):
+            thread.start()
+            connect(timeout=10)
+            thread.join(10)
+        for number in (2, 3):
+            top.send(Model(number), metadata={"number": number})
+            assert leaf.metadata == middle.metadata == {"number": number}
+            assert read(leaf.model) == {number}
+    finally:
+        for scheme in (middle, leaf, below, top):
+            scheme.shutdown()
+
+
+@pytest.mark.requirement(233)
+@pytest.mark.parametrize("kind", ["SharedMemWeightSyncScheme", "ZMQWeightSyncScheme"])
+def test_a_leaf_of_a_tree_of_collectors_has_the_roots(kind: str) -> None:
+    leaf = reading(9, worker_idx=0)
+    with (
+        tree(leaves=[leaf], kind=kind, value=8, worker_idx=0) as (middle, _),
+        tree(leaves=[middle], kind=kind) as (top, _),
+    ):
+        [scheme] = top._sender_schemes.values()
+        [shown] = leaf._weights.schemes.values()
+        for number in range(2, 8):
+            scheme.send(Model(number), metadata={"number": number} if number % 3 else None)
+            expected = {"number": number} if number % 3 else {}
+            assert (read(leaf.policy), leaf.policy_version) == ({number}, number)
+            assert shown.metadata == expected
+            middle.update_policy_weights_(Model(number))
+            assert shown.metadata == expected, "what the middle publishes by itself stands for the root's version"
+
+
+@pytest.mark.requirement(233)
+@pytest.mark.parametrize("kind", [NoWeightSyncScheme, sync.NoWeightSyncScheme])
+async def test_no_synchronisation_counts_it_too(kind: Any) -> None:
+    scheme = face(kind()) if kind is not NoWeightSyncScheme else kind()
+    scheme.init_on_sender(model_id="policy", num_workers=1)
+    await scheme.connect()
+    assert await scheme.publish(metadata={"n": 1}) == 1
+    assert scheme.metadata == {"n": 1}
+    assert await scheme.send_async(metadata={"n": 2}) == 2
+    with scheme.hold() as inside:
+        assert (inside.version, inside.metadata) == (2, {"n": 2})
+    with pytest.raises(TypeError, match="must be a mapping"):
+        await scheme.publish(metadata=3)
+    assert (scheme.version, scheme.metadata) == (2, {"n": 2})
+    await scheme.publish()
+    assert scheme.metadata == {}

@@ -1,0 +1,68 @@
+"""Models of one bus whose bytes travel in different ways, and models that nobody has connected yet."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from asyncsync import Bus, NotConnected, TransportBackend, ZMQWeightSyncScheme
+from asyncsync.weights.slab import Slab
+from helpers.pairs import Clock, Model, passed_on, read
+
+SHELF: dict[bytes, bytes] = {}
+
+
+class Shelf(TransportBackend):
+    """Carries slabs through a dictionary of this process."""
+
+    async def offer(self, slab: Slab, workers: Iterable[int] | None) -> bytes:
+        key = b"%d" % len(SHELF)
+        SHELF[key] = bytes(slab.memory)
+        return key
+
+    async def fetch(self, descriptor: bytes, into: memoryview, deadline: float) -> None:
+        into[:] = SHELF[descriptor]
+
+
+class ShelfScheme(ZMQWeightSyncScheme):
+    def create_transport(self, **kwargs: Any) -> Shelf:
+        return Shelf()
+
+
+@pytest.mark.requirement(199)
+async def test_one_update_of_two_models_may_travel_in_two_ways() -> None:
+    bus = Bus(num_workers=1)
+    senders = {"shelf": ShelfScheme(bus=bus), "zmq": ZMQWeightSyncScheme(bus=bus)}
+    receivers = passed_on(senders)
+    sources, models = ({name: Model(value) for name in senders} for value in (1.0, -1.0))
+    for name in senders:
+        senders[name].init_on_sender(model_id=name, model=sources[name])
+        receivers[name].init_on_receiver(name, model=models[name], worker_idx=0)
+    async with bus, receivers["zmq"].bus as there:
+        await asyncio.gather(bus.connect(timeout=10), there.connect(timeout=10))
+        for value in (2.0, 3.0):
+            with Clock(1.0):  # not after the 5 s in which bytes that are missing are asked for again
+                await bus.send_async({name: Model(value) for name in senders}, timeout=10)
+            assert [read(model) for model in models.values()] == [{value}, {value}]
+
+
+async def test_a_model_that_is_not_connected_yet_cannot_be_published_and_leaves_nothing() -> None:
+    bus = Bus(num_workers=1)
+    senders = {name: ZMQWeightSyncScheme(bus=bus) for name in ("there", "missing")}
+    receiver = passed_on(senders["there"])
+    for name, scheme in senders.items():
+        scheme.init_on_sender(model_id=name, model=Model(1))
+    receiver.init_on_receiver("there", model=(model := Model()), worker_idx=0)
+    async with bus, receiver:
+        await asyncio.gather(senders["there"].connect(timeout=10), receiver.connect(timeout=10))
+        for _ in range(3):
+            with pytest.raises(NotConnected, match=r"schemes for \['missing'\] are not connected"):
+                await bus.publish({"there": Model(2), "missing": Model(2)})
+        assert bus.version == 1
+        assert bus._link is not None
+        assert bus._link.pool.slabs <= 2  # type: ignore[union-attr]
+        await senders["there"].send_async(Model(3))
+        assert read(model) == {3}

@@ -1,0 +1,303 @@
+"""Over ZeroMQ, weights of more than ``map_above`` bytes are applied without a copy: Parameters get their memory where
+they were received."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from asyncsync import PartialSendError, RemoteError, WeightSyncError
+from asyncsync.net import memory_file
+from asyncsync.transports.private_memory import ReceivedPool
+from asyncsync.weights.layout import Layout
+from asyncsync.weights.slab import is_foreign
+from helpers.apis import Api, bare
+from helpers.memory import files
+from helpers.pairs import Clock, Model, fill, held, passed_on, read, receiver_of, until
+
+WIDTH = 1 << 19  # of a Model: comes in chunks
+
+
+def received(receiver: Any) -> ReceivedPool:
+    """The memory that a receiver has for what comes."""
+    found: ReceivedPool = receiver.receiver_transport.received
+    return found
+
+
+def lie_in_slabs(model: nn.Module) -> set[bool]:
+    return {is_foreign(parameter) for parameter in model.parameters()}
+
+
+@pytest.mark.schemes("received")
+@pytest.mark.parametrize("width", [64, WIDTH], ids=["eager", "chunked"])
+async def test_parameters_get_their_memory_where_they_are_received(api: Api, width: int) -> None:
+    source, models = Model(0, width), [Model(width=width) for _ in range(2)]
+    async with api.crew(2, source=source, models=models) as everybody:
+        kept = [dict(model.named_parameters()) for model in models]
+        buffers = [model.scale.data_ptr() for model in models]
+        seen: list[set[int]] = []
+        for value in range(1, 8):
+            await everybody.sender.send_async(fill(source, value))
+            assert everybody.read == [{value}, {value}]
+            for model, parameters, buffer in zip(models, kept, buffers, strict=True):
+                assert dict(model.named_parameters()) == parameters, "the Parameters that an optimiser knows"
+                assert lie_in_slabs(model) == {True}
+                assert model.scale.data_ptr() == buffer, "buffers are copied"
+            seen.append({parameter.data_ptr() for parameter in models[0].parameters()})
+        assert seen[0].isdisjoint(seen[1])
+        assert seen[::2] == [seen[0]] * 4, "one slab is shown, the other one is filled"
+        assert [(received(r).peak, received(r).slabs) for r in everybody.receivers] == [(2, 2)] * 2
+        assert read(await everybody.receivers[0].fetch(timeout=5)) == {7}
+
+
+@pytest.mark.schemes("received")
+@pytest.mark.parametrize(
+    ("above", "options"),
+    [(0, {}), (-1, {"inplace": True}), (-1, {"inplace": False}), (-1, {"gate": "hold"})],
+    ids=["up to map_above", "inplace", "new memory", "hold"],
+)
+async def test_they_do_not_up_to_map_above_nor_if_the_worker_says_how(
+    api: Api, above: int, options: dict[str, Any]
+) -> None:
+    source, model = Model(0), Model()
+    nbytes = Layout([((name,), p.dtype, tuple(p.shape)) for name, p in source.state_dict().items()]).nbytes
+    sender = api.scheme(num_workers=1, map_above=nbytes + above)
+    sender.init_on_sender(model_id="policy", model=source)
+    receiver = receiver_of(sender, 0, model, **options)
+    try:
+        await asyncio.gather(sender.connect(timeout=5), receiver.connect(timeout=5))
+        for value in (1, 2, 3):
+            await sender.send_async(fill(source, value))
+            assert read(model) == {value}
+            assert lie_in_slabs(model) == {"gate" in options}
+        assert received(receiver).peak == 2 * ("gate" in options)
+    finally:
+        await asyncio.gather(sender.shutdown(), receiver.shutdown())
+
+
+@pytest.mark.schemes("received")
+async def test_what_is_half_there_shows_nowhere(api: Api) -> None:
+    """The trainer is gone in the middle of a transfer: the model shows the slab before."""
+    source, model = Model(0, 4 << 20), Model(width=4 << 20)
+    async with api.crew(1, source=source, models=[model]) as (sender, (receiver,), _):
+        await sender.send_async(fill(source, 1))
+        incoming = bare(receiver).bus._link.subscriber.incoming
+        chunk, count = incoming.chunk, 0
+
+        def some(*args: Any) -> None:
+            nonlocal count
+            count += 1
+            if count < 3:
+                chunk(*args)
+
+        incoming.chunk = some
+        await sender.publish(fill(source, 2))
+        await until(lambda: count >= 3)
+        assert read(model) == {1}
+        incoming.chunk = chunk
+        await receiver.wait_version(3, timeout=20)  # the rest is fetched again
+        assert read(model) == {2}
+        incoming.chunk, count = some, 0
+        await sender.publish(fill(source, 3))
+        await until(lambda: count >= 3)
+        await sender.shutdown(timeout=0.5)
+        assert read(model) == read(receiver.weights) == {2}
+
+
+@pytest.mark.schemes("received")
+async def test_one_that_waits_for_a_reader_is_not_overwritten(api: Api) -> None:
+    source, model = Model(0, WIDTH), Model(width=WIDTH)
+    async with api.crew(1, source=source, models=[model]) as (sender, (receiver,), _):
+        with held(receiver):
+            before = receiver.version
+            for value in range(1, 6):
+                await sender.publish(fill(source, value))
+                await asyncio.sleep(0.02)
+                assert (read(model), receiver.version) == ({0}, before)
+        await receiver.wait_version(6, timeout=5)
+        assert read(model) == {5}
+        assert received(receiver).peak <= 3, "what is shown, what waits, what comes"
+        for value in range(6, 9):
+            await sender.send_async(fill(source, value))
+            assert read(model) == {value}
+        assert received(receiver).slabs == 2
+
+
+@pytest.mark.schemes("received")
+async def test_what_was_received_stays_as_it_was_sent_whatever_the_worker_writes(api: Api) -> None:
+    source, model = Model(0, WIDTH), Model(width=WIDTH)
+    async with api.crew(1, source=source, models=[model]) as (sender, (receiver,), _):
+        for value in range(1, 6):
+            await sender.send_async(fill(source, value))
+            assert read(model) == {value}
+            fill(model, 100 + value)
+            assert read(model) == {100 + value}
+            assert read(receiver.weights) == read(await receiver.fetch(timeout=5)) == {value}
+            assert read(model) == {100 + value}
+
+
+@pytest.mark.schemes("received")
+async def test_several_models_of_a_bus_have_two_slabs_each_and_switch_together(api: Api) -> None:
+    names = ("policy", "value")
+    bus = api.bus(num_workers=1)
+    senders = {name: api.scheme(bus=bus) for name in names}
+    for name, scheme in senders.items():
+        scheme.init_on_sender(model_id=name, model=Model(1, WIDTH))
+    models, worker = {name: Model(width=WIDTH) for name in names}, passed_on(senders)
+    for name, scheme in worker.items():
+        scheme.init_on_receiver(name, model=models[name], worker_idx=0)
+    try:
+        await asyncio.gather(*(b.connect(timeout=5) for b in (bus, worker["policy"].bus)))
+        for value in range(2, 8):
+            # Every other time one of them alone.
+            weights = {name: Model(value, WIDTH) for name in (names if value % 2 else names[:1])}
+            await bus.wait_version(await bus.publish(weights), timeout=5)
+            assert read(models["policy"]) == {value}
+            assert read(models["value"]) == {value if value % 2 else value - 1}
+        assert [received(scheme).peak for scheme in worker.values()] == [2, 2]
+    finally:
+        for each in (worker["policy"].bus, bus):
+            await each.shutdown()
+
+
+class Wide(nn.Module):
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.zeros(WIDTH, dtype=dtype))
+        self.last = nn.Parameter(torch.zeros(7))
+
+
+@pytest.mark.schemes("received")
+async def test_what_is_cast_is_copied_beside_what_is_not(api: Api) -> None:
+    source, model = Wide(), Wide(torch.bfloat16)
+    sender = api.scheme(num_workers=1)
+    sender.init_on_sender(model_id="policy", model=source)
+    receiver = receiver_of(sender, 0, model, cast=True, gate="hold")
+    try:
+        await asyncio.gather(sender.connect(timeout=5), receiver.connect(timeout=5))
+        where = model.first.data_ptr()
+        for value in (1, 2, 3):
+            await sender.send_async(fill(source, value))
+            assert read(model) == {value}
+            assert (is_foreign(model.first), model.first.data_ptr(), is_foreign(model.last)) == (False, where, True)
+    finally:
+        await asyncio.gather(sender.shutdown(), receiver.shutdown())
+
+
+@pytest.mark.schemes("received")
+async def test_a_model_that_is_given_other_memory_gets_the_next_version_all_the_same(api: Api) -> None:
+    source, model = Model(0, WIDTH), Model(width=WIDTH)
+    async with api.crew(1, source=source, models=[model]) as (sender, _, _):
+        for value in range(1, 10, 2):
+            await sender.send_async(fill(source, value))
+            assert read(model) == {value}
+            model.load_state_dict(Model(value + 1, WIDTH).state_dict(), assign=value != 3)
+            assert read(model) == {value + 1}
+            model.share_memory() if value == 7 else None
+        await sender.send_async(fill(source, 20))
+        assert read(model) == {20}
+
+
+@pytest.mark.schemes("received")
+async def test_a_layout_that_does_not_fit_changes_nothing_and_one_that_does_comes(api: Api) -> None:
+    model = Model(width=WIDTH)
+    async with api.crew(1, source=Model(0, WIDTH), models=[model]) as (sender, _, _):
+        await sender.send_async(Model(1, WIDTH))
+        with pytest.raises(PartialSendError):
+            await sender.send_async(Model(2, WIDTH + 1), timeout=5)
+        assert (read(model), lie_in_slabs(model)) == ({1}, {True})
+        await sender.send_async(Model(3, WIDTH))
+        assert read(model) == {3}
+
+
+@pytest.mark.schemes("received")
+async def test_a_model_outlives_the_memory_that_is_free(api: Api) -> None:
+    gc.collect()
+    before = files()
+    source, model = Model(0, WIDTH), Model(width=WIDTH)
+    async with api.crew(1, source=source, models=[model]) as (sender, (receiver,), _):
+        for value in range(1, 4):
+            await sender.send_async(fill(source, value))
+        assert len(files() - before) == 2
+        await receiver.shutdown()
+        await until(lambda: len(files() - before) == 1)
+        assert read(model) == {3}
+        fill(model, 4)
+        assert read(model) == {4}
+        again = receiver_of(sender, 0, model)
+        await again.connect(timeout=5)
+        await sender.send_async(fill(source, 5))
+        assert read(model) == {5}
+        await again.shutdown()
+
+
+# -- where there is no such memory
+
+
+@pytest.mark.schemes("received")
+async def test_without_memory_files_weights_are_copied(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **options: Any) -> int:
+        raise WeightSyncError("this system has none")
+
+    monkeypatch.setattr(memory_file, "create", refuse)
+    source, model = Model(0, WIDTH), Model(width=WIDTH)
+    async with api.crew(1, source=source, models=[model]) as (sender, (receiver,), _):
+        where = model.first.data_ptr()
+        for value in range(1, 4):
+            await sender.send_async(fill(source, value))
+            assert (read(model), model.first.data_ptr()) == ({value}, where)
+        assert read(await receiver.fetch(timeout=5)) == {3}
+
+
+@pytest.mark.schemes("received")
+async def test_memory_that_runs_out_in_the_middle_fails_this_update_only(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, model = Model(0, 4 << 20), Model(width=4 << 20)
+    async with api.crew(1, source=source, models=[model]) as (sender, (receiver,), _):
+        with monkeypatch.context() as patch:
+            reserve = os.posix_fallocate
+
+            def refuse(file: int, offset: int, length: int) -> None:
+                if offset:
+                    raise OSError(12, "Cannot allocate memory")
+                reserve(file, offset, length)
+
+            patch.setattr("os.posix_fallocate", refuse)
+            with Clock(5), pytest.raises(PartialSendError) as caught:
+                await sender.send_async(fill(source, 1), timeout=10)
+            assert isinstance(error := caught.value.failed[0], RemoteError)
+            assert "MemoryError" in str(error)
+        assert read(model) == read(receiver.weights) == {0}
+        for value in (2, 3):
+            await sender.send_async(fill(source, value))
+            assert read(model) == {value}
+
+
+# -- arguments
+
+
+@pytest.mark.schemes("received")
+@pytest.mark.parametrize("value", [-1, "16M", True, 1.5])
+def test_the_constructor_refuses(api: Api, value: Any) -> None:
+    with pytest.raises(ValueError, match="map_above must be a number of bytes"):
+        api.scheme(map_above=value)
+
+
+@pytest.mark.requirement(13)
+@pytest.mark.schemes("received")
+def test_map_above_travels_with_a_pickle_and_a_conversion(api: Api) -> None:
+    scheme = api.scheme(map_above=123)
+    converted = bare(scheme).aio if api.is_blocking else bare(scheme).blocking
+    for each in (scheme, pickle.loads(pickle.dumps(scheme)), converted):
+        receiver = pickle.loads(pickle.dumps(each))
+        receiver.init_on_receiver("policy", model=Model(), worker_idx=0)
+        assert receiver.receiver_transport.map_above == 123
+    assert api.make(api.scheme_class).create_transport().map_above == 4 << 20

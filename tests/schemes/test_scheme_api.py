@@ -1,0 +1,469 @@
+"""The documented interface of a scheme: constructor, overloads of init, hooks of a subclass, properties."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import nn
+
+from asyncsync import SchemaMismatch, WeightStrategy, ZMQWeightSyncScheme, sync
+from helpers.apis import ASYNCIO, Api
+from helpers.pairs import Model, fill, passed_on, read, receiver_of
+
+pytestmark = pytest.mark.schemes("every")
+
+SCHEMES = [
+    "WeightSyncScheme",
+    "ZMQWeightSyncScheme",
+    "SharedMemWeightSyncScheme",
+    "MultiProcessWeightSyncScheme",
+    "NoWeightSyncScheme",
+]
+
+
+@pytest.mark.requirement(52)
+def test_strategy_is_tensordict_by_default_and_any_other_name_an_error(api: Api) -> None:
+    assert inspect.signature(api.WeightSyncScheme.__init__).parameters["strategy"].default == "tensordict"
+    assert api.scheme().strategy.extract_as == "tensordict"
+    assert api.scheme("state_dict").strategy.extract_as == "state_dict"
+    assert api.scheme(strategy=(mine := WeightStrategy())).strategy is mine
+    with pytest.raises(ValueError, match="unknown weight format 'numpy'"):
+        api.scheme("numpy")
+
+
+@pytest.mark.requirement(38)
+@pytest.mark.schemes("all")
+@pytest.mark.both_loops
+@pytest.mark.parametrize("strategy", ["tensordict", "state_dict"])
+async def test_both_strategies_carry_a_module_into_another(api: Api, strategy: str) -> None:
+    source = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    source(torch.randn(8, 3))
+    models = [nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)) for _ in range(2)]
+    async with api.crew(2, scheme=api.scheme(strategy), source=source, models=models) as everybody:
+        weights = everybody.receivers[0].weights
+        assert isinstance(weights, TensorDictBase)
+        for model in models:
+            for name, tensor in source.state_dict().items():
+                assert torch.equal(model.state_dict()[name], tensor), name
+
+
+DEVICES = [torch.device("cpu"), torch.device("cpu")]
+
+
+@asynccontextmanager
+async def started(
+    api: Api, workers: int, connect: dict[str, Any] | None = None, **arguments: Any
+) -> AsyncIterator[Any]:
+    """A sender initialised with exactly these arguments, connected with so many workers; yields it and their models."""
+    scheme = api.scheme()
+    scheme.init_on_sender(**arguments)
+    models = [Model() for _ in range(workers)]
+    receivers = [receiver_of(scheme, i, m) for i, m in enumerate(models)]
+    try:
+        await asyncio.gather(scheme.connect(timeout=5, **(connect or {})), *(r.connect(timeout=5) for r in receivers))
+        yield scheme, models
+    finally:
+        for each in (*receivers, scheme):
+            await each.shutdown()
+
+
+@pytest.mark.requirement(54)
+@pytest.mark.schemes("zmq")
+def test_every_argument_of_init_on_sender_is_by_keyword_only(api: Api) -> None:
+    parameters = inspect.signature(api.WeightSyncScheme.init_on_sender).parameters
+    assert all(p.kind is p.KEYWORD_ONLY and p.default is None for name, p in parameters.items() if name != "self")
+
+
+class Context:
+    """All that a scheme asks of a context."""
+
+    def __init__(self, **models: Any) -> None:
+        self.models = models
+
+    def get_model(self, model_id: str) -> Any:
+        return self.models[model_id]
+
+
+@pytest.mark.requirement(54)
+async def test_a_context_needs_nothing_but_get_model(api: Api) -> None:
+    context, scheme = Context(policy=Model(2)), api.scheme(num_workers=1)
+    scheme.init_on_sender(model_id="policy", context=context)
+    assert (scheme.context, scheme.model_id, scheme.model) == (context, "policy", context.models["policy"])
+    receiver = passed_on(scheme)
+    receiver.init_on_receiver("policy", Context(policy=(model := Model())), worker_idx=0)
+    async with scheme, receiver:
+        await asyncio.gather(scheme.connect(timeout=5), receiver.connect(timeout=5))
+        assert read(model) == {2}
+        fill(context.models["policy"], 3)
+        await scheme.send_async()
+        assert read(model) == {3}
+
+
+@pytest.mark.requirement(55)
+async def test_params_map_and_model_id(api: Api) -> None:
+    sources = {0: TensorDict.from_module(first := Model(2)), 1: TensorDict.from_module(Model(3))}
+    async with started(api, 2, params_map=sources, model_id="policy") as (scheme, models):
+        assert (scheme.model_id, scheme.bus.num_workers) == ("policy", 2)
+        assert [read(m) for m in models] == [{2}, {3}], "to each worker its own"
+        fill(first, 4)
+        await scheme.send_async()
+        assert [read(m) for m in models] == [{4}, {3}], "a bare send takes the current values of each"
+
+
+@pytest.mark.requirement(56)
+async def test_params_map_alone(api: Api) -> None:
+    sources = {worker: TensorDict.from_module(Model(worker)) for worker in (1, 0)}
+    async with started(api, 2, params_map=sources) as (scheme, models):
+        assert (scheme.model_id, scheme.bus.num_workers) == (None, 2)
+        assert [read(m) for m in models] == [{0}, {1}]
+
+
+@pytest.mark.requirement(57)
+async def test_weights_and_devices(api: Api) -> None:
+    source = TensorDict.from_module(model := Model(2))
+    async with started(api, 2, weights=source, devices=DEVICES) as (scheme, models):
+        assert (scheme.model_id, scheme.bus.num_workers) == (None, 2)
+        assert [read(m) for m in models] == [{2}, {2}]
+        await scheme.send_async(fill(model, 3))
+        assert [read(m) for m in models] == [{3}, {3}]
+
+
+@pytest.mark.requirement(57)
+async def test_each_worker_gets_what_it_receives_on_its_device(api: Api) -> None:
+    devices = [torch.device("cpu"), torch.device("meta")]
+    async with api.crew(2, sender={"model": Model(1), "devices": devices}) as (sender, receivers, models):
+        await sender.send_async(Model(2))
+        assert [(await api.receive(r, 5))["first"].device for r in receivers] == devices
+        assert [read(m) for m in models] == [{2}, {2}], "the models stay where they are"
+
+
+@pytest.mark.requirement(57)
+def test_devices_of_another_number_than_the_workers_are_refused(api: Api) -> None:
+    scheme = api.scheme()
+    with pytest.raises(ValueError, match="devices has 2 entries, but num_workers=3"):
+        scheme.init_on_sender(weights=TensorDict.from_module(Model()), devices=DEVICES, num_workers=3)
+    scheme.init_on_sender(weights=TensorDict.from_module(Model()), devices=DEVICES, num_workers=2)
+
+
+@pytest.mark.requirement(58)
+async def test_weights_devices_and_model_id(api: Api) -> None:
+    source = TensorDict.from_module(model := Model(2))
+    async with started(api, 2, weights=source, devices=DEVICES, model_id="policy") as (scheme, models):
+        assert (scheme.model_id, scheme.bus.num_workers) == ("policy", 2)
+        assert [read(m) for m in models] == [{2}, {2}]
+        fill(model, 3)
+        await scheme.send_async()
+        assert [read(m) for m in models] == [{3}, {3}], "a bare send takes the current values"
+
+
+@pytest.mark.requirement(59)
+async def test_model_and_devices(api: Api) -> None:
+    async with started(api, 2, model=(source := Model(2)), devices=DEVICES) as (scheme, models):
+        assert (scheme.model_id, scheme.bus.num_workers) == (None, 2)
+        await scheme.send_async(fill(source, 3))
+        assert [read(m) for m in models] == [{3}, {3}], "receivers may give the only model any name"
+
+
+@pytest.mark.requirement(60)
+async def test_model_devices_and_model_id(api: Api) -> None:
+    async with started(api, 2, model=Model(2), devices=DEVICES, model_id="policy") as (scheme, models):
+        assert scheme.model_id == "policy"
+        assert [read(m) for m in models] == [{2}, {2}]
+
+
+def one_for_each(worker: int, weights: TensorDictBase) -> TensorDictBase:
+    assert isinstance(weights, TensorDictBase)
+    return weights + worker
+
+
+@pytest.mark.requirement(61)
+async def test_weights_device_map_fn_and_num_workers(api: Api) -> None:
+    source = TensorDict.from_module(model := Model(2))
+    async with started(api, 2, weights=source, device_map_fn=one_for_each, num_workers=2) as (scheme, models):
+        assert (scheme.model_id, scheme.bus.num_workers) == (None, 2)
+        assert [read(m) for m in models] == [{2}, {3}]
+        fill(model, 5)
+        await scheme.send_async()
+        assert [read(m) for m in models] == [{5}, {6}]
+
+
+@pytest.mark.requirement(62)
+async def test_model_device_map_fn_num_workers_and_model_id(api: Api) -> None:
+    arguments = {"model": Model(2), "device_map_fn": one_for_each, "num_workers": 2, "model_id": "policy"}
+    async with started(api, 2, **arguments) as (scheme, models):
+        assert (scheme.model_id, scheme.bus.num_workers) == ("policy", 2)
+        assert [read(m) for m in models] == [{2}, {3}]
+        await scheme.send_async(worker_ids=1)
+        assert [read(m) for m in models] == [{2}, {3}]
+        await scheme.send_async(Model(7), worker_ids=[1])
+        assert [read(m) for m in models] == [{2}, {8}]
+
+
+@pytest.mark.requirement(63)
+async def test_without_arguments_the_weights_come_with_connect(api: Api) -> None:
+    async with started(api, 1, connect={"weights": Model(4)}) as (scheme, models):
+        assert (scheme.model_id, scheme.model, read(scheme.weights)) == (None, None, {4})
+        assert read(models[0]) == {4}
+
+
+@pytest.mark.requirement(63)
+async def test_without_arguments_the_weights_come_with_the_first_send(api: Api) -> None:
+    async with started(api, 1) as (scheme, models):
+        assert (scheme.version, scheme.weights, read(models[0])) == (0, None, {-1})
+        await scheme.send_async(Model(4))
+        assert read(models[0]) == {4}
+
+
+@pytest.mark.requirement(64)
+def test_init_on_receiver_takes_model_id_and_context_and_keywords(api: Api) -> None:
+    scheme = api.scheme()
+    scheme.init_on_receiver("policy", Context(policy=(model := Model())), worker_idx=1, apply="on_receive")
+    assert (scheme.model, scheme.worker_idx, scheme.model_id) == (model, 1, "policy")
+
+
+class Nested:
+    """A context without get_model: the model id is a path."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.env = type("Env", (), {"transform": [type("Transform", (), {"module": model})()]})()
+
+
+@pytest.mark.requirement(64)
+def test_a_model_id_may_be_a_path_in_the_context(api: Api) -> None:
+    scheme = api.scheme()
+    scheme.init_on_receiver("env.transform[0].module", Nested(model := Model()), worker_idx=0)
+    assert scheme.model is model
+
+
+@pytest.mark.requirement(65)
+@pytest.mark.schemes("every")
+def test_init_on_receiver_takes_worker_idx_and_model_without_a_context(api: Api) -> None:
+    parameters = inspect.signature(api.WeightSyncScheme.init_on_receiver).parameters
+    assert parameters["context"].default is None
+    assert all(parameters[name].kind is inspect.Parameter.KEYWORD_ONLY for name in ("worker_idx", "model"))
+    scheme = api.scheme()
+    scheme.init_on_receiver(model_id="policy", context=None, worker_idx=0, model=(model := Model()))
+    assert (scheme.model, scheme.worker_idx, scheme.context) == (model, 0, None)
+
+
+@pytest.mark.requirement(79)
+@pytest.mark.parametrize("cls", [*SCHEMES, "Bus"])
+@pytest.mark.schemes("zmq")
+def test_what_waits_is_a_coroutine_function_or_an_ordinary_one(api: Api, cls: str) -> None:
+    kind = getattr(api, cls)
+    assert inspect.iscoroutinefunction(kind.send_async), "for a coroutine, on either API"
+    for name in ("connect", "publish", "wait_version", "receive", "fetch", "shutdown"):
+        if hasattr(kind, name):
+            assert inspect.iscoroutinefunction(getattr(kind, name)) is not api.is_blocking, name
+    if api.is_blocking:
+        assert not inspect.iscoroutinefunction(kind.send)
+
+
+# -- hooks of a subclass
+
+
+@pytest.mark.requirement(80)
+def test_prepare_weights_takes_every_documented_form(api: Api) -> None:
+    model, other = Model(1), Model(2)
+    scheme = api.scheme()
+    scheme.init_on_sender(model_id="policy", model=model)
+    context = Context(policy=Model(3), value=Model(4))
+
+    def prepare(weights: Any, model_id: str = "policy", context: Any = None) -> set[float]:
+        return read(scheme.prepare_weights(weights, model_id, scheme.strategy, context))
+
+    assert prepare(None) == {1}, "the registered source"
+    assert prepare(other) == {2}
+    assert prepare(TensorDict.from_module(other)) == {2}
+    assert prepare(other.state_dict()) == {2}
+    assert prepare("value", context=context) == {4}
+    scheme.init_on_sender(model_id="policy")
+    assert prepare(None, context=context) == {3}, "the context's, where no source is registered"
+    assert prepare(None, "value", context) == {4}
+    with pytest.raises(ValueError, match="no weights to send"):
+        prepare(None)
+
+
+@pytest.mark.requirement(80)
+def test_a_receiver_has_no_source_to_prepare(api: Api) -> None:
+    scheme = api.scheme()
+    scheme.init_on_receiver("policy", model=Model(1), worker_idx=0)
+    with pytest.raises(ValueError, match="no weights to send"):
+        scheme.prepare_weights(None, "policy", scheme.strategy)
+    assert read(scheme.prepare_weights(Model(2), "policy", scheme.strategy)) == {2}
+
+
+class Doubling:
+    def prepare_weights(self, weights: Any, model_id: Any, strategy: Any, context: Any = None) -> Any:
+        return super().prepare_weights(weights, model_id, strategy, context).apply(lambda t: 2 * t)  # type: ignore[misc]
+
+
+class DoublingLater:
+    async def prepare_weights(self, weights: Any, model_id: Any, strategy: Any, context: Any = None) -> Any:
+        await asyncio.sleep(0)
+        return super().prepare_weights(weights, model_id, strategy, context).apply(lambda t: 2 * t)  # type: ignore[misc]
+
+
+class DoubledLater(DoublingLater, ZMQWeightSyncScheme):
+    pass
+
+
+class BlockingDoubledLater(DoublingLater, sync.ZMQWeightSyncScheme):
+    pass
+
+
+@pytest.mark.requirement(80)
+async def test_a_subclass_may_prepare_weights(api: Api) -> None:
+    await doubles(api, api.extended(Doubling))
+
+
+@pytest.mark.requirement(80)
+async def test_a_subclass_may_prepare_weights_in_a_coroutine() -> None:
+    await doubles(ASYNCIO, DoubledLater())
+
+
+@pytest.mark.requirement(80)
+def test_a_blocking_scheme_cannot_wait_for_its_prepare_weights() -> None:
+    with BlockingDoubledLater(num_workers=1) as scheme:
+        scheme.init_on_sender(model_id="policy", model=Model())
+        with pytest.raises(TypeError, match="must be an ordinary method"):
+            scheme.connect(timeout=1)
+        assert scheme.version == 0
+
+
+async def doubles(api: Api, scheme: Any) -> None:
+    async with api.crew(2, scheme=scheme, source=Model(2)) as everybody:
+        assert everybody.read == [{4}, {4}]
+        await everybody.sender.send_async(fill(everybody.source, 3))
+        await everybody.sender.send_async({1: Model(5)})
+        assert everybody.read == [{6}, {10}]
+
+
+@pytest.mark.requirement(81)
+@pytest.mark.parametrize("inplace", [True, False])
+def test_apply_weights_writes_the_model_whole_or_not_at_all(api: Api, inplace: bool) -> None:
+    scheme, model = api.scheme(), Model(1)
+    scheme.init_on_receiver("policy", model=model, worker_idx=0)
+    parameter, address = model.first, model.first.data_ptr()
+    source = Model(2)
+    scheme.apply_weights(TensorDict.from_module(source), inplace=inplace)
+    assert read(model) == {2}
+    assert model.first is parameter
+    assert (model.first.data_ptr() == address) is inplace
+    fill(source, 3)
+    assert read(model) == {2}
+    with pytest.raises(SchemaMismatch):
+        scheme.apply_weights(TensorDict.from_module(Model(4, width=3)), inplace=inplace)
+    assert read(model) == {2}
+    assert inspect.signature(api.WeightSyncScheme.apply_weights).parameters["inplace"].default is True
+
+
+class Keeping:
+    """Keeps what it is given."""
+
+    kept: tuple[Any, ...] = ()
+
+    def apply_weights(self, weights: Any, inplace: bool = True) -> None:
+        self.kept = (*self.kept, weights)
+        super().apply_weights(weights, inplace)  # type: ignore[misc]
+
+
+@pytest.mark.requirement(81)
+@pytest.mark.schemes("all")
+async def test_an_overridden_apply_weights_gets_every_update_as_its_own(api: Api) -> None:
+    async with api.crew(1, scheme=api.extended(Keeping)) as everybody:
+        for value in (1, 2):
+            await everybody.sender.send_async(fill(everybody.source, value))
+        assert [read(kept) for kept in everybody.receivers[0].kept] == [{0}, {1}, {2}]
+        assert everybody.read == [{2}]
+
+
+@pytest.mark.requirement(82)
+def test_create_transport_is_abstract(api: Api) -> None:
+    assert inspect.isabstract(api.WeightSyncScheme)
+    assert api.WeightSyncScheme.__abstractmethods__ == {"create_transport"}
+    with pytest.raises(TypeError, match="create_transport"):
+        api.WeightSyncScheme()  # type: ignore[abstract]
+    assert type(api.scheme().create_transport(anything=1)) is api.transport_class
+
+
+# -- defaults
+
+DOCUMENTED: dict[str, dict[str, Any]] = {
+    "__init__": {"strategy": "tensordict"},
+    "init_on_sender": dict.fromkeys(["model_id", "context", "params_map", "weights", "model", "devices"])
+    | dict.fromkeys(["device_map_fn", "num_workers"]),
+    "init_on_receiver": dict.fromkeys(["context", "worker_idx", "model"]),
+    "connect": dict.fromkeys(["worker_idx", "weights"]),
+    "send": dict.fromkeys(["weights", "worker_ids"]),
+    "send_async": dict.fromkeys(["weights", "worker_ids"]),
+    "receive": {"timeout": None},
+    "prepare_weights": {"context": None},
+    "apply_weights": {"inplace": True},
+}
+
+
+@pytest.mark.requirement(52, 81)
+@pytest.mark.parametrize("name", DOCUMENTED)
+@pytest.mark.parametrize("cls", SCHEMES)
+@pytest.mark.schemes("zmq")
+def test_every_documented_default_is_the_default(api: Api, cls: str, name: str) -> None:
+    parameters = inspect.signature(getattr(getattr(api, cls), name)).parameters
+    assert {p: parameters[p].default for p in DOCUMENTED[name]} == DOCUMENTED[name]
+
+
+@pytest.mark.requirement(64)
+@pytest.mark.schemes("zmq")
+def test_model_id_of_a_receiver_has_no_default(api: Api) -> None:
+    with pytest.raises(TypeError, match="model_id"):
+        api.scheme().init_on_receiver(worker_idx=0)
+
+
+# -- properties
+
+
+@pytest.mark.requirement(83)
+def test_properties_are_none_while_unset(api: Api) -> None:
+    scheme = api.scheme()
+    assert (scheme.receiver_transport, scheme.shared_transport, scheme.sender_transports) == (None, None, {})
+    assert [scheme.context, scheme.model, scheme.model_id, scheme.weights, scheme.worker_idx] == [None] * 5
+
+
+@pytest.mark.requirement(83)
+@pytest.mark.parametrize("strategy", ["tensordict", "state_dict"])
+async def test_weights_is_a_tensordict_on_both_sides_under_both_strategies(api: Api, strategy: str) -> None:
+    async with api.crew(1, scheme=api.scheme(strategy), source=Model(3)) as (sender, (receiver,), models):
+        for scheme in (sender, receiver):
+            assert isinstance(scheme.weights, TensorDictBase)
+            assert read(scheme.weights) == {3}
+        assert (receiver.model, receiver.model_id, receiver.worker_idx) == (models[0], "policy", 0)
+        assert (sender.model_id, sender.worker_idx, sender.context) == ("policy", None, None)
+
+
+@pytest.mark.requirement(84)
+async def test_one_transport_serves_all_workers_of_a_sender(api: Api) -> None:
+    async with api.crew(2) as (sender, receivers, _):
+        assert list(sender.sender_transports) == [0, 1]
+        assert set(sender.sender_transports.values()) == {sender.shared_transport}
+        assert isinstance(sender.shared_transport, api.TransportBackend)
+        assert sender.receiver_transport is None
+        for receiver in receivers:
+            assert isinstance(receiver.receiver_transport, api.TransportBackend)
+            assert (receiver.sender_transports, receiver.shared_transport) == ({}, None)
+
+
+@pytest.mark.requirement(84)
+async def test_elastic_senders_list_the_workers_that_are_there(api: Api) -> None:
+    sender = api.scheme()
+    sender.init_on_sender(model_id="policy", model=Model())
+    assert sender.sender_transports == {}
+    async with sender, receiver_of(sender, 7, Model()) as receiver:
+        await asyncio.gather(sender.connect(timeout=5), receiver.connect(timeout=5))
+        assert list(sender.sender_transports) == [7]

@@ -1,0 +1,262 @@
+"""What a scheme accepts and tells beyond the rule: further keywords, a context's model, an event loop that is busy."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import asyncsync
+import asyncsync.sync
+from asyncsync.bus import sender as sending
+from asyncsync.sync import NoWeightSyncScheme
+from helpers.apis import ASYNCIO, SETS, Api, bare
+from helpers.pairs import Model, fill, passed_on, read, receiver_of
+
+
+class Noting:
+    """Notes what its transport is made with."""
+
+    given: dict[str, Any] | None = None
+
+    def create_transport(self, **kwargs: Any) -> Any:
+        self.given = kwargs
+        return super().create_transport(**kwargs)  # type: ignore[misc]
+
+
+class Choosy:
+    """Knows one keyword, which looks much like another."""
+
+    def create_transport(self, *, worker_idx: int, mode: str = "") -> Any:
+        self.mode = mode
+        return super().create_transport(worker_idx=worker_idx)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("module", [asyncsync, asyncsync.sync], ids=lambda module: module.__name__)
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("ZMQWeightSyncScheme", "map_above"),
+        ("SharedMemWeightSyncScheme", "slots"),
+        ("MultiProcessWeightSyncScheme", "slots"),
+        ("DistributedWeightSyncScheme", "store_info"),
+        ("RPCWeightSyncScheme", "num_workers"),
+        ("RayWeightSyncScheme", "backend"),
+        ("RayModuleTransformScheme", "backend"),
+        ("NoWeightSyncScheme", "strategy"),
+        ("Bus", "num_workers"),
+    ],
+)
+def test_a_misspelt_keyword_is_refused_in_the_name_of_the_class_that_was_called(
+    module: Any, name: str, meant: str
+) -> None:
+    kind, typo = getattr(module, name), meant[:-1]
+    derived = type("Mine", (kind,), {})
+    for called in (kind, derived):
+        message = rf"^{called.__name__}\(\): got an unexpected keyword argument '{typo}'; did you mean '{meant}'\?"
+        with pytest.raises(TypeError, match=message):
+            called(**{typo: 3})
+    with pytest.raises(TypeError, match=rf"^{name}\(\): .* 'colour'; there are .*num_workers"):
+        kind(colour="red")
+
+
+@pytest.mark.parametrize("module", [asyncsync, asyncsync.sync], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("name", [name for name in asyncsync.__all__ if name.endswith("Scheme")])
+def test_wrong_arguments_of_the_init_methods_are_refused_in_the_name_of_the_schemes_class(
+    module: Any, name: str
+) -> None:
+    kind = getattr(module, name)
+    if inspect.isabstract(kind):
+        return
+    scheme, model = kind(), Model()
+    send, receive = scheme.init_on_sender, scheme.init_on_receiver
+    refused: list[tuple[Any, str]] = [
+        (lambda: send("policy", model=model), r"sender\(\) takes .*: init_on_sender\(model_id='policy', model=…\)$"),
+        (lambda: send(model, num_workers=2), r"sender\(\) takes keywords only: init_on_sender\(model_id=…, model=…\)$"),
+        (lambda: send(num_worker=2), r"sender\(\): got an .* 'num_worker'; did you mean 'num_workers'\?$"),
+        (lambda: send(colour=2), r"sender\(\): got an .* 'colour'; there are .*model_id"),
+        (lambda: receive(model=model), r"receiver\(\): missing a required argument: 'model_id'$"),
+        (lambda: receive("policy", None, model), r"receiver\(\) takes only 2 arg.*: init_on_receiver\(model=…\)$"),
+    ]
+    for call, words in refused:
+        with pytest.raises(TypeError, match=rf"^{name}\.init_on_{words}"):
+            call()
+    for method in (kind.init_on_sender, kind.init_on_receiver):
+        assert "context" in inspect.signature(method).parameters or name == "RayModuleTransformScheme"
+
+
+def test_a_method_of_a_users_may_take_keywords_of_its_own(api: Api) -> None:
+    class Coloured(api.ZMQWeightSyncScheme):  # type: ignore[misc, name-defined]
+        def init_on_sender(self, colour: str, **options: Any) -> None:
+            self.colour = colour
+            super().init_on_sender(**options)
+
+    scheme = Coloured()
+    scheme.init_on_sender("red", model_id="policy", num_workers=1)
+    assert (scheme.colour, scheme.bus.num_workers) == ("red", 1)
+    with pytest.raises(TypeError, match=r"'num_worker'; did you mean 'num_workers'\?"):
+        Coloured().init_on_sender("red", num_worker=1)
+
+
+def test_a_model_that_is_given_as_the_context_is_to_be_given_as_the_model(api: Api) -> None:
+    with pytest.raises(ValueError, match=r"no model 'policy': .* if this is the model itself, pass it as model=$"):
+        api.scheme().init_on_receiver("policy", Model(), worker_idx=0)
+    with pytest.raises(ValueError, match="no model 'policy'") as told:
+        api.scheme().init_on_receiver("policy", SimpleNamespace(), worker_idx=0)
+    assert "model=" not in str(told.value)
+
+
+class OfItsOwn(asyncsync.ZMQWeightSyncScheme):
+    """Has a keyword more."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self.colour = options.pop("colour")
+        super().__init__(*args, **options)
+
+
+def test_an_init_of_a_users_may_take_any_keyword() -> None:
+    scheme = OfItsOwn(num_workers=2, colour="red")
+    assert (scheme.colour, scheme.bus.num_workers, passed_on(scheme).bus.num_workers) == ("red", 2, 2)
+
+
+@pytest.mark.requirement(64)
+@pytest.mark.schemes("every")
+def test_a_receivers_further_keywords_go_to_its_transport(api: Api) -> None:
+    scheme = bare(passed_on(api.extended(Noting)))
+    scheme.init_on_receiver("policy", None, worker_idx=1, model=Model(), store="a store", rank=3)
+    assert scheme.given == {"worker_idx": 1, "store": "a store", "rank": 3}
+    plain = bare(passed_on(api.scheme()))
+    plain.init_on_receiver("policy", None, worker_idx=1, model=Model(), store="a store")  # it needs none
+
+
+@pytest.mark.requirement(64)
+async def test_also_where_connect_says_which_worker_it_is(api: Api) -> None:
+    sender = api.extended(Noting)
+    sender.init_on_sender(model_id="policy", model=Model(1), num_workers=1)
+    receiver = receiver_of(sender, None, Model(), rank=3)
+    try:
+        await asyncio.gather(sender.connect(timeout=10), receiver.connect(worker_idx=0, timeout=10))
+        assert bare(receiver).given == {"worker_idx": 0, "rank": 3}
+    finally:
+        await receiver.shutdown()
+        await sender.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("typo", "meant"),
+    [("inplase", "inplace"), ("gates", "gate"), ("worker_index", "worker_idx"), ("reconect", "reconnect")],
+)
+def test_a_misspelt_keyword_of_ours_is_refused(api: Api, typo: str, meant: str) -> None:
+    scheme = bare(passed_on(api.scheme()))
+    with pytest.raises(TypeError, match=rf"^ZMQ\w+\.init_on_receiver.*{typo}.*did you mean {meant!r}"):
+        scheme.init_on_receiver("policy", worker_idx=0, model=Model(), **{typo: True})
+    scheme.init_on_receiver("policy", worker_idx=0, model=Model())  # nothing was changed
+
+
+def test_a_transports_own_keyword_may_look_like_one_of_ours(api: Api) -> None:
+    scheme = bare(passed_on(api.extended(Choosy)))
+    scheme.init_on_receiver("policy", worker_idx=0, model=Model(), mode="quick")
+    assert scheme.mode == "quick"
+    with pytest.raises(TypeError, match="'mode'; did you mean 'model'"):
+        bare(passed_on(api.scheme())).init_on_receiver("policy", worker_idx=0, mode="quick")
+
+
+# -- a sender's context ------------------------------------------------------------------------------------------------
+
+
+class Owner:
+    def __init__(self) -> None:
+        self.models = {"policy": Model(1)}
+
+    def get_model(self, model_id: str) -> Any:
+        return self.models[model_id]
+
+
+@pytest.mark.requirement(83)
+@pytest.mark.parametrize("context", [Owner(), SimpleNamespace(policy=Model(1))], ids=["get_model", "path"])
+def test_a_senders_model_and_weights_are_the_contexts(api: Api, context: Any) -> None:
+    scheme = api.scheme()
+    assert (scheme.model, scheme.weights) == (None, None)
+    scheme.init_on_sender(model_id="policy", context=context)
+    model = context.models["policy"] if isinstance(context, Owner) else context.policy
+    assert scheme.model is model
+    assert read(scheme.weights) == {1}
+    fill(model, 2)
+    assert read(scheme.weights) == {2}
+    fill(model, 1)
+
+
+@pytest.mark.requirement(83)
+def test_a_context_without_the_model_has_none(api: Api) -> None:
+    scheme = api.scheme()
+    scheme.init_on_sender(model_id="value", context=Owner())
+    assert (scheme.model, scheme.weights) == (None, None)
+    own = Model(7)
+    scheme.init_on_sender(model_id="policy", context=Owner(), model=own)
+    assert scheme.model is own
+
+
+@pytest.mark.schemes("every")
+def test_a_senders_model_is_not_overwritten(api: Api) -> None:
+    source = Model(1)
+    scheme = api.scheme()
+    scheme.init_on_sender(model_id="policy", model=source)
+    with pytest.raises(RuntimeError, match=r"this is the sender.*overwrite the model that is trained"):
+        scheme.apply_weights(dict(Model(2).named_parameters()))
+    assert read(source) == {1}
+
+
+# -- an event loop that is busy ----------------------------------------------------------------------------------------
+
+LARGE = 3 << 17  # elements: 1.5 MiB, which are fetched
+
+
+@pytest.fixture
+def blocked_at_once(monkeypatch: pytest.MonkeyPatch) -> float:
+    """How long the loop has to be blocked, for a warning."""
+    monkeypatch.setattr(sending, "BLOCKED_SECONDS", 0.1)
+    return 0.5
+
+
+async def test_an_event_loop_that_is_blocked_while_weights_are_to_be_fetched_is_told_of_once(
+    blocked_at_once: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "asyncsync")
+    async with ASYNCIO.crew(1, source=Model(1, LARGE), models=[Model(0, LARGE)]) as everybody:
+        time.sleep(blocked_at_once)  # noqa: ASYNC251 - the case: nothing waits
+        await asyncio.sleep(0.3)
+        assert not [r for r in caplog.records if "blocked" in r.message]
+        for value in (2, 3):
+            version = await everybody.sender.publish(fill(everybody.source, value))
+            time.sleep(blocked_at_once)  # noqa: ASYNC251
+            await everybody.sender.wait_version(version, timeout=10)
+        (told,) = [r.message for r in caplog.records if "blocked" in r.message]
+        assert "worker(s) [0]" in told
+        assert "publish_async" in told
+        assert "asyncio.to_thread" in told
+
+
+@pytest.mark.parametrize("kind", [api for api in SETS["every"] if api.is_blocking and api.is_fast], ids=repr)
+async def test_a_blocking_scheme_publishes_from_a_loop_that_is_busy_then(kind: Api) -> None:
+    source, model = Model(1, LARGE), Model(0, LARGE)
+    async with kind.crew(1, source=source, models=[model]) as everybody:
+        version = await bare(everybody.sender).publish_async(fill(source, 2))
+        assert version == everybody.sender.version == 2
+        held = bare(everybody.receivers[0])
+        deadline = time.monotonic() + 10
+        while held.version < 2 and time.monotonic() < deadline:
+            time.sleep(0.001)  # noqa: ASYNC251 - this loop does not run
+        assert read(model) == {2}
+        assert await bare(everybody.sender).send_async(fill(source, 3)) == 3
+        assert read(model) == {3}
+
+
+async def test_publish_async_of_no_synchronisation_counts() -> None:
+    scheme = NoWeightSyncScheme()
+    scheme.init_on_sender(model_id="policy", model=Model())
+    assert [await scheme.publish_async(), await scheme.send_async()] == [1, 2]

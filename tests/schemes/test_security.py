@@ -1,0 +1,359 @@
+"""What comes in on a socket, and where a sender may bind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import pickle
+import re
+import stat
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+import torch
+import zmq
+import zmq.asyncio
+
+import asyncsync
+from asyncsync import NotConnected
+from asyncsync.collectors import MultiSyncCollector
+from asyncsync.wire import codec, fields, messages
+from helpers.apis import Api
+from helpers.collecting_multi import make, options, policy
+from helpers.pairs import Model, fill, read, receiver_of, until
+
+EPOCH = (1, 2)
+
+
+class Bomb:
+    """Unpickling it is noticed."""
+
+    gone_off = False
+
+    def __reduce__(self) -> Any:
+        return _go_off, ()
+
+
+def _go_off() -> None:
+    Bomb.gone_off = True
+
+
+@asynccontextmanager
+async def stranger(endpoint: str) -> AsyncIterator[Any]:
+    with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.linger = 0
+        socket.connect(endpoint)
+        yield socket
+
+
+HELLO = messages.Hello(0, b"n" * 16, 1, 0, "", 0, None, {"policy": 0})
+PART = messages.Part("policy", 1, b"d" * 16, 4)
+BAD: dict[str, list[bytes]] = {
+    "nothing": [b""],
+    "a pickle": [pickle.dumps(Bomb())],
+    "a pickle behind a header": [codec.encode(messages.Ready(EPOCH, {})), pickle.dumps(Bomb())],
+    "a torch pickle": [pickle.dumps({"w": torch.zeros(3)})],
+    "random bytes": [os.urandom(300)],
+    "an ext type": [msgpack.packb([codec.PROTOCOL, 1, msgpack.ExtType(5, b"x" * 10)])],
+    "another protocol": [msgpack.packb([99, 1])],
+    "an unknown kind": [msgpack.packb([codec.PROTOCOL, 99])],
+    "a missing field": [msgpack.packb([codec.PROTOCOL, 1, 0, b"n" * 16])],
+    "a lying type": [msgpack.packb([codec.PROTOCOL, 1, "0", b"n" * 16, 1, 0, "", 0, None, {}])],
+    "deep nesting": [b"\x91" * 100_000],
+    "a lying length": [b"\xdd\xff\xff\xff\xff"],
+    "an oversized header": [b"\xc6" + (2 << 20).to_bytes(4, "big") + bytes(2 << 20)],
+    "too many frames": [b"x"] * 3000,
+    "an unknown peer's APPLIED": [codec.encode(messages.Applied(EPOCH, {"policy": 5}))],
+    "an unknown peer's FETCH": [codec.encode(messages.Fetch(EPOCH, 1, 0, 0, 1 << 30))],
+    "an unknown peer's BYE": [codec.encode(messages.Bye(EPOCH, b"n" * 16, "closed", ""))],
+    "what only a trainer sends": [codec.encode(messages.Update(EPOCH, 1, True, (PART,))), b"", b"abcd"],
+    "an AGAIN": [codec.encode(messages.Again(EPOCH, 2, 1, 2, None)), b"abcd"],
+    "an unknown peer's DONE": [codec.encode(messages.Done(EPOCH, 1))],
+    "a fixed form of no kind": [b"\xc1\xff" + bytes(40)],
+}
+
+
+@pytest.mark.requirement(202)
+@pytest.mark.parametrize("name", BAD)
+async def test_a_bad_message_to_the_sender_is_counted_and_changes_nothing(
+    api: Api, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, logger="asyncsync")
+    sender = api.scheme()
+    sender.init_on_sender(model_id="policy", model=(source := Model(1)))
+    async with sender, receiver_of(sender, 3, model := Model()) as receiver:
+        await asyncio.gather(sender.connect(timeout=5), receiver.connect(timeout=5))
+        async with stranger(sender.bus.endpoint) as socket:
+            for _ in range(3):
+                await socket.send_multipart(BAD[name])
+            await until(lambda: sum(sender.bus.dropped.values()) == 3)
+        assert len(sender.bus.dropped) == 1
+        records = [r for r in caplog.records if "dropped a message" in r.getMessage()]
+        assert len(records) == 1, "the first of its kind is logged, the others are counted"
+        assert len(records[0].getMessage()) < 1000
+        assert list(sender.status()) == [3]
+        await sender.send_async(fill(source, 2), timeout=5)
+        assert read(model) == {2}
+        assert receiver.bus.dropped == {}
+        assert not Bomb.gone_off
+
+
+@asynccontextmanager
+async def false_trainer(api: Api) -> AsyncIterator[tuple[Any, Any, Any, bytes, Any]]:
+    """A ROUTER that speaks the protocol so far that a receiver is connected to it, without weights."""
+    scheme = api.scheme()
+    path = Path(scheme.bus.endpoint.removeprefix("ipc://"))
+    path.parent.mkdir(mode=0o700)
+    try:
+        with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as socket:
+            socket.linger = 0
+            socket.bind(scheme.bus.endpoint)
+            scheme.init_on_receiver("policy", model=(model := Model()), worker_idx=0)
+            async with scheme:
+                connecting = asyncio.create_task(scheme.connect(timeout=5))
+                route, *frames = await asyncio.wait_for(socket.recv_multipart(), 5)
+                hello, _ = codec.decode(frames)
+                assert isinstance(hello, messages.Hello)
+                welcome = messages.Welcome(EPOCH, hello.nonce, hello.attempt, 0, "", 0, {"policy": b""})
+                await socket.send_multipart([route, codec.encode(welcome)])
+                await connecting
+                yield socket, scheme, model, route, hello
+    finally:
+        for left in path.parent.iterdir():
+            left.unlink()
+        path.parent.rmdir()
+
+
+def from_trainer(hello: messages.Hello) -> dict[str, list[bytes]]:
+    return {
+        "a pickle": [pickle.dumps(Bomb())],
+        "random bytes": [os.urandom(300)],
+        "an unknown layout": [codec.encode(messages.Update(EPOCH, 1, True, (PART,))), b"", b"abcd"],
+        "another epoch": [codec.encode(messages.Update((0, 0), 1, True, (PART,))), b"", b"abcd"],
+        "lengths that differ": [codec.encode(messages.Update(EPOCH, 1, True, (PART,))), b"", b"abcdef"],
+        "what only a worker sends": [codec.encode(messages.Ready(EPOCH, {}))],
+        "a DONE": [codec.encode(messages.Done(EPOCH, 1))],
+        "an AGAIN of nothing": [codec.encode(messages.Again(EPOCH, 1 << 40, 1 << 39, 2, None)), b"abcd"],
+        "another worker's goodbye": [codec.encode(messages.Bye(EPOCH, b"x" * 16, "closed", ""))],
+        "an older trainer": [codec.encode(messages.Welcome((0, 0), hello.nonce, hello.attempt, 0, "", 0, {}))],
+        "another worker's welcome": [codec.encode(messages.Welcome(EPOCH, b"x" * 16, hello.attempt, 0, "", 0, {}))],
+        "a layout that is none": [
+            codec.encode(messages.Welcome(EPOCH, hello.nonce, hello.attempt, 0, "", 0, {"policy": b"d" * 16})),
+            b"not a layout",
+        ],
+        "a layout that lies about its digest": [
+            codec.encode(messages.Welcome(EPOCH, hello.nonce, hello.attempt, 0, "", 0, {"policy": b"d" * 16})),
+            msgpack.packb([1, []]),
+        ],
+        "an oversized header": [b"\xc6" + (2 << 20).to_bytes(4, "big") + bytes(2 << 20)],
+    }
+
+
+@pytest.mark.requirement(202)
+@pytest.mark.parametrize("name", from_trainer(HELLO))
+async def test_a_bad_message_to_a_receiver_is_counted_and_changes_nothing(api: Api, name: str) -> None:
+    async with false_trainer(api) as (socket, scheme, model, route, hello):
+        message = from_trainer(hello)[name]
+        for _ in range(3):
+            await socket.send_multipart([route, *message])
+        await until(lambda: sum(scheme.bus.dropped.values()) == 3)
+        assert len(scheme.bus.dropped) == 1
+        assert read(model) == {-1}
+        assert scheme.version == 0
+        assert not scheme.closed
+        assert await scheme.receive(timeout=0) is None
+        assert not Bomb.gone_off
+
+
+@pytest.mark.requirement(202)
+async def test_a_frame_beyond_every_limit_costs_its_sender_the_connection_and_nobody_else(api: Api) -> None:
+    async with api.crew(1) as everybody:
+        async with stranger(everybody.sender.bus.endpoint) as socket:
+            await socket.send(bytes(fields.MAX_FRAME + 1), copy=False)
+            await everybody.sender.send_async(fill(everybody.source, 2), timeout=5)
+            assert everybody.read == [{2}]
+
+
+@pytest.mark.requirement(202)
+async def test_many_kinds_of_garbage_cannot_fill_the_memory_or_the_log(
+    api: Api, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, logger="asyncsync")
+    async with api.crew(1) as everybody:
+        async with stranger(everybody.sender.bus.endpoint) as socket:
+            for number in range(400):
+                await socket.send(msgpack.packb([codec.PROTOCOL, 1000 + number]))
+            await until(lambda: sum(everybody.sender.bus.dropped.values()) == 400)
+        assert len(everybody.sender.bus.dropped) <= 101
+        assert len(caplog.records) <= 110
+
+
+UNPICKLED = ("collectors", "workers", "channel.py")
+"""What a collector and the worker processes that it has started send each other: the one exception."""
+
+
+@pytest.mark.requirement(202)
+def test_nothing_in_the_package_unpickles_but_messages_of_a_collectors_own_workers() -> None:
+    forbidden = re.compile(
+        r"\b(?:c?[pP]ickle|cloudpickle|dill|marshal|shelve)\.loads?\b|recv_pyobj|send_pyobj|send_serialized|recv_serialized"
+        r"|torch\.load\(|from pickle import|from cloudpickle import|\beval\(|\bexec\(|Unpickler"
+    )
+    listening = re.compile(r"\.listen\(|AF_INET|create_server|start_server|Listener")
+    checked = 0
+    for directory in map(Path, asyncsync.__path__):
+        trees = [directory] if directory.name == "asyncsync" else [directory / "transports", directory / "collectors"]
+        for path in [path for tree in trees for path in tree.rglob("*.py")]:
+            inside = path.relative_to(directory).parts
+            if inside[0] in ("bench", "demo"):
+                continue
+            checked += 1
+            text = path.read_text()
+            if inside[0] == "collectors":
+                assert listening.search(text) is None, f"{path} opens a socket that others may connect to"
+            if inside == UNPICKLED:
+                assert "socket.socketpair(" in text
+                continue
+            found = forbidden.search(text)
+            assert found is None, f"{path}: {found}"
+    assert checked > 100
+
+
+def sockets(pid: int | str) -> set[int]:
+    """The inodes of the sockets that a process has open; of a stranger's, none."""
+    found = set()
+    try:
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                if (target := str(entry.readlink())).startswith("socket:"):
+                    found.add(int(target[8:-1]))
+    except OSError:
+        pass
+    return found
+
+
+def holders() -> dict[int, set[int]]:
+    """Which processes have a socket open."""
+    found: dict[int, set[int]] = {}
+    for pid in [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]:
+        for inode in sockets(pid):
+            found.setdefault(inode, set()).add(pid)
+    return found
+
+
+def names() -> dict[int, str]:
+    """Of the Unix sockets of this namespace, those that have one: a path, or an abstract name."""
+    rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    return {int(row[6]): row[7] for row in rows if len(row) > 7}
+
+
+@pytest.mark.requirement(202)
+@pytest.mark.parametrize(
+    ("start_method", "workers"), [pytest.param("spawn", 1, marks=pytest.mark.thorough), ("forkserver", 2)]
+)
+def test_a_collector_and_its_workers_talk_over_sockets_that_nobody_else_can_reach(
+    start_method: str, workers: int
+) -> None:
+    before = sockets(os.getpid())
+    with MultiSyncCollector([make()] * workers, policy(), **options(start_method=start_method)) as collector:
+        collector.next()
+        named = {names()[inode] for inode in sockets(os.getpid()) - before if inode in names()}
+        bus = collector._sender_schemes["policy"].bus.endpoint.removeprefix("ipc://")
+        assert named == {bus, f"{bus}.side"}, "the bus's, on which nothing is unpickled"
+        open_in, with_names = holders(), names()
+        for member in collector._group._workers:
+            own = os.stat(member.channel.fileno()).st_ino
+            assert member.channel._socket.getsockname() == ""
+            assert own not in with_names
+            assert open_in[own] == {os.getpid()}
+            there = [inode for inode, pids in open_in.items() if member.pid in pids]
+            assert there, "the other end is there"
+            assert not set(there) & with_names.keys(), "a worker has no address at all"
+            assert all(open_in[inode] == {member.pid} for inode in there), "nor shares a socket with any process"
+
+
+# -- where a sender may bind
+
+BEYOND = [
+    "0.0.0.0:5555",
+    "*:5555",
+    "[::]:5555",
+    "10.0.0.3:5555",
+    "[2001:db8::1]:5555",
+    "trainer.example.org:5555",
+    "eth0:5555",
+]
+
+
+@pytest.mark.requirement(203)
+@pytest.mark.parametrize("address", BEYOND)
+@pytest.mark.parametrize("argument", ["endpoint", "connect"])
+@pytest.mark.parametrize("cls", ["Bus", "ZMQWeightSyncScheme"])
+def test_an_address_beyond_this_host_needs_allow_plaintext(api: Api, cls: str, argument: str, address: str) -> None:
+    """Of 203: without keys."""
+    kind = getattr(api, cls)
+    with pytest.raises(ValueError, match=r"reachable from other hosts.*allow_plaintext=True"):
+        kind(**{argument: f"tcp://{address}"})
+    allowed = kind(**{argument: f"tcp://{address}"}, allow_plaintext=True)
+    bus = allowed if cls == "Bus" else allowed.bus
+    assert (bus.endpoint if argument == "endpoint" else bus.connect_endpoint) == f"tcp://{address}"
+
+
+@pytest.mark.requirement(203)
+@pytest.mark.parametrize("address", ["127.0.0.1:5555", "127.8.9.1:5555", "[::1]:5555", "localhost:5555"])
+def test_loopback_and_ipc_need_nothing(api: Api, address: str) -> None:
+    assert api.bus(f"tcp://{address}").endpoint == f"tcp://{address}"
+    assert api.bus("ipc:///tmp/somewhere").endpoint == "ipc:///tmp/somewhere"
+
+
+@pytest.mark.requirement(203)
+@pytest.mark.parametrize(
+    "address", ["::ffff:10.0.0.1", "127.0.0.1.example.org", "localhost.example.org", "2130706433", "0"]
+)
+def test_what_only_looks_like_loopback_is_refused(api: Api, address: str) -> None:
+    with pytest.raises(ValueError, match="reachable from other hosts"):
+        api.bus(f"tcp://{address}:5555")
+
+
+@pytest.mark.requirement(203)
+async def test_plaintext_beyond_loopback_is_logged_once_and_checked(
+    api: Api, caplog: pytest.LogCaptureFixture, unused_tcp_port: int
+) -> None:
+    caplog.set_level(logging.WARNING, logger="asyncsync")
+    address = f"tcp://127.0.0.1:{unused_tcp_port}"
+    scheme = api.scheme(endpoint=f"tcp://0.0.0.0:{unused_tcp_port}", connect=address, allow_plaintext=True)
+    async with api.crew(2, scheme=scheme) as everybody:
+        await everybody.sender.send_async(fill(everybody.source, 2))
+        assert everybody.read == [{2}, {2}]
+        assert everybody.sender.bus._settings().checksum, "payloads carry a checksum there"
+    assert len([r for r in caplog.records if "not encrypted" in r.getMessage()]) == 1
+
+
+async def test_the_default_address_is_private_to_this_user(api: Api) -> None:
+    async with api.crew(1) as everybody:
+        path = Path(everybody.sender.bus.endpoint.removeprefix("ipc://"))
+        assert stat.S_ISSOCK(os.stat(path).st_mode)
+        directory = os.stat(path.parent)
+        assert (stat.S_IMODE(directory.st_mode), directory.st_uid) == (0o700, os.getuid())
+        assert len(os.fsencode(path)) <= 107
+    assert path.parent.name not in os.listdir(path.parent.parent)
+
+
+async def test_a_private_directory_of_somebody_else_is_not_used(api: Api, tmp_path: Path) -> None:
+    """The name is unguessable; were it taken nevertheless, its owner keeps it."""
+    scheme = api.scheme()
+    directory = Path(scheme.bus.endpoint.removeprefix("ipc://")).parent
+    directory.symlink_to(tmp_path)
+    try:
+        async with scheme:
+            scheme.init_on_sender(model_id="policy", num_workers=1)
+            with pytest.raises(NotConnected):
+                await scheme.connect(timeout=0.2)
+            assert os.listdir(tmp_path) == []
+    finally:
+        directory.unlink()

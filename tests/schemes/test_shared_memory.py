@@ -1,0 +1,1016 @@
+"""What the schemes for one host promise alone: slots, mappings, copies of one's own, timeouts, who may take part."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import threading
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import nn
+
+import asyncsync
+from asyncsync import AckTimeout, ClosedError, PartialSendError, RemoteError, WeightStrategy, WeightSyncError, sync
+from asyncsync.transports import attachments
+from asyncsync.transports.slots import Place, SlotPool
+from asyncsync.weights.slab import is_foreign
+from asyncsync.wire import messages
+from helpers.apis import Api, bare, in_thread, is_instant
+from helpers.memory import mappings
+from helpers.pairs import Clock, Model, fill, held, passed_on, read, receiver_of, until
+
+PARAMETERS = ["first", "inner.weight", "inner.bias", "last"]
+
+
+def pool(sender: Any) -> SlotPool:
+    """The sender's slots."""
+    found: SlotPool = sender.shared_transport.pool
+    return found
+
+
+def file_of(tensor: torch.Tensor) -> int:
+    """The inode of the file that a tensor's memory is in; 0: of none."""
+    address = tensor.data_ptr()
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, _, _, _, inode, *_ = line.split()
+        start, stop = (int(end, 16) for end in span.split("-"))
+        if start <= address < stop:
+            return int(inode)
+    raise AssertionError("the tensor has no memory")
+
+
+def files(model: Model) -> set[int]:
+    """Those of a model's parameters."""
+    return {file_of(parameter) for parameter in model.parameters()}
+
+
+def addresses(model: Model) -> dict[str, int]:
+    return {name: tensor.data_ptr() for name, tensor in model.state_dict(keep_vars=True).items()}
+
+
+async def receive_weights(api: Api, receiver: Any, *args: Any, **kwargs: Any) -> Any:
+    """The documented method of the receiver's transport."""
+    method = receiver.receiver_transport.receive_weights
+    return await (in_thread(method, *args, **kwargs) if api.is_blocking else method(*args, **kwargs))
+
+
+# -- shared memory: one copy, one instruction, no further copy
+
+
+@pytest.mark.requirement(14)
+@pytest.mark.schemes("in place")
+def test_init_creates_the_transport_and_no_memory_yet(api: Api) -> None:
+    """14 for shared memory: the transport. Buffers come with the first weights."""
+    before = set(os.listdir("/proc/self/fd"))
+    scheme = api.scheme(slots=3)
+    scheme.init_on_sender(model_id="policy", model=Model(width=1 << 20), num_workers=2)
+    assert type(scheme.shared_transport) is api.transport_class
+    assert scheme.sender_transports == dict.fromkeys(range(2), scheme.shared_transport)
+    assert (pool(scheme).slots_allowed, pool(scheme).slabs, len(pool(scheme).used)) == (3, 0, 0)
+    receiver = receiver_of(scheme, 0, Model())
+    assert type(receiver.receiver_transport) is api.transport_class
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.requirement(27)
+@pytest.mark.schemes("shared")
+async def test_connect_hands_over_the_buffer_with_the_initial_weights_which_are_applied(api: Api) -> None:
+    async with api.crew(2, source=Model(6)) as everybody:
+        assert everybody.read == [{6}, {6}]
+        (slot,) = pool(everybody.sender).used
+        mapped = bool(api.options)
+        for model in everybody.models:
+            assert files(model) == {slot.inode if mapped else 0}
+
+
+@pytest.mark.requirement(28)
+@pytest.mark.schemes("mapped")
+async def test_one_copy_into_a_slot_one_instruction_and_no_further_copy(api: Api) -> None:
+    async with api.crew(3) as everybody:
+        sender, _, models = everybody
+        slots, packed, told = pool(sender), [], []
+        publisher = sender.bus._link.caught_up()
+        acquire, send = slots.acquire, publisher.membership.send
+
+        def acquiring(*args: Any, **kwargs: Any) -> Any:
+            packed.append(slab := acquire(*args, **kwargs))
+            return slab
+
+        def telling(route: bytes, instruction: Any, *args: Any) -> None:
+            told.append((route, instruction))
+            send(route, instruction, *args)
+
+        slots.acquire = acquiring  # type: ignore[method-assign]
+        publisher.membership.send = telling
+        kept = [dict(model.named_parameters()) for model in models]
+        buffers = [model.scale.data_ptr() for model in models]
+        before = {w: s.bytes_sent for w, s in sender.status().items()}
+        for value in range(1, 11):
+            packed.clear()
+            told.clear()
+            await sender.send_async(fill(everybody.source, value))
+            (slot,) = packed
+            updates = [(route, u) for route, u in told if isinstance(u, messages.Update)]
+            assert len({route for route, _ in updates}) == len(updates) == 3, "one instruction for each worker"
+            assert len({id(u) for _, u in updates}) == 1, "the same for all"
+            for model, parameters, buffer in zip(models, kept, buffers, strict=True):
+                assert dict(model.named_parameters()) == parameters, "the Parameters that an optimiser knows"
+                assert files(model) == {slot.inode}, "they are where the sender has written"
+                assert all(map(is_foreign, parameters.values()))
+                assert model.scale.data_ptr() == buffer
+                assert model() == {value}
+        assert {w: s.bytes_sent for w, s in sender.status().items()} == before, "no weights on the socket"
+        assert slots.peak <= 3, "the target, what the last worker lets go of, and the spare"
+        assert len(slots.used) == 1
+
+
+@pytest.mark.requirement(28)
+@pytest.mark.schemes("in place")
+@pytest.mark.parametrize("width", [64, 1 << 18])
+async def test_small_weights_are_copied_out_and_their_slot_is_free_at_once(api: Api, width: int) -> None:
+    scheme = api.scheme(slots=2, map_above=16 << 20)
+    source, models = Model(0, width), [Model(width=width) for _ in range(2)]
+    async with api.crew(2, scheme=scheme, source=source, models=models) as everybody:
+        before = [addresses(model) for model in everybody.models]
+        with held(everybody.receivers[1]):
+            for value in range(1, 6):
+                with Clock(0.5):
+                    await everybody.sender.publish(fill(everybody.source, value))
+                await everybody.sender.wait_version(value + 1, worker_ids=0, timeout=5)
+        await everybody.receivers[1].wait_version(6, timeout=5)
+        assert everybody.read == [{5}, {5}]
+        assert [addresses(model) for model in everybody.models] == before
+        assert pool(everybody.sender).peak <= 2
+
+
+@pytest.mark.requirement(28)
+@pytest.mark.schemes("re-pointed")
+async def test_where_parameters_may_not_be_repointed_the_weights_are_copied(api: Api) -> None:
+    """inplace=True; a tensor with other views; a model that is no module; shared, tied and frozen parameters."""
+    flat = torch.zeros(9)
+    viewed, shared, inplace = Model(), Model(), Model()
+    viewed.last = nn.Parameter(flat[2:])
+    shared.last.data.share_memory_()
+    async with api.crew(4, models=[Model(), viewed, shared, TensorDict.from_module(Model()).clone()]) as everybody:
+        receiver = receiver_of(everybody.sender, 3, inplace, inplace=True)  # instead of the TensorDict's
+        table = everybody.models[3]
+        where = {key: tensor.data_ptr() for key, tensor in table.items(True, True)}
+        await everybody.sender.send_async(fill(everybody.source, 2))
+        assert [read(m) for m in everybody.models] == [{2}] * 4
+        assert {key: tensor.data_ptr() for key, tensor in table.items(True, True)} == where
+        assert flat.tolist() == [0.0] * 2 + [2.0] * 7, "the flat view still shows it"
+        assert (file_of(viewed.last) == 0, shared.last.is_shared()) == (True, True)
+        slots = {file_of(model.first) for model in (viewed, shared, everybody.models[0])}
+        assert 0 not in slots
+        assert len(slots) == (1 if api.kind == "SharedMem" else 3), "each receives its own, unless memory is shared"
+        before = addresses(inplace)
+        await everybody.receivers[3].shutdown()
+        await receiver.connect(timeout=5)
+        await everybody.sender.send_async(fill(everybody.source, 3), worker_ids=[0, 1, 2, 3])
+        assert (addresses(inplace), read(inplace)) == (before, {3})
+        assert files(inplace) == {0}
+        await receiver.shutdown()
+
+
+@pytest.mark.requirement(28)
+@pytest.mark.schemes("re-pointed")
+async def test_what_a_worker_writes_stays_its_own_until_the_next_update(api: Api) -> None:
+    async with api.crew(2) as everybody:
+        (first, second), sender = everybody.models, everybody.sender
+        optimizer = torch.optim.SGD(first.parameters(), lr=1.0)
+        for value in range(1, 8):
+            await sender.send_async(fill(everybody.source, value))
+            assert everybody.read == [{value}, {value}], "whatever was written before"
+            sum(p.sum() for p in first.parameters()).backward()  # type: ignore[union-attr]
+            optimizer.step()
+            optimizer.zero_grad()
+            assert {float(p.detach().max()) for p in first.parameters()} == {value - 1}
+            assert read(second) == {value}
+            assert read(sender.weights) == {value}
+
+
+class Tied(nn.Module):
+    """One Parameter under two names, a frozen one, an empty one, a scalar, a transposed one, and an LSTM's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(3, 4, bias=False)
+        self.decoder = nn.Linear(3, 4, bias=False)
+        self.decoder.weight = self.encoder.weight
+        self.frozen = nn.Parameter(torch.zeros(3), requires_grad=False)
+        self.empty = nn.Parameter(torch.zeros(0, 2))
+        self.scalar = nn.Parameter(torch.zeros(()))
+        self.transposed = nn.Parameter(torch.zeros(4, 2).t())
+        self.short = nn.Parameter(torch.zeros(5, dtype=torch.float16))
+        self.lstm = nn.LSTM(2, 3)
+
+    def forward(self) -> torch.Tensor:
+        output, _ = self.lstm(torch.ones(1, 2))
+        return torch.as_tensor(output.sum() + self.encoder.weight.sum() + self.scalar)
+
+
+@pytest.mark.requirement(28, 29)
+@pytest.mark.schemes("all")
+async def test_tied_frozen_empty_scalar_and_transposed_parameters_arrive_and_stay_what_they_are(
+    api: Api,
+) -> None:
+    models = [Tied(), Tied()]
+    before = [dict(model.named_parameters()) for model in models]
+    source = Tied()
+    async with api.crew(2, source=source, models=list(models)) as everybody:
+        for _ in range(4):
+            with torch.no_grad():
+                for parameter in source.parameters():
+                    parameter.normal_()
+            await everybody.sender.send_async()
+            expected = source()
+            for model, parameters in zip(models, before, strict=True):
+                assert model.decoder.weight is model.encoder.weight
+                assert not model.frozen.requires_grad
+                assert dict(model.named_parameters()) == parameters
+                for name, tensor in source.state_dict().items():
+                    assert torch.equal(model.state_dict()[name], tensor), name
+                assert torch.equal(model(), expected)
+
+
+@pytest.mark.schemes("map_above")
+async def test_a_backward_through_weights_that_have_been_replaced_fails_instead_of_being_wrong(api: Api) -> None:
+    async with api.crew(1, scheme=api.scheme(map_above=0)) as everybody:
+        (model,) = everybody.models
+        for value in (1, 2, 3):
+            loss = model.first.square().sum() + model.inner(torch.ones(4)).square().sum()
+            await everybody.sender.send_async(fill(everybody.source, value))
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+        model.first.square().sum().backward()
+        assert set(model.first.grad.tolist()) == {6.0}
+
+
+# -- multiprocessing: to every worker its own copy
+
+
+class Noting(WeightStrategy):
+    """Notes what it applies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: list[set[float]] = []
+
+    def apply_weights(self, destination: Any, weights: Any, inplace: bool = True) -> None:
+        self.noted.append(read(weights))
+        super().apply_weights(destination, weights, inplace)
+
+
+@pytest.mark.requirement(29)
+@pytest.mark.schemes("process")
+async def test_every_worker_gets_a_copy_of_its_own(api: Api) -> None:
+    async with api.crew(2) as everybody:
+        before = [addresses(model) for model in everybody.models]
+        for value in range(1, 4):
+            await everybody.sender.send_async(fill(everybody.source, value))
+            assert everybody.read == [{value}, {value}]
+            fill(everybody.models[0], -5)
+            assert read(everybody.models[1]) == {value}
+        assert [addresses(model) for model in everybody.models] == before, "in the model's own memory"
+        assert [files(model) for model in everybody.models] == [{0}, {0}]
+
+
+@pytest.mark.requirement(24, 29)
+@pytest.mark.schemes("process")
+async def test_it_is_applied_by_the_strategy_and_the_handle_comes_with_the_instruction(api: Api) -> None:
+    """Of 24: MultiProcess's instruction comes on the bus, as a part of its UPDATE."""
+    async with api.crew(1, scheme=api.scheme(Noting())) as everybody:
+        told: list[messages.Part] = []
+        subscriber = everybody.receivers[0].bus._link.subscriber
+        attach = subscriber.attach
+        subscriber.attach = lambda part, layout: (told.append(part), attach(part, layout))[1]
+        for value in (1, 2):
+            await everybody.sender.send_async(fill(everybody.source, value))
+        assert everybody.receivers[0].strategy.noted == [{0}, {1}, {2}]
+        places = [Place.decode(part.descriptor) for part in told]  # type: ignore[arg-type]
+        assert [place.pid for place in places] == [os.getpid()] * 2
+        await everybody.receivers[0].shutdown()
+        late = receiver_of(everybody.sender, 0, model := Model())
+        async with late:  # as a queue would not, it serves a worker that comes later
+            await late.connect(timeout=5)
+            assert read(model) == {2}
+
+
+@pytest.mark.requirement(44)
+@pytest.mark.schemes("process")
+@pytest.mark.parametrize("end", ["an update", "the sender's goodbye", "its own shutdown"])
+async def test_without_a_timeout_the_transport_waits_for_an_update_or_the_end(api: Api, end: str) -> None:
+    async with api.crew(1) as (sender, (receiver,), _):
+        blocked = asyncio.create_task(receive_weights(api, receiver, None))
+        done, _ = await asyncio.wait({blocked}, timeout=0.1)
+        assert not done
+        with Clock(1.0):
+            if end == "an update":
+                await sender.publish(Model(1))
+                assert read(await blocked) == {1}
+            else:
+                await (sender if end == "the sender's goodbye" else receiver).shutdown()
+                with pytest.raises(ClosedError):
+                    await blocked
+
+
+@pytest.mark.requirement(44)
+@pytest.mark.schemes("process")
+@pytest.mark.parametrize("timeout", [0, 0.1])
+async def test_an_expired_timeout_of_the_transport_returns_none(api: Api, timeout: float) -> None:
+    async with api.crew(1) as (sender, (receiver,), _):
+        with Clock(timeout + 0.1):
+            assert await receive_weights(api, receiver, timeout) is None
+        await sender.send_async(Model(2))
+        assert read(await receive_weights(api, receiver, timeout)) == {2}
+
+
+# -- shared memory's timeouts
+
+
+@pytest.mark.requirement(48)
+@pytest.mark.schemes("instant")
+@pytest.mark.parametrize("timeout", [None, 0, 30.0])
+async def test_the_blocking_transport_takes_any_timeout_and_is_instant(api: Api, timeout: float | None) -> None:
+    async with api.crew(1, source=Model(1)) as (sender, (receiver,), _):
+        with Clock(0.5):
+            assert await receive_weights(api, receiver, timeout) is None, "connect's weights are returned"
+            await sender.send_async(Model(2))
+            buffer = TensorDict.from_module(Model(9)).detach().clone()
+            assert await receive_weights(api, receiver, timeout, weights=buffer) is buffer
+            assert read(buffer) == {2}
+            assert await receive_weights(api, receiver, timeout) is None
+        await sender.shutdown()
+        await until(lambda: receiver.closed)
+        with pytest.raises(ClosedError):
+            await receive_weights(api, receiver, timeout)
+
+
+@pytest.mark.requirement(77)
+@pytest.mark.schemes("instant")
+@pytest.mark.parametrize("apply", ["auto", "on_receive"])
+async def test_blocking_receive_returns_nothing_at_once_and_the_model_has_the_update(api: Api, apply: str) -> None:
+    async with api.crew(1, receiver={"apply": apply}) as everybody:
+        sender, (receiver,), (model,) = everybody
+        for value, timeout in ((1, None), (2, 0), (3, 30.0)):
+            await sender.publish(fill(everybody.source, value))
+            if apply == "auto":
+                await receiver.wait_version(value + 1, timeout=5)
+                assert read(model) == {value}, "without a receive"
+            else:
+                await until(lambda: receiver.bus._link.subscriber.staged)
+                assert read(model) == {value - 1}, "not without one"
+            with Clock(0.1):
+                assert await receiver.receive(timeout) is None
+            assert (read(model), read(receiver.weights)) == ({value}, {value})
+            assert read(await receiver.fetch(timeout=5)) == {value}
+        with receiver.hold(), Clock(0.1):
+            await sender.publish(Model(4))
+            assert receiver.bare.receive() is None, "in one's own hold, too: there is no waiting"
+        assert read(await receiver.fetch(timeout=5)) == {4}
+        await sender.shutdown()
+        await until(lambda: receiver.closed)
+        for timeout in (None, 0, 1.0):
+            with Clock(0.1), pytest.raises(ClosedError):
+                await receiver.receive(timeout)
+
+
+@pytest.mark.requirement(48)
+@pytest.mark.schemes("shared")
+async def test_what_is_no_timeout_is_refused_all_the_same(api: Api) -> None:
+    async with api.crew(1) as (_, (receiver,), _):
+        for timeout in (-1, "1", True, float("nan")):
+            with pytest.raises((ValueError, TypeError), match="timeout must"):
+                await receiver.receive(timeout)
+            with pytest.raises((ValueError, TypeError), match="timeout must"):
+                await receive_weights(api, receiver, timeout)
+
+
+@pytest.mark.requirement(77)
+async def test_the_coroutine_returns_the_next_update_like_any_other() -> None:
+    async with asyncsync.SharedMemWeightSyncScheme(map_above=0) as sender:
+        sender.init_on_sender(model_id="policy", model=Model(1), num_workers=1)
+        async with receiver_of(sender, 0, Model()) as receiver:
+            await asyncio.gather(sender.connect(timeout=5), receiver.connect(timeout=5))
+            assert await receiver.receive(timeout=0) is None
+            waiting = asyncio.create_task(receiver.receive())
+            await sender.send_async(Model(2))
+            assert read(await waiting) == {2}
+
+
+# -- whom an update is for, and several models
+
+
+@pytest.mark.requirement(71)
+@pytest.mark.schemes("slots")
+async def test_each_worker_may_have_its_own_weights_and_these_need_no_more_slots_than_there_are(api: Api) -> None:
+    async with api.crew(3, scheme=api.scheme(slots=2)) as everybody:
+        sender = everybody.sender
+        for turn in range(1, 6):
+            await sender.send_async({w: Model(10 * turn + w) for w in range(3)}, timeout=5)
+            assert everybody.read == [{10 * turn}, {10 * turn + 1}, {10 * turn + 2}]
+            await sender.send_async(Model(turn), worker_ids=1, timeout=5)
+            assert everybody.read == [{10 * turn}, {turn}, {10 * turn + 2}]
+        await sender.send_async(Model(99), timeout=5)
+        assert everybody.read == [{99}] * 3
+        await until(lambda: len(pool(sender).used) == 1)
+
+
+NAMES = ("policy", "value")
+
+
+@pytest.mark.requirement(199)
+@pytest.mark.schemes("slots")
+@pytest.mark.parametrize("other", ["ZMQ", "SharedMem", "MultiProcess"])
+async def test_the_models_of_one_bus_may_travel_in_different_ways_and_switch_together(api: Api, other: str) -> None:
+    bus = api.bus(num_workers=2)
+    senders = {
+        "policy": api.scheme(bus=bus),
+        "value": api.make(getattr(api.module, f"{other}WeightSyncScheme"), bus=bus),
+    }
+    for name, scheme in senders.items():
+        scheme.init_on_sender(model_id=name, model=Model(1))
+    models = [{name: Model() for name in NAMES} for _ in range(2)]
+    workers = [passed_on(senders) for _ in models]
+    for index, (worker, mine) in enumerate(zip(workers, models, strict=True)):
+        for name, scheme in worker.items():
+            scheme.init_on_receiver(name, model=mine[name], worker_idx=index)
+    buses = [worker["policy"].bus for worker in workers]
+
+    def numbers() -> list[set[float]]:
+        return [read(mine["policy"]) | read(mine["value"]) for mine in models]
+
+    try:
+        await asyncio.gather(bus.connect(timeout=5), *(b.connect(timeout=5) for b in buses))
+        for value in range(2, 8):
+            with Clock(1.0):  # not after the 5 s in which bytes that are missing are asked for again
+                await bus.send_async({name: Model(value) for name in NAMES}, timeout=10)
+            assert numbers() == [{value}, {value}]
+        with held(buses[1]):  # neither of the two, before both can
+            await bus.publish({name: Model(8) for name in NAMES})
+            await bus.wait_version(bus.version, worker_ids=0, timeout=5)
+            assert numbers() == [{8}, {7}]
+        await bus.wait_version(bus.version, timeout=5)
+        assert numbers() == [{8}, {8}]
+        with pytest.raises(PartialSendError):
+            await bus.send_async({"policy": Model(9), "value": Model(9, width=3)}, timeout=5)
+        assert numbers() == [{8}, {8}], "a worker that cannot take one of them takes none"
+        await bus.send_async({"value": Model(9)}, timeout=5)
+        assert [(read(mine["policy"]), read(mine["value"])) for mine in models] == [({8}, {9})] * 2
+    finally:
+        for each in (*buses, bus):
+            await each.shutdown()
+
+
+# -- whose memory it is
+
+
+class Keeping(WeightStrategy):
+    """Keeps what it is given to apply."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Any] = []
+
+    def apply_weights(self, destination: Any, weights: Any, inplace: bool = True) -> None:
+        self.kept.append(weights)
+        super().apply_weights(destination, weights, inplace)
+
+
+@pytest.mark.requirement(218)
+@pytest.mark.schemes("map_above")
+@pytest.mark.parametrize(("width", "map_above"), [(64, 0), (2 << 20, 0), (1 << 18, 16 << 20)])
+async def test_nothing_that_anybody_was_given_is_overwritten(api: Api, width: int, map_above: int) -> None:
+    source, model = Model(1, width), Model(width=width)
+    scheme = api.scheme(slots=2, map_above=map_above)
+    async with api.crew(1, scheme=scheme, source=source, models=[model]) as (sender, (receiver,), _):
+        buffer, other = TensorDict.from_module(Model(0, width)).detach().clone(), Model(0, width)
+        await sender.send_async(fill(source, 2))
+        kept: dict[str, Any] = {
+            "receive_weights": await receive_weights(api, receiver, 5.0, weights=None, model=other),
+            "its model": other,
+            "fetch": await receiver.fetch(timeout=5),
+            "receiver.weights": receiver.weights,
+            "sender.weights": sender.weights,
+            "prepare_weights": bare(sender).prepare_weights(None, "policy", sender.strategy).clone(),
+            "a copy of the model": {name: p.detach().clone() for name, p in model.named_parameters()},
+        }
+        await sender.send_async(fill(source, 2))
+        assert await receive_weights(api, receiver, 5.0, weights=buffer) is buffer
+        kept["its buffer"] = buffer
+        for value in range(3, 10):
+            await sender.send_async(fill(source, value))
+            assert read(model) == {value}
+        for name, weights in kept.items():
+            assert read(weights) == {2}, name
+        for weights in kept.values():
+            fill(weights, -1) if isinstance(weights, nn.Module) else [w.detach().zero_() for w in leaves(weights)]
+        assert read(model) == read(source) == read(receiver.weights) == read(sender.weights) == {9}
+        assert read(await receiver.fetch(timeout=5)) == {9}
+
+
+def leaves(weights: Any) -> list[torch.Tensor]:
+    return list(weights.values()) if isinstance(weights, dict) else list(weights.values(True, True))
+
+
+@pytest.mark.requirement(218)
+@pytest.mark.schemes("map_above")
+async def test_what_a_hook_of_the_strategy_keeps_is_not_overwritten(api: Api) -> None:
+    async with api.crew(1, scheme=api.scheme(Keeping(), slots=2, map_above=0)) as everybody:
+        for value in range(1, 6):
+            await everybody.sender.send_async(fill(everybody.source, value))
+        applied = everybody.receivers[0].strategy.kept
+        assert [read(weights) for weights in applied] == [{value} for value in range(6)]
+
+
+@pytest.mark.requirement(218)
+@pytest.mark.schemes("map_above")
+async def test_a_model_outlives_its_scheme_unchanged(api: Api) -> None:
+    async with api.crew(2, scheme=api.scheme(slots=2, map_above=0)) as everybody:
+        await everybody.sender.send_async(fill(everybody.source, 1))
+        fill(everybody.models[1].inner, 5)  # of its own
+        await everybody.receivers[0].shutdown()
+        await everybody.receivers[1].shutdown()
+        again = receiver_of(everybody.sender, 0, model := Model())
+        async with again:
+            await again.connect(timeout=5)
+            for value in range(2, 8):
+                version = await everybody.sender.publish(fill(everybody.source, value))
+                await everybody.sender.wait_version(version, worker_ids=0, timeout=5)
+                assert read(model) == {value}
+            assert read(everybody.models[0]) == {1}
+            assert read(everybody.models[1].inner) == {5}
+            assert set(everybody.models[1].last.tolist()) == {1.0}
+            await everybody.sender.shutdown()
+            assert read(model) == {7}
+
+
+@pytest.mark.requirement(218)
+@pytest.mark.schemes("map_above")
+@pytest.mark.parametrize("first", NAMES)
+async def test_so_does_one_of_several_models_whose_scheme_ends_before_the_others(api: Api, first: str) -> None:
+    bus = api.bus(num_workers=2)
+    senders = {name: api.scheme(bus=bus, slots=2, map_above=0) for name in NAMES}
+    for name, scheme in senders.items():
+        scheme.init_on_sender(model_id=name, model=Model(1))
+    models = [{name: Model() for name in NAMES} for _ in range(2)]
+    workers = [passed_on(senders) for _ in models]
+    for index, (worker, mine) in enumerate(zip(workers, models, strict=True)):
+        for name, scheme in worker.items():
+            scheme.init_on_receiver(name, model=mine[name], worker_idx=index)
+    try:
+        await asyncio.gather(*(b.connect(timeout=5) for b in (bus, *(w["policy"].bus for w in workers))))
+        await workers[0][first].shutdown()
+        assert not workers[0][first].bus.closed
+        for scheme in workers[0].values():
+            await scheme.shutdown()
+        for value in range(2, 8):
+            version = await bus.publish({name: Model(value) for name in NAMES})
+            await bus.wait_version(version, worker_ids=1, timeout=5)
+            assert {name: read(model) for name, model in models[1].items()} == {key: {value} for key in NAMES}
+            assert {name: read(model) for name, model in models[0].items()} == {key: {1} for key in NAMES}
+    finally:
+        for each in (*(w["policy"].bus for w in workers), bus):
+            await each.shutdown()
+
+
+@pytest.mark.requirement(85)
+@pytest.mark.schemes("in place")
+async def test_shutdown_gives_the_slots_back_and_takes_the_mappings_down(api: Api) -> None:
+    def memory_files() -> int:
+        return Path("/proc/self/maps").read_text().count("memfd:asyncsync")
+
+    gc.collect()
+    before = memory_files()
+    async with api.crew(2, scheme=api.scheme(map_above=0)) as everybody:
+        for value in range(1, 4):
+            await everybody.sender.send_async(fill(everybody.source, value))
+        assert memory_files() > before
+        slots = pool(everybody.sender)
+        for scheme in (everybody.sender, *everybody.receivers):
+            await scheme.shutdown()
+        assert (slots.slabs, len(slots.used)) == (0, 0)
+        assert everybody.read == [{3}, {3}], "the models keep what they have"
+        everybody.models.clear()
+        for receiver in everybody.receivers:
+            bare(receiver).__dict__.update(_model=None, _binding=None)
+    assert slots.slabs == 0
+    del everybody, receiver, scheme
+    gc.collect()
+    await until(lambda: memory_files() == before)
+
+
+@pytest.mark.requirement(85)
+@pytest.mark.schemes("map_above")
+async def test_a_receiver_that_has_ended_maps_only_what_its_model_lives_in(api: Api) -> None:
+    """At once, and not when a garbage collection comes: a mapping keeps its memory, and two descriptors."""
+    gc.collect()
+    before = len(mappings())
+    gc.disable()
+    try:
+        async with api.crew(1, scheme=api.scheme(map_above=0)) as (sender, (receiver,), (model,)):
+            for value in range(1, 4):
+                await sender.send_async(fill(bare(sender).model, value))
+            await sender.shutdown()
+            await receiver.shutdown()
+            assert read(model) == {3}
+            assert len(mappings()) <= before + 1
+    finally:
+        gc.enable()
+
+
+# -- slots that are all in use
+
+
+@pytest.mark.requirement(195)
+@pytest.mark.schemes("in place")
+async def test_with_every_slot_in_use_send_ends_in_time_and_names_the_reader(api: Api) -> None:
+    async with api.crew(2, scheme=api.scheme(slots=2, map_above=0)) as everybody:
+        sender, (_, reader), models = everybody
+        with held(reader):
+            await sender.publish(fill(everybody.source, 1))
+            await sender.wait_version(2, worker_ids=0, timeout=5)
+            for _ in range(2):
+                with Clock(0.2), pytest.raises(PartialSendError) as caught:
+                    await sender.send_async(fill(everybody.source, 2), timeout=0.2)
+                assert [type(error) for error in caught.value.failed.values()] == [AckTimeout] * 2
+                for part in ("no free slot", f"worker 1 (live, process {os.getpid()}) has version 1", "more slots="):
+                    assert part in str(caught.value)
+            assert (sender.version, everybody.read) == (2, [{1}, {0}]), "nothing was published"
+        await sender.send_async(fill(everybody.source, 3), timeout=5)
+        assert everybody.read == [{3}, {3}], "the reader has left, and it goes on"
+        assert [read(m) for m in models] == [{3}, {3}]
+        assert pool(sender).peak <= 3
+
+
+@pytest.mark.schemes("in place")
+@pytest.mark.parametrize("how", ["leaves its hold", "is shut down"])
+async def test_publishing_waits_for_a_slot_and_goes_on_when_the_reader_leaves(api: Api, how: str) -> None:
+    async with api.crew(2, scheme=api.scheme(slots=2, map_above=0)) as everybody:
+        sender, (_, reader), _ = everybody
+        with held(reader):
+            await sender.publish(fill(everybody.source, 1))
+            publishing = asyncio.create_task(sender.publish(fill(everybody.source, 2)))
+            done, _ = await asyncio.wait({publishing}, timeout=0.1)
+            assert not done
+            if how == "is shut down":
+                ending = asyncio.create_task(reader.shutdown(timeout=0.5))
+                await asyncio.wait({ending}, timeout=2)
+        with Clock(1.0):
+            assert await publishing == 3
+        await sender.wait_version(3, worker_ids=0, timeout=5)
+        assert read(everybody.models[0]) == {2}
+        if how == "is shut down":
+            await ending
+            assert read(everybody.models[1]) in ({0}, {1}, {2})
+        else:
+            await reader.wait_version(3, timeout=5)
+            assert read(everybody.models[1]) == {2}
+
+
+@pytest.mark.requirement(198)
+@pytest.mark.schemes("in place")
+async def test_a_reader_that_holds_one_slot_delays_nobody(api: Api) -> None:
+    async with api.crew(2, scheme=api.scheme(slots=3, map_above=0)) as everybody:
+        sender, (_, reader), models = everybody
+        with held(reader):
+            for value in range(1, 21):
+                with Clock(0.2):
+                    version = await sender.publish(fill(everybody.source, value))
+                await sender.wait_version(version, worker_ids=0, timeout=5)
+                assert read(models[0]) == {value}
+            assert read(models[1]) == {0}
+            assert pool(sender).peak <= 4
+        await reader.wait_version(version, timeout=5)
+        assert read(models[1]) == {20}, "it skips what came meanwhile"
+
+
+@pytest.mark.requirement(192)
+@pytest.mark.schemes("in place")
+async def test_a_publish_that_is_cancelled_while_it_waits_for_a_slot_leaves_nothing(api: Api) -> None:
+    async with api.crew(1, scheme=api.scheme(slots=2, map_above=0)) as everybody:
+        sender, (reader,), _ = everybody
+        with held(reader):
+            await sender.publish(fill(everybody.source, 1))
+            sending = asyncio.create_task(bare(sender).send_async(fill(everybody.source, 2), timeout=30))
+            done, _ = await asyncio.wait({sending}, timeout=0.05)
+            assert not done
+            sending.cancel()
+            with Clock(0.5), pytest.raises(asyncio.CancelledError):
+                await sending
+            assert sender.version == 2
+        await sender.send_async(fill(everybody.source, 3), timeout=5)
+        assert (everybody.read, sender.version) == ([{3}], 3)
+
+
+@pytest.mark.schemes("in place")
+async def test_shutdown_ends_a_publish_that_waits_for_a_slot(api: Api) -> None:
+    async with api.crew(1, scheme=api.scheme(slots=2, map_above=0)) as everybody:
+        with held(everybody.receivers[0]):
+            await everybody.sender.publish(fill(everybody.source, 1))
+            publishing = asyncio.create_task(everybody.sender.publish(fill(everybody.source, 2)))
+            await asyncio.wait({publishing}, timeout=0.05)
+            with Clock(0.5):
+                await everybody.sender.shutdown()
+                with pytest.raises(ClosedError):
+                    await publishing
+
+
+# -- workers that cannot take part
+
+
+Arrange = Callable[[pytest.MonkeyPatch], None]
+
+
+def no_permission(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for another user's process, or with /proc hidden."""
+    real = os.open
+
+    def refuse(path: Any, *args: Any, **kwargs: Any) -> int:
+        if str(path).startswith("/proc/") and "/fd/" in str(path):
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr(attachments.os, "open", refuse)
+
+
+def another_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is some other process of this number, or none."""
+    real = SlotPool.describe
+    monkeypatch.setattr(SlotPool, "describe", lambda *args: Place.decode(real(*args))._replace(pid=1).encode())
+
+
+def another_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number is that of another of its files."""
+    real = SlotPool.describe
+    monkeypatch.setattr(SlotPool, "describe", lambda *args: Place.decode(real(*args))._replace(number=0).encode())
+
+
+@pytest.mark.requirement(195)
+@pytest.mark.schemes("slots")
+@pytest.mark.parametrize("arrange", [no_permission, another_namespace, another_file])
+async def test_a_worker_that_cannot_open_the_senders_memory_is_an_error_with_a_remedy_on_both_sides(
+    api: Api, arrange: Arrange, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender = api.scheme()
+    sender.init_on_sender(model_id="policy", model=Model(1), num_workers=1)
+    receiver = receiver_of(sender, 0, model := Model())
+    async with sender, receiver:
+        with monkeypatch.context() as patch, Clock(1.0):
+            arrange(patch)
+            outcome = await asyncio.gather(
+                sender.connect(timeout=10), receiver.connect(timeout=10), return_exceptions=True
+            )
+        assert isinstance(outcome[0], PartialSendError)
+        assert isinstance(outcome[0].failed[0], RemoteError)
+        assert isinstance(outcome[1], WeightSyncError)
+        for error in (outcome[0], outcome[1]):
+            assert "use ZMQWeightSyncScheme otherwise" in str(error)
+        assert read(model) == {-1}
+        await sender.connect(timeout=10)
+        await receiver.connect(timeout=10)
+        assert read(model) == {1}, "and when it can, connect works"
+
+
+@pytest.mark.requirement(195)
+@pytest.mark.schemes("slots")
+async def test_a_worker_that_can_open_it_no_longer_fails_that_update_only(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with api.crew(2) as everybody:
+        attachments_of = everybody.receivers[1].receiver_transport._attachments
+        with monkeypatch.context() as patch, Clock(1.0):
+            no_permission(patch)
+            attachments_of._known.clear()
+            with pytest.raises(PartialSendError) as caught:
+                await everybody.sender.send_async(fill(everybody.source, 1), timeout=10)
+        assert 1 in caught.value.failed
+        assert "cannot be opened" in str(caught.value.failed[1])
+        await everybody.sender.send_async(fill(everybody.source, 2), timeout=10)
+        assert everybody.read == [{2}, {2}]
+
+
+@pytest.mark.requirement(195)
+@pytest.mark.schemes("slots")
+async def test_another_scheme_on_the_workers_side_is_named_with_the_remedy(api: Api) -> None:
+    sender = api.scheme()
+    sender.init_on_sender(model_id="policy", model=Model(1), num_workers=1)
+    receiver = api.make(api.ZMQWeightSyncScheme, endpoint=sender.bus.endpoint)
+    receiver.init_on_receiver("policy", model=(model := Model()), worker_idx=0)
+    async with sender, receiver:
+        with Clock(1.0):
+            outcome = await asyncio.gather(
+                sender.connect(timeout=10), receiver.connect(timeout=10), return_exceptions=True
+            )
+        assert isinstance(outcome[0], PartialSendError)
+        for error in outcome:
+            assert "use the same scheme class on both sides" in str(error)
+        assert read(model) == {-1}
+
+
+@pytest.mark.schemes("slots")
+async def test_a_worker_of_such_a_scheme_takes_what_a_zmq_sender_has(api: Api) -> None:
+    """The other mixture is none: the bytes come on the bus, whatever the worker's transport."""
+    sender = api.make(api.ZMQWeightSyncScheme)
+    sender.init_on_sender(model_id="policy", model=(source := Model(1)), num_workers=1)
+    receiver = api.scheme(endpoint=sender.bus.endpoint)
+    receiver.init_on_receiver("policy", model=(model := Model()), worker_idx=0)
+    async with sender, receiver:
+        await asyncio.gather(sender.connect(timeout=10), receiver.connect(timeout=10))
+        await sender.send_async(fill(source, 2), timeout=10)
+        assert (read(model), files(model)) == ({2}, {0})
+
+
+# -- configuration
+
+
+@pytest.mark.schemes("slots")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"slots": 1}, "slots must be an integer of at least 2"),
+        ({"slots": 2.0}, "slots must be an integer of at least 2"),
+        ({"slots": True}, "slots must be an integer of at least 2"),
+        ({"map_above": -1}, "map_above must be a number of bytes"),
+        ({"map_above": "16M"}, "map_above must be a number of bytes"),
+    ],
+)
+def test_the_constructor_refuses(api: Api, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        api.scheme(**options)
+
+
+@pytest.mark.requirement(13, 213)
+@pytest.mark.schemes("in place")
+def test_slots_and_map_above_travel_with_a_pickle_and_a_conversion(api: Api) -> None:
+    scheme = api.scheme("state_dict", slots=7, map_above=123)
+    other = bare(scheme).aio if api.is_blocking else scheme.blocking
+    for each in (scheme, passed_on(scheme), other, passed_on(other)):
+        each.init_on_sender(model_id="policy", model=Model(), num_workers=1)
+        assert (pool(each).slots_allowed, pool(each).map_above) == (7, 123)
+        assert each.strategy.extract_as == "state_dict"
+    assert type(other) is api.other.scheme_class
+
+
+# -- threads of the blocking API
+
+
+@pytest.mark.requirement(194)
+@pytest.mark.parametrize("kind", [sync.SharedMemWeightSyncScheme, sync.MultiProcessWeightSyncScheme])
+async def test_many_threads_may_use_the_blocking_schemes_at_once(kind: Any) -> None:
+    width, rounds = 1 << 14, 15
+    sender = kind(num_workers=1, map_above=0)
+    sender.init_on_sender(model_id="policy", model=Model(0, width))
+    receiver = receiver_of(sender, 0, model := Model(width=width))
+    stop, seen = threading.Event(), []
+    numbers = count(1)
+
+    def train() -> None:
+        for _ in range(rounds):
+            sender.send(Model(next(numbers), width), timeout=30)
+
+    def roll_out() -> None:
+        while not stop.is_set():
+            seen.append(model())
+            with receiver.hold():
+                seen.append(read(model) | model())
+
+    def look() -> None:
+        while not stop.is_set():
+            if is_instant(receiver):
+                assert receiver.receive() is None
+            seen.append(read(receiver.fetch(timeout=30)))
+            seen.append(read(receiver.weights))
+
+    with sender, receiver:
+        await asyncio.gather(in_thread(sender.connect, timeout=10), in_thread(receiver.connect, timeout=10))
+        others = [asyncio.create_task(in_thread(f)) for f in (roll_out, roll_out, look)]
+        try:
+            await asyncio.gather(*(in_thread(train) for _ in range(3)))
+        finally:
+            stop.set()
+            await asyncio.gather(*others)
+        assert sender.version == 3 * rounds + 1
+        torn = [values for values in seen if len(values) != 1]
+        assert not torn, torn[:3]
+        assert len(set.union(*seen)) > 3
+        sender.send(Model(-7, width))
+        assert read(model) == {-7}
+
+
+class Failing(Model):
+    """Takes tensors, and no extra state."""
+
+    def get_extra_state(self) -> Any:
+        return {"version": 1}
+
+    def set_extra_state(self, state: Any) -> None:
+        raise LookupError("of the user's")
+
+
+@pytest.mark.requirement(195)
+@pytest.mark.schemes("map_above")
+async def test_a_worker_that_fails_every_update_holds_up_nobody(api: Api) -> None:
+    source = Healthy(0)
+    models = [Healthy(), Failing()]
+    scheme = api.scheme("state_dict", map_above=0)
+    scheme.init_on_sender(model_id="policy", model=source, num_workers=2)
+    receivers = [receiver_of(scheme, i, model) for i, model in enumerate(models)]
+    try:
+        ends = await asyncio.gather(scheme.connect(timeout=5), *(r.connect(timeout=5) for r in receivers),
+                                    return_exceptions=True)  # fmt: skip
+        assert isinstance(ends[0], PartialSendError)
+        for version in range(2, 12):
+            fill(source, version)
+            with pytest.raises(PartialSendError) as caught:
+                await scheme.send_async(timeout=5)
+            assert set(caught.value.failed) == {1}
+            assert isinstance(caught.value.failed[1], RemoteError)
+            assert read(models[0]) == {version}
+            assert read(models[1]) == {version}  # the tensors were there before its own code has failed
+    finally:
+        for one in (*receivers, scheme):
+            await one.shutdown()
+
+
+class Healthy(Failing):
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+
+# -- slots that are copied, and slots that are read where they are
+
+
+class Sharing(WeightStrategy):
+    """Moves what it is given into memory that other processes can open, as a multiprocessing queue would."""
+
+    def convert(self, weights: Any, model: Any) -> Any:
+        return {name: tensor.share_memory_() for name, tensor in weights.flatten_keys(".").items()}
+
+
+@pytest.mark.schemes("shared")
+async def test_a_convert_that_moves_its_tensors_gets_the_next_version_all_the_same(api: Api) -> None:
+    source, model = Model(1, width=1 << 18), Model(0, width=1 << 18)
+    assert 1 << 20 < sum(p.nbytes for p in source.parameters()) < 16 << 20
+    scheme = api.scheme(Sharing(), map_above=16 << 20)
+    async with api.crew(1, scheme=scheme, source=source, models=[model]) as everybody:
+        for value in range(2, 7):
+            await everybody.sender.send_async(fill(everybody.source, value))
+            assert everybody.read == [{value}]
+
+
+@pytest.mark.requirement(85)
+@pytest.mark.schemes("shared")
+async def test_a_worker_that_ends_before_an_update_could_be_applied_reads_the_slot_no_more(api: Api) -> None:
+    source, model = Model(1, width=1 << 18), Model(0, width=1 << 18)
+    scheme = api.scheme(map_above=0)
+    async with api.crew(1, scheme=scheme, source=source, models=[model]) as (sender, (receiver,), _):
+        link = bare(receiver).bus._link
+        with held(receiver):
+            await sender.publish(fill(source, 3))
+            await until(lambda: link.gate.pending)
+            waiting = [a for a in link._fetches.transports["policy"]._attachments._known.values() if a.in_use]
+            assert waiting
+            link.gate.withdraw = lambda: False  # as after an interrupt in the middle of an apply
+            await receiver.shutdown()
+        assert all(one.is_detached for one in waiting)
+
+
+@pytest.mark.schemes("copied")
+async def test_extra_state_that_moves_another_models_tensors_costs_that_no_update(api: Api) -> None:
+    class Moving(Model):
+        others: tuple[Model, ...] = ()
+
+        def get_extra_state(self) -> int:
+            return 1
+
+        def set_extra_state(self, state: int) -> None:
+            for other in self.others:
+                other.first.data = other.first.detach().clone()
+
+    bus = api.bus(num_workers=1)
+    senders = [api.scheme(bus=bus, strategy="state_dict") for _ in "ab"]
+    sources = [Moving(1), Model(1)]
+    for sender, model_id, source in zip(senders, "ab", sources, strict=True):
+        sender.init_on_sender(model_id=model_id, model=source)
+    receivers = passed_on(senders)
+    models = [Moving(0), Model(0)]
+    for receiver, model_id, model in zip(receivers, "ab", models, strict=True):
+        receiver.init_on_receiver(model_id, model=model, worker_idx=0)
+    await asyncio.gather(bus.connect(), receivers[0].bus.connect())
+    try:
+        for value in (2, 3, 4, 5):
+            if value == 4:
+                models[0].others = (models[1],)
+            await bus.send_async({"a": fill(sources[0], value), "b": fill(sources[1], value)})
+            assert [read(dict(model.named_parameters())) for model in models] == [{value}, {value}]
+    finally:
+        await receivers[0].bus.shutdown()
+        await bus.shutdown()

@@ -1,0 +1,150 @@
+"""Weights that change their names, dtypes or format between the trainer's model and the worker's."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import nn
+
+from asyncsync import PartialSendError, SchemaMismatch, WeightStrategy
+from helpers.apis import Api
+from helpers.pairs import Model, fill, read, receiver_of
+
+pytestmark = pytest.mark.schemes("some")
+
+
+class Renamed(WeightStrategy):
+    """The trainer's model is the worker's `policy`."""
+
+    def convert(self, weights: TensorDictBase, model: Any) -> Any:
+        return {f"policy.{key}": value for key, value in weights.flatten_keys(".").items()}
+
+
+class BFloat16(WeightStrategy):
+    """Half the bytes on the wire."""
+
+    def extract_weights(self, source: Any) -> Any:
+        return super().extract_weights(source).apply(lambda t: t.bfloat16())
+
+    def convert(self, weights: TensorDictBase, model: Any) -> Any:
+        return {key: value.float() for key, value in super().convert(weights, model).items()}
+
+
+class Int8(WeightStrategy):
+    """Quantised on the sender, one scale per tensor; the worker keeps it quantised."""
+
+    def extract_weights(self, source: Any) -> Any:
+        quantised = {}
+        for key, value in super().extract_weights(source).flatten_keys(".").items():
+            scale = value.abs().max().clamp(min=1e-8) / 127
+            quantised[key] = {"q": (value / scale).round().to(torch.int8), "scale": scale.reshape(1)}
+        return quantised
+
+    def convert(self, weights: TensorDictBase, model: Any) -> Any:
+        return {f"{key}_{part}": weights[key, part] for key in weights.keys() for part in ("q", "scale")}  # noqa: SIM118
+
+
+class Quantised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weight_q", torch.zeros(3, 4, dtype=torch.int8))
+        self.register_buffer("weight_scale", torch.zeros(1))
+        self.register_buffer("bias_q", torch.zeros(3, dtype=torch.int8))
+        self.register_buffer("bias_scale", torch.zeros(1))
+
+
+class Actor(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.policy = Model()
+
+
+@pytest.mark.requirement(207)
+async def test_a_strategy_may_rename(api: Api) -> None:
+    options = {"gate": "hold"}  # nobody calls it
+    async with api.crew(2, scheme=api.scheme(Renamed()), models=[Actor(), Actor()], receiver=options) as everybody:
+        await everybody.sender.send_async(fill(everybody.source, 2))
+        assert everybody.read == [{2}, {2}]
+
+
+@pytest.mark.requirement(207)
+@pytest.mark.both_loops
+async def test_a_strategy_may_cast_on_the_wire(api: Api) -> None:
+    async with api.crew(
+        1, scheme=api.scheme(BFloat16()), source=Model(1.5, 1 << 16), models=[Model(width=1 << 16)]
+    ) as e:
+        assert e.models[0].first.dtype == torch.float32
+        assert e.read == [{1.5}]
+        await e.sender.send_async(fill(e.source, 1.0009765625))
+        assert e.read == [{1.0}], "rounded to bf16 on its way"
+        received = await api.receive(e.receivers[0], 0)
+        assert received is not None
+        assert received["first"].dtype == torch.bfloat16, "receive returns what was sent"
+        assert e.sender.status()[0].bytes_sent < 2 * (2 * (1 << 16) + 4096)
+
+
+@pytest.mark.requirement(207)
+async def test_a_strategy_may_quantise_into_another_model(api: Api) -> None:
+    source = nn.Linear(4, 3)
+    options = {"gate": "hold"}  # nobody calls it
+    async with api.crew(
+        1, scheme=api.scheme(Int8()), source=source, models=[Quantised()], receiver=options
+    ) as everybody:
+        for _ in range(3):
+            with torch.no_grad():
+                source.weight.normal_()
+            await everybody.sender.send_async()
+            model = everybody.models[0]
+            restored = model.weight_q.float() * model.weight_scale
+            assert torch.allclose(restored, source.weight, atol=float(model.weight_scale))
+
+
+@pytest.mark.requirement(207)
+async def test_cast_converts_dtypes_that_differ(api: Api) -> None:
+    models = [Model().bfloat16(), Model().double()]
+    async with api.crew(2, source=Model(1), models=models, receiver={"cast": True}) as everybody:
+        await everybody.sender.send_async(fill(everybody.source, 2))
+        assert everybody.read == [{2}, {2}]
+        assert [m.first.dtype for m in models] == [torch.bfloat16, torch.float64]
+
+
+@pytest.mark.requirement(207)
+async def test_without_cast_another_dtype_is_refused(api: Api) -> None:
+    sender = api.scheme()
+    sender.init_on_sender(model_id="policy", model=Model(1), num_workers=1)
+    async with sender, receiver_of(sender, 0, model := Model().double()) as receiver:
+        outcome = await asyncio.gather(sender.connect(timeout=5), receiver.connect(timeout=5), return_exceptions=True)
+        assert [type(o) for o in outcome] == [PartialSendError, SchemaMismatch]
+        assert "cast=True" in str(outcome[1])
+        assert read(model) == {-1}
+
+
+@pytest.mark.requirement(207)
+async def test_each_side_may_have_a_half_of_its_own(api: Api) -> None:
+    sender = api.scheme()
+    sender.init_on_sender(model_id="policy", model=(source := Model(1)), num_workers=2)
+    plain, renaming = receiver_of(sender, 0, Model()), api.scheme(Renamed(), endpoint=sender.bus.endpoint)
+    wrapped = nn.ModuleDict({"policy": Model()})
+    renaming.init_on_receiver("policy", model=wrapped, worker_idx=1, gate="hold")
+    async with sender, plain, renaming:
+        await asyncio.gather(*(s.connect(timeout=5) for s in (sender, plain, renaming)))
+        await sender.send_async(fill(source, 2))
+        assert read(plain.model) == read(wrapped) == {2}
+
+
+@pytest.mark.requirement(207)
+async def test_tied_and_nested_weights_of_a_tensordict_and_a_dict_arrive(api: Api) -> None:
+    source = TensorDict({"a": torch.ones(2, 3), "b": {"c": torch.ones(3)}})
+    models = [
+        TensorDict({"a": torch.zeros(2, 3), "b": {"c": torch.zeros(3)}}),
+        {"a": torch.zeros(2, 3), "b": {"c": torch.zeros(3)}},
+    ]
+    async with api.crew(2, sender={"weights": source}, models=models) as everybody:
+        source["b", "c"].fill_(5)
+        await everybody.sender.send_async()
+        assert torch.equal(models[0]["b", "c"], torch.full((3,), 5.0))  # type: ignore[index]
+        assert torch.equal(models[1]["b"]["c"], torch.full((3,), 5.0))

@@ -1,0 +1,312 @@
+"""Arguments that TorchRL's collectors have for reasons of their own: what each does here, beside TorchRL's."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tensordict.nn import TensorDictModule, TensorDictSequential
+from torch import nn
+
+from asyncsync.collectors import Collector, MultiAsyncCollector, MultiCollector, MultiSyncCollector
+from helpers import collecting_torchrl
+from helpers.collecting_multi import make, options, policy
+from helpers.collecting_single import Actor, Buffer, WalkEnv, equal, needs_torchrl, torchrl, torchrl_walk
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+
+OF_ALL = [
+    "use_buffers",
+    "reset_when_done",
+    "track_policy_version",
+    "auto_register_policy_transforms",
+    "local_init_rb",
+]
+both = pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
+
+
+def collected(made: Any, env: Any, **kwargs: Any) -> list[Any]:
+    collector = made(env, Actor(), **({"frames_per_batch": 10, "total_frames": 40} | kwargs))
+    try:
+        return [None if batch is None else batch.clone() for batch in collector]
+    finally:
+        collector.shutdown()
+
+
+# -- no effect ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.requirement(222)
+@pytest.mark.parametrize("name", ["use_buffers", "local_init_rb"])
+@pytest.mark.parametrize("value", [True, False, None])
+def test_these_change_nothing(name: str, value: bool | None) -> None:
+    for mine, other in zip(
+        collected(Collector, WalkEnv(), **{name: value}), collected(Collector, WalkEnv()), strict=True
+    ):
+        equal(mine, other.exclude(("collector", "policy_version")))
+    buffer = Buffer()
+    collected(Collector, WalkEnv(), replay_buffer=buffer, **{name: value})
+    assert [len(batch) for batch in buffer.extended] == [10] * 4
+
+
+@pytest.mark.requirement(222)
+@both
+def test_workers_take_them_too(kind: Any) -> None:
+    given = options(use_buffers=False, local_init_rb=False, reset_when_done=True)
+    with kind([make()] * 2, policy(), **given) as collector:
+        assert collector.next().numel() == 6
+
+
+@pytest.mark.requirement(222)
+@pytest.mark.parametrize("name", ["use_buffers", "local_init_rb"])
+def test_what_is_neither_true_nor_false_is_refused(name: str) -> None:
+    with pytest.raises(TypeError, match=f"{name} must be True, False or None, not 'yes'"):
+        Collector(WalkEnv(), Actor(), frames_per_batch=4, **{name: "yes"})
+    with pytest.raises(TypeError, match=f"{name} must be True, False or None, not 'yes'"):
+        MultiSyncCollector([make()] * 2, policy(), **options(**{name: "yes"}))
+
+
+@pytest.mark.requirement(222)
+def test_what_has_finished_is_always_reset() -> None:
+    collected(Collector, WalkEnv(), reset_when_done=True)
+    for made in (
+        lambda: Collector(WalkEnv(), Actor(), frames_per_batch=4, reset_when_done=False),
+        lambda: MultiSyncCollector([make()] * 2, policy(), **options(reset_when_done=False)),
+    ):
+        with pytest.raises(ValueError, match="an environment that has finished is always reset"):
+            made()
+
+
+# -- return_same_td ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.requirement(222)
+def test_the_same_tensordict_comes_again_with_new_values() -> None:
+    expected = collected(Collector, WalkEnv())
+    with Collector(WalkEnv(), Actor(), frames_per_batch=10, total_frames=40, return_same_td=True) as c:
+        first = c.next()
+        assert first is not None
+        memory = first["observation"].data_ptr()
+        assert (first == expected[0]).all()
+        for batch, other in zip(c, expected[1:], strict=True):
+            assert batch is first
+            assert batch["observation"].data_ptr() == memory
+            assert (batch == other).all()
+
+
+@pytest.mark.requirement(222)
+@needs_torchrl
+def test_as_torchrls_comes_again() -> None:
+    for made, env in ((Collector, WalkEnv()), (torchrl().collectors.Collector, torchrl_walk())):
+        collector = made(env, Actor(), frames_per_batch=10, total_frames=40, return_same_td=True)
+        assert len({id(batch) for batch in collector}) == 1
+        collector.shutdown()
+
+
+@pytest.mark.requirement(222)
+def test_what_was_done_to_the_same_tensordict_does_not_last() -> None:
+    def private(batch: Any) -> Any:
+        batch["_mine"] = batch["observation"]
+        batch["observation"] = batch["observation"] * 0
+        return batch
+
+    expected = collected(Collector, WalkEnv(), postproc=private)
+    with Collector(
+        WalkEnv(), Actor(), frames_per_batch=10, total_frames=40, return_same_td=True, postproc=private
+    ) as c:
+        for batch, other in zip(c, expected, strict=True):
+            assert set(batch.keys(True, True)) == set(other.keys(True, True))
+            assert (batch == other).all()
+
+
+@pytest.mark.requirement(222)
+def test_the_same_tensordict_is_not_for_a_replay_buffer() -> None:
+    with pytest.raises(TypeError, match="return_same_td is for batches, which go to the replay buffer here"):
+        Collector(WalkEnv(), Actor(), frames_per_batch=4, return_same_td=True, replay_buffer=Buffer())
+
+
+# -- interruptor -------------------------------------------------------------------------------------------------------
+
+
+class Interruptor:
+    """Ends the rollout after so many steps."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+        self.asked = 0
+
+    def collection_stopped(self) -> bool:
+        self.asked += 1
+        return self.asked % self.steps == 0
+
+
+@pytest.mark.requirement(222)
+@needs_torchrl
+@pytest.mark.parametrize("size", [(), (2,)])
+@pytest.mark.parametrize("steps", [1, 4, 50])
+def test_an_interruptor_ends_rollouts_as_torchrls(size: tuple[int, ...], steps: int) -> None:
+    ours = collected(Collector, WalkEnv(size), interruptor=Interruptor(steps))
+    theirs = collected(torchrl().collectors.Collector, torchrl_walk(size), interruptor=Interruptor(steps))
+    assert len(theirs) > 1
+    for mine, other in zip(ours, theirs, strict=False):  # they count the frames that are missing, too
+        valid = other["collector", "traj_ids"] >= 0
+        assert mine.batch_size[-1] == int(valid.sum(-1).max())
+        equal(mine, other[..., : mine.batch_size[-1]])
+    assert sum(batch.numel() for batch in ours) >= 40
+
+
+@pytest.mark.requirement(222)
+@needs_torchrl
+@pytest.mark.thorough
+def test_torchrls_own_interruptor(in_program: collecting_torchrl.Programs) -> None:
+    # In another process, as its memory stays for as long as that lasts.
+    assert in_program(collecting_torchrl.with_their_interruptor) == [10, 1, 1, 10]
+
+
+@pytest.mark.requirement(222)
+def test_an_interruptor_ends_rollouts_frame_by_frame_too() -> None:
+    buffer = Buffer()
+    with Collector(
+        WalkEnv(), Actor(), frames_per_batch=10, replay_buffer=buffer, extend_buffer=False, set_truncated=True,
+        interruptor=Interruptor(4),
+    ) as c:  # fmt: skip
+        c.next()
+    assert [bool(frame["next", "truncated"]) for frame in buffer.added] == [False] * 3 + [True]
+
+
+@pytest.mark.requirement(222)
+def test_what_is_no_interruptor_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"interruptor must have a method collection_stopped\(\), which object has not"):
+        Collector(WalkEnv(), Actor(), frames_per_batch=4, interruptor=object())  # type: ignore[arg-type]
+
+
+# -- track_policy_version ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.requirement(222)
+@needs_torchrl
+@pytest.mark.parametrize("size", [(), (2,)])
+def test_frames_have_the_version_where_torchrl_has_it(size: tuple[int, ...]) -> None:
+    found: list[list[Any]] = []
+    for made in (Collector, torchrl().collectors.Collector):
+        actor = TensorDictModule(Actor(), in_keys=["observation"], out_keys=["action"])
+        collector = made(torchrl_walk(size), actor, frames_per_batch=4, total_frames=16, track_policy_version=True)
+        found.append([])
+        for batch in collector:
+            found[-1].append(batch.clone())
+            collector.update_policy_weights_()
+        collector.shutdown()
+    for mine, other in zip(*found, strict=True):
+        equal(mine, other)
+    assert [batch["next", "policy_version"].unique().tolist() for batch in found[0]] == [[0], [1], [2], [3]]
+
+
+class Tracker:
+    version = 0
+
+
+@pytest.mark.requirement(222)
+@pytest.mark.parametrize("size", [(), (2,)])
+def test_a_tracker_is_kept_up_to_date(size: tuple[int, ...]) -> None:
+    tracker = Tracker()
+    with Collector(WalkEnv(size), Actor(), frames_per_batch=4, track_policy_version=tracker) as c:
+        for version in range(3):
+            batch = c.next()
+            assert batch is not None
+            assert torch.equal(batch["next", "policy_version"], batch["collector", "policy_version"])
+            assert batch["next", "policy_version"].unique().tolist() == [version] == [tracker.version]
+            c.update_policy_weights_()
+
+
+@pytest.mark.requirement(222)
+def test_a_policy_of_observations_does_not_get_the_version() -> None:
+    with Collector(
+        WalkEnv(), lambda observation: observation[..., :1], frames_per_batch=4, track_policy_version=True
+    ) as c:
+        assert c.rollout() is not None
+
+
+@pytest.mark.requirement(222)
+def test_no_version_is_refused() -> None:
+    with pytest.raises(TypeError, match="track_policy_version must be True, False, or an object with a version"):
+        Collector(WalkEnv(), Actor(), frames_per_batch=4, track_policy_version="uuid")
+
+
+@pytest.mark.requirement(222)
+@both
+def test_frames_of_workers_have_the_version(kind: Any) -> None:
+    with kind([make()] * 2, policy(), **options(track_policy_version=True)) as collector:
+        for _ in range(4):
+            batch = collector.next()
+            assert torch.equal(batch["next", "policy_version"], batch["collector", "policy_version"])
+            collector.update_policy_weights_()
+        assert batch["policy_version"].max() > 0
+
+
+# -- auto_register_policy_transforms -----------------------------------------------------------------------------------
+
+
+def recurrent() -> TensorDictSequential:
+    from torchrl.modules import GRUModule
+
+    torch.manual_seed(0)
+    memory = GRUModule(
+        input_size=3, hidden_size=4, in_keys=["observation", "hidden"], out_keys=["features", ("next", "hidden")]
+    )
+    return TensorDictSequential(memory, TensorDictModule(nn.Linear(4, 1), in_keys=["features"], out_keys=["action"]))
+
+
+@pytest.mark.requirement(222)
+@needs_torchrl
+@pytest.mark.parametrize("size", [(), (2,)])
+def test_recurrent_policies_get_the_transforms_that_torchrl_gives(size: tuple[int, ...]) -> None:
+    found = []
+    for made in (Collector, torchrl().collectors.Collector):
+        given = {"frames_per_batch": 10, "total_frames": 30, "auto_register_policy_transforms": True}
+        collector = made(torchrl_walk(size), recurrent(), **given)
+        found.append([batch.clone() for batch in collector])
+        collector.shutdown()
+    for mine, other in zip(*found, strict=True):
+        equal(mine, other)
+    assert found[0][-1]["hidden"].any()
+
+
+@pytest.mark.requirement(222)
+@needs_torchrl
+def test_transforms_that_are_there_are_not_added_again() -> None:
+    rl = torchrl()
+    module = recurrent()
+    env = torchrl_walk().append_transform(rl.envs.InitTracker()).append_transform(module[0].make_tensordict_primer())
+    with Collector(env, module, frames_per_batch=4, auto_register_policy_transforms=True) as c:
+        assert len(c.env.transform) == 2
+
+
+@pytest.mark.requirement(222)
+@needs_torchrl
+@pytest.mark.parametrize("value", [None, False])
+def test_without_it_the_environment_is_left_alone(value: bool | None) -> None:
+    torchrl()
+    with Collector(torchrl_walk(), recurrent(), frames_per_batch=4, auto_register_policy_transforms=value) as c:
+        with pytest.raises(KeyError, match="is_init"):
+            c.rollout()
+
+
+@pytest.mark.requirement(222)
+def test_other_environments_and_policies_are_left_alone() -> None:
+    with Collector(WalkEnv(), Actor(), frames_per_batch=4, auto_register_policy_transforms=True) as c:
+        assert c.rollout() is not None
+
+
+# -- all ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.requirement(222)
+@pytest.mark.parametrize("kind", [Collector, MultiCollector])
+def test_all_of_them_are_documented(kind: Callable[..., Any]) -> None:
+    names = OF_ALL + (["return_same_td", "interruptor"] if kind is Collector else [])
+    for name in names:
+        assert name in inspect.signature(kind).parameters
+        assert name in (inspect.getdoc(kind) or "")

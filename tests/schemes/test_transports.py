@@ -1,0 +1,455 @@
+"""The documented methods of a transport, and blocking transports of a user's own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import LazyStackedTensorDict, TensorDict
+
+import asyncsync
+from asyncsync import (
+    ClosedError,
+    NotConnected,
+    SchemaMismatch,
+    WeightStrategy,
+    sync,
+)
+from helpers.apis import ASYNCIO, Api, bare, in_thread
+from helpers.pairs import Clock, Model, fill, read, receiver_of
+
+pytestmark = pytest.mark.schemes("every")
+
+
+async def call(api: Api, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A documented method: a coroutine of asyncsync's transport, an ordinary one of asyncsync.sync's."""
+    assert inspect.iscoroutinefunction(method) is not api.is_blocking
+    if api.is_blocking:
+        return await in_thread(method, *args, **kwargs)
+    return await method(*args, **kwargs)
+
+
+# -- the documented methods
+
+
+@pytest.mark.requirement(49)
+@pytest.mark.schemes("zmq")
+@pytest.mark.parametrize(
+    "name",
+    ["TransportBackend", "ZMQTransport", "SharedMemTransport", "MPTransport", "DistributedTransport", "RPCTransport",
+     "RayTransport"],
+)  # fmt: skip
+def test_each_api_has_the_documented_methods_with_the_documented_arguments(api: Api, name: str) -> None:
+    kind = getattr(api, name)
+    assert name in api.module.__all__
+    assert issubclass(kind, api.TransportBackend)
+    expected = {
+        "send_weights": ["weights", "worker_ids"],
+        "receive_weights": ["timeout", "weights", "model", "strategy"],
+        "setup_connection_and_weights_on_sender": [],
+        "setup_connection_and_weights_on_receiver": ["worker_idx", "weights", "model", "strategy"],
+    }
+    for method, names in expected.items():
+        assert inspect.iscoroutinefunction(getattr(kind, method)) is not api.is_blocking
+        parameters = inspect.signature(getattr(kind, method)).parameters
+        assert list(parameters)[1:] == names
+        by_keyword = [n for n, p in parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY]
+        assert (
+            by_keyword
+            == [n for n in names if n in ("worker_idx", "weights", "model", "strategy")][method == "send_weights" :]
+        )
+
+
+@pytest.mark.requirement(40)
+@pytest.mark.schemes("waiting")
+@pytest.mark.both_loops
+async def test_send_weights_publishes_and_receive_weights_waits_for_the_next_update(api: Api) -> None:
+    async with api.crew(2) as (sender, receivers, models):
+        transport = sender.shared_transport
+        waiting = [asyncio.create_task(call(api, r.receiver_transport.receive_weights)) for r in receivers]
+        assert await call(api, transport.send_weights, Model(2)) is None
+        assert [read(await each) for each in waiting] == [{2}, {2}]
+        assert [read(m) for m in models] == [{2}, {2}]
+        await call(api, transport.send_weights, Model(3), worker_ids=1)
+        assert read(await call(api, receivers[1].receiver_transport.receive_weights, 5.0)) == {3}
+        await sender.wait_version(sender.version, worker_ids=[1], timeout=5)
+        assert [read(m) for m in models] == [{2}, {3}]
+
+
+@pytest.mark.requirement(40)
+async def test_send_weights_waits_for_no_worker(api: Api) -> None:
+    async with api.crew(1) as (sender, (receiver,), (model,)):
+        async with receiver.hold():
+            await call(api, sender.shared_transport.send_weights, Model(2))
+            assert read(model) == {0}
+        await receiver.wait_version(2, timeout=5)
+        assert read(await call(api, receiver.receiver_transport.receive_weights, 5.0)) == {2}
+
+
+@pytest.mark.requirement(40)
+async def test_send_weights_without_weights_takes_the_registered_source(api: Api) -> None:
+    async with api.crew(1) as everybody:
+        fill(everybody.source, 4)
+        await call(api, everybody.sender.shared_transport.send_weights)
+        await everybody.sender.wait_version(2, timeout=5)
+        assert everybody.read == [{4}]
+
+
+@pytest.mark.requirement(43)
+@pytest.mark.parametrize("timeout", [0, 0.05])
+async def test_an_expired_timeout_returns_none(api: Api, timeout: float) -> None:
+    async with api.crew(1) as (_, (receiver,), _):
+        with Clock(0.5):
+            assert await call(api, receiver.receiver_transport.receive_weights, timeout) is None
+
+
+@pytest.mark.requirement(42)
+@pytest.mark.schemes("waiting")
+async def test_without_a_timeout_it_ends_with_the_senders_goodbye(api: Api) -> None:
+    async with api.crew(1) as (sender, (receiver,), _):
+        waiting = asyncio.create_task(call(api, receiver.receiver_transport.receive_weights))
+        await asyncio.sleep(0)
+        await sender.shutdown()
+        with pytest.raises(ClosedError):
+            await waiting
+
+
+def _nested() -> Any:
+    return {
+        "first": torch.zeros(64),
+        "inner": {"weight": torch.zeros(3, 4), "bias": torch.zeros(3)},
+        "scale": torch.zeros(5),
+        "last": torch.zeros(7),
+    }
+
+
+BUFFERS: dict[str, Callable[[], Any]] = {
+    "TensorDict": lambda: TensorDict.from_module(Model()).detach().clone(),
+    "flat TensorDict": lambda: TensorDict.from_module(Model()).detach().clone().flatten_keys("."),
+    "nested dict": _nested,
+    "state dict": lambda: {k: v.clone() for k, v in Model().state_dict().items()},
+}
+
+
+@pytest.mark.requirement(40)
+@pytest.mark.parametrize("kind", BUFFERS)
+async def test_receive_weights_fills_the_buffer_and_returns_it(api: Api, kind: str) -> None:
+    async with api.crew(1, source=Model(1)) as (sender, (receiver,), _):
+        receive = receiver.receiver_transport.receive_weights
+        buffer = BUFFERS[kind]()
+        kept = buffer["first"]
+        for value in (2, 3):
+            await sender.send_async(Model(value))
+            assert await call(api, receive, 5.0, weights=buffer) is buffer
+            assert buffer["first"] is kept, "in its own memory"
+            flat = buffer if kind != "nested dict" else {**buffer, **buffer["inner"], "inner": kept}
+            assert read(flat) == {value}
+
+
+@pytest.mark.requirement(40)
+@pytest.mark.parametrize("strategy", [None, "state_dict", WeightStrategy()])
+async def test_receive_weights_applies_to_a_model_with_a_strategy(api: Api, strategy: Any) -> None:
+    async with api.crew(1, source=Model(1)) as (sender, (receiver,), (own,)):
+        await sender.send_async(Model(2))
+        received = await call(
+            api, receiver.receiver_transport.receive_weights, 5.0, model=(other := Model()), strategy=strategy
+        )
+        assert [read(w) for w in (received, other, own)] == [{2}, {2}, {2}]
+
+
+class Halves(WeightStrategy):
+    def convert(self, weights: Any, model: Any) -> Any:
+        return {key: value / 2 for key, value in super().convert(weights, model).items()}
+
+
+class Refuses(WeightStrategy):
+    def apply_weights(self, destination: Any, weights: Any, inplace: bool = True) -> None:
+        raise OSError("asked to apply")
+
+
+@pytest.mark.requirement(40)
+async def test_the_given_strategy_maps_and_applies(api: Api) -> None:
+    async with api.crew(1, source=Model(1)) as (sender, (receiver,), (own,)):
+        receive = receiver.receiver_transport.receive_weights
+        await sender.send_async(Model(4))
+        await call(api, receive, 5.0, model=(other := Model()), strategy=Halves())
+        assert [read(other), read(own)] == [{2}, {4}]
+        await sender.send_async(Model(6))
+        with pytest.raises(OSError, match="asked to apply"):
+            await call(api, receive, 5.0, model=other, strategy=Refuses())
+        assert read(await call(api, receive, 5.0)) == {6}, "it was not delivered, so it comes again"
+
+
+class Stateful(Model):
+    """With extra state, which cannot always be set."""
+
+    state = 0
+    broken = False
+
+    def get_extra_state(self) -> int:
+        return 7
+
+    def set_extra_state(self, state: int) -> None:
+        if self.broken:
+            raise OSError("the state cannot be set")
+        self.state = state
+
+
+@pytest.mark.requirement(40)
+@pytest.mark.parametrize("strategy", [None, Halves()])
+async def test_the_given_model_gets_its_extra_state_too(api: Api, strategy: Any) -> None:
+    own = Stateful()
+    async with api.crew(1, source=Stateful(1), models=[own]) as (sender, (receiver,), _):
+        receive = receiver.receiver_transport.receive_weights
+        other = Stateful()
+        await sender.send_async(Stateful(2))
+        await call(api, receive, 5.0, model=other, strategy=strategy)
+        assert (other.state, own.state, read(own)) == (7, 7, {2})
+        assert read(other) == ({1} if strategy else {2})
+        other.broken = True
+        await sender.send_async(Stateful(4))
+        with pytest.raises(OSError, match="cannot be set"):
+            await call(api, receive, 5.0, model=other)
+        assert read(await call(api, receive, 5.0)) == {4}, "it was not delivered, so it comes again"
+
+
+@pytest.mark.requirement(39)
+async def test_the_schemes_own_model_is_left_to_the_bus_and_its_gate(api: Api) -> None:
+    async with api.crew(1, source=Model(1)) as (sender, (receiver,), (own,)):
+        await sender.send_async(Model(2))
+        await call(api, receiver.receiver_transport.receive_weights, 5.0, model=own, strategy=Refuses())
+        assert read(own) == {2}
+
+
+@pytest.mark.requirement(39)
+async def test_a_transport_remembers_no_weights_model_or_strategy(api: Api) -> None:
+    async with api.crew(1, source=Model(1)) as (sender, (receiver,), _):
+        transport = receiver.receiver_transport
+        before = dict(vars(transport))
+        await sender.send_async(Model(2))
+        buffer, model = BUFFERS["TensorDict"](), Model()
+        await call(api, transport.receive_weights, 5.0, weights=buffer, model=model, strategy="state_dict")
+        assert vars(transport) == before
+        await sender.send_async(Model(3))
+        returned = await call(api, transport.receive_weights, 5.0)
+        assert [read(w) for w in (returned, buffer, model)] == [{3}, {2}, {2}]
+
+
+@pytest.mark.requirement(40)
+async def test_what_does_not_fit_changes_nothing_and_loses_nothing(api: Api) -> None:
+    async with api.crew(1, source=Model(1)) as (sender, (receiver,), _):
+        receive = receiver.receiver_transport.receive_weights
+        await sender.send_async(Model(2))
+        model = Model(7)
+        for buffer, message in (
+            ({"first": torch.zeros(64)}, "'inner.bias' is missing"),
+            ({**_nested(), "more": torch.zeros(1)}, "'more' is not in the update"),
+            ({**_nested(), "last": torch.zeros(8)}, "'last' is torch.float32 \\(8,\\)"),
+            ({**_nested(), "last": torch.zeros(7, dtype=torch.int64)}, "'last' is torch.int64"),
+        ):
+            with pytest.raises(SchemaMismatch, match=message):
+                await call(api, receive, 5.0, weights=buffer, model=model)
+            assert read(model) == {7}
+            assert read({"first": buffer["first"]}) == {0}
+        buffer = BUFFERS["TensorDict"]()
+        with pytest.raises(SchemaMismatch):
+            await call(api, receive, 5.0, weights=buffer, model=Model(width=3))
+        assert read(buffer) == {-1}
+        assert read(await call(api, receive, 5.0, weights=buffer, model=model)) == {2}
+        assert [read(model), read(buffer)] == [{2}, {2}]
+
+
+@pytest.mark.requirement(40)
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"weights": torch.zeros(3)}, TypeError, "weights must be a TensorDict or a dict"),
+        ({"strategy": "numpy"}, ValueError, "unknown weight format"),
+        ({"strategy": 3}, TypeError, "strategy must be"),
+        ({"timeout": -1}, ValueError, "timeout must not be negative"),
+        ({"timeout": "1"}, TypeError, "timeout must be a number"),
+    ],
+)
+async def test_wrong_arguments_are_refused_before_anything_is_received(
+    api: Api, arguments: dict[str, Any], error: Any, message: str
+) -> None:
+    async with api.crew(1, source=Model(1)) as (sender, (receiver,), _):
+        await sender.send_async(Model(2))
+        receive = receiver.receiver_transport.receive_weights
+        with pytest.raises(error, match=message):
+            await call(api, receive, **{"timeout": 5.0, **arguments})
+        assert read(await call(api, receive, 5.0)) == {2}
+
+
+@pytest.mark.requirement(40)
+@pytest.mark.parametrize("kind", ["lazy stack", "read-only array", "number", "meta"])
+async def test_a_buffer_that_cannot_be_filled_is_refused(api: Api, kind: str) -> None:
+    read_only = np.zeros((2, 2), np.float32)
+    read_only.flags.writeable = False
+    rows = [TensorDict({"w": torch.zeros(2)}) for _ in range(2)]
+    buffer: Any = {
+        "lazy stack": LazyStackedTensorDict(*rows),
+        "read-only array": {"w": read_only},
+        "number": {"w": np.float64(0.0)},
+        "meta": TensorDict({"w": torch.zeros(2, 2, device="meta")}),
+    }[kind]
+    source = {"w": torch.ones((), dtype=torch.float64) if kind == "number" else torch.ones(2, 2)}
+    async with api.crew(1, source=source, models=[None], sender={"weights": source}) as (sender, (receiver,), _):
+        await sender.send_async()
+        receive = receiver.receiver_transport.receive_weights
+        with pytest.raises(SchemaMismatch, match="'w'"):
+            await call(api, receive, 5.0, weights=buffer)
+        assert (await call(api, receive, 5.0))["w"].all()
+
+
+@pytest.mark.requirement(40)
+async def test_extra_state_is_filled_in_too(api: Api) -> None:
+    source = {"w": torch.ones(2), "note": {"step": 3}}
+    for buffer in (TensorDict({"w": torch.zeros(2)}), {"w": torch.zeros(2)}):
+        scheme = api.scheme()
+        scheme.init_on_sender(model_id="policy", weights=source, num_workers=1)
+        receiver = receiver_of(scheme, 0, None)
+        async with scheme, receiver:
+            await asyncio.gather(scheme.connect(timeout=20), receiver.connect(timeout=20))
+            await scheme.send_async()
+            await call(api, receiver.receiver_transport.receive_weights, 5.0, weights=buffer)
+            flat = dict(buffer.flatten_keys(".").items()) if isinstance(buffer, TensorDict) else buffer
+            assert read({"w": flat["w"]}) == {1}
+            assert any("step" in key for key in flat), "the value is there as well"
+
+
+@pytest.mark.requirement(192)
+async def test_cancelling_a_receive_weights_loses_nothing() -> None:
+    async with ASYNCIO.crew(1) as (sender, (receiver,), _):
+        waiting = asyncio.create_task(receiver.receiver_transport.receive_weights())
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await waiting
+        await sender.send_async(Model(2))
+        assert read(await receiver.receiver_transport.receive_weights(0)) == {2}
+
+
+@pytest.mark.requirement(41)
+async def test_the_setup_methods_are_the_two_sides_of_connect(api: Api) -> None:
+    sender = api.scheme()
+    sender.init_on_sender(model_id="policy", model=Model(5), num_workers=2)
+    receivers = [receiver_of(sender, i, Model()) for i in range(2)]
+    buffer, other = BUFFERS["TensorDict"](), Model()
+    try:
+        results = await asyncio.gather(
+            call(api, sender.shared_transport.setup_connection_and_weights_on_sender),
+            call(api, receivers[0].receiver_transport.setup_connection_and_weights_on_receiver, worker_idx=0),
+            call(
+                api,
+                receivers[1].receiver_transport.setup_connection_and_weights_on_receiver,
+                worker_idx=1,
+                weights=buffer,
+                model=other,
+                strategy="tensordict",
+            ),
+        )
+        assert results[0] is None
+        assert results[2] is buffer
+        assert [read(w) for w in (results[1], buffer, other)] == [{5}, {5}, {5}]
+        assert [read(r.model) for r in receivers] == [{5}, {5}]
+        assert await call(api, receivers[0].receiver_transport.receive_weights, 0) is None, "connect's are returned"
+    finally:
+        for each in (*receivers, sender):
+            await each.shutdown()
+
+
+@pytest.mark.requirement(41)
+async def test_without_initial_weights_the_receivers_setup_returns_none(api: Api) -> None:
+    sender = api.scheme()
+    sender.init_on_sender(model_id="policy", num_workers=1)
+    async with sender, receiver_of(sender, 0, Model()) as receiver:
+        _, current = await asyncio.gather(
+            call(api, sender.shared_transport.setup_connection_and_weights_on_sender),
+            call(api, receiver.receiver_transport.setup_connection_and_weights_on_receiver, worker_idx=0),
+        )
+        assert current is None
+
+
+async def test_a_transport_of_no_scheme_says_how_to_get_one(api: Api) -> None:
+    transport = api.transport_class()
+    for name, arguments in (
+        ("send_weights", {"weights": Model()}),
+        ("receive_weights", {}),
+        ("setup_connection_and_weights_on_sender", {}),
+        ("setup_connection_and_weights_on_receiver", {"worker_idx": 0}),
+    ):
+        with pytest.raises(
+            NotConnected, match=r"take the one that init_on_sender\(\) or init_on_receiver\(\) has made"
+        ):
+            await call(api, getattr(transport, name), **arguments)
+
+
+@pytest.mark.schemes("zmq")
+async def test_a_transport_knows_its_role(api: Api) -> None:
+    sender = bare(api.scheme())
+    sender.init_on_sender(model_id="policy", model=Model(), num_workers=1)
+    transport = sender.shared_transport
+    with pytest.raises(RuntimeError, match="this is the sender's transport; the receiver's is meant"):
+        await call(api, transport.receive_weights)
+    with pytest.raises(NotConnected, match=r"call connect\(\) first"):
+        await call(api, transport.send_weights)
+
+
+@pytest.mark.schemes("some")
+async def test_a_transport_keeps_no_scheme_alive(api: Api) -> None:
+    sender = bare(api.scheme())
+    sender.init_on_sender(model_id="policy", model=Model(), num_workers=1)
+    transport = sender.shared_transport
+    del sender
+    gc.collect()
+    with pytest.raises(NotConnected, match="belongs to no scheme"):
+        await call(api, transport.send_weights)
+
+
+def test_a_transport_of_the_other_api_says_so() -> None:
+    class Mixed(asyncsync.ZMQWeightSyncScheme):
+        def create_transport(self, **kwargs: Any) -> Any:
+            return sync.ZMQTransport()
+
+    scheme = Mixed()
+    scheme.init_on_sender(model_id="policy", model=Model(), num_workers=1)
+    with pytest.raises(TypeError, match="have create_transport return a TransportBackend of asyncsync, or call"):
+        scheme.shared_transport.send_weights()
+
+
+class NoTimeouts:
+    def create_transport(self, **kwargs: Any) -> Any:
+        transport = super().create_transport(**kwargs)  # type: ignore[misc]
+        transport.supports_timeout = False
+        return transport
+
+
+class WithoutTimeouts(NoTimeouts, asyncsync.ZMQWeightSyncScheme):
+    pass
+
+
+class BlockingWithoutTimeouts(NoTimeouts, sync.ZMQWeightSyncScheme):
+    pass
+
+
+@pytest.mark.requirement(76)
+@pytest.mark.schemes("zmq")
+async def test_a_transport_without_timeouts_refuses_one(api: Api) -> None:
+    scheme = api.make(api.either(WithoutTimeouts, BlockingWithoutTimeouts))
+    async with api.crew(1, scheme=scheme) as (sender, (receiver,), _):
+        await sender.send_async(Model(2))
+        for timeout in (0, 1.0):
+            with pytest.raises(ValueError, match="supports_timeout is False"):
+                await receiver.receive(timeout)
+            with pytest.raises(ValueError, match="supports_timeout is False"):
+                await call(api, receiver.receiver_transport.receive_weights, timeout)
+        assert read(await receiver.receive()) == {2}
+    assert api.TransportBackend.supports_timeout is True

@@ -1,0 +1,664 @@
+"""Blocking transports of a user's own: ordinary methods that may block, wrapped for the bus (helpers/channels.py)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+import asyncsync
+from asyncsync import NotConnected, PartialSendError, PeerLost, RemoteError, SchemaMismatch, sync
+from asyncsync.transports import TAG, channel_receiver
+from asyncsync.transports.channel_receiver import ChannelReceiver
+from asyncsync.transports.channels import tagged
+from asyncsync.weights.layout import Layout
+from asyncsync.weights.packing import pack
+from asyncsync.weights.slab import Slab, SlabPool
+from asyncsync.weights.tree import flatten
+from helpers.apis import ASYNCIO, Api, in_thread
+from helpers.channels import BOARDS, BlockingBoardScheme, Board, BoardScheme, BoardTransport, Line, board
+from helpers.pairs import Clock, Model, fill, read, receiver_of, until
+
+
+@pytest.fixture
+def named() -> Iterator[tuple[str, Board]]:
+    with board() as found:
+        yield found
+
+
+def scheme_of(api: Api, name: str, transport: Any = BoardTransport) -> Any:
+    BOARDS[name].kind = transport
+    return api.make(api.either(BoardScheme, BlockingBoardScheme), name)
+
+
+class Returning(BoardTransport):
+    """Returns what has come, instead of filling the buffer."""
+
+    def _hand_over(self, message: dict[str, Any], weights: Any) -> Any:
+        return {key: value.numpy() for key, value in message.items()}
+
+
+@pytest.mark.requirement(214)
+@pytest.mark.both_loops
+@pytest.mark.parametrize("transport", [BoardTransport, Returning])
+async def test_a_blocking_transport_of_a_users_own_works(
+    api: Api, named: tuple[str, Board], transport: type[BoardTransport]
+) -> None:
+    name, lines = named
+    async with api.crew(2, scheme=scheme_of(api, name, transport), source=Model(1)) as everybody:
+        sender, receivers, _ = everybody
+        assert everybody.read == [{1}, {1}]
+        for value in (2, 3, 4):
+            await sender.send_async(fill(everybody.source, value))
+            assert everybody.read == [{value}, {value}]
+        await sender.send_async(Model(7), worker_ids=1)
+        await sender.send_async({0: Model(8)})
+        assert everybody.read == [{8}, {7}]
+        assert lines[0].sent == lines[0].received == [1, 2, 3, 4, 8]
+        assert lines[1].sent == lines[1].received == [1, 2, 3, 4, 7]
+        # r084: every worker has its own.
+        assert sender.shared_transport is None
+        assert {w: t.line for w, t in sender.sender_transports.items()} == lines.lines
+        assert [r.receiver_transport.line for r in receivers] == [lines[0], lines[1]]
+        assert lines.created == [0, 1, 0, 1]
+        assert all(0 < t <= 60 for line in lines.lines.values() for t in line.timeouts if t is not None)
+        assert lines[0].threads == {"asyncsync-send-0", "asyncsync-receive"}
+        assert sender.status()[0].bytes_sent < 1024, "the bytes did not go over the bus"
+    assert [line.calls for line in lines.lines.values()] == [["close", "close"]] * 2
+
+
+@pytest.mark.requirement(214)
+@pytest.mark.parametrize("width", [16, 1 << 20])
+async def test_what_is_handed_over_is_a_copy_of_its_own(api: Api, named: tuple[str, Board], width: int) -> None:
+    name, _ = named
+    kept: list[Any] = []
+
+    class Keeping(BoardTransport):
+        def send_weights(self, weights: Any) -> None:
+            kept.append(weights)
+            super().send_weights(weights)
+
+    models = [Model(width=width)]
+    async with api.crew(1, scheme=scheme_of(api, name, Keeping), source=Model(0, width), models=models) as everybody:
+        for value in (1, 2, 3):
+            await everybody.sender.send_async(fill(everybody.source, value))
+            assert everybody.read == [{value}]
+    assert [read(w.exclude(TAG)) for w in kept] == [{0}, {1}, {2}, {3}], "a queue may pickle it later"
+    assert len({bytes(w[TAG].tolist()) for w in kept}) == 4, "each has an id of its own"
+
+
+@pytest.mark.requirement(214)
+async def test_a_slow_worker_skips_versions_and_delays_nobody(api: Api, named: tuple[str, Board]) -> None:
+    name, lines = named
+    async with api.crew(2, scheme=scheme_of(api, name), source=Model(0)) as everybody:
+        sender = everybody.sender
+        lines[1].can_receive.clear()
+        for value in range(1, 21):
+            await sender.publish(fill(everybody.source, value))
+            await sender.wait_version(sender.version, worker_ids=0, timeout=5)
+        assert everybody.read == [{20}, {0}]
+        assert lines[1].sent == [0, 1], "one at a time"
+        lines[1].can_receive.set()
+        await sender.wait_version(sender.version, timeout=5)
+        assert everybody.read == [{20}, {20}]
+        assert lines[1].sent == [0, 1, 20], "what it has skipped never entered its channel"
+
+
+@pytest.mark.requirement(214)
+async def test_a_late_worker_gets_its_own_target_through_its_own_channel(api: Api, named: tuple[str, Board]) -> None:
+    name, lines = named
+    async with api.crew(2, scheme=scheme_of(api, name), source=Model(1)) as everybody:
+        sender, receivers, _ = everybody
+        await sender.send_async(Model(5), worker_ids=1)
+        await receivers[1].shutdown()
+        await until(lambda: sender.status()[1].state == "lost")
+        async with receiver_of(sender, 1, model := Model()) as late:
+            await late.connect(timeout=5)
+            assert read(model) == {5}
+            assert lines[1].sent == [1, 5, 5]
+            assert lines[0].sent == [1]
+
+
+@pytest.mark.requirement(214)
+async def test_elastic_workers_get_a_transport_when_they_are_served(api: Api, named: tuple[str, Board]) -> None:
+    name, lines = named
+    sender = scheme_of(api, name)
+    sender.init_on_sender(model_id="policy", model=Model(1))
+    async with sender, receiver_of(sender, None, model := Model()) as receiver:
+        assert receiver.receiver_transport is None, "it does not know which one it is"
+        assert sender.sender_transports == {}
+        await asyncio.gather(sender.connect(timeout=5), receiver.connect(worker_idx=7, timeout=5))
+        assert read(model) == {1}
+        assert sorted(lines.created) == [0, 7, 7]
+        assert list(sender.sender_transports) == [7]
+        assert receiver.receiver_transport.line is lines[7]
+
+
+@pytest.mark.requirement(214)
+async def test_old_messages_and_duplicates_in_the_channel_are_never_taken(api: Api, named: tuple[str, Board]) -> None:
+    name, lines = named
+
+    class Stuttering(BoardTransport):
+        """Everything comes twice."""
+
+        def send_weights(self, weights: Any) -> None:
+            super().send_weights(weights)
+            super().send_weights(weights)
+
+    async with api.crew(1, scheme=scheme_of(api, name, Stuttering), source=Model(0)) as everybody:
+        for value in range(1, 10):
+            await everybody.sender.send_async(fill(everybody.source, value))
+            assert everybody.read == [{value}]
+        assert lines[0].received[:4] == [0, 0, 1, 1]
+
+
+@pytest.mark.requirement(214)
+async def test_several_models_of_one_bus_switch_together(api: Api) -> None:
+    with board() as (one, _), board() as (two, _):
+        bus = api.bus(num_workers=1)
+        kind = api.either(BoardScheme, BlockingBoardScheme)
+        senders = [api.make(kind, name, bus=bus) for name in (one, two)]
+        sources, models = [Model(1), Model(1)], [Model(), Model()]
+        for k, (scheme, source) in enumerate(zip(senders, sources, strict=True)):
+            scheme.init_on_sender(model_id=f"model{k}", model=source)
+        receivers = [receiver_of(s, 0, m, f"model{k}") for k, (s, m) in enumerate(zip(senders, models, strict=True))]
+        there = receivers[0].bus
+        try:
+            await asyncio.gather(bus.connect(timeout=5), there.connect(timeout=5))
+            await bus.send_async({"model0": Model(2), "model1": Model(3)}, timeout=5)
+            assert [read(m) for m in models] == [{2}, {3}]
+        finally:
+            await there.shutdown()
+            await bus.shutdown()
+
+
+# -- failures of a user's code
+
+
+@pytest.mark.requirement(214)
+async def test_an_exception_in_send_weights_reaches_send(api: Api, named: tuple[str, Board]) -> None:
+    name, lines = named
+    async with api.crew(2, scheme=scheme_of(api, name), source=Model(0)) as everybody:
+        sender = everybody.sender
+        lines[1].fail_send = error = OSError("the cable is out")
+        with Clock(1.0), pytest.raises(PartialSendError, match="worker 1: OSError: the cable is out") as caught:
+            await sender.send_async(Model(1), timeout=30)
+        assert caught.value.failed == {1: error}
+        assert "weights were handed to the transport of worker 1" in error.__notes__[0]
+        assert everybody.read == [{1}, {0}]
+        with Clock(1.0):
+            await sender.send_async(Model(2), timeout=30)
+        assert everybody.read == [{2}, {2}]
+        for failure in (SystemExit(3), KeyboardInterrupt(), StopIteration()):
+            lines[0].fail_send = failure
+            with pytest.raises(PartialSendError) as caught:
+                await sender.send_async(Model(3), timeout=30)
+            assert repr(failure) in str(caught.value.failed[0]), "and ends neither loop nor program"
+        await sender.send_async(Model(4), timeout=30)
+        assert everybody.read == [{4}, {4}]
+
+
+@pytest.mark.requirement(214)
+async def test_an_exception_in_send_weights_ends_connect_which_may_be_called_again(
+    api: Api, named: tuple[str, Board]
+) -> None:
+    name, lines = named
+    sender = scheme_of(api, name)
+    sender.init_on_sender(model_id="policy", model=Model(1), num_workers=1)
+    async with sender, receiver_of(sender, 0, model := Model()) as receiver:
+        connecting = asyncio.create_task(receiver.connect(timeout=20))
+        lines[0].fail_send = OSError("the cable is out")
+        with Clock(1.0), pytest.raises(PartialSendError, match="the cable is out"):
+            await sender.connect(timeout=20)
+        with Clock(1.0):
+            await sender.connect(timeout=20)
+            await connecting
+        assert read(model) == {1}
+
+
+@pytest.mark.requirement(214)
+async def test_an_exception_in_receive_weights_reaches_send_with_its_traceback(
+    api: Api, named: tuple[str, Board]
+) -> None:
+    name, lines = named
+    async with api.crew(2, scheme=scheme_of(api, name), source=Model(0)) as everybody:
+        sender = everybody.sender
+        for failure in (OSError("no carrier"), SystemExit(3)):
+            lines[1].fail_receive = failure
+            with Clock(1.0), pytest.raises(PartialSendError) as caught:
+                await sender.send_async(Model(1), timeout=30)
+            error = caught.value.failed[1]
+            assert isinstance(error, RemoteError)
+            assert repr(failure) in str(error) or str(failure) in str(error)
+            assert "raise error" in error.remote_traceback
+        assert everybody.read == [{1}, {0}]
+        await sender.send_async(Model(2), timeout=30)
+        assert everybody.read == [{2}, {2}]
+        assert lines[1].received[-1] == 2, "what it has not taken was dropped by its id"
+
+
+@pytest.mark.requirement(214)
+async def test_receive_weights_that_returns_none_is_a_timeout(api: Api, named: tuple[str, Board]) -> None:
+    name, lines = named
+    async with api.crew(1, scheme=scheme_of(api, name), source=Model(0)) as everybody:
+        lines[0].nothing = 1
+        with Clock(1.0), pytest.raises(PartialSendError) as caught:
+            await everybody.sender.send_async(Model(1), timeout=30)
+        error = caught.value.failed[0]
+        assert isinstance(error, RemoteError)
+        assert error.type_name == "builtins.TimeoutError"
+        assert "receive_weights returned None" in str(error)
+        await everybody.sender.send_async(Model(2), timeout=30)
+        assert everybody.read == [{2}]
+
+
+@pytest.mark.requirement(214)
+@pytest.mark.parametrize("timeouts", [True, False])
+async def test_receive_weights_that_blocks_is_given_up_at_the_deadline(
+    api: Api, named: tuple[str, Board], timeouts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, lines = named
+
+    class Declaring(BoardTransport):
+        supports_timeout = timeouts
+
+    async with api.crew(1, scheme=scheme_of(api, name, Declaring), source=Model(0)) as everybody:
+        monkeypatch.setattr(asyncsync.bus.fetching, "FETCH_DEADLINE", 0.5)
+        lines[0].can_receive.clear()
+        with Clock(1.0), pytest.raises(PartialSendError, match="has not brought the announced weights") as caught:
+            await everybody.sender.send_async(Model(1), timeout=30)
+        assert "TimeoutError" in str(caught.value.failed[0])
+        assert (lines[0].timeouts[-1] is not None) is timeouts
+        lines[0].can_receive.set()
+        monkeypatch.undo()
+        await everybody.sender.send_async(Model(2), timeout=30)
+        assert everybody.read == [{2}]
+        if not timeouts:
+            with pytest.raises(ValueError, match="supports_timeout is False"):
+                await everybody.receivers[0].receive(0)
+
+
+class Losing(BoardTransport):
+    def _hand_over(self, message: dict[str, Any], weights: Any) -> Any:
+        return {k: v for k, v in message.items() if k != TAG}
+
+
+class Cutting(BoardTransport):
+    def _hand_over(self, message: dict[str, Any], weights: Any) -> Any:
+        return {**message, "last": message["last"][:3]}
+
+
+@pytest.mark.requirement(214)
+@pytest.mark.parametrize(("kind", "text"), [(Losing, "has no entry '_asyncsync_id'"), (Cutting, "'last' is torch")])
+async def test_what_comes_out_changed_is_refused(
+    api: Api, named: tuple[str, Board], kind: type[BoardTransport], text: str
+) -> None:
+    name, _ = named
+    sender = scheme_of(api, name, kind)
+    sender.init_on_sender(model_id="policy", model=Model(1), num_workers=1)
+    async with sender, receiver_of(sender, 0, model := Model()) as receiver:
+        with Clock(1.0):
+            left, right = await asyncio.gather(
+                sender.connect(timeout=20), receiver.connect(timeout=20), return_exceptions=True
+            )
+        assert isinstance(left, PartialSendError)
+        assert text in str(left)
+        assert isinstance(right, SchemaMismatch)
+        assert read(model) == {-1}
+
+
+@pytest.mark.requirement(214)
+async def test_shutdown_does_not_wait_for_blocked_threads(api: Api, named: tuple[str, Board]) -> None:
+    name, lines = named
+    async with api.crew(2, scheme=scheme_of(api, name), source=Model(0)) as everybody:
+        lines[0].can_send.clear()
+        lines[1].can_receive.clear()
+        await everybody.sender.publish(Model(1))
+        await in_thread(lines[0].sending.wait, 5)
+        await in_thread(lines[1].receiving.wait, 5)
+        with Clock(1.0):
+            await asyncio.gather(everybody.sender.shutdown(), *(r.shutdown() for r in everybody.receivers))
+    lines[0].can_send.set()
+    lines[1].can_receive.set()  # the threads end by themselves: the fixtures look
+
+
+@pytest.mark.requirement(214)
+async def test_a_worker_lost_while_send_weights_blocks_fails_at_once(api: Api, named: tuple[str, Board]) -> None:
+    name, lines = named
+    async with api.crew(2, scheme=scheme_of(api, name), source=Model(0)) as everybody:
+        sender, receivers, _ = everybody
+        lines[1].can_send.clear()
+        sending = asyncio.create_task(sender.send_async(Model(1), timeout=30))
+        await in_thread(lines[1].sending.wait, 5)
+        with Clock(1.0):
+            await receivers[1].shutdown()
+            with pytest.raises(PartialSendError) as caught:
+                await sending
+        assert isinstance(caught.value.failed[1], PeerLost)
+        assert everybody.read[0] == {1}
+        async with receiver_of(sender, 1, model := Model()) as late:
+            connecting = asyncio.create_task(late.connect(timeout=10))
+            await until(lambda: sender.status()[1].state == "live")
+            lines[1].can_send.set()
+            await connecting
+            assert read(model) == {1}
+
+
+@pytest.mark.requirement(214)
+async def test_an_interrupted_fetch_loses_no_message(named: tuple[str, Board]) -> None:
+    """A reconnection, as the loop sees it: what the abandoned call still brings is what is asked for next."""
+    name, lines = named
+    async with ASYNCIO.crew(1, scheme=scheme_of(ASYNCIO, name), source=Model(0)) as everybody:
+        [receiver] = everybody.receivers
+        link = receiver.bus._link
+        lines[0].can_receive.clear()
+        await everybody.sender.publish(Model(1))
+        await in_thread(lines[0].receiving.wait, 5)
+        link.subscriber.connected(link.loop.time())  # HELLO again: everything under way is dropped
+        link.settle()
+        await until(lambda: len(lines[0].sent) == 3)
+        lines[0].can_receive.set()
+        await everybody.sender.wait_version(2, timeout=5)
+        assert everybody.read == [{1}]
+
+
+# -- the receiving wrapper alone
+
+
+def slab_of(value: float) -> Slab:
+    flat = flatten(TensorDict.from_module(Model(value)))
+    layout = Layout.of(flat)
+    slab = SlabPool().acquire(layout)
+    pack(slab, flat)
+    return slab
+
+
+def message(slab: Slab, descriptor: bytes) -> dict[str, Any]:
+    return dict(tagged(slab, descriptor).flatten_keys(".").items())
+
+
+@contextlib.asynccontextmanager
+async def receiving(line: Line) -> AsyncIterator[ChannelReceiver]:
+    receiver = ChannelReceiver(BoardTransport(line))
+    receiver._start(0)
+    await receiver._ready(5)
+    try:
+        yield receiver
+    finally:
+        await receiver._end(1)
+
+
+ONE, TWO = bytes(16), bytes(range(16))
+
+
+@pytest.mark.requirement(214)
+async def test_weights_that_overtake_their_instruction_are_kept(named: tuple[str, Board]) -> None:
+    _, lines = named
+    loop = asyncio.get_running_loop()
+    async with receiving(lines[0]) as receiver:
+        first, second = slab_of(-1), slab_of(-1)
+        waiting = asyncio.create_task(receiver._fetch_slab(ONE, first, loop.time() + 20))
+        lines[0].messages.put(message(slab_of(2), TWO))
+        await until(lambda: lines[0].received == [2])
+        with Clock(1.0):
+            await receiver._fetch_slab(TWO, second, loop.time() + 20)
+        assert [read(first.weights()), read(second.weights())] == [{-1}, {2}]
+        with pytest.raises(TimeoutError, match="a newer update"):
+            await waiting
+
+
+@pytest.mark.requirement(192)
+async def test_a_fetch_that_is_cancelled_while_its_slab_is_written_waits_for_that(
+    named: tuple[str, Board], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, lines = named
+    writing, go_on = threading.Event(), threading.Event()
+    original = channel_receiver.copy_tensors
+
+    def slowly(destinations: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        writing.set()
+        assert go_on.wait(20)
+        original(destinations, sources)
+
+    monkeypatch.setattr(channel_receiver, "copy_tensors", slowly)
+    async with receiving(lines[0]) as receiver:
+        slab = slab_of(-1)
+        lines[0].messages.put(message(slab_of(1), ONE))
+        fetching = asyncio.create_task(receiver._fetch_slab(ONE, slab, asyncio.get_running_loop().time() + 20))
+        await in_thread(writing.wait, 5)
+        for _ in range(3):
+            fetching.cancel()
+            await asyncio.sleep(0.01)
+            assert not fetching.done(), "the slab must not be given back yet"
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await fetching
+        assert read(slab.weights()) == {1}
+
+
+# -- setup methods of a user's own
+
+
+class Meeting(BoardTransport):
+    """Both sides wait for each other."""
+
+    fails: str | None = None
+
+    def setup_connection_and_weights_on_sender(self) -> None:
+        self.line.calls.append("sender")
+        if self.fails == "sender":
+            raise OSError("no socket left")
+        self.line.threads.add(threading.current_thread().name)
+        self.line.messages.put({"hello": torch.zeros(1)})
+
+    def setup_connection_and_weights_on_receiver(
+        self, *, worker_idx: int, weights: Any = None, model: Any = None, strategy: Any = None
+    ) -> None:
+        self.line.calls.append(f"receiver {worker_idx}")
+        if self.fails == "receiver":
+            raise OSError("no socket left")
+        assert (weights, model, strategy) == (None, None, None)
+        assert list(self.line.messages.get(timeout=20)) == ["hello"]
+
+
+@pytest.mark.requirement(41)
+@pytest.mark.parametrize("source", [True, False])
+async def test_setup_methods_of_a_users_own_meet_during_connect(
+    api: Api, named: tuple[str, Board], source: bool
+) -> None:
+    name, lines = named
+    sender = scheme_of(api, name, Meeting)
+    sender.init_on_sender(model_id="policy", model=Model(1) if source else None, num_workers=2)
+    receivers = [receiver_of(sender, i, Model()) for i in range(2)]
+    assert lines[0].calls == [], "init does not communicate"
+    try:
+        await asyncio.gather(sender.connect(timeout=10), *(r.connect(timeout=10) for r in receivers))
+        assert [sorted(lines[i].calls) for i in range(2)] == [["receiver 0", "sender"], ["receiver 1", "sender"]]
+        await sender.send_async(Model(2))
+        assert [read(r.model) for r in receivers] == [{2}, {2}]
+        await receivers[1].shutdown()
+        async with receiver_of(sender, 1, model := Model()) as late:
+            await late.connect(timeout=10)
+            assert read(model) == {2}
+            assert lines[1].calls.count("sender") == 2, "a restarted worker is met again"
+    finally:
+        for each in (*receivers, sender):
+            await each.shutdown()
+
+
+class SenderFails(Meeting):
+    fails = "sender"
+
+
+class ReceiverFails(Meeting):
+    fails = "receiver"
+
+
+@pytest.mark.requirement(41)
+async def test_a_failing_setup_fails_connect(api: Api, named: tuple[str, Board]) -> None:
+    name, _ = named
+    sender = scheme_of(api, name, SenderFails)
+    sender.init_on_sender(model_id="policy", model=Model(1), num_workers=1)
+    async with sender:
+        with Clock(0.5), pytest.raises(OSError, match="no socket left") as caught:
+            await sender.connect(timeout=10)
+        assert "setup_connection_and_weights_on_sender for worker 0" in caught.value.__notes__[0]
+
+
+@pytest.mark.requirement(41)
+async def test_a_failing_setup_of_a_worker_fails_both_connects(api: Api, named: tuple[str, Board]) -> None:
+    name, _ = named
+    sender = scheme_of(api, name, ReceiverFails)
+    sender.init_on_sender(model_id="policy", model=Model(1), num_workers=1)
+    async with sender, receiver_of(sender, 0, Model()) as receiver:
+        with Clock(1.0):
+            left, right = await asyncio.gather(
+                sender.connect(timeout=20), receiver.connect(timeout=20), return_exceptions=True
+            )
+        assert isinstance(left, PartialSendError)
+        assert isinstance(left.failed[0], RemoteError)
+        assert isinstance(right, OSError)
+
+
+@pytest.mark.requirement(41)
+async def test_a_setup_that_blocks_is_named_and_connect_may_be_called_again(api: Api, named: tuple[str, Board]) -> None:
+    name, lines = named
+
+    class Waiting(BoardTransport):
+        def setup_connection_and_weights_on_sender(self) -> None:
+            self.line.calls.append("sender")
+            assert self.line.can_send.wait(20)
+
+    lines[1].can_send.clear()
+    sender = scheme_of(api, name, Waiting)
+    sender.init_on_sender(model_id="policy", model=Model(1), num_workers=2)
+    receivers = [receiver_of(sender, i, Model()) for i in range(2)]
+    connecting = [asyncio.create_task(r.connect(timeout=20)) for r in receivers]
+    try:
+        with pytest.raises(NotConnected, match=r"for workers \[1\]"):
+            await sender.connect(timeout=0.2)
+        lines[1].can_send.set()
+        await sender.connect(timeout=10)
+        await asyncio.gather(*connecting)
+        assert lines[1].calls == ["sender"]
+    finally:
+        for each in (*receivers, sender):
+            await each.shutdown()
+
+
+# -- what create_transport may return
+
+
+class OnlySends(sync.TransportBackend):
+    def send_weights(self, weights: Any) -> None:  # type: ignore[override]
+        pass
+
+
+class Coroutines(sync.TransportBackend):
+    async def send_weights(self, weights: Any) -> None:  # type: ignore[override]
+        pass
+
+    async def receive_weights(self, timeout: Any = None, **kwargs: Any) -> None:  # type: ignore[override]
+        pass
+
+
+@pytest.mark.requirement(82)
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (OnlySends, "OnlySends has send_weights, but no receive_weights of its own"),
+        (Coroutines, "Coroutines.send_weights is a coroutine function"),
+        (object, "create_transport must return a TransportBackend, not object"),
+    ],
+)
+def test_create_transport_is_checked_at_init(api: Api, made: type, message: str) -> None:
+    class Scheme(api.ZMQWeightSyncScheme):  # type: ignore[misc, name-defined]
+        def create_transport(self, **kwargs: Any) -> Any:
+            return made()
+
+    with pytest.raises(TypeError, match=message):
+        Scheme().init_on_sender(model_id="policy", model=Model(), num_workers=1)
+    with pytest.raises(TypeError, match=message):
+        Scheme().init_on_receiver("policy", model=Model(), worker_idx=0)
+
+
+class Duck:
+    """No TransportBackend at all: the two methods are enough."""
+
+    def __init__(self, line: Any) -> None:
+        self.inner = BoardTransport(line)
+
+    def send_weights(self, weights: Any) -> None:
+        self.inner.send_weights(weights)
+
+    def receive_weights(
+        self, timeout: Any = None, *, weights: Any = None, model: Any = None, strategy: Any = None
+    ) -> Any:
+        return self.inner.receive_weights(timeout, weights=weights, model=model, strategy=strategy)
+
+
+@pytest.mark.requirement(214)
+async def test_the_documented_protocol_needs_no_base_class(api: Api, named: tuple[str, Board]) -> None:
+    name, _ = named
+    async with api.crew(2, scheme=scheme_of(api, name, Duck), source=Model(1)) as everybody:
+        await everybody.sender.send_async(Model(2))
+        assert everybody.read == [{2}, {2}]
+
+
+async def test_the_key_of_the_id_is_reserved(api: Api, named: tuple[str, Board]) -> None:
+    name, _ = named
+    sender = scheme_of(api, name)
+    sender.init_on_sender(model_id="policy", weights={TAG: torch.zeros(1)}, num_workers=1)
+    async with sender:
+        with pytest.raises(ValueError, match="is reserved"):
+            await sender.connect(timeout=5)
+
+
+@pytest.mark.requirement(192)
+async def test_a_cancelled_shutdown_still_lets_go_of_the_threads(named: tuple[str, Board]) -> None:
+    name, lines = named
+    async with ASYNCIO.crew(1, scheme=scheme_of(ASYNCIO, name), source=Model(0)) as everybody:
+        for scheme in (everybody.sender, *everybody.receivers):
+            ending = asyncio.create_task(scheme.shutdown())
+            await asyncio.sleep(0)
+            ending.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await ending
+    assert lines[0].calls == ["close", "close"]  # the threads have ended: the fixtures look
+
+
+def test_transports_that_do_not_close_share_one_second_where_their_loop_is_closed() -> None:
+    """What has to be closed after the end of a loop is closed all at once: four times as many take no longer."""
+    may = threading.Event()
+
+    class Stuck(BoardTransport):
+        def setup_connection_and_weights_on_sender(self) -> None:
+            pass
+
+        def close(self) -> None:
+            assert may.wait(50)
+
+    async def connect() -> None:
+        with pytest.raises(NotConnected):
+            await sender.connect(timeout=0.05)
+
+    with board() as (name, lines):
+        lines.kind = Stuck
+        sender = BoardScheme(name, num_workers=6)
+        sender.init_on_sender(model_id="policy", model=Model(0))
+        loop = asyncio.new_event_loop()
+        loop.run_until_complete(connect())
+        loop.close()
+        begun = time.monotonic()
+        asyncio.run(sender.shutdown())
+        try:
+            assert time.monotonic() - begun < 4
+        finally:
+            may.set()

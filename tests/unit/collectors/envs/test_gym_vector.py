@@ -1,0 +1,404 @@
+"""GymEnv's arguments and errors, and which vector environments it makes and refuses."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+from tensordict import TensorDict
+
+import asyncsync
+from asyncsync.collectors import GymEnv
+from asyncsync.collectors.envs.gym_vector import make_vector
+from helpers.collecting_gym import Counting, CountingVector, Spaces, counting
+
+
+@pytest.mark.thorough
+def test_without_gymnasium_the_error_names_the_extra(tmp_path: Path) -> None:
+    (tmp_path / "gymnasium.py").write_text("raise ImportError")  # found first
+    program = (
+        "from asyncsync.collectors import GymEnv\n"
+        "import asyncsync.collectors.envs.gym_specs, asyncsync.collectors.envs.gym_vector\n"
+        "try:\n    GymEnv('CartPole-v1')\nexcept ImportError as error:\n    print(error)"
+    )
+    path = f"{tmp_path}:{Path(asyncsync.__file__).resolve().parent.parent}"
+    out = subprocess.run(
+        [sys.executable, "-c", program],
+        env={"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=True,
+    )
+    assert out.stdout.strip() == 'GymEnv needs gymnasium; install it with: pip install "asyncsync[gym]"'
+
+
+# -- which vector -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "kwargs", "kind"),
+    [
+        ("CartPole-v1", None, {}, CartPoleVectorEnv),
+        ("CartPole-v1", None, {"wrappers": (gymnasium.wrappers.TimeAwareObservation,)}, SyncVectorEnv),
+        ("CartPole-v1", None, {"vector_kwargs": {"autoreset_mode": AutoresetMode.SAME_STEP}}, SyncVectorEnv),
+        ("CartPole-v1", "sync", {}, SyncVectorEnv),
+        ("Pendulum-v1", None, {"g": 9.81}, SyncVectorEnv),
+    ],
+    ids=str,
+)
+def test_the_fastest_vector_that_loses_no_frame_is_made(
+    name: str, mode: Any, kwargs: dict[str, Any], kind: Any
+) -> None:
+    env = GymEnv(name, num_envs=2, vectorization_mode=mode, **kwargs)
+    assert type(env.env) is kind
+    assert env.batch_size == (2,)
+    wanted = kwargs.get("vector_kwargs", {}).get("autoreset_mode", AutoresetMode.DISABLED)
+    assert kind is CartPoleVectorEnv or env.env.metadata["autoreset_mode"] is wanted
+    env.close()
+
+
+def test_an_ids_own_vector_is_used_if_its_mode_loses_no_frame() -> None:
+    gymnasium.register("Known-v0", entry_point=Counting, vector_entry_point=CountingVector)
+    gymnasium.register("Next-v0", entry_point=Counting, vector_entry_point=NextStep)
+    try:
+        assert type(make_vector("Known-v0", 2, None, {})) is CountingVector
+        assert type(make_vector(gymnasium.spec("Next-v0"), 2, None, {})) is SyncVectorEnv
+    finally:
+        gymnasium.registry.pop("Known-v0")
+        gymnasium.registry.pop("Next-v0")
+
+
+class NextStep(CountingVector):
+    metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}  # noqa: RUF012
+
+
+def test_processes_are_made_with_resets_in_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(gymnasium, "make_vec", lambda *args, **kwargs: given.update(kwargs, args=args))
+    make_vector("CartPole-v1", 2, "async", {"vector_kwargs": {"context": "spawn"}})
+    assert given["args"] == ("CartPole-v1", 2, "async")
+    assert given["vector_kwargs"] == {"copy": False, "autoreset_mode": AutoresetMode.SAME_STEP, "context": "spawn"}
+    assert AsyncVectorEnv  # what gymnasium makes of it is in tests/collectors/test_gym_env.py
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: SyncVectorEnv([counting(0)]),
+        lambda: CountingVector(2, mode=AutoresetMode.NEXT_STEP),
+        lambda: gymnasium.wrappers.vector.RecordEpisodeStatistics(gymnasium.make_vec("CartPole-v1", 2)),
+    ],
+)
+def test_a_vector_that_resets_with_the_next_step_is_refused(make: Any) -> None:
+    env = make()
+    with pytest.raises(ValueError, match=r"resets a finished environment with the step after .* autoreset_mode="):
+        GymEnv(env)
+    assert not env.closed  # it is the caller's
+    env.close()
+
+
+def test_a_vector_that_was_made_and_is_refused_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = []
+    monkeypatch.setattr(SyncVectorEnv, "close", lambda self: closed.append(self))
+    with pytest.raises(ValueError, match="resets a finished environment with the step after"):
+        GymEnv("CartPole-v1", num_envs=2, vector_kwargs={"autoreset_mode": AutoresetMode.NEXT_STEP})
+    assert len(closed) == 1
+
+
+def test_a_same_step_vector_without_last_observations_is_an_error() -> None:
+    env = GymEnv(CountingVector(2, mode=AutoresetMode.SAME_STEP))
+    td = env.reset()
+    with pytest.raises(RuntimeError, match="no 'final_obs' in the info"):
+        env.step_and_maybe_reset(env.rand_action(td))
+    td["_reset"] = torch.tensor([[True], [False]])
+    with pytest.raises(NotImplementedError, match=r"use an environment with AutoresetMode\.DISABLED"):
+        env.reset(td)
+
+
+# -- arguments --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_envs": 2}, "num_envs: only with an id"),
+        ({"vectorization_mode": "sync"}, "vectorization_mode: only with an id"),
+        ({"render_mode": "rgb_array"}, "render_mode: only with an id"),
+    ],
+    ids=str,
+)
+def test_what_needs_an_id_is_refused_beside_an_environment(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GymEnv(Counting(), **arguments)
+
+
+def test_a_vectorization_mode_needs_num_envs() -> None:
+    with pytest.raises(ValueError, match="vectorization_mode: only with num_envs"):
+        GymEnv("CartPole-v1", vectorization_mode="sync")
+
+
+def test_an_environment_specification_and_arguments_for_make() -> None:
+    env = GymEnv(gymnasium.spec("CartPole-v1"), max_episode_steps=3, num_envs=0)
+    td = env.reset(seed=1)
+    for index in range(1, 7):
+        step, td = env.step_and_maybe_reset(env.rand_action(td))
+        assert step["next", "truncated"].item() is (index % 3 == 0)
+    env.close()
+
+
+def test_it_is_closed_once() -> None:
+    inner = Counting()
+    env = GymEnv(inner)
+    env.close()
+    env.close()
+    assert inner.closed == 1
+    assert env.is_closed
+
+
+@pytest.mark.parametrize("num_envs", [0, 3])
+def test_actions_that_do_not_fit(num_envs: int) -> None:
+    env = GymEnv("CartPole-v1", num_envs=num_envs)
+    td = env.reset()
+    with pytest.raises(KeyError, match=r"no 'action' in the TensorDict: the policy's out_keys"):
+        env.step_and_maybe_reset(td)
+    td["action"] = torch.zeros(env.batch_size, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"'action' has shape .* one-hot unless categorical_action_encoding=True"):
+        env.step_and_maybe_reset(td)
+    td["action"] = torch.zeros(*env.batch_size, 2)  # any dtype: the greatest entry is the choice
+    td["action"].requires_grad_()
+    assert env.step_and_maybe_reset(td)[0]["next", "reward"].eq(1).all()
+    env.close()
+
+
+def test_numbers_of_another_shape_are_given_no_hint_about_choices() -> None:
+    env = GymEnv("Pendulum-v1")
+    td = env.reset()
+    td["action"] = torch.zeros(2)
+    with pytest.raises(ValueError, match=r"'action' has shape \(2,\), but .* takes \(1,\): BoxSpec\(.*\)$"):
+        env.step_and_maybe_reset(td)
+    env.close()
+
+
+@pytest.mark.parametrize("num_envs", [None, 3])
+def test_actions_that_are_no_choice(num_envs: int | None) -> None:
+    env = GymEnv("CartPole-v1", num_envs=num_envs, categorical_action_encoding=True)
+    td = env.reset()
+    td["action"] = torch.zeros(*env.batch_size, 2)  # a score for each choice
+    with pytest.raises(ValueError, match=r"'action' has shape .*Categorical.* policy .* return \.argmax\(-1\)") as told:
+        env.step_and_maybe_reset(td)
+    assert "one-hot" not in str(told.value)
+    td["action"] = torch.full(env.batch_size, 0.7)
+    with pytest.raises(ValueError, match=r"'action' has dtype float32, but a choice is an index .*CartPole"):
+        env.step_and_maybe_reset(td)
+    for index in (7, 2, -1):
+        td["action"] = torch.full(env.batch_size, index)
+        with pytest.raises(
+            ValueError, match=rf"'action' has the index {index}, but the choice is among 2, from 0 to 1: .*CartPole"
+        ):
+            env.step_and_maybe_reset(td)
+    for dtype in (torch.bool, torch.int32, torch.uint8):
+        td["action"] = torch.ones(env.batch_size, dtype=dtype)
+        td = env.step_and_maybe_reset(td)[1]
+    env.close()
+
+
+def test_actions_of_a_box_may_be_of_another_dtype() -> None:
+    env = GymEnv("Pendulum-v1", num_envs=2)
+    for dtype in (torch.float64, torch.float16, torch.int64):
+        env.step_and_maybe_reset(env.reset().set("action", torch.zeros(2, 1, dtype=dtype)))
+    env.close()
+
+
+# -- environments that are not as Gymnasium's -------------------------------------------------------------------------
+
+
+class Wrong(Spaces):
+    """Returns what it is given instead of what it should."""
+
+    def __init__(self, method: str, result: Any, observation_space: Any = None) -> None:
+        super().__init__(gymnasium.spaces.Discrete(2), observation_space or gymnasium.spaces.Box(-1, 1, (4,)))
+        self.method, self.result = method, result
+
+    def reset(self, **kwargs: Any) -> Any:
+        return self.result if self.method == "reset" else super().reset(**kwargs)
+
+    def step(self, action: Any) -> Any:
+        return self.result if self.method == "step" else super().step(action)
+
+
+class Old(Spaces):
+    """Its reset takes no seed."""
+
+    def __init__(self) -> None:
+        super().__init__(gymnasium.spaces.Discrete(2), gymnasium.spaces.Box(-1, 1, (2,)))
+
+    def reset(self) -> Any:  # type: ignore[override]
+        return np.zeros(2, np.float32)
+
+
+FOUR = np.zeros(4, np.float32)
+DICT = gymnasium.spaces.Dict(a=gymnasium.spaces.Dict(b=gymnasium.spaces.Box(-1, 1, (4,))))
+
+
+def run(env: GymEnv) -> None:
+    env.set_seed(0)
+    env.step_and_maybe_reset(env.rand_action(env.reset()))
+
+
+@pytest.mark.parametrize(
+    ("env", "error", "message"),
+    [
+        (Wrong("reset", FOUR), ValueError, "too many values to unpack"),
+        (Wrong("reset", (FOUR[:1], {})), ValueError, r"Wrong: .*'observation' .* has shape \(1,\), not \(4,\)"),
+        (Old(), TypeError, "unexpected keyword argument 'seed'"),
+        (Wrong("step", (FOUR, 1.0, False, {})), ValueError, "not enough values to unpack"),
+        (Wrong("step", (None, 1.0, False, False, {})), TypeError, "Wrong: .*'observation' .* it is None"),
+        (
+            Wrong("step", (FOUR[:1], 1.0, False, False, {})),
+            ValueError,
+            r"Wrong: .*'observation' .* has shape \(1,\), not \(4,\)",
+        ),
+        (
+            Wrong("step", (None, 1.0, False, False, {}), DICT),
+            TypeError,
+            r"Wrong: .*\('a', 'b'\) does not fit its space",
+        ),
+        (Wrong("step", ({"a": {"c": 3}}, 1.0, False, False, {}), DICT), ValueError, r"Wrong: .*\('a', 'b'\) does not"),
+        (
+            Wrong("step", (FOUR, None, False, False, {})),
+            TypeError,
+            r"Wrong: step\(\) must return one number as reward, not None",
+        ),
+        (Wrong("step", (FOUR, "1", False, False, {})), TypeError, "one number as reward, not '1'"),
+        (Wrong("step", (FOUR, FOUR, False, False, {})), ValueError, r"number as reward, .* array of shape \(4,\)"),
+        (Wrong("step", (FOUR, 1.0, None, False, {})), TypeError, "one number as terminated, not None"),
+        (Wrong("step", (FOUR, 1.0, False, None, {})), TypeError, "one number as truncated, not None"),
+    ],
+)
+def test_what_does_not_fit_is_refused(env: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        run(GymEnv(env))
+
+
+class WrongVector(CountingVector):
+    """A vector of a user's own that returns what it is given instead of what it should."""
+
+    def __init__(self, results: dict[int, Any]) -> None:
+        super().__init__(2)
+        self.results = results
+
+    def step(self, actions: Any) -> Any:
+        return tuple(self.results.get(index, each) for index, each in enumerate(super().step(actions)))
+
+
+@pytest.mark.parametrize(
+    ("results", "error", "message"),
+    [
+        ({0: np.zeros((1, 2), np.float32)}, ValueError, r"WrongVector: .*it has shape \(1, 2\), not \(2, 2\)"),
+        ({1: None}, TypeError, "WrongVector: .* 2 numbers as reward, not None"),
+        ({1: np.array([1.0, None])}, TypeError, "as reward, not array"),
+        ({1: np.ones(1)}, ValueError, r"as reward, not an array of shape \(1,\)"),
+        ({1: np.ones((2, 1))}, ValueError, r"as reward, not an array of shape \(2, 1\)"),
+        ({2: np.array([None, False])}, TypeError, "2 numbers as terminated"),
+    ],
+)
+def test_what_does_not_fit_of_a_vector_is_refused(
+    results: dict[int, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        run(GymEnv(WrongVector(results)))
+
+
+@pytest.mark.parametrize(
+    "result",
+    [(1, 0, 0), (np.ones(1), np.zeros(1, np.bool_), False), (torch.tensor(1.0), False, False), (Fraction(1), 0, False)],
+    ids=str,
+)
+def test_numbers_of_other_types_are_numbers(result: Any) -> None:
+    env = GymEnv(Wrong("step", (FOUR, *result, {})))
+    step, _ = env.step_and_maybe_reset(env.rand_action(env.reset()))
+    assert step["next", "reward"].tolist() == [1.0]
+    assert step["next", "done"].tolist() == [False]
+    listed = GymEnv(WrongVector({1: [1, 1], 2: False, 3: [False, True]}))
+    after = listed.step_and_maybe_reset(listed.rand_action(listed.reset()))[0]["next"]
+    assert after["reward"].tolist() == [[1.0], [1.0]]
+    assert after["done"].tolist() == [[False], [True]]
+
+
+@pytest.mark.parametrize("error", [ValueError("too many values to unpack"), KeyError("mine"), AssertionError()])
+def test_an_environments_own_errors_stay_as_they_are(error: Exception) -> None:
+    class Raising(Spaces):
+        def step(self, action: Any) -> Any:
+            raise error
+
+        def reset(self, **kwargs: Any) -> Any:
+            return super().reset(**kwargs) if self.actions == [] else self.step(0)
+
+    inner = Raising(gymnasium.spaces.Discrete(2), gymnasium.spaces.Discrete(2))
+    env = GymEnv(inner)
+    td = env.rand_action(env.reset())
+    with pytest.raises(type(error)) as raised:
+        env.step_and_maybe_reset(td)
+    assert raised.value is error
+    inner.actions.append(0)
+    with pytest.raises(type(error)) as raised:
+        env.reset()
+    assert raised.value is error
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        (None, "GymEnv takes a Gymnasium id, an environment, or a vector environment, not None"),
+        (Counting, "not the class Counting: call it to make one"),
+        (lambda: Counting(), "not <function"),
+        (gymnasium.Env(), "Env has no observation_space: an environment has to set it"),
+    ],
+)
+def test_what_is_no_environment_is_refused(env: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        GymEnv(env)
+
+
+def test_results_are_on_the_device_that_was_asked_for() -> None:
+    env = GymEnv("CartPole-v1", num_envs=2).to("cpu")
+    td = env.reset()
+    assert td.device == env.action_spec.device == torch.device("cpu")
+    step, td = env.step_and_maybe_reset(env.rand_action(td))
+    assert step.device == step["next"].device == td.device == torch.device("cpu")
+    assert env.rand_action().device == torch.device("cpu")
+    assert "CartPole" in repr(env)
+    env.close()
+
+
+def test_what_a_policy_writes_into_the_environments_groups_stays() -> None:
+    space = gymnasium.spaces.Dict(inner=gymnasium.spaces.Dict(x=gymnasium.spaces.Box(-1, 1, (2,))))
+    env = GymEnv(Spaces(gymnasium.spaces.Dict(a=gymnasium.spaces.Dict(b=gymnasium.spaces.Discrete(2))), space))
+    assert env.action_keys == [("a", "b")]
+    assert isinstance(env.action_spec, type(env.full_action_spec))
+    td = env.reset()
+    td["inner", "mine"] = torch.ones(1)
+    step, after = env.step_and_maybe_reset(env.rand_action(td))
+    assert env.env.actions[0]["a"]["b"] in (0, 1)
+    assert after["inner", "mine"] == 1
+    assert torch.equal(after["inner", "x"], step["next", "inner", "x"])
+    assert not torch.equal(after["inner", "x"], step["inner", "x"])
+
+
+def test_rewards_of_any_numeric_dtype() -> None:
+    env = GymEnv(CountingVector(2))
+    td = env.reset()
+    step, _ = env.step_and_maybe_reset(TensorDict({"action": torch.tensor([[1, 0], [0, 1]])}, [2]))
+    assert step["next", "reward"].dtype == torch.float32
+    assert td["done"].dtype == torch.bool
+    assert np.asarray(step["next", "reward"]).shape == (2, 1)

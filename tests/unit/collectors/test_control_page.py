@@ -1,0 +1,104 @@
+"""The control page, and the counters on it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+from typing import Any
+
+import pytest
+
+from asyncsync.collectors.workers.control_page import ControlPage, SharedPool, page_at
+from asyncsync.errors import WeightSyncError
+from asyncsync.net.memory_file import MemoryPlace
+from helpers.collecting_multi import draw_many, draw_one_and_die
+
+
+def test_what_the_trainer_writes_is_read_elsewhere() -> None:
+    page = ControlPage()
+    other = ControlPage(page.place)
+    assert not other.stopped
+    assert not other.paused
+    assert not other.is_cut(1)
+    page.cut(3)
+    page.paused = True
+    page.publish(5, range(3))
+    page.publish(7, [2])
+    page.publish(6, range(3))  # of an update that was overtaken
+    assert other.is_cut(3)
+    assert not other.is_cut(4)
+    assert other.paused
+    assert (other.newest(0), other.newest(2)) == (6, 7)
+    page.stop()
+    assert other.stopped
+
+
+def test_a_place_that_is_gone_is_an_error() -> None:
+    page = ControlPage()
+    place = page.place
+    with pytest.raises(WeightSyncError, match="not the trainer's shared memory any more"):
+        ControlPage(place._replace(inode=place.inode + 1))
+    with pytest.raises(WeightSyncError, match="cannot be opened"):
+        ControlPage(MemoryPlace(place.pid, 987654, place.device, place.inode, place.size))
+
+
+def test_a_page_is_opened_once_per_process() -> None:
+    page = ControlPage()
+    assert page_at(page.place) is page_at(page.place)
+
+
+@pytest.mark.requirement(109)
+def test_identifiers_are_unique_over_processes() -> None:
+    page = ControlPage()
+    pool = SharedPool(page)
+    context: Any = multiprocessing.get_context("forkserver")
+    here, there = context.Pipe()
+    workers = [context.Process(target=draw_many, args=(there, pickle.dumps(pool), 500)) for _ in range(2)]
+    for worker in workers:
+        worker.start()
+    drawn = [int(pool.get_traj_and_increment(1)) for _ in range(500)]
+    drawn += here.recv() + here.recv()
+    for worker in workers:
+        worker.join(10)
+        worker.close()
+    here.close()
+    there.close()
+    assert sorted(drawn) == list(range(1500))
+
+
+def test_a_killed_process_does_not_keep_the_counter_locked() -> None:
+    page = ControlPage()
+    context: Any = multiprocessing.get_context("forkserver")
+    worker = context.Process(target=draw_one_and_die, args=(pickle.dumps(SharedPool(page)),))
+    worker.start()
+    worker.join(10)
+    assert worker.exitcode == -signal.SIGKILL
+    worker.close()
+    assert page.advance_trajectories(1) == 0  # the number was not taken: it died inside
+
+
+def test_the_pool_is_saved_and_restored() -> None:
+    pool = SharedPool(ControlPage())
+    pool.get_traj_and_increment(4)
+    state = pool.state_dict()
+    other = SharedPool(ControlPage())
+    other.load_state_dict(state)
+    assert other.get_traj_and_increment(2).tolist() == [4, 5]
+
+
+def test_nothing_stays_open() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    page = ControlPage()
+    assert len(os.listdir("/proc/self/fd")) > before
+    del page
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_page_that_was_closed_can_be_read() -> None:
+    page = ControlPage()
+    page.publish(3, [1])
+    page.close()
+    page.close()
+    assert page.newest(1) == 3

@@ -1,0 +1,426 @@
+"""`asyncsync top` and `asyncsync fetch`: what a person sees, what a program reads, and what is saved."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import json
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import sys
+import termios
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+
+import asyncsync.sync
+from asyncsync.cli import main
+from asyncsync.commands.samples import Samples, as_json
+from asyncsync.commands.screen import line, screen
+from asyncsync.weights.safetensors import read
+from asyncsync.wire.report import ModelReport, Report, WorkerReport
+from helpers.pairs import Model, fill, receiver_of
+
+SIZES = [(80, 24), (200, 50)]
+
+
+# -- what a person sees ------------------------------------------------------------------------------------------------
+
+
+def report_of(version: int, workers: int = 2, *, sent: int = 0, **changes: Any) -> Report:
+    everybody = [
+        WorkerReport(i, "live", version, version, 0, 100 * i, sent, "", 4000 + i, True, (version,))
+        for i in range(workers)
+    ]
+    fields = {
+        "token": 1, "epoch": (1, 2), "host": "trainer", "pid": 4711, "uptime": 93_784_000, "version": version,
+        "num_workers": workers, "bytes_sent": workers * sent, "num_models": 1,
+        "counts": {"live": workers, "lost": 0, "relays": 0, "guests": 0}, "refused": {}, "dropped": {},
+        "models": (ModelReport("policy", 1 << 20, b"d" * 16, version),), "workers": tuple(everybody),
+    }  # fmt: skip
+    return Report(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def samples_of(*reports: Report) -> Samples:
+    """A second lies between any two of them; the last one has just come."""
+    samples, now = Samples("tcp://trainer:5555"), time.monotonic()
+    for age, report in reversed(list(enumerate(reversed(reports)))):
+        samples.add(report, now - age)
+    return samples
+
+
+def drawn(samples: Samples, width: int, height: int | None) -> list[str]:
+    console = Console(width=width, height=height, record=True, file=io.StringIO())
+    console.print(screen(samples, width, height))
+    return [text.rstrip() for text in console.export_text().rstrip("\n").split("\n")]
+
+
+def test_the_screen_has_the_trainer_its_models_and_its_workers() -> None:
+    samples = samples_of(report_of(1000), report_of(1010, sent=5 << 20))
+    lines = drawn(samples, 80, 24)
+    assert re.fullmatch(r"asyncsync top · tcp://trainer:5555 · trainer, process 4711 +\d\d:\d\d:\d\d", lines[0])
+    assert lines[2:] == [
+        "version    1,010         versions/s  10.0         sent    10.0 MiB/s",
+        "epoch age  1 d 02:03:04                           in all  10.0 MiB",
+        "workers    2 live  of 2",
+        "models     policy 1.0 MiB at 1,010",
+        "",
+        "worker  state  version  lag   seen     sent  bytes/s",
+        "     0  live     1,010    0  0.0 s  5.0 MiB  5.0 MiB",
+        "     1  live     1,010    0  0.1 s  5.0 MiB  5.0 MiB",
+    ]
+    assert line(samples).startswith("tcp://trainer:5555: version 1010  10.0 versions/s  workers 2 live  lag 0 at most")
+
+
+@pytest.mark.parametrize(("width", "height"), SIZES)
+def test_everything_fits_and_what_is_in_trouble_is_shown_first(width: int, height: int) -> None:
+    report = report_of(9, 250)
+    workers = list(report.workers)
+    workers[77] = replace(workers[77], state="lost", reason="its process (4077) has ended")
+    workers[99] = replace(workers[99], state="slow", lag=3, version=6)
+    workers[240] = replace(workers[240], reason="worker 240, model 'policy': these keys are missing: a, b, c and d")
+    relay = replace(workers[0], index=1 << 30, role="relay")
+    counts = {"live": 398, "slow": 1, "lost": 1, "relays": 1, "guests": 0}
+    report = replace(
+        report, workers=(relay, *workers), counts=counts, refused={"no key": 3}, dropped={"ProtocolError: …" * 20: 12}
+    )
+    lines = drawn(samples_of(report), width, height)
+    assert len(lines) <= height
+    assert max(map(len, lines)) <= width
+    text = "\n".join(lines)
+    assert "398 live  1 slow  1 lost  of 250 · 1 relay" in text
+    for words in (r"^ +relay +live", r"^ +77 +lost", r"^ +99 +slow +6", r"^ +240 +live", r"refused +3 × no key"):
+        assert re.search(words, text, re.MULTILINE), text
+    assert "its process (4077) has ended" in text
+    shown = len(re.findall(r"^ +(\d+|relay)  (live|slow|lost)", text, re.MULTILINE))
+    assert f"and {401 - shown} more; first those that are lost, slow or behind" in text
+    assert len(drawn(samples_of(report), width, None)) > 250, "without a height, all of them"
+
+
+def test_several_relays_are_numbered_and_a_wide_screen_tells_who_is_behind_which() -> None:
+    worker = report_of(9, 1).workers[0]
+    relays = [replace(worker, index=(1 << 30) + i, role="relay", pid=5000 + i) for i in range(2)]
+    behind = [replace(worker, index=i, pid=0, relay=relays[i].index) for i in range(2)]
+    report = replace(report_of(9, 3), workers=(*relays, *behind, replace(worker, index=2)))
+    wide, narrow = (drawn(samples_of(report), *size)[-5:] for size in reversed(SIZES))
+    assert [text.split()[:3] for text in narrow] == [
+        ["relay", "1", "live"], ["relay", "2", "live"], ["0", "live", "9"], ["1", "live", "9"], ["2", "live", "9"],
+    ]  # fmt: skip
+    assert [" ".join(text.split()[-3:]) for text in wide[2:4]] == ["behind relay 1", "behind relay 2"]
+    assert [text.split()[-1] for text in (*wide[:2], wide[4])] == ["5000", "5001", "4000"]
+    long = replace(report, workers=(replace(worker, reason="it does not fit " * 20), *report.workers))
+    assert [text.split()[:3] for text in drawn(samples_of(long), *SIZES[1])[-5:]][:2] == [
+        text.split()[:3] for text in wide[:2]
+    ]
+    alone = replace(report, workers=(relays[0], behind[0], replace(worker, index=2)))
+    assert [text.split()[0] for text in drawn(samples_of(alone), *SIZES[1])[-3:]] == ["relay", "0", "2"]
+
+
+def test_without_a_height_what_was_refused_and_what_keeps_workers_is_shown_whole() -> None:
+    refused = {"a key that was taken off the list": 3, "the index of another worker": 2, "an incomplete handshake": 1}
+    why = "these keys are missing: " + ", ".join(f"layer_{n}.weight" for n in range(12))
+    report = report_of(9, 5, refused=refused)
+    report = replace(report, workers=tuple(replace(worker, reason=why) for worker in report.workers))
+    text = " ".join(drawn(samples_of(report), 80, None))
+    assert "refused 3 × a key that was taken off the list · 2 × the index of another worker · 1 × an" in " ".join(
+        text.split()
+    )
+    assert text.count("layer_11.weight") == 5
+    assert "…" not in text
+    assert all(len(one) <= 80 for one in drawn(samples_of(report), 80, 24))
+
+
+def test_a_trainer_that_is_away_is_said_to_be() -> None:
+    samples = Samples("tcp://trainer:5555")
+    assert "asking …" in drawn(samples, 80, 24)
+    samples.fail("no sender has answered")
+    assert drawn(samples, 80, 24)[2:] == [
+        "no sender has answered", "is a trainer bound to tcp://trainer:5555? This goes on asking; Ctrl-C ends it.",
+    ]  # fmt: skip
+    samples = samples_of(report_of(7, 250))
+    samples.fail(
+        "no sender has answered at tcp://trainer:5555 within 3 s: it has refused this key, whose file is k.key"
+    )
+    lines = drawn(samples, 80, 24)
+    assert lines[-3:] == [
+        "no answer for 0 s: waiting for the trainer, or its successor",
+        "no sender has answered at tcp://trainer:5555 within 3 s: it has refused this",
+        "key, whose file is k.key",
+    ]
+    assert len(lines) <= 24
+    assert "worker  state" in "\n".join(drawn(samples, 80, 24)), "what was known last stays"
+    assert as_json(samples)["answered"] is False
+
+
+@pytest.mark.parametrize(("interval", "age", "is_late"), [(1, 2.5, False), (1, 3.5, True), (5, 6, False), (5, 8, True)])
+def test_an_answer_is_late_when_the_next_one_is_overdue(interval: float, age: float, is_late: bool) -> None:
+    samples = Samples("tcp://trainer:5555", interval)
+    samples.add(report_of(7), time.monotonic() - age)
+    assert ("no answer for" in drawn(samples, 80, 24)[-1]) is is_late
+
+
+def test_rates_begin_anew_with_another_trainer_and_another_worker() -> None:
+    first, second = report_of(100, sent=1000), report_of(104, sent=3000)
+    assert samples_of(first, second).rates().workers == {0: 2000, 1: 2000}
+    restarted = replace(second, workers=(replace(second.workers[0], pid=5000, bytes_sent=10), second.workers[1]))
+    assert samples_of(first, restarted).rates().workers == {0: 0, 1: 2000}
+    other = replace(report_of(1, sent=10), epoch=(2, 2))
+    assert samples_of(first, second, other).rates().versions is None
+    far = samples_of(*(report_of(version) for version in range(20)))
+    assert far.rates().versions == pytest.approx(1.0)
+
+
+# -- against a trainer -------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def trainer(endpoint: str, **models: nn.Module) -> Iterator[Any]:
+    """On the library's own loop, in a thread: it goes on while a command runs in this one."""
+    bus = asyncsync.sync.Bus(endpoint, min_workers=0)
+    schemes = {}
+    for model_id, model in (models or {"policy": Model(1.0)}).items():
+        scheme = schemes[model_id] = asyncsync.sync.ZMQWeightSyncScheme(bus=bus)
+        scheme.init_on_sender(model_id=model_id, model=model)
+    with bus:
+        bus.connect()
+        yield next(iter(schemes.values()))
+
+
+@pytest.fixture
+def endpoint(tmp_path: Path) -> str:
+    return f"ipc://{tmp_path}/bus"
+
+
+def test_top_once_as_json_and_as_a_screen(endpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with trainer(endpoint) as scheme, receiver_of(scheme, 3, model := Model()) as receiver:
+        receiver.connect()
+        version = scheme.send(scheme.model) or scheme.version
+        assert main(["top", endpoint, "--once", "--json"]) == 0
+        [text] = capsys.readouterr().out.splitlines()
+        told = json.loads(text)
+        assert (told["answered"], told["endpoint"], told["version"]) == (True, endpoint, version)
+        assert (told["pid"], told["num_workers"], told["states"]) == (
+            os.getpid(), None, {"live": 1, "slow": 0, "lost": 0, "relays": 0, "guests": 0},
+        )  # fmt: skip
+        [worker] = told["workers"]
+        assert (worker["index"], worker["state"], worker["versions"]) == (3, "live", {"policy": version})
+        assert worker["bytes_sent"] == scheme.status()[3].bytes_sent
+        assert [m["model_id"] for m in told["models"]] == ["policy"]
+        assert len(told["models"][0]["digest"]) == 32
+        assert main(["top", endpoint, "--once"]) == 0
+        assert re.search(rf"^ +3  live +{version}", capsys.readouterr().out, re.MULTILINE)
+        assert model() == {1.0}
+
+
+def test_top_once_without_a_trainer_ends_with_1(
+    endpoint: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncsync.commands.top.PATIENCE", 0.2)
+    assert main(["top", endpoint, "--once"]) == 1
+    out, err = capsys.readouterr()
+    assert (out, err) == (
+        "", f"asyncsync top: no sender has answered at {endpoint} within 0.2 s: is one bound there?\n",
+    )  # fmt: skip
+
+
+def test_top_and_fetch_come_in_with_keys_and_say_what_is_missing_without(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncsync.commands.top.PATIENCE", 2.0)
+    keys = tmp_path / "keys"
+    assert main(["keygen", str(keys), "--name", "watcher"]) == 0
+    bus = asyncsync.sync.Bus(
+        address := f"tcp://127.0.0.1:{free_port()}", min_workers=0,
+        server_key=keys / "server.key_secret", clients=keys / "clients",
+    )  # fmt: skip
+    scheme = asyncsync.sync.ZMQWeightSyncScheme(bus=bus)
+    scheme.init_on_sender(model_id="policy", model=Model(2.0))
+    given = ["--server-key", str(keys / "server.key"), "--client-key", str(keys / "client_secrets/watcher.key_secret")]
+    with bus:
+        bus.connect()
+        capsys.readouterr()
+        assert main(["top", address, "--once", "--json", *given]) == 0
+        assert json.loads(capsys.readouterr().out)["answered"] is True
+        assert main(["fetch", address, "--out", str(tmp_path / "w.safetensors"), *given]) == 0
+        assert main(["top", address, "--once", "--json"]) == 1
+        # Which of the two it is told depends on who has hung up first.
+        assert re.search(r"wants a key(: | \()give --server-key and --client-key", capsys.readouterr().err)
+        assert main(["top", address, "--once", *given[:2]]) == 1
+        assert "a receiver --client-key, its own secret one" in capsys.readouterr().err
+    assert read(tmp_path / "w.safetensors")[0]["scale"].tolist() == [2.0] * 5
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+# -- in a terminal -----------------------------------------------------------------------------------------------------
+
+
+class Terminal:
+    """A command in a terminal of this size; what it shows is the last screen that it has drawn."""
+
+    def __init__(self, width: int, height: int, *command: str) -> None:
+        self.pid, self._descriptor = pty.fork()
+        size = struct.pack("HHHH", height, width, 0, 0)
+        if not self.pid:
+            fcntl.ioctl(0, termios.TIOCSWINSZ, size)
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # this test run may be a background job, which ignores it
+            environment = {n: v for n, v in os.environ.items() if n not in ("COLUMNS", "LINES")}
+            os.execve(sys.executable, [sys.executable, *command], environment | {"TERM": "xterm-256color"})
+        fcntl.ioctl(self._descriptor, termios.TIOCSWINSZ, size)
+        self._text = ""
+
+    def until(self, words: str, seconds: float = 40) -> list[str]:
+        """The screen's lines, as soon as it has these words."""
+        end = time.monotonic() + seconds
+        while not re.search(words, "\n".join(lines := self.lines())):
+            assert time.monotonic() < end, lines
+            if select.select([self._descriptor], [], [], 0.2)[0]:
+                self._text += os.read(self._descriptor, 1 << 16).decode(errors="replace")
+        return lines
+
+    def lines(self) -> list[str]:
+        whole = self._text.split("\x1b[H")[1:]  # each is a screen, from its upper left corner
+        plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", whole[-1] if whole else self._text)
+        return [text.rstrip() for text in plain.replace("\r", "").split("\n")]
+
+    def interrupt(self) -> int:
+        """Ctrl-C; returns the exit code."""
+        os.write(self._descriptor, b"\x03")
+        end = time.monotonic() + 20
+        while (found := os.waitpid(self.pid, os.WNOHANG))[0] == 0:
+            assert time.monotonic() < end
+            if select.select([self._descriptor], [], [], 0.05)[0]:
+                try:
+                    os.read(self._descriptor, 1 << 16)
+                except OSError:
+                    pass
+        self.pid = 0
+        return os.waitstatus_to_exitcode(found[1])
+
+    def close(self) -> None:
+        if self.pid:
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+        os.close(self._descriptor)
+
+
+@pytest.mark.requirement(205)
+@pytest.mark.thorough
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("width", "height"), SIZES)
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+def test_top_in_a_terminal_follows_the_trainer_and_its_successor(endpoint: str, width: int, height: int) -> None:
+    """Of 205: top."""
+    terminal = Terminal(width, height, "-m", "asyncsync", "top", endpoint, "--interval", "0.2")
+    try:
+        with trainer(endpoint) as scheme, receiver_of(scheme, 0, Model(), reconnect=True) as receiver:
+            receiver.connect()
+            scheme.send(fill(scheme.model, 2))
+            lines = terminal.until(rf"(?m)^ +0 +live +{scheme.version}")
+            assert len(lines) <= height
+            assert max(map(len, lines)) <= width
+            assert "workers    1 live" in lines
+            assert ("trouble" in "\n".join(lines)) == (width >= 120)
+            receiver.shutdown()
+            terminal.until("it has left")
+        terminal.until("no answer for .* waiting for the trainer, or its successor")
+        with trainer(endpoint):
+            lines = terminal.until("nobody is there")
+            assert "workers    0 live" in lines
+        assert terminal.interrupt() == 130
+    finally:
+        terminal.close()
+
+
+# -- fetch -------------------------------------------------------------------------------------------------------------
+
+
+def test_fetch_saves_what_the_trainer_has_published_last(
+    endpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "w.safetensors"
+    path.write_text("what was there before")
+    model = Model(1.0)
+    model.tied = model.last
+    with trainer(endpoint, policy=model) as scheme:
+        version = scheme.publish(fill(model, 7), metadata={"step": 3, "name": "run"})
+        assert main(["fetch", endpoint, "--out", str(path), "--timeout", "20"]) == 0
+    out = capsys.readouterr().out
+    assert re.fullmatch(rf"{path}: version {version} of policy, 6 tensors, [\d,]+ bytes\n", out)
+    tensors, metadata = read(path)
+    assert tensors.keys() == {"first", "inner.weight", "inner.bias", "scale", "last", "tied"}
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensors[name], tensor)
+    assert (metadata["version"], metadata["model_id"], metadata["format"]) == (str(version), "policy", "pt")
+    assert json.loads(metadata["metadata"]) == {"step": 3, "name": "run"}
+    assert len(json.loads(metadata["epoch"])) == 2
+    assert sorted(os.listdir(tmp_path)) == ["w.safetensors"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="shared memory")
+@pytest.mark.parametrize("kind", ["SharedMem", "MultiProcess", "Auto"])
+@pytest.mark.parametrize("map_above", [0, 1 << 20])
+def test_fetch_reads_a_trainers_shared_memory(endpoint: str, tmp_path: Path, kind: str, map_above: int) -> None:
+    path, model = tmp_path / "w.safetensors", Model(2.0)
+    scheme = getattr(asyncsync.sync, f"{kind}WeightSyncScheme")(endpoint=endpoint, min_workers=0, map_above=map_above)
+    scheme.init_on_sender(model_id="policy", model=model)
+    with scheme:
+        scheme.connect()
+        assert main(["fetch", endpoint, "--out", str(path), "--timeout", "20"]) == 0
+    tensors, _ = read(path)
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_fetch_wants_to_know_which_of_several_models(
+    endpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "w.safetensors"
+    fetch = ["fetch", endpoint, "--out", str(path)]
+    with trainer(endpoint, policy=Model(1.0), value=nn.Linear(1, 1)):
+        assert main(fetch) == 1
+        assert capsys.readouterr().err == (
+            "asyncsync fetch: the trainer has several models: choose one with --model, of 'policy', 'value'\n"
+        )
+        assert main([*fetch, "--model", "critic"]) == 1
+        assert "no weights of 'critic', but of 'policy', 'value'" in capsys.readouterr().err
+        assert not path.exists()
+        assert main([*fetch, "--model", "value"]) == 0
+    assert read(path)[0].keys() == {"weight", "bias"}
+
+
+def test_fetch_without_a_trainer_ends_with_1_and_leaves_the_file_alone(
+    endpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "w.safetensors"
+    path.write_text("what was there before")
+    assert main(["fetch", endpoint, "--out", str(path), "--timeout", "0.3"]) == 1
+    assert "asyncsync fetch: no weights from" in capsys.readouterr().err
+    assert path.read_text() == "what was there before"
+
+
+def test_fetch_says_what_it_waits_for(
+    endpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncsync.commands.fetch.PATIENCE", 0.05)
+    assert main(["fetch", endpoint, "--out", str(tmp_path / "w.safetensors"), "--timeout", "0.5"]) == 1
+    first, last = capsys.readouterr().err.splitlines()
+    assert first.startswith("asyncsync fetch: waiting: there is no connection")
+    assert last.startswith("asyncsync fetch: no weights from")

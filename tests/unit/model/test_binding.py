@@ -1,0 +1,793 @@
+"""Binding: an update goes into the model that is there, whole, or the model stays as it was."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict, TensorDictParams
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+
+from asyncsync.errors import ProtocolError, SchemaMismatch
+from asyncsync.model.binding import Binding
+from asyncsync.model.parameters import ModelTensors
+from asyncsync.model.strategy import WeightStrategy, flat_weights
+from asyncsync.model.update import Prepared
+from asyncsync.weights.copying import copy_tensors
+from asyncsync.weights.layout import Layout
+from asyncsync.weights.packing import pack
+from asyncsync.weights.slab import Slab, SlabPool
+from asyncsync.weights.tree import flatten
+
+
+def published(source: Any, strategy: WeightStrategy | None = None) -> Slab:
+    flat = flat_weights(strategy or WeightStrategy(), source)
+    slab = SlabPool().acquire(Layout.of(flat))
+    pack(slab, flat)
+    return slab
+
+
+def prepared(binding: Binding, source: Any) -> Prepared:
+    slab = published(source, binding.strategy)
+    binding.check(slab.layout)
+    update = binding.prepare(slab)
+    assert update is not None
+    return update
+
+
+def resolve(one: Prepared | None) -> None:
+    assert one is not None
+    one.resolve()
+
+
+def update(binding: Binding, source: Any) -> None:
+    one = prepared(binding, source)
+    one.resolve()
+    one.apply()
+    one.complete()
+
+
+def bound(model: Any, extract_as: str = "tensordict", **options: Any) -> Binding:
+    return Binding(model, WeightStrategy(extract_as), **options)
+
+
+def filled(value: float, make: Callable[[], nn.Module] | None = None) -> nn.Module:
+    """A model whose every element is this number: a torn update shows."""
+    model = make() if make is not None else nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    for tensor in model.state_dict().values():
+        tensor.fill_(value)
+    return model
+
+
+def values_of(model: nn.Module) -> set[float]:
+    return {x for tensor in model.state_dict().values() for x in tensor.flatten().tolist()}
+
+
+class Tied(nn.Module):
+    def __init__(self, tied: bool = True) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 3)
+        self.head = nn.Linear(3, 5, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+
+# -- kinds of models ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("extract_as", ["tensordict", "state_dict"])
+@pytest.mark.parametrize("inplace", [True, False])
+def test_a_module_gets_all_of_an_update(extract_as: str, inplace: bool) -> None:
+    model = filled(0)
+    binding = bound(model, extract_as, inplace=inplace)
+    for version in (1, 2, 3):
+        update(binding, filled(version))
+        assert values_of(model) == {version}
+
+
+@pytest.mark.parametrize("inplace", [True, False])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda v: {"a": torch.full((2,), v), "b": {"c": torch.full((), v)}},
+        lambda v: {"a": torch.full((2,), v), "b.c": torch.full((), v)},
+        lambda v: TensorDict({"a": torch.full((2,), v), "b": {"c": torch.full((), v)}}),
+        lambda v: TensorDict({"a": torch.full((2,), v), "b": {"c": torch.full((), v)}}).lock_(),
+        lambda v: TensorDictParams(TensorDict({"a": torch.full((2,), v), "b": {"c": torch.full((), v)}})),
+    ],
+    ids=["dict", "state dict", "TensorDict", "locked", "TensorDictParams"],
+)
+def test_a_model_may_be_a_dict_or_a_tensordict(make: Callable[[float], Any], inplace: bool) -> None:
+    model = make(0.0)
+    binding = bound(model, inplace=inplace)
+    for version in (1.0, 2.0):
+        update(binding, make(version))
+        assert {t.max().item() for t in flatten(model).tensors.values()} == {version}
+
+
+def test_a_module_may_have_a_tensordict_inside() -> None:
+    def make(value: float) -> nn.Module:
+        model = nn.Module()
+        model.inner = TensorDictParams(TensorDict({"a": {"b": torch.full((2,), value)}}))
+        return model
+
+    model = make(0.0)
+    update(bound(model), make(1.0))
+    assert (model.inner["a", "b"] == 1.0).all()
+
+
+def test_without_a_model_there_is_nothing_to_apply() -> None:
+    binding = bound(None)
+    slab = published({"anything": torch.ones(1)})
+    binding.check(slab.layout)
+    assert binding.prepare(slab) is None
+
+
+def test_any_other_model_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match="list"):
+        bound([nn.Linear(1, 1)])
+
+
+def test_a_dict_keeps_its_values_beside_its_tensors() -> None:
+    model = {"w": torch.zeros(2), "step": 0}
+    update(bound(model), {"w": torch.ones(2), "step": 7})
+    assert model["step"] == 7
+    tree = TensorDict({"w": torch.zeros(2), "step": 0})
+    tree.set_non_tensor("note", "a")
+    update(bound(tree), TensorDict({"w": torch.ones(2), "step": 1, "note": "b"}))
+    assert tree["note"] == "b"
+    with pytest.raises(SchemaMismatch, match="locked"):
+        update(bound(tree.lock_()), TensorDict({"w": torch.full((2,), 2.0), "step": 1, "note": "c"}))
+    assert (tree["w"] == 1).all()
+
+
+def test_a_dict_with_two_entries_of_one_name_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"'a\.b'"):
+        bound({"a.b": torch.zeros(1), "a": {"b": torch.zeros(1)}})
+
+
+def test_a_lazy_module_is_refused_until_it_has_run() -> None:
+    for lazy in (nn.LazyLinear(2), nn.LazyBatchNorm1d(affine=False)):
+        with pytest.raises(SchemaMismatch, match="run one forward"):
+            bound(nn.Sequential(lazy))
+    model = nn.LazyLinear(2)
+    model(torch.zeros(1, 3))
+    binding = bound(model)
+    update(binding, nn.Linear(3, 2))
+    slab, before = published(nn.Linear(3, 2)), model.bias.detach().clone()
+    model.weight = UninitializedParameter()
+    with pytest.raises(SchemaMismatch, match="not initialised yet; run one forward"):
+        resolve(binding.prepare(slab))
+    assert torch.equal(model.bias, before)
+
+
+def test_a_frozen_normalisation_goes_on_counting_after_an_update() -> None:
+    source, model = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+    source(torch.randn(8, 4))
+    update(bound(model), source)
+    assert model.num_batches_tracked == 1
+    assert torch.equal(model.running_mean, source.running_mean)
+    model(torch.randn(8, 4))
+    assert model.num_batches_tracked == 2
+    assert source.num_batches_tracked == 1
+
+
+def test_a_model_on_the_meta_device_gets_memory_with_its_first_update() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(Tied(), nn.BatchNorm1d(3))
+    model[0].embed.weight.requires_grad_(False)
+    source = nn.Sequential(Tied(), nn.BatchNorm1d(3))
+    binding = bound(model)
+    update(binding, source)
+    assert isinstance(model[0].embed.weight, nn.Parameter)
+    assert not model[0].embed.weight.requires_grad
+    assert model[1].weight.requires_grad
+    assert model[0].embed.weight is model[0].head.weight  # still tied
+    assert not isinstance(model[1].running_mean, nn.Parameter)
+    first = model[1].weight
+    update(binding, filled(4, lambda: source))
+    assert model[1].weight is first
+    assert values_of(model) == {4}
+
+
+@pytest.mark.parametrize("inplace", [True, False])
+def test_a_model_made_in_inference_mode_can_be_updated(inplace: bool) -> None:
+    with torch.inference_mode():
+        model = filled(0)
+    binding = bound(model, inplace=inplace)
+    update(binding, filled(1))
+    assert values_of(model) == {1}
+    with torch.inference_mode():
+        update(binding, filled(2))
+    assert values_of(model) == {2}
+
+
+def test_what_an_update_makes_is_no_inference_tensor_whatever_mode_the_caller_is_in() -> None:
+    with torch.device("meta"):
+        meta = nn.Linear(2, 2)
+    ordinary, tree = nn.Linear(2, 2), {"weight": torch.zeros(2, 2), "bias": torch.zeros(2)}
+    with torch.inference_mode():
+        update(bound(meta), nn.Linear(2, 2))
+        update(bound(ordinary, inplace=False), nn.Linear(2, 2))
+        update(bound(tree, inplace=False), nn.Linear(2, 2))
+    assert not any(t.is_inference() for t in (meta.weight, ordinary.weight, tree["weight"]))
+    meta(torch.ones(1, 2)).sum().backward()
+    ordinary(torch.ones(1, 2)).sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2])
+@pytest.mark.parametrize("inplace", [True, False])
+def test_dtypes_without_arithmetic_are_applied_as_bytes(dtype: torch.dtype, inplace: bool) -> None:
+    content = torch.arange(6, dtype=torch.uint8)
+    model = {"w": torch.zeros(6, dtype=torch.uint8).view(dtype), "f": torch.zeros(1)}
+    update(bound(model, inplace=inplace), {"w": content.view(dtype), "f": torch.ones(1)})
+    assert torch.equal(model["w"].view(torch.uint8), content)
+
+
+# -- what is refused, and that nothing changes then --------------------------------------------------------------------
+
+
+def test_a_mismatch_of_keys_shows_both_lists_and_their_common_prefixes() -> None:
+    model = nn.ModuleDict({"policy": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))})
+    layout = published({"policy.0.weight": torch.zeros(2, 2), "policy.0.scale": torch.zeros(1)}).layout
+    with pytest.raises(SchemaMismatch) as caught:
+        bound(model).check(layout)
+    text = str(caught.value)
+    assert "missing [policy.0.bias, policy.1.bias, policy.1.weight]" in text
+    assert "unexpected [policy.0.scale]" in text
+    assert "Sent: [policy.0.scale, policy.0.weight] (common prefix 'policy.0.')" in text
+    own = "The model's: [policy.0.bias, policy.0.weight, policy.1.bias, policy.1.weight] (common prefix 'policy.')"
+    assert own in text
+
+
+def test_keys_that_differ_by_a_prefix_are_explained() -> None:
+    bare, wrapped = nn.Linear(2, 2), nn.ModuleDict({"module": nn.Linear(2, 2)})
+    with pytest.raises(SchemaMismatch, match=r"prefix 'module\.' of the model's keys"):
+        bound(wrapped).check(published(bare).layout)
+    with pytest.raises(SchemaMismatch, match=r"prefix 'module\.' of the sent keys"):
+        bound(bare).check(published(wrapped).layout)
+
+
+def test_long_key_lists_are_cut() -> None:
+    layout = published({f"k{i:03}": torch.zeros(1) for i in range(500)}).layout
+    with pytest.raises(SchemaMismatch, match=r"k011, … \(500 in all\)") as caught:
+        bound({"other": torch.zeros(1)}).check(layout)
+    assert "k012" not in str(caught.value)
+
+
+def test_every_wrong_shape_and_dtype_is_named() -> None:
+    with pytest.raises(SchemaMismatch) as caught:
+        bound(nn.Linear(2, 3)).check(published(nn.Linear(2, 4).double()).layout)
+    assert "weight: sent with shape [4, 2], the model's is [3, 2]" in str(caught.value)
+    assert "bias: sent with shape [4], the model's is [3]" in str(caught.value)
+
+
+def test_a_value_for_a_tensor_and_a_tensor_for_a_value_are_refused() -> None:
+    with pytest.raises(SchemaMismatch, match="w: sent as a plain value"):
+        bound({"w": torch.zeros(1)}).check(published({"w": 1}).layout)
+    with pytest.raises(SchemaMismatch, match="w: sent as a tensor, but the model's is a int"):
+        bound({"w": 1}).check(published({"w": torch.zeros(1)}).layout)
+
+
+def test_an_expanded_buffer_cannot_be_written_to() -> None:
+    model = nn.Module()
+    model.register_buffer("b", torch.zeros(1).expand(3))
+    with pytest.raises(SchemaMismatch, match="expanded"):
+        bound(model).check(published({"b": torch.zeros(3)}).layout)
+    update(bound(model, inplace=False), {"b": torch.ones(3)})
+    assert (model.b == 1).all()
+
+
+def test_extra_state_is_required_of_a_state_dict_only() -> None:
+    class Extra(nn.Linear):
+        def get_extra_state(self) -> Any:
+            return 1
+
+        def set_extra_state(self, state: Any) -> None:
+            pass
+
+    plain = nn.Linear(2, 2)
+    bound(Extra(2, 2)).check(published(plain).layout)
+    with pytest.raises(SchemaMismatch, match="missing \\[_extra_state\\]"):
+        bound(Extra(2, 2), "state_dict").check(published(plain).layout)
+    with pytest.raises(SchemaMismatch, match="unexpected \\[_extra_state\\]"):
+        bound(plain).check(published(Extra(2, 2)).layout)
+
+
+def test_values_that_are_not_those_of_the_layout_are_refused_when_they_come() -> None:
+    model = {"w": torch.zeros(1), "n": 0}
+    slab = published({"w": torch.ones(1), "n": 1})
+    slab.values = b"\x92\x01\x02"
+    with pytest.raises(ProtocolError):
+        bound(model).prepare(slab)
+
+
+def shrunk(model: Any) -> None:
+    model[2].weight = nn.Parameter(torch.zeros(5, 5))
+
+
+class Wrapper(nn.Module):
+    """The parameters have other names in it."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "parameter added": lambda m: m[2].register_parameter("scale", nn.Parameter(torch.ones(1))),
+    "parameter removed": lambda m: delattr(m[2], "bias"),
+    "parameter set to None": lambda m: setattr(m[2], "bias", None),
+    "buffer removed": lambda m: delattr(m[1], "running_var"),
+    "module removed": lambda m: m.__delitem__(2),
+    "module added": lambda m: m.append(nn.Linear(1, 1)),
+    "module replaced by another kind": lambda m: m.__setitem__(2, nn.Linear(4, 3)),
+    "shape": shrunk,
+    "dtype": lambda m: m.double(),
+    "module wrapped": lambda m: m.__setitem__(2, Wrapper(m[2])),
+    "shape by re-pointing": lambda m: setattr(m[2].bias, "data", torch.zeros(7)),
+    "expanded": lambda m: setattr(m[2].bias, "data", torch.zeros(1).expand(2)),
+}
+
+
+# A dtype that has changed before the update is prepared is what cast=True is for.
+CASES = [
+    (change, when, cast)
+    for change in CHANGES
+    for when in ("before it is prepared", "before it is applied")
+    for cast in (False, True)
+    if not (change == "dtype" and cast and when == "before it is prepared")
+]
+
+
+@pytest.mark.parametrize(("change", "when", "cast"), CASES)
+def test_a_model_that_has_changed_since_is_refused_before_anything_is_written(
+    change: str, when: str, cast: bool
+) -> None:
+    model = filled(0)
+    binding = bound(model, cast=cast)
+    update(binding, filled(0))  # what the binding has learnt then is out of date
+    slab = published(filled(1))
+    if when == "before it is prepared":
+        CHANGES[change](model)
+        with pytest.raises(SchemaMismatch):
+            resolve(binding.prepare(slab))
+    else:
+        one = binding.prepare(slab)
+        CHANGES[change](model)
+        with pytest.raises(SchemaMismatch):
+            resolve(one)
+    assert values_of(model[0]) == {0}
+
+
+def test_a_tensor_that_has_become_extra_state_is_refused() -> None:
+    class Before(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_parameter("_extra_state", nn.Parameter(torch.zeros(2)))
+
+    class After(nn.Module):
+        def set_extra_state(self, state: Any) -> None:
+            raise AssertionError
+
+    model = nn.Sequential(Before(), nn.Linear(1, 1))
+    one = prepared(bound(model), nn.Sequential(Before(), nn.Linear(1, 1)))
+    model[0] = After()
+    with pytest.raises(SchemaMismatch, match="has become extra state"):
+        one.resolve()
+
+
+# -- the model that is there -------------------------------------------------------------------------------------------
+
+
+def test_parameters_replaced_by_load_state_dict_are_the_ones_updated() -> None:
+    model = filled(0)
+    binding = bound(model)
+    update(binding, filled(1))
+    old = model[0].weight
+    model.load_state_dict({k: v.clone() for k, v in filled(5).state_dict().items()}, assign=True)
+    assert model[0].weight is not old
+    update(binding, filled(2))
+    assert values_of(model) == {2}
+    assert (old == 1).all()
+
+
+def test_parameters_made_anew_between_preparing_and_applying_are_the_ones_updated() -> None:
+    model = filled(0)
+    one = prepared(bound(model), filled(1))
+    model[0].weight = nn.Parameter(torch.zeros(4, 3))
+    one.resolve()
+    one.apply()
+    assert values_of(model) == {1}
+
+
+def test_a_buffer_may_be_set_to_none_and_back_on_both_sides() -> None:
+    source, model = nn.Linear(2, 2), nn.Linear(2, 2)
+    binding = bound(model)
+    for value in (None, 1.0, None, 2.0, None, 3.0):
+        for module in (source, model):
+            module.register_buffer("more", None if value is None else torch.zeros(2))
+        if value is not None:
+            source.more.fill_(value)
+        slab = published(source)
+        if value == 1.0:  # layouts are compared when they are new
+            binding.check(slab.layout)
+        one = binding.prepare(slab)
+        assert one is not None
+        one.resolve()
+        one.apply()
+        assert value is None or (model.more == value).all()
+    model.more = None
+    with pytest.raises(SchemaMismatch, match=r"unexpected \[more\]|more: .* gone"):
+        resolve(binding.prepare(published(source)))
+
+
+def test_a_module_replaced_by_one_of_the_same_kind_is_the_one_updated() -> None:
+    model = filled(0)
+    binding = bound(model)
+    update(binding, filled(1))
+    detached = model[2]
+    model[2] = nn.Linear(4, 2)
+    update(binding, filled(2))
+    one = prepared(binding, filled(3))
+    model[0] = nn.Linear(3, 4)
+    one.resolve()
+    one.apply()
+    assert values_of(model) == {3}
+    assert (detached.weight == 1).all()
+
+
+def test_an_optimizer_goes_on_with_the_same_parameters_and_state() -> None:
+    for inplace in (True, False):
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        moments = optimizer.state[model.weight]["exp_avg"].clone()
+        update(bound(model, inplace=inplace), nn.Linear(2, 2))
+        assert torch.equal(optimizer.state[model.weight]["exp_avg"], moments)
+        before = model.weight.detach().clone()
+        optimizer.step()
+        assert not torch.equal(model.weight, before)
+
+
+@pytest.mark.parametrize("inplace", [True, False])
+def test_an_update_is_seen_by_autograd_and_leaves_leaves(inplace: bool) -> None:
+    model = nn.Linear(2, 2)
+    loss = (model.weight * model.weight).sum()
+    update(bound(model, inplace=inplace), nn.Linear(2, 2))
+    assert model.weight.is_leaf
+    assert model.weight.requires_grad
+    assert model.weight.grad is None
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    model(torch.ones(1, 2)).sum().backward()
+    assert model.weight.grad is not None
+
+
+def test_the_gradient_stays_as_it_is() -> None:
+    model = nn.Linear(2, 2)
+    model(torch.ones(1, 2)).sum().backward()
+    gradient = model.weight.grad.clone()
+    update(bound(model), nn.Linear(2, 2))
+    assert torch.equal(model.weight.grad, gradient)
+
+
+def test_in_place_keeps_the_memory_and_out_of_place_leaves_it_untouched() -> None:
+    model = filled(0)
+    pointers = [t.data_ptr() for t in model.state_dict().values()]
+    update(bound(model), filled(1))
+    assert [t.data_ptr() for t in model.state_dict().values()] == pointers
+    parameters = list(model.parameters())
+    old = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    update(bound(model, inplace=False), filled(2))
+    assert values_of(model) == {2}
+    assert all((tensor == 1).all() for tensor in old.values())
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+
+
+def test_out_of_place_gives_a_dict_new_tensors() -> None:
+    for model in ({"w": torch.zeros(2)}, TensorDict({"w": torch.zeros(2)})):
+        old = model["w"]
+        update(bound(model, inplace=False), {"w": torch.ones(2)})
+        assert (model["w"] == 1).all()
+        assert (old == 0).all()
+
+
+@pytest.mark.requirement(218)
+@pytest.mark.parametrize("inplace", [True, False])
+@pytest.mark.parametrize("meta", [True, False])
+def test_a_model_never_shares_memory_with_the_slab(inplace: bool, meta: bool) -> None:
+    class Extra(nn.Linear):
+        state: Any = None
+
+        def get_extra_state(self) -> Any:
+            return torch.ones(2)
+
+        def set_extra_state(self, state: Any) -> None:
+            self.state = state
+
+    with torch.device("meta" if meta else "cpu"):
+        model = Extra(2, 2)
+    binding = bound(model, inplace=inplace)
+    slab = published(filled(1, lambda: Extra(2, 2)))
+    one = binding.prepare(slab)
+    assert one is not None
+    one.resolve()
+    one.apply()
+    one.complete()
+    slab.buffer.zero_()
+    assert (model.weight == 1).all()
+    assert (model.state == 1).all()
+
+
+def test_updates_of_one_layout_do_not_grow_what_is_remembered() -> None:
+    model = {"w": torch.zeros(2), "x": torch.zeros(2), "y": torch.zeros(2), "a": torch.zeros(2)}
+    binding = bound(model)
+    for i in range(20):
+        order = list(model)
+        order = order[i % 4 :] + order[: i % 4] if i < 8 else order
+        update(binding, {key: torch.full((2,), float(i)) for key in order})
+        assert all((t == i).all() for t in model.values())
+    assert binding.bound is not None
+    assert len(binding.bound.plans) <= 4
+
+
+def test_different_layouts_of_one_model_are_told_apart() -> None:
+    model = {"a": torch.zeros(2), "b": torch.zeros(2)}
+    binding = bound(model)
+    a, b = torch.full((2,), 1.0), torch.full((2,), 2.0)
+    slabs = [published({"a": a, "b": b}), published({"b": b, "a": a}), published({"a": a, "b": a})]
+    for slab in [*slabs, *slabs]:
+        one = binding.prepare(slab)
+        assert one is not None
+        one.resolve()
+        one.apply()
+        assert torch.equal(model["a"], a)
+        assert torch.equal(model["b"], a if slab is slabs[2] else b)
+
+
+# -- ties --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("inplace", [True, False])
+def test_tied_weights_of_the_sender_go_into_a_model_without_ties(inplace: bool) -> None:
+    model = Tied(tied=False)
+    source = Tied()
+    update(bound(model, inplace=inplace), source)
+    assert torch.equal(model.embed.weight, source.embed.weight)
+    assert torch.equal(model.head.weight, source.embed.weight)
+    model.embed.weight.data.zero_()
+    assert model.head.weight.any()
+
+
+@pytest.mark.parametrize("inplace", [True, False])
+@pytest.mark.parametrize("cast", [True, False])
+def test_a_tied_model_takes_equal_values_and_refuses_different_ones(inplace: bool, cast: bool) -> None:
+    model = Tied()
+    binding = bound(model, inplace=inplace, cast=cast)
+    equal = Tied(tied=False)
+    equal.embed.weight.data[0, 0] = float("nan")  # as bytes, NaN equals NaN
+    equal.head.weight.data.copy_(equal.embed.weight.data)
+    update(binding, equal)
+    assert torch.equal(model.head.weight[1:], equal.head.weight[1:])
+    assert model.head.weight is model.embed.weight
+    before = model.embed.weight.detach().clone()
+    with pytest.raises(SchemaMismatch, match=r"'embed\.weight' and 'head\.weight' are tied"):
+        update(binding, Tied(tied=False))
+    assert torch.equal(model.embed.weight[1:], before[1:])
+
+
+def test_the_values_for_tied_tensors_are_compared_each_time_that_a_slab_comes() -> None:
+    model = Tied()
+    binding = bound(model)
+    source = Tied(tied=False)
+    slab = published(source, binding.strategy)
+    binding.check(slab.layout)
+    for tensor in slab.views:
+        tensor.fill_(1)
+    for _ in range(2):
+        resolve(binding.prepare(slab))
+    slab.views[0].fill_(2)
+    with pytest.raises(SchemaMismatch, match="are tied in this model"):
+        resolve(binding.prepare(slab))
+
+
+def test_what_is_prepared_for_a_slab_is_used_again_for_the_same_model_only() -> None:
+    model = nn.Linear(3, 2)
+    binding, other = bound(model), bound(nn.Linear(3, 2))
+    slab = published(nn.Linear(3, 2), binding.strategy)
+    first = binding.prepare(slab)
+    resolve(first)
+    assert binding.prepare(slab) is first
+    assert other.prepare(slab) is not first
+    assert binding.bound is not None
+    binding.bound.refresh()
+    assert binding.prepare(slab) is not first
+
+
+def test_tied_weights_on_both_sides_stay_tied() -> None:
+    for inplace in (True, False):
+        model, source = Tied(), Tied()
+        update(bound(model, inplace=inplace), source)
+        assert model.head.weight is model.embed.weight
+        assert torch.equal(model.head.weight, source.head.weight)
+
+
+@pytest.mark.parametrize("inplace", [True, False])
+def test_parameters_over_the_same_memory_are_tied(inplace: bool) -> None:
+    model = Tied()
+    model.head.weight = nn.Parameter(model.embed.weight.detach())
+    source = Tied()
+    update(bound(model, inplace=inplace), source)
+    assert torch.equal(model.head.weight, source.head.weight)
+    model.head.weight.data.zero_()
+    assert not model.embed.weight.any()
+
+
+def test_a_tie_made_after_the_model_was_registered_is_noticed() -> None:
+    model = Tied(tied=False)
+    one = prepared(bound(model), Tied(tied=False))
+    model.head.weight = model.embed.weight
+    before = model.embed.weight.detach().clone()
+    with pytest.raises(SchemaMismatch, match="tied"):
+        one.resolve()
+    assert torch.equal(model.embed.weight, before)
+    model.head.weight = nn.Parameter(model.embed.weight.detach())  # another one over the same memory
+    with pytest.raises(SchemaMismatch, match="tied"):
+        one.resolve()
+    assert torch.equal(model.embed.weight, before)
+
+
+def test_a_tie_broken_after_the_model_was_registered_gets_both_halves_updated() -> None:
+    model = Tied()
+    binding = bound(model)
+    update(binding, Tied())
+    model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
+    assert model.head.weight is not model.embed.weight
+    source = Tied()
+    update(binding, source)
+    assert torch.equal(model.head.weight, source.head.weight)
+    assert torch.equal(model.embed.weight, source.head.weight)
+
+
+class View(nn.Module):
+    """A Parameter, two that are halves of it, column by column, and one that is its first row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.whole = nn.Parameter(torch.zeros(3, 4))
+        self.left = nn.Parameter(self.whole.detach()[:, :2])
+        self.right = nn.Parameter(self.whole.detach()[:, 2:])
+        self.row = nn.Parameter(self.whole.detach()[0])
+
+
+@pytest.mark.parametrize("cast", [True, False])
+def test_values_that_do_not_fit_a_view_and_its_base_are_refused(cast: bool) -> None:
+    model, source = View(), View()
+    binding = bound(model, cast=cast)
+    for value in (1.0, 2.0):
+        update(binding, filled(value, lambda: source))
+        assert values_of(model) == {value}
+    source = copy.deepcopy(source)  # in which they are no views any more
+    update(binding, filled(3, lambda: source))
+    source.row.data[1] = 7
+    with pytest.raises(SchemaMismatch, match=r"'row' .*shares memory with .*'whole'.* but the sender's values"):
+        update(binding, source)
+    assert values_of(model) == {3}
+    model.row = nn.Parameter(torch.zeros(4))
+    update(binding, source)
+    assert model.row.tolist() == [3, 7, 3, 3]
+    assert values_of(model) == {3, 7}
+
+
+def test_arrays_may_be_views_too() -> None:
+    base = np.zeros((2, 2), np.float32)
+    model = {"columns": base.T, "rows": base}
+    rows = torch.tensor([[1.0, 3.0], [2.0, 4.0]])
+    update(bound(model), {"columns": rows.t(), "rows": rows})
+    assert base.tolist() == rows.tolist()
+    with pytest.raises(SchemaMismatch, match="shares memory with"):
+        update(bound(model), {"columns": rows, "rows": rows})
+    assert base.tolist() == rows.tolist()
+
+
+# -- code of the user's ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.requirement(218)
+def test_a_custom_apply_gets_weights_of_its_own() -> None:
+    kept = []
+    binding = bound({"other": torch.zeros(1)}, apply=kept.append)
+    slab = published({"w": torch.ones(4), "n": 3})
+    binding.check(slab.layout)  # what fits is its own affair
+    one = binding.prepare(slab)
+    assert one is not None
+    one.resolve()
+    assert not kept
+    one.apply()
+    one.complete()
+    slab.buffer.zero_()
+    assert (kept[0]["w"] == 1).all()
+    assert kept[0]["n"] == 3
+
+
+def test_a_custom_apply_needs_no_model() -> None:
+    kept = []
+    one = prepared(bound(None, apply=kept.append), {"w": torch.ones(1)})
+    one.resolve()
+    one.apply()
+    one.complete()
+    assert len(kept) == 1
+
+
+def test_a_binding_lets_go_of_a_model_when_it_is_dropped() -> None:
+    model = filled(0)
+    gone = weakref.ref(model)
+    update(bound(model), filled(1))
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+def test_copying_into_nothing_is_allowed() -> None:
+    copy_tensors([torch.zeros(0)], [torch.zeros(0)])
+    update(bound(nn.Identity()), nn.Identity())
+
+
+@pytest.mark.parametrize("numel", [4, 100_000])
+def test_a_tensor_whose_storage_was_freed_is_refused(numel: int) -> None:
+    model = nn.Module()
+    model.a, model.b = nn.Parameter(torch.zeros(numel)), nn.Parameter(torch.zeros(0))
+    source = nn.Module()
+    source.a, source.b = nn.Parameter(torch.ones(numel)), nn.Parameter(torch.zeros(0))
+    binding = bound(model)
+    update(binding, source)
+    model.a.untyped_storage().resize_(0)
+    with pytest.raises(SchemaMismatch, match="'a' has no memory any more"):
+        update(binding, source)
+    model.a.untyped_storage().resize_(4 * numel)
+    update(binding, source)
+    assert torch.equal(model.a, source.a)
+
+
+def without_memory() -> dict[str, tuple[Any, str]]:
+    complex_view = torch.zeros(3, 3, dtype=torch.complex64).conj()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls them prototypes
+        nested = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
+        jagged = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged)
+        rows = torch.eye(3).to_sparse_csr()
+    return {
+        "sparse": (torch.eye(3).to_sparse(), "stored as torch.sparse_coo, which cannot receive: keep a dense tensor"),
+        "rows": (rows, "stored as torch.sparse_csr, which cannot receive"),
+        "nested": (nested, "a nested tensor, which cannot receive"),
+        "jagged": (jagged, "a nested tensor, which cannot receive"),
+        "conjugated": (complex_view, r"read: use `\.resolve_conj\(\)`"),
+        "negated": (complex_view.imag, r"read: use .*`\.resolve_neg\(\)`"),
+    }
+
+
+@pytest.mark.parametrize("kind", without_memory())
+def test_a_tensor_that_cannot_be_written_to_is_refused_with_a_remedy(kind: str) -> None:
+    own, text = without_memory()[kind]
+    dtype = torch.complex64 if kind == "conjugated" else torch.float32
+    with pytest.raises(SchemaMismatch, match=f"w: .*{text}"):
+        update(bound({"w": own}), {"w": torch.ones(3, 3, dtype=dtype)})
+
+
+def test_a_part_that_is_a_tensordict_may_be_replaced() -> None:
+    model = nn.Module()
+    model.part = TensorDictParams(TensorDict({"a": torch.zeros(2)}))
+    tensors = ModelTensors(model, "tensordict")
+    assert not tensors.stale()
+    model.part = TensorDictParams(TensorDict({"a": torch.zeros(2)}))
+    assert tensors.stale()

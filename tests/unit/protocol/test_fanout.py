@@ -1,0 +1,272 @@
+"""What goes to all subscribers at once: whom it reaches, who must not take it, and what is fetched if some is lost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from asyncsync.errors import ProtocolError
+from asyncsync.protocol.fanout import EVERYBODY
+from asyncsync.protocol.settings import Settings
+from asyncsync.wire import codec, messages
+from asyncsync.wire.fields import NONCE_END
+from helpers.machines import EPOCH, SMALL, Desk, Station, nonce
+
+PULL = Settings(fanout="pull", fanout_least=2)
+PUSH = replace(SMALL, fanout="push", fanout_least=2)
+
+
+def desk(workers: int = 4, settings: Settings = PULL, **arguments: Any) -> Desk:
+    """All of them have subscribed, and have the first version."""
+    made = Desk(workers, settings=settings, **arguments)
+    made.publisher.membership.fanout_port = 5556
+    made.join(*range(workers))
+    made.publisher.fanout.subscribed |= {nonce(worker) for worker in range(workers)}
+    version = made.publish(1)
+    for worker in range(workers):
+        made.applied(worker, policy=version)
+    made.take()
+    return made
+
+
+def sent(made: Desk) -> tuple[list[tuple[messages.Cast, messages.Instruction]], dict[int, messages.Instruction]]:
+    """What went to all, and what to single workers."""
+    publisher, casts, single = made.publisher, [], {}
+    while publisher.outbox:
+        route, instruction, payload = publisher.outbox.popleft()
+        cast = publisher.fanout.gather(route, instruction, payload, publisher.announcer.last)
+        if cast is not None:
+            casts.append((cast, instruction))
+        else:
+            single[int(route)] = instruction
+    return casts, single
+
+
+def names(cast: messages.Cast) -> list[bytes]:
+    return [cast.excluded[i : i + NONCE_END] for i in range(0, len(cast.excluded), NONCE_END)]
+
+
+@pytest.mark.requirement(198)
+def test_what_all_are_to_get_is_sent_once() -> None:
+    made = desk()
+    made.publish(2)
+    [(cast, update)], single = sent(made)
+    assert (names(cast), single, cast.since) == ([], {}, update.serial - 1)  # type: ignore[attr-defined]
+    assert made.publisher.progress.of(2, range(4)).waiting == {0, 1, 2, 3}
+
+
+@pytest.mark.requirement(198)
+def test_whoever_is_behind_is_named_once_and_told_by_itself_when_it_has_come_so_far() -> None:
+    made = desk()
+    made.publish(2)
+    sent(made)
+    for worker in (0, 1, 3):
+        made.applied(worker, policy=2)
+    made.publish(3)
+    [(cast, update)], single = sent(made)
+    assert (names(cast), single) == ([nonce(2)[-NONCE_END:]], {})
+    made.applied(2, policy=2)
+    assert sent(made) == ([], {2: update})
+    for worker in range(4):
+        made.applied(worker, policy=3)
+    made.publish(4)
+    [(cast, _)], single = sent(made)
+    assert (names(cast), single) == ([], {})
+
+
+@pytest.mark.requirement(198)
+def test_what_is_for_some_reaches_nobody_else() -> None:
+    """Nor could others read it that have subscribed."""
+    made = desk()
+    made = desk()
+    made.publish(2, [0, 1, 2])
+    casts, single = sent(made)
+    assert (casts, set(single)) == ([], {0, 1, 2})
+    for worker in (0, 1, 2):
+        made.applied(worker, policy=2)
+    made.publish(3)  # worker 3 has had another one before
+    [(cast, newest)], single = sent(made)
+    assert (cast.since, names(cast), set(single)) == (newest.serial - 1, [], {3})  # type: ignore[attr-defined]
+
+
+@pytest.mark.requirement(198)
+def test_a_worker_that_is_gone_or_superseded_is_named() -> None:
+    made = desk()
+    made.publisher.lost(1, nonce(1), "it is gone", made.now)
+    made.publish(2)
+    [(cast, _)], _ = sent(made)
+    assert names(cast) == [nonce(1)[-NONCE_END:]]
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_few_or_no_subscribers_are_told_one_by_one(number: int) -> None:
+    made = desk()
+    made.publisher.fanout.subscribed = {nonce(worker) for worker in range(number)}
+    made.publish(2)
+    casts, single = sent(made)
+    assert (casts, set(single)) == ([], {0, 1, 2, 3})
+
+
+def test_what_is_for_each_worker_alone_is_told_one_by_one() -> None:
+    made = desk(lent := 4)
+    made.publish(2, lent=True)  # a descriptor
+    casts, single = sent(made)
+    assert (casts, set(single)) == ([], set(range(lent)))
+
+
+def test_no_port_no_fan_out() -> None:
+    made = Desk(3, settings=PULL)
+    made.join(0, 1, 2)
+    made.publisher.fanout.subscribed |= {nonce(worker) for worker in range(3)}
+    for value in (1, 2):
+        made.publish(value)
+        assert not sent(made)[0]
+        for worker in range(3):
+            made.applied(worker, policy=value)
+
+
+# -- push ------------------------------------------------------------------------------------------------------------
+
+
+def fetch(
+    made: Desk, worker: int, serial: int, *, restart: int = 0, start: int = 0, upto: int = 0, pushed: int
+) -> None:
+    made.receive(worker, messages.Fetch(EPOCH, serial, restart, start, upto, pushed))
+
+
+def chunks(made: Desk) -> dict[bytes, list[int]]:
+    """Where those begin that were sent, by route."""
+    found: dict[bytes, list[int]] = {}
+    while made.publisher.outbox:
+        route, instruction, _ = made.publisher.outbox.popleft()
+        if isinstance(instruction, messages.Chunk):
+            found.setdefault(route, []).append(instruction.offset)
+    return found
+
+
+@pytest.mark.requirement(198)
+def test_bytes_are_pushed_once_as_fast_as_the_fastest_quarter_takes_them() -> None:
+    made = desk(8, PUSH)
+    made.publish(2)
+    [(cast, update)], _ = sent(made)
+    assert cast.pushed
+    serial: int = update.serial  # type: ignore[attr-defined]
+    fetch(made, 0, serial, pushed=80)
+    assert chunks(made) == {}  # two of eight set the pace
+    fetch(made, 1, serial, pushed=40)
+    assert chunks(made) == {EVERYBODY: [0]}
+    fetch(made, 1, serial, pushed=100)
+    assert chunks(made) == {EVERYBODY: [40]}
+    fetch(made, 2, serial, restart=1, start=0, upto=40, pushed=80)
+    assert chunks(made) == {b"2": [0]}  # what this one has missed, and nothing else
+    fetch(made, 0, serial, pushed=128)
+    fetch(made, 1, serial, pushed=128)
+    assert chunks(made) == {EVERYBODY: [80, 100]}
+    assert made.publisher.fanout._pushed is None
+    assert made.publisher.peers[5].bytes_sent == 128
+
+
+@pytest.mark.requirement(198)
+def test_those_who_have_failed_or_gone_set_no_pace_and_nothing_is_kept_for_them() -> None:
+    made = desk(4, PUSH)
+    made.publish(2)
+    [(_, update)], _ = sent(made)
+    made.failed(0, update)
+    for worker in (1, 2, 3):
+        made.publisher.lost(worker, nonce(worker), "gone", made.now)
+    made.pass_time(1)
+    assert made.publisher.fanout._pushed is None
+    made.publish(3)
+    assert made.pool.slabs <= 2
+
+
+@pytest.mark.requirement(198)
+def test_a_gap_in_what_is_pushed_is_fetched_and_nothing_else() -> None:
+    station = cast_station(pushed=True)
+    assert station.take() == [messages.Fetch(EPOCH, 2, 0, 0, 0, 80)]
+    station.chunk(2, 0, 40, 7)
+    assert station.take() == [messages.Fetch(EPOCH, 2, 0, 40, 0, 120)]
+    station.chunk(2, 80, 40, 7)
+    assert station.take() == [messages.Fetch(EPOCH, 2, 1, 40, 80, 120)]
+    station.chunk(2, 80, 40, 7)  # once more: that changes nothing
+    station.chunk(2, 120, 8, 7)
+    assert station.take() == []
+    station.chunk(2, 40, 40, 7)
+    station.apply()
+    assert station.content() == {7}
+
+
+@pytest.mark.requirement(198)
+def test_what_is_pushed_no_more_is_fetched() -> None:
+    station = cast_station(pushed=True)
+    station.chunk(2, 0, 40, 7)
+    station.take()
+    station.pass_time(2.5)
+    assert station.take() == [messages.Fetch(EPOCH, 2, 1, 40, 120, 0)]
+    for start in (40, 80, 120):
+        station.chunk(2, start, min(40, 128 - start), 7)
+    station.apply()
+    assert station.content() == {7}
+
+
+# -- the worker ------------------------------------------------------------------------------------------------------
+
+
+def wrapped(update: messages.Update, *payload: bytes) -> list[bytes]:
+    return [codec.encode(update), *payload]
+
+
+def cast_station(*, since: int = 1, excluded: bytes = b"", pushed: bool = False) -> Station:
+    """One that has had an update, and hears of another one, which comes in chunks."""
+    station = Station()
+    station.join()
+    station.update(1, {"policy": (1, 1)})
+    station.apply()
+    station.take()
+    layout = station.subscriber.holdings.held["policy"][2].layout
+    part = messages.Part("policy", 2, layout.digest, layout.nbytes)
+    frames = wrapped(messages.Update(EPOCH, 2, False, (part,)), b"")
+    station.receive(messages.Cast(EPOCH, since, excluded, pushed), frames)
+    return station
+
+
+@pytest.mark.requirement(198)
+def test_a_worker_takes_what_is_sent_to_all_if_it_is_meant_and_has_had_what_was_before() -> None:
+    assert cast_station().take() == [messages.Fetch(EPOCH, 2, 0, 0, 80)]
+    assert cast_station(excluded=nonce(8)[-NONCE_END:]).take()
+    assert cast_station(since=2).take() == []
+    assert cast_station(excluded=bytes(NONCE_END) + nonce(7)[-NONCE_END:]).take() == []
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [b"no header"],
+        [codec.encode(messages.Ping(EPOCH, 1))],
+        [codec.encode(messages.Cast(EPOCH, 1, b"", False)), b""],
+        [codec.encode(messages.Again((9, 9), 2, 1, 2, b"slot"))],
+    ],
+    ids=["rubbish", "another instruction", "itself", "another epoch"],
+)
+def test_what_nobody_sends_to_all_is_refused(frames: list[bytes]) -> None:
+    station = Station()
+    station.join()
+    station.update(1, {"policy": (1, 1)})
+    with pytest.raises(ProtocolError):
+        station.receive(messages.Cast(EPOCH, 1, b"", False), frames)
+    assert station.subscriber.reports.serial == 1
+
+
+def test_the_dtype_that_the_others_have_is_not_forced_on_one_that_has_refused_it() -> None:
+    made = desk(4)
+    made.publish(2, dtype=torch.float64)
+    made.take()
+    for worker in (0, 1, 2):
+        made.ready(worker, torch.float64)
+    made.refuse(3, torch.float64)
+    casts, single = sent(made)
+    assert not casts
+    assert not any(isinstance(one, messages.Update) for one in single.values())

@@ -1,0 +1,562 @@
+"""A relay, its trainer and its workers on one event loop, over real sockets; and what it keeps in a file."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+import torch
+
+from asyncsync import AckTimeout, Bus, NotConnected, PartialSendError, SharedMemWeightSyncScheme, ZMQWeightSyncScheme
+from asyncsync.cli import main
+from asyncsync.net.endpoint import several
+from asyncsync.net.key_files import KeyFiles
+from asyncsync.relay import store
+from asyncsync.relay.process import Relay, RelayOptions, run
+from asyncsync.weights import safetensors
+from asyncsync.weights.layout import Layout
+from asyncsync.weights.packing import pack
+from asyncsync.weights.slab import Slab
+from asyncsync.weights.tree import FlatWeights
+from helpers.command import start
+from helpers.pairs import Model, fill, read, until
+
+LARGE = 300_000  # elements: more than one chunk's credit at once is not needed to see them stream
+
+
+@asynccontextmanager
+async def relaying(options: RelayOptions) -> AsyncIterator[Relay]:
+    relay = Relay(options, None if options.keep is None else store.load(options.keep))
+    try:
+        async with anyio.create_task_group() as keeping:  # as run() has it: what is being saved is saved to its end
+            if options.keep is not None:
+                keeping.start_soon(relay.keep)
+            try:
+                yield relay
+            finally:
+                keeping.cancel_scope.cancel()
+    finally:
+        await relay.shutdown()
+
+
+@asynccontextmanager
+async def connected(
+    tmp_path: Path, *, workers: int = 2, width: int = 64, **options: Any
+) -> AsyncIterator[tuple[Any, Relay, list[Any], list[Model], Model]]:
+    """A trainer, a relay, and workers behind it."""
+    up, down = f"ipc://{tmp_path}/up", f"ipc://{tmp_path}/down"
+    cls = SharedMemWeightSyncScheme if options.get("shared") else ZMQWeightSyncScheme
+    async with AsyncExitStack() as stack:
+        sender = ZMQWeightSyncScheme(endpoint=up, num_workers=workers)
+        source = Model(1.0, width)
+        sender.init_on_sender(model_id="policy", model=source)
+        stack.push_async_callback(sender.shutdown)
+        relay = await stack.enter_async_context(relaying(RelayOptions(up, down, **options)))
+        models, receivers = [], []
+        for i in range(workers):
+            receiver = cls(connect=down)
+            models.append(Model(0.0, width))
+            receiver.init_on_receiver("policy", model=models[-1], worker_idx=i, reconnect=True)
+            stack.push_async_callback(receiver.shutdown)
+            receivers.append(receiver)
+        await asyncio.gather(sender.connect(timeout=20), *(one.connect(timeout=20) for one in receivers))
+        yield sender, relay, receivers, models, source
+
+
+@pytest.mark.requirement(206)
+@pytest.mark.parametrize("shared", [False, True], ids=["frames", "shared memory"])
+@pytest.mark.parametrize("width", [64, LARGE, 2_000_000], ids=["small", "chunks", "large"])
+async def test_a_relay_fans_out_one_subscription_to_the_workers_of_its_host(
+    tmp_path: Path, shared: bool, width: int
+) -> None:
+    async with connected(tmp_path, width=width, shared=shared) as (sender, relay, receivers, models, source):
+        for value in (2.0, 3.0, 4.0):
+            version = await sender.send_async(fill(source, value), metadata={"step": value})
+            assert [read(model) for model in models] == [{value}, {value}]
+            assert [one.version for one in receivers] == [version, version]
+            assert receivers[0].metadata == {"step": value}
+        status = sender.status()
+        place = relay.upstream.subscriber.worker
+        assert (status[0].role, status[0].relay, status[0].version) == ("worker", place, version)
+        assert (status[place].role, status[place].relay) == ("relay", None)
+        assert sum(one.bytes_sent for one in status.values()) == status[place].bytes_sent, "one copy for the host"
+        if shared:
+            assert relay.slots is not None
+            assert relay.slots.pool.slabs <= 3
+
+
+async def test_weights_of_single_workers_are_refused_where_they_are_behind_a_relay(tmp_path: Path) -> None:
+    async with connected(tmp_path) as (sender, relay, _, _, source):
+        place = relay.upstream.subscriber.worker
+        with pytest.raises(ValueError, match=f"worker 1 is behind relay {place}.*publish without worker_ids"):
+            await sender.publish(source, worker_ids=[1])
+        with pytest.raises(ValueError, match="worker 0 is behind relay"):
+            await sender.publish({0: source, 1: source})
+        version = await sender.publish(source)
+        await sender.wait_version(version, worker_ids=[1], timeout=5)
+
+
+async def test_a_failure_is_named_and_the_others_have_it(tmp_path: Path) -> None:
+    async with connected(tmp_path) as (sender, _, receivers, models, source):
+        with receivers[1].hold(), pytest.raises(PartialSendError) as late:
+            await sender.send_async(fill(source, 2.0), timeout=0.3)
+        assert (sorted(late.value.acked), sorted(late.value.failed)) == ([0], [1])
+        await receivers[1].shutdown()
+        with pytest.raises(PartialSendError, match="worker 1 is lost: it has left"):
+            await sender.send_async(fill(source, 3.0), timeout=5)
+        assert read(models[0]) == {3.0}
+
+
+async def test_a_trainer_that_says_goodbye_ends_the_workers_unless_the_relay_keeps_the_weights(tmp_path: Path) -> None:
+    for keep, closed in ((None, True), (tmp_path / "kept.safetensors", False)):
+        async with connected(tmp_path, workers=1, keep=keep) as (sender, relay, (receiver,), _, _):
+            receiver._bus._link.subscriber.session.reconnects = False
+            await sender.shutdown()
+            await asyncio.sleep(0.2)
+            assert receiver.closed is closed
+            assert relay.downstream.failure is None
+
+
+@pytest.mark.requirement(4)
+async def test_a_store_serves_the_last_version_while_the_trainer_is_away_and_after_its_own_restart(
+    tmp_path: Path,
+) -> None:
+    """Of 4: the store."""
+    up, down, keep = f"ipc://{tmp_path}/up", f"ipc://{tmp_path}/down", tmp_path / "kept.safetensors"
+    async with connected(tmp_path, workers=1, width=LARGE, keep=keep) as (sender, _, (first,), _, source):
+        version = await sender.send_async(fill(source, 5.0), metadata={"step": 7})
+        await sender.shutdown()
+        await first.shutdown()
+        assert await served(down, 5.0, version) == {"step": 7}
+    tensors, _ = safetensors.read(keep)
+    assert {name: read({name: tensor}) for name, tensor in tensors.items()} == {
+        name: {5.0} for name in source.state_dict()
+    }
+    async with relaying(RelayOptions(up, down, keep=keep)):
+        assert await served(down, 5.0, version) == {"step": 7}
+    async with relaying(RelayOptions(up, f"ipc://{tmp_path}/shared", shared=True, keep=keep)) as relay:
+        assert await served(f"ipc://{tmp_path}/shared", 5.0, version, SharedMemWeightSyncScheme) == {"step": 7}
+        before = relay.downstream.publisher.epoch
+        newer = ZMQWeightSyncScheme(endpoint=up, min_workers=0)
+        newer.init_on_sender(model_id="policy", model=fill(source, 6.0))
+        await newer.connect()
+        await newer.publish()
+        publisher = relay.downstream.publisher
+        assert await relay.downstream.wait(
+            lambda: publisher.epoch > before and publisher.published == newer.version, 20
+        )
+        assert await served(f"ipc://{tmp_path}/shared", 6.0, newer.version, SharedMemWeightSyncScheme) == {}
+        await newer.shutdown()
+
+
+async def test_what_is_kept_is_of_one_trainer(tmp_path: Path) -> None:
+    """A file with an earlier trainer's versions as if they were the present one's would keep the relay from it."""
+    up, keep = f"ipc://{tmp_path}/up", tmp_path / "kept.safetensors"
+    options = RelayOptions(up, f"ipc://{tmp_path}/down", keep=keep)
+    async with AsyncExitStack() as stack:
+        async with relaying(options) as relay:
+            publisher = relay.downstream.publisher
+            for models in (("a", "b"), ("a",)):
+                trainer = Bus(endpoint=up, min_workers=0)
+                stack.push_async_callback(trainer.shutdown)
+                for model_id in ("a", "b"):
+                    ZMQWeightSyncScheme(bus=trainer).init_on_sender(model_id=model_id)
+                before = publisher.epoch
+                await trainer.connect()
+                assert await relay.upstream.wait(lambda before=before: publisher.epoch > before, 20)
+                version = await trainer.publish({model_id: Model(2.0) for model_id in models})
+                assert await relay.upstream.wait(lambda version=version: publisher.published == version, 20)
+                if models == ("a", "b"):
+                    await trainer.shutdown()
+            mark = str(publisher.epoch[1]).encode()
+            async with asyncio.timeout(20):
+                while not keep.exists() or mark not in keep.read_bytes():  # noqa: ASYNC110 (a thread writes it)
+                    await asyncio.sleep(0.05)
+        found = store.load(keep)
+        assert found is not None
+        assert found[1].keys() == {"a"}
+        async with relaying(options) as relay:
+            session = relay.upstream.subscriber.session
+            assert await relay.upstream.wait(lambda: session.welcomed, 20)
+
+
+async def served(endpoint: str, value: float, version: int, cls: Callable[..., Any] = ZMQWeightSyncScheme) -> Any:
+    late = cls(connect=endpoint)
+    model = Model(0.0, LARGE)
+    late.init_on_receiver("policy", model=model, worker_idx=40)
+    try:
+        await late.connect(timeout=20)
+        assert (read(model), late.version) == ({value}, version)
+        return late.metadata
+    finally:
+        await late.shutdown()
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["frames", "shared memory"])
+async def test_a_relay_is_sent_what_has_changed_only(tmp_path: Path, shared: bool) -> None:
+    up, down = f"ipc://{tmp_path}/up", f"ipc://{tmp_path}/down"
+    sender = ZMQWeightSyncScheme(endpoint=up, num_workers=1, delta=True)
+    receiver = (SharedMemWeightSyncScheme if shared else ZMQWeightSyncScheme)(connect=down)
+    source, model = Model(1.0, 1_000_000), Model(0.0, 1_000_000)
+    sender.init_on_sender(model_id="policy", model=source)
+    receiver.init_on_receiver("policy", model=model, worker_idx=0)
+    async with relaying(RelayOptions(up, down, shared=shared)) as relay:
+        try:
+            await asyncio.gather(sender.connect(timeout=20), receiver.connect(timeout=20))
+            before = sender.status()[relay.upstream.subscriber.worker].bytes_sent
+            with torch.no_grad():
+                next(source.parameters()).view(-1)[0] = 5.0
+            await sender.send_async(source, timeout=20)
+            assert all(map(torch.equal, model.state_dict().values(), source.state_dict().values()))
+            sent = sender.status()[relay.upstream.subscriber.worker].bytes_sent - before
+            assert 0 < sent <= 1 << 20, "one piece has changed, of four"
+        finally:
+            await sender.shutdown()
+            await receiver.shutdown()
+
+
+async def test_workers_connect_before_there_are_weights(tmp_path: Path) -> None:
+    up, down = f"ipc://{tmp_path}/up", f"ipc://{tmp_path}/down"
+    sender, receiver = ZMQWeightSyncScheme(endpoint=up, num_workers=1), ZMQWeightSyncScheme(connect=down)
+    sender.init_on_sender(model_id="policy")
+    model = Model(0.0)
+    receiver.init_on_receiver("policy", model=model, worker_idx=0)
+    async with relaying(RelayOptions(up, down)):
+        try:
+            await asyncio.gather(sender.connect(timeout=20), receiver.connect(timeout=20))
+            await sender.send_async(Model(2.0), timeout=20)
+            assert read(model) == {2.0}
+        finally:
+            await sender.shutdown()
+            await receiver.shutdown()
+
+
+async def test_a_worker_goes_on_to_the_next_address_when_the_first_is_away(tmp_path: Path) -> None:
+    up = f"ipc://{tmp_path}/up"
+    sender = ZMQWeightSyncScheme(endpoint=up, num_workers=1)
+    sender.init_on_sender(model_id="policy", model=Model(4.0))
+    receiver = ZMQWeightSyncScheme(connect=f"ipc://{tmp_path}/nobody,{up}")
+    model = Model(0.0)
+    receiver.init_on_receiver("policy", model=model, worker_idx=0)
+    try:
+        await asyncio.gather(sender.connect(timeout=20), receiver.connect(timeout=20))
+        assert read(model) == {4.0}
+    finally:
+        await sender.shutdown()
+        await receiver.shutdown()
+
+
+async def test_a_lag_is_behind_the_trainer_which_a_relay_asks_and_not_behind_the_relay(tmp_path: Path) -> None:
+    async with connected(tmp_path, keep=tmp_path / "kept.safetensors") as (sender, _, receivers, models, source):
+        for value in (2.0, 3.0):
+            with receivers[0].hold():
+                version = await sender.publish(fill(source, value))
+                with pytest.raises(AckTimeout, match="it should have"):
+                    await receivers[0].wait_lag(0, timeout=0.5)
+            assert await asyncio.gather(*(one.wait_lag(0, timeout=5) for one in receivers)) == [version] * 2
+            assert [read(model) for model in models] == [{value}] * 2
+        await sender.shutdown()
+        with pytest.raises(AckTimeout, match="has not answered"):
+            await receivers[0].wait_lag(0, timeout=1.5)
+        assert read(await receivers[0].fetch(timeout=5)) == {3.0}, "a relay that keeps the weights serves them"
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["frames", "shared memory"])
+async def test_a_relay_that_is_killed_after_many_versions_serves_its_workers_at_once_when_it_is_back(
+    tmp_path: Path, shared: bool
+) -> None:
+    up, down = f"ipc://{tmp_path}/up", f"ipc://{tmp_path}/down"
+    command = "-m", "asyncsync", "relay", "--upstream", up, "--bind", down, *(["--shared"] if shared else [])
+    sender = ZMQWeightSyncScheme(endpoint=up, num_workers=1)
+    sender.init_on_sender(model_id="policy", model=(source := Model(0.0)))
+    receiver = (SharedMemWeightSyncScheme if shared else ZMQWeightSyncScheme)(connect=down)
+    receiver.init_on_receiver("policy", model=(model := Model()), worker_idx=0, reconnect=True)
+    async with sender, receiver:
+        with start(*command, cwd=tmp_path):
+            await asyncio.gather(sender.connect(timeout=60), receiver.connect(timeout=60))
+            for value in range(100):
+                await sender.send_async(fill(source, value), timeout=20)
+        await until(lambda: sender.status()[0].state == "lost", 20)
+        with start(*command, cwd=tmp_path):
+            await until(lambda: sender.status()[0].state == "live", 60)
+            for value in range(100, 105):
+                await sender.send_async(fill(source, value), timeout=5)
+                assert read(model) == {value}
+
+
+async def test_the_port_of_what_goes_to_all_is_that_of_the_address_where_the_sender_is() -> None:
+    """At the next address nobody is subscribed to before its sender says where."""
+    ports = free_ports(2)
+    sender = ZMQWeightSyncScheme(endpoint=f"tcp://127.0.0.1:{ports[0]}", num_workers=1, fanout="pull")
+    sender.init_on_sender(model_id="policy", model=Model(4.0))
+    receiver = ZMQWeightSyncScheme(connect=f"tcp://127.0.0.1:{ports[0]},tcp://localhost:{ports[1]}")
+    receiver.init_on_receiver("policy", model=Model(0.0), worker_idx=0, reconnect=True)
+    async with receiver:
+        async with sender:
+            await asyncio.gather(sender.connect(timeout=20), receiver.connect(timeout=20))
+            whereabouts = receiver.bus._link.whereabouts
+            assert whereabouts.subscription._port
+        await until(lambda: whereabouts.endpoint.startswith("tcp://localhost"), 10)
+        for _ in range(10):
+            assert not whereabouts.subscription._port
+            await asyncio.sleep(0.05)
+
+
+async def test_a_welcome_that_is_read_when_the_connection_has_ended_keeps_nobody_there(tmp_path: Path) -> None:
+    first, second = f"ipc://{tmp_path}/first", f"ipc://{tmp_path}/second"
+    sender = ZMQWeightSyncScheme(endpoint=first, num_workers=1)
+    sender.init_on_sender(model_id="policy", model=Model(4.0))
+    receiver = ZMQWeightSyncScheme(connect=f"{first},{second}")
+    receiver.init_on_receiver("policy", model=Model(0.0), worker_idx=0, reconnect=True)
+    async with receiver:
+        await asyncio.gather(sender.connect(timeout=20), receiver.connect(timeout=20))
+        link = receiver.bus._link
+        session = link.subscriber.session
+        await sender.shutdown()
+        await until(lambda: not session.online)
+        link.subscriber.receive(replace(session.trainer, models={}), (), link.loop.time())
+        await until(lambda: link.whereabouts.endpoint == second)
+
+
+async def test_a_process_of_this_host_is_not_watched_for_one_of_the_same_pid_on_another(tmp_path: Path) -> None:
+    """As it is where each has a container of its own, and a worker has gone on to the next address."""
+    sender = ZMQWeightSyncScheme(endpoint=f"ipc://{tmp_path}/up", num_workers=1)
+    sender.init_on_sender(model_id="policy", model=Model(4.0))
+    receiver = ZMQWeightSyncScheme(connect=f"ipc://{tmp_path}/up,ipc://{tmp_path}/next")
+    receiver.init_on_receiver("policy", model=Model(0.0), worker_idx=0)
+    async with sender, receiver:
+        await asyncio.gather(sender.connect(timeout=20), receiver.connect(timeout=20))
+        link = receiver.bus._link
+        assert link._watch is not None
+        session = link.subscriber.session
+        session.trainer = replace(session.trainer, boot="another host's")
+        link._watch_sender()
+        assert link._watch is None
+
+
+async def test_a_sender_that_is_at_no_address_is_lost_however_many_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncsync.bus.whereabouts.AWAY_SECONDS", 2.0)
+    addresses = [f"tcp://127.0.0.1:{port}" for port in free_ports(3)]
+    sender = ZMQWeightSyncScheme(endpoint=addresses[0], num_workers=1)
+    sender.init_on_sender(model_id="policy", model=Model(4.0))
+    receiver = ZMQWeightSyncScheme(connect=",".join(addresses))
+    receiver.init_on_receiver("policy", model=Model(0.0), worker_idx=0, reconnect=True)
+    async with receiver:
+        await asyncio.gather(sender.connect(timeout=20), receiver.connect(timeout=20))
+        link = receiver.bus._link
+        assert not link.is_lost
+        await sender.shutdown()
+        await until(lambda: not link.subscriber.session.online)
+        assert not link.whereabouts.is_away(link.loop.time())
+        await until(lambda: link.whereabouts.is_away(link.loop.time()), 4)
+
+
+def test_a_list_of_addresses_may_have_spaces_and_repetitions() -> None:
+    assert several("tcp://a:5") == ("tcp://a:5",)
+    assert several("tcp://a:5,tcp://a:5, ipc:///tmp/x,y ,tcp://b:6") == ("tcp://a:5", "ipc:///tmp/x,y", "tcp://b:6")
+
+
+async def test_a_relay_goes_on_to_the_next_address_when_the_first_is_away(tmp_path: Path) -> None:
+    up = f"ipc://{tmp_path}/up"
+    sender = ZMQWeightSyncScheme(endpoint=up, min_workers=0)
+    sender.init_on_sender(model_id="policy", model=Model(4.0))
+    await sender.connect()
+    try:
+        async with relaying(RelayOptions(f"ipc://{tmp_path}/nobody,{up}", f"ipc://{tmp_path}/down")) as relay:
+            session = relay.upstream.subscriber.session
+            assert await relay.upstream.wait(lambda: session.welcomed, 20)
+    finally:
+        await sender.shutdown()
+
+
+async def test_a_signal_ends_it_from_the_moment_on_that_it_is_ready(tmp_path: Path) -> None:
+    options = RelayOptions(f"ipc://{tmp_path}/up", f"ipc://{tmp_path}/down")
+    async with asyncio.timeout(20):
+        await run(options, lambda relay: signal.raise_signal(signal.SIGINT))
+
+
+def test_each_address_of_a_list_is_checked() -> None:
+    with pytest.raises(ValueError, match=r"'tcp://192\.0\.2\.1:5' is reachable"):
+        ZMQWeightSyncScheme(connect="tcp://127.0.0.1:5,tcp://192.0.2.1:5")
+
+
+async def test_an_address_in_use_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
+    options = RelayOptions(f"ipc://{tmp_path}/up", f"ipc://{tmp_path}/down")
+    async with relaying(options):
+        with pytest.raises(NotConnected, match="in use"):
+            Relay(options)
+
+
+# -- the file ----------------------------------------------------------------------------------------------------------
+
+
+def slab_of(flat: FlatWeights) -> Slab:
+    slab = Slab.of(Layout.of(flat))
+    pack(slab, flat)
+    return slab
+
+
+def test_what_is_kept_comes_back_as_it_was(tmp_path: Path) -> None:
+    tied = torch.randn(3, 5)
+    weights = {
+        ("a", "b"): tied,
+        ("half",): torch.randn(7).to(torch.bfloat16),
+        ("scalar",): torch.tensor(3),
+        ("empty",): torch.empty(0, 4),
+        ("z",): tied,
+    }
+    slabs = {"policy": slab_of(FlatWeights(weights)), "critic": slab_of(FlatWeights({("a",): torch.ones(2)}))}
+    path = tmp_path / "kept.safetensors"
+    store.save(path, (5, 6), {m: (i + 1, slab, b"\x81") for i, (m, slab) in enumerate(slabs.items())})
+    found = store.load(path)
+    assert found is not None
+    epoch, kept = found
+    assert epoch == (5, 6)
+    for i, (model_id, slab) in enumerate(slabs.items()):
+        version, again, metadata = kept[model_id]
+        assert (version, metadata, again.layout.digest) == (i + 1, b"\x81", slab.layout.digest)
+        for p, tensor in slab.tensors().items():
+            assert torch.equal(again.tensors()[p], tensor)
+    _, texts = safetensors.read(path)
+    assert texts["policy.z"] == "policy.a.b"
+
+
+def test_two_tensors_of_one_name_are_not_kept_as_one(tmp_path: Path) -> None:
+    slabs = {"a": FlatWeights({("b", "c"): torch.ones(2)}), "a.b": FlatWeights({("c",): torch.zeros(2)})}
+    path = tmp_path / "kept.safetensors"
+    with pytest.raises(ValueError, match=r"one name in a file: a\.b\.c"):
+        store.save(path, (5, 6), {model_id: (1, slab_of(flat), b"") for model_id, flat in slabs.items()})
+    assert not path.exists()
+
+
+def test_no_file_is_nothing_and_half_written_ones_are_removed(tmp_path: Path) -> None:
+    half = tmp_path / ".kept.safetensors.0123abcd"
+    half.write_bytes(b"half")
+    assert store.load(tmp_path / "kept.safetensors") is None
+    assert not half.exists()
+
+
+def test_what_somebody_is_writing_is_left_alone(tmp_path: Path) -> None:
+    """A lock belongs to who has opened the file, so one process shows what two would."""
+    path = tmp_path / "kept.safetensors"
+    begun: list[str] = []
+
+    class Weights(dict[str, torch.Tensor]):
+        """While they are being written, another relay begins with this file."""
+
+        def __getitem__(self, name: str) -> torch.Tensor:
+            if there := [found.name for found in tmp_path.iterdir()]:
+                assert store.load(path) is None
+                begun.extend(there)
+            return super().__getitem__(name)
+
+    safetensors.write(path, Weights(a=torch.ones(3)), {})
+    assert len(begun) == 1
+    assert [found.name for found in tmp_path.iterdir()] == [path.name]
+    assert torch.equal(safetensors.read(path)[0]["a"], torch.ones(3))
+
+
+@pytest.mark.parametrize("content", [b"", b"no", b"\x02\0\0\0\0\0\0\0{}"])
+def test_a_file_of_something_else_is_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "kept.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="kept"):
+        store.load(path)
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--upstream", "tcp://192.0.2.1:5", "--bind", "ipc:///tmp/x"], "reachable from other hosts"),
+        (["--upstream", "ipc:///tmp/up", "--bind", "tcp://127.0.0.1:5", "--shared"], "workers of this host"),
+        (["--upstream", "ipc:///tmp/up", "--bind", "ipc:///tmp/x", "--client-key", "k"], "--server-key"),
+        (["--upstream", "ipc:///tmp/up", "--bind", "ipc:///nowhere/at/all"], "cannot bind"),
+    ],
+    ids=["plaintext", "shared over tcp", "half of the keys", "nowhere"],
+)
+def test_the_command_refuses_what_cannot_work(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["relay", *arguments]) == 1
+    assert words in capsys.readouterr().err
+
+
+async def test_keys_above_and_below(tmp_path: Path) -> None:
+    keys, below = tmp_path / "keys", tmp_path / "below"
+    assert main(["keygen", str(keys), "--name", "relay"]) == 0
+    assert main(["keygen", str(below), "--workers", "1"]) == 0
+    up, down = (f"tcp://127.0.0.1:{port}" for port in free_ports(2))
+    sender = ZMQWeightSyncScheme(
+        endpoint=up, num_workers=1, server_key=keys / "server.key_secret", clients=keys / "clients"
+    )
+    sender.init_on_sender(model_id="policy", model=Model(3.0))
+    above = KeyFiles.given(keys / "server.key", None, keys / "client_secrets" / "relay.key_secret")
+    assert above is not None
+    options = RelayOptions(
+        up,
+        down,
+        credentials=partial(above.receiver, 0),
+        keys=KeyFiles.given(below / "server.key_secret", below / "clients", None),
+    )
+    receiver = ZMQWeightSyncScheme(
+        connect=down, server_key=below / "server.key", client_key=below / "client_secrets" / "worker-0.key_secret"
+    )
+    model = Model(0.0)
+    receiver.init_on_receiver("policy", model=model, worker_idx=0)
+    async with relaying(options):
+        try:
+            await asyncio.gather(sender.connect(timeout=20), receiver.connect(timeout=20))
+            assert read(model) == {3.0}
+        finally:
+            await sender.shutdown()
+            await receiver.shutdown()
+
+
+async def test_the_keys_of_a_list_of_addresses_are_for_those_by_tcp(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From an address with keys to a relay without, and from there to the trainer, which has keys."""
+    monkeypatch.setattr("asyncsync.bus.whereabouts.UNREACHED_SECONDS", 0.2)
+    assert main(["keygen", str(tmp_path), "--name", "host"]) == 0
+    nobody, up = (f"tcp://127.0.0.1:{port}" for port in free_ports(2))
+    down = f"ipc://{tmp_path}/down"
+    keys = {"server_key": tmp_path / "server.key", "client_key": tmp_path / "client_secrets" / "host.key_secret"}
+    sender = ZMQWeightSyncScheme(
+        endpoint=up, num_workers=1, server_key=tmp_path / "server.key_secret", clients=tmp_path / "clients"
+    )
+    source, model = Model(1.0), Model(0.0)
+    sender.init_on_sender(model_id="policy", model=source)
+    receiver = ZMQWeightSyncScheme(connect=f"{nobody},{down},{up}", **keys)
+    receiver.init_on_receiver("policy", model=model, worker_idx=0, reconnect=True)
+    above = KeyFiles.given(keys["server_key"], None, keys["client_key"])
+    assert above is not None
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(sender.shutdown)
+        stack.push_async_callback(receiver.shutdown)
+        async with relaying(RelayOptions(up, down, credentials=partial(above.receiver, 0))) as relay:
+            await asyncio.gather(sender.connect(timeout=20), receiver.connect(timeout=20))
+            assert sender.status()[0].relay == relay.upstream.subscriber.worker
+            await sender.send_async(fill(source, 2.0), timeout=20)
+        await until(lambda: sender.status()[0].relay is None and sender.status()[0].state == "live")
+        await sender.send_async(fill(source, 3.0), timeout=20)
+        assert read(model) == {3.0}
+
+
+def free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]

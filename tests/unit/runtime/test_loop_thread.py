@@ -1,0 +1,517 @@
+"""The blocking API's loop thread: it lives while somebody needs it, and no exception that strikes a caller harms it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from asyncsync.runtime import loop_thread
+from helpers.blocking_interrupts import Strike, sigint_raises, strike_everywhere
+
+NAME = "asyncsync-loop"
+
+
+class Bus:
+    """What keeps the thread going."""
+
+    async def _shutdown(self, timeout: float) -> None:
+        loop_thread.keep(self, False)
+
+    def open(self) -> None:
+        loop_thread.run(self._keep)
+
+    def close(self) -> None:
+        loop_thread.run(lambda: self._shutdown(1.0))
+
+    async def _keep(self) -> None:
+        loop_thread.keep(self, True)
+
+
+def alive() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name == NAME]
+
+
+def soon(count: int, timeout: float = 5.0) -> bool:
+    """Whether there are so many of these threads, once those that are about to end have ended."""
+    deadline = time.monotonic() + timeout
+    while len(alive()) > count and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return len(alive()) == count
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+async def answer(value: Any = 42) -> Any:
+    await asyncio.sleep(0)
+    return value
+
+
+async def fail() -> None:
+    raise LookupError("of the coroutine's")
+
+
+class Patient:
+    """A coroutine function that takes its time to clean up when it is cancelled.
+
+    Attributes:
+        begun, cancelled, cleaned: set when it comes there.
+        clean: to be set for the clean-up to end.
+    """
+
+    def __init__(self) -> None:
+        self.begun, self.cancelled, self.cleaned = threading.Event(), threading.Event(), threading.Event()
+        self.clean = threading.Event()
+
+    async def __call__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self.task = task
+        try:
+            self.begun.set()
+            await asyncio.get_running_loop().create_future()
+        finally:
+            self.cancelled.set()
+            while not self.clean.is_set():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.sleep(0.0005)
+            self.cleaned.set()
+
+
+# -- its life ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.requirement(201)
+def test_it_starts_with_the_first_call_and_ends_with_the_last_open_bus() -> None:
+    before = descriptors()
+    for _ in range(3):
+        assert alive() == []
+        first, second = Bus(), Bus()
+        first.open()
+        assert alive() == [NAME]
+        second.open()
+        first.close()
+        assert loop_thread.run(answer) == 42
+        assert alive() == [NAME]
+        second.close()
+        assert alive() == []
+        assert descriptors() == before
+
+
+@pytest.mark.requirement(201)
+def test_without_an_open_bus_it_ends_with_the_call() -> None:
+    before = descriptors()
+    assert loop_thread.run(answer) == 42
+    assert alive() == []
+    with pytest.raises(LookupError):
+        loop_thread.run(fail)
+    assert alive() == []
+    assert descriptors() == before
+
+
+@pytest.mark.requirement(201)
+def test_it_ends_with_the_last_of_several_calls() -> None:
+    patient = Patient()
+    patient.clean.set()
+    raised: list[BaseException] = []
+
+    def blocked() -> None:
+        try:
+            loop_thread.run(patient)
+        except BaseException as error:
+            raised.append(error)
+
+    async def cancel() -> None:
+        patient.task.cancel()
+
+    thread = threading.Thread(target=blocked)
+    thread.start()
+    assert patient.begun.wait(5)
+    assert loop_thread.run(answer) == 42
+    assert alive() == [NAME]
+    loop_thread.run(cancel)
+    thread.join(5)
+    assert isinstance(raised.pop(), asyncio.CancelledError)
+    assert alive() == []
+
+
+@pytest.mark.requirement(201)
+@pytest.mark.thorough
+@pytest.mark.timeout(60)
+def test_threads_racing_through_its_start_and_its_end() -> None:
+    """Each call may find it running, ending, ended or starting."""
+    rounds, errors = 3000, []
+
+    def race(seed: int) -> None:
+        chance = random.Random(seed)
+        try:
+            for i in range(rounds):
+                kind = chance.randrange(4)
+                if kind == 0:
+                    bus = Bus()
+                    bus.open()
+                    bus.close()
+                elif kind == 1:
+                    with pytest.raises(LookupError):
+                        loop_thread.run(fail)
+                elif kind == 2:
+                    assert asyncio.run(loop_thread.awaitable(lambda: answer(i))) == i  # noqa: B023
+                else:
+                    assert loop_thread.run(lambda: answer(i)) == i  # noqa: B023
+        except BaseException as error:
+            errors.append(error)
+            raise
+
+    threads = [threading.Thread(target=race, args=(seed,)) for seed in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert soon(0)  # `awaitable` does not wait for its end
+
+
+@pytest.mark.requirement(201)
+def test_if_no_thread_can_be_started_the_call_says_so_and_the_next_one_works(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    before = descriptors()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            loop_thread.run(answer)
+    assert descriptors() == before
+    assert loop_thread.run(answer) == 42
+    assert alive() == []
+
+
+@pytest.mark.requirement(201)
+def test_what_the_coroutine_raises_is_raised_and_keeps_nothing_alive() -> None:
+    import gc
+    import weakref
+
+    class Large:
+        pass
+
+    def caller() -> weakref.ref[Large]:
+        large = Large()
+        with pytest.raises(LookupError):
+            loop_thread.run(fail)
+        return weakref.ref(large)
+
+    gc.disable()
+    try:
+        assert caller()() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.requirement(201)
+def test_if_no_loop_can_be_made_the_call_says_so_and_the_next_one_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> asyncio.AbstractEventLoop:
+        raise OSError("Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(asyncio, "new_event_loop", refuse)
+        with pytest.raises(OSError, match="Too many open files"):
+            loop_thread.run(answer)
+    assert loop_thread.run(answer) == 42
+    assert alive() == []
+
+
+# -- calls from its own thread ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.requirement(201)
+def test_a_blocking_call_on_its_own_thread_is_refused() -> None:
+    async def inner() -> Any:
+        assert loop_thread.is_here()
+        with pytest.raises(RuntimeError, match="would wait for itself"):
+            loop_thread.run(answer)
+        return await loop_thread.awaitable(answer)
+
+    assert not loop_thread.is_here()
+    assert loop_thread.run(inner) == 42
+    assert not loop_thread.is_here()
+
+
+# -- interrupts -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _sigint() -> Iterator[None]:
+    with sigint_raises():
+        yield
+
+
+@pytest.mark.requirement(192)
+@pytest.mark.parametrize("busy", [False, True], ids=["it must be started", "it runs"])
+@pytest.mark.parametrize("kind", ["answer", "fail", "open and close"])
+def test_a_caller_struck_at_any_moment_leaves_it_usable(busy: bool, kind: str) -> None:
+    before = descriptors()
+    bus = Bus()
+    calls: dict[str, Callable[[], Any]] = {
+        "answer": lambda: loop_thread.run(answer),
+        "fail": lambda: loop_thread.run(fail),
+        "open and close": lambda: (bus.open(), bus.close()),
+    }
+    keeper = Bus()
+    if busy:
+        keeper.open()
+
+    def strike() -> None:
+        raise Strike
+
+    places = 0
+    for places, _, raised in strike_everywhere([loop_thread], calls[kind], strike):
+        assert raised is None or isinstance(raised, Strike | LookupError), repr(raised)
+        assert loop_thread.run(answer) == 42
+        bus.close()
+        # A caller that was struck where it waits for the thread's end has not waited.
+        assert soon(1 if busy else 0), places
+    assert places > 15
+    if busy:
+        keeper.close()
+    assert descriptors() == before
+
+
+@pytest.mark.requirement(201)
+@pytest.mark.parametrize("busy", [False, True], ids=["it must be started", "it runs"])
+def test_a_signal_handler_that_calls_it_at_any_moment_gets_its_answer(busy: bool) -> None:
+    keeper = Bus()
+    if busy:
+        keeper.open()
+    answers = []
+    for k, result, raised in strike_everywhere(
+        [loop_thread],
+        lambda: loop_thread.run(answer),
+        lambda: answers.append(loop_thread.run(lambda: answer("handler's"))),
+    ):
+        assert (result, raised) == (42, None), k
+        assert alive() == ([NAME] if busy else [])
+    assert set(answers) == {"handler's"}
+    if busy:
+        keeper.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # it ends with the thread
+@pytest.mark.parametrize("busy", [False, True], ids=["alone", "with an open bus"])
+def test_a_call_that_ends_the_loop_keeps_no_later_one_waiting(busy: bool) -> None:
+    async def leave() -> None:
+        raise SystemExit(3)
+
+    async def loop() -> asyncio.AbstractEventLoop:
+        return asyncio.get_running_loop()
+
+    patient, keeper = Patient(), Bus()
+    if busy:
+        keeper.open()
+    cancelled: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            loop_thread.run(patient)
+        except asyncio.CancelledError as error:
+            cancelled.append(error)
+
+    other = threading.Thread(target=call)
+    other.start()
+    assert patient.begun.wait(5)
+    with pytest.raises(SystemExit):
+        loop_thread.run(leave)
+    assert patient.cancelled.wait(5)  # the ended loop cleans up, which takes time
+    assert loop_thread.run(loop) is not patient.task.get_loop()
+    patient.clean.set()
+    other.join(5)
+    assert len(cancelled) == 1
+    assert loop_thread.run(answer) == 42
+    keeper.close()
+    assert soon(0)
+
+
+@pytest.mark.requirement(192)
+@pytest.mark.usefixtures("_sigint")
+def test_ctrl_c_waits_for_the_clean_up() -> None:
+    patient = Patient()
+
+    def interrupt() -> None:
+        assert patient.begun.wait(5)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert patient.cancelled.wait(5)
+        patient.clean.set()
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        loop_thread.run(patient)
+    assert patient.cleaned.is_set()
+    thread.join()
+    assert alive() == []
+
+
+@pytest.mark.requirement(192)
+@pytest.mark.usefixtures("_sigint")
+def test_a_second_ctrl_c_during_the_clean_up_ends_at_once_and_the_clean_up_goes_on() -> None:
+    patient = Patient()
+
+    def interrupt() -> None:
+        assert patient.begun.wait(5)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert patient.cancelled.wait(5)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    begin = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        loop_thread.run(patient)
+    assert time.monotonic() - begin < 2  # and not CLEANUP_SECONDS
+    assert not patient.cleaned.is_set()
+    assert loop_thread.run(answer) == 42
+    assert alive() == [NAME]  # the call has not ended
+    patient.clean.set()
+    assert patient.cleaned.wait(5)
+    thread.join()
+
+
+@pytest.mark.requirement(192)
+@pytest.mark.usefixtures("_sigint")
+def test_a_clean_up_that_takes_too_long_is_left_behind(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(loop_thread, "CLEANUP_SECONDS", 0.05)
+    patient = Patient()
+
+    def interrupt() -> None:
+        assert patient.begun.wait(5)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        loop_thread.run(patient)
+    thread.join()
+    assert "goes on in the background" in caplog.text
+    patient.clean.set()
+    assert patient.cleaned.wait(5)
+
+
+# -- coroutines of other loops ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.requirement(192)
+@pytest.mark.both_loops
+async def test_a_cancelled_awaitable_raises_when_the_clean_up_is_over() -> None:
+    patient = Patient()
+    task = asyncio.create_task(loop_thread.awaitable(patient))
+    assert await asyncio.to_thread(patient.begun.wait, 5)
+    for _ in range(3):  # once would do; further ones change nothing
+        task.cancel()
+        await asyncio.sleep(0)
+        assert not task.done()
+    assert await asyncio.to_thread(patient.cancelled.wait, 5)
+    task.cancel()
+    await asyncio.sleep(0.01)
+    assert not task.done()
+    patient.clean.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert patient.cleaned.is_set()
+    assert await loop_thread.awaitable(answer) == 42
+
+
+@pytest.mark.requirement(192)
+@pytest.mark.both_loops
+async def test_an_awaitable_in_a_timeout() -> None:
+    patient = Patient()
+    patient.clean.set()
+
+    async def expire_when_begun() -> None:
+        assert await asyncio.to_thread(patient.begun.wait, 5)
+        limit.reschedule(asyncio.get_running_loop().time())
+
+    limit = asyncio.timeout(None)
+    expiring = asyncio.create_task(expire_when_begun())
+    with pytest.raises(TimeoutError):
+        async with limit:
+            await loop_thread.awaitable(patient)
+    await expiring
+    assert patient.cleaned.is_set()
+    assert await loop_thread.awaitable(answer) == 42
+
+
+@pytest.mark.requirement(192)
+@pytest.mark.both_loops
+async def test_an_awaitable_is_cancelled_at_any_await_and_in_the_tick_of_its_result() -> None:
+    async def steps() -> int:
+        for _ in range(5):
+            await asyncio.sleep(0)
+        return 7
+
+    outcomes = set()
+    for k in range(60):
+        task = asyncio.create_task(loop_thread.awaitable(steps))
+        for _ in range(k % 12):
+            await asyncio.sleep(0)
+        if k >= 40:
+            await asyncio.sleep(0.0001 * (k - 40))
+        task.cancel()
+        try:
+            outcomes.add(await task)
+        except asyncio.CancelledError:
+            outcomes.add("cancelled")
+        assert await loop_thread.awaitable(steps) == 7
+    assert "cancelled" in outcomes
+
+
+@pytest.mark.requirement(201)
+def test_awaitables_of_several_loops_in_several_threads() -> None:
+    async def many(base: int) -> list[Any]:
+        return await asyncio.gather(*(loop_thread.awaitable(lambda i=i: answer(base + i)) for i in range(100)))
+
+    results: dict[int, Any] = {}
+    threads = [
+        threading.Thread(target=lambda base=base: results.update({base: asyncio.run(many(base))}))
+        for base in (0, 1000, 2000)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {base: [base + i for i in range(100)] for base in (0, 1000, 2000)}
+
+
+@pytest.mark.requirement(201)
+async def test_what_an_awaited_coroutine_raises_is_raised() -> None:
+    with pytest.raises(LookupError):
+        await loop_thread.awaitable(fail)
+
+
+@pytest.mark.requirement(201)
+def test_a_loop_that_is_closed_while_it_waits_disturbs_nobody() -> None:
+    patient = Patient()
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(loop_thread.awaitable(patient))
+    loop.run_until_complete(asyncio.sleep(0))
+    assert patient.begun.wait(5)
+    task.cancel()
+    loop.run_until_complete(asyncio.sleep(0))
+    assert patient.cancelled.wait(5)
+    patient.clean.set()
+    with contextlib.suppress(asyncio.CancelledError):
+        loop.run_until_complete(task)
+    loop.close()
+    assert loop_thread.run(answer) == 42

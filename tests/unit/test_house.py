@@ -1,0 +1,182 @@
+"""Who may import whom. Read with ast, so that annotations and imports inside functions count, too. docs/architecture.md
+has the picture."""
+
+from __future__ import annotations
+
+import ast
+import os
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(os.environ.get("ASYNCSYNC_SOURCE", Path(__file__).resolve().parents[2]))
+TREES = {"asyncsync": "asyncsync", "transports": "asyncsync.transports", "collectors": "asyncsync.collectors"}
+
+# A package may import from those behind it, and from itself.
+ORDER = [
+    ["__main__"],
+    ["cli"],
+    ["bench", "demo", "commands"],
+    ["collectors"],
+    ["", "sync"],  # "": the package's face
+    ["relay"],
+    ["schemes"],
+    ["transports"],
+    ["bus"],
+    ["monitor"],
+    ["fastpath"],
+    ["net"],
+    ["protocol"],
+    ["wire"],
+    ["model"],
+    ["weights"],
+    ["runtime", "arguments", "msgpack_limits"],
+    ["errors"],
+]
+# The same within asyncsync.collectors.
+COLLECTORS = [
+    [""],
+    ["evaluating", "distributed"],
+    ["multi"],
+    ["single"],
+    ["local_collector"],
+    ["rollout"],
+    ["envs"],
+    ["workers"],
+    ["whole_trajectories"],
+    ["batch_layout", "trajectories"],
+    ["base"],
+    ["inspection", "lifetime"],
+    ["profiling", "weights"],
+    ["construct"],
+    ["arguments"],
+]
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """Every module of the installed package, where its source is."""
+    found = {}
+    for tree, package in TREES.items():
+        for path in (SOURCE / tree).rglob("*.py"):
+            parts = path.relative_to(SOURCE / tree).with_suffix("").parts
+            found[".".join((package, *parts)).removesuffix(".__init__")] = path
+    return found
+
+
+@cache
+def imports() -> dict[str, set[str]]:
+    """Of each module, which others it imports."""
+    return {module: set(imported(module, path)) - {module} for module, path in modules().items()}
+
+
+def imported(module: str, path: Path) -> Iterator[str]:
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = package.rsplit(".", node.level - 1)[0] if node.level > 1 else package
+                base = ".".join(part for part in (above, base) if part)
+            names = [f"{base}.{a.name}" if f"{base}.{a.name}" in modules() else base for a in node.names]
+        else:
+            continue
+        yield from (name for name in names if name in modules())
+
+
+def floor(module: str, package: str, order: list[list[str]]) -> int | None:
+    """Where in an order a module of a package belongs; 0 is the top."""
+    name = module.removeprefix(package).removeprefix(".").partition(".")[0]
+    return next((i for i, names in enumerate(order) if name in names), None)
+
+
+def upwards(package: str, order: list[list[str]], skipped: str) -> list[str]:
+    """Imports within a package against its order."""
+    found = []
+    for module, others in imports().items():
+        for other in others:
+            if not all(m == package or m.startswith(f"{package}.") for m in (module, other)) or other == skipped:
+                continue
+            of, on = floor(module, package, order), floor(other, package, order)
+            if of is None or on is None:
+                found.append(f"{module} or {other} has no place in the order")
+            elif on < of or (on == of and room(module, package) != room(other, package)):
+                found.append(f"{module} → {other}")
+    return sorted(set(found))
+
+
+def room(module: str, package: str) -> str:
+    return module.removeprefix(package).removeprefix(".").partition(".")[0]
+
+
+def circles() -> list[list[str]]:
+    """The modules that import each other, round and round (Tarjan's strongly connected components)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(module: str) -> None:
+        index[module] = low[module] = len(index)
+        stack.append(module)
+        for other in imports()[module]:
+            if other not in index:
+                visit(other)
+                low[module] = min(low[module], low[other])
+            elif other in stack:
+                low[module] = min(low[module], index[other])
+        if low[module] == index[module]:
+            circle = stack[stack.index(module) :]
+            del stack[stack.index(module) :]
+            if len(circle) > 1:
+                found.append(sorted(circle))
+
+    for module in imports():
+        if module not in index:
+            visit(module)
+    return found
+
+
+def test_there_is_a_house() -> None:
+    assert {"asyncsync", "asyncsync.transports.base", "asyncsync.collectors.single"} <= modules().keys()
+    assert "asyncsync.errors" in imports()["asyncsync"]
+
+
+def test_no_modules_import_each_other() -> None:
+    assert circles() == []
+
+
+@pytest.mark.parametrize(
+    ("package", "order", "skipped"),
+    [("asyncsync", ORDER, "asyncsync"), ("asyncsync.collectors", COLLECTORS, "")],
+    ids=["asyncsync", "collectors"],
+)
+def test_imports_go_one_way(package: str, order: list[list[str]], skipped: str) -> None:
+    """``skipped``: the name of the whole package, which ``from asyncsync import wire`` names, too."""
+    assert upwards(package, order, skipped) == []
+
+
+TESTS = Path(__file__).resolve().parents[1]
+PUBLIC = {"asyncsync", "asyncsync.sync", "asyncsync.transports", "asyncsync.collectors"} | {
+    "asyncsync.collectors.distributed",
+    "asyncsync.errors",
+    "asyncsync.cli",  # its main() is the command
+}
+
+
+@pytest.mark.parametrize(
+    "path", sorted(p for d in ("schemes", "collectors", "faults") for p in (TESTS / d).glob("*.py"))
+)
+def test_tests_of_what_users_do_use_public_names_only(path: Path) -> None:
+    """They survive a rebuild of what is behind the names. Tests of private parts are in unit/."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module)
+    assert {name for name in names if name.split(".")[0] == "asyncsync"} <= PUBLIC
