@@ -12,10 +12,12 @@ import asyncio
 import gc
 import os
 import shutil
+import socket
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import closing
 from multiprocessing.util import Finalize
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +29,7 @@ from helpers.apis import QUICK, SETS, Api
 from helpers.collecting_torchrl import Programs
 from helpers.elsewhere import claim_another_host
 from helpers.leaks import no_leaks, no_tasks
+from helpers.processes import Remote, Schemes, processes
 
 # torch's stores ask the name server for the name of each end of each connection. A question that is lost costs 5 s, in
 # which the store answers nobody; here, 1 s. The resolver reads this once, in each process.
@@ -120,6 +123,29 @@ def api(request: pytest.FixtureRequest) -> Api:
     if given.is_far:
         claim_another_host(request.getfixturevalue("monkeypatch"), lambda worker: worker % 2 == 1)
     return given
+
+
+@pytest.fixture
+async def start() -> AsyncIterator[Callable[..., Remote]]:
+    async with processes() as start:
+        yield start
+
+
+@pytest.fixture
+def endpoint(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """An explicit address: ipc, or tcp where the test is parametrised with it."""
+    if getattr(request, "param", "ipc") == "ipc":
+        return f"ipc://{tmp_path}/bus"
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+
+
+@pytest.fixture
+async def schemes() -> AsyncIterator[Schemes]:
+    schemes = Schemes()
+    yield schemes
+    await schemes.shutdown()
 
 
 @pytest.fixture(scope="session")

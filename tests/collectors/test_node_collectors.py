@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from asyncsync.net.endpoint import INTRODUCED
-from helpers import collecting_nodes
+from helpers import collecting_nodes, planted
 from helpers.programs import in_program
 
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(400)]
@@ -47,7 +46,7 @@ def test_weights_go_by_the_scheme_of_the_name_which_brings_keys_by_its_own_means
     found = seen(family)["asynchronous"]
     names = {"by_rpc": "RPC", "by_gloo": "Distributed", "by_ray": "Ray"}
     assert found["scheme"] == f"{names[family]}WeightSyncScheme"
-    assert found["address"] == (INTRODUCED, "gloo")
+    assert found["address"] == (planted.introduced(), "gloo")
 
 
 @pytest.mark.requirement(126, 143, 146)

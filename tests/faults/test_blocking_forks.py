@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from asyncsync.runtime import loop_thread
 from asyncsync.sync import MultiProcessWeightSyncScheme, ZMQWeightSyncScheme
+from helpers import planted
 from helpers.blocking_crew import KINDS, crew, idle, in_fork, new_sender, start
 from helpers.blocking_workers import follow
 
@@ -117,7 +117,7 @@ def test_a_connected_scheme_refuses_every_method_in_a_forked_child(kind: type) -
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_forked_child_opens_schemes_of_its_own_while_the_parents_loop_runs(kind: type) -> None:
     def child() -> float:
-        assert loop_thread._current is None
+        assert planted.no_loop_thread()
         for _ in range(3):
             with crew(workers=2, of=kind) as (sender, receivers):
                 sender.send(sender.model.fill(7))

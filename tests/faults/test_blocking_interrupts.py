@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-import asyncsync.runtime.loop_thread
-import asyncsync.schemes.blocking
 from helpers import blocking_scenarios as scenarios
+from helpers import planted
 from helpers.blocking_crew import crew, idle, in_process
 from helpers.blocking_interrupts import Strike, strike_everywhere
 from helpers.processes import LARGE, value_of
@@ -67,7 +66,7 @@ def test_an_exception_at_any_moment_of_a_call_loses_nothing(name: str) -> None:
         sender.send(sender.model.fill(2))
         last = 0
         for place, result, raised in strike_everywhere(
-            [asyncsync.schemes.blocking, asyncsync.runtime.loop_thread],
+            planted.BLOCKING_CALLS,
             calls[name],
             strike,
         ):

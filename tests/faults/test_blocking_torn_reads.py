@@ -8,18 +8,17 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from asyncsync.protocol.leases import Leases
 from asyncsync.sync import (
     DistributedWeightSyncScheme,
     MultiProcessWeightSyncScheme,
     SharedMemWeightSyncScheme,
     ZMQWeightSyncScheme,
 )
-from helpers import shared_workers
+from helpers import planted, shared_workers
 from helpers.blocking_crew import idle, new_sender, start
 from helpers.blocking_workers import forwards
 from helpers.processes import Filled
-from helpers.shared_workers import MIB, release_too_early
+from helpers.shared_workers import MIB
 
 PASSES = {1000: 6_000, 3 << 17: 2_700}  # of 1.2 forwards: 10 000 altogether
 SLOT_PASSES = 9_100  # of 1.1 forwards: 10 000 for each way
@@ -144,7 +143,7 @@ def test_no_forward_of_a_million_of_two_threads_is_torn_while_slots_are_written(
 @pytest.mark.parametrize("broken", ["gate", "leases"])
 def test_the_oracle_of_two_threads_catches_what_is_broken(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if broken == "leases":
-        monkeypatch.setattr(Leases, "report", release_too_early)
+        planted.release_slots_too_early(monkeypatch)
     sender = slot_sender(SharedMemWeightSyncScheme, MIB, map_above=0)
     torn, *_ = read_under_fire(sender, shared_workers.forwards, MIB, 4000, None, broken == "gate")
     assert torn > 0

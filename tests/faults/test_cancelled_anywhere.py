@@ -21,8 +21,7 @@ from asyncsync import (
     TransportBackend,
     ZMQWeightSyncScheme,
 )
-from asyncsync.weights.packing import pack
-from asyncsync.weights.slab import Slab
+from helpers import planted
 from helpers.processes import LARGE, Schemes, eventually, value_of
 
 pytestmark = [pytest.mark.both_loops, pytest.mark.timeout(120)]
@@ -357,11 +356,10 @@ async def test_a_receiver_that_connects_while_the_sender_packs_waits_for_the_ini
     receiver = schemes.receiver(sender)
     there = threading.Event()
 
-    def pack_slowly(*arguments: Any) -> None:
+    def wait_until_there() -> None:
         assert there.wait(20)
-        pack(*arguments)
 
-    monkeypatch.setattr("asyncsync.bus.publishing.pack", pack_slowly)
+    planted.pack_by(monkeypatch, wait_until_there)
     connecting = asyncio.create_task(sender.connect())
     receiving = asyncio.create_task(receiver.connect())
     await eventually(lambda: sender.bus._link and sender.bus._link.caught_up().peers)
@@ -397,7 +395,7 @@ async def test_shutdown_cancelled_at_any_await_still_releases_everything(schemes
 class NeverArrives(TransportBackend):
     """Announces its slabs, but brings none."""
 
-    async def offer(self, slab: Slab, workers: Iterable[int] | None) -> bytes:
+    async def offer(self, slab: Any, workers: Iterable[int] | None) -> bytes:
         return b"somewhere"
 
     async def fetch(self, descriptor: bytes, into: memoryview, deadline: float) -> None:

@@ -12,9 +12,7 @@ from typing import Any
 import pytest
 
 from asyncsync.collectors import Collector, MultiAsyncCollector
-from asyncsync.collectors.multi import driver
-from asyncsync.model.gate import Gate
-from helpers import blocking_interrupts
+from helpers import blocking_interrupts, planted
 from helpers.blocking_interrupts import sigint_raises, strike_everywhere
 from helpers.collecting_multi import make, options, policy
 from helpers.collecting_weights import Level, LevelEnv, update
@@ -134,7 +132,7 @@ def test_a_hold_that_is_interrupted_while_it_is_left_keeps_nobody_waiting(
 ) -> None:
     with Collector(LevelEnv, Level(0), frames_per_batch=4) as one:
         one.next()
-        monkeypatch.setattr(Gate, "leave", strike.before(Gate.leave))
+        planted.on_leaving_the_gate(monkeypatch, strike.before)
         with pytest.raises(KeyboardInterrupt) as kept:
             one.next()
         other = threading.Thread(target=update, args=(one, "blocking", Level(5)), kwargs={"timeout": 10})
@@ -164,7 +162,7 @@ def test_wherever_the_wait_for_a_batch_is_interrupted_the_next_call_goes_on(proc
         for _ in range(8):
             batch = following()
         after, lost = batch["observation"][-1, 2] + 1, 0
-        for _, result, raised in strike_everywhere([driver], following, interrupt):
+        for _, result, raised in strike_everywhere(planted.DRIVER, following, interrupt):
             if raised is not None:
                 batches.append(iter(collector))
             batch = result if raised is None else following()

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 
 from asyncsync import NotConnected, SharedMemWeightSyncScheme, WeightSyncError
-from asyncsync.net.processes import free_descriptors
+from helpers import planted
 from helpers.processes import Schemes
 
 pytestmark = pytest.mark.timeout(60)
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(60)
 def only(free: int) -> Iterator[None]:
     """So many descriptors may still be opened."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (before[0] - free_descriptors() + free, before[1]))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before[0] - planted.descriptors_left() + free, before[1]))
     try:
         yield
     finally:

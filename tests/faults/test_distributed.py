@@ -21,7 +21,7 @@ from asyncsync import (
     PeerLost,
     sync,
 )
-from asyncsync.net.endpoint import INTRODUCED
+from helpers import planted
 from helpers.apis import Api, face
 from helpers.pairs import Clock, Model, fill, passed_on, read, receiver_of, until
 from helpers.processes import LARGE, Remote, Trainer, Worker
@@ -242,7 +242,7 @@ async def test_a_connect_that_is_cancelled_or_times_out_can_be_called_again() ->
 @pytest.mark.schemes("distributed")
 @pytest.mark.parametrize("has_own_bus", [True, False])
 async def test_a_shutdown_ends_a_connect_that_waits_for_its_introduction_at_once(api: Api, has_own_bus: bool) -> None:
-    options = {} if has_own_bus else {"bus": api.make(api.Bus, INTRODUCED)}
+    options = {} if has_own_bus else {"bus": api.make(api.Bus, planted.introduced())}
     receiver = api.scheme(store_info=("127.0.0.1", free_port()), **options)
     receiver.init_on_receiver("policy", model=Model(), worker_idx=0)
     waiting = receiver if has_own_bus else receiver.bus

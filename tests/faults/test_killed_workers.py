@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from asyncsync import AckTimeout, DistributedWeightSyncScheme, PartialSendError, PeerLost, ZMQWeightSyncScheme
-from asyncsync.protocol.settings import Identity
+from helpers import planted
 from helpers.processes import Filled, Remote, Schemes, Worker, eventually, impatient
 
 pytestmark = pytest.mark.timeout(90)
@@ -246,7 +246,7 @@ async def test_a_killed_worker_that_cannot_be_watched_is_lost_when_its_connectio
     if why == "no pidfd":
         monkeypatch.delattr(os, "pidfd_open")
     else:
-        monkeypatch.setattr("asyncsync.bus.sender.this_process", lambda: Identity(os.getpid(), "", 0))
+        planted.no_boot_id(monkeypatch)
     sender = schemes.sender(1000, num_workers=1)
     impatient(sender)
     await connect(sender, [worker], 1000)

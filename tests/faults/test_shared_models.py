@@ -19,7 +19,6 @@ from asyncsync import (
     WeightStrategy,
     ZMQWeightSyncScheme,
 )
-from asyncsync.weights.slab import Slab
 from helpers.pairs import receiver_of
 from helpers.processes import Remote, Schemes, eventually
 from helpers.shared_workers import MIB, BatchNormed, SharedWorker, is_repointed
@@ -246,7 +245,7 @@ async def test_a_shutdown_of_the_trainer_beside_a_publication_writes_nothing_tha
     first = asyncio.Event()
     acquire = sender.shared_transport.pool._make
 
-    def make(*args: Any, **kwargs: Any) -> Slab:
+    def make(*args: Any, **kwargs: Any) -> Any:
         slab = acquire(*args, **kwargs)
         sender.bus._link.loop.call_soon_threadsafe(first.set)
         return slab

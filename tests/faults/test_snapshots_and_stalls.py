@@ -7,16 +7,13 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDict
 
 from asyncsync import ZMQWeightSyncScheme
-from asyncsync.weights.packing import pack
-from asyncsync.weights.slab import Slab
-from asyncsync.weights.tree import FlatWeights
+from helpers import planted
 from helpers.pairs import receiver_of
 from helpers.processes import Remote, Schemes, Worker, eventually, value_of
 
@@ -183,18 +180,9 @@ async def test_a_snapshot_that_fails_half_way_changes_nobody(
     peers = sender.bus._link.caught_up().peers.values()
     half_sent = threading.Event()
 
-    def fail_half_way(
-        slab: Slab, flat: FlatWeights, progress: Callable[[], None] | None, tensors: list[torch.Tensor]
-    ) -> None:
-        assert progress is not None
-        slab.packed = slab.nbytes // 2
-        progress()
-        assert half_sent.wait(10)
-        raise MemoryError("no page for it")
-
     sent = sum(p.bytes_sent for p in peers)
     with monkeypatch.context() as patch:
-        patch.setattr("asyncsync.bus.publishing.pack", fail_half_way)
+        planted.pack_half(patch, half_sent)
         publishing = asyncio.create_task(sender.publish(sender.model.fill(2)))
         await eventually(lambda: sum(p.bytes_sent for p in peers) >= sent + THREAD * 4)
         if cancelled:
@@ -250,14 +238,13 @@ async def test_of_several_slabs_none_is_delivered_if_one_cannot_be_packed(monkey
     await asyncio.gather(sender.connect(timeout=10), *(r.connect(timeout=10) for r in receivers))
     packed = []
 
-    def fail_the_second(*arguments: Any) -> None:
-        packed.append(arguments)
+    def fail_the_second() -> None:
+        packed.append(1)
         if len(packed) == 2:
             raise MemoryError("no page for it")
-        pack(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr("asyncsync.bus.publishing.pack", fail_the_second)
+        planted.pack_by(patch, fail_the_second)
         with pytest.raises(MemoryError):
             await sender.publish({i: {"w": torch.full((THREAD,), 7.0)} for i in range(2)})
     assert len(packed) == 2

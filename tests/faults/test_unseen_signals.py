@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import threading
 import time
@@ -13,8 +12,6 @@ from typing import Any
 import pytest
 
 from asyncsync.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
-from asyncsync.errors import AckTimeout
-from asyncsync.runtime.threads import LOOK_SECONDS, interruptibly, join, until_done
 from helpers.blocking_crew import connect, crew, new_receiver, new_sender
 from helpers.blocking_interrupts import sigint_elsewhere
 from helpers.collecting_multi import make, options, policy
@@ -143,65 +140,6 @@ def test_waiting_beside_a_thread_that_waits_for_workers_ends() -> None:
         with meanwhile(collector.next), sigint_elsewhere():
             collector._group.wait(lambda: None, 30.0)
         assert collector.next().numel()
-
-
-def test_a_wait_in_portions_is_as_long_as_said_and_ends_with_what_it_waits_for() -> None:
-    asked: list[float] = []
-
-    def wait(seconds: float) -> bool:
-        asked.append(seconds)
-        time.sleep(seconds)
-        return len(asked) == 5
-
-    begin = time.monotonic()
-    assert not interruptibly(wait, 0.25)
-    assert 0.25 <= time.monotonic() - begin < 1.25
-    assert len(asked) == 3
-    assert interruptibly(wait, 30)
-    assert len(asked) == 5
-    assert max(asked) <= LOOK_SECONDS
-    assert not interruptibly(lambda seconds: seconds > 0, -1)
-    assert interruptibly(lambda seconds: True, 0)
-
-
-def test_a_future_is_waited_for_however_it_ends() -> None:
-    for end in (
-        lambda future: future.set_result(1),
-        lambda future: future.set_exception(ValueError()),
-        lambda future: future.cancel(),
-    ):
-        future: concurrent.futures.Future[int] = concurrent.futures.Future()
-        timer = threading.Timer(0.15, end, [future])
-        timer.start()
-        until_done(future)
-        assert future.done()
-        until_done(future)
-        timer.join()
-
-
-def test_a_threads_end_is_waited_for_as_long_as_said() -> None:
-    leave = threading.Event()
-    thread = threading.Thread(target=leave.wait, args=(20,))
-    thread.start()
-    begin = time.monotonic()
-    assert not join(thread, 0.15)
-    assert not join(thread, -1)
-    assert 0.15 <= time.monotonic() - begin < 1
-    with sigint_elsewhere():
-        join(thread, 20)
-    leave.set()
-    assert join(thread, 20)
-
-
-@pytest.mark.thorough
-def test_nobody_is_woken_while_nothing_comes_from_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    with MultiSyncCollector([make()] * 2, policy(), **options()) as collector:
-        collector.next()
-        told: list[object] = []
-        monkeypatch.setattr(collector._group, "_notify", lambda: told.append(None))
-        with pytest.raises(AckTimeout):
-            collector._group.wait(lambda: None, 0.5)
-        assert told == []
 
 
 @pytest.mark.parametrize("how", ["does not wait", "raises"])

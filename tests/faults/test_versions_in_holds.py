@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from asyncsync.fastpath.worker import SteadyWorker
-from helpers.apis import SETS, Api, bare, in_thread
+from helpers.apis import Api, bare, in_thread
 from helpers.pairs import Model, fill, read, receiver_of
 
 pytestmark = pytest.mark.timeout(60)
@@ -81,19 +80,8 @@ async def look_under_fire(
 @pytest.mark.requirement(193)
 @pytest.mark.schemes("all")
 @pytest.mark.parametrize("waits", [False, True], ids=["publish", "send"])
-async def test_the_version_in_a_hold_is_what_the_model_shows(
-    api: Api, waits: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_version_in_a_hold_is_what_the_model_shows(api: Api, waits: bool) -> None:
     """Of a receiver: what ``version`` exposes."""
-    taken: list[int] = []
-    take = SteadyWorker.take
-
-    def counting(fast: SteadyWorker, *arguments: Any) -> bytes | None:
-        done = take(fast, *arguments)
-        taken.append(done is not None)
-        return done
-
-    monkeypatch.setattr(SteadyWorker, "take", counting)
     async with api.crew(2, source=Model(1)) as everybody:
         sender, count = everybody.sender, 1
 
@@ -105,7 +93,6 @@ async def test_the_version_in_a_hold_is_what_the_model_shows(
 
         receivers = [{"policy": receiver} for receiver in everybody.receivers]
         await look_under_fire(receivers, [{"policy": model} for model in everybody.models], publish)
-        assert not (waits and api in SETS["copied"]) or sum(taken) > VERSIONS, "none came on the fast path"
 
 
 @pytest.mark.requirement(193)

@@ -35,7 +35,6 @@ __all__ = [
     "SharedWorker",
     "forwards",
     "is_repointed",
-    "release_too_early",
     "slots_in_sight",
     "trains",
 ]
@@ -74,11 +73,6 @@ def _address_space() -> int:
 def _resident() -> int:
     (line,) = (x for x in Path("/proc/self/smaps_rollup").read_text().splitlines() if x.startswith("Pss:"))
     return int(line.split()[1]) * 1024
-
-
-def release_too_early(self: Any, nonce: bytes, last: int, in_use: Any) -> None:
-    """What ``Leases.report`` must not be."""
-    self.release(nonce)
 
 
 class BatchNormed(nn.Module):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import threading
+import time
 
 import pytest
 
-from asyncsync.runtime.threads import WorkThread, elsewhere, settle
+from asyncsync.runtime.threads import LOOK_SECONDS, WorkThread, elsewhere, interruptibly, join, settle, until_done
 from asyncsync.schemes.blocking import now
+from helpers.blocking_interrupts import sigint_elsewhere
 
 
 @pytest.mark.parametrize("error", [StopIteration("over"), StopAsyncIteration("over"), ZeroDivisionError("no")])
@@ -55,3 +58,51 @@ def test_a_future_whose_loop_is_closed_is_left_as_it_is() -> None:
 def test_where_no_event_loop_runs_a_function_is_called_at_once() -> None:
     """As at the end of a blocking shutdown, when what it closes has outlived the bus."""
     assert now(elsewhere("a test's", threading.current_thread)) is threading.current_thread()
+
+
+def test_a_wait_in_portions_is_as_long_as_said_and_ends_with_what_it_waits_for() -> None:
+    asked: list[float] = []
+
+    def wait(seconds: float) -> bool:
+        asked.append(seconds)
+        time.sleep(seconds)
+        return len(asked) == 5
+
+    begin = time.monotonic()
+    assert not interruptibly(wait, 0.25)
+    assert 0.25 <= time.monotonic() - begin < 1.25
+    assert len(asked) == 3
+    assert interruptibly(wait, 30)
+    assert len(asked) == 5
+    assert max(asked) <= LOOK_SECONDS
+    assert not interruptibly(lambda seconds: seconds > 0, -1)
+    assert interruptibly(lambda seconds: True, 0)
+
+
+def test_a_future_is_waited_for_however_it_ends() -> None:
+    for end in (
+        lambda future: future.set_result(1),
+        lambda future: future.set_exception(ValueError()),
+        lambda future: future.cancel(),
+    ):
+        future: concurrent.futures.Future[int] = concurrent.futures.Future()
+        timer = threading.Timer(0.15, end, [future])
+        timer.start()
+        until_done(future)
+        assert future.done()
+        until_done(future)
+        timer.join()
+
+
+def test_a_threads_end_is_waited_for_as_long_as_said() -> None:
+    leave = threading.Event()
+    thread = threading.Thread(target=leave.wait, args=(20,))
+    thread.start()
+    begin = time.monotonic()
+    assert not join(thread, 0.15)
+    assert not join(thread, -1)
+    assert 0.15 <= time.monotonic() - begin < 1
+    with sigint_elsewhere():
+        join(thread, 20)
+    leave.set()
+    assert join(thread, 20)

@@ -5,14 +5,19 @@ from __future__ import annotations
 import asyncio
 import errno
 import multiprocessing
+import os
+import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from asyncsync.collectors import MultiSyncCollector
+from asyncsync.collectors.multi import collector as collector_module
 from asyncsync.collectors.multi.calls import Calls
 from asyncsync.collectors.workers import main as workers
 from asyncsync.collectors.workers.channel import Channel, encode
@@ -22,6 +27,7 @@ from asyncsync.collectors.workers.process_group import ProcessGroup
 from asyncsync.collectors.workers.rollout_worker import Stopped
 from asyncsync.errors import AckTimeout
 from asyncsync.runtime import loop_thread
+from helpers.collecting_multi import make, options, policy
 
 
 @pytest.fixture
@@ -127,3 +133,44 @@ def test_a_worker_whose_trainer_does_not_read_says_so(
     with pytest.raises(Stopped):
         loop._send("anybody there?")
     page.close()
+
+
+@pytest.mark.thorough
+def test_large_specifications_do_not_start_the_workers_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each start returns before its worker has imported anything."""
+    began: list[float] = []
+    wait = collector_module.wait_until_built
+
+    def watched(group: Any, *arguments: Any) -> None:
+        began.append(time.monotonic())
+        assert not group.infos
+        wait(group, *arguments)
+
+    monkeypatch.setattr(collector_module, "wait_until_built", watched)
+    with MultiSyncCollector([make()] * 2, policy(numel=100_000), frames_per_batch=4) as collector:
+        ready = time.monotonic()
+        assert collector.next().numel() == 4  # type: ignore[union-attr]
+    assert ready - began[0] > 0.5, "all of them were started before the first was there"
+
+
+@pytest.mark.thorough
+def test_nobody_is_woken_while_nothing_comes_from_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    with MultiSyncCollector([make()] * 2, policy(), **options()) as collector:
+        collector.next()
+        told: list[object] = []
+        monkeypatch.setattr(collector._group, "_notify", lambda: told.append(None))
+        with pytest.raises(AckTimeout):
+            collector._group.wait(lambda: None, 0.5)
+        assert told == []
+
+
+def test_workers_that_are_importing_are_ended_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    """They have no environment that they would have to close, and importing torch takes seconds on a busy machine."""
+    group = ProcessGroup("spawn", "Test")
+    group.start([b""], {}, None)
+    os.kill(group.pids[0], signal.SIGSTOP)  # however fast this machine imports
+    began = time.monotonic()
+    group.end(10.0)
+    assert time.monotonic() - began < 5
+    assert (group.alive, group.is_over, caplog.messages) == (0, True, [])
+    group.close()
