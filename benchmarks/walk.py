@@ -11,7 +11,6 @@ function counts once, however often it is called. What is walked through:
     frame, whole way         from the trainer's request to its batch, of one frame
 
 `--list` prints the functions in the order of their first calls, as file:function. `--only update` leaves frames out.
-`--page docs/architecture.md` writes the walks that this page shows into it, between their marks.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ import json
 import mmap
 import multiprocessing
 import os
-import re
 import sys
 import tempfile
 import threading
@@ -207,34 +205,10 @@ def counts(trainer: Calls, worker: Calls) -> str:
     )
 
 
-def by_file(calls: Calls) -> Iterator[str]:
-    """A line for each file, in the order of their first calls, with the functions in it."""
-    found: dict[str, dict[str, list[str]]] = {}
-    for name in sorted(calls, key=calls.__getitem__):
-        file, _, function = name.partition(":")
-        owner, _, method = function.rpartition(".")
-        found.setdefault(file.removeprefix("asyncsync/"), {}).setdefault(owner, []).append(method)
-    for file, owners in found.items():
-        told = [(f"{owner}: " if owner else "") + ", ".join(methods) for owner, methods in owners.items()]
-        yield f"    {file:30} {'; '.join(told)}"
-
-
-def on_page(page: str, walk: str, trainer: Calls, worker: Calls) -> str:
-    """The page with this walk between its marks; as it is where it has none of this walk."""
-    lines = [counts(trainer, worker)]
-    for side, calls in (("trainer", trainer), ("worker", worker)):
-        lines += [f"  {side}", *by_file(calls)] if calls else []
-    told = "\n".join(lines)
-    block = re.compile(rf"({re.escape(f'<!-- walk: {walk} -->')}\n).*?(<!-- end -->)", re.DOTALL)
-    return block.sub(lambda found: f"{found[1]}```text\n{told}\n```\n{found[2]}", page)
-
-
 def report(walk: str, sides: list[dict[int, Calls]], options: argparse.Namespace) -> None:
     trainer, worker = shortest(walk, sides)
     both = {**worker, **trainer}
     print(f"{walk}: {counts(trainer, worker)}")
-    if options.page is not None:
-        options.page.write_text(on_page(options.page.read_text(), walk, trainer, worker))
     if options.list:
         both |= {name: min(trainer[name], worker[name]) for name in trainer.keys() & worker.keys()}
         for name in sorted(both, key=both.__getitem__):
@@ -245,7 +219,6 @@ def report(walk: str, sides: list[dict[int, Calls]], options: argparse.Namespace
 def main() -> None:
     parser = argparse.ArgumentParser(description="Counts the functions that one update and one frame pass")
     parser.add_argument("--list", action="store_true", help="print them, in the order of their first calls")
-    parser.add_argument("--page", type=Path, help="a page to write walks into")
     parser.add_argument("--only", choices=["update", "frame"], help="one of the two")
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -37,6 +37,7 @@ def test_every_example_has_a_test() -> None:
     found = {path.stem for path in EXAMPLES.rglob("*.py")}
     here = {"async_trainer", "lora", "many_models", "mixed_trainer", "multi_host_pubsub", "ppo_plain", "quickstart"}
     here |= {"distributed_trainer", "inference_server", "ray_trainer", "sb3_workers", "weight_sync_standalone"}
+    here |= {"file_transport"}
     # test_examples_collectors.py
     there = {"async_collector", "multi_model", "ray_collector", "replay_buffer", "rpc_collector", "torchrl_collector"}
     there |= {"weight_sync_collectors"}
@@ -359,11 +360,9 @@ def test_the_readmes_programs_run(tmp_path: Path, number: int) -> None:
 
 
 @pytest.mark.thorough
-def test_the_transport_of_the_page_on_architecture_runs(tmp_path: Path) -> None:
-    [(program, told)] = programs("docs/architecture.md")
-    path = tmp_path / "transport.py"
-    path.write_text(program)
-    assert sorted(example(path, tmp_path).splitlines()) == sorted(told.splitlines())
+def test_file_transport_brings_a_version_and_the_bus_moves_no_bytes(tmp_path: Path) -> None:
+    told = ["trainer: version 2 is applied; 0 bytes by the bus", "worker: version 2, bias [1.0, 1.0]"]
+    assert sorted(example(EXAMPLES / "file_transport.py", tmp_path).splitlines()) == told, "two processes print"
 
 
 @pytest.mark.thorough

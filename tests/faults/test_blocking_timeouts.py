@@ -48,6 +48,7 @@ def test_connect_ends_within_its_timeout_and_may_be_called_again() -> None:
 
 
 @pytest.mark.requirement(195)
+@pytest.mark.promise(15)
 @pytest.mark.parametrize("numel", [1000, 5 << 18], ids=["small", "large"])
 def test_send_wait_version_fetch_and_receive_end_within_their_timeouts(numel: int) -> None:
     with crew(numel) as (sender, [receiver]):

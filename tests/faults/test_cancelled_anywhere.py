@@ -156,6 +156,7 @@ async def still_works(sender: ZMQWeightSyncScheme, *receivers: ZMQWeightSyncSche
 
 
 @pytest.mark.requirement(192)
+@pytest.mark.promise(19)
 @every_strike
 @every_way
 async def test_receive_cancelled_at_any_await_loses_no_update(
@@ -217,6 +218,7 @@ async def test_fetch_cancelled_at_any_await_leaves_the_scheme_usable(schemes: Sc
 
 
 @pytest.mark.requirement(192)
+@pytest.mark.promise(19)
 @every_strike
 @both_sizes
 async def test_publish_cancelled_at_any_await_publishes_whole_or_not_at_all(

@@ -38,6 +38,7 @@ async def connect(
 
 
 @pytest.mark.requirement(195, 196)
+@pytest.mark.promise(11, 16)
 @pytest.mark.parametrize("endpoint", ["ipc", "tcp"], indirect=True)
 @pytest.mark.parametrize("point", ["transfer", "apply"])
 async def test_a_worker_killed_in_the_middle_is_named_at_once_and_catches_up_when_it_returns(
@@ -87,6 +88,7 @@ async def test_a_worker_killed_in_the_middle_is_named_at_once_and_catches_up_whe
 
 
 @pytest.mark.requirement(195)
+@pytest.mark.promise(16)
 async def test_a_worker_killed_on_another_host_is_lost_when_its_connection_stays_away(
     schemes: Schemes, start: Callable[..., Remote]
 ) -> None:
@@ -141,6 +143,7 @@ async def test_workers_killed_and_restarted_while_updates_stream(
 
 
 @pytest.mark.requirement(198)
+@pytest.mark.promise(13)
 @pytest.mark.parametrize("endpoint", ["ipc", "tcp"], indirect=True)
 async def test_a_stopped_worker_delays_nobody_and_skips_to_the_newest_version(
     endpoint: str, schemes: Schemes, start: Callable[..., Remote]
@@ -197,6 +200,7 @@ async def test_small_updates_do_not_pile_up_for_a_stopped_worker(
 
 
 @pytest.mark.requirement(196)
+@pytest.mark.promise(10, 11)
 @every_kind
 async def test_a_late_worker_gets_what_is_meant_for_it(
     kind: Any, schemes: Schemes, start: Callable[..., Remote]

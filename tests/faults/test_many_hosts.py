@@ -165,6 +165,7 @@ async def test_a_restarted_trainer_has_everybody_again_and_a_late_host_joins(
 
 
 @pytest.mark.requirement(206)
+@pytest.mark.promise(21)
 @pytest.mark.parametrize("shared", [False, True], ids=["frames", "shared"])
 async def test_a_killed_relay_loses_nobody(three: Hosts, tmp_path: Path, shared: bool) -> None:
     """Of the three relays one is killed and restarted, one is killed for good: its workers go on to the trainer."""

@@ -53,6 +53,7 @@ async def test_a_workers_loop_goes_on_while_256_mib_come_and_are_applied(
     assert await worker.is_repointed() == [True] * 8
 
 
+@pytest.mark.promise(34)
 async def test_a_worker_has_two_slabs_and_no_memory_for_the_model_beside_them(
     schemes: Schemes, start: Callable[..., Remote]
 ) -> None:
@@ -69,6 +70,7 @@ async def test_a_worker_has_two_slabs_and_no_memory_for_the_model_beside_them(
 
 
 @pytest.mark.requirement(194)
+@pytest.mark.promise(24)
 async def test_a_worker_that_trains_its_copy_gets_every_version_whole(
     schemes: Schemes, start: Callable[..., Remote]
 ) -> None:
@@ -89,6 +91,7 @@ async def test_a_worker_that_trains_its_copy_gets_every_version_whole(
 
 
 @pytest.mark.requirement(201)
+@pytest.mark.promise(29)
 async def test_the_model_of_a_forked_child_keeps_what_it_held(schemes: Schemes, start: Callable[..., Remote]) -> None:
     worker = start(SharedWorker)
     sender = await crew(schemes, [worker], 2 * MIB)
@@ -114,6 +117,7 @@ async def test_the_model_of_a_forked_child_keeps_what_it_held(schemes: Schemes, 
 
 
 @pytest.mark.requirement(218)
+@pytest.mark.promise(29)
 async def test_a_model_outlives_its_scheme(schemes: Schemes, start: Callable[..., Remote]) -> None:
     workers = [start(SharedWorker), start(SharedWorker)]
     sender = await crew(schemes, workers, 2 * MIB)

@@ -240,6 +240,7 @@ def free_port() -> int:
 
 
 @pytest.mark.requirement(197)
+@pytest.mark.promise(14)
 async def test_a_trainer_that_was_cut_off_is_fenced_when_its_workers_come_back_from_its_successor(
     schemes: Schemes, forwarder: Forwarder
 ) -> None:
@@ -331,6 +332,7 @@ async def test_the_connections_are_cut_again_and_again_and_nothing_is_lost(
     await eventually(lambda: sender.bus._link.pool.slabs <= 2)
 
 
+@pytest.mark.promise(31)
 async def test_the_private_directory_of_a_killed_trainer_is_swept_by_the_next_connect(
     schemes: Schemes, start: Callable[..., Remote]
 ) -> None:

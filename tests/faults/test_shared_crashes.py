@@ -278,6 +278,7 @@ async def stop_at_random(rounds: int, schemes: Schemes, start: Callable[..., Rem
 
 
 @pytest.mark.requirement(194)
+@pytest.mark.promise(24)
 @pytest.mark.thorough
 async def test_a_reader_that_is_stopped_anywhere_never_opens_what_has_been_written_again(
     schemes: Schemes, start: Callable[..., Remote]
@@ -422,6 +423,7 @@ async def test_a_worker_outlives_the_trainers_shutdown_and_its_process(
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise(32)
 async def test_a_trainer_that_gets_no_memory_for_a_slot_publishes_nothing_and_goes_on(
     endpoint: str, schemes: Schemes, start: Callable[..., Remote]
 ) -> None:
@@ -449,6 +451,7 @@ async def test_a_trainer_that_gets_no_memory_for_a_slot_publishes_nothing_and_go
 
 
 @pytest.mark.requirement(195)
+@pytest.mark.promise(32)
 @every_kind
 async def test_a_worker_that_gets_no_memory_for_a_slot_is_named_and_goes_on(
     kind: Any, schemes: Schemes, start: Callable[..., Remote]
@@ -478,6 +481,7 @@ async def test_a_worker_that_gets_no_memory_for_a_slot_is_named_and_goes_on(
 
 
 @pytest.mark.requirement(195)
+@pytest.mark.promise(25)
 @pytest.mark.parametrize("slots", [4, 3])
 async def test_a_stopped_worker_costs_one_slot(slots: int, schemes: Schemes, start: Callable[..., Remote]) -> None:
     """Two, stopped at different times, hold two versions: with a slot less, publishing waits, and names both."""

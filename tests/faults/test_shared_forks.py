@@ -34,6 +34,7 @@ async def has_freed_all_but_the_target(pool: Any) -> None:
 
 
 @pytest.mark.requirement(201)
+@pytest.mark.promise(29)
 @pytest.mark.parametrize("slots", [2, 4])
 async def test_the_model_of_a_forked_child_keeps_what_it_held(
     slots: int, schemes: Schemes, start: Callable[..., Remote]

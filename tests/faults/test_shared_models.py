@@ -49,6 +49,7 @@ async def has_freed_all_but_the_target(pool: Any) -> None:
     await eventually(lambda: len(pool.used) == 1, why=lambda: f"{len(pool.used)} slots are in use")
 
 
+@pytest.mark.promise(28)
 @every_kind
 @every_way
 async def test_batch_norm_in_one_worker_leaves_the_others_alone(
@@ -147,6 +148,7 @@ async def test_a_strategy_that_converts_in_place_gets_every_version_as_it_was_se
 
 
 @pytest.mark.requirement(218)
+@pytest.mark.promise(29)
 @pytest.mark.parametrize("how", ["shutdown", "superseded", "superseded, then shutdown"])
 async def test_a_model_outlives_its_scheme(how: str, schemes: Schemes, start: Callable[..., Remote]) -> None:
     workers = [start(SharedWorker), start(SharedWorker)]

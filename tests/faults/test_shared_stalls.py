@@ -67,6 +67,7 @@ async def test_the_loop_is_never_blocked_while_256_mib_go_through_slots(
     assert "asyncsync-pack" in names
 
 
+@pytest.mark.promise(1)
 @every_kind
 @pytest.mark.parametrize("map_above", [0, 1 << 30], ids=["mapped", "copied out"])
 @both_sizes

@@ -24,6 +24,7 @@ STALL = 0.020  # seconds, promised
 PERIOD = 0.001  # seconds; uvloop's clock has no finer ones
 
 
+@pytest.mark.promise(1)
 @pytest.mark.both_loops
 @pytest.mark.parametrize("numel", [EAGER, INLINE, THREAD], ids=["eager", "inline", "thread"])
 async def test_what_arrives_is_what_the_parameters_held_when_publish_returned(schemes: Schemes, numel: int) -> None:

@@ -97,6 +97,7 @@ async def read_under_fire(
 
 
 @pytest.mark.requirement(194)
+@pytest.mark.promise(3)
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("endpoint", "numel", "uvloop"),
@@ -183,6 +184,7 @@ async def test_no_forward_of_a_million_is_torn_while_slots_are_written(
 
 
 @pytest.mark.requirement(194)
+@pytest.mark.promise(3, 41)
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "forwards", [FORWARDS, pytest.param(SOAK, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])]
@@ -210,6 +212,7 @@ async def test_no_forward_is_torn_on_a_training_loops_fast_path(
 
 
 @pytest.mark.requirement(194)
+@pytest.mark.promise(3, 41)
 @pytest.mark.thorough
 async def test_no_forward_is_torn_in_a_training_loop_without_fast_paths(
     schemes: Schemes, start: Callable[..., Remote], monkeypatch: pytest.MonkeyPatch

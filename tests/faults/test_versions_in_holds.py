@@ -78,6 +78,7 @@ async def look_under_fire(
 
 
 @pytest.mark.requirement(193)
+@pytest.mark.promise(4)
 @pytest.mark.schemes("all")
 @pytest.mark.parametrize("waits", [False, True], ids=["publish", "send"])
 async def test_the_version_in_a_hold_is_what_the_model_shows(api: Api, waits: bool) -> None:

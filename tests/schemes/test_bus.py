@@ -79,6 +79,7 @@ async def test_several_models_in_one_update(api: Api) -> None:
 
 
 @pytest.mark.requirement(199)
+@pytest.mark.promise(2)
 async def test_a_worker_that_cannot_take_one_of_the_models_takes_none(api: Api) -> None:
     async with family(api) as (bus, sources, workers):
         with Clock(1.0), pytest.raises(PartialSendError) as caught:
@@ -252,6 +253,7 @@ async def test_a_bus_pickles_as_its_configuration(api: Api) -> None:
 
 
 @pytest.mark.requirement(194)
+@pytest.mark.promise(3)
 @pytest.mark.schemes("all")
 @pytest.mark.both_loops
 @pytest.mark.parametrize("endpoint", ["ipc", "tcp"])
@@ -381,6 +383,7 @@ async def separately(
             await below.shutdown()
 
 
+@pytest.mark.promise(8)
 @pytest.mark.schemes("all")
 async def test_a_model_that_cannot_be_converted_does_not_keep_others_from_their_updates(api: Api) -> None:
     async with separately(api, strategy=Refusing()) as (bus, sources, _, models):
@@ -392,6 +395,7 @@ async def test_a_model_that_cannot_be_converted_does_not_keep_others_from_their_
             assert (read(models["policy"]), read(models["value"])) == ({value}, {-1})
 
 
+@pytest.mark.promise(8)
 @pytest.mark.schemes("all")
 async def test_what_cannot_be_converted_keeps_its_siblings_of_one_publication_back_and_nothing_later(api: Api) -> None:
     async with separately(api, strategy=Refusing()) as (bus, sources, _, models):

@@ -241,6 +241,7 @@ async def test_an_elastic_sender_has_its_fast_path_too(api: Api) -> None:
         assert sum(a is not b for a, b in itertools.pairwise(seen)) < 10  # only timers end it
 
 
+@pytest.mark.promise(41)
 @pytest.mark.schemes("general")
 async def test_the_fast_paths_can_be_turned_off(api: Api) -> None:
     async with api.crew(2) as everybody:

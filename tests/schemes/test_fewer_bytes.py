@@ -45,6 +45,7 @@ def packed(variant: dict[str, Any]) -> Any:
     return pytest.mark.thorough if variant is not QUICK else ()
 
 
+@pytest.mark.promise(35)
 @pytest.mark.parametrize("variant", [pytest.param(v, marks=packed(v), id=" ".join(map(str, v))) for v in VARIANTS])
 @pytest.mark.parametrize("inplace", [None, pytest.param(True, marks=pytest.mark.thorough)])
 async def test_each_update_is_whole_and_travels_as_fewer_bytes(
@@ -90,6 +91,7 @@ async def test_what_a_worker_writes_into_its_model_does_not_spoil_what_comes_nex
         assert receivers[0].bus.dropped == {}
 
 
+@pytest.mark.promise(36)
 async def test_a_worker_that_is_late_or_behind_or_has_its_own_gets_all(api: Api) -> None:
     source, models = Trained(), [Trained(), Trained()]
     sender = api.scheme(num_workers=2, delta=True, map_above=0)
@@ -111,6 +113,7 @@ async def test_a_worker_that_is_late_or_behind_or_has_its_own_gets_all(api: Api)
             counts = now
 
 
+@pytest.mark.promise(38)
 async def test_a_worker_without_the_library_gets_bytes_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "codecs_here", lambda: 0)
     source, model = Trained(), Trained()

@@ -143,6 +143,7 @@ async def test_by_name_and_by_ipv6(site: Site, host: str) -> None:
 
 
 @pytest.mark.requirement(203)
+@pytest.mark.promise(44)
 @pytest.mark.parametrize("name", ["no key", "wrong key", "unlisted key", "another server's key"])
 async def test_nobody_else_is_let_in_and_all_are_told_why(site: Site, name: str, tmp_path: Path) -> None:
     elsewhere = keygen(tmp_path / "elsewhere", "--workers", "2", "--name", "unlisted")
@@ -214,6 +215,7 @@ async def test_fetch_ends_where_every_connection_is_ended_at_once(
 
 
 @pytest.mark.requirement(203)
+@pytest.mark.promise(45)
 @pytest.mark.parametrize("key", ["worker-1", "host"])
 async def test_an_index_cannot_be_stolen(site: Site, key: str) -> None:
     """By a client that is listed: whose key is for another worker, or for any."""
@@ -258,6 +260,7 @@ async def connected(site: Site, key: str, routing_id: bytes) -> AsyncIterator[An
 
 
 @pytest.mark.requirement(203)
+@pytest.mark.promise(45)
 async def test_a_listed_client_cannot_speak_for_a_worker_by_its_route(site: Site) -> None:
     """Whoever has a key may send what it likes: nothing of it is taken for another worker's."""
     async with running(site) as run:
@@ -293,6 +296,7 @@ async def test_a_route_that_was_another_workers_before_gives_nobody_its_place(si
 
 
 @pytest.mark.requirement(203)
+@pytest.mark.promise(47)
 async def test_a_receiver_with_keys_does_not_talk_to_a_sender_without(site: Site) -> None:
     plain = site.api.scheme(endpoint=site.endpoint)
     plain.init_on_sender(model_id="policy", model=Model(1.0), num_workers=1)
@@ -325,6 +329,7 @@ async def test_a_receiver_that_was_refused_finds_the_next_sender(site: Site) -> 
 
 
 @pytest.mark.requirement(203)
+@pytest.mark.promise(47)
 async def test_keys_are_never_left_out_silently(site: Site) -> None:
     """A scheme that has the other side's keys only does not fall back to plaintext."""
     sender = site.api.scheme(
@@ -500,6 +505,7 @@ async def test_keys_that_are_taken_off_the_list_one_by_one_take_no_descriptors(s
 
 
 @pytest.mark.requirement(203)
+@pytest.mark.promise(46)
 async def test_a_client_that_is_taken_off_the_list_is_sent_away_and_its_place_is_free(site: Site) -> None:
     async with running(site) as run:
         (site.keys / "clients" / "worker-0.key").unlink()
@@ -616,6 +622,7 @@ async def test_the_public_file_is_not_enough_for_the_sender(site: Site) -> None:
 
 
 @pytest.mark.requirement(203)
+@pytest.mark.promise(48)
 async def test_one_scheme_for_both_sides_carries_paths_and_no_secrets(site: Site) -> None:
     secrets = site.keys / "client_secrets"
     sender = site.sender(client_key=secrets / "worker-{worker_idx}.key_secret")

@@ -137,6 +137,7 @@ async def test_several_models_switch_with_one_metadata(api: Api) -> None:
 
 
 @pytest.mark.requirement(233)
+@pytest.mark.promise(5)
 @pytest.mark.schemes("every")
 async def test_metadata_switches_with_the_model_under_fire(api: Api) -> None:
     """Updates with metadata, and without, while a reader holds; each hold sees what belongs together."""

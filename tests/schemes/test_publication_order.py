@@ -24,6 +24,7 @@ class Slow(ZMQWeightSyncScheme):
         return super().prepare_weights(weights, model_id, strategy, context)
 
 
+@pytest.mark.promise(7)
 async def test_a_publication_that_is_prepared_for_long_is_not_overtaken() -> None:
     async with crew(1, scheme=Slow(), source=Model(0)) as (sender, [worker], [model]):
         slow = sender.may[1] = asyncio.Event()

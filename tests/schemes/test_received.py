@@ -130,6 +130,7 @@ async def test_one_that_waits_for_a_reader_is_not_overwritten(api: Api) -> None:
         assert received(receiver).slabs == 2
 
 
+@pytest.mark.promise(33)
 @pytest.mark.schemes("received")
 async def test_what_was_received_stays_as_it_was_sent_whatever_the_worker_writes(api: Api) -> None:
     source, model = Model(0, WIDTH), Model(width=WIDTH)
@@ -256,6 +257,7 @@ async def test_without_memory_files_weights_are_copied(api: Api, monkeypatch: py
         assert read(await receiver.fetch(timeout=5)) == {3}
 
 
+@pytest.mark.promise(32)
 @pytest.mark.schemes("received")
 async def test_memory_that_runs_out_in_the_middle_fails_this_update_only(
     api: Api, monkeypatch: pytest.MonkeyPatch

@@ -418,6 +418,7 @@ async def test_a_model_that_does_not_fit_is_described_on_both_sides(api: Api, ot
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
+@pytest.mark.promise(9)
 @pytest.mark.schemes("every")
 async def test_a_later_mismatch_fails_that_update_only(api: Api) -> None:
     async with api.crew(2, models=[Model(), Model()]) as everybody:
@@ -1007,6 +1008,7 @@ LIMITED: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
+@pytest.mark.promise(15)
 @pytest.mark.parametrize(
     ("timeout", "error", "message"),
     [

@@ -347,6 +347,7 @@ async def mute_worker(sender: Any, worker: int) -> AsyncIterator[Any]:
 
 
 @pytest.mark.requirement(198)
+@pytest.mark.promise(13)
 @pytest.mark.schemes("zmq")
 @pytest.mark.parametrize("width", [64, 1 << 20])
 async def test_a_slow_receiver_delays_nobody_and_memory_stays_bounded(api: Api, width: int) -> None:

@@ -91,6 +91,7 @@ async def test_connect_hands_over_the_buffer_with_the_initial_weights_which_are_
 
 
 @pytest.mark.requirement(28)
+@pytest.mark.promise(23)
 @pytest.mark.schemes("mapped")
 async def test_one_copy_into_a_slot_one_instruction_and_no_further_copy(api: Api) -> None:
     async with api.crew(3) as everybody:
@@ -180,6 +181,7 @@ async def test_where_parameters_may_not_be_repointed_the_weights_are_copied(api:
 
 
 @pytest.mark.requirement(28)
+@pytest.mark.promise(27, 33)
 @pytest.mark.schemes("re-pointed")
 async def test_what_a_worker_writes_stays_its_own_until_the_next_update(api: Api) -> None:
     async with api.crew(2) as everybody:
@@ -240,6 +242,7 @@ async def test_tied_frozen_empty_scalar_and_transposed_parameters_arrive_and_sta
                 assert torch.equal(model(), expected)
 
 
+@pytest.mark.promise(30)
 @pytest.mark.schemes("map_above")
 async def test_a_backward_through_weights_that_have_been_replaced_fails_instead_of_being_wrong(api: Api) -> None:
     async with api.crew(1, scheme=api.scheme(map_above=0)) as everybody:
@@ -630,6 +633,7 @@ async def test_a_receiver_that_has_ended_maps_only_what_its_model_lives_in(api: 
 
 
 @pytest.mark.requirement(195)
+@pytest.mark.promise(26)
 @pytest.mark.schemes("in place")
 async def test_with_every_slot_in_use_send_ends_in_time_and_names_the_reader(api: Api) -> None:
     async with api.crew(2, scheme=api.scheme(slots=2, map_above=0)) as everybody:
@@ -676,6 +680,7 @@ async def test_publishing_waits_for_a_slot_and_goes_on_when_the_reader_leaves(ap
 
 
 @pytest.mark.requirement(198)
+@pytest.mark.promise(25)
 @pytest.mark.schemes("in place")
 async def test_a_reader_that_holds_one_slot_delays_nobody(api: Api) -> None:
     async with api.crew(2, scheme=api.scheme(slots=3, map_above=0)) as everybody:

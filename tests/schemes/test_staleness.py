@@ -13,6 +13,7 @@ from helpers.pairs import Clock, Model, fill, held, passed_on, read, receiver_of
 
 
 @pytest.mark.requirement(198)
+@pytest.mark.promise(17)
 @pytest.mark.schemes("some")
 async def test_a_quorum_of_workers_is_enough_and_the_others_still_converge(api: Api) -> None:
     async with api.crew(3) as everybody:
@@ -121,6 +122,7 @@ async def test_a_worker_that_is_lost_while_it_is_published_is_named(
 
 
 @pytest.mark.requirement(200)
+@pytest.mark.promise(18)
 @pytest.mark.schemes("some")
 async def test_a_receiver_waits_until_it_is_not_too_far_behind(api: Api) -> None:
     async with api.crew(2) as everybody:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -158,6 +159,14 @@ def test_no_modules_import_each_other() -> None:
 def test_imports_go_one_way(package: str, order: list[list[str]], skipped: str) -> None:
     """``skipped``: the name of the whole package, which ``from asyncsync import wire`` names, too."""
     assert upwards(package, order, skipped) == []
+
+
+def test_the_page_on_architecture_draws_this_order() -> None:
+    page = (SOURCE / "docs/architecture.md").read_text()
+    drawn = re.findall(r"(?:^    .*→.*\n)+", page, re.MULTILINE)
+    told = [[re.findall(r"\w+", step) for step in re.split("→", picture) if step.strip()] for picture in drawn]
+    named = [[name or "asyncsync" for name in step] for step in ORDER]
+    assert told == [named[1:], COLLECTORS[1:]]
 
 
 TESTS = Path(__file__).resolve().parents[1]

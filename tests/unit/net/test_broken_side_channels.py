@@ -84,6 +84,7 @@ async def test_updates_go_on_when_side_channels_break(schemes: Schemes, side: st
     assert all(s.state == "live" for s in sender.status().values())
 
 
+@pytest.mark.promise(12)
 async def test_what_is_lost_with_a_side_channel_is_repaired(schemes: Schemes) -> None:
     sender = schemes.sender(SMALL, num_workers=1)
     impatient(sender)

@@ -91,6 +91,7 @@ def test_the_files_are_those_of_zmq_auth_in_both_directions(tmp_path: Path) -> N
     assert read_certificate(public, secret=False) == Certificate(there.public)
 
 
+@pytest.mark.promise(48)
 def test_a_secret_is_not_shown() -> None:
     made = certificate()
     assert made.secret is not None
@@ -127,6 +128,7 @@ def test_a_file_that_is_wrong_is_refused_with_the_reason(name: str, tmp_path: Pa
         read_certificate(path, secret=False)
 
 
+@pytest.mark.promise(48)
 def test_files_that_others_can_use_or_change_are_refused_with_the_remedy(tmp_path: Path) -> None:
     made = certificate()
     secret = put(tmp_path / "one.key_secret", made.encode(secret=True), 0o640)

@@ -80,6 +80,7 @@ BAD: dict[str, list[bytes]] = {
 
 
 @pytest.mark.requirement(202)
+@pytest.mark.promise(39)
 @pytest.mark.parametrize("name", BAD)
 async def test_a_bad_message_to_the_sender_is_counted_and_changes_nothing(
     api: Api, name: str, caplog: pytest.LogCaptureFixture
@@ -156,6 +157,7 @@ def from_trainer(hello: messages.Hello) -> dict[str, list[bytes]]:
 
 
 @pytest.mark.requirement(202)
+@pytest.mark.promise(39)
 @pytest.mark.parametrize("name", from_trainer(HELLO))
 async def test_a_bad_message_to_a_receiver_is_counted_and_changes_nothing(api: Api, name: str) -> None:
     async with false_trainer(api) as (socket, scheme, model, route, hello):
@@ -199,6 +201,7 @@ UNPICKLED = ("collectors", "workers", "channel.py")
 
 
 @pytest.mark.requirement(202)
+@pytest.mark.promise(40)
 def test_nothing_in_the_package_unpickles_but_messages_of_a_collectors_own_workers() -> None:
     forbidden = re.compile(
         r"\b(?:c?[pP]ickle|cloudpickle|dill|marshal|shelve)\.loads?\b|recv_pyobj|send_pyobj|send_serialized|recv_serialized"
@@ -253,6 +256,7 @@ def names() -> dict[int, str]:
 
 
 @pytest.mark.requirement(202)
+@pytest.mark.promise(40)
 @pytest.mark.parametrize(
     ("start_method", "workers"), [pytest.param("spawn", 1, marks=pytest.mark.thorough), ("forkserver", 2)]
 )
@@ -291,6 +295,7 @@ BEYOND = [
 
 
 @pytest.mark.requirement(203)
+@pytest.mark.promise(42)
 @pytest.mark.parametrize("address", BEYOND)
 @pytest.mark.parametrize("argument", ["endpoint", "connect"])
 @pytest.mark.parametrize("cls", ["Bus", "ZMQWeightSyncScheme"])
@@ -334,6 +339,7 @@ async def test_plaintext_beyond_loopback_is_logged_once_and_checked(
     assert len([r for r in caplog.records if "not encrypted" in r.getMessage()]) == 1
 
 
+@pytest.mark.promise(42)
 async def test_the_default_address_is_private_to_this_user(api: Api) -> None:
     async with api.crew(1) as everybody:
         path = Path(everybody.sender.bus.endpoint.removeprefix("ipc://"))

@@ -73,6 +73,7 @@ numbers = st.integers(0, 63)
 operations = st.lists(st.tuples(st.sampled_from(weighted), numbers, numbers), min_size=STEPS, max_size=2 * STEPS)
 
 
+@pytest.mark.promise(6, 10, 12)
 @pytest.mark.thorough
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("fast", [True, False], ids=["with fast paths", "without"])

@@ -138,6 +138,7 @@ def test_a_worker_without_the_library_gets_bytes_as_they_are() -> None:
     assert [type(piece) for piece, _ in desk.pieces(0)] == [Chunk, Chunk]
 
 
+@pytest.mark.promise(37)
 def test_a_piece_is_encoded_once_however_many_workers_get_it() -> None:
     desk, update = after_one(BOTH, workers=2)
     for worker in (0, 1):
@@ -307,6 +308,7 @@ def test_pieces_without_a_base_are_taken() -> None:
     assert station.content() == {2.0}
 
 
+@pytest.mark.promise(36)
 @pytest.mark.parametrize("at", [0, 70])
 def test_a_base_that_somebody_has_written_into_is_noticed_and_all_is_fetched(at: int) -> None:
     station = station_with()

@@ -809,6 +809,7 @@ def test_a_new_layout_is_withheld_until_all_have_answered(desk: Desk) -> None:
     assert [versions_of(u) for u in desk.take(messages.Update)] == [{"policy": new}] * 2
 
 
+@pytest.mark.promise(9)
 def test_one_refusal_changes_no_worker(desk: Desk) -> None:
     old = desk.publish()
     for worker, update in enumerate(desk.take(messages.Update)):

@@ -231,6 +231,7 @@ def test_an_old_update_and_a_repeated_one_are_ignored(station: Station) -> None:
     assert not station.take()
 
 
+@pytest.mark.promise(6)
 def test_a_version_never_goes_back(station: Station) -> None:
     station.update(1, {"policy": (5, 50)})
     station.apply()

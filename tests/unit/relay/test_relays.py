@@ -73,6 +73,7 @@ async def connected(
 
 
 @pytest.mark.requirement(206)
+@pytest.mark.promise(20)
 @pytest.mark.parametrize("shared", [False, True], ids=["frames", "shared memory"])
 @pytest.mark.parametrize("width", [64, LARGE, 2_000_000], ids=["small", "chunks", "large"])
 async def test_a_relay_fans_out_one_subscription_to_the_workers_of_its_host(
@@ -105,6 +106,7 @@ async def test_weights_of_single_workers_are_refused_where_they_are_behind_a_rel
         await sender.wait_version(version, worker_ids=[1], timeout=5)
 
 
+@pytest.mark.promise(20)
 async def test_a_failure_is_named_and_the_others_have_it(tmp_path: Path) -> None:
     async with connected(tmp_path) as (sender, _, receivers, models, source):
         with receivers[1].hold(), pytest.raises(PartialSendError) as late:
@@ -438,6 +440,7 @@ def test_two_tensors_of_one_name_are_not_kept_as_one(tmp_path: Path) -> None:
     assert not path.exists()
 
 
+@pytest.mark.promise(22)
 def test_no_file_is_nothing_and_half_written_ones_are_removed(tmp_path: Path) -> None:
     half = tmp_path / ".kept.safetensors.0123abcd"
     half.write_bytes(b"half")

@@ -103,6 +103,7 @@ def test_a_slot_holds_what_was_packed_wherever_it_is_read(nbytes: int) -> None:
     pool.close()
 
 
+@pytest.mark.promise(27)
 def test_nobody_else_can_write_or_resize_a_slot() -> None:
     pool = SlotPool(4, 0)
     slot = acquire(pool)
@@ -130,6 +131,7 @@ def test_slots_are_not_inherited_by_programs() -> None:
     pool.close()
 
 
+@pytest.mark.promise(31)
 @pytest.mark.parametrize("nbytes", [0, 64, LARGE_BYTES])
 def test_nothing_is_left_of_slots(nbytes: int) -> None:
     pool = SlotPool(4, 0)
