@@ -131,7 +131,9 @@ ARCHITECTURE = "docs/architecture.md"
 
 
 def test_the_page_on_architecture_has_every_folder() -> None:
-    told = {folder.strip("/") for row in rows(ARCHITECTURE, "## The map") for folder in re.findall(r"`([\w/]+/)`", row[0])}
+    told = {
+        folder.strip("/") for row in rows(ARCHITECTURE, "## The map") for folder in re.findall(r"`([\w/]+/)`", row[0])
+    }
     found = {
         path.parent.relative_to(SOURCE).as_posix()
         for tree in ("asyncsync", "transports", "collectors")

@@ -20,7 +20,9 @@ def marked() -> Iterator[int]:
 
 def promised() -> list[int]:
     """The numbers of the rows, in their order."""
-    return [int(row) for row in re.findall(r"^\| P(\d+) \| ", (SOURCE / "docs/guarantees.md").read_text(), re.MULTILINE)]
+    return [
+        int(row) for row in re.findall(r"^\| P(\d+) \| ", (SOURCE / "docs/guarantees.md").read_text(), re.MULTILINE)
+    ]
 
 
 def test_promises_are_numbered_in_their_order() -> None:

@@ -58,7 +58,9 @@ class Tap:
 
 
 @asynccontextmanager
-async def tapped(api: Api, port: int, sender_keys: dict[str, Any], keys: dict[str, Any]) -> AsyncIterator[tuple[Any, ...]]:
+async def tapped(
+    api: Api, port: int, sender_keys: dict[str, Any], keys: dict[str, Any]
+) -> AsyncIterator[tuple[Any, ...]]:
     sender = api.scheme(endpoint=f"tcp://127.0.0.1:{port}", **sender_keys)
     source, model = Model(1.0, 1000), Model(width=1000)
     sender.init_on_sender(model_id="policy", model=source)
