@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.requirement(203), pytest.mark.schemes("zmq")]
 
 
 class Tap:
-    """A TCP port before another one. It keeps what the trainer sends, and with ``spoils`` flips bits in the middle of it."""
+    """A TCP port before another one. It keeps what the trainer sends; with ``spoils`` it flips bits in the middle."""
 
     def __init__(self, upstream: int) -> None:
         self.upstream = upstream

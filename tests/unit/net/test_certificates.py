@@ -233,6 +233,7 @@ class Clock:
         return self.cpu
 
 
+@pytest.mark.promise(46)
 @pytest.mark.parametrize(("wall", "cpu", "pause"), [(30.0, 0.001, 1.0), (0.025, 0.025, 1.25), (2.0, 2.0, 1.5)])
 def test_a_slow_look_puts_off_the_next_one_by_no_more_than_is_promised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wall: float, cpu: float, pause: float
