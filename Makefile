@@ -56,6 +56,12 @@ thorough: $(VENV)/.dev-deps $(VENV)/.installed ## what the quick suite leaves ou
 soak: $(VENV)/.dev-deps $(VENV)/.installed ## hours of load in one process: before a release
 	@$(pytest) -m soak --timeout=3600 -o faulthandler_timeout=3600 $(PYTEST_ARGS)
 
+# From the docstrings of the installed package, which asyncsync.collectors is a part of.
+.PHONY: docs
+docs: $(VENV)/.docs-deps $(VENV)/.installed ## build the documents as a site, in site/
+	@NO_MKDOCS_2_WARNING=1 $(INSTALLED) $(BIN)/mkdocs build --quiet
+	@echo "site/index.html is the first page"
+
 # mypy checks the installed package, from a directory where it cannot see the sources: in them asyncsync has no transports.
 .PHONY: lint
 lint: $(VENV)/.dev-deps $(VENV)/.installed ## ruff and mypy
@@ -70,7 +76,7 @@ dev: $(VENV)/.dev-deps ## an editable install in .venv, with every tool (the oth
 
 .PHONY: clean
 clean: ## remove .venv and everything built
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Stamps. Each has the time at which its recipe started, so that a file edited while pip runs is newer, and gets its name when
@@ -98,6 +104,11 @@ $(VENV)/.run-deps: pyproject.toml constraints.txt | $(VENV)/.created
 $(VENV)/.bench-deps: $(VENV)/.run-deps
 	@$(begin)
 	$(INSTALL) --no-build-isolation '.[bench]'
+	@$(end)
+
+$(VENV)/.docs-deps: $(VENV)/.run-deps
+	@$(begin)
+	$(INSTALL) --no-build-isolation '.[docs]'
 	@$(end)
 
 $(VENV)/.dev-deps: $(VENV)/.run-deps

@@ -122,8 +122,7 @@ class Collector(LocalCollector, metaclass=Chooses):
         sync: see backend.
 
     Raises:
-        TypeError, ValueError, RuntimeError: arguments that exclude each other, or that environment or policy cannot
-        serve.
+        TypeError, ValueError, RuntimeError: arguments exclude each other, or environment or policy cannot serve them.
     """
 
     @classmethod

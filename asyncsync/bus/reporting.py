@@ -41,7 +41,7 @@ class WorkerStatus:
         lag: how many versions it is behind its target.
         last_seen: seconds since its last message; None: never heard of.
         state: ``"live"``, ``"slow"`` (silent for some seconds) or ``"lost"`` (its process has ended, it has left, or
-        never came).
+            never came).
         bytes_sent: payload bytes sent to it (on a receiver: received).
         reason: why it is lost; empty otherwise.
         role: ``"worker"``; ``"relay"`` or ``"guest"``: nobody waits for it, and its index is one that no worker has.

@@ -33,12 +33,13 @@ class DistributedCollector(LaunchedCollector):
     is made anew instead.
 
     Args:
-        create_env_fn, policy, policy_factory, frames_per_batch, total_frames, device, storing_device, env_device,
-            policy_device, max_frames_per_traj, init_random_frames, reset_at_each_iter, postproc, split_trajs,
-            exploration_type, collector_class, collector_kwargs, num_workers_per_collector, sync, slurm_kwargs,
-            update_after_each_batch, max_weight_update_interval, launcher, tcp_port, backend, create_env_kwargs,
-            weight_updater, weight_sync_schemes, weight_recv_schemes, pre_collect_hook, post_collect_hook, worker_idx:
-            as of :class:`~asyncsync.collectors.distributed.RPCCollector`.
+        create_env_fn, policy, policy_factory, frames_per_batch, total_frames, device: as of ``RPCCollector``.
+        storing_device, env_device, policy_device, max_frames_per_traj, init_random_frames: as of ``RPCCollector``.
+        reset_at_each_iter, postproc, split_trajs, exploration_type, collector_class: as of ``RPCCollector``.
+        collector_kwargs, num_workers_per_collector, sync, slurm_kwargs: as of ``RPCCollector``.
+        update_after_each_batch, max_weight_update_interval, launcher, tcp_port, backend: as of ``RPCCollector``.
+        create_env_kwargs, weight_updater, weight_sync_schemes, weight_recv_schemes: as of ``RPCCollector``.
+        pre_collect_hook, post_collect_hook, worker_idx: as of ``RPCCollector``.
         replay_buffer: where frames go instead; one that pickles as a handle on what is elsewhere, and says so by a true
             attribute ``shared``.
         extend_buffer: whole rollouts, or frame by frame.
@@ -49,7 +50,7 @@ class DistributedCollector(LaunchedCollector):
 
     Weights go by :class:`asyncsync.sync.DistributedWeightSyncScheme` unless a scheme is given.
 
-    Raises: as ``RPCCollector``.
+    Raises what ``RPCCollector`` raises.
     """
 
     def __init__(

@@ -35,11 +35,11 @@ class RayCollector(NodeCollector):
     Args:
         create_env_fn: a list of callables that return an environment (or Gymnasium ids), one per actor; or one, with
             ``num_collectors``. They travel by cloudpickle.
-        policy, policy_factory, device, storing_device, env_device, policy_device, create_env_kwargs,
-            max_frames_per_traj, init_random_frames, reset_at_each_iter, postproc, split_trajs, exploration_type,
-            trust_policy, no_cuda_sync, pre_collect_hook, post_collect_hook, max_weight_update_interval,
-            weight_updater, weight_sync_schemes, weight_recv_schemes, trajs_per_batch: as of ``MultiCollector``, whose
-            workers are the nodes here.
+        policy, policy_factory, device, storing_device, env_device, policy_device: as of ``MultiCollector``.
+        create_env_kwargs, max_frames_per_traj, init_random_frames, reset_at_each_iter: as of ``MultiCollector``.
+        postproc, split_trajs, exploration_type, trust_policy, no_cuda_sync: as of ``MultiCollector``.
+        pre_collect_hook, post_collect_hook, max_weight_update_interval, weight_updater: as of ``MultiCollector``.
+        weight_sync_schemes, weight_recv_schemes, trajs_per_batch: as of ``MultiCollector``.
         frames_per_batch: frames of a batch; with ``sync``, split over the nodes.
         total_frames: frames until collection ends, a multiple of ``frames_per_batch``; -1: it does not.
         collector_class: what each node runs: "single" (``Collector``), "sync" or "async" (with workers of its own:

@@ -38,13 +38,12 @@ class RPCCollector(LaunchedCollector):
     Args:
         create_env_fn: a list of callables that return an environment (or Gymnasium ids), one per node; or one, for one
             node. They travel by cloudpickle.
-        policy, device, storing_device, env_device, policy_device, policy_factory, max_frames_per_traj,
-            init_random_frames, reset_at_each_iter, exploration_type, create_env_kwargs, max_weight_update_interval,
-            weight_updater, weight_recv_schemes, pre_collect_hook, post_collect_hook: as of ``MultiCollector``, whose
-            workers are the nodes here.
-        frames_per_batch, total_frames, collector_class, collector_kwargs, num_workers_per_collector, sync,
-            update_after_each_batch, worker_idx, connect_timeout: as of
-            :class:`~asyncsync.collectors.distributed.RayCollector`.
+        policy, device, storing_device, env_device, policy_device, policy_factory: as of ``MultiCollector``.
+        max_frames_per_traj, init_random_frames, reset_at_each_iter, exploration_type: as of ``MultiCollector``.
+        create_env_kwargs, max_weight_update_interval, weight_updater, weight_recv_schemes: as of ``MultiCollector``.
+        pre_collect_hook, post_collect_hook: as of ``MultiCollector``.
+        frames_per_batch, total_frames, collector_class, collector_kwargs: as of ``RayCollector``.
+        num_workers_per_collector, sync, update_after_each_batch, worker_idx, connect_timeout: as of ``RayCollector``.
         postproc, split_trajs: done here, with the batch in one piece.
         slurm_kwargs: for submitit's executor: parameters of the job, and ``folder`` for its logs.
         launcher: "submitit" (jobs; needs that library, ``asyncsync[slurm]``), "mp" (processes of this host), or
@@ -57,7 +56,7 @@ class RPCCollector(LaunchedCollector):
         weight_sync_schemes: ``{model_id: scheme}``; None: :class:`asyncsync.sync.RPCWeightSyncScheme` for a policy with
             parameters or buffers.
 
-    Raises: as ``RayCollector``; ImportError: the launcher's library is not installed.
+    Raises what ``RayCollector`` raises, and ImportError if the launcher's library is not installed.
     """
 
     called_schemes = (RPCCore,)

@@ -83,9 +83,9 @@ class MultiCollector(GroupCollector, metaclass=Chooses):
             multi-process ones, whose ``create_env_fn`` is then an item of the list here. What a partial says goes
             before what is not given here; ``total_frames`` and ``replay_buffer`` are for all workers together, and
             given here.
-        max_frames_per_traj, reset_at_each_iter, exploration_type, set_truncated, track_traj_ids, trust_policy,
-            compile_policy, cudagraph_policy, no_cuda_sync, max_lag, compact_obs, use_buffers, reset_when_done,
-            auto_register_policy_transforms, local_init_rb: as of ``Collector``.
+        max_frames_per_traj, reset_at_each_iter, exploration_type, set_truncated, track_traj_ids: as of ``Collector``.
+        trust_policy, compile_policy, cudagraph_policy, no_cuda_sync, max_lag, compact_obs: as of ``Collector``.
+        use_buffers, reset_when_done, auto_register_policy_transforms, local_init_rb: as of ``Collector``.
         track_policy_version: as of ``Collector``; whatever is true is True, as each worker counts for itself.
         trajs_per_batch, trajs_per_write, traj_format: as of ``Collector``. Batches are put together here, of all
             workers' trajectories; a replay buffer is written to by each worker.
