@@ -6,10 +6,13 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 from pathlib import Path
+from typing import Any
 
+import griffe
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -69,3 +72,12 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
     if page.file.src_uri.startswith("api/"):
         html = re.sub(r":\w+:<code>~?", "<code>", html).replace("::</p>", ":</p>")
     return html
+
+
+class Attributes(griffe.Extension):
+    """A class attribute without words of its own is left out: `help(True)` is not about it."""
+
+    def on_attribute_instance(self, *, node: Any, attr: griffe.Attribute, **kwargs: Any) -> None:
+        words = attr.docstring.value.strip() if isinstance(node, griffe.ObjectNode) and attr.docstring else None
+        if words is not None and words == inspect.getdoc(type(node.obj)):
+            attr.docstring = None
