@@ -34,14 +34,15 @@ def uri(path: Path) -> str:
 
 def on_config(config: MkDocsConfig) -> None:
     """List the decisions, which are many short pages, last."""
-    if pages := sorted(uri(path) for path in (DOCS / "decisions").glob("*.md")):
-        config.nav = [*(config.nav or []), {"Decisions": pages}]
+    pages = sorted(uri(path) for path in (DOCS / "decisions").glob("[0-9]*.md"))
+    config.nav = [*(config.nav or []), {"Decisions": ["decisions/index.md", *pages]}]
 
 
 def on_files(files: Files, config: MkDocsConfig) -> None:
     """Add README.md, and what the pages link to outside of docs/."""
     pages = [ROOT / "README.md", *DOCS.rglob("*.md")]
     linked = {(page.parent / link).resolve() for page in pages for link in LINK.findall(page.read_text())}
+    linked |= {program for path in linked if path.is_dir() for program in path.glob("*.py")}
     for path in sorted({pages[0], *linked}):
         if path.exists() and not path.is_relative_to(DOCS):
             files.append(File.generated(config, uri(path), content=content(path)))

@@ -42,7 +42,6 @@ def test_each_page_that_promises_programs_has_them() -> None:
     found = [page for page, _ in PROGRAMS]
     assert {page: found.count(page) for page in found} == {
         "README.md": 1,
-        "docs/architecture.md": 1,
         "docs/collectors.md": 1,
         "docs/tutorial.md": 2,
     }

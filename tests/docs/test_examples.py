@@ -319,3 +319,9 @@ def test_weight_sync_standalone_runs_with_every_scheme(tmp_path: Path, arguments
     assert re.findall(r"epoch (\d): version (\d+) is everywhere", out) == [(str(n), str(n + 2)) for n in range(10)]
     ends = re.findall(r"worker (\d): (\d+) calls, the last with version 11: \[10.0, 10.0\]", out)
     assert {worker for worker, _ in ends} == {"0", "1"}
+
+
+@pytest.mark.thorough
+def test_file_transport_brings_a_version_and_the_bus_moves_no_bytes(tmp_path: Path) -> None:
+    told = ["trainer: version 2 is applied; 0 bytes by the bus", "worker: version 2, bias [1.0, 1.0]"]
+    assert sorted(example(EXAMPLES / "file_transport.py", tmp_path).splitlines()) == told, "two processes print"
