@@ -36,6 +36,7 @@ from asyncsync.protocol.settings import EAGER_BYTES, Settings
 from asyncsync.protocol.staging import Acting
 from asyncsync.weights.encoding import check_codec
 from asyncsync.wire.metadata import Shown, decode_metadata
+from asyncsync.wire.report import Report
 
 DEFAULT_TIMEOUT = 60.0
 LOOP_ENDED = "this bus was shut down with the event loop that it was connected on: use it within the same asyncio.run()"
@@ -392,6 +393,10 @@ class BusCore(KnownKeywords):
         """Sender: every worker's state. Receiver: its own, and how its sender is (``state``, ``last_seen``). What was
         refused for the sake of keys is in its ``refused``."""
         return self._status(list(self._schemes))
+
+    def report(self) -> Report:
+        """What ``asyncsync top`` shows of this sender. Raises NotConnected: it is not connected."""
+        return self._look(self._sender().report)
 
     def _status(self, models: list[str]) -> BusStatus:
         return self._look(lambda: bus_status(self._link, models))

@@ -33,8 +33,7 @@ def serve_metrics(link: SenderLink | ReceiverLink) -> None:
 
 
 def _of_sender(link: SenderLink) -> list[Metric]:
-    link.caught_up()
-    report = link.reporter.report()
+    report = link.report()
     workers = {(worker.role, str(worker.index)): worker for worker in report.workers}
     names = [model.model_id for model in report.models]
 

@@ -38,7 +38,7 @@ from asyncsync.weights.slab import SlabPool
 from asyncsync.weights.source_cache import SourceCache
 from asyncsync.wire.codec import decode, encode
 from asyncsync.wire.messages import Bye, Hello, Instruction, Ready, Released
-from asyncsync.wire.report import Inquiry
+from asyncsync.wire.report import Inquiry, Report
 
 logger = logging.getLogger("asyncsync")
 
@@ -142,6 +142,11 @@ class SenderLink(Link):
         """The state machine, with all that the fast path has done meanwhile; that ends here."""
         self.fast.end()
         return self.publisher
+
+    def report(self) -> Report:
+        """How this sender and its workers are, now."""
+        self.caught_up()
+        return self.reporter.report()
 
     def is_idle(self) -> bool:
         """Whether no publication is under way, nobody waits for anything, a timer is set, and no tree's root is above
