@@ -95,7 +95,7 @@ def _told(directory: Path, clients: list[Client], *, is_new: bool) -> str:
     lines = [
         f"{directory}/server.key{there}: copy it to every host with receivers, which give it as server_key=",
         f"{directory}/server.key_secret{there}: stays here; the sender gives it as server_key=",
-        f"{directory}/clients/: stays here; the sender gives it as clients=, and lets in the clients whose keys are there",
+        f"{directory}/clients/: stays here; the sender gives it as clients=, and lets in every client in it",
     ]
     for name, workers in clients:
         which = f"worker {workers}" if workers.ranges else "any worker"

@@ -137,8 +137,10 @@ def view(record: Record, console: Console) -> RenderableType:
     width, height = console.size
     is_wide = width >= 160
     columns = width // 2 if is_wide else width
-    head = f"{record.phase} · {record.seconds:.1f} s · mean return {_number(record.mean_return)} of {record.target:g} "
-    head += f"over {EPISODES} episodes · {len(record.episodes):,} episodes · {record.frames:,} frames"
+    head = (
+        f"{record.phase} · {record.seconds:.0f} s · return {_number(record.mean_return)} (target {record.target:g}) · "
+    )
+    head += f"{len(record.episodes):,} episodes · {record.frames:,} frames"
     colour = "green" if record.solved else "yellow"
     curve = Text("\n".join(record.curve(columns - 2, CURVE)), style=colour, no_wrap=True)
     left = Group(Text(head, style="bold", no_wrap=True, overflow="ellipsis"), curve)
