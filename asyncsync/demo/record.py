@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
-from torch.func import functional_call
 
 from asyncsync.commands.samples import Samples
-from asyncsync.demo.trainer import Actor
+from asyncsync.errors import ClosedError
 from asyncsync.sync import WeightSyncScheme
 
 EPISODES = 100  # over which the mean return is taken
 KEPT = 100  # versions whose weights are kept, to check actions with
 TOLERANCE = 1e-3  # between two computations of one log-probability; other weights give another by more
 BARS = " ▁▂▃▄▅▆▇█"
+
+
+class Policy(Protocol):
+    def log_probs(self, observation: Tensor) -> Tensor: ...
 
 
 @dataclass
@@ -58,7 +63,7 @@ class Record:
         self._recent: deque[float] = deque(maxlen=EPISODES)
         self._returns: dict[int, np.ndarray] = {}  # so far, of each worker's environments
         self._acted: dict[int, int] = {}  # the version of each worker's last step
-        self._weights: dict[int, Mapping[str, Tensor]] = {}
+        self._policies: dict[int, Policy] = {}  # by version
 
     @contextlib.contextmanager
     def learning(self, scheme: WeightSyncScheme) -> Iterator[None]:
@@ -70,9 +75,11 @@ class Record:
             self.end("solved" if self.solved else "stopped")
 
     def look(self) -> None:
-        """Ask the trainer how its workers are, as ``asyncsync top`` does."""
+        """Ask the trainer how its workers are, as ``asyncsync top`` does. After it has ended, what was known last
+        stays."""
         if self._scheme is not None:
-            self.samples.add(self._scheme.bus.report(), time.monotonic())
+            with contextlib.suppress(ClosedError):
+                self.samples.add(self._scheme.bus.report(), time.monotonic())
 
     def end(self, phase: str) -> None:
         """The clock stops. The first call counts."""
@@ -80,7 +87,7 @@ class Record:
             self.look()
             self._end, self.phase, self._scheme = self.seconds, phase, None
 
-    def batch(self, batch: TensorDictBase, version: int, policy: Actor) -> None:
+    def batch(self, batch: TensorDictBase, version: int, policy: Policy) -> None:
         """A batch, [environments, time], has come; this is the newest version, and ``policy`` has its weights."""
         now, worker, acted = self.seconds, int(batch["worker"][0, 0]), batch["collector", "policy_version"]
         self.frames += batch.numel()
@@ -96,21 +103,20 @@ class Record:
             returns[done] = 0
 
     @torch.no_grad()
-    def _check(self, batch: TensorDictBase, worker: int, version: int, policy: Actor) -> None:
+    def _check(self, batch: TensorDictBase, worker: int, version: int, policy: Policy) -> None:
         """Whether each action came from the weights of the version that it names, and none from an older one."""
-        self._weights[version] = {name: value.clone() for name, value in policy.state_dict().items()}
-        self._weights.pop(version - KEPT, None)
+        self._policies[version] = copy.deepcopy(policy)
+        self._policies.pop(version - KEPT, None)
         acted = batch["collector", "policy_version"]
         before = torch.cat([torch.full_like(acted[:, :1], self._acted.get(worker, 0)), acted[:, :-1]], dim=1)
         self.stale += int((acted < before).sum())
         self._acted[worker] = int(acted[0, -1])
         for each in acted.unique().tolist():
             steps = batch[acted == each]
-            if (weights := self._weights.get(each)) is None:
+            if (actor := self._policies.get(each)) is None:
                 self.torn += len(steps)
                 continue
-            log_probs = functional_call(policy.logits, _below(weights), (steps["observation"],)).log_softmax(-1)
-            chosen = log_probs.gather(-1, steps["action"][:, None]).squeeze(-1)
+            chosen = actor.log_probs(steps["observation"]).gather(-1, steps["action"][:, None]).squeeze(-1)
             self.torn += int(((chosen - steps["log_prob"]).abs() > TOLERANCE).sum())
 
     @property
@@ -150,7 +156,3 @@ class Record:
             f"{label:>5} │" + "".join(BARS[max(0, min(8, round(level - 8 * row)))] for level in levels)
             for label, row in zip(labels, rows, strict=True)
         ]
-
-
-def _below(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix("logits."): value for name, value in weights.items()}

@@ -9,17 +9,14 @@ with the version that chose it, too, so that the record can check that exactly t
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
+from asyncsync.demo.record import Record
 from asyncsync.demo.workers import start_workers
 from asyncsync.sync import WeightSyncScheme
-
-if TYPE_CHECKING:
-    from asyncsync.demo.record import Record
 
 DISCOUNT, TRACE = 0.99, 0.95
 EPOCHS, MINIBATCH = 4, 512
