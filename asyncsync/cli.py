@@ -36,13 +36,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _demo(options: argparse.Namespace) -> int:
-    need("cli,gym", "gymnasium", "matplotlib", "rich")
+    need("cli,gym", "gymnasium", "rich")
     if options.uvloop:
         need("uvloop", "uvloop")
     if options.scheme == "ray":
         need("ray", "ray")
-    from asyncsync.demo.options import Options
-    from asyncsync.demo.run import run
+    from asyncsync.demo.run import Options, run
 
     return run(Options(**{field.name: getattr(options, field.name) for field in fields(Options)}))
 
@@ -68,7 +67,7 @@ def _bench(options: argparse.Namespace) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="asyncsync",
-        description="The weights of a model under training, delivered to every process that runs a copy of it.",
+        description="Carries the weights of a model in training to every process that runs a copy of it.",
         epilog="Exit codes: 0 done; 1 failed, with the reason on stderr; 2 wrong arguments; 130 ended by Ctrl-C.",
     )
     parser.add_argument("--version", action="version", version=f"asyncsync {__version__}")
@@ -77,45 +76,36 @@ def _parser() -> argparse.ArgumentParser:
     demo = commands.add_parser(
         "demo",
         help="train CartPole with worker processes, and watch the weights travel",
-        description="An asynchronous PPO trainer and its worker processes on CartPole-v1, every update sent through "
-        "the bus. Ends when the mean return of 100 episodes reaches the target, prints a summary and saves a plot.",
-        epilog="Exit codes: 0 target reached; 1 not reached in time, or a worker has died; 130 ended by Ctrl-C.",
+        description="Train PPO on CartPole-v1 with worker processes on this machine; every update goes to them through "
+        "the bus. Shows the learning curve beside the screen of `asyncsync top`. Ends when the mean return of 100 "
+        "episodes reaches the target, and prints whether every action came from the weights that it should have.",
+        epilog="Exit codes: 0 target reached; 1 target not reached in time, a worker has died, or weights were wrong; "
+        "130 ended by Ctrl-C.",
     )
     demo.add_argument("--workers", type=count, default=2, metavar="N", help="worker processes (default %(default)s)")
     demo.add_argument(
         "--seed", type=seed, default=0, metavar="N", help="of networks and environments (default %(default)s)"
     )
     demo.add_argument(
-        "--target-return",
-        dest="target",
-        type=positive,
-        default=475.0,
-        metavar="R",
+        "--target-return", dest="target", type=positive, default=475.0, metavar="R",
         help="mean over 100 episodes (default %(default)g)",
-    )
+    )  # fmt: skip
     demo.add_argument(
-        "--max-seconds",
-        type=positive,
-        default=600.0,
-        metavar="S",
-        help="give up after this time (default %(default)g)",
-    )
-    demo.add_argument(
-        "--plot", type=picture, default="asyncsync-demo.png", metavar="PATH", help="the picture (default %(default)s)"
+        "--max-seconds", type=positive, default=600.0, metavar="S", help="give up after this time (default %(default)g)"
     )
     demo.add_argument(
         "--scheme",
         choices=("shared", "process", "zmq", "distributed", "rpc", "ray"),
         default="shared" if sys.platform == "linux" else "zmq",
-        help="how the weights travel: shared memory, multiprocessing, ZeroMQ; or torch.distributed, torch's RPC, Ray "
-        "(extra: ray), each with its collector (default %(default)s)",
+        help="how the weights travel: shared memory, multiprocessing or ZeroMQ; or torch.distributed, torch's RPC or "
+        "Ray (extra: ray), each with its own collector (default %(default)s)",
     )
     demo.add_argument(
         "--endpoint",
         type=bound,
         default=None,
         metavar="ENDPOINT",
-        help="where the trainer binds (default: a private ipc path)",
+        help="where the trainer binds (default: an ipc path)",
     )
     demo.add_argument("--uvloop", action="store_true", help="run the trainer on uvloop (extra: uvloop)")
     demo.set_defaults(run=_demo)

@@ -18,10 +18,10 @@ from tensordict import TensorDict
 
 from asyncsync.bus.carrier import Carrier
 from asyncsync.bus.link import Link
+from asyncsync.bus.observing import ReceiverObserver
 from asyncsync.errors import AckTimeout
 from asyncsync.fastpath.worker import Show
 from asyncsync.model.gate import Gate, Writer
-from asyncsync.monitor.receiver import ReceiverObserver
 from asyncsync.protocol.staging import Staging
 from asyncsync.protocol.subscriber import Subscriber
 from asyncsync.runtime.threads import WorkThread, as_exception

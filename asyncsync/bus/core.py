@@ -27,7 +27,7 @@ from asyncsync.bus.status import BusStatus, bus_status
 from asyncsync.errors import ClosedError, NotConnected
 from asyncsync.model.gate import Gate
 from asyncsync.model.readers import Hold
-from asyncsync.monitor.options import Monitoring
+from asyncsync.monitor.options import Monitoring, Tracing
 from asyncsync.net.address import tcp_endpoint
 from asyncsync.net.endpoint import INTRODUCED, draw_endpoint, is_plaintext_beyond_loopback
 from asyncsync.net.introduction import Introduction
@@ -36,6 +36,7 @@ from asyncsync.protocol.settings import EAGER_BYTES, Settings
 from asyncsync.protocol.staging import Acting
 from asyncsync.weights.encoding import check_codec
 from asyncsync.wire.metadata import Shown, decode_metadata
+from asyncsync.wire.report import Report
 
 DEFAULT_TIMEOUT = 60.0
 LOOP_ENDED = "this bus was shut down with the event loop that it was connected on: use it within the same asyncio.run()"
@@ -61,7 +62,8 @@ class BusCore(KnownKeywords):
         client_key: at a receiver: the path of its secret certificate; ``{worker_idx}`` in it stands for its index.
         metrics_port: where this process serves figures for Prometheus, on loopback or at ``"0.0.0.0:9100"``; 0 takes
             any free port. It stays behind when this is pickled.
-        tracing: have spans of OpenTelemetry for each version; None: where the program has set that up.
+        tracing: True: make spans of OpenTelemetry for each version; None: if the program has set OpenTelemetry up; or a
+            function ``trace(event, info)``, which is called with each step of each version (docs/monitoring.md).
         fanout: over tcp: ``"pull"`` sends what three workers or more are to be told to all of them at once, with
             weights of up to 64 KiB; ``"push"`` does so with larger weights, too. None: to each by itself, which costs
             the sender no more (docs/multi-host.md), and takes one port and one connection per worker less.
@@ -90,7 +92,7 @@ class BusCore(KnownKeywords):
         clients: KeyFile | None = None,
         client_key: KeyFile | None = None,
         metrics_port: int | str | None = None,
-        tracing: bool | None = None,
+        tracing: Tracing = None,
         fanout: str | None = None,
         compress: str | None = None,
         delta: bool = False,
@@ -391,6 +393,10 @@ class BusCore(KnownKeywords):
         """Sender: every worker's state. Receiver: its own, and how its sender is (``state``, ``last_seen``). What was
         refused for the sake of keys is in its ``refused``."""
         return self._status(list(self._schemes))
+
+    def report(self) -> Report:
+        """What ``asyncsync top`` shows of this sender. Raises NotConnected: it is not connected."""
+        return self._look(self._sender().report)
 
     def _status(self, models: list[str]) -> BusStatus:
         return self._look(lambda: bus_status(self._link, models))

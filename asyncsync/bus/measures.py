@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from asyncsync.bus.receiver import ReceiverLink
 from asyncsync.bus.sender import SenderLink
 from asyncsync.bus.status import receiver_status
-from asyncsync.monitor.metrics import Measure
 
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
+PREFIX = "asyncsync_"
 STATES = ("live", "slow", "lost")
 
 
@@ -20,18 +23,17 @@ def serve_metrics(link: SenderLink | ReceiverLink) -> None:
         return
     reference = weakref.ref(link)  # a bus that is forgotten is not to be kept by its figures
 
-    def look() -> list[Measure]:
+    def look() -> list[Metric]:
         found = reference()
         if isinstance(found, SenderLink):
             return _of_sender(found)
         return [] if found is None else _of_receiver(found, list(found.subscriber.models))
 
-    link.metrics.attach(link.loop, look, link.observer.durations if isinstance(link, SenderLink) else None)
+    link.metrics.attach(link.loop, look, has_durations=isinstance(link, SenderLink))
 
 
-def _of_sender(link: SenderLink) -> list[Measure]:
-    link.caught_up()
-    report = link.reporter.report()
+def _of_sender(link: SenderLink) -> list[Metric]:
+    report = link.report()
     workers = {(worker.role, str(worker.index)): worker for worker in report.workers}
     names = [model.model_id for model in report.models]
 
@@ -49,49 +51,63 @@ def _of_sender(link: SenderLink) -> list[Measure]:
     sizes = {(model.model_id,): float(model.nbytes) for model in report.models}
     who = ("role", "worker")
     return [
-        Measure("version", "gauge", "The newest version published.", {(): report.version}),
-        Measure("published_versions", "counter", "Versions, with those of a checkpoint.", {(): link.counted}),
-        Measure("model_bytes", "gauge", "Size of a model's newest weights.", sizes, ("model",)),
-        Measure("workers", "gauge", "Workers, by state; relays and guests.", _by(report.counts), ("state",)),
-        Measure("worker_applied_version", "gauge", "The version that it has applied.", applied, (*who, "model")),
-        Measure("worker_lag_versions", "gauge", "Versions behind its target.", each(lambda w: w.lag), who),
-        Measure("worker_state", "gauge", "1 for the state that it is in.", states, (*who, "state")),
-        Measure("worker_last_seen_seconds", "gauge", "Since its last message.", seen, who),
-        Measure("worker_sent_bytes", "counter", "Weights sent to it.", each(lambda w: w.bytes_sent), who),
-        Measure("refusals", "counter", "Whoever was not let in.", _by(report.refused), ("reason",)),
+        _gauge("version", "The newest version published.", {(): report.version}),
+        _counter("published_versions", "Versions, with those of a checkpoint.", {(): link.counted}),
+        _gauge("model_bytes", "Size of a model's newest weights.", sizes, ("model",)),
+        _gauge("workers", "Workers, by state; relays and guests.", _by(report.counts), ("state",)),
+        _gauge("worker_applied_version", "The version that it has applied.", applied, (*who, "model")),
+        _gauge("worker_lag_versions", "Versions behind its target.", each(lambda w: w.lag), who),
+        _gauge("worker_state", "1 for the state that it is in.", states, (*who, "state")),
+        _gauge("worker_last_seen_seconds", "Since its last message.", seen, who),
+        _counter("worker_sent_bytes", "Weights sent to it.", each(lambda w: w.bytes_sent), who),
+        _counter("refusals", "Connections that were refused.", _by(report.refused), ("reason",)),
         *_of_both(link),
     ]
 
 
-def _of_receiver(link: ReceiverLink, models: list[str]) -> list[Measure]:
+def _of_receiver(link: ReceiverLink, models: list[str]) -> list[Metric]:
     [(worker, status)] = receiver_status(link, models).items()
     who, key = ("worker",), (str(worker),)
     applied = {(str(worker), name): float(link.version([name])) for name in models}
     states = {(str(worker), state): float(status.state == state) for state in STATES}
     refused = link.whereabouts.dialer.refused
     return [
-        Measure("receiver_version", "gauge", "The version that a model shows.", applied, (*who, "model")),
-        Measure("receiver_target_version", "gauge", "The version that it should have.", {key: status.target}, who),
-        Measure("receiver_lag_versions", "gauge", "Versions behind its target.", {key: status.lag}, who),
-        Measure("receiver_sender_state", "gauge", "1 for the state of its sender.", states, (*who, "state")),
-        Measure("received_bytes", "counter", "Weights received.", {key: status.bytes_sent}, who),
-        Measure(
-            "refusals",
-            "counter",
-            "Attempts to connect that were refused.",
-            _by(refused),
-            ("reason",),
-        ),
+        _gauge("receiver_version", "The version that a model shows.", applied, (*who, "model")),
+        _gauge("receiver_target_version", "The version that it should have.", {key: status.target}, who),
+        _gauge("receiver_lag_versions", "Versions behind its target.", {key: status.lag}, who),
+        _gauge("receiver_sender_state", "1 for the state of its sender.", states, (*who, "state")),
+        _counter("received_bytes", "Weights received.", {key: status.bytes_sent}, who),
+        _counter("refusals", "Attempts to connect that were refused.", _by(refused), ("reason",)),
         *_of_both(link),
     ]
 
 
-def _of_both(link: SenderLink | ReceiverLink) -> list[Measure]:
+def _of_both(link: SenderLink | ReceiverLink) -> list[Metric]:
     return [
-        Measure("dropped_messages", "counter", "Messages that changed nothing.", _by(link.dropped), ("reason",)),
-        Measure("loop_stalled_seconds", "counter", "How late the event loop was, in all.", {(): link.stalled}),
+        _counter("dropped_messages", "Messages that changed nothing.", _by(link.dropped), ("reason",)),
+        _counter("loop_stalled_seconds", "How late the event loop was, in all.", {(): link.stalled}),
     ]
 
 
 def _by(counts: Mapping[str, float]) -> dict[tuple[str, ...], float]:
     return {(name,): float(count) for name, count in counts.items()}
+
+
+def _gauge(name: str, told: str, values: Mapping[Any, float], labels: Sequence[str] = ()) -> Metric:
+    from prometheus_client.core import GaugeMetricFamily
+
+    return _filled(GaugeMetricFamily(PREFIX + name, told, labels=labels), values)
+
+
+def _counter(name: str, told: str, values: Mapping[Any, float], labels: Sequence[str] = ()) -> Metric:
+    from prometheus_client.core import CounterMetricFamily
+
+    return _filled(CounterMetricFamily(PREFIX + name, told, labels=labels), values)
+
+
+def _filled(family: Any, values: Mapping[Any, float]) -> Metric:
+    """``values``: by a tuple of texts, one for each label."""
+    for labels, value in values.items():
+        family.add_metric(labels, value)
+    result: Metric = family
+    return result

@@ -15,9 +15,10 @@ import torch
 from asyncsync.bus.carrier import Carrier
 from asyncsync.bus.link import INLINE_BYTES, Link, Order
 from asyncsync.bus.member import Source
+from asyncsync.bus.observing import SenderObserver
 from asyncsync.errors import AckTimeout, NotConnected
 from asyncsync.fastpath.sender import FastSender
-from asyncsync.monitor.sender import Life, SenderObserver
+from asyncsync.monitor.trace import Life
 from asyncsync.protocol.publisher import Publisher
 from asyncsync.runtime.threads import finish
 from asyncsync.weights.copying import copy_bytes
@@ -151,7 +152,7 @@ class Publishing:
                     await link.run(job.pack, job.slab.nbytes)
                     begun = link.loop.time()
                 if life is not None:
-                    self._observer.packed(life, sum(job.slab.nbytes for job in jobs))
+                    self._observer.tell("publish.packed", life, nbytes=sum(job.slab.nbytes for job in jobs))
                 for model_id, part in parts.items():
                     for whom, slab in (
                         [(workers, part)] if isinstance(part, Slab) else [([w], s) for w, s in part.items()]
@@ -208,7 +209,7 @@ class Publishing:
             await finish(self._link.thread.submit(pack_all))
         finally:
             if life is not None:
-                self._observer.packed(life, job.slab.packed)
+                self._observer.tell("publish.packed", life, nbytes=job.slab.packed)
             complete = job.slab.packed == job.slab.nbytes
             if self._link.closed or complete:
                 targets.forget(replaced)

@@ -16,6 +16,7 @@ from asyncsync.bus.applying import Applying
 from asyncsync.bus.carrier import Carrier
 from asyncsync.bus.fetching import Fetches
 from asyncsync.bus.link import LINGER_MS, Link
+from asyncsync.bus.observing import ReceiverObserver
 from asyncsync.bus.receiving import Receiving
 from asyncsync.bus.whereabouts import Whereabouts
 from asyncsync.errors import ClosedError, NotConnected, ProtocolError
@@ -25,8 +26,7 @@ from asyncsync.model.gate import Gate
 from asyncsync.model.strategy import WeightStrategy
 from asyncsync.monitor.metrics import Metrics
 from asyncsync.monitor.options import UNMONITORED, Monitoring
-from asyncsync.monitor.receiver import ReceiverObserver
-from asyncsync.monitor.tracing import find_tracer
+from asyncsync.monitor.spans import hooks_of
 from asyncsync.net.endpoint import is_trustworthy, side_channel_path
 from asyncsync.net.introduction import Introduction
 from asyncsync.net.keys import Credentials
@@ -64,7 +64,7 @@ class ReceiverLink(Link):
         role: str = "worker",
         monitoring: Monitoring = UNMONITORED,
     ) -> None:
-        tracer = find_tracer(monitoring.tracing)
+        hooks = hooks_of(monitoring.tracing)
         super().__init__("asyncsync-copy")
         self.subscriber = Subscriber(worker, secrets.token_bytes(16), this_process(), settings, role)
         self.gate = gate
@@ -72,7 +72,7 @@ class ReceiverLink(Link):
         self.shown: dict[str, tuple[Epoch, int, int, bytes]] = {}
         self.sender_lost = False
         self._fetches = Fetches(self.subscriber, self._fetched)
-        self.observer = ReceiverObserver(worker, tracer)
+        self.observer = ReceiverObserver(worker, hooks)
         self.applying = Applying(self, self.subscriber, gate, self._fetches.transports, self._show, self.observer)
         self.receiving = Receiving(
             self, self.subscriber, self.applying, gate, lambda: self.whereabouts.why(), self.origin

@@ -14,15 +14,15 @@ import zmq
 
 from asyncsync.bus.encoding import Encoder
 from asyncsync.bus.link import LINGER_MS, Link
+from asyncsync.bus.observing import SenderObserver
 from asyncsync.bus.outgoing import Outgoing
 from asyncsync.bus.publishing import Publishing
 from asyncsync.bus.reporting import Reporter, warn_of_blocking
 from asyncsync.errors import NotConnected, ProtocolError
 from asyncsync.fastpath.sender import FastSender
-from asyncsync.monitor.metrics import Durations, Metrics
+from asyncsync.monitor.metrics import Metrics
 from asyncsync.monitor.options import UNMONITORED, Monitoring
-from asyncsync.monitor.sender import SenderObserver
-from asyncsync.monitor.tracing import find_tracer
+from asyncsync.monitor.spans import hooks_of
 from asyncsync.net.endpoint import EndpointLock, is_plaintext_beyond_loopback, side_channel_path
 from asyncsync.net.introduction import Introductions
 from asyncsync.net.key_files import KeyFiles
@@ -38,7 +38,7 @@ from asyncsync.weights.slab import SlabPool
 from asyncsync.weights.source_cache import SourceCache
 from asyncsync.wire.codec import decode, encode
 from asyncsync.wire.messages import Bye, Hello, Instruction, Ready, Released
-from asyncsync.wire.report import Inquiry
+from asyncsync.wire.report import Inquiry, Report
 
 logger = logging.getLogger("asyncsync")
 
@@ -74,7 +74,7 @@ class SenderLink(Link):
         is_local = endpoint.startswith("ipc://")
         self._per_worker = 3 if is_local else 2 if settings.fanout else 1
         of_all = (KEYED_DESCRIPTORS if keyed or keys is not None else 0) + (0 if is_local else 2)
-        tracer = find_tracer(monitoring.tracing)
+        hooks = hooks_of(monitoring.tracing)
         super().__init__("asyncsync-pack", self._per_worker * (num_workers or 1) + of_all)
         epoch = (time.time_ns(), secrets.randbits(62))
         self.publisher = Publisher(epoch, this_process(), num_workers, settings)
@@ -83,8 +83,7 @@ class SenderLink(Link):
         self.pool = SlabPool(partial(self.call_from_thread, self.notify))
         known: dict[str, SourceCache] = {}
         self.fast = FastSender(self, known, is_on=settings.fast)
-        durations = None if monitoring.address is None else Durations()
-        self.observer = SenderObserver(self.publisher.progress.awaited, tracer, durations)
+        self.observer = SenderObserver(self.publisher.progress.awaited, hooks)
         self.publishing = Publishing(self, self.publisher, self.fast, known, self.pool, self.depart, self.observer)
         self.encoder = Encoder(self, self.publisher, self.publishing.packed)
         self.reporter = Reporter(self.publisher, self.loop.time, self._refused, self.dropped)
@@ -96,6 +95,7 @@ class SenderLink(Link):
             undo.callback(self.context.destroy, 0)
             if monitoring.address is not None:
                 self.metrics = Metrics(monitoring.address)
+                self.observer.durations = self.metrics.durations
                 undo.callback(self.metrics.close)
             self._lock = EndpointLock(endpoint) if endpoint.startswith("ipc://") else None
             if self._lock is not None:
@@ -142,6 +142,11 @@ class SenderLink(Link):
         """The state machine, with all that the fast path has done meanwhile; that ends here."""
         self.fast.end()
         return self.publisher
+
+    def report(self) -> Report:
+        """How this sender and its workers are, now."""
+        self.caught_up()
+        return self.reporter.report()
 
     def is_idle(self) -> bool:
         """Whether no publication is under way, nobody waits for anything, a timer is set, and no tree's root is above

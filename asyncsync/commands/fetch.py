@@ -17,7 +17,7 @@ from asyncsync.weights.layout import unpack_values
 from asyncsync.weights.safetensors import dotted_names, write
 from asyncsync.wire.fields import Epoch
 
-PATIENCE = 3.0  # seconds, then a person is told what is waited for
+PATIENCE = 3.0  # seconds until this says what it waits for
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -25,16 +25,16 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "fetch",
         help="save a trainer's current weights in a file",
-        description="Connect to a trainer that runs, get the weights that it has published last, and save them as a "
-        "safetensors file, with their version and metadata. The file is there whole, or stays what it was. Nobody "
-        "waits for this command; the trainer goes on meanwhile.",
+        description="Connect to a running trainer, get the weights that it published last, and save them as a "
+        "safetensors file, with their version and metadata. The file is written completely or not at all. The trainer "
+        "does not wait for this command.",
         epilog="Exit codes: 0 saved; 1 not saved, with the reason on stderr; 2 wrong arguments; 130 ended by Ctrl-C.",
     )
     add_sender(parser)
     parser.add_argument(
         "--out", type=safetensors_file, required=True, metavar="FILE.safetensors", help="where to save them"
     )
-    parser.add_argument("--model", default=None, metavar="ID", help="which, where the trainer has several models")
+    parser.add_argument("--model", default=None, metavar="ID", help="which model, if the trainer has several")
     parser.add_argument(
         "--timeout", type=positive, default=30.0, metavar="S", help="give up after this time (default %(default)g)"
     )

@@ -18,7 +18,7 @@ Client = tuple[str, Workers]
 LAYOUT = """\
 DIR/server.key                       the server's public key: a copy goes to every host with receivers
 DIR/server.key_secret                its secret key: stays with the sender, server_key=
-DIR/clients/NAME.key                 whom the sender lets in: stays with the sender, clients=DIR/clients
+DIR/clients/NAME.key                 a client that the sender lets in: stays with the sender, clients=DIR/clients
 DIR/client_secrets/NAME.key_secret   a client's secret key: goes to that client's host, client_key=
 """
 
@@ -27,19 +27,19 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command to a parser's."""
     keygen = commands.add_parser(
         "keygen",
-        help="make the keys with which a sender and its receivers know each other, and encrypt",
-        description=f"Makes CURVE certificates in the format of zmq.auth:\n\n{LAYOUT}\nNothing is ever overwritten. "
-        "Run again, it adds clients, which a running sender lets in without a restart.",
+        help="make the keys with which a sender and its receivers know each other and encrypt",
+        description=f"Make CURVE certificates in the format of zmq.auth:\n\n{LAYOUT}\nNever overwrites a file. "
+        "Run it again to add clients: a running sender lets them in without a restart.",
         epilog="Exit codes: 0 done; 1 failed, with the reason on stderr; 2 wrong arguments.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    keygen.add_argument("directory", metavar="DIR", help="made if it is not there, for this user only (0700)")
+    keygen.add_argument("directory", metavar="DIR", help="created if it does not exist, for this user only (0700)")
     keygen.add_argument(
         "--workers",
         type=_workers,
         default=0,
         metavar="N",
-        help="keys for worker-0 … worker-(N-1), each for its own",
+        help="one key for each of worker-0 … worker-(N-1)",
     )
     keygen.add_argument(
         "--name", dest="names", type=_client, action="extend", nargs="+", default=[], metavar="NAME[=WORKERS]",
@@ -53,7 +53,7 @@ def _run(options: argparse.Namespace) -> int:
     try:
         print(make(Path(options.directory), [*numbered, *options.names]))
     except FileExistsError as error:
-        why = "is there already, and nothing is overwritten; remove it first to replace that key"
+        why = "exists, and is not overwritten; to replace that key, remove the file first"
         print(f"asyncsync keygen: {error} {why}", file=sys.stderr)
         return 1
     except (OSError, NotConnected) as error:
@@ -91,11 +91,11 @@ def make(directory: Path, clients: list[Client]) -> str:
 
 
 def _told(directory: Path, clients: list[Client], *, is_new: bool) -> str:
-    there = "" if is_new else " (was there already)"
+    there = "" if is_new else " (existed already)"
     lines = [
         f"{directory}/server.key{there}: copy it to every host with receivers, which give it as server_key=",
         f"{directory}/server.key_secret{there}: stays here; the sender gives it as server_key=",
-        f"{directory}/clients/: stays here; the sender gives it as clients=, and lets in whoever has a NAME.key there",
+        f"{directory}/clients/: stays here; the sender gives it as clients=, and lets in every client in it",
     ]
     for name, workers in clients:
         which = f"worker {workers}" if workers.ranges else "any worker"

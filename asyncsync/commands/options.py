@@ -82,12 +82,17 @@ def bound(text: str) -> str:
 
 def add_sender(parser: argparse.ArgumentParser) -> None:
     """The options of a command that connects to a sender."""
-    parser.add_argument("endpoint", type=_sender, metavar="ENDPOINT", help="as the workers have it: tcp://HOST:PORT")
     parser.add_argument(
-        "--server-key", default=None, metavar="FILE", help="where the sender has keys: its public certificate"
+        "endpoint", type=_sender, metavar="ENDPOINT", help="the same that the workers are given, tcp://HOST:PORT"
     )
     parser.add_argument(
-        "--client-key", default=None, metavar="FILE", help="a secret certificate that the sender lets in, of any index"
+        "--server-key", default=None, metavar="FILE", help="the sender's public certificate, if it uses keys"
+    )
+    parser.add_argument(
+        "--client-key",
+        default=None,
+        metavar="FILE",
+        help="a secret certificate that the sender lets in for any worker index",
     )
 
 

@@ -17,36 +17,47 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "relay",
         help="pass a trainer's weights on to the workers of this host",
-        description="One connection to the trainer, or to another relay; workers connect to this one, and are to the "
-        "trainer as if they were connected to it: it waits for them, and knows what each has. Versions keep their "
-        "numbers. With --keep, it serves the last version while the trainer is away, and after its own restart.",
-        epilog="Exit codes: 0 ended by SIGTERM or Ctrl-C; 1 it could not begin, or not go on, with the reason on "
-        "stderr; 2 wrong arguments.",
+        description="Connect once to the trainer, or to another relay, and pass its weights on to the workers that "
+        "connect to this relay. The trainer waits for them and knows the version of each, as if they were connected "
+        "to it. Versions keep their numbers. With --keep, the relay serves the last version while the trainer is away, "
+        "and after its own restart.",
+        epilog="Exit codes: 0 ended by SIGTERM or Ctrl-C; 1 could not start or go on, with the reason on stderr; 2 "
+        "wrong arguments.",
     )
     parser.add_argument(
         "--upstream",
         required=True,
         metavar="ENDPOINT",
-        help="the trainer, or a relay; several with commas between them",
+        help="the trainer or a relay; several are separated by commas",
     )
     parser.add_argument("--bind", required=True, metavar="ENDPOINT", help="where the workers connect")
     parser.add_argument(
         "--shared",
         action="store_true",
-        help="the workers read shared memory (SharedMemWeightSyncScheme); --bind ipc://…",
+        help="the workers read shared memory (SharedMemWeightSyncScheme); needs --bind ipc://…",
     )
     parser.add_argument(
-        "--keep", type=safetensors_file, default=None, metavar="FILE.safetensors", help="keep the newest weights there"
+        "--keep",
+        type=safetensors_file,
+        default=None,
+        metavar="FILE.safetensors",
+        help="keep the newest weights in this file",
     )
     parser.add_argument(
-        "--allow-plaintext", action="store_true", help="also to other hosts, on a network that you trust"
+        "--allow-plaintext",
+        action="store_true",
+        help="reach other hosts without encryption, on a network that you trust",
     )
-    upstream = parser.add_argument_group("keys, of the sender above")
+    upstream = parser.add_argument_group("keys for the connection to --upstream")
     upstream.add_argument("--server-key", default=None, metavar="FILE", help="its public certificate")
-    upstream.add_argument("--client-key", default=None, metavar="FILE", help="this relay's secret one, of any index")
-    below = parser.add_argument_group("keys, for the workers")
+    upstream.add_argument(
+        "--client-key", default=None, metavar="FILE", help="this relay's secret certificate, for any worker index"
+    )
+    below = parser.add_argument_group("keys for the workers")
     below.add_argument("--bind-key", default=None, metavar="FILE", help="this relay's secret certificate as a server")
-    below.add_argument("--clients", default=None, metavar="DIR", help="the public certificates of those it lets in")
+    below.add_argument(
+        "--clients", default=None, metavar="DIR", help="the public certificates of the workers that it lets in"
+    )
     parser.set_defaults(run=_run)
 
 

@@ -54,7 +54,7 @@ def screen(samples: Samples, width: int, height: int | None) -> RenderableType:
     feet = [*_counts("refused", report.refused, cut), *_counts("dropped", report.dropped, cut)]
     now = time.monotonic()
     if samples.failure or samples.age(now) > samples.interval + OVERDUE:
-        why = f"no answer for {samples.age(now):.0f} s: waiting for the trainer, or its successor"
+        why = f"no answer for {samples.age(now):.0f} s: waiting for the trainer to come back"
         feet.append(Text(why, style="bold red", no_wrap=True, overflow="ellipsis"))
         feet += [Text(part, style="red", no_wrap=True) for part in textwrap.wrap(samples.failure, width)[:NOTES]]
     notes = [] if width >= WIDE else _notes(report.workers, cut)
@@ -70,12 +70,12 @@ def line(samples: Samples) -> str:
     """The same in one line."""
     report, rates = samples.last, samples.rates()
     if report is None or samples.failure:
-        return f"{samples.endpoint}: {samples.failure or 'asking'}"
+        return samples.failure or "asking"
     lags = max((worker.lag for worker in report.workers), default=0)
     refused = f"  refused {sum(report.refused.values())}" if report.refused else ""
     return (
-        f"{samples.endpoint}: version {report.version}  {_rate(rates.versions)} versions/s  workers {_states(report)}  "
-        f"lag {lags} at most  sent {_sent(rates.sent)}{refused}"
+        f"version {report.version}  {_rate(rates.versions)} versions/s  workers {_states(report)}  "
+        f"largest lag {lags}  sent {_sent(rates.sent)}{refused}"
     )
 
 
@@ -93,7 +93,7 @@ def _title(samples: Samples, width: int) -> Text:
 
 
 def _hint(samples: Samples) -> str:
-    return f"is a trainer bound to {samples.endpoint}? This goes on asking; Ctrl-C ends it."
+    return f"Is a trainer bound to {samples.endpoint}? Still asking; Ctrl-C ends it."
 
 
 def _facts(report: Report, rates: Rates) -> Table:
@@ -105,7 +105,7 @@ def _facts(report: Report, rates: Rates) -> Table:
         grid.add_column(no_wrap=True, min_width=11)
     in_all = _bytes(report.bytes_sent)
     grid.add_row("version  ", f"{report.version:,}", "versions/s", _rate(rates.versions), "sent", _sent(rates.sent))
-    grid.add_row("epoch age", _age(report.uptime / 1000), "", "", "in all", in_all)
+    grid.add_row("uptime   ", _age(report.uptime / 1000), "", "", "total", in_all)
     return grid
 
 
@@ -154,7 +154,7 @@ def _workers(report: Report, shown: Iterable[WorkerReport], rates: Rates, *, wid
     ):
         table.add_column(name, justify="right", no_wrap=True)
     if wide:
-        table.add_column("trouble", no_wrap=True, overflow="ellipsis", ratio=1)  # what the others leave
+        table.add_column("problem", no_wrap=True, overflow="ellipsis", ratio=1)  # what the others leave
     relays = [one.index for one in report.workers if one.role == "relay"]
     relay_names = {index: f"relay {number}" for number, index in enumerate(relays, 1)} if len(relays) > 1 else {}
     for worker in shown:
@@ -166,13 +166,13 @@ def _workers(report: Report, shown: Iterable[WorkerReport], rates: Rates, *, wid
         cells += [Text(f"{worker.lag:,}", style="yellow" if worker.lag > 1 else ""), seen, _bytes(worker.bytes_sent)]
         cells += [_bytes(rate) if rate is not None else "–"]
         if wide:
-            place = f"{worker.pid}" + ("" if worker.local else " elsewhere") if worker.pid else "–"
+            place = f"{worker.pid}" + ("" if worker.local else " on another host") if worker.pid else "–"
             if worker.relay is not None:
-                place = f"behind {relay_names.get(worker.relay, 'relay')}"
+                place = f"via {relay_names.get(worker.relay, 'relay')}"
             cells += [place, Text(worker.reason, style="red")]
         table.add_row(*cells)
     if not report.workers:
-        table.add_row("–", Text("nobody is there", style="dim"))
+        table.add_row("–", Text("no worker is connected", style="dim"))
     return table
 
 
@@ -185,7 +185,7 @@ def _fitting(report: Report, room: int) -> tuple[list[WorkerReport], str]:
         chosen = set(sorted(range(len(workers)), key=lambda place: _urgency(workers[place]))[:room])
         workers = [worker for place, worker in enumerate(workers) if place in chosen]
     left = everybody - len(workers)
-    return workers, f"and {left:,} more; first those that are lost, slow or behind" if left > 0 else ""
+    return workers, f"and {left:,} more; lost, slow and late workers are shown first" if left > 0 else ""
 
 
 def _urgency(worker: WorkerReport) -> tuple[int, int, bool, int, int]:
@@ -200,7 +200,7 @@ def _notes(workers: Iterable[WorkerReport], cut: Cut) -> list[Text]:
     named = [(f"{worker.role} {worker.index}", worker.reason) for worker in workers if worker.reason]
     troubles = [reason if reason.startswith(name) else f"{name}: {reason}" for name, reason in named]
     if cut and len(troubles) > NOTES:
-        troubles[NOTES - 1 :] = [f"… and {len(troubles) - NOTES + 1:,} more in trouble"]
+        troubles[NOTES - 1 :] = [f"… and {len(troubles) - NOTES + 1:,} more with problems"]
     return [Text(trouble, style="red", **cut) for trouble in troubles]
 
 

@@ -28,17 +28,17 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "top",
         help="watch a trainer: workers, versions, throughput",
-        description="Ask a trainer that runs how it is, again and again, and show it: its workers with the versions "
-        "that they have applied, their lag and what they were sent, its models, and whom it has refused. The trainer "
-        "and its workers are not disturbed. While it is away, this waits for it.",
-        epilog="Exit codes: 0 shown (--once); 1 no trainer has answered (--once), or this is not allowed to ask; 130 "
-        "ended by Ctrl-C.",
+        description="Show how a running trainer is: its workers with the versions that they have applied, their lag "
+        "and the bytes that they were sent; its models; and the connections that it has refused. This does not slow "
+        "the trainer or its workers. While the trainer is away, this waits for it.",
+        epilog="Exit codes: 0 shown (--once); 1 no trainer has answered (--once), or the trainer refuses this command; "
+        "130 ended by Ctrl-C.",
     )
     add_sender(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON object per interval, each in a line")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per interval, one per line")
     parser.add_argument("--once", action="store_true", help="show it once, and end")
     parser.add_argument(
-        "--interval", type=positive, default=1.0, metavar="S", help="seconds between two looks (default %(default)g)"
+        "--interval", type=positive, default=1.0, metavar="S", help="seconds between two reports (default %(default)g)"
     )
     parser.set_defaults(run=_run)
 
@@ -98,7 +98,7 @@ async def _shown(samples: Samples, *, as_lines: bool) -> AsyncIterator[Callable[
 
     console = Console()
     if not console.is_terminal:
-        yield lambda: print(line(samples), flush=True)
+        yield lambda: print(f"{samples.endpoint}: {line(samples)}", flush=True)
         return
     redrawing = asyncio.create_task(_redraw(samples, console))
     try:

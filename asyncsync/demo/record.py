@@ -1,37 +1,32 @@
-"""What happened so far, in numbers: filled by the trainer, read by the view, the summary and the plot."""
+"""What happened: the trainer fills this in, the screen and the summary read it."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
+import torch
 from tensordict import TensorDictBase
+from torch import Tensor
 
-from asyncsync.sync import WeightSyncScheme, WorkerStatus
+from asyncsync.commands.samples import Samples
+from asyncsync.errors import ClosedError
+from asyncsync.sync import WeightSyncScheme
 
 EPISODES = 100  # over which the mean return is taken
-WINDOW = 3.0  # seconds over which rates are taken
+KEPT = 100  # versions whose weights are kept, to check actions with
+TOLERANCE = 1e-3  # between two computations of one log-probability; other weights give another by more
+BARS = " ▁▂▃▄▅▆▇█"
 
 
-@dataclass(frozen=True)
-class Sample:
-    """The counters at one moment.
-
-    Attributes:
-        seconds: since the start.
-        frames: environment steps, of each worker.
-        status: of each worker, as its scheme tells it.
-        slots: of shared memory that there are; 0: the weights travel otherwise.
-    """
-
-    seconds: float
-    frames: tuple[int, ...]
-    status: dict[int, WorkerStatus]
-    slots: int = 0
+class Policy(Protocol):
+    def log_probs(self, observation: Tensor) -> Tensor: ...
 
 
 @dataclass
@@ -39,74 +34,90 @@ class Record:
     """One run.
 
     Attributes:
-        workers: how many.
-        target: mean return of the last 100 episodes that is wanted.
+        samples: reports of the trainer's.
+        target: the mean return of the last 100 episodes that is wanted.
         episodes: (seconds since the start, return) of every episode.
-        lags: (seconds, worker, versions) of every batch: how old the policy behind it was when it was learned from.
-        frames: environment steps, of each worker.
+        lags: of every batch: how many versions old the policy was that acted in it, when it was learned from.
+        frames: environment steps.
         versions: published so far.
+        torn: actions whose log-probability the weights of the version that they name do not give.
+        stale: steps with an older version than the same worker's step before.
         phase: what is going on, in words.
-        scheme: how the weights travel: "shared", "process", "zmq", "distributed", "rpc" or "ray".
-        endpoint: where the trainer binds: `asyncsync top` asks there.
     """
 
-    workers: int
+    samples: Samples
     target: float
     episodes: list[tuple[float, float]] = field(default_factory=list)
-    lags: list[tuple[float, int, float]] = field(default_factory=list)
-    frames: list[int] = field(default_factory=list)
+    lags: list[float] = field(default_factory=list)
+    frames: int = 0
     versions: int = 0
+    torn: int = 0
+    stale: int = 0
     phase: str = "starting the workers"
-    scheme: str = "shared"
-    endpoint: str = ""
 
     def __post_init__(self) -> None:
-        self.frames = [0] * self.workers
         self._start = time.perf_counter()
         self._learning: float | None = None
         self._end: float | None = None
         self._scheme: WeightSyncScheme | None = None
         self._recent: deque[float] = deque(maxlen=EPISODES)
         self._returns: dict[int, np.ndarray] = {}  # so far, of each worker's environments
-        self._samples: deque[Sample] = deque([Sample(0.0, tuple(self.frames), {})])
-
-    # -- the trainer's side
+        self._acted: dict[int, int] = {}  # the version of each worker's last step
+        self._policies: dict[int, Policy] = {}  # by version
 
     @contextlib.contextmanager
     def learning(self, scheme: WeightSyncScheme) -> Iterator[None]:
         """The block in which the workers are connected."""
-        self._scheme = scheme
-        self._learning = self.seconds
-        self.phase = "learning"
+        self._scheme, self._learning, self.phase, self.versions = scheme, self.seconds, "learning", 1
         try:
             yield
         finally:
             self.end("solved" if self.solved else "stopped")
 
-    def batch(self, batch: TensorDictBase, version: int) -> None:
-        """A batch, [environments, time], that is learned from now, when this version is the newest."""
-        now, worker = self.seconds, int(batch["worker"][0, 0])
-        self.frames[worker] += batch.numel()
+    def look(self) -> None:
+        """Ask the trainer how its workers are, as ``asyncsync top`` does. After it has ended, what was known last
+        stays."""
+        if self._scheme is not None:
+            with contextlib.suppress(ClosedError):
+                self.samples.add(self._scheme.bus.report(), time.monotonic())
+
+    def end(self, phase: str) -> None:
+        """The clock stops. The first call counts."""
+        if self._end is None:
+            self.look()
+            self._end, self.phase, self._scheme = self.seconds, phase, None
+
+    def batch(self, batch: TensorDictBase, version: int, policy: Policy) -> None:
+        """A batch, [environments, time], has come; this is the newest version, and ``policy`` has its weights."""
+        now, worker, acted = self.seconds, int(batch["worker"][0, 0]), batch["collector", "policy_version"]
+        self.frames += batch.numel()
         self.versions = version
-        self.lags.append((now, worker, version - batch["collector", "policy_version"].double().mean().item()))
+        self.lags.append(version - acted.double().mean().item())
+        self._check(batch, worker, version, policy)
         rewards, dones = (batch["next", key].squeeze(-1).T.numpy() for key in ("reward", "done"))
         returns = self._returns.setdefault(worker, np.zeros_like(rewards[0]))
         for reward, done in zip(rewards, dones, strict=True):
             returns += reward
-            for value in returns[done].tolist():
-                self.episodes.append((now, value))
-                self._recent.append(value)
+            self.episodes += [(now, value) for value in returns[done].tolist()]
+            self._recent.extend(returns[done].tolist())
             returns[done] = 0
 
-    def end(self, phase: str) -> None:
-        """Nothing more comes; the clock stops. What is said first holds."""
-        if self._end is None:
-            self.sample()
-            self._end = self.seconds
-            self.phase = phase
-            self._scheme = None
-
-    # -- the reader's side
+    @torch.no_grad()
+    def _check(self, batch: TensorDictBase, worker: int, version: int, policy: Policy) -> None:
+        """Whether each action came from the weights of the version that it names, and none from an older one."""
+        self._policies[version] = copy.deepcopy(policy)
+        self._policies.pop(version - KEPT, None)
+        acted = batch["collector", "policy_version"]
+        before = torch.cat([torch.full_like(acted[:, :1], self._acted.get(worker, 0)), acted[:, :-1]], dim=1)
+        self.stale += int((acted < before).sum())
+        self._acted[worker] = int(acted[0, -1])
+        for each in acted.unique().tolist():
+            steps = batch[acted == each]
+            if (actor := self._policies.get(each)) is None:
+                self.torn += len(steps)
+                continue
+            chosen = actor.log_probs(steps["observation"]).gather(-1, steps["action"][:, None]).squeeze(-1)
+            self.torn += int(((chosen - steps["log_prob"]).abs() > TOLERANCE).sum())
 
     @property
     def seconds(self) -> float:
@@ -128,43 +139,20 @@ class Record:
         """Whether the last 100 episodes reach the target."""
         return len(self._recent) == EPISODES and self.mean_return >= self.target
 
-    @property
-    def status(self) -> dict[int, WorkerStatus]:
-        """Of each worker, at the last sample."""
-        return self._samples[-1].status
-
-    @property
-    def has_slots(self) -> bool:
-        """Whether the weights lie in shared memory, where the workers find them, and are not sent."""
-        return self.scheme in ("shared", "process")
-
-    @property
-    def slots(self) -> int:
-        """Of shared memory, at the last sample."""
-        return self._samples[-1].slots
-
-    @property
-    def bytes_sent(self) -> int:
-        """To all workers, at the last sample."""
-        return sum(status.bytes_sent for status in self.status.values())
-
-    def sample(self) -> None:
-        """Read the counters, for :meth:`rates`."""
-        if self._scheme is not None:
-            self.versions = self._scheme.version
-            slots = self._scheme.shared_transport.pool.slabs if self.has_slots else 0
-            self._samples.append(Sample(self.seconds, tuple(self.frames), self._scheme.status(), slots))
-            while len(self._samples) > 2 and self._samples[1].seconds < self.seconds - WINDOW:
-                self._samples.popleft()
-
-    def rates(self, worker: int) -> tuple[float, float]:
-        """Frames and bytes per second of one worker, over the last seconds."""
-        first, last = self._samples[0], self._samples[-1]
-        elapsed = max(last.seconds - first.seconds, 1e-9)
-        sent = [sample.status[worker].bytes_sent if worker in sample.status else 0 for sample in (first, last)]
-        return (last.frames[worker] - first.frames[worker]) / elapsed, (sent[1] - sent[0]) / elapsed
-
-    def lag(self, worker: int) -> float:
-        """Mean age, in versions, of one worker's last batches; NaN: there are none."""
-        recent = [lag for _, index, lag in self.lags[-20 * self.workers :] if index == worker]
-        return sum(recent) / len(recent) if recent else float("nan")
+    def curve(self, width: int, height: int) -> list[str]:
+        """The episodes' mean return over time, as lines of text; the top is the target."""
+        columns: list[list[float]] = [[] for _ in range(max(1, width - 7))]
+        elapsed = max(self.learning_seconds, 1e-9)
+        for seconds, value in self.episodes:
+            place = int((seconds - self.seconds + elapsed) / elapsed * len(columns))
+            columns[max(0, min(place, len(columns) - 1))].append(value)
+        levels, last = [], 0.0
+        for values in columns:
+            last = sum(values) / len(values) if values else last
+            levels.append(last / self.target * height * 8)
+        labels = [f"{self.target:.0f}", *[""] * (height - 2), "0"]
+        rows = range(height - 1, -1, -1)
+        return [
+            f"{label:>5} │" + "".join(BARS[max(0, min(8, round(level - 8 * row)))] for level in levels)
+            for label, row in zip(labels, rows, strict=True)
+        ]

@@ -1,58 +1,184 @@
-"""``asyncsync demo``: runs the trainer beside the view; summary, plot and exit code at the end."""
+"""``asyncsync demo``: trains, shows the learning curve beside the screen of ``asyncsync top``, and prints a summary."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
 import sys
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
-from asyncsync.demo.options import Options
-from asyncsync.demo.plot import save_plot
-from asyncsync.demo.record import Record
+from asyncsync.commands.samples import Samples
+from asyncsync.commands.screen import line, screen
+from asyncsync.demo.record import EPISODES, Record
 from asyncsync.demo.trainer import train
-from asyncsync.demo.view import show, summary
 from asyncsync.errors import WeightSyncError
+from asyncsync.sync import WeightSyncScheme
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
 
 SOLVED, FAILED, INTERRUPTED = 0, 1, 130
+REDRAW = 0.25  # seconds
+LINE = 2.0
+CURVE = 7  # lines
+NAMES = {
+    "shared": "shared memory", "process": "multiprocessing", "zmq": "ZeroMQ", "distributed": "torch.distributed",
+    "rpc": "torch's RPC", "ray": "Ray",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line says; ``asyncsync demo --help`` explains each."""
+
+    workers: int = 2
+    seed: int = 0
+    target: float = 475.0
+    max_seconds: float = 600.0
+    uvloop: bool = False
+    scheme: str = "shared"
+    endpoint: str | None = None
 
 
 def run(options: Options) -> int:
     """Run the demonstration and print what came of it.
 
     Returns:
-        The exit code: 0 the target was reached; 1 it was not in time, or a worker has died; 130 Ctrl-C.
+        The exit code: 0 the target was reached; 1 it was not in time, a worker has died, or weights were torn or stale;
+        130 Ctrl-C.
     """
     from rich.console import Console
 
     console = Console()
-    record = Record(options.workers, options.target, scheme=options.scheme)
-    torch.set_num_threads(1)  # the workers want the other cores
+    # SharedMemWeightSyncScheme(), unless the command line says otherwise.
+    scheme = WeightSyncScheme.from_backend(options.scheme, endpoint=options.endpoint)
+    record = Record(Samples(scheme.bus.endpoint, REDRAW), options.target)
+    torch.set_num_threads(1)  # the workers need the other cores
+    new_loop = None
+    if options.uvloop:
+        import uvloop
+
+        new_loop = uvloop.new_event_loop
 
     async def main() -> None:
         try:
-            async with asyncio.timeout(options.max_seconds), show(record, console):
-                await train(options, record)
+            async with asyncio.timeout(options.max_seconds), shown(record, console):
+                await train(scheme, record, options.workers, options.seed, options.scheme)
         finally:
             record.end("stopped")
 
+    console.out(f"asyncsync demo: PPO on CartPole-v1, weights through {NAMES[options.scheme]}", highlight=False)
+    if "://" in scheme.bus.endpoint:  # the other schemes tell only their workers where they are
+        console.out(f"watch it from another terminal: asyncsync top {scheme.bus.endpoint}", highlight=False)
     code, error = SOLVED, ""
     try:
-        with asyncio.Runner(loop_factory=options.new_loop) as runner:
+        with asyncio.Runner(loop_factory=new_loop) as runner:
             runner.run(main())
     except KeyboardInterrupt:
         code, record.phase = INTERRUPTED, "interrupted"
     except TimeoutError:
         code, record.phase = FAILED, "not solved in time"
-        error = f"the target, {options.target:g}, was not reached within {options.max_seconds:g} s"
+        error = f"the mean return did not reach {options.target:g} within {options.max_seconds:g} s"
     except WeightSyncError as failure:
-        code, record.phase = FAILED, "failed"
-        error = str(failure)
-    print(f"\n{summary(record)}")
-    if record.episodes:
-        save_plot(record, options.plot)
-        print(f"  plot       {options.plot}")
+        code, record.phase, error = FAILED, "failed", str(failure)
+    if record.torn or record.stale:
+        code, error = FAILED, error or "a worker acted with weights that it should not have had: please report this"
+    print(f"\n{summary(record, options.scheme)}", flush=True)
     if error:
-        sys.stdout.flush()
         print(f"\nasyncsync demo: {error}", file=sys.stderr)
     return code
+
+
+@contextlib.asynccontextmanager
+async def shown(record: Record, console: Console) -> AsyncIterator[None]:
+    """Show the record while the block runs: a screen in a terminal, a line every two seconds elsewhere."""
+
+    async def redraw() -> None:
+        from rich.live import Live
+
+        with Live(view(record, console), console=console, auto_refresh=False) as live:
+            try:
+                while True:
+                    await asyncio.sleep(REDRAW)
+                    record.look()
+                    live.update(view(record, console), refresh=True)
+            finally:
+                live.update(view(record, console), refresh=True)
+
+    async def print_lines() -> None:
+        phase, printed = "", -math.inf
+        while True:
+            record.look()
+            if record.phase != phase or record.seconds >= printed + LINE:
+                phase, printed = record.phase, record.seconds
+                console.out(plain(record), highlight=False)
+            await asyncio.sleep(REDRAW)
+
+    task = asyncio.create_task(redraw() if console.is_terminal else print_lines())
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+def view(record: Record, console: Console) -> RenderableType:
+    """The learning curve, and the screen of ``asyncsync top``: beside it, or below it if the terminal is narrow."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    width, height = console.size
+    is_wide = width >= 160
+    columns = width // 2 if is_wide else width
+    head = (
+        f"{record.phase} · {record.seconds:.0f} s · return {_number(record.mean_return)} (target {record.target:g}) · "
+    )
+    head += f"{len(record.episodes):,} episodes · {record.frames:,} frames"
+    colour = "green" if record.solved else "yellow"
+    curve = Text("\n".join(record.curve(columns - 2, CURVE)), style=colour, no_wrap=True)
+    left = Group(Text(head, style="bold", no_wrap=True, overflow="ellipsis"), curve)
+    if record.samples.last is None:
+        return left
+    top = screen(record.samples, columns, height - 1 if is_wide else height - CURVE - 3)
+    if not is_wide:
+        return Group(left, Text(), top)
+    grid = Table.grid()
+    grid.add_column(width=columns)
+    grid.add_column(width=columns)
+    grid.add_row(left, top)
+    return grid
+
+
+def plain(record: Record) -> str:
+    """The same in one line."""
+    told = line(record.samples) if record.samples.last else ""
+    return f"{record.seconds:6.1f} s  {record.phase}  mean return {_number(record.mean_return)}  {told}".rstrip()
+
+
+def summary(record: Record, scheme: str) -> str:
+    """What is printed at the end."""
+    seconds, lags = max(record.learning_seconds, 1e-9), record.lags or [0.0]
+    lines = [
+        f"{record.phase}: mean return {_number(record.mean_return)} over the last "
+        f"{min(EPISODES, len(record.episodes))} episodes, {record.seconds:.1f} s after the start",
+        f"  learning   {seconds:.1f} s, {len(record.episodes):,} episodes, {record.frames:,} frames "
+        f"({record.frames / seconds:,.0f} a second)",
+        f"  weights    {record.versions:,} versions through {NAMES[scheme]}; workers acted with weights that were "
+        f"{sum(lags) / len(lags):.1f} versions old, {max(lags):.1f} at most",
+        f"  checked    {record.frames:,} actions against the weights of the version that they name: "
+        f"{record.torn} torn, {record.stale} stale",
+    ]
+    for worker in () if record.samples.last is None else record.samples.last.workers:
+        lines.append(f"  {worker.role} {worker.index}   {worker.state}, version {worker.version:,}, lag {worker.lag}")
+    return "\n".join(lines)
+
+
+def _number(value: float) -> str:
+    return "–" if math.isnan(value) else f"{value:.1f}"

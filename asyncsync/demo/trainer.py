@@ -1,9 +1,9 @@
 """An asynchronous PPO trainer on CartPole-v1: the library's first example, to be read from top to bottom.
 
-The trainer waits for no worker in particular: it learns from whichever batch comes first, sends its weights, and goes
-on, while each worker switches to the newest ones between two of its steps. So a batch may come from a policy that is a
-few versions old. PPO allows for that, because every action comes with the probability with which it was chosen, and the
-record shows it, because it comes with the version that chose it, too.
+The trainer waits for no worker in particular: it learns from the batch that comes first, sends its weights, and goes
+on. Each worker switches to the newest weights between two of its steps. So a batch may come from a policy that is a few
+versions old. PPO allows for that, because every action comes with the probability with which it was chosen. It comes
+with the version that chose it, too, so that the record can check that exactly these weights did.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
-from asyncsync.demo.options import Options
 from asyncsync.demo.record import Record
 from asyncsync.demo.workers import start_workers
 from asyncsync.sync import WeightSyncScheme
@@ -24,24 +23,21 @@ EPOCHS, MINIBATCH = 4, 512
 LEARNING_RATE, CLIP, ENTROPY = 1e-3, 0.2, 0.01
 
 
-async def train(options: Options, record: Record) -> None:
-    """Train until the mean return of the last 100 episodes reaches the target.
+async def train(scheme: WeightSyncScheme, record: Record, workers: int, seed: int, name: str) -> None:
+    """Train until the mean return of the last 100 episodes reaches the target; ``name`` is the scheme's.
 
     Raises:
         PeerLost, PartialSendError: a worker's process has ended.
     """
-    learner = Learner(options.seed)
-    # SharedMemWeightSyncScheme(), unless the command line says otherwise.
-    scheme = WeightSyncScheme.from_backend(options.scheme, endpoint=options.endpoint)
-    record.endpoint = scheme.bus.endpoint
-    async with start_workers(options, learner.policy, scheme) as collector:  # they have applied version 1 now
+    learner = Learner(seed)
+    async with start_workers(workers, seed, learner.policy, scheme, name) as collector:  # they have version 1 now
         with record.learning(scheme):
             async for batch in collector:  # [environments, time]; its worker has begun the next one
-                record.batch(batch, collector.policy_version)
-                await asyncio.to_thread(learner.learn, batch)  # meanwhile the loop serves the view
-                await collector.update_policy_weights_async()  # every worker acts with the new weights now
+                record.batch(batch, collector.policy_version, learner.policy)
                 if record.solved:
                     break
+                await asyncio.to_thread(learner.learn, batch)  # meanwhile the loop shows how it goes
+                await collector.update_policy_weights_async()  # every worker acts with the new weights now
 
 
 class Actor(nn.Module):

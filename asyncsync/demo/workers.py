@@ -15,7 +15,6 @@ from torch import nn
 
 from asyncsync.collectors import GymEnv, MultiAsyncCollector, MultiCollector
 from asyncsync.collectors.distributed import DistributedCollector, RayCollector, RPCCollector
-from asyncsync.demo.options import Options
 from asyncsync.sync import WeightSyncScheme
 
 ENVIRONMENTS, TIME = 16, 128  # of one worker; steps of one batch
@@ -43,15 +42,17 @@ def collector_for(scheme: str) -> tuple[Any, dict[str, Any]]:
 
 
 @contextlib.asynccontextmanager
-async def start_workers(options: Options, policy: nn.Module, scheme: WeightSyncScheme) -> AsyncIterator[MultiCollector]:
+async def start_workers(
+    workers: int, seed: int, policy: nn.Module, scheme: WeightSyncScheme, name: str
+) -> AsyncIterator[MultiCollector]:
     """Start the workers, and end them with the block; they have the policy's weights when it begins."""
-    kind, arguments = collector_for(options.scheme)
+    kind, arguments = collector_for(name)
     async with await kind.create(
-        [partial(Environments, worker) for worker in range(options.workers)],
+        [partial(Environments, worker) for worker in range(workers)],
         policy,
         frames_per_batch=ENVIRONMENTS * TIME,
         weight_sync_schemes={"policy": scheme},
         **arguments,
     ) as collector:
-        await asyncio.to_thread(collector.set_seed, options.seed)
+        await asyncio.to_thread(collector.set_seed, seed)
         yield collector

@@ -1,60 +1,33 @@
 """Figures for Prometheus, served over HTTP by a thread of prometheus-client's.
 
-Nothing is counted twice: when somebody looks, the bus is asked on its event loop how it is. So a bus that nobody looks
-at does nothing. A loop that does not answer in time is itself a figure.
+Nothing is counted twice: when Prometheus asks, the bus is asked on its event loop how it is. So an idle bus does
+nothing for it. If the loop does not answer in time, a figure says so.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
-from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from asyncsync.errors import NotConnected
 from asyncsync.net.processes import owned
 
-PREFIX = "asyncsync_"
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
 PATIENCE = 2.0  # seconds that the event loop may take to answer
-READ_SECONDS = 10.0  # that whoever has connected may take for its next bytes: it keeps a thread and a descriptor
+READ_SECONDS = 10.0  # that a client may take for its next bytes, because it keeps a thread and a descriptor
 BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0)
 
 
-@dataclass
-class Durations:
-    """A histogram of seconds: how many were in each bucket (the last one has no bound), and their sum."""
-
-    counts: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS) + 1))
-    total: float = 0.0
-
-    def observe(self, seconds: float) -> None:
-        self.counts[bisect_left(BUCKETS, seconds)] += 1
-        self.total += seconds
-
-
-@dataclass(frozen=True)
-class Measure:
-    """One figure under several ``labels``: by their values, a number. ``kind``: ``"gauge"`` or ``"counter"``."""
-
-    name: str
-    kind: str
-    help: str
-    values: Mapping[Any, float]  # by a tuple of texts, one for each label
-    labels: Sequence[str] = ()
-
-
 class Metrics:
-    """Serves the figures of one bus, until it is closed.
-
-    Args:
-        address: host and port; 0: one that is free.
+    """Serves the figures of one bus at ``address``, a host and a port (0: a free one), until it is closed.
 
     Attributes:
-        address: where it is served.
+        durations: how long updates took; the bus observes them.
 
     Raises:
         ImportError: prometheus-client is not installed; names the extra.
@@ -63,61 +36,57 @@ class Metrics:
 
     def __init__(self, address: tuple[str, int]) -> None:
         try:
-            from prometheus_client import CollectorRegistry, start_http_server
+            from prometheus_client import CollectorRegistry, Histogram, start_http_server
         except ImportError as error:
             raise ImportError(
                 'metrics_port needs prometheus-client; install it with: pip install "asyncsync[metrics]"'
             ) from error
+        told = "From the beginning of a publication until all its workers have applied it, or a newer version."
+        self.durations = Histogram("asyncsync_update_duration_seconds", told, buckets=BUCKETS, registry=None)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._look: Callable[[], list[Measure]] = list
-        self._durations: Durations | None = None
+        self._look: Callable[[], list[Metric]] = list
+        self._has_durations = False
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self)
         host, port = address
         try:
             self._server, self._thread = start_http_server(port, host, registry)
         except OSError as error:
-            hint = "give another metrics_port, or 0 for one that is free"
+            hint = "give another metrics_port, or 0 for a free one"
             raise NotConnected(f"cannot serve metrics at {host}:{port}: {error.strerror}; {hint}") from error
         self._server.RequestHandlerClass = _bounded(self._server.RequestHandlerClass)
         self.address = host, int(self._server.server_port)
         owned.add(self)
 
-    def attach(
-        self, loop: asyncio.AbstractEventLoop, look: Callable[[], list[Measure]], durations: Durations | None
-    ) -> None:
+    def attach(self, loop: asyncio.AbstractEventLoop, look: Callable[[], list[Metric]], *, has_durations: bool) -> None:
         """From now on there is a bus: ``look`` returns its figures, on its loop."""
-        self._look, self._durations, self._loop = look, durations, loop
+        self._look, self._loop, self._has_durations = look, loop, has_durations
 
-    def describe(self) -> list[Any]:
-        """What prometheus-client asks a collector when it is registered: nothing, so that it does not collect."""
-        return []
+    def collect(self) -> Iterator[Metric]:
+        """prometheus-client calls this for each answer, in a thread of its own."""
+        from prometheus_client.core import GaugeMetricFamily
 
-    def collect(self) -> Iterator[Any]:
-        """What it asks for each answer; in a thread of its own."""
-        loop = self._loop
-        if loop is None:
+        if (loop := self._loop) is None:
             return
         asked = time.monotonic()
-        measures: list[Measure] | None = None
+        found: list[Metric] | None = None
         looking = self._ask()
         try:
-            measures = asyncio.run_coroutine_threadsafe(looking, loop).result(PATIENCE)
+            found = asyncio.run_coroutine_threadsafe(looking, loop).result(PATIENCE)
         except TimeoutError:
             pass
         except RuntimeError:  # the loop is closed
             looking.close()
         late = time.monotonic() - asked
-        told = "How long the event loop took to answer this scrape; it is busy, or blocked, where that is much."
-        own = [
-            Measure("up", "gauge", "Whether the event loop has answered.", {(): float(measures is not None)}),
-            Measure("loop_answer_seconds", "gauge", told, {(): late}),
-        ]
-        yield from map(_family, [*own, *(measures or [])])
-        if self._durations is not None:
-            yield _histogram(self._durations)
+        yield GaugeMetricFamily("asyncsync_up", "Whether the event loop has answered.", found is not None)
+        told = "How long the event loop took to answer this scrape; it is busy or blocked if that is long."
+        yield GaugeMetricFamily("asyncsync_loop_answer_seconds", told, late)
+        yield from found or []
+        for family in self.durations.collect() if self._has_durations else ():
+            family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
+            yield family
 
-    async def _ask(self) -> list[Measure]:
+    async def _ask(self) -> list[Metric]:
         return self._look()
 
     def close(self) -> None:
@@ -135,7 +104,7 @@ class Metrics:
 
 
 def _bounded(handler: Any) -> type[Any]:
-    """The same handler of requests, but it hangs up where nothing comes."""
+    """The same handler of requests, but it hangs up on a client that sends nothing."""
 
     class Bounded(handler):  # type: ignore[misc]
         timeout = READ_SECONDS
@@ -145,23 +114,3 @@ def _bounded(handler: Any) -> type[Any]:
                 super().handle()
 
     return Bounded
-
-
-def _family(measure: Measure) -> Any:
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-
-    kind = CounterMetricFamily if measure.kind == "counter" else GaugeMetricFamily
-    family = kind(PREFIX + measure.name, measure.help, labels=measure.labels)
-    for labels, value in measure.values.items():
-        family.add_metric(labels, value)
-    return family
-
-
-def _histogram(durations: Durations) -> Any:
-    from prometheus_client.core import HistogramMetricFamily
-
-    told = "From the beginning of a publication until all its workers have applied it, or something newer."
-    family = HistogramMetricFamily(f"{PREFIX}update_duration_seconds", told)
-    bounds: Iterable[str] = (*map(str, BUCKETS), "+Inf")
-    family.add_metric([], list(zip(bounds, accumulate(durations.counts), strict=True)), durations.total)
-    return family

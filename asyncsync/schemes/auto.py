@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from asyncsync.arguments import check_bytes, check_slots
 from asyncsync.bus.core import BusCore
 from asyncsync.model.strategy import WeightStrategy
+from asyncsync.monitor.options import Tracing
 from asyncsync.net.key_files import KeyFile
 from asyncsync.schemes import aio, blocking
 from asyncsync.schemes.core import SchemeCore
@@ -42,7 +43,7 @@ class NearAndFarCore(SchemeCore):
         clients: KeyFile | None = None,
         client_key: KeyFile | None = None,
         metrics_port: int | str | None = None,
-        tracing: bool | None = None,
+        tracing: Tracing = None,
         compress: str | None = None,
         delta: bool = False,
     ) -> None:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from asyncsync.arguments import check_bytes, check_slots, check_sync
 from asyncsync.bus.core import BusCore
 from asyncsync.model.strategy import WeightStrategy
+from asyncsync.monitor.options import Tracing
 from asyncsync.schemes import aio, blocking
 from asyncsync.schemes.core import SchemeCore
 from asyncsync.schemes.registry import register
@@ -41,7 +42,7 @@ class SlotCore(SchemeCore):
         exclude: str | Sequence[str] | None = None,
         strict: bool = False,
         metrics_port: int | str | None = None,
-        tracing: bool | None = None,
+        tracing: Tracing = None,
         slots: int = SLOTS,
         map_above: int = COPY_BYTES,
         sync: bool = True,

@@ -26,6 +26,7 @@ from asyncsync.errors import ClosedError, WeightSyncError
 from asyncsync.model.readers import Hold
 from asyncsync.model.selection import Selection
 from asyncsync.model.strategy import WeightStrategy, flat_weights, resolve_strategy
+from asyncsync.monitor.options import Tracing
 from asyncsync.net.key_files import KeyFile
 from asyncsync.schemes.receiving import Receiving
 from asyncsync.schemes.sources import Sources, as_tensordict, by_worker, find_model
@@ -63,7 +64,7 @@ class SchemeState(KnownKeywords):
         clients: KeyFile | None = None,
         client_key: KeyFile | None = None,
         metrics_port: int | str | None = None,
-        tracing: bool | None = None,
+        tracing: Tracing = None,
     ) -> None:
         """Configuration only: nothing is bound or connected before ``connect``.
 
@@ -88,7 +89,7 @@ class SchemeState(KnownKeywords):
             clients: at the sender: the directory with the public certificates of those that are let in.
             client_key: at a receiver: the path of its secret certificate; ``{worker_idx}`` in it stands for its index.
             metrics_port: serve figures for Prometheus there, from ``connect`` on; see :class:`Bus`.
-            tracing: tell each version's life as OpenTelemetry's spans; see :class:`Bus`.
+            tracing: tell each version's life as OpenTelemetry's spans, or to a function; see :class:`Bus`.
 
         Raises:
             ValueError: an unknown strategy or codec, no pattern, an address that is not safe or cannot work, or counts

@@ -15,6 +15,7 @@ from asyncsync.bus.core import DEFAULT_TIMEOUT, BusCore
 from asyncsync.bus.receiver import ReceiverLink
 from asyncsync.errors import NotConnected
 from asyncsync.model.strategy import WeightStrategy
+from asyncsync.monitor.options import Tracing
 from asyncsync.net.address import address_towards, own_address
 from asyncsync.net.endpoint import INTRODUCED
 from asyncsync.net.introduction import Introduction, Introductions
@@ -64,7 +65,7 @@ class DistributedCore(IntroducedCore):
         exclude: str | Sequence[str] | None = None,
         strict: bool = False,
         metrics_port: int | str | None = None,
-        tracing: bool | None = None,
+        tracing: Tracing = None,
         map_above: int = COPY_BYTES,
         pair_above: int = PAIR_BYTES,
     ) -> None:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from asyncsync.arguments import check_bytes, check_fanout
 from asyncsync.bus.core import BusCore
 from asyncsync.model.strategy import WeightStrategy
+from asyncsync.monitor.options import Tracing
 from asyncsync.net.key_files import KeyFile
 from asyncsync.schemes import aio, blocking
 from asyncsync.schemes.core import SchemeCore
@@ -47,7 +48,7 @@ class ChunkCore(SchemeCore):
         clients: KeyFile | None = None,
         client_key: KeyFile | None = None,
         metrics_port: int | str | None = None,
-        tracing: bool | None = None,
+        tracing: Tracing = None,
         fanout: str | None = None,
         compress: str | None = None,
         delta: bool = False,

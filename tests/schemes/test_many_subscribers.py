@@ -16,6 +16,7 @@ import zmq
 from asyncsync import Bus, ZMQWeightSyncScheme
 from asyncsync.bench.throttle import throttled
 from asyncsync.wire.messages import Cast, Chunk
+from helpers.figures import look, of
 from helpers.pairs import Crew, Model, crew, fill, read, receiver_of, until
 
 MIB = 1 << 20
@@ -156,13 +157,12 @@ async def test_what_is_sent_to_all_is_followed_as_what_is_sent_to_each(unused_tc
     """A duration is observed for each version that everybody has come to have."""
     async with many(unused_tcp_port, 3, monitored=True) as everybody:
         sender = everybody.sender
-        durations = sender.bus._link.observer.durations
-        before = sum(durations.counts)
+        before = of(await look(sender), "update_duration_seconds_count")
         with counted(sender) as sent:
             for value in (1, 2, 3):
                 await sender.send_async(fill(everybody.source, value))
         assert sent == [Cast] * 3
-        await until(lambda: sum(durations.counts) == before + 3)
+        assert of(await look(sender), "update_duration_seconds_count") == before + 3
 
 
 @pytest.mark.requirement(196, 198)

@@ -19,7 +19,8 @@ TREES = {"asyncsync": "asyncsync", "transports": "asyncsync.transports", "collec
 ORDER = [
     ["__main__"],
     ["cli"],
-    ["bench", "demo", "commands"],
+    ["bench", "demo"],
+    ["commands"],
     ["collectors"],
     ["", "sync"],  # "": the package's face
     ["relay"],

@@ -11,8 +11,7 @@ import sys
 import threading
 import time
 import urllib.error
-import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -21,35 +20,27 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
-from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client import Histogram
+from prometheus_client.core import GaugeMetricFamily
 
 from asyncsync import Bus, ClosedError, NotConnected, PartialSendError, SharedMemWeightSyncScheme, ZMQWeightSyncScheme
-from asyncsync.monitor import tracing
-from asyncsync.monitor.metrics import Durations, Measure, Metrics
+from asyncsync.bus.observing import SenderObserver
+from asyncsync.monitor.metrics import Metrics
 from asyncsync.monitor.options import Monitoring
-from asyncsync.monitor.sender import SenderObserver
+from asyncsync.monitor.spans import hooks_of
 from asyncsync.wire import messages
 from asyncsync.wire.codec import decode
 from helpers.apis import Api
 from helpers.command import private_directories
+from helpers.figures import families, look, of, scrape
 from helpers.machines import Desk
 from helpers.pairs import Model, crew, until
 
-Figures = dict[tuple[str, frozenset[tuple[str, str]]], float]
+Told = list[tuple[str, dict[str, Any]]]
 
 
-def scrape(address: tuple[str, int]) -> Figures:
-    with urllib.request.urlopen(f"http://{address[0]}:{address[1]}/metrics", timeout=10) as answer:
-        families = text_string_to_metric_families(answer.read().decode())
-    return {(s.name, frozenset(s.labels.items())): s.value for family in families for s in family.samples}
-
-
-async def look(scheme: Any) -> Figures:
-    return await asyncio.to_thread(scrape, scheme.bus.metrics_address)
-
-
-def of(figures: Figures, name: str, **labels: str) -> float:
-    return figures[f"asyncsync_{name}", frozenset(labels.items())]
+def hook_of(told: Told) -> Callable[[str, dict[str, Any]], None]:
+    return lambda event, info: told.append((event, info))
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------------
@@ -64,22 +55,28 @@ def test_a_port_is_of_loopback_unless_an_address_is_given(given: int | str, addr
     assert Monitoring.given(given, None).address == address
 
 
-@pytest.mark.parametrize("given", [-1, 65536, True, "", "host", "host:", "host:http", 1.5])
-def test_what_is_no_port_is_refused_at_once(given: Any) -> None:
-    with pytest.raises(ValueError, match=r"metrics_port=.*give a port of this host's loopback"):
-        Bus(metrics_port=given)
+async def coroutine(event: str, info: dict[str, Any]) -> None: ...
 
 
-def test_tracing_is_yes_no_or_by_itself() -> None:
-    with pytest.raises(TypeError, match="tracing takes True, False or None"):
-        Bus(tracing="yes")  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("options", "error", "word"),
+    [
+        *(({"metrics_port": port}, ValueError, "loopback") for port in (-1, 65536, True, "", "host", "host:http", 1.5)),
+        ({"tracing": "yes"}, TypeError, "tracing"),
+        ({"tracing": coroutine}, TypeError, "ordinary function"),
+    ],
+)
+def test_what_is_no_port_and_no_hook_is_refused_at_once(options: Any, error: type[Exception], word: str) -> None:
+    with pytest.raises(error, match=word):
+        Bus(**options)
 
 
-def test_a_port_stays_with_its_process_and_tracing_travels() -> None:
-    bus = Bus(metrics_port=9100, tracing=True)
-    assert pickle.loads(pickle.dumps(bus)).monitoring == Monitoring(None, True)
-    assert bus.monitoring.address == ("127.0.0.1", 9100)
-    assert Monitoring(("127.0.0.1", 1), None, pid=1).here.address is None
+def test_a_port_and_a_hook_stay_with_their_process_and_yes_or_no_travels() -> None:
+    for tracing, inherited in ((True, True), (False, False), (lambda event, info: None, None)):
+        bus = Bus(metrics_port=9100, tracing=tracing)
+        assert pickle.loads(pickle.dumps(bus)).monitoring == Monitoring(None, inherited)
+        assert bus.monitoring == Monitoring(("127.0.0.1", 9100), tracing)
+        assert Monitoring(("127.0.0.1", 1), tracing, pid=1).here == Monitoring(None, inherited)
 
 
 def test_it_belongs_to_the_bus() -> None:
@@ -155,7 +152,7 @@ def test_a_loop_that_does_not_answer_is_a_figure_itself(monkeypatch: pytest.Monk
     loop = asyncio.new_event_loop()  # which does not run
     try:
         assert scrape(metrics.address) == {}, "there is no bus yet"
-        metrics.attach(loop, lambda: [Measure("version", "gauge", "…", {(): 7})], Durations())
+        metrics.attach(loop, lambda: [GaugeMetricFamily("asyncsync_version", "…", 7)], has_durations=True)
         figures = scrape(metrics.address)
         assert of(figures, "up") == 0
         assert of(figures, "loop_answer_seconds") >= 0.05
@@ -187,14 +184,6 @@ def test_a_connection_that_says_nothing_or_half_a_request_is_closed(
     finally:
         metrics.close()
     assert capfd.readouterr().err == ""
-
-
-def test_a_histogram_has_each_duration_in_one_bucket() -> None:
-    durations = Durations()
-    for seconds in (0.0, 0.0001, 0.00011, 59.0, 1e6):
-        durations.observe(seconds)
-    assert sum(durations.counts) == 5
-    assert (durations.counts[0], durations.counts[1], durations.counts[-1]) == (2, 1, 1)
 
 
 WITHOUT = """
@@ -242,17 +231,62 @@ async def test_each_step_of_a_version_is_a_debug_line(api: Api, caplog: pytest.L
         assert caplog.records == []
         caplog.set_level(logging.DEBUG, "asyncsync")
         version = await everybody.sender.send_async(everybody.source)
-        await until(lambda: any(f"version {version}: over" in one.message for one in caplog.records))
+        await until(lambda: any(one.message.startswith(f"publish.end: version {version}") for one in caplog.records))
         lines = [one.message for one in caplog.records]
         caplog.set_level(logging.WARNING, "asyncsync")
         last = await everybody.sender.send_async(everybody.source)
-    assert lines[0].startswith("policy: packed, ")
-    for worker in (0, 1):
-        for step in ("announced to worker", "applied by worker"):
-            assert any(line.startswith(f"version {version}: {step} {worker}, ") for line in lines), lines
-        for step in ("announced", "fetched and staged in", "applied, "):
-            assert any(line.startswith(f"worker {worker}: version {version} {step}") for line in lines), lines
+    for event in ("begin", "packed", "published"):
+        assert any(line.startswith(f"publish.{event}: ") for line in lines), lines
+    for worker in ("0", "1"):
+        for event in ("deliver.begin", "deliver.end", "update.begin", "update.fetched", "update.staged", "update.end"):
+            [line] = [
+                one for one in lines if one.startswith(f"{event}: version {version}") and f"worker {worker}" in one
+            ]
+            assert line.endswith(" ms"), "no error"
     assert not any(f"version {last}" in one.message for one in caplog.records)
+
+
+# -- a hook of the user's ----------------------------------------------------------------------------------------------
+
+
+async def test_a_hook_is_told_each_step_of_each_version() -> None:
+    trainer, worker = Told(), Told()
+    async with crew(1, scheme=ZMQWeightSyncScheme(tracing=hook_of(trainer))) as everybody:
+        [receiver] = everybody.receivers
+        await receiver.shutdown()
+        sender = everybody.sender
+        other = ZMQWeightSyncScheme(endpoint=sender.bus.endpoint, tracing=hook_of(worker))
+        other.init_on_receiver("policy", model=everybody.models[0], worker_idx=0)
+        async with other:
+            await other.connect()
+            for told in (trainer, worker):
+                told.clear()
+            version = await sender.send_async(everybody.source)
+            await until(lambda: trainer[-1][0] == "publish.end")
+        epoch = "{}-{}".format(*sender.bus._link.publisher.epoch)
+    events = [event for event, _ in trainer]
+    steps = ["publish.begin", "publish.packed", "publish.published", "deliver.begin", "deliver.end", "publish.end"]
+    assert [event for event in events if event in steps] == steps
+    assert [event for event, _ in worker] == ["update.begin", "update.fetched", "update.staged", "update.end"]
+    assert {info.get("version", version) for _, info in (*trainer, *worker)} == {version}
+    assert {info.get("epoch", epoch) for _, info in (*trainer, *worker)} == {epoch}
+    for told in (trainer, worker):
+        assert [info["time"] for _, info in told] == sorted(info["time"] for _, info in told)
+        assert all(info["seconds"] >= 0 and not info.get("error") for _, info in told)
+
+
+async def test_a_hook_that_fails_is_told_of_and_called_no_more(caplog: pytest.LogCaptureFixture) -> None:
+    calls = []
+
+    def hook(event: str, info: dict[str, Any]) -> None:
+        calls.append(event)
+        raise KeyError("a mistake in the hook")
+
+    async with crew(1, scheme=ZMQWeightSyncScheme(tracing=hook)) as everybody:
+        await everybody.sender.send_async(everybody.source)
+    assert len(calls) == 1
+    [record] = [one for one in caplog.records if one.exc_info]
+    assert "a mistake in the hook" in str(record.exc_info[1])
 
 
 # -- spans -------------------------------------------------------------------------------------------------------------
@@ -266,6 +300,54 @@ def spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
     monkeypatch.setattr("opentelemetry.trace.get_tracer_provider", lambda: provider)
     yield exporter
     provider.shutdown()
+
+
+# -- names -------------------------------------------------------------------------------------------------------------
+
+
+NAMES = {
+    "trainer": """
+        dropped_messages loop_answer_seconds loop_stalled_seconds model_bytes published_versions refusals up
+        update_duration_seconds version worker_applied_version worker_lag_versions worker_last_seen_seconds
+        worker_sent_bytes worker_state workers""",
+    "worker": """
+        dropped_messages loop_answer_seconds loop_stalled_seconds received_bytes receiver_lag_versions
+        receiver_sender_state receiver_target_version receiver_version refusals up""",
+    "spans": "apply deliver fetch publish stage update",
+    "events of spans": "fetched packed staged",
+    "attributes": "epoch models nbytes version worker",
+}  # fmt: skip
+
+
+async def test_the_names_of_all_metrics_spans_and_events(
+    spans: InMemorySpanExporter, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Dashboards depend on them."""
+    caplog.set_level(logging.DEBUG, "asyncsync")
+    scheme = ZMQWeightSyncScheme(metrics_port=0)
+    async with crew(1, scheme=scheme, source=Model(0, 2 << 20), models=[Model(width=2 << 20)]) as everybody:
+        [receiver] = everybody.receivers
+        other = ZMQWeightSyncScheme(endpoint=scheme.bus.endpoint, metrics_port=0)
+        await receiver.shutdown()
+        other.init_on_receiver("policy", model=everybody.models[0], worker_idx=0)
+        async with other:
+            await other.connect()
+            async with other.hold():  # it says that it has staged the update, because it cannot apply it yet
+                version = await scheme.publish(everybody.source)
+                await until(lambda: any(one.startswith("deliver.staged") for one in caplog.messages))
+            await scheme.wait_version(version)
+            trainer, worker = [await asyncio.to_thread(families, each.bus.metrics_address) for each in (scheme, other)]
+    finished = spans.get_finished_spans()
+    found = {
+        "trainer": {family.name for family in trainer},
+        "worker": {family.name for family in worker},
+        "spans": {span.name for span in finished},
+        "events of spans": {event.name for span in finished for event in span.events},
+        "attributes": {name for span in finished for name in span.attributes},
+    }
+    prefixes = {"trainer": "asyncsync_", "worker": "asyncsync_", "spans": "asyncsync.", "attributes": "asyncsync."}
+    expected = {kind: {prefixes.get(kind, "") + name for name in names.split()} for kind, names in NAMES.items()}
+    assert found == expected
 
 
 @pytest.mark.parametrize("kind", [ZMQWeightSyncScheme, SharedMemWeightSyncScheme])
@@ -316,8 +398,9 @@ async def test_what_is_sent_to_all_is_followed_by_each_receiver(
         assert (messages.Chunk in sent) is (fanout == "push")
     lines = [one.message for one in caplog.records]
     for worker in range(3):
-        for step in ("announced", "fetched and staged in", "applied, "):
-            assert any(line.startswith(f"worker {worker}: version {version} {step}") for line in lines), lines
+        for step in ("begin", "fetched", "staged", "end"):
+            told = f"update.{step}: version {version}, worker {worker}, "
+            assert any(line.startswith(told) for line in lines), lines
     found = [one for one in spans.get_finished_spans() if one.attributes["asyncsync.version"] == version]
     updates = [one for one in found if one.name == "asyncsync.update"]
     assert sorted(one.attributes["asyncsync.worker"] for one in updates) == [0, 1, 2]
@@ -351,10 +434,10 @@ def test_nothing_is_set_up_until_the_program_does(monkeypatch: pytest.MonkeyPatc
     from opentelemetry import trace
 
     monkeypatch.setattr(trace, "get_tracer_provider", trace.ProxyTracerProvider)
-    assert tracing.find_tracer(None) is None
-    assert tracing.find_tracer(True) is not None
+    assert hooks_of(None) == []
+    assert len(hooks_of(True)) == 1
     monkeypatch.delitem(sys.modules, "opentelemetry.trace")
-    assert tracing.find_tracer(None) is None
+    assert hooks_of(None) == []
 
 
 async def test_versions_that_are_never_applied_are_not_followed_for_ever(spans: InMemorySpanExporter) -> None:
@@ -393,10 +476,19 @@ async def test_a_publication_that_ends_while_it_is_packed_raises_what_ended_it(
     assert "ended span" not in caplog.text, "OpenTelemetry's own warning"
 
 
+def histogram() -> Histogram:
+    return Histogram("seconds", "…", registry=None)
+
+
+def number(durations: Histogram) -> float:
+    [family] = durations.collect()
+    return next(sample.value for sample in family.samples if sample.name.endswith("_count"))
+
+
 def test_a_version_is_over_when_everybody_has_it_or_something_newer_or_is_lost() -> None:
     outstanding = {1, 2, 3}
-    durations = Durations()
-    observer = SenderObserver(lambda v, models, first: 0 if v in outstanding else None, durations=durations)
+    observer = SenderObserver(lambda v, models, first: 0 if v in outstanding else None)
+    durations = observer.durations = histogram()
     epoch = (1, 1)
     for version in (1, 2, 3):
         life = observer.begin(["policy"])
@@ -409,13 +501,13 @@ def test_a_version_is_over_when_everybody_has_it_or_something_newer_or_is_lost()
     observer.heard(1, messages.Applied(epoch, {"policy": 2}))
     outstanding.discard(1)
     observer.check()
-    assert (set(observer.lives), sum(durations.counts)) == ({2, 3}, 1)
+    assert (set(observer.lives), number(durations)) == ({2, 3}, 1)
     observer.heard(0, messages.Applied(epoch, {"policy": 3}))
     outstanding.clear()  # worker 1 is lost
     observer.check()
-    assert (set(observer.lives), sum(durations.counts)) == ({3}, 2)
+    assert (set(observer.lives), number(durations)) == ({3}, 2)
     observer.check(everybody=True)
-    assert (observer.lives, sum(durations.counts)) == ({}, 2), "how long it takes to be lost is no duration"
+    assert (observer.lives, number(durations)) == ({}, 2), "how long it takes to be lost is no duration"
 
 
 class Followed:
@@ -424,8 +516,9 @@ class Followed:
     def __init__(self, workers: int, versions: int) -> None:
         self.desk = Desk(workers)
         self.desk.join(*range(workers))
-        self.stopped, self.durations = workers - 1, Durations()
-        self.observer = SenderObserver(self.desk.publisher.progress.awaited, durations=self.durations)
+        self.stopped = workers - 1
+        self.observer = SenderObserver(self.desk.publisher.progress.awaited)
+        self.durations = self.observer.durations = histogram()
         self.hear(self.stopped, self.publish())
         for _ in range(versions):
             version = self.publish()
@@ -440,7 +533,8 @@ class Followed:
         outbox = self.desk.publisher.outbox
         while outbox:
             route, instruction, _ = outbox.popleft()
-            self.observer.sent(int(route), instruction)
+            if isinstance(instruction, messages.Update | messages.Again):
+                self.observer.sent(int(route), instruction)
         return version
 
     def hear(self, worker: int, version: int) -> int:
@@ -469,7 +563,7 @@ def test_a_stopped_worker_makes_no_message_dear_however_many_workers_and_version
     version = many.desk.publisher.published
     assert many.hear(7, version) - few.hear(1, few.desk.publisher.published) < 60
     many.hear(many.stopped, version)
-    assert (many.observer.lives, sum(many.durations.counts)) == ({}, 61)
+    assert (many.observer.lives, number(many.durations)) == ({}, 61)
 
 
 def test_versions_that_only_a_lost_worker_has_not_are_over() -> None:
@@ -482,7 +576,8 @@ def test_versions_that_only_a_lost_worker_has_not_are_over() -> None:
 
 def test_a_version_is_over_though_who_was_waited_for_waits_for_an_earlier_one_of_another_model() -> None:
     waiting = {1: {5: ["value"]}, 2: {5: ["policy"]}}
-    observer = SenderObserver(lambda v, models, first: next(iter(waiting.get(v, [])), None), durations=Durations())
+    observer = SenderObserver(lambda v, models, first: next(iter(waiting.get(v, [])), None))
+    observer.durations = histogram()
     for version, model in ((1, "value"), (2, "policy")):
         life = observer.begin([model])
         assert life is not None

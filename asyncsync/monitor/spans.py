@@ -1,0 +1,78 @@
+"""The hook for OpenTelemetry, which is imported only if the program has imported it, or asks for it."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from asyncsync.monitor.options import Hook, Tracing
+
+ATTRIBUTES = {
+    "publish.packed": ("nbytes",),
+    "publish.published": ("version", "epoch"),
+    "deliver.begin": ("worker", "version"),
+    "update.begin": ("worker", "version", "epoch"),
+}
+PARTS = {"fetched": ("fetch", "begin"), "staged": ("stage", "fetched"), "end": ("apply", "staged")}
+"""Of an update: the span that ends with a step, and the step that it began with."""
+
+
+class Spans:
+    """``api`` is OpenTelemetry's module ``trace``, and ``tracer`` one of its tracers."""
+
+    def __init__(self, api: Any, tracer: Any) -> None:
+        self._api, self._tracer = api, tracer
+        self._open: dict[tuple[str, int, int | None], tuple[Any, dict[str, int]]] = {}  # and when its steps were
+
+    def __call__(self, event: str, info: dict[str, Any]) -> None:
+        kind, _, step = event.partition(".")
+        key, now, failure = (kind, info["id"], info.get("worker")), info["time"], info.get("error", "")
+        attributes = {f"asyncsync.{name}": info[name] for name in ATTRIBUTES.get(event, ())}
+        if step == "begin":
+            if kind == "publish":
+                attributes = {"asyncsync.models": ", ".join(info["models"])}
+            # A delivery is below its publication; the others are below the caller's span, if there is one.
+            above, _ = self._open.get(("publish", info["id"], None), (None, {}))
+            self._open[key] = self._begin(kind, now, attributes, above if kind == "deliver" else None), {step: now}
+        elif key in self._open:  # a version may be over before it is packed
+            span, times = self._open[key]
+            span.set_attributes(attributes)
+            if kind == "update":
+                part, since = PARTS[step]
+                if since in times:
+                    told = {f"asyncsync.{name}": info[name] for name in ("worker", "version")}
+                    self._end(self._begin(part, times[since], told, span), now, failure)
+                times[step] = now
+            elif step in ("packed", "fetched", "staged"):
+                span.add_event(step, timestamp=now)
+            if step == "end":
+                del self._open[key]
+                self._end(span, now, failure)
+
+    def _begin(self, name: str, at: int, attributes: dict[str, Any], above: Any) -> Any:
+        context = None if above is None else self._api.set_span_in_context(above)
+        return self._tracer.start_span(f"asyncsync.{name}", context, attributes=attributes, start_time=at)
+
+    def _end(self, span: Any, at: int, failure: str) -> None:
+        if failure:
+            span.set_status(self._api.StatusCode.ERROR, failure)
+        span.end(end_time=at)
+
+
+def hooks_of(tracing: Tracing) -> list[Hook]:
+    """What the option asks for. Raises ImportError, naming the extra, if it is True and OpenTelemetry is missing."""
+    if callable(tracing):
+        return [tracing]
+    if tracing is False or (tracing is None and "opentelemetry.trace" not in sys.modules):
+        return []
+    try:
+        from opentelemetry import trace
+    except ImportError as error:
+        raise ImportError(
+            'tracing=True needs opentelemetry-api; install it with: pip install "asyncsync[metrics]"'
+        ) from error
+    provider = trace.get_tracer_provider()
+    # Until the program has set up a provider, OpenTelemetry returns one of these.
+    if tracing is None and isinstance(provider, trace.ProxyTracerProvider | trace.NoOpTracerProvider):
+        return []
+    return [Spans(trace, provider.get_tracer("asyncsync"))]
