@@ -117,7 +117,8 @@ class BoundModel:
         if problems:
             more = f" … and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
             text = "the weights do not fit the model: " + "; ".join(problems[:SHOWN]) + more
-            raise SchemaMismatch(text + _persistence_hint(wrong & own.non_persistent))
+            hint = _persistence_hint(wrong & own.non_persistent)
+            raise SchemaMismatch(f"{text}.{hint}" if hint else text)
 
     def _tensor_problem(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> str:
         """Why a tensor that has come does not fit the model's own; empty: it does."""

@@ -133,12 +133,11 @@ def are_plain(tensors: Iterable[torch.Tensor]) -> bool:
 def have_memory(tensors: list[torch.Tensor], sizes: Iterable[int]) -> bool:
     """Whether the storage of each tensor is as long as the tensor, which takes so many bytes. Raises RuntimeError if
     torch knows no storage of such a tensor."""
-    if not all(map(ge, map(_nbytes, map(_storage, tensors)), sizes)):
-        return False
-    # What begins within its storage, or has gaps, reaches further.
-    if any(map(torch.Tensor.storage_offset, tensors)) or not all(map(torch.Tensor.is_contiguous, tensors)):
-        return all(map(_is_whole, tensors))
-    return True
+    longer = all(map(ge, map(_nbytes, map(_storage, tensors)), sizes))
+    # What begins within its storage, or has gaps, reaches further; what is expanded, less far.
+    if longer and not any(map(torch.Tensor.storage_offset, tensors)) and all(map(torch.Tensor.is_contiguous, tensors)):
+        return True
+    return all(map(_is_whole, tensors))
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:

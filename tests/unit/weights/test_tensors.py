@@ -17,7 +17,7 @@ from torch import nn
 from asyncsync.errors import LimitExceeded, ProtocolError
 from asyncsync.weights.layout import MAX_VALUE_BYTES, Layout, pack_values, unpack_values
 from asyncsync.weights.packing import copy_flat
-from asyncsync.weights.source_cache import SourceCache
+from asyncsync.weights.source_cache import AddressCache
 from asyncsync.weights.tensors import DTYPES, check_source, destination_problem, have_memory
 from asyncsync.weights.tree import FlatWeights, flatten
 from helpers.odd_tensors import Quantised, Rounding, Wrapper, distributed, noted, refusing, scaled
@@ -54,20 +54,16 @@ def test_a_tensor_that_reaches_beyond_its_storage_is_refused(
 
 
 @pytest.mark.requirement(237)
-@pytest.mark.parametrize("count", [3, 100])
-def test_a_shorter_storage_at_the_same_address_is_not_the_same_again(count: int) -> None:
-    weights = {f"t{i}": torch.ones(64) for i in range(count)}
-    flat = flatten(weights)
-    known = SourceCache(Layout.of(flat))
-    known.learn(flat)
-    known.learn(flat)
-    tensor = weights["t1"]
-    address = tensor.data_ptr()
-    assert known.again(flat) is not None
+def test_a_shorter_storage_at_the_same_address_is_not_the_same_again() -> None:
+    tensor = torch.ones(10 << 20)  # so large that the system gives the same pages again
+    known, address = AddressCache(), tensor.data_ptr()
+    assert known.of([tensor]) is not None
+    assert known.again([tensor])
     tensor.untyped_storage().resize_(0)
-    tensor.untyped_storage().resize_(tensor.nbytes - 4)  # malloc rounds both to one size
-    assert tensor.data_ptr() == address
-    assert known.again(flat) is None
+    tensor.untyped_storage().resize_(tensor.nbytes - 4)
+    if tensor.data_ptr() != address:
+        pytest.skip("the system gave other pages")
+    assert not known.again([tensor])
 
 
 @pytest.mark.requirement(237)
@@ -98,6 +94,7 @@ def test_notes_of_a_library_and_wrappers_that_can_be_read_are_sent(make: Any) ->
 
 @pytest.mark.requirement(237)
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
+@pytest.mark.filterwarnings("ignore:ComplexHalf support")
 def test_a_subclass_of_any_dtype_that_keeps_what_is_copied_into_it_receives(dtype: torch.dtype) -> None:
     own = Wrapper(torch.zeros(3, 2, dtype=torch.uint8).repeat(1, dtype.itemsize).view(dtype))
     assert destination_problem(own, inplace=True) == ""
@@ -226,3 +223,9 @@ def test_a_malformed_tensor_in_a_value_is_a_protocol_error(blob: bytes) -> None:
     with pytest.raises(ProtocolError):
         unpack_values(blob, Layout([], value_paths=[VALUE]))
     gc.collect()
+
+
+@pytest.mark.requirement(237)
+def test_an_expanded_source_has_all_of_its_memory() -> None:
+    flat = flatten({"a": torch.ones(1).expand(5)})
+    assert Layout.of(flat).arrange(flat) is not None
