@@ -9,6 +9,9 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+import torch
+
 from asyncsync.bus.guest import Guest, Snapshot
 from asyncsync.commands.options import CommandFailed, add_sender, as_options, credentials_of, positive, safetensors_file
 from asyncsync.errors import WeightSyncError
@@ -98,7 +101,9 @@ def _as_json(values: Mapping[str, Any]) -> str:
 
 
 def _with_texts(value: Any) -> Any:
-    """The same, with keys as JSON has them."""
+    """The same, with keys as JSON has them, and lists in place of tensors and arrays."""
+    if isinstance(value, torch.Tensor | np.ndarray | np.generic):
+        return value.tolist()
     if isinstance(value, Mapping):
         return {key if isinstance(key, str) else repr(key): _with_texts(inner) for key, inner in value.items()}
     return [_with_texts(inner) for inner in value] if isinstance(value, list | tuple) else value

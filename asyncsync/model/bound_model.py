@@ -4,17 +4,17 @@ weights are refused that do not fit it."""
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn.parameter import is_lazy
 
 from asyncsync.errors import SchemaMismatch
 from asyncsync.model.parameters import ModelTensors, Plan, Specs, place_of
 from asyncsync.model.selection import Selection
 from asyncsync.weights.copying import clone
 from asyncsync.weights.slab import is_foreign
+from asyncsync.weights.tensors import are_plain, destination_problem, have_memory
 
 SHOWN = 12  # of the names or problems in a message
 
@@ -72,7 +72,7 @@ class BoundModel:
         self.cast = cast
         self.inplace = inplace
         self.is_repointed = False
-        self.repointed: list[weakref.ref[torch.Tensor]] = []
+        self.repointed: list[torch.Tensor] = []
         self.repointing: Repointing | None = None
         self.plans: dict[bytes, LayoutPlan] = {}
         self._model = model
@@ -98,7 +98,10 @@ class BoundModel:
         sent = specs.keys() | set(values)
         missing, unexpected = required - sent, sent - own.known
         if missing or unexpected:
-            raise SchemaMismatch(_key_problem(sent, own.known, missing, unexpected))
+            tied = {} if unexpected else {n: first for n in missing if (first := self._tied_to(n, specs))}
+            hints = _tie_hint(tied) + _persistence_hint(missing & own.non_persistent)
+            raise SchemaMismatch(_key_problem(sent, own.known, missing, unexpected) + hints)
+        wrong: set[str] = set()
         problems = [
             f"{name}: sent as a plain value, but the model holds a tensor"
             for name in sorted(values)
@@ -108,12 +111,50 @@ class BoundModel:
             remedy = "use strategy='tensordict', or an apply_weights() that calls load_state_dict()"
             problems.append(f"{name}: the model's state dict has other values than the model (a hook's?); {remedy}")
         for name, (dtype, shape) in specs.items():
-            if name not in own.extra_state:
-                problem = _tensor_problem(dtype, shape, own.get(name), cast=self.cast, inplace=self.inplace)
-                problems += [f"{name}: {problem}"] if problem else []
+            if name not in own.extra_state and (problem := self._tensor_problem(name, dtype, shape)):
+                problems.append(f"{name}: {problem}")
+                wrong.add(name)
         if problems:
             more = f" … and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
-            raise SchemaMismatch("the weights do not fit the model: " + "; ".join(problems[:SHOWN]) + more)
+            text = "the weights do not fit the model: " + "; ".join(problems[:SHOWN]) + more
+            hint = _persistence_hint(wrong & own.non_persistent)
+            raise SchemaMismatch(f"{text}.{hint}" if hint else text)
+
+    def _tensor_problem(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> str:
+        """Why a tensor that has come does not fit the model's own; empty: it does."""
+        own = self.tensors.get(name)
+        if not isinstance(own, torch.Tensor):
+            return f"sent as a tensor, but the model's is {'gone' if own is None else f'a {type(own).__name__}'}"
+        if what := self.destination_problem(name, own):
+            return f"the model's is {what}"
+        if own.shape != shape:
+            return f"sent with shape {list(shape)}, the model's is {list(own.shape)}"
+        if own.dtype != dtype and not self.cast:
+            return f"sent as {dtype}, the model's is {own.dtype} (send that, or init_on_receiver(cast=True))"
+        if own.dtype != dtype and not _castable(dtype, own.dtype):
+            return f"sent as {dtype}, which cannot be cast to the model's {own.dtype}; write a WeightStrategy"
+        return ""
+
+    def destination_problem(self, name: str, own: torch.Tensor) -> str:
+        """Why this tensor of the model cannot be written; empty: it can."""
+        admitted = self.tensors.admitted
+        if admitted.get(name) is own and have_memory([own], [0]):
+            return ""
+        problem = destination_problem(own, inplace=self.inplace)
+        if not problem and not are_plain([own]):
+            admitted[name] = own
+        return problem
+
+    def _tied_to(self, name: str, specs: Specs) -> str:
+        """Which of the tensors that were sent a missing one may be tied to; empty: to none."""
+        for group in self.tensors.ties:
+            if name in group and (sent := [other for other in group if other in specs]):
+                return sent[0]
+        own = self.tensors.get(name) if name in self.tensors.owners else None
+        if not isinstance(own, torch.Tensor) or own.ndim < 2:
+            return ""
+        alike = [other for other, spec in specs.items() if spec == (own.dtype, tuple(own.shape))]
+        return alike[0] if len(alike) == 1 else ""
 
     def plan(self, specs: Specs, values: Collection[str]) -> Plan:
         """The plan for these tensors and values. Raises as :meth:`check_fit`."""
@@ -127,8 +168,13 @@ class BoundModel:
     def left_in_slabs(self, found: list[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Parameters that are not among the model's tensors any more, and still lie in a slab, each with a copy for
         which it is to leave that: one for those that are one memory."""
+        # Let go of those that only this list has. The weak references end here: torch.utils.swap_tensors(), which
+        # `.to()` and load_state_dict() may use, refuses tensors that have some.
+        known = list(map(weakref.ref, self.repointed))
+        self.repointed = []
+        self.repointed = [tensor for one in known if (tensor := one()) is not None]
         present = set(map(id, found))
-        left = [tensor for one in self.repointed if (tensor := one()) is not None and id(tensor) not in present]
+        left = [tensor for tensor in self.repointed if id(tensor) not in present]
         left = [tensor for tensor in left if is_foreign(tensor)]
         copies = {place_of(tensor): clone(tensor) for tensor in left}
         return [(tensor, copies[place_of(tensor)]) for tensor in left]
@@ -138,36 +184,6 @@ def constant(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     """A tensor of this dtype and shape, of any size, that has the memory of one element."""
     one = torch.zeros(dtype.itemsize, dtype=torch.uint8, device="cpu").view(dtype)
     return one.expand(shape) if shape else one.reshape(())
-
-
-def _tensor_problem(dtype: torch.dtype, shape: tuple[int, ...], own: Any, *, cast: bool, inplace: bool) -> str:
-    """Why a tensor that has come does not fit the model's own; empty: it does."""
-    if not isinstance(own, torch.Tensor):
-        return f"sent as a tensor, but the model's is {'gone' if own is None else f'a {type(own).__name__}'}"
-    if is_lazy(own):
-        return "the model's is not initialised yet"
-    if what := _without_memory(own):
-        return f"the model's is {what}"
-    if own.shape != shape:
-        return f"sent with shape {list(shape)}, the model's is {list(own.shape)}"
-    if own.dtype != dtype and not cast:
-        return f"sent as {dtype}, the model's is {own.dtype} (send that, or init_on_receiver(cast=True))"
-    if own.dtype != dtype and not _castable(dtype, own.dtype):
-        return f"sent as {dtype}, which cannot be cast to the model's {own.dtype}; write a WeightStrategy"
-    if inplace and any(n > 1 and stride == 0 for n, stride in zip(own.shape, own.stride(), strict=True)):
-        return "the model's is an expanded tensor, whose elements share memory; `.clone()` it"
-    return ""
-
-
-def _without_memory(tensor: torch.Tensor) -> str:
-    """Why nothing can be written into this tensor's memory, and what to do; empty: it can."""
-    if tensor.is_nested:
-        return "a nested tensor, which cannot receive: keep its values in a tensor of their own"
-    if tensor.layout is not torch.strided:
-        return f"stored as {tensor.layout}, which cannot receive: keep a dense tensor, and convert where it is used"
-    if tensor.is_conj() or tensor.is_neg():
-        return "a view that is conjugated or negated when it is read: use `.resolve_conj()` or `.resolve_neg()` of it"
-    return ""
 
 
 def _castable(source: torch.dtype, destination: torch.dtype) -> bool:
@@ -196,6 +212,23 @@ def _key_problem(sent: Iterable[str], own: Iterable[str], missing: set[str], une
                 text += f" They differ by the prefix {prefix!r} of {where} keys"
                 text += ": register the module below it, or rename in a WeightStrategy."
     return text
+
+
+def _tie_hint(tied: Mapping[str, str]) -> str:
+    if not tied:
+        return ""
+    pairs = ", ".join(f"{name!r} to {first!r}" for name, first in sorted(tied.items())[:SHOWN])
+    return (
+        f" The sender's may be tied ({pairs}): named_parameters() has tied weights under one name only; send the "
+        "module or its state_dict()."
+    )
+
+
+def _persistence_hint(names: Collection[str]) -> str:
+    if not names:
+        return ""
+    are = "is a non-persistent buffer" if len(names) == 1 else "are non-persistent buffers"
+    return f" {_some(sorted(names))} {are}: strategy='state_dict' or exclude= leaves such out."
 
 
 def _common_prefix(names: list[str]) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
+from math import prod
 from operator import is_
 from typing import Any
 
@@ -19,11 +20,11 @@ from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from asyncsync.errors import SchemaMismatch
-from asyncsync.model.torch_private import tensors_and_children
+from asyncsync.model.torch_private import non_persistent, tensors_and_children
 from asyncsync.weights.arrays import ArrayMapping, is_array, writable_arrays
 from asyncsync.weights.copying import PLAIN, copy_tensors, normal_tensors
 from asyncsync.weights.source_cache import AddressCache
-from asyncsync.weights.tree import EXTRA_STATE, as_list, canonical, dotted
+from asyncsync.weights.tree import EXTRA_STATE, as_list, canonical, collision, dotted
 
 Location = tuple[MutableMapping[str, Any], str]
 """Where a tensor is: one of a module's dictionaries, a dict or a TensorDict, and the key in it."""
@@ -40,6 +41,8 @@ class ModelTensors:
         encoded: names of tensors of which the state dict has other values.
         ties: groups of names that share one tensor.
         overlaps: groups of names of which some may be views of others.
+        non_persistent: names of buffers that a state dict leaves out.
+        admitted: tensors of subclasses that were found to take copies, by name.
     """
 
     def __init__(self, model: Any, extract_as: str) -> None:
@@ -47,6 +50,8 @@ class ModelTensors:
         self.extra_state: dict[str, nn.Module] = {}
         self.required: set[str] = set()
         self.encoded: set[str] = set()
+        self.non_persistent: set[str] = set()
+        self.admitted: dict[str, torch.Tensor] = {}
         # TensorDictParams is both, and has its tensors where a TensorDict has them.
         self.is_module = isinstance(model, nn.Module) and not isinstance(model, TensorDictBase)
         self._children: list[tuple[Mapping[str, Any], list[Any]]] = []
@@ -85,7 +90,10 @@ class ModelTensors:
                             f"{dot + name!r} is not initialised yet; run one forward of the lazy module first"
                         )
                     if tensor is not None:
+                        if dot + name in self.owners:
+                            raise ValueError(f"the model: {collision(dot + name)}")
                         self.owners[dot + name] = (group, name)
+            self.non_persistent.update(dot + name for name in non_persistent(module))
             if type(module).set_extra_state is not nn.Module.set_extra_state:
                 self.extra_state[dot + EXTRA_STATE] = module
         if extract_as == "state_dict":
@@ -182,7 +190,7 @@ class ModelTensors:
 class Plan:
     """The tensors of an update in order: their names, their locations in the model, and what they are. ``ties`` are
     pairs of positions that are one tensor in the model, ``overlaps`` groups of which some may be views of others;
-    ``memory`` is where the tensors were the last time."""
+    ``memory`` is where the tensors were the last time; ``sizes`` are their bytes."""
 
     model: ModelTensors
     names: list[str]
@@ -192,6 +200,10 @@ class Plan:
     ties: set[tuple[int, int]]
     overlaps: list[list[int]]
     memory: AddressCache = field(default_factory=AddressCache)
+    sizes: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.sizes = [prod(shape) * dtype.itemsize for shape, dtype in zip(self.shapes, self.dtypes, strict=True)]
 
     @classmethod
     def of(cls, model: ModelTensors, specs: Specs) -> Plan:

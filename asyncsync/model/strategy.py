@@ -33,7 +33,7 @@ from asyncsync.model.torch_private import tensors_and_children
 from asyncsync.model.update import prepare_flat
 from asyncsync.weights.arrays import source_arrays
 from asyncsync.weights.torch_private import COMPILED
-from asyncsync.weights.tree import EXTRA_STATE, FlatWeights, Path, flatten, nest
+from asyncsync.weights.tree import EXTRA_STATE, FlatWeights, Path, collision, dotted, flatten, nest
 
 FORMATS = ("tensordict", "state_dict")
 
@@ -159,7 +159,17 @@ def _visit(module: nn.Module, path: Path, flat: FlatWeights) -> FlatWeights:
         state = module.get_extra_state()
         state = state.data if isinstance(state, NonTensorData) else state
         (tensors if isinstance(state, torch.Tensor) else flat.values)[(*path, EXTRA_STATE)] = state
+    inner = None
     for name, child in children.items():
         if child is not None:
-            _visit(child, path if name == COMPILED else (*path, name), flat)
+            if name == COMPILED:
+                inner = child
+            else:
+                _visit(child, (*path, name), flat)
+    if inner is not None:
+        within = _visit(inner, path, FlatWeights())
+        if both := flat.keys() & within.keys():
+            raise ValueError(collision(dotted(min(both))))
+        tensors.update(within.tensors)
+        flat.values.update(within.values)
     return flat

@@ -15,6 +15,7 @@ from torch.nn.utils import parametrize
 # The dictionaries of a module's parameters, of its buffers and of its children. One call for all three, as every
 # publication walks over the model.
 tensors_and_children = attrgetter("_parameters", "_buffers", "_modules")
+non_persistent = attrgetter("_non_persistent_buffers_set")
 # All in which a module has its hooks: before a forward, after it, and which of the latter run after an error, too.
 call_hooks = attrgetter("_forward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called")
 forward_hooks = attrgetter("_forward_hooks")

@@ -7,7 +7,6 @@ where there is some.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Collection, Mapping, MutableMapping
 from itertools import filterfalse
 from operator import attrgetter
@@ -21,8 +20,9 @@ from asyncsync.errors import SchemaMismatch
 from asyncsync.model.bound_model import BoundModel, Repointing
 from asyncsync.model.parameters import Plan, place_of
 from asyncsync.model.torch_private import forget_computed
-from asyncsync.weights.copying import PLAIN, clone, copy_bytes, copy_tensors, normal_tensors
+from asyncsync.weights.copying import clone, copy_bytes, copy_tensors, normal_tensors
 from asyncsync.weights.slab import Slab, is_foreign
+from asyncsync.weights.tensors import are_plain, check_source, have_memory, own_value
 from asyncsync.weights.tree import FlatWeights, dotted, have_specs
 
 _is_meta = attrgetter("is_meta")
@@ -100,6 +100,7 @@ class ModelUpdate(Prepared):
         self._repointed: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._replaced: list[tuple[MutableMapping[str, Any], str, Any]] = []
         self._repointing: Repointing | None = None
+        self._given: list[tuple[nn.Module, Any]] = []  # extra state
 
     def repeats(self, plan: Plan) -> bool:
         """Whether preparing the same slab, for another version and by this plan, would bring nothing else."""
@@ -120,10 +121,13 @@ class ModelUpdate(Prepared):
             raise SchemaMismatch("the model has changed since its layout was accepted")
         try:
             addresses = list(map(torch.Tensor.data_ptr, found))
+            is_fine = are_plain(found) and have_memory(found, plan.sizes)
         except RuntimeError:  # torch knows no memory of such a tensor
-            addresses = [0]
-        if 0 in addresses:
-            _check_memory(plan.names, found)
+            addresses, is_fine = [0], False
+        if not is_fine:
+            for name, tensor in zip(plan.names, found, strict=True):
+                if problem := model.destination_problem(name, tensor):
+                    raise SchemaMismatch(f"{name!r} of the model is {problem}")
         if len(set(addresses)) != len(found):
             self._check_ties(found)
         if any(0 in tensor.stride() for tensor in filterfalse(torch.Tensor.is_contiguous, found)):
@@ -140,7 +144,12 @@ class ModelUpdate(Prepared):
             self._pieces = None
             self._resolve_each(found)
             self._repointed += model.left_in_slabs(found)
-        for name, value in self._values.items():
+        # The user's code may keep what it is given, and these may be applied again, or be the trainer's own.
+        values = {name: own_value(name, value) for name, value in self._values.items()}
+        states = plan.model.extra_state
+        self._given = [(states[n], v) for n, v in values.items() if n in states]
+        self._given += [(states[n], clone(t)) for n, t in self._states.items() if n in states]
+        for name, value in values.items():
             if name in plan.model.owners:
                 owner, key = plan.model.owners[name]
                 self._replace(owner, key, _wrapped(owner, key, value) if isinstance(owner, TensorDictBase) else value)
@@ -240,7 +249,7 @@ class ModelUpdate(Prepared):
             slab.holds_parameters = model.is_repointed = True
         if is_new:
             model.repointing = None
-            model.repointed += [weakref.ref(destination) for destination, _ in self._repointed]
+            model.repointed += [destination for destination, _ in self._repointed]
         for destination, source in self._repointed:
             destination.data = source
         # A backward that still needs the old values would compute wrong gradients: let it fail, as after a copy.
@@ -248,17 +257,14 @@ class ModelUpdate(Prepared):
         if slab is not None:
             slab.holds_all_parameters = True
         if is_new:
-            model.repointed = model.repointed[-len(self._repointed) :]
+            model.repointed = list(filter(is_foreign, model.repointed[-len(self._repointed) :]))
             model.repointing = repointing
         if repointing is not None:
             repointing.plan.memory.note([owner[key] for owner, key in repointing.plan.locations])
 
     def complete(self) -> None:
-        for name, module in self._plan.model.extra_state.items():
-            if name in self._values:
-                module.set_extra_state(self._values[name])
-            elif name in self._states:
-                module.set_extra_state(clone(self._states[name]))
+        for module, value in self._given:
+            module.set_extra_state(value)
 
     @property
     def is_known(self) -> bool:
@@ -295,8 +301,10 @@ class CustomUpdate(Prepared):
 
 def prepare_flat(model: BoundModel, flat: FlatWeights) -> ModelUpdate:
     """An update with weights that are at hand, of which the model's selection is applied; raises SchemaMismatch if they
-    do not fit."""
+    do not fit, TypeError or ValueError if one cannot be copied."""
     tensors = model.selection.of({dotted(p): t for p, t in flat.tensors.items()})
+    for name, tensor in tensors.items():
+        check_source(name, tensor)
     values = model.selection.of({dotted(p): v for p, v in flat.values.items()})
     plan = model.plan({n: (t.dtype, tuple(t.shape)) for n, t in tensors.items()}, values.keys())
     states = {n: t for n, t in tensors.items() if n in model.tensors.extra_state}
@@ -321,13 +329,6 @@ def _is_alone(tensor: torch.Tensor, in_parts: Collection[int]) -> bool:
     storage = tensor.untyped_storage()
     is_whole = storage.nbytes() == tensor.nbytes and storage.data_ptr() not in in_parts
     return is_whole and not tensor.is_shared()  # type: ignore[no-untyped-call]
-
-
-def _check_memory(names: list[str], tensors: list[torch.Tensor]) -> None:
-    for name, tensor in zip(names, tensors, strict=True):
-        plain = type(tensor) in PLAIN and tensor.is_cpu and tensor.layout is torch.strided
-        if plain and tensor.numel() and not tensor.data_ptr():  # torch itself would crash
-            raise SchemaMismatch(f"{name!r} has no memory any more: its storage was resized")
 
 
 def _is_locked(owner: Any) -> bool:

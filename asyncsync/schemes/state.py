@@ -33,7 +33,7 @@ from asyncsync.schemes.sources import Sources, as_tensordict, by_worker, find_mo
 from asyncsync.schemes.torchrl_contexts import TorchRLContext
 from asyncsync.transports.channel_receiver import ChannelReceiver
 from asyncsync.transports.channel_sender import ChannelSender
-from asyncsync.weights.copying import copy_flat
+from asyncsync.weights.packing import copy_flat
 from asyncsync.weights.slab import Slab
 from asyncsync.wire.fields import MAX_NAME
 from asyncsync.wire.metadata import Shown

@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 from asyncsync.weights.torch_private import InferenceMode, foreach_copy
-from asyncsync.weights.tree import FlatWeights
 
 PLAIN = (torch.Tensor, nn.Parameter)  # subclasses may give their bytes another meaning
 # One core does not use all of the memory's bandwidth: 256 MiB take 34 ms on one and 18 ms on two.
@@ -64,15 +63,6 @@ def clone(tensor: torch.Tensor) -> torch.Tensor:
         new = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         copy_tensors([new], [tensor.detach()])
     return new
-
-
-def copy_flat(flat: FlatWeights) -> FlatWeights:
-    """Weights of one's own: every tensor copied on its device, a tensor with several names once."""
-    copies: dict[int, torch.Tensor] = {}
-    for tensor in flat.tensors.values():
-        if id(tensor) not in copies:
-            copies[id(tensor)] = clone(tensor)
-    return FlatWeights({path: copies[id(tensor)] for path, tensor in flat.tensors.items()}, dict(flat.values))
 
 
 def _same_bytes(destination: torch.Tensor, source: torch.Tensor) -> bool:

@@ -17,62 +17,34 @@ import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 from operator import mul
 from typing import Any
 
 import msgpack
+import numpy as np
 import torch
-from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from tensordict import NonTensorData, TensorDictBase
 
 from asyncsync.errors import LimitExceeded, ProtocolError
 from asyncsync.msgpack_limits import check_structure
+from asyncsync.weights.arrays import from_array
+from asyncsync.weights.copying import clone, memory_of, normal_tensors
+from asyncsync.weights.tensors import DTYPES, NAMES, are_plain, check_source, have_memory
 from asyncsync.weights.tree import FlatWeights, Path, collision, dotted, have_specs
 
 ALIGNMENT = 64
 MAX_ENTRIES = 200_000
 MAX_ITEMS = 8 * MAX_ENTRIES  # of an encoded one: parts of names, numbers of shapes
 MAX_LAYOUT_BYTES = 32 << 20
-MAX_VALUE_BYTES = 1 << 20
+MAX_VALUE_BYTES = 8 << 20
 MAX_VALUE_ITEMS = 1 << 17
 MAX_VALUE_DEPTH = 64
 MAX_SLAB_BYTES = 1 << 42
 MAX_PATH_PARTS = 64
 MAX_DIMENSIONS = 64
-
-# The allow-list of the wire. Only dtypes whose elements are plain bytes: quantised tensors carry scales outside them,
-# and torch has no copy kernel for integers of less than a byte.
-_DTYPE_NAMES = [
-    *("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"),
-    *("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128"),
-    *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"),
-]
-DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _DTYPE_NAMES if hasattr(torch, name)}
-NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
-
-
-def _check_tensor(path: Path, tensor: torch.Tensor) -> None:
-    """Refuse what cannot be viewed as bytes, before anything is packed."""
-    name = dotted(path)
-    if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
-        raise ValueError(f"{name!r} is not initialised yet; run one forward of the lazy module first")
-    if hasattr(tensor, "full_tensor"):
-        raise TypeError(
-            f"{name!r} is a distributed tensor; publish `tensor.full_tensor()` instead, which every "
-            "rank must take part in (called on one rank alone, it waits for ever)"
-        )
-    if tensor.is_nested:
-        raise TypeError(
-            f"{name!r} is a nested tensor; only dense ones can be sent: use `.to_padded_tensor()` or `.unbind()`"
-        )
-    if tensor.layout is not torch.strided:
-        raise TypeError(f"{name!r} is a {tensor.layout} tensor; only dense ones can be sent: use `.to_dense()`")
-    if tensor.is_meta:
-        raise ValueError(f"{name!r} is on the meta device and has no values to send; materialise it first")
-    if tensor.dtype not in NAMES:
-        remedy = "`.int_repr()` or `.dequantize()`" if tensor.is_quantized else "`.view(torch.uint8)`"
-        raise TypeError(f"{name!r} has dtype {tensor.dtype}, which cannot be sent as bytes; use {remedy}")
+_TENSOR, _ARRAY, _NUMBER = _EXTENSIONS = (1, 2, 3)  # in values: a tensor, a NumPy array, a number of NumPy's
 
 
 def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -133,25 +105,33 @@ class Layout:
                 raise LimitExceeded(f"a key path of {len(path)} parts; 1 to {MAX_PATH_PARTS} are possible")
             if (name := dotted(path)) in names:
                 raise ValueError(collision(name))
+            if not _is_text(name):
+                raise ValueError(f"{name!r} is no name that can be sent: it has surrogates; rename it")
             names.add(name)
             while (path := path[:-1]) and path not in groups:
                 groups.add(path)
         if both := groups.intersection(paths):
-            raise ValueError(f"{dotted(min(both))!r} is an entry and has entries below it; rename one")
+            name = dotted(min(both))
+            below = min(n for n in names if n.startswith(f"{name}."))
+            raise ValueError(
+                f"{name!r} is an entry and has entries below it, such as {below!r}; rename one, or, if they are the "
+                "state of a quantised tensor, send it dequantised"
+            )
 
     @classmethod
     def of(cls, flat: FlatWeights) -> Layout:
         """The layout of these weights: tied tensors stored once, equal trailing shapes next to each other.
 
-        Raises TypeError if a tensor has no plain bytes, as it is sparse, quantised, nested or distributed, or msgpack
-        cannot carry a value; ValueError if a tensor has no values yet, as it is meta or lazy, or two keys have the same
-        dotted name; LimitExceeded if a value or the whole is too large.
+        Raises TypeError if a tensor has no plain bytes, as it is sparse, quantised, nested, distributed or of a class
+        that needs more than bytes, or a value cannot be sent; ValueError if a tensor has no values, as it is meta
+        or lazy or its memory has gone, two keys have the same dotted name, or a name is no text; LimitExceeded if a
+        value or the whole is too large.
         """
         seen: dict[tuple[Any, ...], Path] = {}
         ties: dict[Path, Path] = {}
         schema = []
         for path, tensor in flat.tensors.items():
-            _check_tensor(path, tensor)
+            check_source(dotted(path), tensor)
             if tensor.numel():
                 first = seen.setdefault(_identity(tensor), path)
                 if first is not path:
@@ -161,8 +141,7 @@ class Layout:
         # Runs of equal dtype and trailing shape are packed by one call; the order is otherwise free.
         schema.sort(key=lambda e: (NAMES[e[1]], len(e[2]) == 0, e[2][1:]))
         index = {path: i for i, (path, _, _) in enumerate(schema)}
-        for path, value in flat.values.items():
-            pack_values([value], f"the value of {dotted(path)!r}")
+        pack_values(flat.values)
         layout = cls(schema, {path: index[first] for path, first in ties.items()}, flat.values)
         if len(layout.encoded) > MAX_LAYOUT_BYTES:
             raise LimitExceeded(f"a layout of {len(layout.encoded)} bytes exceeds the limit of {MAX_LAYOUT_BYTES}")
@@ -175,11 +154,14 @@ class Layout:
         if len(flat.tensors) != len(self.entries) + len(self.aliases) or tuple(flat.values) != self.value_paths:
             return None
         tensors = flat.tensors
-        paths, shapes, dtypes, filled = self._columns
+        paths, shapes, dtypes, sizes, filled = self._columns
         try:
             found = [tensors[path] for path in paths]
-            if not have_specs(found, shapes, dtypes):
+            if not have_specs(found, shapes, dtypes) or not have_memory(found, sizes):
                 return None
+            if not are_plain(found):
+                for path, tensor in zip(paths, found, strict=True):
+                    check_source(dotted(path), tensor)
             stored = found if filled is None else [found[i] for i in filled]
             pointers = list(map(torch.Tensor.data_ptr, stored))
             if 0 in pointers:  # no memory: meta, distributed
@@ -188,19 +170,21 @@ class Layout:
             if len(set(pointers)) != len(pointers) and len(set(map(_identity, stored))) != len(stored):
                 return None
             tied = all(_identity(tensors[p]) == _identity(found[i]) for p, i in self.aliases.items())
-        except (KeyError, RuntimeError):  # a key is gone, or torch knows no shape or memory of such a tensor
+        except (KeyError, RuntimeError, TypeError, ValueError):
+            # A key is gone, torch knows no shape or memory of such a tensor, or it cannot be sent: `of` says why.
             return None
         return found if tied else None
 
     @cached_property
-    def _columns(self) -> tuple[list[Path], list[tuple[int, ...]], list[torch.dtype], list[int] | None]:
-        """Paths, shapes and dtypes of the entries, and which entries have any bytes; None: all."""
+    def _columns(self) -> tuple[list[Path], list[tuple[int, ...]], list[torch.dtype], list[int], list[int] | None]:
+        """Paths, shapes, dtypes and sizes of the entries, and which entries have any bytes; None: all."""
         entries = self.entries
         filled = [i for i, e in enumerate(entries) if e.nbytes]
         return (
             [e.path for e in entries],
             [e.shape for e in entries],
             [e.dtype for e in entries],
+            [e.nbytes for e in entries],
             None if len(filled) == len(entries) else filled,
         )
 
@@ -277,17 +261,78 @@ def _checked_path(raw: Any) -> Path:
     return tuple(raw)
 
 
-def pack_values(values: list[Any], what: str) -> bytes:
-    """The msgpack bytes of values. Raises TypeError if msgpack cannot carry them, LimitExceeded if they are larger,
-    deeper or have more items than the receiver accepts."""
+def _is_text(name: str) -> bool:
     try:
-        blob: bytes = msgpack.packb(values, use_bin_type=True)
-        _read_values(blob)
-    except LimitExceeded as error:
-        raise LimitExceeded(f"{what} cannot be sent: {error}; make it a tensor") from None
-    except (TypeError, ValueError, OverflowError, ProtocolError) as error:
-        raise TypeError(f"{what} is neither a tensor nor something msgpack can carry: {error}") from error
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def pack_values(values: Mapping[Path, Any]) -> bytes:
+    """The msgpack bytes of values, tensors and NumPy arrays in them included. Raises TypeError if one cannot be sent,
+    ValueError if a tensor in it has no values, LimitExceeded if they are larger, deeper or have more items than the
+    receiver accepts."""
+    packed = [msgpack.Packer().pack_array_header(len(values))]
+    for path, value in values.items():
+        name = dotted(path)
+        remedy = f"leave it out with exclude={name!r}"
+        try:
+            packed.append(msgpack.packb(value, use_bin_type=True, default=partial(_pack_tensor, name)))
+            _read_values(packed[-1])
+        except LimitExceeded as error:
+            message = f"the value of {name!r} cannot be sent: {error}; make it a tensor, or {remedy}"
+            raise LimitExceeded(message) from None
+        except _Unsendable as error:
+            raise type(error.reason)(f"{error.reason}; or {remedy}") from error.reason
+        except (TypeError, ValueError, OverflowError, ProtocolError) as error:
+            what = f"the value of {name!r} is neither a tensor nor something msgpack can carry"
+            raise TypeError(f"{what}: {error}; {remedy}") from error
+    if len(blob := b"".join(packed)) > MAX_VALUE_BYTES:
+        raise LimitExceeded(
+            f"the values of {', '.join(map(repr, map(dotted, values)))} have {len(blob)} bytes together, and "
+            f"{MAX_VALUE_BYTES} are possible; leave some out with exclude="
+        )
     return blob
+
+
+class _Unsendable(Exception):
+    """A tensor in a value cannot be sent, for this ``reason``."""
+
+    def __init__(self, reason: Exception) -> None:
+        self.reason = reason
+
+
+def _pack_tensor(name: str, value: Any) -> Any:
+    """What msgpack is to carry in place of a value that it does not know."""
+    if isinstance(value, TensorDictBase):
+        return value.to_dict()
+    if isinstance(value, NonTensorData):
+        return value.data
+    if not isinstance(value, torch.Tensor | np.ndarray | np.generic):
+        raise TypeError(f"it has a {type(value).__name__}")
+    try:
+        tensor = value if isinstance(value, torch.Tensor) else from_array(value, name)
+        check_source(name, tensor)
+    except (TypeError, ValueError) as error:
+        raise _Unsendable(error) from None
+    own = clone(tensor).cpu()
+    body = msgpack.packb([NAMES[own.dtype], list(own.shape), memory_of(own)])
+    kind = _TENSOR if tensor is value else _ARRAY if isinstance(value, np.ndarray) else _NUMBER
+    return msgpack.ExtType(kind, body)
+
+
+def _unpack_tensor(kind: int, body: bytes) -> Any:
+    check_structure(body, max_depth=2, max_items=MAX_DIMENSIONS + 4)
+    dtype, shape, data = msgpack.unpackb(body)
+    if dtype not in DTYPES or not isinstance(shape, list) or not _is_shape(shape, DTYPES[dtype].itemsize):
+        raise ProtocolError("malformed values: a tensor of unknown dtype or shape")
+    if not isinstance(data, bytes) or len(data) != math.prod(shape) * DTYPES[dtype].itemsize:
+        raise ProtocolError("malformed values: a tensor with fewer or more bytes than its shape says")
+    with normal_tensors():
+        tensor = torch.empty(shape, dtype=DTYPES[dtype], device="cpu")
+        memory_of(tensor)[:] = data
+    return tensor if kind == _TENSOR else tensor.numpy() if kind == _ARRAY else tensor.numpy()[()]
 
 
 def unpack_values(blob: bytes | memoryview, layout: Layout) -> dict[Path, Any]:
@@ -303,8 +348,8 @@ def unpack_values(blob: bytes | memoryview, layout: Layout) -> dict[Path, Any]:
 def _read_values(blob: bytes | memoryview) -> Any:
     if len(blob) > MAX_VALUE_BYTES:
         raise LimitExceeded(f"{len(blob)} bytes of values exceed the limit of {MAX_VALUE_BYTES}")
-    check_structure(blob, max_depth=MAX_VALUE_DEPTH, max_items=MAX_VALUE_ITEMS)
+    check_structure(blob, max_depth=MAX_VALUE_DEPTH, max_items=MAX_VALUE_ITEMS, extensions=_EXTENSIONS)
     try:
-        return msgpack.unpackb(blob, raw=False, strict_map_key=False)
+        return msgpack.unpackb(blob, raw=False, strict_map_key=False, ext_hook=_unpack_tensor)
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         raise ProtocolError(f"malformed values: {error}") from error

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
-from asyncsync.weights.copying import copy_tensors
+from asyncsync.weights.copying import clone, copy_tensors
 from asyncsync.weights.layout import pack_values
 from asyncsync.weights.slab import Slab
-from asyncsync.weights.tree import FlatWeights
+from asyncsync.weights.tensors import check_source, own_value
+from asyncsync.weights.tree import FlatWeights, dotted
 
 PROGRESS_BYTES = 4 << 20
 
@@ -58,7 +59,19 @@ def pack(
 def pack_slab_values(slab: Slab, flat: FlatWeights) -> None:
     """Encode extra state that is no tensor; raises as :func:`asyncsync.weights.layout.pack_values`."""
     paths = slab.layout.value_paths
-    slab.values = pack_values([flat.values[p] for p in paths], "the values") if paths else b""
+    slab.values = pack_values({p: flat.values[p] for p in paths}) if paths else b""
+
+
+def copy_flat(flat: FlatWeights) -> FlatWeights:
+    """Weights of one's own: every tensor copied on its device, a tensor with several names once. Raises TypeError or
+    ValueError if one cannot be copied."""
+    copies: dict[int, torch.Tensor] = {}
+    for path, tensor in flat.tensors.items():
+        if id(tensor) not in copies:
+            check_source(dotted(path), tensor)
+            copies[id(tensor)] = clone(tensor)
+    tensors = {path: copies[id(tensor)] for path, tensor in flat.tensors.items()}
+    return FlatWeights(tensors, {path: own_value(dotted(path), value) for path, value in flat.values.items()})
 
 
 def _pack_cuda(slab: Slab, tensors: list[torch.Tensor], ready: Mapping[torch.device, Any]) -> None:
@@ -83,9 +96,11 @@ def _pack_cuda(slab: Slab, tensors: list[torch.Tensor], ready: Mapping[torch.dev
 
 
 def cuda_events(flat: FlatWeights) -> dict[torch.device, Any] | None:
-    """An event per CUDA device of the sources, recorded on the caller's current stream; None without CUDA sources."""
+    """An event per CUDA device of the sources, recorded on the caller's current stream; None without CUDA sources.
+    Extra state is copied to the host at once."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None
+    flat.values = {path: own_value(dotted(path), value, "cpu") for path, value in flat.values.items()}
     devices = {t.device for t in flat.tensors.values() if t.is_cuda}
     events = {}
     for device in devices:

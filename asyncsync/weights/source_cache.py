@@ -7,19 +7,20 @@ where tensors are takes less, if they are the same as before.
 
 from __future__ import annotations
 
-import weakref
-from operator import attrgetter, call, is_
+from operator import attrgetter
 
 import torch
 
 from asyncsync.weights.copying import is_bytes, memory_of
 from asyncsync.weights.layout import Layout
+from asyncsync.weights.tensors import are_plain
 from asyncsync.weights.tree import FlatWeights, Path, have_specs
 
 FEW = 16
 MOST = 4096
 CACHED_BYTES = 4 << 20  # the interpreter waits while they are copied: half a millisecond
 _is_cpu = attrgetter("is_cpu")
+_nbytes = torch.UntypedStorage.nbytes
 
 
 class AddressCache:
@@ -31,10 +32,14 @@ class AddressCache:
 
     def __init__(self) -> None:
         self.views: list[memoryview] | None = None  # the bytes of the tensors that are noted, if they are known
-        self._tensors: list[weakref.ref[torch.Tensor]] = []
+        # No weak references: torch.utils.swap_tensors(), which `.to()` and load_state_dict() may use, refuses tensors
+        # that have some. An id may be another tensor's later; then it has other memory, or the same storage.
+        self._ids: list[int] = []
         self._pointers: list[int] = []
         self._shapes: list[torch.Size] = []
         self._dtypes: list[torch.dtype] = []
+        self._storages: list[torch.UntypedStorage] = []
+        self._lengths: list[int] = []
         self._is_more = False  # to copy these takes more than to copy bytes
 
     def of(self, tensors: list[torch.Tensor]) -> list[memoryview] | None:
@@ -42,12 +47,14 @@ class AddressCache:
         bytes, and for many tensors that are seen for the first time: they may be others again the next time."""
         if not self.again(tensors):
             self.note(tensors if len(tensors) <= MOST else [])
-            if not self._tensors or len(tensors) > FEW:
+            if not self._ids or len(tensors) > FEW:
                 return None
         if self.views is None and not self._is_more:
             # A tensor that is there twice would get one value, and then another.
             if all(map(is_bytes, tensors)) and len(set(map(id, tensors))) == len(tensors):
                 self._shapes, self._dtypes = [t.shape for t in tensors], [t.dtype for t in tensors]
+                self._storages = list(map(torch.Tensor.untyped_storage, tensors))
+                self._lengths = list(map(_nbytes, self._storages))
                 self.views = [memory_of(tensor) for tensor in tensors]
             else:
                 self._is_more = True
@@ -55,18 +62,17 @@ class AddressCache:
 
     def note(self, tensors: list[torch.Tensor]) -> None:
         """These are the tensors from now on, and lie where they are."""
-        self._tensors, self._pointers, self.views, self._is_more = [], [], None, False
+        self._ids, self._pointers, self.views, self._storages, self._is_more = [], [], None, [], False
         try:
             pointers = list(map(torch.Tensor.data_ptr, tensors))
         except RuntimeError:  # torch knows no memory of such a tensor
             return
-        self._tensors, self._pointers = list(map(weakref.ref, tensors)), pointers
+        self._ids, self._pointers = list(map(id, tensors)), pointers
 
     def again(self, tensors: list[torch.Tensor]) -> bool:
         """Whether these are the tensors of the last time, and lie where they did: then :attr:`views`, if they are
         known, are what :meth:`of` returns."""
-        known = self._tensors
-        if not known or len(tensors) != len(known) or not all(map(is_, tensors, map(call, known))):
+        if not self._ids or len(tensors) != len(self._ids):
             return False
         try:
             if list(map(torch.Tensor.data_ptr, tensors)) != self._pointers:  # addresses tell devices apart, too
@@ -75,7 +81,12 @@ class AddressCache:
             return False
         if any(map(torch.Tensor.is_neg, tensors)) or not all(map(torch.Tensor.is_contiguous, tensors)):
             return False
-        return self.views is None or have_specs(tensors, self._shapes, self._dtypes)
+        if self.views is None:
+            return list(map(id, tensors)) == self._ids
+        # A storage that was resized and is shorter now may have got the same address again.
+        if not are_plain(tensors) or list(map(_nbytes, self._storages)) != self._lengths:
+            return False
+        return have_specs(tensors, self._shapes, self._dtypes)
 
 
 class SourceCache:

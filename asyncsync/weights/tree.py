@@ -85,7 +85,7 @@ def _put(flat: FlatWeights, path: Path, value: Any) -> None:
         raise ValueError(collision(dotted(path)))
     if isinstance(value, torch.Tensor):
         flat.tensors[path] = value
-    elif isinstance(value, np.ndarray) or (is_array(value) and path[-1] != EXTRA_STATE):
+    elif path[-1] != EXTRA_STATE and (isinstance(value, np.ndarray) or is_array(value)):
         flat.tensors[path] = from_array(value, dotted(path))
     else:
         flat.values[path] = value.data if isinstance(value, NonTensorData) else value

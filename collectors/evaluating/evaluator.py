@@ -41,7 +41,7 @@ from asyncsync.model.strategy import WeightStrategy, flat_weights
 from asyncsync.runtime import loop_thread
 from asyncsync.schemes.sources import as_tensordict
 from asyncsync.sync import RayWeightSyncScheme, SharedMemWeightSyncScheme
-from asyncsync.weights.copying import copy_flat
+from asyncsync.weights.packing import copy_flat
 
 STEPS = 200
 """Of the environment, between two of which ends of episodes are looked for."""
