@@ -90,7 +90,9 @@ def ends_early(function: object) -> bool:
 def check_result(result: object, what: str) -> None:
     """Warn of a call that has returned what does its work later."""
     if type(result) in _LATER:
-        problem = f"a call of {what} has returned a {type(result).__name__}, which reads the model after the gate is left"
+        problem = (
+            f"a call of {what} has returned a {type(result).__name__}, which reads the model after the gate is left"
+        )
         remedy = REMEDY.format(what="all of that work")
         warnings.warn(f"{problem}: an update may come in its middle. To keep them apart, {remedy}.", stacklevel=1)
 
