@@ -83,7 +83,7 @@ class Inert:
 def ends_early(function: object) -> bool:
     """Whether a call returns before its work is done: a coroutine function, a generator function, an object whose
     ``__call__`` is one."""
-    both = function, getattr(type(function), "__call__", None)
+    both = function, inspect.getattr_static(type(function), "__call__", None)
     return any(is_early(one) for one in both for is_early in _EARLY)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-from pathlib import Path
 
 import pytest
 
@@ -13,12 +12,9 @@ from helpers.apis import Api
 
 @pytest.mark.requirement(188)
 @pytest.mark.parametrize("name", ["é" * 40, os.fsdecode(b"caf\xe9")], ids=["long in bytes", "not UTF-8"])
-async def test_any_temporary_directory_will_do(
-    api: Api, name: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_any_temporary_directory_will_do(api: Api, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="t") as short:
-        there = Path(short, name)
-        there.mkdir()
-        monkeypatch.setattr(tempfile, "tempdir", str(there))
+        os.mkdir(there := os.path.join(short, name))
+        monkeypatch.setattr(tempfile, "tempdir", there)
         async with api.crew(1) as everybody:
             await everybody.sender.send_async(timeout=10)
