@@ -21,12 +21,27 @@ from typing import Any
 PAGE = Path(__file__).with_name("from-torchrl.md")
 MODULES = {
     "torchrl.weight_update": ("asyncsync.sync", "asyncsync.collectors"),
+    "torchrl.weight_update.llm": ("asyncsync.sync",),
     "torchrl.collectors": ("asyncsync.collectors",),
     "torchrl.collectors.distributed": ("asyncsync.collectors.distributed", "asyncsync.collectors"),
 }
 ACTOR = """`Evaluator(backend="ray", collector_kwargs={"remote_configs": {"num_gpus": 1}})`"""
+SERVER = "a step to come: until then, `asyncsync.sync.ZMQWeightSyncScheme`, with a receiver in the server's program"
 REASONS = {
     # names of modules
+    "VLLMWeightSyncScheme": SERVER,
+    "VLLMWeightSender": SERVER + "; a scheme has both halves",
+    "VLLMWeightReceiver": SERVER + "; a scheme has both halves",
+    "VLLMCollectiveTransport": SERVER + "; no group of NCCL's ranks is made",
+    "VLLMDoubleBufferSyncScheme": SERVER + "; no directory is shared: versions travel through memory",
+    "VLLMDoubleBufferWeightSender": SERVER + "; a scheme has both halves",
+    "VLLMDoubleBufferWeightReceiver": SERVER + "; a scheme has both halves",
+    "VLLMDoubleBufferTransport": SERVER + "; no directory is shared: versions travel through memory",
+    "SGLangWeightSyncScheme": SERVER,
+    "SGLangWeightSender": SERVER + "; a scheme has both halves",
+    "SGLangCollectiveTransport": SERVER + "; no group of NCCL's ranks is made",
+    "get_model_metadata": "no: `connect` shows every receiver names, dtypes and shapes",
+    "get_sglang_model_metadata": "no: `connect` shows every receiver names, dtypes and shapes",
     "BaseCollector": "`asyncsync.collectors.base.BaseCollector`; not exported, as nothing is derived from it directly",
     "AsyncCollector": "`MultiAsyncCollector([create_env_fn], …)`: the same with one worker",
     "AsyncBatchedCollector": "no: for many environments and one policy, `GymEnv(…, num_envs=n)` in a `Collector`",

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 
 import torch
 from torch import nn
@@ -37,7 +38,7 @@ async def train(endpoint: str, keys: str, updates: int, pause: float) -> None:
     async with scheme:
         await scheme.connect()
         print(f"trainer: listening at {endpoint}", flush=True)
-        for _ in range(updates):
+        for _ in range(updates) if updates else itertools.count():
             seen = torch.randn(64, 4)
             loss = (policy(seen) - seen.mean(1, keepdim=True)).square().mean()
             optimizer.zero_grad()
@@ -74,7 +75,7 @@ def main() -> None:
     trainer = parser.add_argument_group("trainer")
     trainer.add_argument("--endpoint", default="tcp://0.0.0.0:5555")
     trainer.add_argument("--keys", default="keys", help="what `asyncsync keygen` has made")
-    trainer.add_argument("--updates", type=int, default=600)
+    trainer.add_argument("--updates", type=int, default=0, help="leave after so many; 0 (default): when Ctrl-C ends it")
     trainer.add_argument("--pause", type=float, default=0.1, help="seconds between two updates")
     subscriber = parser.add_argument_group("subscriber")
     subscriber.add_argument("--connect", default="tcp://localhost:5555")

@@ -32,7 +32,7 @@ from asyncsync.weights.slab import Slab, SlabPool
 FORK_PATIENCE = 2.0
 REMEDY = (
     "with shared memory, workers run on the sender's host, as the same user and in the same pid namespace (in one "
-    "container): use ZMQWeightSyncScheme otherwise"
+    "container): use AutoWeightSyncScheme or ZMQWeightSyncScheme otherwise"
 )
 SMALL_BYTES = 256 << 10
 MADV_POPULATE_WRITE = 23  # Python has no name for it

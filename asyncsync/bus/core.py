@@ -386,7 +386,7 @@ class BusCore(KnownKeywords):
 
     @property
     def metrics_address(self) -> tuple[str, int] | None:
-        """Host and port where figures are served; None: they are not, or not yet."""
+        """``(host, port)`` where figures are served, ``("127.0.0.1", 9100)``; None: they are not, or not yet."""
         return None if self._link is None or self._link.metrics is None else self._link.metrics.address
 
     def status(self) -> BusStatus:

@@ -96,7 +96,7 @@ class Guest:
         if not subscriber.session.online:
             return "there is no connection; does it run, and is this its address?"
         if not subscriber.session.welcomed:
-            return "it is there, but does not answer"
+            return "it is there, but has no version yet, as a relay that has not reached its trainer; or it has stopped"
         if subscriber.holdings.error:
             return "; ".join(str(error) for _, error in subscriber.holdings.error.values())
         if not any(subscriber.session.served.values()):

@@ -30,6 +30,7 @@ from asyncsync.monitor.spans import hooks_of
 from asyncsync.net.endpoint import is_trustworthy, side_channel_path
 from asyncsync.net.introduction import Introduction
 from asyncsync.net.keys import Credentials
+from asyncsync.net.memory_file import is_open
 from asyncsync.net.processes import ProcessWatch, this_process
 from asyncsync.net.side_channel import ALONE, BY_SIDE_CHANNEL, SideChannel, connect, read
 from asyncsync.net.zmq_socket import LoopSocket, dealer
@@ -67,6 +68,7 @@ class ReceiverLink(Link):
         hooks = hooks_of(monitoring.tracing)
         super().__init__("asyncsync-copy")
         self.subscriber = Subscriber(worker, secrets.token_bytes(16), this_process(), settings, role)
+        self.subscriber.session.opens = is_open
         self.gate = gate
         self.gate.bind()
         self.shown: dict[str, tuple[Epoch, int, int, bytes]] = {}

@@ -13,9 +13,7 @@ from functools import update_wrapper
 from types import MethodType
 from typing import Any
 
-from asyncsync.model.hooks import Report, unseen
-
-_LATER = inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction
+from asyncsync.model.hooks import Report, check_result, ends_early, unseen
 
 
 class GatedMethod:
@@ -37,10 +35,12 @@ class GatedMethod:
         frame = sys._getframe()
         enter(frame)
         try:
-            return self._method(*args, **kwargs)
+            result = self._method(*args, **kwargs)
         finally:
             leave(frame)
             del frame  # it refers to itself by this name, and to its callers with all they hold
+        check_result(result, f"{type(self._model).__name__}.{self._name}")
+        return result
 
     def reports_to(self, leave: Report) -> bool:
         """Whether its calls are reported to this function."""
@@ -96,5 +96,5 @@ def _check(model: object, name: str) -> None:
         raise ValueError(f"gated: {kind} has no ordinary method {name!r}; {hint}")
     if not hasattr(model, "__dict__"):
         raise ValueError(f"gated: objects of {kind} have no attributes of their own, and so {name!r} cannot be wrapped")
-    if any(is_later(function) for is_later in _LATER):
+    if ends_early(function):
         raise ValueError(f"gated: a call of {kind}.{name} ends before its work does; put hold() around that work")

@@ -3,10 +3,11 @@ are warned of where a module is registered."""
 
 from __future__ import annotations
 
+import inspect
 import sys
 import warnings
 from collections.abc import Callable
-from types import FrameType
+from types import AsyncGeneratorType, CoroutineType, FrameType, GeneratorType
 from typing import Any, TypeVar
 
 import torch
@@ -31,6 +32,9 @@ REMEDY = (
     'put `with scheme.hold():` around {what}, and pass gate="hold"; or pass apply="on_receive" and apply updates in '
     "receive()"
 )
+
+_EARLY = inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction
+_LATER = frozenset((CoroutineType, GeneratorType, AsyncGeneratorType))
 
 
 def attach(module: nn.Module, enter: Report, leave: Report) -> list[RemovableHandle]:
@@ -76,6 +80,23 @@ class Inert:
                 always_called.pop(key, None)
 
 
+def ends_early(function: object) -> bool:
+    """Whether a call returns before its work is done: a coroutine function, a generator function, an object whose
+    ``__call__`` is one."""
+    both = function, inspect.getattr_static(type(function), "__call__", None)
+    return any(is_early(one) for one in both for is_early in _EARLY)
+
+
+def check_result(result: object, what: str) -> None:
+    """Warn of a call that has returned what does its work later."""
+    if type(result) in _LATER:
+        problem = (
+            f"a call of {what} has returned a {type(result).__name__}, which reads the model after the gate is left"
+        )
+        remedy = REMEDY.format(what="all of that work")
+        warnings.warn(f"{problem}: an update may come in its middle. To keep them apart, {remedy}.", stacklevel=1)
+
+
 def unseen(function: _F) -> _F:
     """Keep dynamo out of what a hook does, which may be a whole update: it would trace it as part of the model."""
     disabled: _F = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
@@ -114,15 +135,19 @@ class Leave(_Hook):
         frame = _call_frame(sys._getframe(1))
         if frame is not None:
             self.report(frame)
+        check_result(output, type(module).__name__)
 
 
 def check_calls(model: nn.Module, *, has_gated_methods: bool = False) -> None:
     """Warn of a module whose calls will not all run the gate's hooks, or that has nothing to be called by: the user's
-    code, which registers it. Raises ValueError if none of its calls will."""
+    code, which registers it. Raises ValueError if none of its calls will, or each ends before its work does."""
     _check_hookable(model)
     stacklevel = _users_level()
     kind = type(model).__name__
     forward = getattr(model, "forward", None)
+    if ends_early(forward):
+        problem = f"a call of {kind}.forward ends before its work does, so that an update may come in its middle"
+        raise ValueError(f"{problem}: {REMEDY.format(what='all of that work')}")
     is_callable = getattr(forward, "__func__", None) is not nn.Module.forward or has_gated_methods
     if not is_callable and not isinstance(model, TensorDictBase):
         remedy = REMEDY.format(what="whatever reads it (its other methods, calls of its submodules)")

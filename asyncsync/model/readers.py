@@ -97,8 +97,8 @@ def refusal(patience: float, writer: int | None, readers: Iterable[Reader]) -> A
     return AckTimeout(
         f"Reading the model was refused: a weight update has been pending for {patience:g} s and must go "
         f"first, but {len(threads)} reader(s) are still inside (in {names or 'no thread'}). Look for a "
-        "hold() that is never left or a forward that does not return, keep holds shorter, or give the gate more "
-        "patience."
+        "hold() that is never left or a forward that does not return, keep holds shorter, or pass a longer "
+        "patience= to init_on_receiver()."
     )
 
 

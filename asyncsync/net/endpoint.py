@@ -35,7 +35,8 @@ def draw_endpoint() -> str:
     """A fresh ipc address in a private directory; nothing is created yet."""
     name = f"{PREFIX}{os.getuid()}-{secrets.token_hex(6)}/bus"
     path = os.path.join(tempfile.gettempdir(), name)
-    if len(path) > MAX_IPC_PATH:
+    # An address is text, and what is no UTF-8 in a path cannot be encoded.
+    if len(os.fsencode(path)) > MAX_IPC_PATH or not path.isprintable():
         path = os.path.join("/tmp", name)
     return f"ipc://{path}"
 

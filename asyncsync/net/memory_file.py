@@ -11,7 +11,8 @@ Usage::
     number = open_place(place, "the trainer's", "workers run on its host")
     mapping = map_private(number, place.size)
 
-To open it takes the same user, host and pid namespace.
+To open it takes the same user, host and pid namespace, and that the owner is dumpable (``prctl(2)``), or else the
+capability CAP_SYS_PTRACE.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import mmap
 import os
 import stat
 import sys
+from pathlib import Path
 from typing import NamedTuple
 
 from asyncsync.errors import WeightSyncError
@@ -107,7 +109,8 @@ def open_place(place: MemoryPlace, whose: str, remedy: str, *, writable: bool = 
     try:
         number = os.open(path, access | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
-        raise WeightSyncError(f"{whose} shared memory cannot be opened ({error}): {remedy}") from error
+        why = f"; {_why_closed(place.pid)}" if isinstance(error, PermissionError) else ""
+        raise WeightSyncError(f"{whose} shared memory cannot be opened ({error}{why}): {remedy}") from error
     try:
         found = os.fstat(number)
         if not stat.S_ISREG(found.st_mode) or (found.st_dev, found.st_ino) != (place.device, place.inode):
@@ -118,6 +121,30 @@ def open_place(place: MemoryPlace, whose: str, remedy: str, *, writable: bool = 
         os.close(number)
         raise
     return number
+
+
+def is_open(pid: int) -> bool:
+    """Whether this process may open the memory files of that one."""
+    try:
+        os.stat(f"/proc/{pid}/ns/pid")  # the kernel asks for the same as for its descriptors
+    except OSError:
+        return False
+    return True
+
+
+def _why_closed(pid: int) -> str:
+    """Why this process may not open the memory files of that one, for people."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return f"process {pid} is hidden from this one"
+    user = int(status.partition("\nUid:")[2].split()[1])
+    if user != os.geteuid():
+        return f"process {pid} runs as user {user}, this one as user {os.geteuid()}"
+    return (
+        f"process {pid} of the same user hides its memory: it is not dumpable, as after setuid() or under some task "
+        "runners, or it has capabilities that this one lacks; prctl(PR_SET_DUMPABLE, 1) in that process cures the first"
+    )
 
 
 def _cannot_shrink(number: int) -> bool:

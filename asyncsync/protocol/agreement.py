@@ -73,7 +73,7 @@ class Agreement:
 
     def accept(self, peer: Peer, ready: messages.Ready) -> None:
         """A worker accepts layouts."""
-        peer.ready = True
+        peer.ready, peer.opens = True, ready.opens
         # Of what it has accepted before, only layouts of targets can matter again.
         peer.accepted &= {(m, t.slab.layout.digest) for m in peer.hello.have for t in self._targets_of(peer, m)}
         for layout in ready.digests.items():

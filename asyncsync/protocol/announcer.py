@@ -44,7 +44,7 @@ class Announcer:
         if not parts:
             return
         # A relay passes bytes on, wherever it is.
-        opens = peer.local is True and peer.hello.role != "relay"
+        opens = peer.local is True and peer.opens and peer.hello.role != "relay"
         streams = not opens and any(slab.streamable for _, slab in parts.values())
         codec = self._settings.compress
         codec = codec if codec and is_decodable(codec, peer.hello.codecs) else ""

@@ -22,6 +22,7 @@ class Peer:
     Attributes:
         route: where it is reached at present.
         local: whether it is a process beside this one (:meth:`Identity.is_beside`).
+        opens: whether it may open this one's memory then.
         applied, staged, failed: per model, the version it holds, has ready, could not apply.
         accepted, refused: ``(model_id, digest)`` of the layouts that fit its models, and why the others do not.
         serial, before: of the latest announcement that it was sent, and of the one before that; 0: none since it came
@@ -48,6 +49,7 @@ class Peer:
     shown: dict[tuple[str, bytes], int] = field(default_factory=dict)
     welcome_after_ping: int = 0
     ready: bool = False
+    opens: bool = True
     transfer: Transfer | None = None
     lost: str | None = None
     lost_at: int = 0

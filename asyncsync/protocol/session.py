@@ -29,6 +29,7 @@ class Session:
         reconnects: whether to wait for another trainer after this one's BYE, as after its crash.
         attempt: of the last HELLO.
         ended: why nothing will come any more; None while alive.
+        opens: whether this process may open the memory of that one, beside it.
         refused: per model, why its layout does not fit; cleared by one that does.
     """
 
@@ -54,6 +55,7 @@ class Session:
         self.reconnects = False
         self.ended: WeightSyncError | None = None
         self.refused: dict[str, SchemaMismatch] = {}
+        self.opens: Callable[[int], bool] = lambda pid: True
         self._settings = settings
         self._models = models
         self._adopted = adopted
@@ -166,7 +168,8 @@ class Session:
                 text = str(error)[:MAX_TEXT]
                 self.send(Refused(welcome.epoch, self.name(model_id), layout.digest, text, welcome.number))
         # Behind the refusals: alone, it could complete a publication that one of them must stop.
-        self.send(Ready(welcome.epoch, accepted))
+        beside = self.identity.is_beside(welcome.pid, welcome.boot, welcome.namespace)
+        self.send(Ready(welcome.epoch, accepted, not beside or self.opens(welcome.pid)))
 
     def fits_by_now(self, model_id: str) -> bool:
         """Whether the trainer's layout has not fitted this model, and does by now: then HELLO is due."""

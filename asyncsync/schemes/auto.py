@@ -86,8 +86,8 @@ class AutoWeightSyncScheme(NearAndFarCore, aio.WeightSyncScheme):
 
     and in every worker, wherever it is, as with :class:`asyncsync.ZMQWeightSyncScheme`, whose keys this one takes, too;
     with them no network has to be trusted. A worker is of this host if it
-    runs on the same boot of it, in the same pid namespace: then its user must be the sender's, too. Without an address
-    that other hosts reach, this is :class:`asyncsync.SharedMemWeightSyncScheme`.
+    runs on the same boot of it, in the same pid namespace. One of them that may not open the sender's memory (another
+    user's process, or the sender is not dumpable) gets its weights over ZeroMQ, too.
 
     Args:
         slots: how many versions may be in use at once, as of :class:`asyncsync.SharedMemWeightSyncScheme`.

@@ -203,8 +203,8 @@ class SchemeCore(SchemeState, ABC):
 
         Raises:
             TypeError: a keyword that looks like a misspelt one of these.
-            ValueError: a bad argument, or a compiled or scripted module with neither ``gate="hold"`` nor
-                ``apply="on_receive"``.
+            ValueError: a bad argument, or, with neither ``gate="hold"`` nor ``apply="on_receive"``, a compiled or
+                scripted module, or one whose ``forward`` is a coroutine function or a generator.
             RuntimeError: this scheme is connected already, or the sender.
         """
         others = kwargs.keys() - signature(self.create_transport).parameters.keys()

@@ -32,8 +32,8 @@ class Receiving:
     ``adopts``: Parameters may get their memory in a slab; ``custom``: the user's own way of applying weights, if any;
     ``options``: for ``create_transport``.
 
-    Raises ValueError: an unknown ``apply`` or ``gate``, a compiled or scripted module whose calls cannot be seen, or no
-    method of a name in ``gated``.
+    Raises ValueError: an unknown ``apply`` or ``gate``, a compiled or scripted module whose calls cannot be seen, one
+    whose calls end before their work does, or no method of a name in ``gated``.
     """
 
     def __init__(

@@ -138,8 +138,11 @@ class Welcome(Instruction, kind=2, max_payload=MAX_MODELS):
 
 @dataclass(frozen=True, slots=True)
 class Ready(Instruction, kind=3):
+    """``opens``: whether this worker may open the memory of its trainer, where that is a process beside it."""
+
     epoch: Epoch
     digests: Digests
+    opens: Boolean = True
 
 
 @dataclass(frozen=True, slots=True)

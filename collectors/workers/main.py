@@ -64,12 +64,14 @@ def run_worker(
     seed_apart()
     # Before the control page: that it can be opened shows that this is the trainer's pid.
     watched = [bell, *_trainer(place.pid)]
+    channel = Channel(end)
     try:
-        loop = WorkerLoop(Channel(end), index, place, schemes)
-    except WeightSyncError:
+        loop = WorkerLoop(channel, index, place, schemes)
+    except WeightSyncError as error:
         if bell.poll(1.0):
             return  # the trainer has ended meanwhile
-        raise
+        report(channel, error)
+        sys.exit(1)
     threading.Thread(target=loop.listen, args=(watched,), name="asyncsync-collector-bell", daemon=True).start()
     code = 0
     try:
@@ -83,7 +85,7 @@ def run_worker(
     except BaseException as error:
         if not (loop.page.stopped and isinstance(error, (ClosedError, WeightSyncError))):
             code = 1
-            loop.report(error)
+            report(channel, error)
     if loop.is_orphaned or not loop.page.stopped:
         loop.sweep(ORPHAN_SECONDS if loop.is_orphaned else 0.0)
     loop.ended.set()
@@ -110,6 +112,14 @@ def _trainer(pid: int) -> list[int]:
     except OSError as error:  # forbidden by a sandbox: the bell remains
         logger.debug("cannot watch process %d: %s", pid, error)
         return []
+
+
+def report(channel: Channel, error: BaseException) -> None:
+    """Tell the trainer why this process ends."""
+    try:
+        channel.put(encode(("failed", Failure.of(error))), SEND_SECONDS)
+    except OSError:
+        logger.exception("a collector's worker has failed, and its trainer cannot be told of %r", error)
 
 
 class WorkerLoop:
@@ -188,12 +198,6 @@ class WorkerLoop:
 
     def close(self) -> None:
         self._worker.close()
-
-    def report(self, error: BaseException) -> None:
-        try:
-            self._channel.put(encode(("failed", Failure.of(error))), SEND_SECONDS)
-        except OSError:
-            logger.exception("a collector's worker has failed, and its trainer cannot be told of %r", error)
 
     # -- messages -----------------------------------------------------------------------------------------------------
 

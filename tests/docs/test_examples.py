@@ -224,6 +224,19 @@ def test_multi_host_pubsub_is_followed_by_those_with_keys_only(tmp_path: Path, u
     assert private_directories() == []
 
 
+@pytest.mark.thorough
+def test_the_trainer_for_many_hosts_goes_on_until_it_is_stopped(tmp_path: Path, unused_tcp_port: int) -> None:
+    assert main(["keygen", str(tmp_path / "keys"), "--workers", "1"]) == 0
+    address = f"tcp://127.0.0.1:{unused_tcp_port}"
+    trainer = [EXAMPLES / "multi_host_pubsub.py", "--role", "trainer", "--endpoint", address, "--pause", "0"]
+    with start(*trainer, cwd=tmp_path) as training:
+        assert training.stdout is not None
+        assert any("version 700," in line for line in training.stdout), "for a reader it is there as long as needed"
+        training.send_signal(signal.SIGINT)
+        code, _, err = finish(training)
+    assert (code, err) == (0, "")
+
+
 def test_sb3_workers_says_what_it_needs(tmp_path: Path) -> None:
     code, out, err = run(EXAMPLES / "sb3_workers.py", cwd=tmp_path, without="stable_baselines3")
     assert (code, out) == (1, "")

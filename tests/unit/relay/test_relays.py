@@ -563,3 +563,13 @@ def free_ports(count: int) -> list[int]:
         for probe in probes:
             probe.bind(("127.0.0.1", 0))
         return [probe.getsockname()[1] for probe in probes]
+
+
+async def test_a_relay_without_a_trainer_is_told_from_one_that_does_not_answer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    down = f"ipc://{tmp_path}/down"
+    async with relaying(RelayOptions(upstream=f"ipc://{tmp_path}/up", bind=down)):
+        command = ["fetch", down, "--out", str(tmp_path / "policy.safetensors"), "--timeout", "1"]
+        assert await asyncio.to_thread(main, command) == 1
+    assert "has no version yet, as a relay that has not reached its trainer" in capsys.readouterr().err
