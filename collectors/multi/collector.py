@@ -225,6 +225,7 @@ class MultiCollector(GroupCollector, metaclass=Chooses):
             update_at_each_batch=update_at_each_batch,
             max_weight_update_interval=max_weight_update_interval,
             trajectories=None if replay_buffer is not None else trajectories,
+            writes_trajectories=replay_buffer is not None and trajectories is not None,
             dim=dim,
             threshold=threshold,
         )
