@@ -43,6 +43,7 @@ from asyncsync.collectors.multi.calls import Calls
 from asyncsync.collectors.multi.driver import Driver
 from asyncsync.collectors.multi.group_collector import GroupCollector
 from asyncsync.collectors.multi.starting import (
+    check_own_schemes,
     check_shared,
     connect,
     described,
@@ -291,6 +292,7 @@ class MultiCollector(GroupCollector, metaclass=Chooses):
         defaults = {p.name: p.default for p in inspect.signature(MultiCollector.__init__).parameters.values()}
         kind = Collector if collector_class is None else collector_class
         each_own = [self._with_options(i, with_partial(kind, own, defaults)) for i, own in enumerate(each_own)]
+        check_own_schemes([{**own, **given} for given in each_own])
         sent = {m: scheme for m, scheme in weight_sync_schemes.items() if not self._goes_with_workers(m)}
         self._set_up_senders(sent, updater, self, count)
         for scheme in self._sender_schemes.values():
