@@ -22,6 +22,7 @@ from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, ExitStack, contextmanager
 from operator import attrgetter
+from types import GenericAlias
 from typing import Any, Protocol
 
 import torch
@@ -143,6 +144,10 @@ class BaseCollector(WeightsAPI, InspectionAPI, Lifetime, IterableDataset[TensorD
         self._post_collect_hook = post_collect_hook
         self._worker_idx = worker_idx
         self._free_error: BaseException | None = None
+
+    def __class_getitem__(cls, item: Any) -> GenericAlias:
+        # ray.remote() asks for the signature of every method, and the data set's own __class_getitem__ has none.
+        return GenericAlias(cls, item)
 
     # -- iteration ----------------------------------------------------------------------------------------------------
 

@@ -220,6 +220,8 @@ class SchemeCore(SchemeState, ABC):
         if model is None and context is not None:
             model = resolve_model(context, model_id)
         self._check_fresh("receiver")
+        if self._takes_part and (check := getattr(context, "_check_receives", None)) is not None:
+            check(model_id)
         if not isinstance(reconnect, bool):
             raise TypeError(f"reconnect must be True or False, not {reconnect!r}")
         if patience is not None:

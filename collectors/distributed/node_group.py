@@ -22,6 +22,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -33,7 +34,7 @@ from asyncsync.collectors.distributed.node_calls import NodeCalls
 from asyncsync.collectors.multi.starting import pickled
 from asyncsync.collectors.trajectories import _TrajectoryPool
 from asyncsync.collectors.whole_trajectories import WholeTrajectories
-from asyncsync.collectors.workers.group import RolloutRequest, RolloutResult, WorkerGroup, WorkerInfo
+from asyncsync.collectors.workers.group import FreeLimits, RolloutRequest, RolloutResult, WorkerGroup, WorkerInfo
 from asyncsync.collectors.workers.rollout_worker import FREE
 from asyncsync.collectors.workers.shared_batches import SharedPlaces
 from asyncsync.errors import AckTimeout, PeerLost
@@ -73,7 +74,10 @@ class NodeGroup(WorkerGroup):
         self._node_calls = NodeCalls(self._submit, self._reply)
         self._requested: dict[int, RolloutRequest] = {}  # of each node that rolls out
         self._free: set[int] = set()  # nodes that run free
-        self._free_total, self._free_random = math.inf, 0
+        self._finished: set[int] = set()  # and those that have done so
+        self._limits = FreeLimits(math.inf, 0)
+        self._done: Counter[int] = Counter()  # rollouts of each node that runs free
+        self._begun = 0  # frames of rollouts under way into the replay buffer
         self._wanted = Wishes(0)  # of all nodes
         self._newest: list[int] = []  # and of each
         self._told: dict[int, Wishes] = {}  # each node's last ones
@@ -209,6 +213,8 @@ class NodeGroup(WorkerGroup):
 
     def request(self, worker: int, request: RolloutRequest) -> None:
         self._requested[worker] = request
+        if self._writes:
+            self._begun += self.infos[worker].frames
         if self.states[worker] != "starting":  # else it is being launched again
             self._roll_out(worker, request)
 
@@ -223,6 +229,7 @@ class NodeGroup(WorkerGroup):
         serial, steps, frames = answer.value
         if self._writes:
             self.frames += frames
+            self._begun -= self.infos[rank].frames
         if rank in self._free:
             self._go_on(rank)
         else:
@@ -236,14 +243,16 @@ class NodeGroup(WorkerGroup):
     def cut(self, serial: int) -> None:
         self._want(cut=serial)
 
-    def run_free(self, total: float, random: int) -> None:
-        self._free_total, self._free_random = total, random
+    def run_free(self, total: float, random: int, batch: int | None = None) -> None:
         for rank, state in self.states.items():
             if state not in ("starting", "paused"):
                 self.states[rank] = "running"
-        self.call_soon(self._set_free)
+        self.call_soon(self._set_free, total, random, batch)
 
-    def _set_free(self) -> None:
+    def _set_free(self, total: float, random: int, batch: int | None) -> None:
+        self._limits = FreeLimits.of(total, random, batch, self.frames + self._begun)
+        self._done.clear()
+        self._finished.clear()
         self._free = set(self.states)
         for rank in self._free - self._requested.keys():
             self._go_on(rank)
@@ -251,14 +260,17 @@ class NodeGroup(WorkerGroup):
 
     def _unpaused(self, rank: int) -> str:
         """The state of a node that has connected, and is not paused."""
-        return "running" if rank in self._free else "finished" if self.frames >= self._free_total else "connected"
+        return "running" if rank in self._free else "finished" if rank in self._finished else "connected"
 
     def _go_on(self, rank: int) -> None:
         """One more rollout of a node that runs free, if there are not enough frames yet."""
-        if self.frames < self._free_total:
-            self.request(rank, RolloutRequest(FREE, self.frames < self._free_random, None))
+        limits, before, done = self._limits, self.frames + self._begun, self._done[rank]
+        if done < limits.rollouts and before < limits.total:
+            self._done[rank] += 1
+            self.request(rank, RolloutRequest(FREE, limits.is_random(before, done), None))
         elif self.states[rank] != "starting":
             self._free.discard(rank)
+            self._finished.add(rank)
             self.states[rank] = "finished"
 
     # -- wishes -------------------------------------------------------------------------------------------------------

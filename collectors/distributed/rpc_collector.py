@@ -117,6 +117,13 @@ class RPCCollector(LaunchedCollector):
             self._senders.send(first, None, max(0.0, deadline - time.monotonic()))
             self._published(self._senders.version)
 
+    def start(self) -> None:
+        """Raises NotImplementedError: there is no replay buffer."""
+        raise NotImplementedError(
+            "RPCCollector hands its batches to this process and has no replay buffer to collect into: iterate, or use "
+            "DistributedCollector or RayCollector, which take replay_buffer="
+        )
+
     @property
     def collector_rrefs(self) -> dict[int, Any]:
         """References to the nodes' collectors, by their ranks, for calls of RPC's own:

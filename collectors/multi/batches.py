@@ -19,7 +19,8 @@ class BatchArguments:
     """What the batches of a collector are like: its arguments of these names, checked. ``frames`` are those of each
     worker's rollouts; ``total_frames`` is math.inf where there is no end. The rollouts of a synchronous batch lie one
     after another along ``dim`` (None: they are stacked); when ``threshold``, a fraction of them, are done, the others
-    are cut."""
+    are cut. ``writes_trajectories``: workers write whole ones into the replay buffer, so that rollouts differ in
+    frames."""
 
     frames: list[int]
     total_frames: float
@@ -31,6 +32,7 @@ class BatchArguments:
     max_weight_update_interval: int
     postproc: Callable[[Any], Any] | None = None
     trajectories: WholeTrajectories | None = None
+    writes_trajectories: bool = False
     dim: int | None = None
     threshold: float = 1.0
 

@@ -43,6 +43,7 @@ from asyncsync.collectors.multi.calls import Calls
 from asyncsync.collectors.multi.driver import Driver
 from asyncsync.collectors.multi.group_collector import GroupCollector
 from asyncsync.collectors.multi.starting import (
+    check_own_schemes,
     check_shared,
     connect,
     described,
@@ -225,6 +226,7 @@ class MultiCollector(GroupCollector, metaclass=Chooses):
             update_at_each_batch=update_at_each_batch,
             max_weight_update_interval=max_weight_update_interval,
             trajectories=None if replay_buffer is not None else trajectories,
+            writes_trajectories=replay_buffer is not None and trajectories is not None,
             dim=dim,
             threshold=threshold,
         )
@@ -290,6 +292,7 @@ class MultiCollector(GroupCollector, metaclass=Chooses):
         defaults = {p.name: p.default for p in inspect.signature(MultiCollector.__init__).parameters.values()}
         kind = Collector if collector_class is None else collector_class
         each_own = [self._with_options(i, with_partial(kind, own, defaults)) for i, own in enumerate(each_own)]
+        check_own_schemes([{**own, **given} for given in each_own])
         sent = {m: scheme for m, scheme in weight_sync_schemes.items() if not self._goes_with_workers(m)}
         self._set_up_senders(sent, updater, self, count)
         for scheme in self._sender_schemes.values():

@@ -306,12 +306,18 @@ class Driver(ABC):
         self._group.check()
         self.count_free()
         if self.free is None:
-            self._group.run_free(self._arguments.total_frames, self._arguments.init_random_frames)
+            arguments = self._arguments
+            self._group.run_free(arguments.total_frames, arguments.init_random_frames, self._free_batch())
 
             async def begin() -> None:
                 self.free = asyncio.create_task(self._watch())
 
             loop_thread.run(begin)
+
+    def _free_batch(self) -> int | None:
+        """Frames of a batch, of which workers that run free do equal numbers; None: they share the frames as they
+        come."""
+        return None
 
     async def _watch(self) -> None:
         """Wait for the workers that run free, so that a failure is logged at once."""

@@ -37,6 +37,7 @@ from asyncsync.collectors.workers.group import WorkerGroup
 from asyncsync.errors import AckTimeout, PartialSendError, PeerLost
 from asyncsync.runtime import loop_thread
 from asyncsync.runtime.interruption import uninterrupted
+from asyncsync.schemes.sources import follow
 
 FAILURE_SECONDS = 1.0
 """How long a worker's own failure is waited for when the bus reports that the worker is lost."""
@@ -234,6 +235,25 @@ class GroupCollector(GroupInspection, BaseCollector):
         return self.postproc is not None and belongs_to("postproc", model_id)
 
     # -- updates ------------------------------------------------------------------------------------------------------
+
+    def _check_receives(self, model_id: str) -> None:
+        """Raises ValueError: a model of this name that is received here would reach none of the workers."""
+        is_passed_on = model_id in self._sender_schemes or (model_id == "policy" and self.weight_updater is not None)
+        if not is_passed_on and not self._is_own(model_id):
+            raise ValueError(
+                f"{model_id!r} would come to this {type(self).__name__} and to none of its workers, which act with it: "
+                f"pass weight_sync_schemes={{{model_id!r}: scheme}}, too, which brings it to them"
+            )
+
+    def _is_own(self, model_id: str) -> bool:
+        """Whether a model that is here is no copy of the workers'."""
+        if belongs_to("policy", model_id):
+            return False
+        try:
+            follow(self, model_id)
+        except (AttributeError, LookupError, TypeError):
+            return False
+        return True
 
     def _take(self, given: Any) -> None:
         if "policy" not in self._sender_schemes and self.weight_updater is None:

@@ -54,6 +54,11 @@ class SyncDriver(Driver):
         self.busy, self._results = {}, {}
         return self._done(self._places[0], place, results)
 
+    def _free_batch(self) -> int | None:
+        # Whole trajectories are written when they have ended: rollouts do not have the same number of frames.
+        arguments = self._arguments
+        return None if arguments.writes_trajectories else self.frames_of_batch(arguments.frames)
+
     def _are_done(self) -> bool:
         """Whether all rollouts are. When enough of them are, the others are cut."""
         while self._group.results:

@@ -41,6 +41,7 @@ from asyncsync.collectors.workers.rollout_worker import Specification
 from asyncsync.errors import AckTimeout
 from asyncsync.runtime import loop_thread
 from asyncsync.runtime.threads import elsewhere
+from asyncsync.schemes.none import NoSyncCore
 
 
 def frames_of_workers(
@@ -147,6 +148,19 @@ def check_shared(replay_buffer: Any) -> None:
         )
 
 
+def check_own_schemes(arguments: Sequence[Mapping[str, Any]]) -> None:
+    """Raises ValueError: several workers with workers of their own would send by the same scheme, from one address."""
+    given = [found for one in arguments for found in (one.get("weight_sync_schemes") or {}).items()]
+    moving = [(m, scheme) for m, scheme in given if not isinstance(scheme, NoSyncCore)]
+    for model_id, scheme in moving:
+        if sum(scheme is other for _, other in moving) > 1:
+            raise ValueError(
+                f"weight_sync_schemes[{model_id!r}] is the same scheme for several workers, and each needs one of its "
+                "own for the workers below it: leave it out, pass collector_kwargs=[{…}, {…}] with a dict for each "
+                "node, or make the scheme in a function that is the collector_class"
+            )
+
+
 def described(
     factories: Sequence[Any], arguments: Sequence[dict[str, Any]], pool: Callable[[], Any], **common: Any
 ) -> list[bytes]:
@@ -189,7 +203,8 @@ def ways_of_weights(
     updater = None if weight_updater is None else make_updater(weight_updater, policy)
     if schemes is None:
         has_weights = isinstance(policy, nn.Module) and bool([*policy.parameters(), *policy.buffers()])
-        needs_one = has_weights or isinstance(updater, MultiProcessedWeightUpdater)
+        are_made_there = has_factory and policy is None and updater is None
+        needs_one = has_weights or are_made_there or isinstance(updater, MultiProcessedWeightUpdater)
         schemes = {"policy": default()} if needs_one else {}
     brings_weights = updater is not None or "policy" in schemes
     if policy is not None and has_factory and not brings_weights:

@@ -109,6 +109,11 @@ class ActingWeights:
                 scheme._check_fresh("receiver")
             else:
                 check_name("weight_recv_schemes", model_id, scheme)
+                if context.acts_elsewhere and scheme._takes_part and scheme.context is not context:
+                    raise ValueError(
+                        f"weight_recv_schemes[{model_id!r}] was initialised without this collector as its context, so "
+                        "what it receives would not reach the workers: leave init_on_receiver() to the collector"
+                    )
         begun = []
         try:
             for model_id, scheme in fresh.items():

@@ -246,6 +246,8 @@ class WeightsAPI:
         if own and worker_ids is not None:
             raise ValueError(f"unknown model_id {sorted(own)}: the workers receive {sorted(senders.schemes)}")
         applied = {m: self._registered(m) if w is None else w for m, w in own.items()}
+        for model_id in [m for m, w in sent.items() if w is None and not senders.schemes[m]._sources.exist()]:
+            self._registered(model_id)  # raises: there is nothing to send
         if sent:
             for model_id, source in applied.items():  # before anything is sent
                 fitted(self._acting(model_id), source)

@@ -152,7 +152,8 @@ class WeightUpdaterBase:
             self._sync_weights_with_worker(worker_id=None, server_weights=weights)
             return
         for worker in [workers] if isinstance(workers, int | torch.device) else workers:
-            self._sync_weights_with_worker(worker_id=worker, server_weights=weights)
+            if not self._skip_update(worker):
+                self._sync_weights_with_worker(worker_id=worker, server_weights=weights)
 
     def _get_server_weights(self) -> Any:
         """The weights to push where none are given; None (here): there are none."""
@@ -161,6 +162,10 @@ class WeightUpdaterBase:
     def _maybe_map_weights(self, server_weights: Any) -> Any:
         """For subclasses: change the weights before they are distributed. Here they stay as they are."""
         return server_weights
+
+    def _skip_update(self, worker_id: int | torch.device) -> bool:
+        """For subclasses: whether this worker gets no weights this time. Here, each gets them."""
+        return False
 
     def all_worker_ids(self) -> list[int] | list[torch.device] | None:
         """All workers; None (here): there is one place only, without a name."""

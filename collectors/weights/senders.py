@@ -97,9 +97,10 @@ class Senders:
             await scheme.send_async()
 
     def _divided(self, update: Mapping[str, Any]) -> tuple[Bus | None, dict[str, Any], list[WeightSyncScheme]]:
-        """An update's bus, what goes over it, and the schemes that only count versions."""
-        moved = {m: weights for m, weights in update.items() if not isinstance(self.schemes[m], BlockingNoSync)}
-        return self.bus_of(update), moved, [self.schemes[m] for m in update.keys() - moved.keys()]
+        """An update's bus, what goes over it by the names there, and the schemes that only count versions."""
+        moving = {m: s for m, s in self.schemes.items() if m in update and not isinstance(s, BlockingNoSync)}
+        moved = {scheme.model_id or "": update[m] for m, scheme in moving.items()}
+        return self.bus_of(update), moved, [self.schemes[m] for m in update.keys() - moving.keys()]
 
     @property
     def version(self) -> int:
@@ -147,7 +148,8 @@ def _check_free(model_id: str, scheme: WeightSyncScheme) -> None:
 
 
 def _check_initialised(model_id: str, scheme: WeightSyncScheme, num_workers: int | None) -> None:
-    check_name("weight_sync_schemes", model_id, scheme)
+    if scheme.model_id is not None or num_workers is not None:  # a RayModuleTransform gives its scheme no name
+        check_name("weight_sync_schemes", model_id, scheme)
     count = scheme._bus.num_workers
     if num_workers is not None and count not in (None, num_workers):
         raise ValueError(

@@ -8,6 +8,7 @@ identifiers and of frames, are written by all, under a lock that the kernel free
 from __future__ import annotations
 
 import fcntl
+import math
 import mmap
 import os
 import threading
@@ -23,7 +24,7 @@ from asyncsync.net.memory_file import MemoryPlace, create, open_place, seal
 TRAINER = "the trainer's"
 REMEDY = "a collector's workers run on its host, as the same user and in the same pid namespace, and end with it"
 
-_STOP, _PAUSE, _CUT, _TRAJECTORIES, _FRAMES, _COUNTED, _NEWEST = 0, 1, 2, 3, 4, 5, 16
+_STOP, _PAUSE, _CUT, _TRAJECTORIES, _FRAMES, _COUNTED, _BEGUN, _NEWEST = 0, 1, 2, 3, 4, 5, 6, 16
 
 
 class _Number:
@@ -117,9 +118,27 @@ class ControlPage:
         with self._locked():
             self._slots[_FRAMES] = frames
 
-    def add_frames(self, n: int) -> None:
+    @property
+    def begun(self) -> int:
+        """Frames that were collected, and those of rollouts under way."""
+        with self._locked():
+            return self._slots[_FRAMES] + self._slots[_BEGUN]
+
+    def begin(self, expected: int, total: float = math.inf) -> int | None:
+        """Begin a rollout of so many frames. Returns how many have been collected or begun before; None: that is the
+        total, and this rollout is not to be done."""
+        with self._locked():
+            before = self._slots[_FRAMES] + self._slots[_BEGUN]
+            if before >= total:
+                return None
+            self._slots[_BEGUN] += expected
+        return before
+
+    def add_frames(self, n: int, expected: int) -> None:
+        """After a rollout that was begun with ``expected`` frames, and has collected ``n``."""
         with self._locked():
             self._slots[_FRAMES] += n
+            self._slots[_BEGUN] -= expected
 
     def advance_trajectories(self, n: int, least: int = 0) -> int:
         """Draw ``n`` identifiers, none below ``least``; returns the first."""

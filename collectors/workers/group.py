@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import math
 import os
 import time
 from abc import ABC, abstractmethod
@@ -63,6 +64,31 @@ class RolloutResult(NamedTuple):
     frames: int
     payload: Any
     layout: Any
+
+
+class FreeLimits(NamedTuple):
+    """How far each worker that runs free goes: it begins a rollout while ``total`` frames have not been collected or
+    begun by all workers, and it has not done ``rollouts`` itself. Those that begin before ``random`` frames, and its
+    first ``random_rollouts``, are with random actions."""
+
+    total: float
+    random: int
+    rollouts: float = math.inf
+    random_rollouts: int = 0
+
+    @classmethod
+    def of(cls, total: float, random: int, batch: int | None, before: int) -> FreeLimits:
+        """For a collector with ``before`` frames, whose batches have ``batch`` frames of all workers; None: each
+        rollout counts for itself."""
+        if batch is None:
+            return cls(total, random)
+        rollouts = total if total == math.inf else math.ceil((total - before) / batch)
+        return cls(math.inf, 0, rollouts, math.ceil((random - before) / batch))
+
+    def is_random(self, before: int, done: int) -> bool:
+        """Whether a worker's next rollout is, with ``before`` frames of all workers and ``done`` rollouts of its
+        own."""
+        return before < self.random or done < self.random_rollouts
 
 
 class WorkerInfo(NamedTuple):
@@ -174,9 +200,10 @@ class WorkerGroup(ABC):
         """End rollouts with this serial number, or a smaller one, after the step under way."""
 
     @abstractmethod
-    def run_free(self, total: float, random: int) -> None:
+    def run_free(self, total: float, random: int, batch: int | None = None) -> None:
         """Have all workers roll out into the replay buffer until :attr:`frames` is ``total``, the first so many with
-        random actions."""
+        random actions. ``batch``: frames of all workers' rollouts, of which each does as many as the others; None: each
+        begins a rollout whenever frames are missing."""
 
     @property
     def finished(self) -> bool:

@@ -6,7 +6,7 @@ of the trainer's process, and ends this process when the trainer's time for that
 
 When its imports are over it says ``("begun",)``. Messages come through a channel: first ``("build", specification)``.
 Others are answered between two rollouts: ``("rollout", serial, random, lease)``, ``("learn", arrangement, index)``,
-``("follow", root, index)``, ``("call", number, name, arguments)``, ``("run", total, random_frames)``, ``("stop",)``.
+``("follow", root, index)``, ``("call", number, name, arguments)``, ``("run", limits)``, ``("stop",)``.
 Whatever the user's code raises is sent back, and ends the process.
 """
 

@@ -18,7 +18,7 @@ from asyncsync.collectors.trajectories import _TrajectoryPool
 from asyncsync.collectors.workers.channel import encode
 from asyncsync.collectors.workers.control_page import ControlPage, SharedPool
 from asyncsync.collectors.workers.failures import died, note
-from asyncsync.collectors.workers.group import RolloutRequest, RolloutResult, WorkerGroup, WorkerInfo
+from asyncsync.collectors.workers.group import FreeLimits, RolloutRequest, RolloutResult, WorkerGroup, WorkerInfo
 from asyncsync.collectors.workers.main import run_worker
 from asyncsync.collectors.workers.process import WorkerProcess
 from asyncsync.collectors.workers.shared_batches import Arrangement, SharedPlaces
@@ -48,6 +48,7 @@ class ProcessGroup(WorkerGroup):
         self._context = multiprocessing.get_context(start_method)
         self._workers: list[WorkerProcess] = []
         self._page = ControlPage()
+        self._writes = False  # into a replay buffer
 
     @property
     def pids(self) -> list[int]:
@@ -62,6 +63,7 @@ class ProcessGroup(WorkerGroup):
         return sum(worker.is_alive for worker in self._workers)
 
     def start(self, specifications: Sequence[bytes], schemes: Mapping[str, Any], replay_buffer: Any) -> None:
+        self._writes = replay_buffer is not None
         loop_thread.run(self._watch)
         for pickled in specifications:
             index = len(self._workers)
@@ -85,6 +87,8 @@ class ProcessGroup(WorkerGroup):
     def request(self, worker: int, request: RolloutRequest) -> None:
         serial, random, place = request
         self.states[worker] = "running"  # also after it has run free, and finished
+        if self._writes:
+            self._page.begin(self.infos[worker].frames)
         self.post(worker, ("rollout", serial, random, place.lease))
 
     def places(self, workers: Sequence[int], dim: int | None) -> SharedPlaces:
@@ -97,11 +101,12 @@ class ProcessGroup(WorkerGroup):
     def cut(self, serial: int) -> None:
         self._page.cut(serial)
 
-    def run_free(self, total: float, random: int) -> None:
+    def run_free(self, total: float, random: int, batch: int | None = None) -> None:
+        limits = FreeLimits.of(total, random, batch, self._page.begun)
         for worker in self._workers:
             if self.states[worker.index] == "finished":  # one that is paused is so until the pause ends
                 self.states[worker.index] = "running"
-            self.post(worker.index, ("run", total, random))
+            self.post(worker.index, ("run", limits))
 
     def pause(self) -> None:
         self._page.paused = True

@@ -30,7 +30,7 @@ from asyncsync.collectors.trajectories import processed
 from asyncsync.collectors.workers.batch_writer import BatchWriter
 from asyncsync.collectors.workers.channel import dumps
 from asyncsync.collectors.workers.control_page import ControlPage, page_at
-from asyncsync.collectors.workers.group import RolloutRequest, RolloutResult, WorkerInfo
+from asyncsync.collectors.workers.group import FreeLimits, RolloutRequest, RolloutResult, WorkerInfo
 
 FREE = sys.maxsize  # serial number of rollouts that are never cut
 
@@ -177,7 +177,7 @@ class RolloutWorker:
         if self._page.stopped:
             raise Stopped
         if self._writes:
-            self._page.add_frames(frames)
+            self._page.add_frames(frames, self.collector.requested_frames_per_batch)
         return batch, frames
 
     # -- what its collector reads between two steps --------------------------------------------------------------------
@@ -202,14 +202,16 @@ class RolloutWorker:
             self._report_pause()
         self._is_paused = False
 
-    def run_free(self, total: float, random_frames: int) -> None:
-        """Roll out into the replay buffer until all workers have collected the total, or the trainer wants the end."""
+    def run_free(self, limits: FreeLimits) -> None:
+        """Roll out into the replay buffer within these limits, or until the trainer wants the end."""
         self._serial = FREE
-        while self._page.frames < total:
+        done, frames = 0, self.collector.requested_frames_per_batch
+        while done < limits.rollouts and (before := self._page.begin(frames, limits.total)) is not None:
             if self._page.paused:
                 self._stand_still()
             self._serve()
-            self._collect(self._page.frames < random_frames)
+            self._collect(limits.is_random(before, done))
+            done += 1
 
     # -- calls between two rollouts -----------------------------------------------------------------------------------
 

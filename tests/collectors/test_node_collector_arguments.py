@@ -27,6 +27,7 @@ DEFAULTS = {
     "max_weight_update_interval": -1, "launcher": "submitit", "tcp_port": None, "backend": "gloo",
 }  # fmt: skip
 KINDS = [RPCCollector, DistributedCollector, RayCollector]
+OWN_SCHEME = {"weight_sync_schemes": {"policy": sync.SharedMemWeightSyncScheme()}}
 
 
 @pytest.mark.requirement(120, 144, 148, 149, 150, 151)
@@ -60,6 +61,7 @@ def test_constructors_show_their_parameters_and_document_them(kind: Any) -> None
         ({"num_workers_per_collector": 2}, ValueError, "nodes run a collector that has no workers: pass collector_cl"),
         ({"collector_kwargs": [{}, {}, {}]}, ValueError, "collector_kwargs has 3 entries, but there are 2 workers"),
         ({"collector_kwargs": {"frames_per_batch": 3}}, ValueError, r"\['frames_per_batch'\] in collector_kwargs"),
+        ({"collector_class": "sync", "collector_kwargs": OWN_SCHEME}, ValueError, r"same scheme .*kwargs=\[\{"),
         ({"update_after_each_batch": True, "policy": None}, ValueError, "nothing brings them to the workers"),
         ({"policy_factory": policy}, TypeError, "policy and policy_factory exclude each other|weights go from one"),
         ({"policy_device": "cuda:77"}, ValueError, "policy_device='cuda:77', but torch finds"),

@@ -77,7 +77,8 @@ def test_a_pause_holds_nodes_and_start_needs_a_replay_buffer(family: str) -> Non
     found = seen(family)["synchronous"]
     assert found["waited"]
     assert found["went on"] == [2, 3]
-    assert "pass replay_buffer=" in found["start"]
+    remedy = "use DistributedCollector or RayCollector" if family == "by_rpc" else "pass replay_buffer="
+    assert remedy in found["start"]
 
 
 @pytest.mark.requirement(208)
@@ -131,6 +132,12 @@ def test_nodes_have_workers_and_pass_on_what_their_collector_receives(family: st
     assert found["shape"] == [2, 4]
     assert found["values"] == [5.0]
     assert found["ids"] == 2
+
+
+@pytest.mark.requirement(130, 153, 237)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_reach_policies_that_the_workers_of_nodes_have_made(family: str) -> None:
+    assert seen(family)["made_there"] == {"first": [1.0], "updated": [5.0]}
 
 
 @pytest.mark.requirement(156)

@@ -116,14 +116,14 @@ def test_the_end_closes_environments_if_it_is_to(family: str) -> None:
     assert seen(family)["at_random"]["closed"] == [(True, True), (True, False)]
 
 
-@pytest.mark.requirement(155, 158, 165)
+@pytest.mark.requirement(155, 158, 165, 240)
 def test_running_free_into_a_replay_buffer(family: str) -> None:
     """RPCCollector has no replay buffer: tests/collectors/test_node_collectors.py."""
     found = seen(family)["in_the_background"]
     if family == "by_rpc":
         assert found is None
     else:
-        assert found == {"paused": True, "running": True, "closed": True}
+        assert found == {"paused": True, "running": True, "closed": True, "frames": (24, 24)}
 
 
 @pytest.mark.requirement(121, 171)

@@ -51,6 +51,21 @@ class Recorder(WeightUpdaterBase):
         self.given = (args, kwargs)
 
 
+class Sparing(Recorder):
+    """Sends one worker nothing, as TorchRL documents it."""
+
+    def _skip_update(self, worker_id: Any) -> bool:
+        return worker_id == 1
+
+
+@pytest.mark.requirement(51)
+def test_a_subclass_may_skip_a_worker() -> None:
+    updater = Sparing([0, 1, 2], "weights")
+    updater.push_weights()
+    updater.push_weights("others", worker_ids=1)
+    assert updater.calls == [(0, "weights"), (2, "weights")]
+
+
 @pytest.mark.requirement(51)
 @pytest.mark.parametrize(
     ("make", "scheme"),

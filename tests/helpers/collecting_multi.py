@@ -33,6 +33,7 @@ __all__ = [
     "CannotTravel",
     "Counting",
     "Marked",
+    "RandomFrames",
     "Scaled",
     "SharedBuffer",
     "Unpicklable",
@@ -342,6 +343,13 @@ class SharedBuffer:
 
     def count(self) -> int:
         return sum(self.sizes())
+
+
+class RandomFrames(SharedBuffer):
+    """Notes of each batch how many frames have random actions."""
+
+    def extend(self, batch: TensorDictBase) -> None:
+        self._note(int((batch["action"] == -1.0).all(-1).sum()))
 
 
 @contextlib.contextmanager

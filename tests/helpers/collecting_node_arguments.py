@@ -285,7 +285,15 @@ def in_the_background(makes: Makes, folder: Path) -> dict[str, Any]:
         found = {"paused": buffer.count() == before}
     running = c.is_running()
     c.async_shutdown(timeout=20, close_env=True)
-    return found | {"running": running, "closed": c.closed}
+    found |= {"running": running, "closed": c.closed}
+    before = buffer.count()
+    given: dict[str, Any] = {"frames_per_batch": 4, "total_frames": 24, "replay_buffer": buffer}
+    with makes([make(), make(delay=0.01)], policy(), **given) as c:
+        c.start()
+        while c.is_running():
+            assert time.monotonic() < deadline + 60
+            time.sleep(0.01)
+        return found | {"frames": (buffer.count() - before, c.stats()["frames"])}
 
 
 def classes(makes: Makes) -> dict[str, Any]:

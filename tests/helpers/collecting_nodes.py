@@ -212,7 +212,20 @@ def nested(makes: Makes) -> dict[str, Any]:
     return found | {"gone": _gone(pids + below)}
 
 
-CASES = (asynchronous, synchronous, updating, failing, nested)
+def made_there(makes: Makes) -> dict[str, Any]:
+    """Nodes with workers that make their own policies, and no scheme but one node's own."""
+    given: dict[str, Any] = {"start_method": "forkserver"}
+    own = given | {"weight_sync_schemes": {"policy": sync.SharedMemWeightSyncScheme()}}
+    with makes(
+        [make()] * 2, policy_factory=policy, frames_per_batch=8, sync=True, collector_class="sync",
+        num_workers_per_collector=2, collector_kwargs=[given, own],
+    ) as collector:  # fmt: skip
+        found = {"first": acted(collector.next())}
+        collector.update_policy_weights_(policy(5.0))
+        return found | {"updated": acted(collector.next())}
+
+
+CASES = (asynchronous, synchronous, updating, failing, nested, made_there)
 
 
 def _trainer(kind: str, options: dict[str, Any], pipe: Any) -> None:

@@ -289,6 +289,54 @@ async def torchrls_transform_is_updated(lab: RayLab, api: Api) -> None:
     lab.ray.kill(transform._actor)
 
 
+async def a_collector_updates_torchrls_transform(lab: RayLab, api: Api) -> None:
+    """The scheme is handed to the transform, and then to the collector, as TorchRL's page does it."""
+    from tensordict.nn import TensorDictModule
+    from torch import nn
+    from torchrl.envs import GymEnv, TransformedEnv
+    from torchrl.envs.transforms.module import RayModuleTransform
+
+    from asyncsync.collectors import Collector
+
+    def times(value: float) -> TensorDictModule:
+        linear = nn.Linear(4, 4, bias=False)
+        nn.init.constant_(linear.weight, value)
+        return TensorDictModule(linear, in_keys=["observation"], out_keys=["observation"])
+
+    def collect() -> list[bool]:
+        scheme = api.RayModuleTransformScheme(**lab.options)
+        transform = RayModuleTransform(module=times(1.0), weight_sync_scheme=scheme, num_cpus=0)
+        env, schemes = TransformedEnv(GymEnv("CartPole-v1"), transform), {"transform_module": scheme}
+        with Collector(env, None, frames_per_batch=4, weight_sync_schemes=schemes) as collector:
+            shown = []
+            for value in (0.0, 1.0):
+                collector.update_policy_weights_(times(value), model_id="transform_module")
+                collector.next()  # its first observation was there before
+                shown.append(bool(collector.next()["observation"].any()))
+            with pytest.raises(ValueError, match="has no model 'transform_module'"):
+                collector.update_policy_weights_(model_id="transform_module")
+        lab.ray.kill(transform._actor)
+        return shown
+
+    assert await in_thread(collect) == [False, True]
+
+
+async def a_collector_may_be_an_actor(lab: RayLab, api: Api) -> None:
+    from asyncsync.collectors import Collector, MultiSyncCollector, distributed
+    from helpers.collecting_multi import acted, make, policy
+
+    for kind in (distributed.RPCCollector, distributed.DistributedCollector, distributed.RayCollector):
+        lab.ray.remote(kind)
+    given: list[tuple[Any, Any]] = [(Collector, make()), (MultiSyncCollector, [make()] * 2)]
+    for kind, env in given:
+        actor = lab.ray.remote(num_cpus=0)(kind).remote(env, policy(2.0), frames_per_batch=6)
+        assert acted(await lab.result(actor.next.remote())) == [2.0]
+        await lab.result(actor.update_policy_weights_.remote(policy(3.0)))
+        assert acted(await lab.result(actor.next.remote())) == [3.0]
+        await lab.result(actor.shutdown.remote())
+        lab.ray.kill(actor)
+
+
 async def a_restarted_actor_finds_its_target(lab: RayLab, api: Api) -> None:
     sender, model, actor = lab.restart_sender, Filled(8, 1.0), lab.restarting
     sender.init_on_sender(model_id="policy", model=model, remotes=[actor])
@@ -456,6 +504,8 @@ ONCE: dict[str, tuple[Any, ModuleType]] = {
         (a_connect_that_is_cancelled_may_be_called_again, asyncsync),
         (a_restarted_actor_finds_its_target, asyncsync),
         (torchrls_transform_is_updated, asyncsync.sync),
+        (a_collector_updates_torchrls_transform, asyncsync.sync),
+        (a_collector_may_be_an_actor, asyncsync.sync),
         (nothing_stays_in_the_store, asyncsync),
         (tensors_of_all_kinds_go_through_the_store, asyncsync),
         (CASES["a_killed_worker_is_named_and_the_others_go_on"], asyncsync.sync),

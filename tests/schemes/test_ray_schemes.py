@@ -183,6 +183,15 @@ def test_torchrls_transform_is_updated(ray: Outcomes) -> None:
     check_once(ray, "torchrls_transform_is_updated")
 
 
+@pytest.mark.requirement(33)
+def test_a_collector_updates_torchrls_transform(ray: Outcomes) -> None:
+    check_once(ray, "a_collector_updates_torchrls_transform")
+
+
+def test_a_collector_may_be_an_actor(ray: Outcomes) -> None:
+    check_once(ray, "a_collector_may_be_an_actor")
+
+
 @pytest.mark.requirement(32, 33)
 @pytest.mark.parametrize("name", [*WITH_GLOO, *ONCE_WITH_GLOO])
 def test_the_same_through_gloo(ray: Outcomes, name: str) -> None:
