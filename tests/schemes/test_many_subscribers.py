@@ -14,9 +14,9 @@ import torch
 import zmq
 
 from asyncsync import Bus, ZMQWeightSyncScheme
-from asyncsync.bench.throttle import throttled
 from asyncsync.wire.messages import Cast, Chunk
 from helpers.pairs import Crew, Model, crew, fill, read, receiver_of, until
+from helpers.throttle import throttled
 
 MIB = 1 << 20
 
