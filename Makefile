@@ -24,14 +24,14 @@ INSTALLED := env -u PYTHONPATH -u PYTHONHOME ASYNCSYNC_SOURCE="$(CURDIR)"
 .PHONY: help
 help: ## list the targets
 	@grep -E '^[a-z]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## /\t/' | while IFS=$$'\t' read -r name text; do printf '  make %-8s %s\n' "$$name" "$$text"; done
-	@echo "  PYTHON=… chooses the interpreter of .venv, PYTEST_ARGS=… goes to pytest, BENCH_ARGS=… to benchmarks/run.py, BESIDE=… is another environment"
+	@echo "  PYTHON=… chooses the interpreter of .venv, PYTEST_ARGS=… goes to pytest, BENCH_ARGS=… to benchmarks/run.py, BESIDE=… names the environment that has the other version"
 
 .PHONY: demo
 demo: $(VENV)/.installed ## a trainer and its workers, on this machine
 	@$(BIN)/asyncsync demo
 
 .PHONY: bench
-bench: $(VENV)/.bench-deps $(VENV)/.installed ## measure everything, beside peers in the same run; writes benchmarks/results.json and docs/performance.md. With BESIDE=ENV or BENCH_ARGS="--only shared --quick" it only prints
+bench: $(VENV)/.bench-deps $(VENV)/.installed ## measure everything beside peers, into benchmarks/results.json and docs/performance.md; with BESIDE=… or BENCH_ARGS=… print only
 ifeq ($(strip $(BESIDE)$(BENCH_ARGS)),)
 	@$(INSTALLED) $(BIN)/python benchmarks/run.py --json benchmarks/results.json
 	@$(BIN)/python docs/make_performance.py

@@ -54,8 +54,7 @@ class Row(NamedTuple):
     """A line of the tables: ours beside the fastest of its peers, which the table calls `peer`.
 
     `bar` is what `compare` may be at most: "ratio", of the medians; "difference", of the medians in ms; "longest", our
-    longest sample in ms. None: there is no promise; `counts=False`: the bar is for comparison only. Systems of one
-    `group` take turns.
+    longest sample in ms. None: there is no promise; `counts=False`: the bar is for comparison only.
     """
 
     section: str
@@ -65,11 +64,10 @@ class Row(NamedTuple):
     bar: float | None = None
     counts: bool = True
     compare: str = "ratio"
-    group: str = ""
 
     @property
     def group_name(self) -> str:
-        return self.group or f"{self.ours.case} to {self.ours.workers}"
+        return f"{self.ours.case} to {self.ours.workers}"
 
 
 def _one_host(kind: str, bars: dict[tuple[str, str], float]) -> Iterator[Row]:
@@ -79,10 +77,10 @@ def _one_host(kind: str, bars: dict[tuple[str, str], float]) -> Iterator[Row]:
         for how in ("", ", blocking") if case == "64 KiB" else ("",):
             bar = bars.get((case, how)) if workers == 2 else None
             yield Row(kind, System(kind + how, case, workers), theirs, "TorchRL", bar)
-    large, memcpy = System(kind, "256 MiB", 1), (System("memcpy, shared", "256 MiB", 1),)
+    large, memcpy = System(kind, "256 MiB", 1), (System("memcpy", "256 MiB", 1),)
     if kind == "shared":
         flat = System(kind, "256 MiB", 4)
-        yield Row(kind, flat, (large,), "the same to 1 worker", 1.15, group="256 MiB, flat")
+        yield Row(kind, flat, (large,), "the same to 1 worker", 1.15)
         yield Row(kind, large, memcpy, "one memcpy", 1.15)
 
 
@@ -104,8 +102,8 @@ def _latency() -> Iterator[Row]:
     bare = (System("zmq.asyncio", "1 B", 1),)
     for case, bar in (("empty", 1.5), ("64 KiB", 4.0)):
         plain, blocking = System("ipc", case, 2), System("ipc, blocking", case, 2)
-        yield Row("latency", plain, bare, "a bare round trip", bar, group="all")
-        yield Row("latency", blocking, (plain,), "the asynchronous call", 0.1, compare="difference", group="all")
+        yield Row("latency", plain, bare, "a bare round trip", bar)
+        yield Row("latency", blocking, (plain,), "the asynchronous call", 0.1, compare="difference")
 
 
 def _stall() -> Iterator[Row]:
@@ -189,13 +187,9 @@ def groups(section: str, only_ours: bool = False) -> Iterator[tuple[str, list[Sy
 def trials(section: str, system: System, quick: bool) -> int:
     """How many steps of a system are measured."""
     tensors, each = SIZES.get(system.case, (0, 0))
-    if section in ("collect", "nodes"):
-        often = 15
-    elif section == "bytes":
-        often = 8
-    elif section == "process" and tensors == 1000:
+    upto = ((64 * KIB, 300), (4 * MIB, 200), (256 * MIB, 60))
+    often = next((often for limit, often in upto if tensors * each < limit), 21)
+    often = {"collect": 15, "nodes": 15, "bytes": 8}.get(section, often)
+    if section == "process" and tensors == 1000:
         often = 5  # TorchRL needs a second for each
-    else:
-        upto = ((64 * KIB, 300), (4 * MIB, 200), (256 * MIB, 60))
-        often = next((often for limit, often in upto if tensors * each < limit), 21)
     return max(often // 4, 5) if quick else often

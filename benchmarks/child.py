@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from inspect import iscoroutinefunction
 from itertools import count
 from multiprocessing.connection import Client
@@ -119,7 +119,6 @@ def weights(case: str, *, blank: bool = False) -> dict[str, torch.Tensor]:
 
 
 def module(case: str, *, blank: bool = False) -> nn.Module:
-    """The same as a module's parameters."""
     made = nn.Module()
     for name, tensor in weights(case, blank=blank).items():
         made.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
@@ -169,14 +168,6 @@ async def _run(spec: Spec, step: Step, often: int) -> list[float]:
     return seconds
 
 
-def _versions() -> dict[str, str]:
-    found = {"python": sys.version.split()[0]}
-    for name in LIBRARIES:
-        with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
-
-
 async def _serve(spec: Spec, connection: Any) -> None:
     place, name = OPENED.get(spec.kind.replace(",", "").split()[0], ("ours", "scheme"))
     if collecting := spec.section in ("collect", "nodes") and spec.kind != "memcpy":
@@ -184,7 +175,8 @@ async def _serve(spec: Spec, connection: Any) -> None:
     try:
         async with getattr(importlib.import_module(place), name)(spec) as step:
             await _run(spec, step, 1 if collecting else WARM)
-            connection.send({"ready": _versions()})
+            versions = {found.name: found.version for found in distributions() if found.name in LIBRARIES}
+            connection.send({"ready": {"python": sys.version.split()[0]} | versions})
             with suppress(EOFError, ConnectionError):
                 while True:
                     seconds = await _run(spec, step, await asyncio.to_thread(connection.recv))

@@ -17,19 +17,16 @@ from typing import Any
 import gymnasium
 import numpy as np
 import torch
-from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn
 
 from child import Spec
-from ours import free_port
+from ours import RAY, free_port
 
 FRAMES = 1000  # of a trial: a figure is the time for so many
-STEPS, IMAGE = 512, (64, 1024)  # images of a batch, and the bytes of one; with the next ones, a batch has 64 MiB
+SHAPE, IMAGES = (84, 84, 3), 1585  # of an image; of a batch that has 64 MiB, with the next ones
 BATCHES = 4  # of an asynchronous collector, in so many frames
 ROUNDS = 4  # of them in one trial: one batch more or less under way at its ends hardly counts
-
-
 # Vector environments: how many, Gymnasium's vectorization_mode, steps in a batch.
 VECTORS = {
     "8 CartPoles": (8, "sync", 128),
@@ -54,44 +51,29 @@ class Act(nn.Module):
 
 
 def cart_pole() -> Any:
-    """TorchRL's."""
     return importlib.import_module("torchrl.envs").GymEnv("CartPole-v1")
 
 
-class ImageEnv:
-    """Shows another image at each step, and when it was there, by the clock that all processes of a host share."""
-
-    batch_size = torch.Size([])
-
-    def __init__(self) -> None:
-        self._image = torch.zeros(IMAGE, dtype=torch.uint8)
-        self._false = torch.zeros(1, dtype=torch.bool)
-
-    def reset(self, tensordict: TensorDict | None = None) -> TensorDict:
-        self._image.add_(1)
-        stamp = torch.tensor([time.monotonic()], dtype=torch.float64)
-        state = {"image": self._image.clone(), "stamp": stamp, "done": self._false, "terminated": self._false}
-        return TensorDict(state, batch_size=[])
-
-    def step_and_maybe_reset(self, tensordict: TensorDict) -> tuple[TensorDict, TensorDict]:
-        after = self.reset()
-        return tensordict.set("next", after.copy().set("reward", torch.zeros(1))), after
-
-
 class Camera(gymnasium.Env[Any, Any]):
-    """Shows another image at each step, and ends after 200."""
+    """Ends after 200 steps. Each shows another image, whose first bytes say when it was there: float64, by the clock
+    that all processes of a host share."""
 
-    observation_space = gymnasium.spaces.Box(0, 255, (84, 84, 3), np.uint8)
+    observation_space = gymnasium.spaces.Box(0, 255, SHAPE, np.uint8)
     action_space = gymnasium.spaces.Discrete(2)
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
         self.steps = 0
-        return np.zeros((84, 84, 3), np.uint8), {}
+        return np.zeros(SHAPE, np.uint8), {}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         self.steps += 1
-        return np.full((84, 84, 3), self.steps, np.uint8), 1.0, self.steps == 200, False, {}
+        image = np.full(SHAPE, self.steps, np.uint8)
+        image.reshape(-1)[:8] = np.array([time.monotonic()]).view(np.uint8)
+        return image, 1.0, self.steps == 200, False, {}
+
+
+CAMERA = gymnasium.envs.registration.EnvSpec("Camera-v0", entry_point=lambda **_: Camera())
 
 
 @asynccontextmanager
@@ -124,8 +106,7 @@ def _cart_pole(spec: Spec) -> tuple[Any, Callable[[], float]]:
         name, place = f"{family}Collector", f"{place}.distributed"
         options = {"total_frames": FRAMES << 30, "sync": not asynchronous}  # TorchRL's yield nothing with -1
         if family == "Ray":
-            cluster = {"num_cpus": 2, "include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
-            cluster["_temp_dir"] = f"{spec.directory}/{os.getpid()}"
+            cluster = RAY | {"_temp_dir": f"{spec.directory}/{os.getpid()}"}
             options |= {"ray_init_config": cluster, "remote_configs": {"num_cpus": 1}}
         else:
             options |= {"launcher": "mp", "tcp_port": free_port()}
@@ -173,7 +154,7 @@ def _vector(spec: Spec) -> tuple[Any, Callable[[], float]]:
     torch.manual_seed(0)  # one policy for both sides: it decides how often environments finish
     policy, name = Act(), "CartPole-v1"
     if spec.case.endswith("cameras"):
-        name = gymnasium.envs.registration.EnvSpec("Camera-v0", entry_point=lambda **_: Camera())
+        name = CAMERA
     if spec.kind == "bare loop":
         environments = gymnasium.make_vec(name, num_envs=envs, vectorization_mode=mode)
         return None, bare_loop(environments, policy, steps)
@@ -208,16 +189,17 @@ def bare_loop(environments: Any, policy: nn.Module, steps: int) -> Callable[[], 
 
 
 def _images() -> tuple[Any, Callable[[], float]]:
-    from asyncsync.collectors import MultiSyncCollector
+    from asyncsync.collectors import GymEnv, MultiSyncCollector
 
-    policy = TensorDictModule(lambda image: torch.zeros(1), in_keys=["image"], out_keys=["action"])
-    collector = MultiSyncCollector([ImageEnv], policy, frames_per_batch=STEPS, total_frames=-1, cat_results=0)
+    create = [lambda: GymEnv(CAMERA)]
+    collector = MultiSyncCollector(create, Act(), frames_per_batch=IMAGES, total_frames=-1, cat_results=0)
     batches = iter(collector)
 
     def once() -> float:
         """From the last step until the batch can be read here."""
         batch: Any = next(batches)
-        found: float = time.monotonic() - batch["next", "stamp"][-1].item()
+        stamp = batch["next", "observation"][-1].flatten()[:8].contiguous().view(torch.float64)
+        found: float = time.monotonic() - stamp.item()
         return found
 
     return collector, once

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from child import PATIENCE, Spec, Worker, digest, module, timed, weights
 NAMES = {"tcp": "ZMQ", "ipc": "ZMQ", "shared": "SharedMem", "process": "MultiProcess", "distributed": "Distributed"}
 BYTES: dict[str, dict[str, Any]] = {"lz4": {"compress": "lz4"}, "zstd": {"compress": "zstd"}, "delta": {"delta": True}}
 TICK = 1e-3  # seconds that the coroutine sleeps which looks for stalls
+RAY: dict[str, Any] = {"num_cpus": 2, "include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
 RELAYS = 4  # they stand for four hosts
 SETTLE = 2.0  # seconds in which subscribers subscribe
 
@@ -56,15 +57,13 @@ async def scheme(spec: Spec) -> AsyncIterator[Any]:
     name = f"{NAMES[kind]}WeightSyncScheme"
     count = spec.workers
     given: dict[str, Any] = {"endpoint": f"tcp://127.0.0.1:{free_port()}"} if kind == "tcp" else {}
-    if how in ("many", "fan-out", "relays"):
-        given["min_workers"] = count
     if spec.section == "bytes":
         given |= {key: value for word in how.split() for key, value in BYTES[word].items()}
     if how == "keys":
         given |= _keys(spec.directory)
     if how in ("fan-out", "relays"):
         given["fanout"] = _fanout()
-    asynchronous = getattr(asyncsync, name)(**{"num_workers": count} | given)
+    asynchronous = getattr(asyncsync, name)(num_workers=count, **given)
     source = _model(spec)
     async with AsyncExitStack() as stack:
         # Few processes with many workers each, where there are many: this machine's cores are few.
@@ -73,7 +72,7 @@ async def scheme(spec: Spec) -> AsyncIterator[Any]:
         workers = [Worker(_receive, pickle.dumps(asynchronous), indices, spec) for indices in parts]
         for worker in workers:
             stack.callback(worker.end)
-        relays = [stack.enter_context(_relay(given["endpoint"])) for _ in range(RELAYS if how == "relays" else 0)]
+        relays = [_relay(stack, given["endpoint"]) for _ in range(RELAYS if how == "relays" else 0)]
         for worker in workers:
             worker.post(relays)
         if how == "blocking":
@@ -206,14 +205,10 @@ def _fanout() -> Any:
     return True
 
 
-@contextmanager
-def _relay(upstream: str) -> Any:
-    """A relay's process; its address."""
+def _relay(stack: AsyncExitStack, upstream: str) -> str:
+    """The address of a relay's process, which ends with the stack."""
     address = f"tcp://127.0.0.1:{free_port()}"
     command = [sys.executable, "-m", "asyncsync", "relay", "--upstream", upstream, "--bind", address]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    try:
-        yield address
-    finally:
-        process.kill()
-        process.wait()
+    process = stack.enter_context(subprocess.Popen(command, stdout=subprocess.DEVNULL))
+    stack.callback(process.kill)
+    return address

@@ -14,7 +14,6 @@ import importlib
 import mmap
 import os
 import resource
-import threading
 import warnings
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -29,7 +28,7 @@ import zmq.asyncio
 import asyncsync
 from cases import SIZES
 from child import PATIENCE, Spec, Worker, digest, module, timed
-from ours import free_port
+from ours import RAY, free_port
 
 TORCHRL = {"shared": "SharedMemWeightSyncScheme", "process": "MultiProcessWeightSyncScheme"}
 DESCRIPTORS = 1 << 16  # that may be open: TorchRL's MultiProcess sends one for each tensor and worker
@@ -103,14 +102,10 @@ async def gloo(spec: Spec) -> AsyncIterator[Any]:
 
 @asynccontextmanager
 async def memcpy(spec: Spec) -> AsyncIterator[Any]:
-    """One copy of as many bytes, between pages that are there, by one thread; into shared memory, if it says so."""
+    """One copy of as many bytes into shared memory, between pages that are there, by one thread."""
     tensors, each = SIZES.get(spec.case, (1, IMAGE_BYTES))
     source = np.ones(tensors * each, np.uint8)
-    target = np.zeros_like(source)
-    if spec.kind == "memcpy, shared":
-        descriptor = os.memfd_create("asyncsync-bench")
-        os.ftruncate(descriptor, source.nbytes)
-        target = np.frombuffer(mmap.mmap(descriptor, source.nbytes), np.uint8)
+    target = np.frombuffer(mmap.mmap(-1, source.nbytes), np.uint8)
     np.copyto(target, source)
     yield timed(lambda: np.copyto(target, source), blocking=True)
 
@@ -135,7 +130,6 @@ async def round_trip(spec: Spec) -> AsyncIterator[Any]:
 
 async def _echo(pipe: Any, endpoint: str) -> None:
     with zmq.asyncio.Context() as context, context.socket(zmq.PAIR) as pair:
-        pair.linger = 0
         pair.connect(endpoint)
         while True:
             await pair.send(await pair.recv())
@@ -210,12 +204,10 @@ class Receiver:
         self._scheme.receive()
 
     def receive(self) -> None:
-        """What follows by ``isend``."""
         dist.recv(self._flat, 0)
         self._copy(self._flat)
 
     def take(self, flat: Any) -> None:
-        """What lies in Ray's store."""
         self._copy(torch.from_numpy(flat))
 
     def _copy(self, flat: torch.Tensor) -> None:
@@ -231,27 +223,26 @@ async def called(spec: Spec) -> AsyncIterator[Any]:
     ours, ray = not spec.kind.startswith("by hand"), spec.kind.endswith("ray")
     if ray:
         library = importlib.import_module("ray")
-        await asyncio.to_thread(_start_ray, library, f"{spec.directory}/{os.getpid()}")
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        store = {"object_store_memory": 2 << 30, "_temp_dir": f"{spec.directory}/{os.getpid()}"}
+        await asyncio.to_thread(library.init, **RAY, **store)
         processes = []
     else:
         port = free_port()
-        processes = [Worker(_serve, rank, port, spec) for rank in range(1, spec.workers + 1)]
+        processes = [Worker(_join, rank, port, spec) for rank in range(1, spec.workers + 1)]
         library = await asyncio.to_thread(_join, 0, port, spec)
-    scheme = None
-    if ours:
-        scheme = asyncsync.RayWeightSyncScheme(backend="object_store") if ray else asyncsync.RPCWeightSyncScheme()
-    blocking = None if scheme is None else scheme.blocking
+    scheme = asyncsync.RayWeightSyncScheme(backend="object_store") if ray else asyncsync.RPCWeightSyncScheme()
+    blocking = scheme.blocking if ours else None
     source = module(spec.case)
     parameters: list[torch.Tensor] = list(source.parameters())
     flat = torch.ones(sum(tensor.numel() for tensor in parameters))
     views = flat.split_with_sizes([tensor.numel() for tensor in parameters])
+    arguments = [(blocking, index, spec.case) for index in range(spec.workers)]
     if ray:
         actor = library.remote(num_cpus=0, max_concurrency=2)(Receiver)
-        receivers = [actor.remote(blocking, index, spec.case) for index in range(spec.workers)]
+        receivers = [actor.remote(*given) for given in arguments]
     else:
-        receivers = [
-            library.remote(f"rank{index + 1}", Receiver, (blocking, index, spec.case)) for index in range(spec.workers)
-        ]
+        receivers = [library.remote(f"rank{given[1] + 1}", Receiver, given) for given in arguments]
 
     def by_hand() -> None:
         torch._foreach_copy_(views, parameters)
@@ -270,8 +261,8 @@ async def called(spec: Spec) -> AsyncIterator[Any]:
             return set(library.get([receiver.digest.remote() for receiver in receivers], timeout=PATIENCE))
         return {receiver.rpc_sync(timeout=PATIENCE).digest() for receiver in receivers}
 
-    step: Callable[[], Any]
-    if scheme is None:
+    step: Any
+    if not ours:
         step = timed(by_hand, parameters, blocking=True)
         await spec.in_thread(step)
     else:
@@ -283,26 +274,13 @@ async def called(spec: Spec) -> AsyncIterator[Any]:
     if await asyncio.to_thread(digests) != {digest(parameters)}:
         raise RuntimeError(f"{spec.kind}: what the workers have is not what was sent")
     yield step
-    if scheme is not None:
-        await scheme.shutdown()
+    await scheme.shutdown()
     if ray:
         library.shutdown()
     for process in processes:
         process.end()
     if not ray:
         os._exit(0)  # torch would wait for the workers
-
-
-def _start_ray(ray: Any, directory: str) -> None:
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    ray.init(
-        num_cpus=2,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="ERROR",
-        object_store_memory=2 << 30,
-        _temp_dir=directory,
-    )
 
 
 def _join(rank: int, port: int, spec: Spec) -> Any:
@@ -316,8 +294,3 @@ def _join(rank: int, port: int, spec: Spec) -> Any:
     rpc.init_rpc(f"rank{rank}", rank=rank, world_size=size, rpc_backend_options=options)
     dist.init_process_group("gloo", init_method=f"file://{spec.directory}/rpc-{port}", rank=rank, world_size=size)
     return rpc
-
-
-def _serve(rank: int, port: int, spec: Spec) -> Any:
-    _join(rank, port, spec)
-    return threading.Event().wait

@@ -42,7 +42,7 @@ COLUMNS = (
 COLUMNS += "ratio:ratio,cpu_ratio:CPU ratio,measured:measured,bar:bar,reached:reached"
 THEN = "case:case,workers:to,ours:system,now_ms:now ms,then_ms:then ms,ratio:now ÷ then,"
 THEN += "now_cpu_ms:now CPU ms,then_cpu_ms:then CPU ms,cpu_ratio:CPU now ÷ then"
-Versions = dict[str, str]
+Versions = dict[str, dict[str, str]]  # of each Python
 _serial = count()
 
 
@@ -74,15 +74,10 @@ class Zygote:
         if python != sys.executable:  # PYTHONPATH would show it this one's asyncsync, not the one installed there
             environment.pop("PYTHONPATH", None)
         self._errors = open(f"{directory}/errors-{next(_serial)}", "w+")  # noqa: SIM115
-        self.process = subprocess.Popen(
-            [python, str(Path(__file__).with_name("child.py"))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            text=True,
-            env=environment,
-            start_new_session=True,  # Ctrl-C is for this process, which ends the others
-        )
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._errors}
+        command = [python, str(Path(__file__).with_name("child.py"))]
+        # A session of its own: Ctrl-C is for this process, which ends the others.
+        self.process: Any = subprocess.Popen(command, env=environment, text=True, start_new_session=True, **pipes)
 
     def open(self, section: str, system: System) -> Child:
         name = f"{section}, {system.kind}, {system.case} to {system.workers}"
@@ -114,7 +109,6 @@ class Child:
     connection: Any
 
     def read(self, seconds: float) -> dict[str, Any]:
-        """Its next message."""
         try:
             if not self.connection.poll(seconds):
                 raise self.zygote.failed(f"{self.name}: no answer in {seconds:g} s")
@@ -168,7 +162,7 @@ def started(pythons: Mapping[str, str]) -> Iterator[dict[str, Zygote]]:
 
 
 def measure(
-    zygotes: Mapping[str, Zygote], section: str, systems: Sequence[System], often: int, versions: dict[str, Versions]
+    zygotes: Mapping[str, Zygote], section: str, systems: Sequence[System], often: int, versions: Versions
 ) -> dict[tuple[str, System], Figure]:
     """Figures by Python and system; without those that need a library which is not installed."""
     figures: dict[tuple[str, System], Figure] = {}
@@ -242,7 +236,7 @@ def _cell(value: Any) -> str:
     return str(value) if not isinstance(value, float) else f"{value:.3f}" if value < 10 else f"{value:.1f}"
 
 
-def write(path: Path, results: list[dict[str, Any]], versions: dict[str, Versions], sections: Sequence[str]) -> None:
+def write(path: Path, results: list[dict[str, Any]], versions: Versions, sections: Sequence[str]) -> None:
     """What the file says of other sections stays."""
     kept = json.loads(path.read_text())["results"] if path.exists() else []
     date = datetime.date.today().isoformat()
@@ -257,7 +251,7 @@ def write(path: Path, results: list[dict[str, Any]], versions: dict[str, Version
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure and print section by section; returns all rows."""
     every: list[dict[str, Any]] = []
-    versions: dict[str, Versions] = {}
+    versions: Versions = {}
     pythons = {"now": sys.executable} | ({"then": options.beside} if options.beside else {})
     with started(pythons) as zygotes:
         for number, section in enumerate(options.only, 1):
@@ -283,7 +277,6 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def interpreter(text: str) -> str:
-    """Of an environment: its directory, or its Python."""
     path = Path(text).absolute() / ("bin/python" if Path(text).is_dir() else "")
     if not os.access(path, os.X_OK):
         raise argparse.ArgumentTypeError(f"there is no Python at {path}")

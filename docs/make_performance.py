@@ -1,4 +1,4 @@
-"""Writes docs/performance.md from benchmarks/results.json. Run me from the repository: python docs/make_performance.py"""
+"""Writes docs/performance.md from benchmarks/results.json. Run me: python docs/make_performance.py"""
 
 from __future__ import annotations
 
@@ -28,66 +28,72 @@ TITLES = {
 }
 NOTES = {
     "shared": "TorchRL's time is that of its own scheme with the same weights and workers.",
-    "throughput": "By hand means staged: the sender copies its parameters into one flat buffer, gloo sends it, each receiver "
-    "copies out of it and acknowledges. The bare transfer leaves out the copies.",
-    "latency": "The bare round trip is one byte to one worker and back over zmq.asyncio. The bar of a blocking call is "
-    "how much longer it may take than the asynchronous one, in ms.",
-    "stall": "A coroutine sleeps 1 ms again and again while 256 MiB are sent. The table has the longest time between two "
-    "of its turns, without the time in which the thread waited for a CPU.",
-    "collect": "The time for 1000 frames with a small policy. CartPole is TorchRL's GymEnv, where nothing else is said. "
-    "The bare loop steps a vector environment and stores nothing. Images: from the last step until the trainer "
-    "can read the batch, beside one memcpy of 64 MiB.",
+    "throughput": (
+        "By hand means staged: the sender copies its parameters into one flat buffer, gloo sends it, each "
+        "receiver copies out of it and acknowledges. The bare transfer leaves out the copies."
+    ),
+    "latency": (
+        "The bare round trip is one byte to one worker and back over zmq.asyncio. The bar of a blocking call "
+        "is how much longer it may take than the asynchronous one, in ms."
+    ),
+    "stall": (
+        "A coroutine sleeps 1 ms again and again while 256 MiB are sent. The table has the longest time "
+        "between two of its turns, without the time in which the thread waited for a CPU."
+    ),
+    "collect": (
+        "The time for 1000 frames with a small policy. CartPole is TorchRL's GymEnv, where nothing else is "
+        "said. The bare loop steps a vector environment and stores nothing. Images: from the last step until "
+        "the trainer can read the batch, beside one memcpy of 64 MiB."
+    ),
     "nodes": "The time for 1000 frames with a small policy and TorchRL's GymEnv.",
-    "fanout": "Read the trainer's CPU time: all workers and relays share this machine's cores, so the time until all of "
-    "them have the update says little.",
-    "bytes": "Measured over loopback, where fewer bytes save little time. A link of 1 Gbit/s takes 8 ms for each MB.",
+    "fanout": (
+        "Read the trainer's CPU time: all workers and relays share this machine's cores, so the time until "
+        "all of them have the update says little."
+    ),
+    "bytes": ("Measured over loopback, where fewer bytes save little time. A link of 1 Gbit/s takes 8 ms for each MB."),
 }
 WHY = {  # section, case → why the bar is missed, where it is
-    (
-        "shared",
-        "64 KiB",
-    ): "With pauses between updates, the trainer and the workers run from cold caches, and a third of "
-    "the time is waking processes. On two cores, the first worker sometimes takes the core of the thread that has yet "
-    "to tell the second.",
-    (
-        "shared",
-        "1000 × 4 KiB",
-    ): "The trainer looks at each tensor once and copies it, and so does each worker. An exchange "
-    "that does nothing else takes 0.04 to 0.05 of TorchRL's time.",
-    (
-        "shared",
-        "256 MiB",
-    ): "The update is one copy into shared memory and 1 to 2 ms, however many workers there are. How "
-    "fast that copy is beside one memcpy depends on the machine's memory: 1.0 to 1.5.",
-    (
-        "process",
-        "256 MiB",
-    ): "One copy into the slot and one for each worker share two cores: 0.7 to 1.2 of TorchRL's time "
-    "from machine to machine.",
-    (
-        "throughput",
-        "256 MiB",
-    ): "The ratio lies at 0.5 to 1.1 from run to run on idle cores, and above 1 where other work "
-    "keeps every core busy, because asyncsync then cannot overlap its copies.",
+    ("shared", "64 KiB"): (
+        "With pauses between updates, the trainer and the workers run from cold caches, and a third of the "
+        "time is waking processes. On two cores, the first worker sometimes takes the core of the thread that "
+        "has yet to tell the second."
+    ),
+    ("shared", "1000 × 4 KiB"): (
+        "The trainer looks at each tensor once and copies it, and so does each worker. An exchange that does "
+        "nothing else takes 0.04 to 0.05 of TorchRL's time."
+    ),
+    ("shared", "256 MiB"): (
+        "The update is one copy into shared memory and 1 to 2 ms, however many workers there are. How fast "
+        "that copy is beside one memcpy depends on the machine's memory: 1.0 to 1.5."
+    ),
+    ("process", "256 MiB"): (
+        "One copy into the slot and one for each worker share two cores: 0.7 to 1.2 of TorchRL's time from "
+        "machine to machine."
+    ),
+    ("throughput", "256 MiB"): (
+        "The ratio lies at 0.5 to 1.1 from run to run on idle cores, and above 1 where other work keeps every "
+        "core busy, because asyncsync then cannot overlap its copies."
+    ),
     ("tensors", "1000 × 4 KiB"): "Looking at each tensor takes most of the time. The ratio lies at 1.3 to 1.9.",
     ("latency", "empty"): "A blocking call hands over between two threads twice, which takes 0.1 ms.",
     ("latency", "64 KiB"): "A blocking call hands over between two threads twice, which takes 0.1 ms.",
-    (
-        "collect",
-        "8 cameras",
-    ): "The collector stores each image twice, as the next observation and as the root of the step "
-    "after. A loop that does no more than store them takes 1.5 times the bare loop's time.",
-    ("collect", "64 CartPoles, vectorised"): "A step of the bare loop takes 77 µs here; resets, the copy of what is "
-    "returned and the end of each batch add 20 to 30.",
+    ("collect", "8 cameras"): (
+        "The collector stores each image twice, as the next observation and as the root of the step after. A "
+        "loop that does no more than store them takes 1.5 times the bare loop's time."
+    ),
+    ("collect", "64 CartPoles, vectorised"): (
+        "A step of the bare loop takes 77 µs here; resets, the copy of what is returned and the end of each "
+        "batch add 20 to 30."
+    ),
     ("collect", "8 CartPoles, vectorised"): "A step of the bare loop is so short that what a batch stores counts.",
 }
 HOW = {"difference": "ms more", "longest": "ms"}
 
 
 def _number(value: float | None) -> str:
-    return (
-        "–" if value is None else f"{value:.2f}" if value < 10 else f"{value:.0f}" if value >= 100 else f"{value:.1f}"
-    )
+    if value is None:
+        return "–"
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
 
 
 def _bar(row: Mapping[str, Any]) -> str:
@@ -98,16 +104,16 @@ def _bar(row: Mapping[str, Any]) -> str:
 
 
 def _case(row: Mapping[str, Any]) -> str:
-    return (
-        f"{row['case']} to {row['workers']}, {row['ours']}"
-        if row["section"] not in ("collect", "nodes")
-        else row["case"]
-    )
+    if row["section"] in ("collect", "nodes"):
+        return str(row["case"])
+    return f"{row['case']} to {row['workers']}, {row['ours']}"
 
 
 def _lines(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    rule = "|---|" + "|".join("---:" if name else "---" for name in head[1:]) + "|"
-    return ["| " + " | ".join(head) + " |", rule, *("| " + " | ".join(row) + " |" for row in rows), ""]
+    """A table, without columns in which nothing stands."""
+    columns = [column for column in zip(head, *rows, strict=True) if set(column[1:]) - {"", "–"}]
+    cells = ["| " + " | ".join(row) + " |" for row in zip(*columns, strict=True)]
+    return [cells[0], "|---|" + "---:|" * (len(columns) - 1), *cells[1:]]
 
 
 def _table(section: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -140,13 +146,13 @@ def page(document: Mapping[str, Any]) -> str:
         "For readers who want to know what an update or a batch costs, beside what else they could use.",
         "",
         f"All figures are from `make bench` on {machine['cpus']} cores with {machine['memory_gib']} GiB of memory "
-        f"({machine['platform']}; {versions}), {' and '.join(dates)}. The virtual machine is noisy: read ratios, because both "
-        "sides took turns in one run. `asyncsync bench` compares the schemes on your machine.",
+        f"({machine['platform']}; {versions}), {' and '.join(dates)}. The machine is virtual and noisy: read ratios, "
+        "because both sides took turns in one run. `asyncsync bench` compares the schemes on your machine.",
         "",
         "- **ms**: wall time from the send until every worker has applied the update and said so, median.",
-        "- **CPU ms**: CPU time of the trainer and all workers together. It counts where other work keeps the cores busy.",
+        "- **CPU ms**: CPU time of the trainer and all workers together. It counts where other work keeps cores busy.",
         "- **ratio**: ours divided by the peer's. Below 1, asyncsync is faster.",
-        '- **bar**: what we promise ourselves. "No promise" marks a bar that is shown for comparison.',
+        '- **bar**: what asyncsync should reach. "No promise" marks a bar that is shown for comparison.',
         "",
         "## Bars that are missed",
         "",
@@ -156,12 +162,11 @@ def page(document: Mapping[str, Any]) -> str:
     for row in missed:
         why = WHY.get((row["section"], row["case"]), "We do not know why.")
         beside = f" beside {row['peer']}" if "peer" in row else ""
-        lines.append(
-            f"- **{TITLES[row['section']].split(',')[0]}, {_case(row)}{beside}**: {_number(row['measured'])}, bar {_bar(row)}. {why}"
-        )
+        what = f"{TITLES[row['section']].split(',')[0]}, {_case(row)}{beside}"
+        lines.append(f"- **{what}**: {_number(row['measured'])}, bar {_bar(row)}. {why}")
     for section, group in groupby(rows, key=lambda row: row["section"]):
         lines += ["", f"## {TITLES[section]}", "", *([NOTES[section], ""] if section in NOTES else [])]
-        lines += _table(section, list(group))[:-1]
+        lines += _table(section, list(group))
     return "\n".join(lines) + "\n"
 
 
