@@ -55,7 +55,7 @@ async def scheme(spec: Spec) -> AsyncIterator[Any]:
     "blocking", "keys", "many", "fan-out", "relays", "trainer's loop", "worker's loop"."""
     kind, _, how = spec.kind.partition(", ")
     name = f"{NAMES[kind]}WeightSyncScheme"
-    count = spec.workers
+
     given: dict[str, Any] = {"endpoint": f"tcp://127.0.0.1:{free_port()}"} if kind == "tcp" else {}
     if spec.section == "bytes":
         given |= {key: value for word in how.split() for key, value in BYTES[word].items()}
@@ -63,32 +63,30 @@ async def scheme(spec: Spec) -> AsyncIterator[Any]:
         given |= _keys(spec.directory)
     if how in ("fan-out", "relays"):
         given["fanout"] = _fanout()
-    asynchronous = getattr(asyncsync, name)(num_workers=count, **given)
+    asynchronous = getattr(asyncsync, name)(num_workers=spec.workers, **given)
     source = _model(spec)
     async with AsyncExitStack() as stack:
         # Few processes with many workers each, where there are many: this machine's cores are few.
-        processes = count if count <= 4 else 2
-        parts = [list(range(i, count, processes)) for i in range(processes)]
-        workers = [Worker(_receive, pickle.dumps(asynchronous), indices, spec) for indices in parts]
+        processes = spec.workers if spec.workers <= 4 else 2
+        parts = [list(range(i, spec.workers, processes)) for i in range(processes)]
+        workers = [Worker(_receive, indices, spec) for indices in parts]
         for worker in workers:
             stack.callback(worker.end)
+        scheme = asynchronous
+        if how == "blocking":
+            scheme = getattr(sync, name)(endpoint=asynchronous.bus.endpoint, num_workers=spec.workers)
+        scheme.init_on_sender(model_id="model", **{"weights" if isinstance(source, dict) else "model": source})
         relays = [_relay(stack, given["endpoint"]) for _ in range(RELAYS if how == "relays" else 0)]
         for worker in workers:
-            worker.post(relays)
+            worker.post((pickle.dumps(asynchronous), relays))
         if how == "blocking":
-            scheme = getattr(sync, name)(endpoint=asynchronous.bus.endpoint, num_workers=count)
-        else:
-            scheme = asynchronous
-        scheme.init_on_sender(model_id="model", **{"weights" if isinstance(source, dict) else "model": source})
-        if how == "blocking":
-            await spec.in_thread(lambda: scheme.connect(timeout=PATIENCE))
+            connecting = spec.in_thread(lambda: scheme.connect(timeout=PATIENCE))
             step = timed(scheme.send, _tensors(source), blocking=True)
         else:
             await stack.enter_async_context(scheme)
-            await scheme.connect(timeout=PATIENCE)
+            connecting = scheme.connect(timeout=PATIENCE)
             step = timed(lambda: scheme.send_async(timeout=PATIENCE), _tensors(source))
-        for worker in workers:
-            await asyncio.to_thread(worker.answer)  # it is connected
+        await asyncio.gather(connecting, *(asyncio.to_thread(worker.answer) for worker in workers))
         if how == "fan-out":
             await asyncio.sleep(SETTLE)
         await (spec.in_thread(step) if how == "blocking" else step())
@@ -128,9 +126,9 @@ def _trained(spec: Spec, scheme: Any, source: dict[str, torch.Tensor]) -> Callab
     return step
 
 
-async def _receive(pipe: Any, pickled: bytes, indices: list[int], spec: Spec) -> None:
+async def _receive(pipe: Any, indices: list[int], spec: Spec) -> None:
     """In a worker: receivers with these indices, and questions about them."""
-    relays = pipe.recv()
+    pickled, relays = pipe.recv()
     models, schemes = [_model(spec, blank=True) for _ in indices], []
     for model, index in zip(models, indices, strict=True):
         relay = relays[index % RELAYS] if relays else None

@@ -1,8 +1,7 @@
 """`make bench`: measures asyncsync beside its peers, or two installed versions of it beside each other.
 
-    python benchmarks/run.py --only shared --quick           # some sections, a quarter of the steps
-    python benchmarks/run.py --json benchmarks/results.json  # what the file says of other sections stays
-    python benchmarks/run.py --beside ../before/.venv        # our systems, in turns with the version installed there
+    python benchmarks/run.py --only shared,latency --quick --json results.json
+    python benchmarks/run.py --only shared --quick --beside ../before/.venv
 
 A system (cases.py) runs in a process of its own (child.py). Systems of one group take turns, some steps of each and
 again. Wall time is the median of the steps. CPU time is what trainer and workers used, user and system, by step.
@@ -90,8 +89,7 @@ class Zygote:
             return Child(self, name, int(pid), listener.accept())
 
     def failed(self, why: str) -> Failed:
-        self._errors.seek(0)
-        return Failed(f"{why}\n{self._errors.read()[-3000:]}".rstrip())
+        return Failed(f"{why}\n{Path(self._errors.name).read_text()[-3000:]}".rstrip())
 
     def end(self) -> None:
         self.process.kill()
