@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from multiprocessing import Pipe, get_context
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
+from multiprocessing.context import SpawnProcess
 from typing import Any
 
 import torch
@@ -184,12 +184,12 @@ async def _started(workers: int) -> AsyncIterator[list[Connection]]:
     raises WorkerDied."""
     context = get_context("spawn")
     loop = asyncio.get_running_loop()
-    processes: list[BaseProcess] = []
+    processes: list[SpawnProcess] = []
     pipes: list[Connection] = []
     here = asyncio.current_task()
-    died: list[BaseProcess] = []
+    died: list[SpawnProcess] = []
 
-    def ended(process: BaseProcess) -> None:
+    def ended(process: SpawnProcess) -> None:
         loop.remove_reader(process.sentinel)
         died.append(process)
         assert here is not None
