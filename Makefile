@@ -4,6 +4,7 @@
 PYTHON ?= python3
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+BESIDE ?=
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
@@ -23,16 +24,20 @@ INSTALLED := env -u PYTHONPATH -u PYTHONHOME ASYNCSYNC_SOURCE="$(CURDIR)"
 .PHONY: help
 help: ## list the targets
 	@grep -E '^[a-z]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## /\t/' | while IFS=$$'\t' read -r name text; do printf '  make %-8s %s\n' "$$name" "$$text"; done
-	@echo "  PYTHON=… chooses the interpreter of .venv, PYTEST_ARGS=… goes to pytest, BENCH_ARGS=… to asyncsync bench"
+	@echo "  PYTHON=… chooses the interpreter of .venv, PYTEST_ARGS=… goes to pytest, BENCH_ARGS=… to benchmarks/run.py, BESIDE=… names the environment that has the other version"
 
 .PHONY: demo
 demo: $(VENV)/.installed ## a trainer and its workers, on this machine
 	@$(BIN)/asyncsync demo
 
 .PHONY: bench
-bench: $(VENV)/.bench-deps $(VENV)/.installed ## measure, beside peers in the same run; writes benchmarks/results.*
-	@mkdir -p benchmarks
-	@$(BIN)/asyncsync bench --json benchmarks/results.json --markdown benchmarks/results.md --plot benchmarks/results.png $(BENCH_ARGS)
+bench: $(VENV)/.bench-deps $(VENV)/.installed ## measure everything beside peers, into benchmarks/results.json and docs/performance.md; with BESIDE=… or BENCH_ARGS=… print only
+ifeq ($(strip $(BESIDE)$(BENCH_ARGS)),)
+	@$(INSTALLED) $(BIN)/python benchmarks/run.py --json benchmarks/results.json
+	@$(BIN)/python docs/make_performance.py
+else
+	@$(INSTALLED) $(BIN)/python benchmarks/run.py $(if $(BESIDE),--beside $(BESIDE)) $(BENCH_ARGS)
+endif
 
 # Tests see what a user has: the installed package, from a directory without the sources. Spawned children too.
 # One process more than cores, and four at most: much of a test's time is waiting, for deadlines and other processes.

@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from asyncsync.bench.meters import longest_stall
 from asyncsync.bus import publishing
 from asyncsync.model import update
 from asyncsync.weights.slab import is_foreign
 from helpers.processes import BrokenGate, Filled, Trainer, Worker, _copy_one_by_one, value_of
+from helpers.stalls import longest_stall
 
 __all__ = [
     "MIB",

@@ -14,10 +14,10 @@ import torch
 import zmq
 
 from asyncsync import Bus, ZMQWeightSyncScheme
-from asyncsync.bench.throttle import throttled
 from asyncsync.wire.messages import Cast, Chunk
 from helpers.figures import look, of
 from helpers.pairs import Crew, Model, crew, fill, read, receiver_of, until
+from helpers.throttle import throttled
 
 MIB = 1 << 20
 

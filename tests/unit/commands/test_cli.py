@@ -31,21 +31,7 @@ def ended(*arguments: str) -> int:
         (["fetch"], ["ENDPOINT", "--out", "--model", "--timeout", "--server-key", "--client-key"]),
         (["relay"], ["--upstream", "--bind", "--shared", "--keep", "--server-key", "--clients", "--allow-plaintext"]),
         (["demo"], ["--workers", "--seed", "--target-return", "--max-seconds", "--scheme", "zmq", "--uvloop", "130"]),
-        (
-            ["bench"],
-            [
-                "--quick",
-                "--only",
-                "--trials",
-                "--check",
-                "--json",
-                "--markdown",
-                "--plot",
-                "--uvloop",
-                "gloo",
-                "latency",
-            ],
-        ),
+        (["bench"], ["--workers", "--size", "--reach", "--json", "Exit codes"]),
     ],
 )
 def test_every_command_has_help(command: list[str], words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -79,11 +65,10 @@ def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None
         (["fetch", "tcp://trainer:5555"], "--out"),
         (["fetch", "tcp://trainer:5555", "--out", "w.pt"], ".safetensors"),
         (["fetch", "tcp://trainer:5555", "--out", "/no/such/w.safetensors"], "/no/such"),
-        (["bench", "--trials", "0"], "must be at least 1"),
-        (["bench", "--json", "/no/such/directory/b.json"], "cannot write there"),
-        (["bench", "--markdown", "/no/such/directory/b.md"], "cannot write there"),
-        (["bench", "--plot", "b.txt"], "one of .png, .pdf or .svg"),
-        (["bench", "--only", "latency,speed"], "no section 'speed'; choose from memory, throughput, tensors, latency"),
+        (["bench", "--workers", "0"], "--workers"),
+        (["bench", "--json", "/no/such/directory/b.json"], "/no/such/directory"),
+        (["bench", "--size", "64"], "'64'"),
+        (["bench", "--reach", "moon"], "--reach"),
     ],
 )
 def test_wrong_arguments_end_with_2_and_are_named(
@@ -133,18 +118,7 @@ def test_missing_libraries_are_named_with_the_extras_that_have_them(tmp_path: Pa
         assert word in err
 
 
-@pytest.mark.thorough
-def test_a_plot_of_the_benchmark_needs_matplotlib_before_anything_is_measured(tmp_path: Path) -> None:
-    arguments = ["bench", "--plot", "b.png"]
-    code, out, err = run("-c", WITHOUT.format(missing=["matplotlib"], arguments=arguments), cwd=tmp_path)
-    assert (code, out) == (1, "")
-    assert err == 'asyncsync bench: matplotlib not found; install with: pip install "asyncsync[cli]"\n'
-
-
-@pytest.mark.parametrize("command", ["demo", "bench"])
-def test_uvloop_is_an_extra_of_its_own(
-    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_uvloop_is_an_extra_of_its_own(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "uvloop" else object())
-    assert main([command, "--uvloop"]) == 1
+    assert main(["demo", "--uvloop"]) == 1
     assert '"asyncsync[uvloop]"' in capsys.readouterr().err

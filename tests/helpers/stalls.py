@@ -1,24 +1,18 @@
-"""Meters: how long the event loop stalls, and how much memory a process takes at its peak.
+"""How long the event loop stalls while something is awaited.
 
 stall = await longest_stall(scheme.send_async)     # stall.raw, stall.running: seconds
-
-memory = PeakMemory()
-...
-memory.growth()                                    # bytes
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from pathlib import Path
 
-__all__ = ["TICK", "PeakMemory", "Stall", "longest_stall"]
+__all__ = ["TICK", "Stall", "longest_stall"]
 
 TICK = 1e-3  # seconds that the watching coroutine sleeps
 
@@ -82,34 +76,3 @@ async def longest_stall(action: Callable[[], Awaitable[object]]) -> Stall:
     finally:
         watching.cancel()
         cpu.close()
-
-
-class PeakMemory:
-    """By how much this process's peak of resident memory exceeds what it is at construction.
-
-    Where the kernel cannot be told to forget the earlier peak, growth below that peak is not seen.
-    """
-
-    def __init__(self) -> None:
-        try:
-            Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak is what it is now
-        except OSError:
-            pass
-        self._before = _peak()
-
-    def growth(self) -> int:
-        """Bytes."""
-        return _peak() - self._before
-
-
-def _peak() -> int:
-    try:
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    import resource
-
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else most * 1024

@@ -1,0 +1,129 @@
+"""The ``asyncsync bench`` command: its options, the table, the JSON, and which scheme to take.
+
+taken = best(figures, nbytes=64 << 10, network=False)
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import re
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from asyncsync import __version__
+from asyncsync.bench.measure import Figure, WorkerDied, measure
+
+__all__ = ["advice", "best", "run", "size", "sizes", "table"]
+
+UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+CLOSE = 1.1  # of two schemes whose times differ by less, the one that takes less CPU time is better
+PLACES = {"host": "on this host", "network": "on other hosts"}
+
+
+def sizes(text: str) -> list[int]:
+    """Bytes of each, from ``"64KiB,16MiB"``."""
+    found = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+) ?(B|KiB|MiB|GiB)", part.strip())
+        if match is None or int(match[1]) == 0:
+            raise argparse.ArgumentTypeError(f"{part.strip()!r} is no size; write it as 64KiB or 16MiB")
+        found.append(int(match[1]) * UNITS[match[2]])
+    return found
+
+
+def size(nbytes: int) -> str:
+    """``"64 KiB"``."""
+    unit = max((name for name, value in UNITS.items() if nbytes % value == 0), key=UNITS.__getitem__)
+    return f"{nbytes // UNITS[unit]} {unit}"
+
+
+def best(figures: Sequence[Figure], nbytes: int, network: bool) -> Figure:
+    """The fastest that reaches the workers; of those that are about as fast, the one with the least CPU time."""
+    reach = [figure for figure in figures if figure.nbytes == nbytes and (figure.network or not network)]
+    fastest = min(figure.wall_ms for figure in reach)
+    return min((figure for figure in reach if figure.wall_ms <= CLOSE * fastest), key=lambda figure: figure.cpu_ms)
+
+
+def advice(figures: Sequence[Figure], workers: int, reach: str) -> list[str]:
+    """Sentences: which scheme to take for these workers."""
+    network = reach == "network"
+    taken = {nbytes: best(figures, nbytes, network) for nbytes in dict.fromkeys(one.nbytes for one in figures)}
+    to = f"to {workers} {'worker' if workers == 1 else 'workers'} {PLACES[reach]}"
+    names = {figure.name for figure in taken.values()}
+    if len(names) == 1:
+        found = [f"Take {names.pop()}: the fastest {to}."]
+    else:
+        found = [f"Take {figure.name} for {size(nbytes)}: the fastest {to}." for nbytes, figure in taken.items()]
+    if network:
+        found.append("All of it was measured on this host. A real network adds the time that the bytes take there.")
+    else:
+        found.append("If workers run on other hosts, too, ask again with --reach network.")
+    return found
+
+
+def table(figures: Sequence[Figure]) -> list[list[str]]:
+    """Rows of cells, the head first."""
+    head = ["size", "scheme", "ms", "CPU ms", "reaches workers on"]
+    return [
+        head,
+        *(
+            [
+                size(one.nbytes),
+                one.name,
+                f"{one.wall_ms:.2f}",
+                f"{one.cpu_ms:.2f}",
+                "other hosts, too" if one.network else "this host",
+            ]
+            for one in figures
+        ),
+    ]
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure, print and write; returns the exit code."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as in the workers: there are often more processes than cores
+    try:
+        figures = asyncio.run(measure(options.workers, options.size, _progress))
+    except WorkerDied as died:
+        print(f"asyncsync bench: {died}", file=sys.stderr)
+        return 1
+    finally:
+        torch.set_num_threads(threads)
+        _progress("")
+    rows, sentences = table(figures), advice(figures, options.workers, options.reach)
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        cells = [
+            cell.rjust(width) if i in (2, 3) else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        print("  ".join(cells).rstrip())
+    print("\nms: from send_async until every worker has applied the update, median. CPU ms: trainer and workers, mean.")
+    print("\n".join(sentences))
+    if options.json is not None:
+        document = {
+            "machine": {"cpus": os.cpu_count(), "platform": platform.platform(), "python": platform.python_version()},
+            "versions": {"asyncsync": __version__, "torch": torch.__version__},
+            "date": time.strftime("%Y-%m-%d"),
+            "workers": options.workers,
+            "reach": options.reach,
+            "results": [asdict(figure) for figure in figures],
+            "take": {size(nbytes): best(figures, nbytes, options.reach == "network").name for nbytes in options.size},
+        }
+        Path(options.json).write_text(json.dumps(document, indent=1) + "\n")
+    return 0
+
+
+def _progress(what: str) -> None:
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{what}", end="", file=sys.stderr, flush=True)

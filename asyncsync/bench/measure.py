@@ -1,0 +1,259 @@
+"""Sends updates to worker processes over each scheme, and measures wall time and CPU time.
+
+figures = asyncio.run(measure(workers=2, sizes=[64 << 10], progress=print))
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import statistics
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from multiprocessing import Pipe, get_context
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from typing import Any
+
+import torch
+from torch import nn
+
+from asyncsync import (
+    DistributedWeightSyncScheme,
+    MultiProcessWeightSyncScheme,
+    SharedMemWeightSyncScheme,
+    WeightSyncScheme,
+    ZMQWeightSyncScheme,
+)
+
+__all__ = ["CANDIDATES", "Candidate", "Figure", "WorkerDied", "measure"]
+
+PATIENCE = 60.0  # seconds that a worker may take to start, and an update to arrive
+SECONDS = 0.4  # of updates, for each scheme and size
+FEWEST, MOST = 5, 300  # updates, for each scheme and size
+WARM = 3  # updates before those that are counted
+PAUSE = 1e-3  # seconds between two updates: a trainer trains between them
+
+
+class WorkerDied(Exception):
+    """A worker process has ended before the measurement did."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A scheme that can be measured.
+
+    Attributes:
+        name: in the table.
+        scheme: its class.
+        network: it reaches workers on other hosts, too.
+        tcp: the trainer binds a tcp port of this host.
+        available: this machine has what the scheme needs.
+    """
+
+    name: str
+    scheme: type[WeightSyncScheme]
+    network: bool = False
+    tcp: bool = False
+    available: bool = True
+
+    def new(self, workers: int) -> WeightSyncScheme:
+        """A scheme of the trainer's that has not been connected."""
+        options: dict[str, Any] = {"num_workers": workers}
+        if self.tcp:
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                options["endpoint"] = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+        return self.scheme(**options)
+
+
+CANDIDATES = [
+    candidate
+    for candidate in (
+        Candidate("SharedMemWeightSyncScheme", SharedMemWeightSyncScheme, available=sys.platform == "linux"),
+        Candidate("MultiProcessWeightSyncScheme", MultiProcessWeightSyncScheme, available=sys.platform == "linux"),
+        Candidate("ZMQWeightSyncScheme, ipc", ZMQWeightSyncScheme),
+        Candidate("ZMQWeightSyncScheme, tcp", ZMQWeightSyncScheme, network=True, tcp=True),
+        Candidate(
+            "DistributedWeightSyncScheme",
+            DistributedWeightSyncScheme,
+            network=True,
+            available=torch.distributed.is_available() and torch.distributed.is_gloo_available(),
+        ),
+    )
+    if candidate.available
+]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """What one update cost: from ``send_async`` until every worker had applied it.
+
+    Attributes:
+        name: the candidate's.
+        network: it reaches workers on other hosts, too.
+        nbytes: of the weights.
+        wall_ms: median.
+        cpu_ms: of the trainer and all workers together, mean.
+        updates: how many were measured.
+    """
+
+    name: str
+    network: bool
+    nbytes: int
+    wall_ms: float
+    cpu_ms: float
+    updates: int
+
+
+async def measure(workers: int, sizes: Sequence[int], progress: Callable[[str], None]) -> list[Figure]:
+    """Measure every candidate with weights of each size.
+
+    Raises:
+        WorkerDied: a worker process has ended.
+    """
+    figures = []
+    async with _started(workers) as pipes:
+        for nbytes in sizes:
+            for candidate in CANDIDATES:
+                progress(f"{candidate.name}, {nbytes} bytes")
+                figures.append(await _measure(candidate, nbytes, pipes))
+    return figures
+
+
+async def _measure(candidate: Candidate, nbytes: int, pipes: list[Connection]) -> Figure:
+    model, scheme = _model(nbytes), candidate.new(len(pipes))
+    scheme.init_on_sender(model_id="policy", model=model)
+    async with scheme:
+        for pipe in pipes:
+            pipe.send((scheme, nbytes))
+        await scheme.connect(timeout=PATIENCE)
+        seconds: list[float] = []
+        cpu, end = 0.0, float("inf")
+        while len(seconds) < WARM + FEWEST or (time.perf_counter() < end and len(seconds) < WARM + MOST):
+            if len(seconds) == WARM:
+                cpu = await _cpu_seconds(pipes)
+                end = time.perf_counter() + SECONDS
+            model.weights.fill_(float(len(seconds)))
+            start = time.perf_counter()
+            await scheme.send_async(timeout=PATIENCE)
+            seconds.append(time.perf_counter() - start)
+            await asyncio.sleep(PAUSE)
+        cpu = await _cpu_seconds(pipes) - cpu
+    for pipe in pipes:
+        pipe.send("close")
+        await _answer(pipe)
+    counted = seconds[WARM:]
+    wall = 1e3 * statistics.median(counted)
+    return Figure(candidate.name, candidate.network, nbytes, wall, 1e3 * cpu / len(counted), len(counted))
+
+
+async def _cpu_seconds(pipes: list[Connection]) -> float:
+    """Of this process and the workers so far, all threads."""
+    total = time.process_time()
+    for pipe in pipes:
+        pipe.send("cpu")
+        total += await _answer(pipe)
+    return total
+
+
+async def _answer(pipe: Connection) -> Any:
+    return await asyncio.to_thread(pipe.recv)
+
+
+class _Weights(nn.Module):
+    def __init__(self, nbytes: int) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.zeros(max(nbytes // 4, 1)), requires_grad=False)
+
+
+def _model(nbytes: int) -> _Weights:
+    return _Weights(nbytes)
+
+
+# -- the worker processes ----------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def _started(workers: int) -> AsyncIterator[list[Connection]]:
+    """So many worker processes: a pipe to each. They end with the block; if one ends before, the block is cancelled and
+    raises WorkerDied."""
+    context = get_context("spawn")
+    loop = asyncio.get_running_loop()
+    processes: list[SpawnProcess] = []
+    pipes: list[Connection] = []
+    here = asyncio.current_task()
+    died: list[SpawnProcess] = []
+
+    def ended(process: SpawnProcess) -> None:
+        loop.remove_reader(process.sentinel)
+        died.append(process)
+        assert here is not None
+        here.cancel()
+
+    try:
+        for index in range(workers):
+            ours, theirs = Pipe()
+            with theirs:
+                process = context.Process(target=_worker, args=(index, theirs), name=f"worker {index}", daemon=True)
+                # The workers inherit the block: Ctrl-C goes to every process, and the trainer ends the workers.
+                before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+                try:
+                    process.start()
+                finally:
+                    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            loop.add_reader(process.sentinel, ended, process)
+            processes.append(process)
+            pipes.append(ours)
+        for pipe in pipes:
+            await _answer(pipe)  # it has imported torch
+        yield pipes
+    except asyncio.CancelledError:
+        if not died:
+            raise
+        assert here is not None
+        here.uncancel()
+        died[0].join()
+        raise WorkerDied(f"{died[0].name} {_ending(died[0].exitcode or 0)}") from None
+    finally:
+        for process in processes:
+            loop.remove_reader(process.sentinel)
+            process.kill()
+        for process in processes:
+            process.join()
+        for pipe in pipes:
+            pipe.close()
+
+
+def _ending(code: int) -> str:
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"has ended with exit code {code}"
+
+
+def _worker(index: int, pipe: Connection) -> None:
+    """What a worker process runs. It ends with the trainer, whose end of the pipe is closed then."""
+    torch.set_num_threads(1)
+    asyncio.run(_serve(index, pipe))
+
+
+async def _serve(index: int, pipe: Connection) -> None:
+    scheme: WeightSyncScheme | None = None
+    pipe.send("ready")
+    while True:
+        try:
+            order = await _answer(pipe)
+        except (EOFError, OSError):
+            return
+        if order == "cpu":
+            pipe.send(time.process_time())
+        elif order == "close":
+            assert scheme is not None
+            await scheme.shutdown()
+            pipe.send("closed")
+        else:
+            scheme, nbytes = order
+            scheme.init_on_receiver("policy", model=_model(nbytes), worker_idx=index, gate="hold")
+            await scheme.connect(timeout=PATIENCE)

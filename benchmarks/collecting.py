@@ -1,0 +1,205 @@
+"""Collectors: asyncsync's, TorchRL's, and a bare loop over a vector environment. A step is the time for 1000 frames.
+
+Both sides step TorchRL's GymEnv with the same small policy, ours our GymEnv, too. Vector environments are stepped by
+our collector, and by a loop that stores nothing; steps by which Gymnasium resets one of them are no frames.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import time
+import warnings
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+from tensordict.nn import TensorDictModule
+from torch import nn
+
+from child import Spec
+from ours import RAY, free_port
+
+FRAMES = 1000  # of a trial: a figure is the time for so many
+SHAPE, IMAGES = (84, 84, 3), 1585  # of an image; of a batch that has 64 MiB, with the next ones
+BATCHES = 4  # of an asynchronous collector, in so many frames
+ROUNDS = 4  # of them in one trial: one batch more or less under way at its ends hardly counts
+# Vector environments: how many, Gymnasium's vectorization_mode, steps in a batch.
+VECTORS = {
+    "8 CartPoles": (8, "sync", 128),
+    "64 CartPoles": (64, "sync", 64),
+    "8 CartPoles, vectorised": (8, "vector_entry_point", 256),
+    "64 CartPoles, vectorised": (64, "vector_entry_point", 64),
+    "8 cameras": (8, "sync", 32),
+}
+
+
+class Act(nn.Module):
+    """Observation [..., 4], or four numbers of an image [..., 84, 84, 3] → the better of two actions, one-hot."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 2))
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        if observation.dtype == torch.uint8:
+            observation = observation[..., 40, 40:44, 0].float()
+        return nn.functional.one_hot(self.layers(observation).argmax(-1), 2)
+
+
+def cart_pole() -> Any:
+    return importlib.import_module("torchrl.envs").GymEnv("CartPole-v1")
+
+
+class Camera(gymnasium.Env[Any, Any]):
+    """Ends after 200 steps. Each shows another image, whose first bytes say when it was there: float64, by the clock
+    that all processes of a host share."""
+
+    observation_space = gymnasium.spaces.Box(0, 255, SHAPE, np.uint8)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.steps = 0
+        return np.zeros(SHAPE, np.uint8), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.steps += 1
+        image = np.full(SHAPE, self.steps, np.uint8)
+        image.reshape(-1)[:8] = np.array([time.monotonic()]).view(np.uint8)
+        return image, 1.0, self.steps == 200, False, {}
+
+
+CAMERA = gymnasium.envs.registration.EnvSpec("Camera-v0", entry_point=lambda **_: Camera())
+
+
+@asynccontextmanager
+async def collecting(spec: Spec) -> AsyncIterator[Any]:
+    """Kinds: "collector", "TorchRL", "bare loop"."""
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torchrl")  # of defaults that will change
+    warnings.filterwarnings("ignore", category=UserWarning, module="torchrl")  # that no weights were sent yet
+    importlib.import_module("torchrl")
+    if spec.case in VECTORS:
+        collector, step = _vector(spec)
+    elif spec.case.endswith("images"):
+        collector, step = _images()
+    else:
+        collector, step = _cart_pole(spec)
+    yield step
+    if collector is not None:
+        await spec.in_thread(collector.shutdown)
+
+
+def _cart_pole(spec: Spec) -> tuple[Any, Callable[[], float]]:
+    place = "asyncsync" if spec.kind == "collector" else "torchrl"
+    family, asynchronous = spec.case.rpartition(" ")[2], ", async" in spec.case
+    name, place = "MultiAsyncCollector" if asynchronous else "MultiSyncCollector", f"{place}.collectors"
+    make: Any = [cart_pole] * spec.workers
+    options: dict[str, Any] = {"total_frames": -1}
+    if spec.workers == 1:
+        ours = spec.kind == "collector" and spec.case.endswith("our GymEnv")
+        name, make = "Collector", "CartPole-v1" if ours else cart_pole  # of an id, our collectors make our GymEnv
+    elif spec.section == "nodes":
+        name, place = f"{family}Collector", f"{place}.distributed"
+        options = {"total_frames": FRAMES << 30, "sync": not asynchronous}  # TorchRL's yield nothing with -1
+        if family == "Ray":
+            cluster = RAY | {"_temp_dir": f"{spec.directory}/{os.getpid()}"}
+            options |= {"ray_init_config": cluster, "remote_configs": {"num_cpus": 1}}
+        else:
+            options |= {"launcher": "mp", "tcp_port": free_port()}
+    frames = FRAMES // BATCHES if asynchronous else FRAMES
+    policy = TensorDictModule(Act(), in_keys=["observation"], out_keys=["action"])
+    made = getattr(importlib.import_module(place), name)(make, policy, frames_per_batch=frames, **options)
+    if not asynchronous:
+        return made, _batches(made)
+    spec.scale = 1 / (1 + ROUNDS)
+    return made, _stream(made)
+
+
+def _batches(collector: Any) -> Callable[[], float]:
+    batches = iter(collector)
+
+    def once() -> float:
+        start = time.perf_counter()
+        next(batches)
+        return time.perf_counter() - start
+
+    return once
+
+
+def _stream(collector: Any) -> Callable[[], float]:
+    """Of workers that collect without being asked."""
+    batches = iter(collector)
+
+    def once() -> float:
+        for _ in range(BATCHES):  # collected while it was another's turn, and until all workers are at work again
+            next(batches)
+        start = time.perf_counter()
+        for _ in range(ROUNDS * BATCHES):
+            next(batches)
+        seconds = (time.perf_counter() - start) / ROUNDS
+        time.sleep(seconds)  # until they stand still, and disturb nobody
+        return seconds
+
+    return once
+
+
+def _vector(spec: Spec) -> tuple[Any, Callable[[], float]]:
+    envs, mode, steps = VECTORS[spec.case]
+    frames = steps * envs
+    spec.scale = FRAMES / frames
+    torch.manual_seed(0)  # one policy for both sides: it decides how often environments finish
+    policy, name = Act(), "CartPole-v1"
+    if spec.case.endswith("cameras"):
+        name = CAMERA
+    if spec.kind == "bare loop":
+        environments = gymnasium.make_vec(name, num_envs=envs, vectorization_mode=mode)
+        return None, bare_loop(environments, policy, steps)
+    from asyncsync.collectors import Collector, GymEnv
+
+    environment = GymEnv(name, num_envs=envs, vectorization_mode=mode)
+    collector = Collector(environment, policy, frames_per_batch=frames, total_frames=-1)
+    once = _batches(collector)
+    return collector, lambda: once() * FRAMES / frames
+
+
+def bare_loop(environments: Any, policy: nn.Module, steps: int) -> Callable[[], float]:
+    """Seconds for 1000 frames of a loop that stores nothing."""
+    observation = environments.reset()[0]
+    ended = [np.zeros(len(observation), bool)]
+
+    def loop() -> float:
+        nonlocal observation
+        del ended[:-1]
+        start = time.perf_counter()
+        with torch.no_grad():
+            for _ in range(steps):
+                action = policy(torch.from_numpy(observation)).argmax(-1)
+                observation, _, terminated, truncated, _ = environments.step(action.numpy())
+                ended.append(terminated | truncated)
+        seconds = time.perf_counter() - start
+        # Gymnasium resets an environment that has finished with the step after: that is no frame.
+        resets = sum(int(np.count_nonzero(each)) for each in ended[:-1])
+        return seconds * FRAMES / (steps * len(observation) - resets)
+
+    return loop
+
+
+def _images() -> tuple[Any, Callable[[], float]]:
+    from asyncsync.collectors import GymEnv, MultiSyncCollector
+
+    create = [lambda: GymEnv(CAMERA)]
+    collector = MultiSyncCollector(create, Act(), frames_per_batch=IMAGES, total_frames=-1, cat_results=0)
+    batches = iter(collector)
+
+    def once() -> float:
+        """From the last step until the batch can be read here."""
+        batch: Any = next(batches)
+        stamp = batch["next", "observation"][-1].flatten()[:8].contiguous().view(torch.float64)
+        found: float = time.monotonic() - stamp.item()
+        return found
+
+    return collector, once

@@ -1,0 +1,212 @@
+"""asyncsync's side: its schemes between the trainer and its workers. Public names only, so that any version runs it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import asyncsync
+from asyncsync import sync
+from cases import SIZES
+from child import PATIENCE, Spec, Worker, digest, module, timed, weights
+
+NAMES = {"tcp": "ZMQ", "ipc": "ZMQ", "shared": "SharedMem", "process": "MultiProcess", "distributed": "Distributed"}
+BYTES: dict[str, dict[str, Any]] = {"lz4": {"compress": "lz4"}, "zstd": {"compress": "zstd"}, "delta": {"delta": True}}
+TICK = 1e-3  # seconds that the coroutine sleeps which looks for stalls
+RAY: dict[str, Any] = {"num_cpus": 2, "include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
+RELAYS = 4  # they stand for four hosts
+SETTLE = 2.0  # seconds in which subscribers subscribe
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _tensors(model: Any) -> list[Any]:
+    return list(model.values() if isinstance(model, dict) else model.parameters())
+
+
+def _model(spec: Spec, *, blank: bool = False) -> Any:
+    if spec.section == "bytes":
+        tensors, each = SIZES[spec.case]
+        return {f"{i}": torch.zeros(each // 2, dtype=torch.bfloat16) for i in range(tensors)}
+    as_dict = spec.section in ("tensors", "latency", "fanout")
+    return (weights if as_dict else module)(spec.case, blank=blank)
+
+
+@asynccontextmanager
+async def scheme(spec: Spec) -> AsyncIterator[Any]:
+    """One update, from the trainer's model until all workers have applied it. The kind is a key of NAMES, and how:
+    "blocking", "keys", "many", "fan-out", "relays", "trainer's loop", "worker's loop"."""
+    kind, _, how = spec.kind.partition(", ")
+    name = f"{NAMES[kind]}WeightSyncScheme"
+
+    given: dict[str, Any] = {"endpoint": f"tcp://127.0.0.1:{free_port()}"} if kind == "tcp" else {}
+    if spec.section == "bytes":
+        given |= {key: value for word in how.split() for key, value in BYTES[word].items()}
+    if how == "keys":
+        given |= _keys(spec.directory)
+    if how in ("fan-out", "relays"):
+        given["fanout"] = _fanout()
+    asynchronous = getattr(asyncsync, name)(num_workers=spec.workers, **given)
+    source = _model(spec)
+    async with AsyncExitStack() as stack:
+        # Few processes with many workers each, where there are many: this machine's cores are few.
+        processes = spec.workers if spec.workers <= 4 else 2
+        parts = [list(range(i, spec.workers, processes)) for i in range(processes)]
+        workers = [Worker(_receive, indices, spec) for indices in parts]
+        for worker in workers:
+            stack.callback(worker.end)
+        scheme = asynchronous
+        if how == "blocking":
+            scheme = getattr(sync, name)(endpoint=asynchronous.bus.endpoint, num_workers=spec.workers)
+        scheme.init_on_sender(model_id="model", **{"weights" if isinstance(source, dict) else "model": source})
+        relays = [_relay(stack, given["endpoint"]) for _ in range(RELAYS if how == "relays" else 0)]
+        for worker in workers:
+            worker.post((pickle.dumps(asynchronous), relays))
+        if how == "blocking":
+            connecting = spec.in_thread(lambda: scheme.connect(timeout=PATIENCE))
+            step = timed(scheme.send, _tensors(source), blocking=True)
+        else:
+            await stack.enter_async_context(scheme)
+            connecting = scheme.connect(timeout=PATIENCE)
+            step = timed(lambda: scheme.send_async(timeout=PATIENCE), _tensors(source))
+        await asyncio.gather(connecting, *(asyncio.to_thread(worker.answer) for worker in workers))
+        if how == "fan-out":
+            await asyncio.sleep(SETTLE)
+        await (spec.in_thread(step) if how == "blocking" else step())
+        sent = digest(_tensors(source))
+        for worker in workers:
+            if set(worker.ask("digest")) != {sent}:
+                raise RuntimeError(f"{spec.kind}: what the workers have is not what was sent")
+        if how.endswith("loop"):
+            yield _stalls(step, workers if how == "worker's loop" else [])
+        elif spec.section == "bytes":
+            yield _trained(spec, scheme, source)
+        else:
+            yield step
+        if how == "blocking":
+            await spec.in_thread(scheme.shutdown)
+
+
+def _trained(spec: Spec, scheme: Any, source: dict[str, torch.Tensor]) -> Callable[[], Awaitable[float]]:
+    """Steps that send the weights of one training step after the other, to the third and back again."""
+    rate, tensors = float(spec.case.rpartition(" ")[2]), list(source.values())
+    master = torch.randn(len(tensors), len(tensors[0])) * 0.05
+    versions = []
+    for _ in range(3):
+        versions.append(master.bfloat16())
+        master += rate * torch.randn_like(master).clamp_(-1, 1)
+    spec.extra["numbers changed"] = (versions[0] != versions[1]).float().mean().item()
+    places = cycle([0, 1, 2, 1])
+    send = timed(lambda: scheme.send_async(timeout=PATIENCE))
+
+    async def step() -> float:
+        torch._foreach_copy_(tensors, list(versions[next(places)]))
+        before = scheme.status().bytes_sent
+        seconds: float = await send()
+        spec.extra["MB"] = (scheme.status().bytes_sent - before) / 1e6
+        return seconds
+
+    return step
+
+
+async def _receive(pipe: Any, indices: list[int], spec: Spec) -> None:
+    """In a worker: receivers with these indices, and questions about them."""
+    pickled, relays = pipe.recv()
+    models, schemes = [_model(spec, blank=True) for _ in indices], []
+    for model, index in zip(models, indices, strict=True):
+        relay = relays[index % RELAYS] if relays else None
+        schemes.append(asyncsync.ZMQWeightSyncScheme(connect=relay) if relay else pickle.loads(pickled))
+        schemes[-1].init_on_receiver("model", model=model, worker_idx=index, gate="hold")
+    await asyncio.gather(*(scheme.connect(timeout=PATIENCE) for scheme in schemes))
+    pipe.send((True, "connected"))
+    while (order := await asyncio.to_thread(pipe.recv)) == "digest":
+        pipe.send((True, [digest(_tensors(model)) for model in models]))
+    while True:  # the longest stall between two orders
+        pipe.send((True, order))
+        order = await longest_stall(lambda: asyncio.to_thread(pipe.recv))
+
+
+def _stalls(step: Callable[[], Awaitable[float]], workers: list[Worker]) -> Callable[[], Awaitable[float]]:
+    """Steps that return the longest stall of these workers' loops, or of this one."""
+
+    async def watched() -> float:
+        if not workers:
+            return await longest_stall(step)
+        for worker in workers:
+            worker.ask("watch")
+        await asyncio.sleep(10 * TICK)  # they watch by now
+        await step()
+        return max([worker.ask("tell") for worker in workers])
+
+    return watched
+
+
+def _running() -> float:
+    """Seconds, without those in which this thread waited for a CPU (proc(5): the second field of schedstat)."""
+    waited = Path("/proc/thread-self/schedstat").read_text().split()[1]
+    return time.perf_counter() - int(waited) / 1e9
+
+
+async def longest_stall(action: Callable[[], Awaitable[Any]]) -> float:
+    """The longest time between two turns of a coroutine that sleeps 1 ms while the action runs, without the time for
+    which this thread was ready to run and waited for a CPU."""
+    longest = 0.0
+
+    async def watch() -> None:
+        nonlocal longest
+        before = _running()
+        while True:
+            await asyncio.sleep(TICK)
+            longest, before = max(longest, (after := _running()) - before), after
+
+    watching = asyncio.create_task(watch())
+    await asyncio.sleep(5 * TICK)
+    longest = 0.0
+    await action()
+    await asyncio.sleep(2 * TICK)  # a stall at the very end is seen, too
+    watching.cancel()
+    await asyncio.wait([watching])
+    return longest
+
+
+def _keys(directory: str) -> dict[str, Any]:
+    place = f"{directory}/keys-{os.getpid()}"
+    command = [sys.executable, "-m", "asyncsync", "keygen", place, "--name", "w"]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    names = {"server_key": "server.key_secret", "clients": "clients", "client_key": "client_secrets/w.key_secret"}
+    return {argument: f"{place}/{name}" for argument, name in names.items()}
+
+
+def _fanout() -> Any:
+    """Versions differ in how they call the way that sends large weights to all at once."""
+    try:
+        asyncsync.ZMQWeightSyncScheme(fanout=True)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return "push"
+    return True
+
+
+def _relay(stack: AsyncExitStack, upstream: str) -> str:
+    """The address of a relay's process, which ends with the stack."""
+    address = f"tcp://127.0.0.1:{free_port()}"
+    command = [sys.executable, "-m", "asyncsync", "relay", "--upstream", upstream, "--bind", address]
+    process = stack.enter_context(subprocess.Popen(command, stdout=subprocess.DEVNULL))
+    stack.callback(process.kill)
+    return address

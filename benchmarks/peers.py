@@ -1,0 +1,296 @@
+"""Peers of the schemes, each as a careful user would write it: gloo, TorchRL's schemes, one memcpy, bare sockets; and
+trainers that call their workers, by RPC or as Ray's actors, both asyncsync's and by hand.
+
+*staged*: the sender copies its parameters into one flat buffer, as any program must that trains on meanwhile; the
+buffer is transferred; each receiver copies out of it and then acknowledges. *bare*: the transfer of the flat buffer
+and the acknowledgement, nothing else. *each*: a broadcast for each parameter. By RPC or Ray, it is staged, too: workers
+``recv`` from ``isend``, or map what one ``put`` has stored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import mmap
+import os
+import resource
+import warnings
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import zmq
+import zmq.asyncio
+
+import asyncsync
+from cases import SIZES
+from child import PATIENCE, Spec, Worker, digest, module, timed
+from ours import RAY, free_port
+
+TORCHRL = {"shared": "SharedMemWeightSyncScheme", "process": "MultiProcessWeightSyncScheme"}
+DESCRIPTORS = 1 << 16  # that may be open: TorchRL's MultiProcess sends one for each tensor and worker
+IMAGE_BYTES = 64 << 20
+
+
+class _Gloo:
+    """One process's part: rank 0 sends."""
+
+    def __init__(self, spec: Spec, rank: int) -> None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # not what the host's name resolves to
+        self.size, trainer = spec.workers + 1, os.getppid() if rank else os.getpid()
+        store = f"file://{spec.directory}/gloo-{trainer}"
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=self.size)
+        _, self.way, self.preparation = spec.kind.split()
+        self.model = module(spec.case, blank=rank > 0)
+        self.parameters: list[torch.Tensor] = list(self.model.parameters())
+        self.flat = torch.full((sum(tensor.numel() for tensor in self.parameters),), -1.0)
+        self.views = list(self.flat.split_with_sizes([tensor.numel() for tensor in self.parameters]))
+        self.acknowledged = [torch.zeros(1) for _ in range(spec.workers)]
+
+    @property
+    def touched(self) -> list[torch.Tensor]:
+        return [self.flat] if self.preparation == "bare" else self.parameters
+
+    def _broadcast(self) -> None:
+        for tensor in self.parameters if self.preparation == "each" else [self.flat]:
+            dist.broadcast(tensor, 0)
+
+    def send(self) -> None:
+        if self.preparation == "staged":
+            torch._foreach_copy_(self.views, self.parameters)
+        answers = [dist.irecv(buffer, rank) for rank, buffer in enumerate(self.acknowledged, 1)]
+        if self.way == "broadcast":
+            self._broadcast()
+        else:
+            for work in [dist.isend(self.flat, rank) for rank in range(1, self.size)]:
+                work.wait()
+        for answer in answers:
+            answer.wait()
+
+    def receive(self, _: str) -> int:
+        """One update; then, what has arrived."""
+        while True:
+            self._broadcast() if self.way == "broadcast" else dist.recv(self.flat, 0)
+            if self.preparation == "staged":
+                torch._foreach_copy_(self.parameters, self.views)
+            dist.send(self.acknowledged[0], 0)
+            if self.flat[0] == 0.0 if self.preparation != "each" else self.parameters[0][0] == 0.0:
+                return digest(self.touched)  # the first update begins with 0, and no other does
+
+
+@asynccontextmanager
+async def gloo(spec: Spec) -> AsyncIterator[Any]:
+    workers = [Worker(lambda rank: _Gloo(spec, rank).receive, rank) for rank in range(1, spec.workers + 1)]
+    sender = await spec.in_thread(lambda: _Gloo(spec, 0))
+    if sender.preparation == "bare":
+        sender.flat.zero_()
+    for worker in workers:
+        worker.post("receive")
+    await spec.in_thread(sender.send)  # as it is: it begins with 0
+    sent = digest(sender.touched)
+    for worker in workers:
+        if worker.answer() != sent:
+            raise RuntimeError(f"{spec.kind}: what the workers have is not what was sent")
+        worker.post("receive")
+    yield timed(sender.send, sender.touched, blocking=True)
+    for worker in workers:
+        worker.end()
+
+
+@asynccontextmanager
+async def memcpy(spec: Spec) -> AsyncIterator[Any]:
+    """One copy of as many bytes into shared memory, between pages that are there, by one thread."""
+    tensors, each = SIZES.get(spec.case, (1, IMAGE_BYTES))
+    source = np.ones(tensors * each, np.uint8)
+    target = np.frombuffer(mmap.mmap(-1, source.nbytes), np.uint8)
+    np.copyto(target, source)
+    yield timed(lambda: np.copyto(target, source), blocking=True)
+
+
+@asynccontextmanager
+async def round_trip(spec: Spec) -> AsyncIterator[Any]:
+    """One byte to a worker and one back, over bare zmq.asyncio sockets."""
+    endpoint = f"ipc://{spec.directory}/echo-{os.getpid()}"
+    worker = Worker(_echo, endpoint)
+    with zmq.asyncio.Context() as context, context.socket(zmq.PAIR) as pair:
+        pair.linger = 0
+        pair.bind(endpoint)
+
+        async def once() -> None:
+            await pair.send(b"x")
+            await pair.recv()
+
+        await once()
+        yield timed(once)
+    worker.end()
+
+
+async def _echo(pipe: Any, endpoint: str) -> None:
+    with zmq.asyncio.Context() as context, context.socket(zmq.PAIR) as pair:
+        pair.connect(endpoint)
+        while True:
+            await pair.send(await pair.recv())
+
+
+@asynccontextmanager
+async def torchrl(spec: Spec) -> AsyncIterator[Any]:
+    """Sends other weights than those that were registered: TorchRL's workers share the memory of these."""
+    weight_update = importlib.import_module("torchrl.weight_update")
+    from tensordict import TensorDict
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(DESCRIPTORS, hard)), hard))
+    scheme = getattr(weight_update, TORCHRL[spec.kind.split()[1]])()
+    scheme.init_on_sender(
+        model_id="model",
+        weights=TensorDict.from_module(module(spec.case, blank=True)),
+        devices=[torch.device("cpu")] * spec.workers,
+        num_workers=spec.workers,
+        ctx=importlib.import_module("torch.multiprocessing").get_context("fork"),
+    )
+    workers = [Worker(_torchrl_worker, spec, scheme, index) for index in range(spec.workers)]
+    source = TensorDict.from_module(module(spec.case)).data
+
+    def connect() -> None:
+        for worker in workers:
+            worker.post("connect")
+        scheme.connect()
+        for worker in workers:
+            worker.answer()
+        scheme.send(weights=source)
+        if {worker.ask("digest") for worker in workers} != {digest(source.values())}:
+            raise RuntimeError("TorchRL: what the workers have is not what was sent")
+
+    await spec.in_thread(connect)
+    yield timed(lambda: scheme.send(weights=source), source.values(), blocking=True)
+    for worker in workers:
+        worker.end()
+    os._exit(0)  # its threads and queues would wait for the workers
+
+
+def _torchrl_worker(spec: Spec, scheme: Any, index: int) -> Callable[[str], Any]:
+    """TorchRL applies in a thread of its own, while this one waits for orders."""
+    model = module(spec.case, blank=True)
+
+    def obey(order: str) -> Any:
+        if order == "digest":
+            return digest(model.parameters())
+        scheme.init_on_receiver(model_id="model", model=model, worker_idx=index)
+        scheme.connect(worker_idx=index)
+        return None
+
+    return obey
+
+
+class Receiver:
+    """What RPC or Ray calls: a model, and how an update gets into it. ``scheme``: None, by hand."""
+
+    def __init__(self, scheme: Any, index: int, case: str) -> None:
+        warnings.simplefilter("ignore")
+        torch.set_num_threads(1)
+        self._scheme, self._model = scheme, module(case, blank=True)
+        self._parameters: list[torch.Tensor] = list(self._model.parameters())
+        self._flat = torch.ones(sum(tensor.numel() for tensor in self._parameters))
+        if scheme is not None:
+            scheme.init_on_receiver("model", model=self._model, worker_idx=index)
+
+    def connect(self) -> None:
+        self._scheme.connect(timeout=PATIENCE)
+
+    def _receive_weights_scheme(self) -> None:
+        self._scheme.receive()
+
+    def receive(self) -> None:
+        dist.recv(self._flat, 0)
+        self._copy(self._flat)
+
+    def take(self, flat: Any) -> None:
+        self._copy(torch.from_numpy(flat))
+
+    def _copy(self, flat: torch.Tensor) -> None:
+        torch._foreach_copy_(self._parameters, flat.split_with_sizes([tensor.numel() for tensor in self._parameters]))
+
+    def digest(self) -> int:
+        return digest(self._parameters)
+
+
+@asynccontextmanager
+async def called(spec: Spec) -> AsyncIterator[Any]:
+    """Kinds: "rpc", "ray", "by hand rpc", "by hand ray"."""
+    ours, ray = not spec.kind.startswith("by hand"), spec.kind.endswith("ray")
+    if ray:
+        library = importlib.import_module("ray")
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        store = {"object_store_memory": 2 << 30, "_temp_dir": f"{spec.directory}/{os.getpid()}"}
+        await asyncio.to_thread(library.init, **RAY, **store)
+        processes = []
+    else:
+        port = free_port()
+        processes = [Worker(_join, rank, port, spec) for rank in range(1, spec.workers + 1)]
+        library = await asyncio.to_thread(_join, 0, port, spec)
+    scheme = asyncsync.RayWeightSyncScheme(backend="object_store") if ray else asyncsync.RPCWeightSyncScheme()
+    blocking = scheme.blocking if ours else None
+    source = module(spec.case)
+    parameters: list[torch.Tensor] = list(source.parameters())
+    flat = torch.ones(sum(tensor.numel() for tensor in parameters))
+    views = flat.split_with_sizes([tensor.numel() for tensor in parameters])
+    arguments = [(blocking, index, spec.case) for index in range(spec.workers)]
+    if ray:
+        actor = library.remote(num_cpus=0, max_concurrency=2)(Receiver)
+        receivers = [actor.remote(*given) for given in arguments]
+    else:
+        receivers = [library.remote(f"rank{given[1] + 1}", Receiver, given) for given in arguments]
+
+    def by_hand() -> None:
+        torch._foreach_copy_(views, parameters)
+        if ray:
+            placed = library.put(flat.numpy())
+            library.get([receiver.take.remote(placed) for receiver in receivers], timeout=PATIENCE)
+            return
+        calls = [receiver.rpc_async(timeout=PATIENCE).receive() for receiver in receivers]
+        for work in [dist.isend(flat, rank) for rank in range(1, spec.workers + 1)]:
+            work.wait()
+        for call in calls:
+            call.wait()
+
+    def digests() -> set[int]:
+        if ray:
+            return set(library.get([receiver.digest.remote() for receiver in receivers], timeout=PATIENCE))
+        return {receiver.rpc_sync(timeout=PATIENCE).digest() for receiver in receivers}
+
+    step: Any
+    if not ours:
+        step = timed(by_hand, parameters, blocking=True)
+        await spec.in_thread(step)
+    else:
+        scheme.init_on_sender(model_id="model", model=source, remotes=receivers)
+        actors = [receiver.connect.remote() for receiver in receivers] if ray else []
+        await asyncio.gather(scheme.connect(timeout=PATIENCE), *actors)
+        step = timed(lambda: scheme.send_async(timeout=PATIENCE), parameters)
+        await step()
+    if await asyncio.to_thread(digests) != {digest(parameters)}:
+        raise RuntimeError(f"{spec.kind}: what the workers have is not what was sent")
+    yield step
+    await scheme.shutdown()
+    if ray:
+        library.shutdown()
+    for process in processes:
+        process.end()
+    if not ray:
+        os._exit(0)  # torch would wait for the workers
+
+
+def _join(rank: int, port: int, spec: Spec) -> Any:
+    warnings.simplefilter("ignore")  # torch's, of how it makes groups itself
+    rpc: Any = importlib.import_module("torch.distributed.rpc")
+    for name in ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
+        os.environ.setdefault(name, "lo")  # not what the host's name resolves to
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    options = rpc.TensorPipeRpcBackendOptions(num_worker_threads=8, rpc_timeout=PATIENCE, _transports=["uv"])
+    size = spec.workers + 1
+    rpc.init_rpc(f"rank{rank}", rank=rank, world_size=size, rpc_backend_options=options)
+    dist.init_process_group("gloo", init_method=f"file://{spec.directory}/rpc-{port}", rank=rank, world_size=size)
+    return rpc
