@@ -161,8 +161,7 @@ class LocalCollector(BaseCollector):
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed the environments, then reset them: they begin new trajectories. Returns the seed for the next one."""
         with self._standing():
-            with self._weights.holds(), torch.no_grad():
-                following = environments.set_seed(self.env, seed, static_seed)
+            following = self._rollouts.set_seed(seed, static_seed)
             self._iteration.reset(None, {})
             return following
 

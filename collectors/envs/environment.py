@@ -145,7 +145,10 @@ def observation_keys(environment: Any, root: TensorDictBase, counted: bool = Fal
             keys = list(spec.keys(True, True))  # nested ones, and leaves only, as of TensorDict's and TorchRL's
         except TypeError:
             keys = list(spec.keys())
-    return [key for key in keys if not (counted and path_of(key)[-1] == "step_count")]
+    counts = is_torchrl(environment)  # whose counter may stand in each group of agents
+    return [
+        key for key in keys if not (counted and path_of(key)[-1] == "step_count" and (counts or len(path_of(key)) == 1))
+    ]
 
 
 def repeated_keys(environment: Any, root: TensorDictBase) -> list[Key]:

@@ -18,6 +18,8 @@ def limited(environment: Any, max_steps: int) -> Any:
     ValueError: it counts steps already."""
     if not max_steps:
         return environment
+    if any("step_count" in environments.path_of(key) for key in environments.action_keys(environment)):
+        raise ValueError(_COUNTED)
     if not environments.is_torchrl(environment):
         return StepLimit(environment, max_steps)
     from torchrl.envs import StepCounter, TransformedEnv
