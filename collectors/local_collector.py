@@ -19,7 +19,6 @@ from torch import nn
 
 from asyncsync.collectors.arguments import RolloutArguments
 from asyncsync.collectors.base import SHUTDOWN_SECONDS, BaseCollector, Pause, Signals, _part, logged_unless
-from asyncsync.collectors.envs import environment as environments
 from asyncsync.collectors.profiling import ProfileConfig
 from asyncsync.collectors.rollout.iteration import PARTS, Iteration
 from asyncsync.collectors.rollout.lock import RolloutLock

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 
+from asyncsync.collectors.envs.keys import path_of
 from asyncsync.collectors.trajectories import FLAGS, Key, beside
 
 Factory = Callable[..., Any]
@@ -157,11 +158,6 @@ def repeated_keys(environment: Any, root: TensorDictBase) -> list[Key]:
     state = getattr(environment, "state_spec", None) if is_torchrl(environment) else None
     keys = [*observation_keys(environment, root), *([] if state is None else state.keys(True, True))]
     return keys + [key for key in root.keys(True, True) if path_of(key)[-1] == "step_count" and key not in keys]
-
-
-def path_of(key: Key) -> tuple[str, ...]:
-    """A key as a tuple of names."""
-    return (key,) if isinstance(key, str) else tuple(key)
 
 
 def action_keys(environment: Any) -> list[Key]:

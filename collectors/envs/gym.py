@@ -19,7 +19,7 @@ from asyncsync.collectors.envs.gym_specs import (
     leaves_of,
 )
 from asyncsync.collectors.envs.gym_vector import Resets, check_environment, make_vector, resets_of, zeroed
-from asyncsync.collectors.envs.keys import check_paths
+from asyncsync.collectors.envs.keys import check_keys
 from asyncsync.collectors.trajectories import FLAGS
 
 Array = np.ndarray[Any, Any]
@@ -126,11 +126,9 @@ class GymEnv(NotTorchRLs):
                 leaves_of(space, name, categorical=categorical_action_encoding)
                 for space, name in ((observation_space, "observation"), (action_space, "action"))
             )
-            paths = (
-                [(leaf.key,) if isinstance(leaf.key, str) else leaf.key for leaf in leaves]
-                for leaves in (self._observations, self._actions)
+            check_keys(
+                self._name, [leaf.key for leaf in self._observations], [leaf.key for leaf in self._actions], ENTRIES
             )
-            check_paths(self._name, *paths, ENTRIES)
         except ValueError:
             if made:
                 env.close()

@@ -27,7 +27,7 @@ from asyncsync.bus.link import is_fast_path_on
 from asyncsync.collectors.arguments import RolloutArguments
 from asyncsync.collectors.base import Signals
 from asyncsync.collectors.envs import environment as environments
-from asyncsync.collectors.envs.keys import check_paths
+from asyncsync.collectors.envs.keys import check_keys
 from asyncsync.collectors.envs.step_limit import limited
 from asyncsync.collectors.profiling import recorded
 from asyncsync.collectors.rollout.array_steps import ArraySteps, WriteOutput
@@ -159,8 +159,7 @@ class Rollouts:
             actions = []
         elif self.arguments.track_policy_version:
             taken.append("policy_version")
-        paths = (map(environments.path_of, keys) for keys in (root.keys(True, True), actions))
-        check_paths(type(self.env).__name__, *paths, taken)
+        check_keys(type(self.env).__name__, root.keys(True, True), actions, taken)
 
     def _profile(self) -> None:
         """Have torch's profiler show parts of a rollout as ranges."""
