@@ -28,7 +28,7 @@ from asyncsync.collectors.arguments import RolloutArguments
 from asyncsync.collectors.base import Signals
 from asyncsync.collectors.envs import environment as environments
 from asyncsync.collectors.envs.keys import check_keys
-from asyncsync.collectors.envs.step_limit import limited
+from asyncsync.collectors.envs.step_limit import StepLimit, limited
 from asyncsync.collectors.profiling import recorded
 from asyncsync.collectors.rollout.array_steps import ArraySteps, WriteOutput
 from asyncsync.collectors.rollout.buffer import RolloutBuffer
@@ -159,7 +159,8 @@ class Rollouts:
             actions = []
         elif self.arguments.track_policy_version:
             taken.append("policy_version")
-        check_keys(type(self.env).__name__, root.keys(True, True), actions, taken)
+        env = self.env.environment if isinstance(self.env, StepLimit) else self.env
+        check_keys(type(env).__name__, root.keys(True, True), actions, taken)
 
     def _profile(self) -> None:
         """Have torch's profiler show parts of a rollout as ranges."""

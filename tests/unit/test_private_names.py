@@ -1,6 +1,6 @@
-"""The private names of torch, pyzmq and asyncio that asyncsync touches: each stands in a module called ``…_private``,
-and in here with what breaks where it is not there any more. Those of TensorDict are methods, called where they are
-needed."""
+"""The private names of torch, TorchRL, pyzmq and asyncio that asyncsync touches: each stands in a module called
+``…_private``, and in here with what breaks where it is not there any more. Those of TensorDict are methods, called
+where they are needed."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ import asyncsync
 from asyncsync import collectors, transports
 from asyncsync.collectors.distributed import rpc_private
 from asyncsync.collectors.envs import gym_private
+from asyncsync.collectors.multi import torchrl_private
 from asyncsync.model import torch_private as model_private
 from asyncsync.net import zmq_private
 from asyncsync.runtime import asyncio_private
@@ -47,8 +48,8 @@ def test_every_module_of_private_names_is_in_here() -> None:
         if module.name.endswith("_private")
     }
     modules = (
-        asyncio_private, gym_private, model_private, ray_private, rpc_private, transports_private, weights_private,
-        zmq_private,
+        asyncio_private, gym_private, model_private, ray_private, rpc_private, torchrl_private, transports_private,
+        weights_private, zmq_private,
     )  # fmt: skip
     assert found == {module.__name__ for module in modules}
 
@@ -242,3 +243,11 @@ def test_a_sync_vector_knows_which_environments_wait_for_a_reset() -> None:
     assert [index for index, _ in gym_private.reset_these(env, finished)] == [0, 1]
     env.step(env.action_space.sample())
     env.close()
+
+
+def test_a_replay_buffers_lazy_storage_is_made_by_the_workers_that_write_first() -> None:
+    """``MultiCollector._enable_replay_buffer_worker_init``. Without it, a lazy storage needs ``shared_init=True``."""
+    torchrl = pytest.importorskip("torchrl.data")
+    buffer = torchrl.ReplayBuffer(storage=torchrl.LazyTensorStorage(10))
+    torchrl_private.let_workers_begin(buffer)
+    assert buffer.storage.shared_init
