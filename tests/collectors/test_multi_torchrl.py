@@ -65,14 +65,12 @@ def test_the_same_concatenated_and_split(theirs: list[TensorDictBase]) -> None:
 
 @pytest.mark.requirement(165)
 @pytest.mark.thorough
-@pytest.mark.parametrize("kind", ["MultiSyncCollector", "MultiAsyncCollector"])
 @pytest.mark.parametrize(
-    ("storage", "options", "shared"),
+    ("kind", "storage", "options", "shared"),
     [
-        ("LazyMemmapStorage", {"shared_init": True}, True),
-        ("LazyMemmapStorage", {}, True),
-        ("LazyTensorStorage", {}, True),
-        ("LazyTensorStorage", {}, False),
+        ("MultiAsyncCollector", "LazyMemmapStorage", {"shared_init": True}, True),
+        ("MultiAsyncCollector", "LazyTensorStorage", {}, True),
+        ("MultiSyncCollector", "LazyTensorStorage", {}, False),
     ],
 )
 def test_torchrls_replay_buffer_is_filled_by_the_workers(

@@ -27,6 +27,7 @@ from asyncsync.runtime import asyncio_private
 from asyncsync.transports import ray_private
 from asyncsync.transports import torch_private as transports_private
 from asyncsync.weights import torch_private as weights_private
+from helpers.collecting_single import needs_torchrl, torchrl
 
 
 class Own(nn.Module):
@@ -245,9 +246,10 @@ def test_a_sync_vector_knows_which_environments_wait_for_a_reset() -> None:
     env.close()
 
 
-def test_a_replay_buffers_lazy_storage_is_made_by_the_workers_that_write_first() -> None:
-    """``MultiCollector._enable_replay_buffer_worker_init``. Without it, a lazy storage needs ``shared_init=True``."""
-    torchrl = pytest.importorskip("torchrl.data")
-    buffer = torchrl.ReplayBuffer(storage=torchrl.LazyTensorStorage(10))
-    torchrl_private.let_workers_begin(buffer)
-    assert buffer.storage.shared_init
+@needs_torchrl
+def test_a_lazy_storage_of_torchrls_can_be_made_by_the_process_that_writes_first() -> None:
+    """``LazyTensorStorage._init_lock``, ``._init_event``, ``._make_init_directory()``. Without them, a lazy storage
+    that workers share needs ``shared_init=True``."""
+    kind = torchrl().data.LazyTensorStorage
+    assert hasattr(kind, "_make_init_directory")
+    assert {"_init_lock", "_init_event"} <= {*kind.__init__.__code__.co_names}
