@@ -19,7 +19,6 @@ from torch import nn
 
 from asyncsync.collectors.arguments import RolloutArguments
 from asyncsync.collectors.base import SHUTDOWN_SECONDS, BaseCollector, Pause, Signals, _part, logged_unless
-from asyncsync.collectors.envs import environment as environments
 from asyncsync.collectors.profiling import ProfileConfig
 from asyncsync.collectors.rollout.iteration import PARTS, Iteration
 from asyncsync.collectors.rollout.lock import RolloutLock
@@ -161,8 +160,7 @@ class LocalCollector(BaseCollector):
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed the environments, then reset them: they begin new trajectories. Returns the seed for the next one."""
         with self._standing():
-            with self._weights.holds(), torch.no_grad():
-                following = environments.set_seed(self.env, seed, static_seed)
+            following = self._rollouts.set_seed(seed, static_seed)
             self._iteration.reset(None, {})
             return following
 

@@ -101,7 +101,8 @@ class Collector(LocalCollector, metaclass=Chooses):
             does; ("collector", "policy_version") is always there. An object with a ``version``: True, and it is kept
             up to date.
         auto_register_policy_transforms: give one of TorchRL's environments the transforms that recurrent parts of
-            the policy need (InitTracker, TensorDictPrimer), where it lacks them. None: no.
+            the policy need (InitTracker, TensorDictPrimer), where it lacks them. Other environments cannot have them:
+            a recurrent policy is an error then, and any other one gets a warning. None: no.
         local_init_rb: no effect: a replay buffer's storage is made by whoever writes first.
         no_cuda_sync: skip the synchronisation after copies between devices.
         weight_updater: an updater, or what makes one (deprecated).

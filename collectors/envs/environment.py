@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 
+from asyncsync.collectors.envs.keys import path_of
 from asyncsync.collectors.trajectories import FLAGS, Key, beside
 
 Factory = Callable[..., Any]
@@ -145,7 +146,10 @@ def observation_keys(environment: Any, root: TensorDictBase, counted: bool = Fal
             keys = list(spec.keys(True, True))  # nested ones, and leaves only, as of TensorDict's and TorchRL's
         except TypeError:
             keys = list(spec.keys())
-    return [key for key in keys if not (counted and path_of(key)[-1] == "step_count")]
+    counts = is_torchrl(environment)  # whose counter may stand in each group of agents
+    return [
+        key for key in keys if not (counted and path_of(key)[-1] == "step_count" and (counts or len(path_of(key)) == 1))
+    ]
 
 
 def repeated_keys(environment: Any, root: TensorDictBase) -> list[Key]:
@@ -154,11 +158,6 @@ def repeated_keys(environment: Any, root: TensorDictBase) -> list[Key]:
     state = getattr(environment, "state_spec", None) if is_torchrl(environment) else None
     keys = [*observation_keys(environment, root), *([] if state is None else state.keys(True, True))]
     return keys + [key for key in root.keys(True, True) if path_of(key)[-1] == "step_count" and key not in keys]
-
-
-def path_of(key: Key) -> tuple[str, ...]:
-    """A key as a tuple of names."""
-    return (key,) if isinstance(key, str) else tuple(key)
 
 
 def action_keys(environment: Any) -> list[Key]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -19,9 +19,13 @@ from asyncsync.collectors.envs.gym_specs import (
     leaves_of,
 )
 from asyncsync.collectors.envs.gym_vector import Resets, check_environment, make_vector, resets_of, zeroed
+from asyncsync.collectors.envs.keys import check_keys
 from asyncsync.collectors.trajectories import FLAGS
 
 Array = np.ndarray[Any, Any]
+
+ENTRIES = (*FLAGS, "reward", "next", "collector", "_reset")
+"""What a step has beside observations and actions, and what a reset is asked for with."""
 
 
 class Slots(NamedTuple):
@@ -52,7 +56,7 @@ class GymEnv(NotTorchRLs):
       dtype, ``[1]`` for a scalar. ``MultiBinary``: as it is. ``Discrete(n)``: one-hot, int64 ``[n]``.
       ``MultiDiscrete``: one-hot, int64, ``[k, n]`` if all have ``n`` choices, else side by side, ``[sum(nvec)]``.
     - ``"action"``, or the keys of a ``Dict`` space: likewise. The greatest entry of a one-hot action is the choice, so
-      it may be of any dtype.
+      it may be of any dtype that NumPy has.
     - ``"done"``, ``"terminated"``, ``"truncated"``: bool ``[1]``; in ``"next"``, with ``"reward"``: float32 ``[1]``.
 
     Every step's result is complete: of a finished environment, ``"next"`` holds the last observation, and the
@@ -76,8 +80,9 @@ class GymEnv(NotTorchRLs):
     Raises:
         ImportError: gymnasium is not installed.
         TypeError: env is none of these.
-        ValueError: a space that has no tensor form; a vector environment that cannot be used; arguments that need an
-            id.
+        ValueError: a space that has no tensor form; an observation or action whose key a step uses for something else
+            ("reward" or "next", say), or that both have; a vector environment that cannot be used; arguments that need
+            an id.
     """
 
     def __init__(
@@ -120,6 +125,9 @@ class GymEnv(NotTorchRLs):
             self._observations, self._actions = (
                 leaves_of(space, name, categorical=categorical_action_encoding)
                 for space, name in ((observation_space, "observation"), (action_space, "action"))
+            )
+            check_keys(
+                self._name, [leaf.key for leaf in self._observations], [leaf.key for leaf in self._actions], ENTRIES
             )
         except ValueError:
             if made:
@@ -199,8 +207,8 @@ class GymEnv(NotTorchRLs):
 
         Raises:
             KeyError: no action.
-            TypeError, ValueError: an action of another shape, or that is no choice; or the environment has returned
-                what Gymnasium's do not.
+            TypeError, ValueError: an action of another shape, of a dtype that NumPy does not have, or that is no
+                choice; or the environment has returned what Gymnasium's do not.
         """
         given = dict(tensordict.items())
         beside = given.pop("next", None)
@@ -234,7 +242,7 @@ class GymEnv(NotTorchRLs):
             The observations for the next step, in new memory, by key; and which environments have finished: bool
             ``[*batch_size]``, a view of a slot, or None: none of them.
         """
-        observation, reward, terminated, truncated, info = self.env.step(self._action(given))
+        observation, reward, terminated, truncated, info = self._found(5, "step", self.env.step(self._action(given)))
         rewards, terminations, truncations, done, after = slots
         self._write_numbers(rewards, reward, "reward")
         self._write_numbers(terminations, terminated, "terminated")
@@ -253,8 +261,7 @@ class GymEnv(NotTorchRLs):
     def _begin(self, after: Mapping[Any, Array], observation: Any, finished: Array, info: dict[str, Any]) -> Any:
         """Reset what has finished; returns the observations for the next step."""
         if self._resets is None:
-            observation, _ = self.env.reset()
-            return observation
+            return self._found(2, "reset", self.env.reset())[0]
         for index, last in self._resets.last(finished, info):
             # "...": a row of a number each is a view, too, not a copy of the number
             self._write({leaf.key: after[leaf.key][index, ...] for leaf in self._observations}, last)
@@ -301,8 +308,7 @@ class GymEnv(NotTorchRLs):
     # -- between NumPy and tensors ------------------------------------------------------------------------------------
 
     def _reset(self, **kwargs: Any) -> TensorDict:
-        observation, _ = self.env.reset(**kwargs)
-        return self._first(observation)
+        return self._first(self._found(2, "reset", self.env.reset(**kwargs))[0])
 
     def _first(self, observation: Any) -> TensorDict:
         """The root of a reset's observations."""
@@ -322,6 +328,13 @@ class GymEnv(NotTorchRLs):
                 raise kind(
                     f"{self._name}: the observation's entry {leaf.key!r} does not fit its space: {error}"
                 ) from error
+
+    def _found(self, count: int, method: str, found: Any) -> Sequence[Any]:
+        """What the environment's method has returned. Raises TypeError: not so many things."""
+        if isinstance(found, tuple | list) and len(found) == count:
+            return found
+        wanted = {2: "(observation, info)", 5: "(observation, reward, terminated, truncated, info)"}[count]
+        raise TypeError(f"{self._name}: {method}() must return {wanted}, not {found!r}")
 
     @property
     def _name(self) -> str:
@@ -362,7 +375,13 @@ class GymEnv(NotTorchRLs):
                 raise KeyError(
                     f"no {leaf.key!r} in the TensorDict: the policy's out_keys have to name {self.action_keys}"
                 )
-            found[leaf.key] = action.numpy(force=True)
+            try:
+                found[leaf.key] = action.numpy(force=True)
+            except TypeError as error:
+                raise TypeError(
+                    f"the action {leaf.key!r} is {action.dtype}, which NumPy, and so {self._name}, does not have: have "
+                    "the policy return another dtype, by .float() say"
+                ) from error
         return found
 
     def _action(self, given: Mapping[NestedKey, Array]) -> Any:

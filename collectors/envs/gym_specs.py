@@ -244,16 +244,27 @@ class Leaf(NamedTuple):
 def leaves_of(space: Any, name: str, *, categorical: bool) -> list[Leaf]:
     """The entries of one environment's space: ``Box``, ``Discrete``, ``MultiDiscrete``, ``MultiBinary``, or a ``Dict``
     of these and of further ``Dict``. Choices are numbers with ``categorical``, else one-hot. Raises ValueError: another
-    kind of space."""
+    kind of space; a ``Dict`` of actions without entries, or with keys that are not str."""
     from gymnasium import spaces
 
     def walk(space: Any, path: tuple[str, ...], key: tuple[str, ...]) -> Iterator[Leaf]:
+        called = ".".join(path) or name
         if not isinstance(space, spaces.Dict):
-            spec = _spec(space, ".".join(path) or name, categorical)
+            spec = _spec(space, called, categorical)
             key = key or (name,)
             yield Leaf(key[0] if len(key) == 1 else key, path, spec, isinstance(space, spaces.Discrete))
             return
+        if name == "action" and not space.spaces:
+            raise ValueError(
+                f"{called!r}: a Dict space without entries has no action that a policy could give; take it out by a "
+                "gymnasium.wrappers.TransformAction"
+            )
         for part, inner in space.spaces.items():
+            if not isinstance(part, str):
+                raise ValueError(
+                    f"{called!r}: a Dict space's keys have to be str, not {part!r}; rename it by a "
+                    "gymnasium.wrappers.TransformAction or TransformObservation"
+                )
             # As TorchRL does: the vector beside the pixels has the name that it has without them.
             renamed = "observation" if part == "state" and "observation" not in space.spaces else part
             yield from walk(inner, (*path, part), (*key, renamed))

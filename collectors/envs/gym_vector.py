@@ -12,6 +12,8 @@ next. Gymnasium has three ways (see https://farama.org/Vector-Autoreset-Mode):
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -131,6 +133,7 @@ def make_vector(name: Any, num_envs: int, mode: str | None, kwargs: dict[str, An
     import gymnasium
     from gymnasium.envs.registration import load_env_creator
     from gymnasium.vector import AutoresetMode
+    from gymnasium.wrappers import TransformObservation
 
     given: Mapping[str, Any] = kwargs.pop("vector_kwargs", {})
     if mode is None:
@@ -143,11 +146,15 @@ def make_vector(name: Any, num_envs: int, mode: str | None, kwargs: dict[str, An
                 mode = "vector_entry_point"
     if mode == "vector_entry_point":
         return gymnasium.make_vec(name, num_envs, mode, **kwargs)
-    # Observations are copied into tensors anyway. Between processes a mask would cost a round trip of its own; within
-    # one, waiting for the mask keeps the last observation safe from environments that write the first one over it.
+    # Observations are copied into tensors anyway. Between processes a mask would cost a round trip of its own.
     resets = AutoresetMode.SAME_STEP if mode == "async" else AutoresetMode.DISABLED
     vector_kwargs = {"copy": False, "autoreset_mode": resets, **given}
     kwargs = {"disable_env_checker": True, **kwargs}  # as TorchRL does
+    if vector_kwargs["autoreset_mode"] is AutoresetMode.SAME_STEP:
+        # Many environments write each observation into the same array. The vector resets them before it hands out the
+        # last observation of an episode, which the first one of the next would overwrite.
+        copied = functools.partial(TransformObservation, func=copy.deepcopy, observation_space=None)
+        kwargs["wrappers"] = [*(kwargs.get("wrappers") or ()), copied]
     return gymnasium.make_vec(name, num_envs, mode, vector_kwargs=vector_kwargs, **kwargs)
 
 

@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDictBase
 
 from asyncsync.collectors.envs import environment as environments
+from asyncsync.collectors.envs.keys import path_of
 from asyncsync.collectors.trajectories import FLAGS
 
 
@@ -18,6 +19,8 @@ def limited(environment: Any, max_steps: int) -> Any:
     ValueError: it counts steps already."""
     if not max_steps:
         return environment
+    if any("step_count" in path_of(key) for key in environments.action_keys(environment)):
+        raise ValueError(_COUNTED)
     if not environments.is_torchrl(environment):
         return StepLimit(environment, max_steps)
     from torchrl.envs import StepCounter, TransformedEnv

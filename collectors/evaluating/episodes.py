@@ -16,6 +16,7 @@ from tensordict import TensorDictBase
 
 from asyncsync.collectors.arguments import fits
 from asyncsync.collectors.envs import environment as environments
+from asyncsync.collectors.envs.keys import path_of
 from asyncsync.collectors.single import Collector
 from asyncsync.collectors.trajectories import _aggregate_end_of_traj, padded
 from asyncsync.errors import ClosedError
@@ -130,7 +131,7 @@ class EpisodeCollector(Collector):
     def _needed(self) -> list[Key]:
         """What is read of a batch: the rest need not be kept."""
         ends = self._rollouts._done_keys if self._done_keys is None else []
-        flags: list[Key] = [("next", *environments.path_of(key)) for key in ends]
+        flags: list[Key] = [("next", *path_of(key)) for key in ends]
         return [self._reward_keys, RETURN, IDS, *flags, *([] if self._done_keys is None else [self._done_keys])]
 
     def _ends(self, batch: TensorDictBase) -> torch.Tensor:

@@ -54,6 +54,7 @@ from asyncsync.collectors.multi.starting import (
     wait_until_built,
     ways_of_weights,
 )
+from asyncsync.collectors.multi.torchrl_private import let_workers_begin
 from asyncsync.collectors.single import Collector
 from asyncsync.collectors.trajectories import _TrajectoryPool, on_device
 from asyncsync.collectors.weights.plan import _RegisteredModels
@@ -100,7 +101,7 @@ class MultiCollector(GroupCollector, metaclass=Chooses):
         num_sub_threads: torch's threads in each worker.
         cat_results: MultiSync: "stack" (or None): ``[workers, *batch, time]``; an int: along that dimension.
         replay_buffer: where the workers' frames go instead; one that processes share. TorchRL's are, or are made so
-            (``share()``); a LazyTensorStorage needs ``shared_init=True``. A proxy of a ``multiprocessing`` manager is.
+            (``share()``, and ``shared_init=True`` of a lazy storage). A proxy of a ``multiprocessing`` manager is.
             Another, which pickles as a handle on what is elsewhere, says so by a true attribute ``shared``.
         extend_buffer: whole rollouts, or frame by frame.
         weight_updater: an updater, or what makes one (deprecated).
@@ -305,6 +306,7 @@ class MultiCollector(GroupCollector, metaclass=Chooses):
         self._finalizers = make_finalizers(self, group, self._sender_schemes)
         deadline = time.monotonic() + connect_timeout
         try:
+            let_workers_begin(replay_buffer)
             if hasattr(replay_buffer, "share") and not getattr(replay_buffer, "shared", True):
                 replay_buffer.share()
             specifications = described(

@@ -203,9 +203,6 @@ class ArraySteps:
                 root, is_amid = following, False
                 if not left or ends():
                     return left, True, None
-        except Exception:
-            is_amid = is_amid and bool(env.batch_size)  # of several, some may have made the step
-            raise
         finally:
             if pool is not None:
                 _label(metadata, rows.fill_ids(begin, place, ids, pool))

@@ -22,6 +22,7 @@ from asyncsync.collectors.base import BaseCollector
 from asyncsync.collectors.envs import environment as environments
 from asyncsync.collectors.profiling import ProfileConfig, RolloutProfiler
 from asyncsync.collectors.rollout.lock import RolloutLock
+from asyncsync.collectors.rollout.policies import WITHOUT_INIT
 from asyncsync.collectors.rollout.rollout import Rollouts
 from asyncsync.collectors.rollout.template import fake_rollout
 from asyncsync.collectors.trajectories import processed
@@ -106,6 +107,10 @@ class Iteration:
                 return function()
             except (StopIteration, StopAsyncIteration) as error:
                 raise RuntimeError(f"the environment, the policy or a hook raised {error!r}") from error
+            except KeyError as error:
+                if "is_init" in str(error):
+                    error.add_note(WITHOUT_INIT)
+                raise
 
     def _whole_batch(self) -> TensorDictBase | None:
         """Rollouts until there is a batch for the caller; None: its frames went to the replay buffer, or all frames
@@ -261,7 +266,7 @@ class Iteration:
         self.count = state.get("iter", self.count)
         if rollouts.arguments.track_traj_ids and "traj_pool" in state:
             rollouts.traj_pool.load_state_dict(state["traj_pool"])
-        if has_stepped:
+        if has_stepped or rollouts.is_lost:
             rollouts.reset()
         else:  # the first observations are there
             rollouts.begin_trajectories(rollouts.carrier)

@@ -216,10 +216,32 @@ def quickened(
     return policy
 
 
+_INSTEAD = "use torchrl.envs.GymEnv, which has the keys, shapes and values of asyncsync's GymEnv"
+
+WITHOUT_INIT = (
+    "'is_init' marks a trajectory's first step, for recurrent policies, and the environment does not have it: pass "
+    f"auto_register_policy_transforms=True with one of TorchRL's environments ({_INSTEAD})"
+)
+
+
 def primed(env: Any, policy: Any) -> Any:
     """One of TorchRL's environments, with the transforms that recurrent parts of the policy need and that it lacks:
-    what marks a trajectory's first step, and what gives the first state."""
-    if not environments.is_torchrl(env) or not isinstance(policy, nn.Module):
+    what marks a trajectory's first step, and what gives the first state. Another environment cannot have them: warns.
+    Raises ValueError: the policy has recurrent parts, which need them."""
+    if not environments.is_torchrl(env):
+        parts = list(policy.modules()) if isinstance(policy, nn.Module) else []
+        recurrent = sorted({type(part).__name__ for part in parts if hasattr(part, "make_tensordict_primer")})
+        problem = (
+            f"auto_register_policy_transforms=True adds transforms to TorchRL's environments, not to "
+            f"{type(env).__name__}: no 'is_init', and no first recurrent state"
+        )
+        if recurrent:
+            raise ValueError(
+                f"{problem}. {', '.join(recurrent)} needs them: {_INSTEAD}, or an environment that has them"
+            )
+        warnings.warn(f"{problem}. This policy has no part that needs them: leave the argument out", stacklevel=3)
+        return env
+    if not isinstance(policy, nn.Module):
         return env
     from torchrl.envs import Compose, InitTracker, TensorDictPrimer
     from torchrl.modules.utils import get_env_transforms_from_module

@@ -27,7 +27,8 @@ from asyncsync.bus.link import is_fast_path_on
 from asyncsync.collectors.arguments import RolloutArguments
 from asyncsync.collectors.base import Signals
 from asyncsync.collectors.envs import environment as environments
-from asyncsync.collectors.envs.step_limit import limited
+from asyncsync.collectors.envs.keys import check_keys
+from asyncsync.collectors.envs.step_limit import StepLimit, limited
 from asyncsync.collectors.profiling import recorded
 from asyncsync.collectors.rollout.array_steps import ArraySteps, WriteOutput
 from asyncsync.collectors.rollout.buffer import RolloutBuffer
@@ -59,6 +60,8 @@ class Rollouts:
         carrier: what the next call of the policy reads.
         buffer: where the steps of each rollout go.
         frames: how many have been collected.
+        is_lost: the environment may be further than the carrier, because one of its methods has raised, or Ctrl-C has
+            struck in it: the next rollout begins with a reset.
         random: for a collector that is a worker: whether its trainer wants the policy left out.
         signals: what the trainer of a worker wants; None: this collector is no worker.
     """
@@ -84,7 +87,7 @@ class Rollouts:
         self.traj_pool = _TrajectoryPool() if traj_pool is None else traj_pool
         self._weights = weights
         self._lock = lock
-        self._is_lost = False  # the environment may be further than the carrier: see docs/collector-internals.md
+        self.is_lost = False
 
     def set_policy(
         self,
@@ -134,6 +137,7 @@ class Rollouts:
                 f"{type(self.env).__name__}.reset() returned a TensorDict with batch size {tuple(root.batch_size)}, "
                 f"but its own batch_size is {tuple(self.batch_size)}"
             )
+        self._check_keys(root)
         self._done_keys = environments.done_keys(self.env, root)
         self._own_keys = environments.own_keys(self.env, root)
         self._repeated_keys = environments.repeated_keys(self.env, root) if self.arguments.compact_obs else []
@@ -147,6 +151,17 @@ class Rollouts:
         self._acting_version = -1
         self.begin_trajectories(root)
 
+    def _check_keys(self, root: TensorDictBase) -> None:
+        """Raises ValueError: the environment has entries where this collector writes others. TorchRL's environments may
+        give an observation and an action one key, and count versions."""
+        actions, taken = environments.action_keys(self.env), ["next", "collector"]
+        if environments.is_torchrl(self.env):
+            actions = []
+        elif self.arguments.track_policy_version:
+            taken.append("policy_version")
+        env = self.env.environment if isinstance(self.env, StepLimit) else self.env
+        check_keys(type(env).__name__, root.keys(True, True), actions, taken)
+
     def _profile(self) -> None:
         """Have torch's profiler show parts of a rollout as ranges."""
         self._act = recorded("Collector.policy", self._act)  # type: ignore[method-assign]
@@ -157,7 +172,7 @@ class Rollouts:
     @torch.no_grad()
     def _reset(self, **kwargs: Any) -> TensorDictBase:
         """Reset all environments; a model in them does not change meanwhile."""
-        self._is_lost = True
+        self.is_lost = True
         with self._weights.holds():
             return environments.reset(self.env, **kwargs)
 
@@ -169,6 +184,7 @@ class Rollouts:
             self.begin_trajectories(self._reset(**kwargs))
             return []
         mask = environments.mask_of(self.batch_size, index)
+        self.is_lost = True  # some may be reset when another one raises
         with self._weights.holds():
             root = environments.reset_some(self.env, self.carrier.exclude("collector", "next"), mask, kwargs)
         zero_state(root, self._own_keys, mask)
@@ -179,6 +195,13 @@ class Rollouts:
             self._renew_ids(mask.cpu().numpy())
         self._carry(root)
         return broken_off
+
+    @torch.no_grad()
+    def set_seed(self, seed: int, static_seed: bool) -> int:
+        """Seed the environment, which may reset it; :meth:`reset` has to follow. Returns the seed that comes after."""
+        self.is_lost = True
+        with self._weights.holds():
+            return environments.set_seed(self.env, seed, static_seed)
 
     def begin_trajectories(self, root: TensorDictBase) -> None:
         """The carrier after a reset of all environments."""
@@ -199,7 +222,7 @@ class Rollouts:
         if self.arguments.track_policy_version:
             root.set("policy_version", self.metadata.get("policy_version"))
         self.carrier = root
-        self._is_lost = is_lost
+        self.is_lost = is_lost
 
     def _update_traj_ids(self, env_output: TensorDictBase) -> None:
         """Fresh ids for the environments whose trajectory has ended with this step."""
@@ -259,7 +282,7 @@ class Rollouts:
         devices = self.devices
         if devices.cast_to_env_device and devices.env is not None:
             given = devices.cast(carrier, devices.env, devices.sync_env)
-        self._is_lost = True
+        self.is_lost = True
         found = self.env.step_and_maybe_reset(given)
         if not isinstance(found, tuple) or len(found) != 2 or (after := found[0].get("next", None)) is None:
             raise environments.no_step(self.env, found)
@@ -281,7 +304,7 @@ class Rollouts:
     def _step(self, random: bool, written: WriteOutput | None) -> TensorDictBase:
         """One call of policy and environment. Returns the root of the next step; the carrier is what is stored.
         ``written``: the policy has been called; this writes what it has returned. If this raises, the carrier is as
-        before."""
+        before; if the environment has raised, it is lost."""
         carrier = self.carrier
         if self._is_new_version():
             carrier.set("collector", self.metadata)
@@ -300,9 +323,7 @@ class Rollouts:
                 root = self._step_env(carrier)
             finally:
                 carrier.set("collector", metadata)
-        except BaseException as error:
-            if isinstance(error, Exception) and not self.batch_size:  # of several, some may have made the step
-                self._is_lost = False
+        except BaseException:
             for key in set(carrier.keys()) - known.keys():
                 carrier.del_(key)
             carrier.update(known)
@@ -322,7 +343,7 @@ class Rollouts:
         arguments, lock, signals, buffer, weights = self.arguments, self._lock, self.signals, self.buffer, self._weights
         interruptor, is_cut = arguments.interruptor, False
         weights.check()
-        if arguments.reset_at_each_iter or self._is_lost:
+        if arguments.reset_at_each_iter or self.is_lost:
             self.reset()
         random = bool(self.random) or self.frames < arguments.init_random_frames  # whole rollouts ignore the policy
         adds, max_lag, left = arguments.adds, arguments.max_lag, arguments.steps
@@ -352,9 +373,9 @@ class Rollouts:
 
                     while not has_ended:
                         if arrays is not None and environments.steps_are_arrays(self.env):
-                            self._is_lost = True
+                            self.is_lost = True
                             left, has_ended, written = arrays.run(self.carrier, left, ends)
-                            self._is_lost = False
+                            self.is_lost = False
                         if not has_ended:
                             if buffer.count:  # what has no place there once will hardly have one soon
                                 arrays = None

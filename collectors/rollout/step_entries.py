@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import torch
 from tensordict import TensorDictBase
 
-from asyncsync.collectors.envs import environment as environments
+from asyncsync.collectors.envs.keys import path_of
 from asyncsync.collectors.trajectories import Key, _aggregate_end_of_traj, beside
 
 
@@ -28,7 +28,7 @@ def zero_state(root: TensorDictBase, own: frozenset[tuple[str, ...]], mask: torc
     environment's entries."""
     for key in root.keys(True, True):
         state = root.get(key)
-        if environments.path_of(key) not in own and isinstance(state, torch.Tensor):
+        if path_of(key) not in own and isinstance(state, torch.Tensor):
             root.set(key, torch.where(beside(mask, state), torch.zeros_like(state), state))
 
 
@@ -44,7 +44,7 @@ def keep_written(
     State that a reset of the environment has, from a TensorDictPrimer, say, is left alone: the environment hands it on.
     Any other environment would show the policy the old state again, or none.
     """
-    keys = [key for key in written.keys(True, True) if environments.path_of(key) not in own]
+    keys = [key for key in written.keys(True, True) if path_of(key) not in own]
     if not keys:
         return
     ended = _aggregate_end_of_traj(after, done_keys)
@@ -58,6 +58,6 @@ def truncate(step: TensorDictBase, keys: Iterable[Key]) -> None:
     """Mark a step, which may be a part of a batch, as truncated: under these keys, and what is done beside them."""
     for key in keys:
         for name in ("truncated", "done"):
-            flag = step.get(("next", *environments.path_of(key)[:-1], name), None)
+            flag = step.get(("next", *path_of(key)[:-1], name), None)
             if flag is not None:
                 flag.fill_(True)

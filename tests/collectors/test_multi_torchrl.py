@@ -65,9 +65,20 @@ def test_the_same_concatenated_and_split(theirs: list[TensorDictBase]) -> None:
 
 @pytest.mark.requirement(165)
 @pytest.mark.thorough
-def test_torchrls_replay_buffer_is_filled_by_the_workers(in_program: Programs) -> None:
+@pytest.mark.parametrize(
+    ("kind", "storage", "options", "shared"),
+    [
+        ("MultiAsyncCollector", "LazyMemmapStorage", {"shared_init": True}, True),
+        ("MultiAsyncCollector", "LazyTensorStorage", {}, True),
+        ("MultiSyncCollector", "LazyTensorStorage", {}, False),
+    ],
+)
+def test_torchrls_replay_buffer_is_filled_by_the_workers(
+    in_program: Programs, kind: str, storage: str, options: dict[str, Any], shared: bool
+) -> None:
     arguments = {"frames_per_batch": 10, "total_frames": 60}
-    written, shape = in_program(collecting_torchrl.in_their_buffer, arguments, start_method="spawn")
+    given = (arguments, kind, storage, options, shared)
+    written, shape = in_program(collecting_torchrl.in_their_buffer, *given, start_method="spawn")
     assert written == 60
     assert shape == [8, 4]
 

@@ -143,14 +143,16 @@ def with_their_interruptor() -> list[int]:
         return [*sizes, collector.next().numel()]
 
 
-def in_their_buffer(arguments: dict[str, Any]) -> tuple[int, list[int]]:
+def in_their_buffer(
+    arguments: dict[str, Any], kind: str, storage: str, options: dict[str, Any], shared: bool
+) -> tuple[int, list[int]]:
     """How many frames our workers have written to TorchRL's replay buffer, and the shape of a sample."""
-    from torchrl.data import LazyMemmapStorage, ReplayBuffer
+    from torchrl import data
 
-    from asyncsync.collectors import MultiAsyncCollector
+    from asyncsync import collectors
 
-    buffer = ReplayBuffer(storage=LazyMemmapStorage(200, shared_init=True), batch_size=8, shared=True)
-    with MultiAsyncCollector([make_env] * 2, make_policy(), replay_buffer=buffer, **arguments) as collector:
+    buffer = data.ReplayBuffer(storage=getattr(data, storage)(200, **options), batch_size=8, shared=shared)
+    with getattr(collectors, kind)([make_env] * 2, make_policy(), replay_buffer=buffer, **arguments) as collector:
         assert set(collector) == {None}
         return int(buffer.write_count), list(buffer.sample()["observation"].shape)
 

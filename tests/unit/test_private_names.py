@@ -1,6 +1,6 @@
-"""The private names of torch, pyzmq and asyncio that asyncsync touches: each stands in a module called ``…_private``,
-and in here with what breaks where it is not there any more. Those of TensorDict are methods, called where they are
-needed."""
+"""The private names of torch, TorchRL, pyzmq and asyncio that asyncsync touches: each stands in a module called
+``…_private``, and in here with what breaks where it is not there any more. Those of TensorDict are methods, called
+where they are needed."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ import asyncsync
 from asyncsync import collectors, transports
 from asyncsync.collectors.distributed import rpc_private
 from asyncsync.collectors.envs import gym_private
+from asyncsync.collectors.multi import torchrl_private
 from asyncsync.model import torch_private as model_private
 from asyncsync.net import zmq_private
 from asyncsync.runtime import asyncio_private
 from asyncsync.transports import ray_private
 from asyncsync.transports import torch_private as transports_private
 from asyncsync.weights import torch_private as weights_private
+from helpers.collecting_single import needs_torchrl, torchrl
 
 
 class Own(nn.Module):
@@ -47,8 +49,8 @@ def test_every_module_of_private_names_is_in_here() -> None:
         if module.name.endswith("_private")
     }
     modules = (
-        asyncio_private, gym_private, model_private, ray_private, rpc_private, transports_private, weights_private,
-        zmq_private,
+        asyncio_private, gym_private, model_private, ray_private, rpc_private, torchrl_private, transports_private,
+        weights_private, zmq_private,
     )  # fmt: skip
     assert found == {module.__name__ for module in modules}
 
@@ -242,3 +244,12 @@ def test_a_sync_vector_knows_which_environments_wait_for_a_reset() -> None:
     assert [index for index, _ in gym_private.reset_these(env, finished)] == [0, 1]
     env.step(env.action_space.sample())
     env.close()
+
+
+@needs_torchrl
+def test_a_lazy_storage_of_torchrls_can_be_made_by_the_process_that_writes_first() -> None:
+    """``LazyTensorStorage._init_lock``, ``._init_event``, ``._make_init_directory()``. Without them, a lazy storage
+    that workers share needs ``shared_init=True``."""
+    kind = torchrl().data.LazyTensorStorage
+    assert hasattr(kind, "_make_init_directory")
+    assert {"_init_lock", "_init_event"} <= {*kind.__init__.__code__.co_names}

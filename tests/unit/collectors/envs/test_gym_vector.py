@@ -258,10 +258,10 @@ def run(env: GymEnv) -> None:
 @pytest.mark.parametrize(
     ("env", "error", "message"),
     [
-        (Wrong("reset", FOUR), ValueError, "too many values to unpack"),
+        (Wrong("reset", FOUR), TypeError, r"Wrong: reset\(\) must return \(observation, info\), not array"),
         (Wrong("reset", (FOUR[:1], {})), ValueError, r"Wrong: .*'observation' .* has shape \(1,\), not \(4,\)"),
         (Old(), TypeError, "unexpected keyword argument 'seed'"),
-        (Wrong("step", (FOUR, 1.0, False, {})), ValueError, "not enough values to unpack"),
+        (Wrong("step", (FOUR, 1.0, False, {})), TypeError, r"Wrong: step\(\) must return \(observation, reward, term"),
         (Wrong("step", (None, 1.0, False, False, {})), TypeError, "Wrong: .*'observation' .* it is None"),
         (
             Wrong("step", (FOUR[:1], 1.0, False, False, {})),

@@ -303,7 +303,7 @@ def test_nothing_but_the_user_has_a_batch() -> None:
 
 
 @pytest.mark.parametrize("kind", [GymEnv, General])
-def test_a_step_that_fails_is_made_again(kind: type[GymEnv]) -> None:
+def test_a_step_that_fails_ends_the_trajectory(kind: type[GymEnv]) -> None:
     class Fails(gymnasium.Wrapper[Any, Any, Any, Any]):
         steps = 0
 
@@ -321,8 +321,8 @@ def test_a_step_that_fails_is_made_again(kind: type[GymEnv]) -> None:
         assert "next" not in before.keys()  # noqa: SIM118
         batch = collector.rollout()
         assert batch is not None
-        assert torch.equal(batch["observation"][0], before["observation"])
-        assert torch.equal(batch["collector", "traj_ids"][0], before["collector", "traj_ids"])
+        assert batch["observation"][0].abs().max() < 0.05, "nobody knows whether the step was made"
+        assert batch["collector", "traj_ids"][0] > before["collector", "traj_ids"]
 
 
 class Counting(gymnasium.Env[Any, Any]):
