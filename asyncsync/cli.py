@@ -14,7 +14,7 @@ from dataclasses import fields
 from asyncsync import __version__
 from asyncsync.bench.advice import sizes
 from asyncsync.commands import fetch, keygen, relay, top
-from asyncsync.commands.options import CommandFailed, bound, count, need, picture, positive, seed, writable
+from asyncsync.commands.options import CommandFailed, bound, count, need, positive, seed, writable
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -69,12 +69,6 @@ def safetensors_file(text: str) -> str:
     return writable(text)
 
 
-def picture(text: str) -> str:
-    if Path(text).suffix.lower() not in (".png", ".pdf", ".svg"):
-        raise argparse.ArgumentTypeError("the path must end with one of .png, .pdf or .svg")
-    return writable(text)
-
-
 def bound(text: str) -> str:
     """Where a sender of this program binds."""
     return _endpoint(text, allow_plaintext=False)
