@@ -118,9 +118,9 @@ def _trained(spec: Spec, scheme: Any, source: dict[str, torch.Tensor]) -> Callab
 
     async def step() -> float:
         torch._foreach_copy_(tensors, list(versions[next(places)]))
-        before = scheme.status().bytes_sent
+        before = scheme.status().workers[0].bytes_sent
         seconds: float = await send()
-        spec.extra["MB"] = (scheme.status().bytes_sent - before) / 1e6
+        spec.extra["MB"] = (scheme.status().workers[0].bytes_sent - before) / 1e6
         return seconds
 
     return step
