@@ -50,8 +50,8 @@ class TransportCore(Carrier):
         scheme = None if self._scheme is None else self._scheme()
         if scheme is None:
             raise NotConnected(
-                f"this {type(self).__name__} belongs to no scheme: take the one that init_on_sender() or "
-                "init_on_receiver() has made, scheme.shared_transport or scheme.receiver_transport"
+                f"this {type(self).__name__} belongs to no scheme: after init_on_sender() or init_on_receiver(), "
+                "use scheme.shared_transport or scheme.receiver_transport"
             )
         if scheme._is_blocking is not self._is_blocking:
             kind, api = ("ordinary", "asyncsync.sync") if scheme._is_blocking else ("coroutines", "asyncsync")
@@ -60,7 +60,7 @@ class TransportCore(Carrier):
                 f"create_transport return a TransportBackend of {api}, or call the scheme's own send and receive"
             )
         if role is not None and scheme._role != role:
-            raise RuntimeError(f"this is the {scheme._role}'s transport; the {role}'s is meant")
+            raise RuntimeError(f"this is the {scheme._role}'s transport; call this on the {role}'s")
         return scheme
 
 
@@ -184,9 +184,7 @@ class Destination:
 
     def __init__(self, scheme: Any, weights: Any, model: Any, strategy: str | WeightStrategy | None) -> None:
         if weights is not None and not isinstance(weights, TensorDictBase | MutableMapping):
-            raise TypeError(
-                f"weights must be a TensorDict or a dict of tensors to be filled, not {type(weights).__name__}"
-            )
+            raise TypeError(f"weights must be a TensorDict or a dict of tensors to fill, not {type(weights).__name__}")
         self._receiving = scheme._receiving
         self._before = scheme._receiving.returned
         self._selection = scheme._selection

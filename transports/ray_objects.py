@@ -151,15 +151,15 @@ def _copy_out(descriptor: bytes, slab: Slab, into: memoryview, seconds: float) -
         pieces = ray.get(ray_private.find(descriptor.removeprefix(MAGIC)), timeout=seconds)
     except ray.exceptions.GetTimeoutError as error:
         waited = time.monotonic() - begun
-        raise TimeoutError(f"Ray has not brought the weights here within {waited:.3g} s: {error}") from error
+        raise TimeoutError(f"Ray did not bring the weights within {waited:.3g} s: {error}") from error
     except ray.exceptions.ObjectLostError as error:
-        raise NotConnected(f"the weights are lost, and perhaps their sender: {error}") from error
+        raise NotConnected(f"Ray lost the weights, perhaps because their sender died: {error}") from error
     copies, end = [], 0
     for piece in [memoryview(piece) for piece in pieces]:
         copies.append((np.frombuffer(into[end : end + len(piece)], np.uint8), np.frombuffer(piece, np.uint8)))
         end += -(-len(piece) // ALIGNMENT) * ALIGNMENT
     if end != slab.nbytes:
-        raise ValueError(f"the object has {end} bytes, and the weights {slab.nbytes}")
+        raise ValueError(f"the object has {end} bytes, but the weights {slab.nbytes}")
     copy_arrays(copies)
 
 

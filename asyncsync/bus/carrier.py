@@ -46,8 +46,8 @@ class Carrier:
         """Sender: the descriptor of a slab of :attr:`pool`, where :attr:`is_at_hand`."""
         name = type(self).__name__
         raise NotImplementedError(
-            f"{name}.is_at_hand is True, so {name} must define describe(slab): it returns the descriptor by which "
-            "workers find this slab of its pool"
+            f"{name}.is_at_hand is True, so {name} must define describe(slab), which returns the descriptor by "
+            "which workers find the slab"
         )
 
     def serve(self, descriptor: bytes, worker: int, incarnation: bytes, failed: Failed) -> None:
@@ -104,7 +104,7 @@ class Carrier:
         Raises:
             ValueError: the update was offered by another kind of transport.
         """
-        raise ValueError("this update was offered by another transport: use the same scheme class on both sides")
+        raise ValueError("another transport sent this update: use the same scheme class on both sides")
 
     async def _fetch_slab(self, descriptor: bytes, slab: Slab, deadline: float) -> None:
         """Receiver: :meth:`fetch`, for a transport that needs the slab's layout as well."""

@@ -38,7 +38,7 @@ from asyncsync.weights.encoding import check_codec
 from asyncsync.wire.metadata import Shown, decode_metadata
 
 DEFAULT_TIMEOUT = 60.0
-LOOP_ENDED = "this bus was shut down with the event loop that it was connected on: use it within the same asyncio.run()"
+LOOP_ENDED = "this bus was shut down when its event loop ended: connect and use it within one asyncio.run()"
 CONFIGURATION = ["endpoint", "connect_endpoint", "num_workers", "min_workers", "allow_plaintext", "checksum", "keys"]
 CONFIGURATION += ["fanout", "compress", "delta", "monitoring", "drawn", "_uid"]
 
@@ -158,13 +158,13 @@ class BusCore(KnownKeywords):
         if self._role is not None and self._pid != os.getpid():
             if self._link is not None:
                 raise RuntimeError(
-                    "this scheme or bus was connected before the fork; a forked child cannot use it: pass it on "
-                    "before connecting"
+                    "this scheme or bus was connected before the fork, so the forked child cannot use it: pass "
+                    "it to the child before you connect it"
                 )
             self._reset()
         if self._role not in (None, role):
             raise RuntimeError(
-                f"this scheme or bus is a {self._role} in this process; a {role} needs a scheme of its own "
+                f"this scheme or bus is the {self._role} in this process; for the {role}, use another scheme "
                 "(pickle it, or construct another)"
             )
 
@@ -173,7 +173,7 @@ class BusCore(KnownKeywords):
         if role == "sender":
             check_own_address(self.endpoint, self.connect_endpoint, drawn=self.drawn)
         if self._schemes.get(topic, scheme) is not scheme:
-            raise ValueError(f"this bus has a scheme for {topic!r} already; give each its own model_id")
+            raise ValueError(f"this bus has a scheme for {topic!r} already; give each scheme its own model_id")
         if self._closed:
             raise ClosedError("this scheme or bus was shut down; construct another")
         if num_workers is not None:
@@ -224,7 +224,7 @@ class BusCore(KnownKeywords):
         if self._closed:
             raise ClosedError(self._why_closed)
         if self._role is None:
-            raise RuntimeError("init_on_sender() or init_on_receiver() comes first")
+            raise RuntimeError("call init_on_sender() or init_on_receiver() first")
         self._check_role(role)
 
     def _open_sender(self, host: str = "") -> SenderLink:
@@ -254,7 +254,7 @@ class BusCore(KnownKeywords):
         if self._late and shared_here(self, worker) is not self:
             raise ValueError(
                 f"another copy of this bus is worker {worker} in this process already; "
-                "pass worker_idx to init_on_receiver(), so that schemes pickled apart find each other"
+                "pass worker_idx to init_on_receiver(), so that schemes that were pickled separately share one bus"
             )
         self._worker = worker
         if self._link is None:
@@ -357,7 +357,7 @@ class BusCore(KnownKeywords):
         self._check_counts()
         version = as_version(state)
         if self._closed:
-            raise ClosedError("this bus was shut down; construct another, and load the state there")
+            raise ClosedError("this bus was shut down; construct another, and load the state into it")
         self._look(lambda: self._carry_on(version))
 
     def _check_counts(self) -> None:

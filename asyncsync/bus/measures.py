@@ -53,12 +53,12 @@ def _of_sender(link: SenderLink) -> list[Measure]:
         Measure("published_versions", "counter", "Versions, with those of a checkpoint.", {(): link.counted}),
         Measure("model_bytes", "gauge", "Size of a model's newest weights.", sizes, ("model",)),
         Measure("workers", "gauge", "Workers, by state; relays and guests.", _by(report.counts), ("state",)),
-        Measure("worker_applied_version", "gauge", "The version that it has applied.", applied, (*who, "model")),
-        Measure("worker_lag_versions", "gauge", "Versions behind its target.", each(lambda w: w.lag), who),
-        Measure("worker_state", "gauge", "1 for the state that it is in.", states, (*who, "state")),
-        Measure("worker_last_seen_seconds", "gauge", "Since its last message.", seen, who),
-        Measure("worker_sent_bytes", "counter", "Weights sent to it.", each(lambda w: w.bytes_sent), who),
-        Measure("refusals", "counter", "Whoever was not let in.", _by(report.refused), ("reason",)),
+        Measure("worker_applied_version", "gauge", "The version the worker has applied.", applied, (*who, "model")),
+        Measure("worker_lag_versions", "gauge", "How many versions the worker is behind.", each(lambda w: w.lag), who),
+        Measure("worker_state", "gauge", "1 for the worker's current state.", states, (*who, "state")),
+        Measure("worker_last_seen_seconds", "gauge", "Time since the worker's last message.", seen, who),
+        Measure("worker_sent_bytes", "counter", "Weights sent to the worker.", each(lambda w: w.bytes_sent), who),
+        Measure("refusals", "counter", "Connections and messages that were refused.", _by(report.refused), ("reason",)),
         *_of_both(link),
     ]
 
@@ -72,13 +72,13 @@ def _of_receiver(link: ReceiverLink, models: list[str]) -> list[Measure]:
     return [
         Measure("receiver_version", "gauge", "The version that a model shows.", applied, (*who, "model")),
         Measure("receiver_target_version", "gauge", "The version that it should have.", {key: status.target}, who),
-        Measure("receiver_lag_versions", "gauge", "Versions behind its target.", {key: status.lag}, who),
-        Measure("receiver_sender_state", "gauge", "1 for the state of its sender.", states, (*who, "state")),
+        Measure("receiver_lag_versions", "gauge", "How many versions the worker is behind.", {key: status.lag}, who),
+        Measure("receiver_sender_state", "gauge", "1 for the sender's current state.", states, (*who, "state")),
         Measure("received_bytes", "counter", "Weights received.", {key: status.bytes_sent}, who),
         Measure(
             "refusals",
             "counter",
-            "Attempts to connect that were refused.",
+            "Refused connection attempts.",
             _by(refused),
             ("reason",),
         ),
@@ -88,8 +88,8 @@ def _of_receiver(link: ReceiverLink, models: list[str]) -> list[Measure]:
 
 def _of_both(link: SenderLink | ReceiverLink) -> list[Measure]:
     return [
-        Measure("dropped_messages", "counter", "Messages that changed nothing.", _by(link.dropped), ("reason",)),
-        Measure("loop_stalled_seconds", "counter", "How late the event loop was, in all.", {(): link.stalled}),
+        Measure("dropped_messages", "counter", "Messages that were dropped.", _by(link.dropped), ("reason",)),
+        Measure("loop_stalled_seconds", "counter", "Total time the event loop was blocked.", {(): link.stalled}),
     ]
 
 

@@ -87,7 +87,7 @@ def warn_of_blocking(publisher: Publisher, version: int, seconds: float) -> bool
     waiting = progress.of(version, progress.targeted(version)).waiting & publisher.peers.keys()
     if waiting:
         logger.warning(
-            "this event loop was blocked for %.1f s while worker(s) %s had still to fetch version %d: large "
+            "this event loop was blocked for %.1f s while worker(s) %s were still fetching version %d: large "
             "weights travel only while the loop runs. Train in a thread (asyncio.to_thread), or publish through "
             "asyncsync.sync, whose send_async and publish_async can be awaited on any loop",
             seconds, sorted(waiting), version,

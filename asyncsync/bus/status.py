@@ -59,7 +59,7 @@ def receiver_status(link: ReceiverLink, models: list[str]) -> dict[int, WorkerSt
     elif subscriber.session.ended is not None:
         state, reason = "lost", str(subscriber.session.ended)
     elif link.sender_lost or not subscriber.session.online:
-        state, reason = "lost", link.whereabouts.dialer.why or "the sender is gone; waiting for its successor"
+        state, reason = "lost", link.whereabouts.dialer.why or "the sender is gone; waiting for a new one"
     elif seen is None or seen > subscriber.settings.slow_after:
         state = "slow"
     return {
