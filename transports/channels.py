@@ -38,7 +38,7 @@ from asyncsync.weights.tree import nest
 logger = logging.getLogger("asyncsync")
 
 TAG = "_asyncsync_id"
-"""Key of the entry that tells one publication's weights from another's: 16 bytes (uint8)."""
+"""Key of the entry that identifies a publication: 16 bytes (uint8)."""
 
 TAG_BYTES = 16
 CLOSE_SECONDS = 1.0

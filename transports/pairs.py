@@ -240,7 +240,7 @@ class PairClient:
                 if not known or self._closed:
                     host, port = self.store
                     raise NotConnected(
-                        f"worker {self._worker} cannot connect to the sender's weights at {host}:{port}: {error}"
+                        f"worker {self._worker} cannot connect to the sender at {host}:{port} for weights: {error}"
                     ) from error
 
     def _receive(self, transfer: bytes, into: torch.Tensor) -> None:

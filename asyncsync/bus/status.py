@@ -16,10 +16,10 @@ class BusStatus(dict[int, WorkerStatus]):
     """The workers, by their index.
 
     Attributes:
-        refused: where there are keys, how many connections and messages were refused, by reason. Sender: ``"no key"``,
+        refused: with keys, how many connections and messages were refused, by reason. Sender: ``"no key"``,
             ``"a key that is not listed"``, ``"the key of another server"``, ``"the index of another worker"``, ``"a key
-            that was taken off the list"``, ``"another protocol"``, ``"an incomplete handshake"``. Receiver: what its
-            own attempts have failed by.
+            that was taken off the list"``, ``"another protocol"``, ``"an incomplete handshake"``. Receiver: why its
+            own attempts to connect failed.
     """
 
     def __init__(self, workers: Mapping[int, WorkerStatus], refused: Mapping[str, int]) -> None:
