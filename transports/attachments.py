@@ -31,8 +31,8 @@ from asyncsync.weights.slab import Slab, SlabPool
 
 FORK_PATIENCE = 2.0
 REMEDY = (
-    "with shared memory, workers run on the sender's host, as the same user and in the same pid namespace (in one "
-    "container): use AutoWeightSyncScheme or ZMQWeightSyncScheme otherwise"
+    "shared memory needs workers on the sender's host, of the same user and in the same pid namespace (one container): "
+    "otherwise use AutoWeightSyncScheme or ZMQWeightSyncScheme"
 )
 SMALL_BYTES = 256 << 10
 MADV_POPULATE_WRITE = 23  # Python has no name for it
@@ -77,7 +77,7 @@ class Attachment:
             # A second time for readers of what was sent: where Parameters lie, a worker may write.
             other = map_private(number, size) if place.mapped else self.mapping.memory
         except (OSError, ValueError) as error:
-            raise MemoryError(f"a slot of {place.size} bytes cannot be mapped: {error}") from error
+            raise MemoryError(f"cannot map a slot of {place.size} bytes: {error}") from error
         finally:
             os.close(number)
         with normal_tensors():

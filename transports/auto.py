@@ -15,12 +15,12 @@ from asyncsync.weights.slab import Slab, SlabPool
 
 
 class NearAndFarTransport(SlotTransport):
-    """What both APIs have.
+    """The base of both APIs' transports.
 
     Args:
-        slots: how many versions may be in use at once, as of :class:`asyncsync.SharedMemTransport`. One that is
-            streamed counts while it is.
-        map_above: weights of more bytes are read where they are, in a slot, or where they have been received.
+        slots: how many versions may be in use at once, as for :class:`asyncsync.SharedMemTransport`. A version counts
+            also while the sender streams it.
+        map_above: above so many bytes, workers read weights in place, in a slot or where they were received.
     """
 
     def __init__(self, slots: int = SLOTS, map_above: int = COPY_BYTES) -> None:
@@ -34,7 +34,7 @@ class NearAndFarTransport(SlotTransport):
         return (self.received if layout.nbytes > self.map_above else pool).acquire(layout)
 
     def close(self) -> None:
-        """Release free memory; what a model shows stays with it."""
+        """Release free memory; models keep the weights that they show."""
         super().close()
         self.received.close()
 

@@ -50,8 +50,8 @@ class TransportCore(Carrier):
         scheme = None if self._scheme is None else self._scheme()
         if scheme is None:
             raise NotConnected(
-                f"this {type(self).__name__} belongs to no scheme: take the one that init_on_sender() or "
-                "init_on_receiver() has made, scheme.shared_transport or scheme.receiver_transport"
+                f"this {type(self).__name__} belongs to no scheme: after init_on_sender() or init_on_receiver(), "
+                "use scheme.shared_transport or scheme.receiver_transport"
             )
         if scheme._is_blocking is not self._is_blocking:
             kind, api = ("ordinary", "asyncsync.sync") if scheme._is_blocking else ("coroutines", "asyncsync")
@@ -60,18 +60,18 @@ class TransportCore(Carrier):
                 f"create_transport return a TransportBackend of {api}, or call the scheme's own send and receive"
             )
         if role is not None and scheme._role != role:
-            raise RuntimeError(f"this is the {scheme._role}'s transport; the {role}'s is meant")
+            raise RuntimeError(f"this is the {scheme._role}'s transport; call this on the {role}'s")
         return scheme
 
 
 class OwnTransport(TransportCore):
-    """One of the library's own: its slabs come as chunks, or are attached."""
+    """A transport of the library's own, whose slabs come as chunks or are attached."""
 
     async def fetch(self, descriptor: bytes, into: memoryview, deadline: float) -> None:
-        """Never asked.
+        """The bus never calls it.
 
         Raises:
-            ValueError: always; the descriptor is another transport's.
+            ValueError: always, because another transport sent the update.
         """
         await TransportCore.fetch(self, descriptor, into, deadline)
 
@@ -83,29 +83,29 @@ class TransportBackend(TransportCore, ABC):
     async def fetch(self, descriptor: bytes, into: memoryview, deadline: float) -> None:
         """Receiver: bring the slab's bytes into ``into``, completely or with an exception.
 
-        It is cancelled at the deadline, and when the receiver shuts down. Once it has returned, nothing may write into
-        ``into`` any more: the bytes are applied. If it was cancelled or has raised, whatever it has started (a thread,
-        a task) may still be writing: the memory is used again only when nothing refers to ``into`` any more, nor to
-        a slice, an array or a tensor over it. So drop it in the end; and code that knows only its address (a
-        native library's) must be waited for, also when this is cancelled.
+        The bus cancels it at the deadline, and when the receiver shuts down. Once it has returned, nothing may write
+        into ``into`` any more, because the bus applies the bytes. If it was cancelled or has raised, its threads and
+        tasks may still write: the bus reuses the memory only when no reference to ``into`` is left, nor to a slice,
+        array or tensor over it. So drop these references at the end. Native code that has only the address must have
+        ended before this returns or raises, also when it is cancelled.
 
         Args:
             descriptor: what :meth:`offer` returned.
-            into: writable, as long as the slab.
-            deadline: by the running loop's clock, in seconds.
+            into: writable bytes, of the slab's size.
+            deadline: a time of the running loop's clock, in seconds.
         """
 
     async def send_weights(self, weights: Any = None, worker_ids: int | Iterable[int] | None = None) -> None:
-        """Sender: publish weights; no worker is waited for.
+        """Sender: publish weights, without waiting for any worker.
 
         Args:
             weights: as for the scheme's ``publish``; None: the registered source's current values.
-            worker_ids: whom they are for; None: everybody.
+            worker_ids: the workers that get them; None: all.
 
         Raises:
-            ValueError, TypeError: weights or workers that cannot be; nothing was published.
-            NotConnected: this transport belongs to no scheme, or that is not connected.
-            ClosedError, Fenced: the sender has come to its end.
+            ValueError, TypeError: wrong weights or workers; nothing was published.
+            NotConnected: this transport belongs to no scheme, or its scheme is not connected.
+            ClosedError, Fenced: the sender was shut down, or a newer one has replaced it.
         """
         await self._bound("sender").publish(weights, worker_ids)
 
@@ -121,9 +121,9 @@ class TransportBackend(TransportCore, ABC):
 
         Args:
             timeout: seconds; 0 polls; None waits without a deadline.
-            weights: a TensorDict or dict of tensors that is filled with what came.
-            model: weights are applied to it. (The scheme's own model is updated anyway, through its gate.)
-            strategy: how; None: the scheme's.
+            weights: a TensorDict or dict of tensors to fill with the update.
+            model: a module to apply the weights to. (The bus updates the scheme's own model anyway, through its gate.)
+            strategy: how to apply them; None: the scheme's strategy.
 
         Returns:
             The weights (``weights`` itself, if given), or None when the timeout expires.
@@ -132,15 +132,15 @@ class TransportBackend(TransportCore, ABC):
             SchemaMismatch: ``weights`` or ``model`` does not fit. Nothing was changed, and the update comes again.
             ValueError: this transport has no timeouts; an unknown strategy.
             TypeError: arguments of the wrong kind.
-            NotConnected: this transport belongs to no scheme, or that is not connected.
-            ClosedError, Fenced: nothing will come any more.
+            NotConnected: this transport belongs to no scheme, or its scheme is not connected.
+            ClosedError, Fenced: no update will come any more.
         """
         scheme = self._bound("receiver")
         destination = Destination(scheme, weights, model, strategy)
         return await self._take(destination, await scheme.receive(timeout))
 
     async def setup_connection_and_weights_on_sender(self) -> None:
-        """The sender's side of the rendezvous: as the scheme's ``connect()``, and raises as that does."""
+        """Connect the sender: as the scheme's ``connect()``, and raises the same exceptions."""
         await self._bound("sender").connect()
 
     async def setup_connection_and_weights_on_receiver(
@@ -151,10 +151,10 @@ class TransportBackend(TransportCore, ABC):
         model: Any = None,
         strategy: str | WeightStrategy | None = None,
     ) -> Any:
-        """The receiver's side of it: as the scheme's ``connect(worker_idx=…)``.
+        """Connect the receiver: as the scheme's ``connect(worker_idx=…)``.
 
         Args:
-            worker_idx: which worker this is.
+            worker_idx: this worker's index.
             weights, model, strategy: as for :meth:`receive_weights`.
 
         Returns:
@@ -184,9 +184,7 @@ class Destination:
 
     def __init__(self, scheme: Any, weights: Any, model: Any, strategy: str | WeightStrategy | None) -> None:
         if weights is not None and not isinstance(weights, TensorDictBase | MutableMapping):
-            raise TypeError(
-                f"weights must be a TensorDict or a dict of tensors to be filled, not {type(weights).__name__}"
-            )
+            raise TypeError(f"weights must be a TensorDict or a dict of tensors to fill, not {type(weights).__name__}")
         self._receiving = scheme._receiving
         self._before = scheme._receiving.returned
         self._selection = scheme._selection

@@ -47,19 +47,19 @@ def in_sync_as(name: str) -> Callable[[C], C]:
 
 @in_sync_as("TransportBackend")
 class TransportBackend(TransportCore):
-    """A transport whose documented methods are ordinary ones.
+    """A transport whose documented methods are ordinary methods.
 
-    A subclass has either ``send_weights`` and ``receive_weights`` of its own (a channel that may block, first in, first
-    out: the library runs it on threads), or ``offer`` and ``fetch`` (coroutines on the bus's event loop).
+    A subclass defines either ``send_weights`` and ``receive_weights`` (a first-in, first-out channel that may block:
+    the library runs it on threads), or ``offer`` and ``fetch`` (coroutines on the bus's event loop).
     """
 
     _is_blocking: ClassVar[bool] = True
 
     def send_weights(self, weights: Any = None, worker_ids: int | Iterable[int] | None = None) -> None:
-        """Sender: publish weights; no worker is waited for. As :meth:`asyncsync.TransportBackend.send_weights`.
+        """Sender: publish weights, without waiting for any worker. As :meth:`asyncsync.TransportBackend.send_weights`.
 
-        An overriding method takes ``(self, weights)`` only, and hands that TensorDict to one worker: every entry, that
-        under :data:`asyncsync.transports.TAG` included. It may block, and may keep the TensorDict.
+        An overriding method takes only ``(self, weights)``, and sends all entries of that TensorDict to one worker,
+        including the one under :data:`asyncsync.transports.TAG`. It may block, and may keep the TensorDict.
         """
         self._bound("sender").publish(weights, worker_ids)
 
@@ -73,9 +73,9 @@ class TransportBackend(TransportCore):
     ) -> Any:
         """Receiver: wait for the next update. As :meth:`asyncsync.TransportBackend.receive_weights`.
 
-        An overriding method returns what the next ``send_weights`` of the other side was given, or fills it into
-        ``weights`` (a TensorDict of the same entries) and returns that; None, when nothing has come within
-        ``timeout``. ``model`` and ``strategy`` are None: the bus applies.
+        An overriding method returns the weights of the sender's next ``send_weights``, or fills them into ``weights``
+        (a TensorDict with the same entries) and returns that; None if nothing has arrived within ``timeout``. ``model``
+        and ``strategy`` are None, because the bus applies the weights.
         """
         scheme = self._bound("receiver")
         destination = Destination(scheme, weights, model, strategy)
@@ -85,10 +85,10 @@ class TransportBackend(TransportCore):
         return scheme.receive(timeout)
 
     def setup_connection_and_weights_on_sender(self) -> None:
-        """The sender's side of the rendezvous: as the scheme's ``connect()``, and raises as that does.
+        """Connect the sender: as the scheme's ``connect()``, and raises the same exceptions.
 
-        An overriding method is called while the scheme connects, and again for each worker that joins or restarts
-        later; it may wait for the receiver's.
+        The library calls an overriding method while the scheme connects, and again for each worker that joins or
+        restarts later; it may wait for the receiver's method.
         """
         self._bound("sender").connect()
 
@@ -100,11 +100,11 @@ class TransportBackend(TransportCore):
         model: Any = None,
         strategy: str | WeightStrategy | None = None,
     ) -> Any:
-        """The receiver's side of it. As
+        """Connect the receiver. As
         :meth:`asyncsync.TransportBackend.setup_connection_and_weights_on_receiver`.
 
-        An overriding method is called while the scheme connects. What it returns is not used: the initial weights come
-        by ``receive_weights``.
+        The library calls an overriding method while the scheme connects, and ignores its result: the initial weights
+        come through ``receive_weights``.
         """
         scheme = self._bound("receiver")
         destination = Destination(scheme, weights, model, strategy)

@@ -105,7 +105,7 @@ class ChannelReceiver(Carrier):
         elif not self._closed:
             self._thread.submit(partial(self._receive, request))
         if replaced is not None:
-            settle(replaced.done, error=TimeoutError("a newer update has been announced meanwhile"))
+            settle(replaced.done, error=TimeoutError("a newer update has replaced this one"))
         cancelled: asyncio.CancelledError | None = None
         try:
             await asyncio.wait([request.done], timeout=patience)
@@ -129,9 +129,9 @@ class ChannelReceiver(Carrier):
 
     def _nothing(self, seconds: float) -> str:
         return (
-            f"{type(self.channel).__name__}.receive_weights has not brought the announced weights of worker "
-            f"{self._worker} within {seconds:.3g} s: does what send_weights is given on the sender reach this worker, "
-            "whole and in order?"
+            f"{type(self.channel).__name__}.receive_weights did not return the announced weights of worker "
+            f"{self._worker} within {seconds:.3g} s: does everything given to send_weights reach this worker, complete "
+            "and in order?"
         )
 
     def close(self) -> None:
@@ -192,8 +192,8 @@ class ChannelReceiver(Carrier):
         tag = message.get(TAG)
         if tag is None or tag.dtype != torch.uint8 or tag.numel() != TAG_BYTES:
             raise SchemaMismatch(
-                f"what {type(self.channel).__name__}.receive_weights returned has no entry {TAG!r}: it must return "
-                "every entry of what send_weights was given, or fill it into weights="
+                f"{type(self.channel).__name__}.receive_weights returned no entry {TAG!r}: it must return every entry "
+                "that send_weights was given, or fill it into weights="
             )
         return message
 

@@ -222,8 +222,8 @@ def make_sender(create: Callable[[int], Any], workers: int | None) -> Carrier:
         made = create(worker)
         if not is_channel(made):
             raise TypeError(
-                f"create_transport returned a {type(made).__name__} for worker {worker}, which is of another kind than "
-                f"worker 0's {type(first).__name__}"
+                f"create_transport returned a {type(made).__name__} for worker {worker}, but a "
+                f"{type(first).__name__} for worker 0: return one kind for all"
             )
         return made
 

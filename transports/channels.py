@@ -38,7 +38,7 @@ from asyncsync.weights.tree import nest
 logger = logging.getLogger("asyncsync")
 
 TAG = "_asyncsync_id"
-"""Key of the entry that tells one publication's weights from another's: 16 bytes (uint8)."""
+"""Key of the entry that identifies a publication: 16 bytes (uint8)."""
 
 TAG_BYTES = 16
 CLOSE_SECONDS = 1.0
@@ -65,8 +65,8 @@ def is_channel(transport: Any) -> bool:
     for name in (*own, SENDER_SETUP, RECEIVER_SETUP):
         if inspect.iscoroutinefunction(getattr(kind, name, None)):
             raise TypeError(
-                f"{kind.__name__}.{name} is a coroutine function, but the methods of a blocking transport are ordinary "
-                "ones; a transport for an event loop subclasses asyncsync.TransportBackend and has offer and fetch"
+                f"{kind.__name__}.{name} is a coroutine function, but a blocking transport has ordinary methods; "
+                "for an event loop, subclass asyncsync.TransportBackend and define offer and fetch"
             )
     return True
 
@@ -116,4 +116,4 @@ def _call(close: Callable[[], None]) -> None:
     try:
         close()
     except Exception:
-        logger.exception("closing a transport has failed")
+        logger.exception("could not close a transport")

@@ -63,7 +63,7 @@ class Place(NamedTuple):
     def decode(cls, descriptor: bytes) -> Place:
         """Raises ValueError: this is no descriptor of a pair's."""
         if not descriptor.startswith(_MAGIC) or len(descriptor) <= _HEAD.size:
-            raise ValueError("this update was offered by another transport: use the same scheme class on both sides")
+            raise ValueError("another transport sent this update: use the same scheme class on both sides")
         _, transfer, port = _HEAD.unpack_from(descriptor)
         return cls((descriptor[_HEAD.size :].decode(), port), transfer)
 
@@ -240,7 +240,7 @@ class PairClient:
                 if not known or self._closed:
                     host, port = self.store
                     raise NotConnected(
-                        f"worker {self._worker} has no connection for weights to the sender at {host}:{port}: {error}"
+                        f"worker {self._worker} cannot connect to the sender at {host}:{port} for weights: {error}"
                     ) from error
 
     def _receive(self, transfer: bytes, into: torch.Tensor) -> None:
@@ -263,7 +263,7 @@ class PairClient:
             raise LookupError("the sender does not offer these weights any more")
         if size != into.numel():
             self._drop()  # they would be the next answer
-            raise ValueError(f"the sender offers {size} bytes of weights, and has announced {into.numel()}")
+            raise ValueError(f"the sender offers {size} bytes of weights, but announced {into.numel()}")
         pair.receive(into)
         pair.post(receipt)
 

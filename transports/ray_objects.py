@@ -70,13 +70,13 @@ class ObjectPool(SlabPool):
 
 
 class ObjectTransport(PairTransport):
-    """Moves slabs through pairs or through the object store, whichever API is put over it.
+    """Moves slabs through pairs or Ray's object store: the base of both APIs' transports.
 
     Args:
-        address: of this host, for a sender: the one by which its workers reach it, in numbers.
-        map_above: a module's Parameters may get their memory in received weights of more bytes.
-        pair_above: weights of more bytes go through pairs or the store, fewer over the bus.
-        stores: through the store.
+        address: at a sender, this host's numeric address by which its workers reach it.
+        map_above: above so many bytes, a module's Parameters may lie in the received weights' memory.
+        pair_above: weights of more bytes go through pairs or the store, smaller ones over the bus.
+        stores: use the store, not pairs.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class ObjectTransport(PairTransport):
     # -- the sender ----------------------------------------------------------------------------------------------------
 
     async def offer(self, slab: Slab, workers: Iterable[int] | None) -> bytes | None:
-        """Put the slab's bytes into the store, in a thread, where they are not there yet; or offer them through
+        """Put the slab's bytes into the store, in a thread, unless they are there already; or offer them through
         pairs."""
         if not self._stores or slab.nbytes <= self.pair_above:
             return await super().offer(slab, workers)
@@ -133,7 +133,7 @@ class ObjectTransport(PairTransport):
         await fetching
 
     def close(self) -> None:
-        """End all connections and drop the objects; what a model shows stays with it."""
+        """Close all connections and drop the objects; models keep the weights that they show."""
         super().close()
         self._objects.clear()
 
@@ -151,15 +151,15 @@ def _copy_out(descriptor: bytes, slab: Slab, into: memoryview, seconds: float) -
         pieces = ray.get(ray_private.find(descriptor.removeprefix(MAGIC)), timeout=seconds)
     except ray.exceptions.GetTimeoutError as error:
         waited = time.monotonic() - begun
-        raise TimeoutError(f"Ray has not brought the weights here within {waited:.3g} s: {error}") from error
+        raise TimeoutError(f"Ray did not bring the weights within {waited:.3g} s: {error}") from error
     except ray.exceptions.ObjectLostError as error:
-        raise NotConnected(f"the weights are lost, and perhaps their sender: {error}") from error
+        raise NotConnected(f"Ray lost the weights, perhaps because their sender died: {error}") from error
     copies, end = [], 0
     for piece in [memoryview(piece) for piece in pieces]:
         copies.append((np.frombuffer(into[end : end + len(piece)], np.uint8), np.frombuffer(piece, np.uint8)))
         end += -(-len(piece) // ALIGNMENT) * ALIGNMENT
     if end != slab.nbytes:
-        raise ValueError(f"the object has {end} bytes, and the weights {slab.nbytes}")
+        raise ValueError(f"the object has {end} bytes, but the weights {slab.nbytes}")
     copy_arrays(copies)
 
 

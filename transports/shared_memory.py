@@ -22,12 +22,12 @@ SLOTS = 4
 
 
 class SlotTransport(base.OwnTransport):
-    """Moves slabs through slots, whichever API is put over it.
+    """Moves slabs through slots of shared memory: the base of both APIs' transports.
 
     Args:
-        slots: how many versions may be in use at once: the newest, one that is being written, and what readers that
-            are behind still hold. With all of them in use, publishing waits.
-        map_above: workers read slabs of more bytes in place, and copy smaller ones.
+        slots: how many versions may be in use at once: the newest, the one that the sender writes, and older ones that
+            slow readers still hold. While all are in use, publishing waits.
+        map_above: workers read weights of more bytes in place, and copy smaller ones.
     """
 
     pool: SlotPool
@@ -37,7 +37,7 @@ class SlotTransport(base.OwnTransport):
         self._attachments = Attachments()
 
     async def offer(self, slab: Slab, workers: Iterable[int] | None) -> bytes:
-        """Where the slab's slot is. Nothing is copied: it was packed there."""
+        """Describe the slab's slot. This copies nothing, because the sender packed the weights there."""
         return self.describe(slab)
 
     def describe(self, slab: Slab) -> bytes:
@@ -53,9 +53,9 @@ class SlotTransport(base.OwnTransport):
         """The slot, mapped, or a copy of it.
 
         Raises:
-            ValueError: the descriptor is another transport's.
+            ValueError: another transport sent the update.
             WeightSyncError: this process cannot open the sender's memory.
-            MemoryError: it cannot be mapped.
+            MemoryError: this process cannot map the slot.
         """
         attachment = self._find(descriptor, layout)
         return attachment.copy(layout, pool) if attachment.is_copied else attachment.slab(layout)
@@ -83,7 +83,7 @@ class SlotTransport(base.OwnTransport):
         return self._attachments.detach()
 
     def close(self) -> None:
-        """Release the sender's free memory; what workers still read goes with them."""
+        """Release the sender's free memory; a slot that workers still read is freed when they release it."""
         self.pool.close()
         self._attachments.close()
 
@@ -95,7 +95,7 @@ class SharedMemTransport(SlotTransport, base.TransportBackend):
 @blocking.in_sync_as("SharedMemTransport")
 class BlockingSharedMemTransport(SlotTransport, blocking.TransportBackend):
     """The transport of :class:`asyncsync.sync.SharedMemWeightSyncScheme`. Its ``receive_weights`` returns the newest
-    update that was not returned yet, or None: as documented, there is no waiting, whatever the timeout."""
+    update that it has not returned yet, or None. It never waits, whatever the timeout, as TorchRL documents."""
 
     def _received(self, scheme: Any, timeout: float | None) -> Any:
         check_timeout(timeout, or_none=True)

@@ -66,7 +66,7 @@ class Place(NamedTuple):
         """Raises ValueError if this is no descriptor of a slot."""
         count, rest = divmod(len(descriptor) - _HEAD.size, 8)
         if not descriptor.startswith(_MAGIC) or count < 0 or rest or count > MAX_FILES:
-            raise ValueError("this update was offered by another transport: use the same scheme class on both sides")
+            raise ValueError("another transport sent this update: use the same scheme class on both sides")
         _, mapped, pid, number, device, inode, size = _HEAD.unpack_from(descriptor)
         if mapped > 1:
             raise ValueError("a descriptor of a slot with an unknown flag")

@@ -52,7 +52,7 @@ class OwnStore:
         except OSError as error:
             self._bound.close()
             raise NotConnected(
-                f"no store can be opened at {host}:{port}: {error}; is it an address of this host's, and a free port?"
+                f"cannot open a store at {host}:{port}: {error}; is it an address of this host, with a free port?"
             ) from error
         self.address: Address = host, self._bound.getsockname()[1]
         self._forgotten: weakref.finalize[Any, OwnStore] = weakref.finalize(self, self._bound.close)

@@ -28,14 +28,14 @@ PAIR_BYTES = 64 << 10
 
 
 class PairTransport(ChunkTransport):
-    """Moves slabs through pairs, whichever API is put over it.
+    """Moves slabs through gloo pairs: the base of both APIs' transports.
 
     Args:
-        address: of this host, for a sender: the one by which its workers reach it, in numbers.
-        map_above: a module's Parameters may get their memory in received weights of more bytes.
-        pair_above: weights of more bytes go through pairs, fewer over the bus.
-        backend: the one of torch.distributed that was asked for. Slabs lie in the host's memory, and gloo carries them
-            whichever it is.
+        address: at a sender, this host's numeric address by which its workers reach it.
+        map_above: above so many bytes, a module's Parameters may lie in the received weights' memory.
+        pair_above: weights of more bytes go through pairs, smaller ones over the bus.
+        backend: the requested torch.distributed backend. Gloo carries the weights whatever it is, because slabs lie in
+            the host's memory.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class PairTransport(ChunkTransport):
     # -- the sender ----------------------------------------------------------------------------------------------------
 
     async def offer(self, slab: Slab, workers: Iterable[int] | None) -> bytes | None:
-        """Where the slab's bytes are to be had, until they are retired. Raises NotConnected: ``address`` is none of
+        """Where workers fetch the slab's bytes, until it is retired. Raises NotConnected if ``address`` is not one of
         this host's."""
         if slab.nbytes <= self.pair_above:
             return None
@@ -115,7 +115,7 @@ class PairTransport(ChunkTransport):
             await elsewhere("asyncsync-pairs", server.close)
 
     def close(self) -> None:
-        """End all connections; what a model shows stays with it."""
+        """Close all connections; models keep the weights that they show."""
         super().close()
         self._offered.clear()
         self._hang_up()
@@ -133,7 +133,7 @@ class BlockingDistributedTransport(PairTransport, blocking.TransportBackend):
 
 
 class RPCTransport(PairTransport, TransportBackend):
-    """The transport of :class:`asyncsync.RPCWeightSyncScheme`: the same."""
+    """The transport of :class:`asyncsync.RPCWeightSyncScheme`; as :class:`asyncsync.DistributedTransport`."""
 
 
 @blocking.in_sync_as("RPCTransport")

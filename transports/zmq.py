@@ -23,10 +23,10 @@ from asyncsync.weights.slab import Slab, SlabPool
 
 
 class ChunkTransport(OwnTransport):
-    """The bus's own transport, whichever API is put over it.
+    """The bus's own transport: the base of both APIs' transports.
 
     Args:
-        map_above: a module's Parameters may get their memory in received weights of more bytes.
+        map_above: above so many bytes, a module's Parameters may lie in the received weights' memory.
     """
 
     def __init__(self, map_above: int = COPY_BYTES) -> None:
@@ -38,12 +38,12 @@ class ChunkTransport(OwnTransport):
         return (self.received if layout.nbytes > self.map_above else pool).acquire(layout)
 
     def close(self) -> None:
-        """Release free memory; what a model shows stays with it."""
+        """Release free memory; models keep the weights that they show."""
         self.received.close()
 
 
 class ZMQTransport(ChunkTransport, TransportBackend):
-    """The bus's own transport: no descriptor, the bytes come as chunks on the same socket."""
+    """The bus's own transport: the sender sends the bytes in chunks over the bus's socket."""
 
 
 @blocking.in_sync_as("ZMQTransport")

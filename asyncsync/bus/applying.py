@@ -89,7 +89,7 @@ class Applying:
         staged.abandon()
         while staged or not self._gate.try_apply(leave):  # what the gate has begun with still goes to the model
             if self._link.loop.time() >= deadline:
-                raise AckTimeout(f"{model_id!r} was not replaced: for {timeout:g} s it was being read or updated")
+                raise AckTimeout(f"cannot replace {model_id!r}: readers or updates used it for {timeout:g} s")
             await asyncio.sleep(GATE_POLL)
             self._link.check()
             staged.abandon()

@@ -61,7 +61,7 @@ class Asker:
         try:
             while True:
                 if self._failure is not None:
-                    raise WeightSyncError(f"asking has failed: {self._failure!r}") from self._failure
+                    raise WeightSyncError(f"cannot ask the sender for its status: {self._failure!r}") from self._failure
                 if self._dialer.has_others and self._loop.time() >= self._silent_since + UNANSWERED_SECONDS:
                     self._silent_since = self._loop.time()
                     self._dialer.go_on()
@@ -70,8 +70,8 @@ class Asker:
                 pause = AGAIN_SECONDS if sent else 0.05
                 remaining = deadline - self._loop.time()
                 if remaining <= 0:
-                    why = self._dialer.why or "is one bound there?"
-                    raise AckTimeout(f"no sender has answered at {self.endpoint} within {timeout:g} s: {why}")
+                    why = self._dialer.why or "is a sender running there?"
+                    raise AckTimeout(f"no sender answered at {self.endpoint} within {timeout:g} s: {why}")
                 done, _ = await asyncio.wait({self._answer}, timeout=min(pause, remaining))
                 if done:
                     self._silent_since = None

@@ -21,56 +21,56 @@ class Carrier:
 
     Attributes:
         supports_timeout: False refuses ``receive(timeout=…)`` with a ValueError.
-        pool: where a sender takes slabs from; None: the bus has one.
+        pool: where a sender takes slabs from; None: from the bus's own pool.
     """
 
     supports_timeout: bool = True
     pool: SlabPool | None = None
 
     async def offer(self, slab: Slab, workers: Iterable[int] | None) -> bytes | None:
-        """Sender: make a packed slab available to these workers (None: everybody).
+        """Sender: make a packed slab available to these workers (None: all).
 
         Returns:
-            A descriptor of at most 64 KiB that travels with the instruction, or None: the bytes go as chunks on the
-            bus.
+            A descriptor of at most 64 KiB, which the bus sends with the instruction; None: the bus sends the bytes as
+            chunks.
         """
         return None
 
     @property
     def is_at_hand(self) -> bool:
-        """Sender: whether workers find each slab of :attr:`pool` by what :meth:`describe` returns, and :meth:`offer`,
-        :meth:`serve` and :meth:`retire` do nothing more."""
+        """Sender: whether workers find each slab of :attr:`pool` by :meth:`describe` alone, because :meth:`offer`,
+        :meth:`serve` and :meth:`retire` do nothing else."""
         return False
 
     def describe(self, slab: Slab) -> bytes:
-        """Sender: the descriptor of a slab of :attr:`pool`, where :attr:`is_at_hand`."""
+        """Sender: the descriptor of a slab of :attr:`pool`, if :attr:`is_at_hand`."""
         name = type(self).__name__
         raise NotImplementedError(
-            f"{name}.is_at_hand is True, so {name} must define describe(slab): it returns the descriptor by which "
-            "workers find this slab of its pool"
+            f"{name}.is_at_hand is True, so {name} must define describe(slab), which returns the descriptor by "
+            "which workers find the slab"
         )
 
     def serve(self, descriptor: bytes, worker: int, incarnation: bytes, failed: Failed) -> None:
-        """Sender: the instruction to fetch this slab is on its way to a worker. For channels where the sender must act
-        for each worker. May come again for the same slab. Does not block.
+        """Sender: the bus has sent a worker the instruction to fetch this slab. For channels where the sender must act
+        for each worker. The bus may call it again for the same slab. Must not block.
 
         Args:
             descriptor: what :meth:`offer` returned.
-            worker: its worker_idx.
+            worker: the worker's worker_idx.
             incarnation: names the worker's process: a restarted worker has another.
-            failed: to be called on the loop, if this worker cannot be served.
+            failed: call it on the loop with the exception if the sender cannot serve this worker.
         """
 
     def retire(self, descriptor: bytes) -> None:
         """Sender: no worker will ask for this slab any more."""
 
     def attach(self, descriptor: bytes, layout: Layout, pool: SlabPool) -> Slab | None:
-        """Receiver: the slab itself, if it can be had at once; None: it must be fetched. Does not block.
+        """Receiver: the slab itself, if it is available at once; None: the bus must fetch it. Must not block.
 
         Args:
             descriptor: what :meth:`offer` returned.
-            layout: of the slab.
-            pool: for a copy of it.
+            layout: the slab's layout.
+            pool: where to take a slab for a copy.
         """
         return None
 
@@ -102,16 +102,16 @@ class Carrier:
         """Receiver: bring the slab's bytes into ``into``; see :meth:`asyncsync.TransportBackend.fetch`.
 
         Raises:
-            ValueError: the update was offered by another kind of transport.
+            ValueError: another kind of transport sent the update.
         """
-        raise ValueError("this update was offered by another transport: use the same scheme class on both sides")
+        raise ValueError("another transport sent this update: use the same scheme class on both sides")
 
     async def _fetch_slab(self, descriptor: bytes, slab: Slab, deadline: float) -> None:
         """Receiver: :meth:`fetch`, for a transport that needs the slab's layout as well."""
         await self.fetch(descriptor, slab.export(0, slab.nbytes), deadline)
 
     def close(self) -> None:
-        """Release what this end holds; idempotent."""
+        """Release what this end holds. May be called again."""
 
     # -- for blocking transports of a user's own; see asyncsync.transports.channels ------------------------------------
 

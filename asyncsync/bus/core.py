@@ -39,7 +39,7 @@ from asyncsync.wire.metadata import Shown, decode_metadata
 from asyncsync.wire.report import Report
 
 DEFAULT_TIMEOUT = 60.0
-LOOP_ENDED = "this bus was shut down with the event loop that it was connected on: use it within the same asyncio.run()"
+LOOP_ENDED = "this bus was shut down when its event loop ended: connect and use it within one asyncio.run()"
 CONFIGURATION = ["endpoint", "connect_endpoint", "num_workers", "min_workers", "allow_plaintext", "checksum", "keys"]
 CONFIGURATION += ["fanout", "compress", "delta", "monitoring", "drawn", "_uid"]
 
@@ -47,35 +47,35 @@ T = TypeVar("T")
 
 
 class BusCore(KnownKeywords):
-    """One address for any number of models, without an API.
+    """One address for any number of models: the base of both APIs' ``Bus``.
 
     Args:
         endpoint: where the sender binds: ``ipc:///path`` or ``tcp://HOST:PORT``; None draws a private ipc path.
-        connect: where workers connect, if that differs; several addresses, with commas between them, are tried in turn.
-        num_workers: fixed number of workers (0 … num_workers−1); None: elastic, they come and go.
-        min_workers: how many an elastic sender needs for ``connect`` and ``send_async``; 0: it can start alone.
-        allow_plaintext: allow addresses that other hosts can reach, without encryption.
-        checksum: CRC-32 over every payload; None: on plaintext tcp beyond loopback only.
-        server_key: with keys, the path of the server's certificate: at the sender the secret file, at a receiver the
-            public one, or several, of which one is right, while the server's key is being replaced.
-        clients: at the sender: the directory with the public certificates of those that are let in.
+        connect: where workers connect, if that differs; of several, with commas between, they try one by one.
+        num_workers: fixed number of workers (0 … num_workers−1); None: elastic, workers come and go.
+        min_workers: how many workers an elastic sender needs for ``connect`` and ``send_async``; 0: it can start alone.
+        allow_plaintext: allow unencrypted addresses that other hosts can reach.
+        checksum: check every payload with CRC-32; None: only on unencrypted tcp beyond loopback.
+        server_key: path of the server's certificate: at the sender the secret file, at a receiver the public file. While
+            you replace the server's key, a receiver may have several, of which one is right.
+        clients: at the sender: the directory of the public certificates of the clients that it lets in.
         client_key: at a receiver: the path of its secret certificate; ``{worker_idx}`` in it stands for its index.
-        metrics_port: where this process serves figures for Prometheus, on loopback or at ``"0.0.0.0:9100"``; 0 takes
-            any free port. It stays behind when this is pickled.
-        tracing: True: make spans of OpenTelemetry for each version; None: if the program has set OpenTelemetry up; or a
+        metrics_port: port on loopback where this process serves Prometheus metrics, or ``"0.0.0.0:9100"``; 0 takes any
+            free port. A pickled bus does not take it along.
+        tracing: True: record OpenTelemetry spans for each version; None: if the program has set up OpenTelemetry; or a
             function ``trace(event, info)``, which is called with each step of each version (docs/monitoring.md).
-        fanout: over tcp: ``"pull"`` sends what three workers or more are to be told to all of them at once, with
-            weights of up to 64 KiB; ``"push"`` does so with larger weights, too. None: to each by itself, which costs
-            the sender no more (docs/multi-host.md), and takes one port and one connection per worker less.
-        compress: ``"zstd"`` or ``"lz4"``: what travels over the bus is compressed, for workers that can decode it.
-        delta: a worker that has the version before the newest gets what has changed since. The sender keeps that, too.
+        fanout: over tcp: ``"pull"`` broadcasts instructions for three or more workers, with weights of up to 64 KiB;
+            ``"push"`` broadcasts larger weights, too. None: the sender sends to each worker separately, which costs it
+            no more (docs/multi-host.md), and needs one port, and one connection per worker, less.
+        compress: ``"zstd"`` or ``"lz4"``: compress what travels over the bus, for workers that can decode it.
+        delta: send a worker that has the previous version only what has changed. The sender keeps that version.
 
     Attributes:
-        drawn: whether the address was drawn, and not given.
-        keys: the paths of the certificates; None: there are none, and nothing is encrypted.
+        drawn: whether the bus has drawn its address itself.
+        keys: the paths of the certificates; None: no keys, and no encryption.
 
     Raises:
-        ValueError: an address that cannot work or is not safe; names the remedy. Another codec.
+        ValueError: an address that cannot work or is not safe (the message names the remedy), or an unknown codec.
         ImportError: the codec's library is not installed.
     """
 
@@ -160,13 +160,13 @@ class BusCore(KnownKeywords):
         if self._role is not None and self._pid != os.getpid():
             if self._link is not None:
                 raise RuntimeError(
-                    "this scheme or bus was connected before the fork; a forked child cannot use it: pass it on "
-                    "before connecting"
+                    "this scheme or bus was connected before the fork, so the forked child cannot use it: pass "
+                    "it to the child before you connect it"
                 )
             self._reset()
         if self._role not in (None, role):
             raise RuntimeError(
-                f"this scheme or bus is a {self._role} in this process; a {role} needs a scheme of its own "
+                f"this scheme or bus is the {self._role} in this process; for the {role}, use another scheme "
                 "(pickle it, or construct another)"
             )
 
@@ -175,7 +175,7 @@ class BusCore(KnownKeywords):
         if role == "sender":
             check_own_address(self.endpoint, self.connect_endpoint, drawn=self.drawn)
         if self._schemes.get(topic, scheme) is not scheme:
-            raise ValueError(f"this bus has a scheme for {topic!r} already; give each its own model_id")
+            raise ValueError(f"this bus has a scheme for {topic!r} already; give each scheme its own model_id")
         if self._closed:
             raise ClosedError("this scheme or bus was shut down; construct another")
         if num_workers is not None:
@@ -226,7 +226,7 @@ class BusCore(KnownKeywords):
         if self._closed:
             raise ClosedError(self._why_closed)
         if self._role is None:
-            raise RuntimeError("init_on_sender() or init_on_receiver() comes first")
+            raise RuntimeError("call init_on_sender() or init_on_receiver() first")
         self._check_role(role)
 
     def _open_sender(self, host: str = "") -> SenderLink:
@@ -256,7 +256,7 @@ class BusCore(KnownKeywords):
         if self._late and shared_here(self, worker) is not self:
             raise ValueError(
                 f"another copy of this bus is worker {worker} in this process already; "
-                "pass worker_idx to init_on_receiver(), so that schemes pickled apart find each other"
+                "pass worker_idx to init_on_receiver(), so that schemes that were pickled separately share one bus"
             )
         self._worker = worker
         if self._link is None:
@@ -301,8 +301,8 @@ class BusCore(KnownKeywords):
     # -- what both APIs show ------------------------------------------------------------------------------------------
 
     def hold(self) -> Hold[Shown]:
-        """A block (``with`` or ``async with``) in which no update is applied to any model of this receiver. ``with
-        bus.hold() as held``: ``held.version`` and ``held.metadata`` are the newest that any of its models shows."""
+        """A block (``with`` or ``async with``) in which this receiver applies no update to any model. In ``with
+        bus.hold() as held``, ``held.version`` and ``held.metadata`` are the newest that any of its models shows."""
         return self._hold(self._schemes)
 
     def _hold(self, models: Collection[str]) -> Hold[Shown]:
@@ -316,10 +316,10 @@ class BusCore(KnownKeywords):
 
     @property
     def version(self) -> int:
-        """Sender: the newest version published; one that a worker has refused was not. Receiver: the newest version
-        that any of its models shows. 0: none.
+        """Sender: the newest version published (a version that a worker refused does not count). Receiver: the newest
+        version that any of its models shows. 0: none.
 
-        On a receiver it switches with the models: inside a :meth:`hold` it does not change.
+        On a receiver it changes together with the models: not inside a :meth:`hold`.
         """
         if isinstance(self._link, SenderLink):
             return self._link.version
@@ -329,8 +329,8 @@ class BusCore(KnownKeywords):
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """What was published with :attr:`version`, a dict of the caller's own; empty where there was none. On a
-        receiver both switch with the models."""
+        """A copy of the metadata published with :attr:`version`; empty if there was none. On a receiver, both change
+        together with the models."""
         return self._metadata(self._schemes)
 
     def _metadata(self, models: Collection[str]) -> dict[str, Any]:
@@ -339,7 +339,7 @@ class BusCore(KnownKeywords):
         return self._acting(models).shown.metadata
 
     def state_dict(self) -> dict[str, int]:
-        """Sender: what a checkpoint has to keep for versions to go on where they were: ``{"version": …}``.
+        """Sender: what a checkpoint must keep so that versions continue: ``{"version": …}``.
 
         Raises:
             RuntimeError: on a receiver, which gets its versions from the sender.
@@ -348,18 +348,18 @@ class BusCore(KnownKeywords):
         return {"version": self.version}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Sender: go on from the version of a checkpoint; the next one published is its successor. Before ``connect``
-        or after it; all schemes of a bus share the count.
+        """Sender: continue from the version of a checkpoint: the next publication gets that version plus one. Call it
+        before or after ``connect``; all schemes of a bus share the version.
 
         Raises:
-            ValueError: this is no such state, or it would take the version back; nothing was changed.
+            ValueError: not such a state, or its version is older than the current one; nothing was changed.
             ClosedError: this bus was shut down.
             RuntimeError: on a receiver, which gets its versions from the sender.
         """
         self._check_counts()
         version = as_version(state)
         if self._closed:
-            raise ClosedError("this bus was shut down; construct another, and load the state there")
+            raise ClosedError("this bus was shut down; construct another, and load the state into it")
         self._look(lambda: self._carry_on(version))
 
     def _check_counts(self) -> None:
@@ -386,12 +386,12 @@ class BusCore(KnownKeywords):
 
     @property
     def metrics_address(self) -> tuple[str, int] | None:
-        """``(host, port)`` where figures are served, ``("127.0.0.1", 9100)``; None: they are not, or not yet."""
+        """``(host, port)`` where this process serves metrics; None: it does not, or not yet."""
         return None if self._link is None or self._link.metrics is None else self._link.metrics.address
 
     def status(self) -> BusStatus:
-        """Sender: every worker's state. Receiver: its own, and how its sender is (``state``, ``last_seen``). What was
-        refused for the sake of keys is in its ``refused``."""
+        """Sender: every worker's state. Receiver: its own version, and its sender's ``state`` and ``last_seen``.
+        ``refused`` counts what was refused because of keys."""
         return self._status(list(self._schemes))
 
     def report(self) -> Report:

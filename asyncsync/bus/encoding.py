@@ -48,7 +48,7 @@ class Encoder:
                 encoding.encode(index)
             except Exception:
                 if not self._has_warned:
-                    logger.exception("a piece of weights cannot be encoded; such pieces travel as they are")
+                    logger.exception("cannot encode a piece of weights; sending such pieces as they are")
                 self._has_warned = True
                 encoding.leave_as_it_is(index)
             self._link.call_from_thread(self._encoded)

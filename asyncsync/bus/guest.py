@@ -94,14 +94,14 @@ class Guest:
         if self.link.whereabouts.dialer.why:
             return self.link.whereabouts.dialer.why
         if not subscriber.session.online:
-            return "there is no connection; does it run, and is this its address?"
+            return "no connection: is the sender running, and is this its address?"
         if not subscriber.session.welcomed:
-            return "it is there, but has no version yet, as a relay that has not reached its trainer; or it has stopped"
+            return "it has no version yet, like a relay that has not reached its trainer; or it has stopped"
         if subscriber.holdings.error:
             return "; ".join(str(error) for _, error in subscriber.holdings.error.values())
         if not any(subscriber.session.served.values()):
-            return "it has not published any yet"
-        return "they have not come whole yet"
+            return "the sender has not published any yet"
+        return "the weights have not arrived completely yet"
 
     async def shutdown(self) -> None:
         """Leave, and release everything. Idempotent."""

@@ -95,7 +95,7 @@ class Link(ABC):
                 self.cut(FORGOTTEN_LINGER_MS)
             finally:
                 warnings.warn(
-                    "a connected scheme or bus was forgotten, and its event loop has ended: call shutdown(), or use it "
+                    "a scheme or bus was still connected when its event loop ended: call shutdown(), or use it "
                     "in an 'async with' block",
                     ResourceWarning,
                     stacklevel=2,
@@ -172,7 +172,7 @@ class Link(ABC):
         """Raise what keeps this link from working: ClosedError if it was shut down, RuntimeError if it is used from
         another process or event loop, WeightSyncError if a callback has failed."""
         if self.pid != os.getpid():
-            raise RuntimeError("this scheme or bus was connected before the fork; connect anew in the child process")
+            raise RuntimeError("this scheme or bus was connected before the fork; connect again in the child process")
         if self.closed:
             raise ClosedError("this scheme or bus was shut down")
         if asyncio.get_running_loop() is not self.loop:
@@ -301,7 +301,7 @@ def _end_all() -> None:
             else:
                 link.cut(min(LINGER_MS, int(1000 * seconds)))
         except Exception:
-            logger.exception("a bus could not be shut down at exit")
+            logger.exception("could not shut down a bus at exit")
 
 
 class Order(asyncio.Lock):

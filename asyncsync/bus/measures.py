@@ -55,12 +55,12 @@ def _of_sender(link: SenderLink) -> list[Metric]:
         _counter("published_versions", "Versions, with those of a checkpoint.", {(): link.counted}),
         _gauge("model_bytes", "Size of a model's newest weights.", sizes, ("model",)),
         _gauge("workers", "Workers, by state; relays and guests.", _by(report.counts), ("state",)),
-        _gauge("worker_applied_version", "The version that it has applied.", applied, (*who, "model")),
-        _gauge("worker_lag_versions", "Versions behind its target.", each(lambda w: w.lag), who),
-        _gauge("worker_state", "1 for the state that it is in.", states, (*who, "state")),
-        _gauge("worker_last_seen_seconds", "Since its last message.", seen, who),
-        _counter("worker_sent_bytes", "Weights sent to it.", each(lambda w: w.bytes_sent), who),
-        _counter("refusals", "Connections that were refused.", _by(report.refused), ("reason",)),
+        _gauge("worker_applied_version", "The version the worker has applied.", applied, (*who, "model")),
+        _gauge("worker_lag_versions", "How many versions the worker is behind.", each(lambda w: w.lag), who),
+        _gauge("worker_state", "1 for the worker's current state.", states, (*who, "state")),
+        _gauge("worker_last_seen_seconds", "Time since the worker's last message.", seen, who),
+        _counter("worker_sent_bytes", "Weights sent to the worker.", each(lambda w: w.bytes_sent), who),
+        _counter("refusals", "Connections and messages that were refused.", _by(report.refused), ("reason",)),
         *_of_both(link),
     ]
 
@@ -74,18 +74,18 @@ def _of_receiver(link: ReceiverLink, models: list[str]) -> list[Metric]:
     return [
         _gauge("receiver_version", "The version that a model shows.", applied, (*who, "model")),
         _gauge("receiver_target_version", "The version that it should have.", {key: status.target}, who),
-        _gauge("receiver_lag_versions", "Versions behind its target.", {key: status.lag}, who),
-        _gauge("receiver_sender_state", "1 for the state of its sender.", states, (*who, "state")),
+        _gauge("receiver_lag_versions", "How many versions the worker is behind.", {key: status.lag}, who),
+        _gauge("receiver_sender_state", "1 for the sender's current state.", states, (*who, "state")),
         _counter("received_bytes", "Weights received.", {key: status.bytes_sent}, who),
-        _counter("refusals", "Attempts to connect that were refused.", _by(refused), ("reason",)),
+        _counter("refusals", "Refused connection attempts.", _by(refused), ("reason",)),
         *_of_both(link),
     ]
 
 
 def _of_both(link: SenderLink | ReceiverLink) -> list[Metric]:
     return [
-        _counter("dropped_messages", "Messages that changed nothing.", _by(link.dropped), ("reason",)),
-        _counter("loop_stalled_seconds", "How late the event loop was, in all.", {(): link.stalled}),
+        _counter("dropped_messages", "Messages that were dropped.", _by(link.dropped), ("reason",)),
+        _counter("loop_stalled_seconds", "Total time the event loop was blocked.", {(): link.stalled}),
     ]
 
 

@@ -120,7 +120,7 @@ def agree_on_least(bus: Any, min_workers: int, *, private: bool) -> None:
 
 def _disagreement(name: str, there: int | None, given: int) -> ValueError:
     return ValueError(
-        f"{name} is {there} already, not {given}: the constructor, init_on_sender() and all schemes of one bus have to "
+        f"{name} is {there} already, not {given}: the constructor, init_on_sender() and all schemes of one bus must "
         "agree"
     )
 
@@ -142,9 +142,7 @@ def join_buses(schemes: Iterable[Member]) -> Any:
     schemes = list(schemes)
     for scheme in schemes:
         if scheme._role is not None or scheme._registered or scheme._closed or scheme._bus._link is not None:
-            raise RuntimeError(
-                "schemes are moved onto one bus before init_on_sender(), init_on_receiver() and connect()"
-            )
+            raise RuntimeError("move schemes onto one bus before init_on_sender(), init_on_receiver() and connect()")
     own = [scheme for scheme in schemes if scheme._own_bus]
     shared = list({id(s._bus): s._bus for s in schemes if not s._own_bus}.values())
     if len(shared) > 1:

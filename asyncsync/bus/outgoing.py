@@ -111,7 +111,7 @@ class Outgoing:
         try:
             self.broadcast = open_()
         except zmq.ZMQError as error:
-            logger.warning("no fan-out: each worker is sent its own copy of everything (%s)", error)
+            logger.warning("no fan-out, so each worker gets its own copy: %s", error)
         self._publisher.fanout.moved(0 if self.broadcast is None else self.broadcast.port)
 
     def shut_out(self, admission: Admission) -> None:

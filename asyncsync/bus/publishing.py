@@ -115,7 +115,7 @@ class Publishing:
         except TimeoutError:  # the publication before this one may be waiting for a slot
             why = "its weights are still being copied: give a larger timeout, or publish less often"
             why = why if self._full is None else self._why_full(self._full)
-            raise AckTimeout(f"another publication has not ended: {why}") from None
+            raise AckTimeout(f"another publication is still running: {why}") from None
         try:
             begun = link.loop.time()
             link.check()
@@ -298,11 +298,11 @@ class Publishing:
                 peer = publisher.peers.get(leases.worker)
                 state = peer.state if peer is not None and peer.nonce == nonce else "has left"
                 where = f", process {leases.pid}" if leases.pid else ""
-                holders.append(f"worker {leases.worker} ({state}{where}) has version {', '.join(map(str, versions))}")
+                holders.append(f"worker {leases.worker} ({state}{where}) holds version {', '.join(map(str, versions))}")
         return (
-            f"there is no free slot of shared memory for a new version: {'; '.join(holders) or 'nobody says why'}. "
-            "A worker lets go of a version when it has applied a newer one: look for a stopped process or a hold() "
-            "that is never left, or give the scheme more slots="
+            f"no free slot of shared memory for a new version: {'; '.join(holders) or 'no worker reports one'}. "
+            "A worker releases a version when it has applied a newer one: look for a stopped process or a hold() "
+            "that never ends, or give the scheme more slots="
         )
 
     async def _offer(self, transport: Carrier, slab: Slab, workers: Iterable[int] | None) -> None:

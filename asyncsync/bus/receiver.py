@@ -149,7 +149,7 @@ class ReceiverLink(Link):
         self.whereabouts.away_since = None
         if not is_trustworthy(endpoint := self.whereabouts.endpoint):
             # Without this worker's HELLO, whoever answers there does not know its nonce, and is not listened to.
-            logger.error("%s is not this user's any more; not talking to whoever answers there", endpoint)
+            logger.error("%s no longer belongs to this user, so this worker does not connect there", endpoint)
         elif self.subscriber.session.ended is None:
             self.subscriber.connected(self.loop.time())
             self.settle()

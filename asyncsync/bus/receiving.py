@@ -122,7 +122,7 @@ class Receiving:
             served = sorted(subscriber.session.served)
             return f"the sender serves {served}, not {model_id!r}; use one model_id on both sides"
         if self._gate.pending:
-            return f"an update waits at the gate for {self._gate.readers} reader(s) to leave (a hold() or a forward)"
+            return f"an update waits for {self._gate.readers} reader(s) to finish (a hold() or a forward)"
         return "its initial weights have not arrived; the sender waits until every worker has connected"
 
     def _ending(self) -> WeightSyncError:
@@ -211,7 +211,7 @@ class Receiving:
         if in_time:
             raise self._failure(model_id)
         raise AckTimeout(
-            f"worker {subscriber.worker} was called for version {version} of {model_id!r}, and has not got it in "
+            f"worker {subscriber.worker} was called for version {version} of {model_id!r}, which did not arrive within "
             f"{timeout:g} s: {self._why(model_id)}"
         )
 
@@ -280,11 +280,11 @@ class Receiving:
                     first, epoch = session.request(root=True), session.epoch
                     continue
                 if remaining <= 0:
-                    asked = f"; it should have {least} by then" if least else ": the sender has not answered"
+                    asked = f", and should have {least}" if least else "; the sender has not answered"
                     have = {m: holdings.version(m) for m in models}
                     raise AckTimeout(
-                        f"worker {subscriber.worker} was more than {max_lag} versions behind for {timeout:g} s, "
-                        f"with {have}{asked}"
+                        f"worker {subscriber.worker} was more than {max_lag} versions behind for {timeout:g} s: "
+                        f"it has {have}{asked}"
                     )
                 session.request(root=True)
         if session.ended is not None:
@@ -299,7 +299,7 @@ class Receiving:
         models = list(models)
         if not await self._until(lambda: self._origin(models) >= version, timeout):
             raise AckTimeout(
-                f"worker {self._subscriber.worker} did not act with version {version} after {timeout:g} s, but with "
+                f"worker {self._subscriber.worker} did not act with version {version} within {timeout:g} s, but with "
                 f"{self._origin(models)}"
             )
 

@@ -33,20 +33,20 @@ SHARE = 20  # and so many times as long as it took to make
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
-    """What is known of one worker.
+    """What this side knows of one worker.
 
     Attributes:
-        version: the version that it has applied (of several models, the oldest); 0: none yet.
-        target: the version that it should have; 0: none yet.
-        lag: how many versions it is behind its target.
-        last_seen: seconds since its last message; None: never heard of.
-        state: ``"live"``, ``"slow"`` (silent for some seconds) or ``"lost"`` (its process has ended, it has left, or
-            never came).
-        bytes_sent: payload bytes sent to it (on a receiver: received).
-        reason: why it is lost; empty otherwise.
-        role: ``"worker"``; ``"relay"`` or ``"guest"``: nobody waits for it, and its index is one that no worker has.
-        relay: the index of the relay that it is behind; None: it is connected to this sender. ``last_seen`` counts from
-            the relay's last message, as long as the worker answers the relay.
+        version: the version that the worker has applied (of several models, the oldest); 0: none yet.
+        target: the version that the worker should have; 0: none yet.
+        lag: how many versions the worker is behind its target.
+        last_seen: seconds since the worker's last message; None: it has sent none.
+        state: ``"live"``, ``"slow"`` (silent for some seconds) or ``"lost"`` (its process has ended, it has left, or it
+            has never connected).
+        bytes_sent: payload bytes sent to the worker (on a receiver: received).
+        reason: why the worker is lost; empty otherwise.
+        role: ``"worker"``; ``"relay"`` or ``"guest"``: the sender never waits for it, and no worker has its index.
+        relay: the index of the relay that the worker connects to; None: it connects to this sender. ``last_seen`` then
+            counts from the relay's last message, as long as the worker answers the relay.
     """
 
     version: int
@@ -87,7 +87,7 @@ def warn_of_blocking(publisher: Publisher, version: int, seconds: float) -> bool
     waiting = progress.of(version, progress.targeted(version)).waiting & publisher.peers.keys()
     if waiting:
         logger.warning(
-            "this event loop was blocked for %.1f s while worker(s) %s had still to fetch version %d: large "
+            "this event loop was blocked for %.1f s while worker(s) %s were still fetching version %d: large "
             "weights travel only while the loop runs. Train in a thread (asyncio.to_thread), or publish through "
             "asyncsync.sync, whose send_async and publish_async can be awaited on any loop",
             seconds, sorted(waiting), version,

@@ -251,7 +251,7 @@ class SenderLink(Link):
             return
         for worker in self.admission.revoked(self.publisher.peers):
             why = "its key was taken off the list of clients"
-            logger.warning("worker %d is turned away: %s", worker, why)
+            logger.warning("turned worker %d away: %s", worker, why)
             self.publisher.expel(worker, why, now)
         self.outgoing.shut_out(self.admission)
 

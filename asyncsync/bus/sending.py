@@ -32,8 +32,8 @@ async def extract(bus: BusCore, weights: Mapping[str, Any], worker_ids: Workers)
     for topic, source in sources.items() if plain and workers is None else ():
         if isinstance(source, Mapping) and (bus.num_workers is None or len(source) < bus.num_workers):
             raise ValueError(
-                f"{topic!r} has weights for single workers, and {plain} for everybody: publish these in a call of "
-                "their own, or say by worker_ids= whom all of them are for"
+                f"{topic!r} has weights for single workers, and {plain} for all workers: publish them in separate "
+                "calls, or name the workers of all these models with worker_ids="
             )
     return sources
 
@@ -48,8 +48,7 @@ async def _extract_in_order(
         await bus._preparing.acquire_until(asyncio.get_running_loop().time() + timeout)
     except TimeoutError:
         raise AckTimeout(
-            "nothing was published: the prepare_weights of a publication before this one has not returned in "
-            f"{timeout:g} s"
+            f"nothing was published: the prepare_weights of an earlier publication did not return within {timeout:g} s"
         ) from None
     try:
         return await extract(bus, weights, workers)
@@ -228,9 +227,9 @@ async def _wait_applied(
             chosen = sorted({*chosen, *there})
         if not chosen and needs_one:
             _check_quorum(link, publisher.targets.models if models is None else models, workers, quorum)
-            raise NotConnected(f"version {version} is not, or not any more, meant for any worker that is there")
+            raise NotConnected(f"no connected worker is to get version {version} (any more)")
         if quorum is not None and len(chosen) < quorum:
-            raise NotConnected(f"version {version} is meant for {len(chosen)} workers that are there, quorum={quorum}")
+            raise NotConnected(f"quorum={quorum}, but version {version} is for {len(chosen)} connected workers")
 
         late = list(chosen)  # who has, does not lack it later: not everybody is looked at for each answer
 
@@ -300,8 +299,8 @@ def _check_reach(link: SenderLink, workers: Iterable[int]) -> None:
     for worker in workers:
         if worker in behind and worker not in link.publisher.peers:
             raise ValueError(
-                f"worker {worker} is behind relay {behind[worker].relay}, and a relay passes on only what is for "
-                "everybody: publish without worker_ids, or have this worker connect to the sender itself"
+                f"worker {worker} is behind relay {behind[worker].relay}, which passes on only weights for all "
+                "workers: publish without worker_ids, or connect this worker to the sender directly"
             )
 
 
@@ -310,7 +309,7 @@ def _check_enough(link: SenderLink, workers: list[int] | None, quorum: int) -> N
     check_count("quorum", quorum)
     count = link.publisher.num_workers if workers is None else len(workers)
     if count is not None and quorum > count:
-        raise ValueError(f"quorum={quorum} of {count} workers: no more can apply it than it is meant for")
+        raise ValueError(f"quorum={quorum}, but only {count} workers are to get this version")
 
 
 def _check_quorum(
@@ -327,7 +326,7 @@ def _check_quorum(
     for model_id in models:
         there = publisher.membership.eligible(model_id)
         if publisher.num_workers is None and there < needed:
-            text = f"{there} workers are connected, {name}={needed} are needed"
+            text = f"only {there} workers are connected, but {name}={needed} are needed"
         elif publisher.num_workers is not None and not there:
             text = "no worker can apply this"
         else:
@@ -335,5 +334,5 @@ def _check_quorum(
         others = "; ".join(publisher.progress.why_absent(w, [model_id]) for w in publisher.membership.without(model_id))
         raise NotConnected(
             f"{text}{f' ({others})' if others else ''}: "
-            "wait for them with connect(), or use publish(), which late workers catch up with"
+            "wait for them with connect(), or use publish(), which also reaches workers that connect later"
         )

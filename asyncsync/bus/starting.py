@@ -18,7 +18,7 @@ def check_connect(bus: BusCore, timeout: float, processes: Iterable[Any] = ()) -
     bus._starting = check_processes(processes)
     if not bus._schemes:
         raise RuntimeError(
-            "no scheme of this bus has been initialised; call init_on_sender() or init_on_receiver() on them first"
+            "no scheme of this bus has been initialised; call init_on_sender() or init_on_receiver() on each first"
         )
     check_timeout(timeout)
 
@@ -89,12 +89,12 @@ async def wait_for_workers(
         missing.sort(key=lambda w: w in publisher.peers)  # first those that the others may be waiting for
         reasons = "; ".join(progress.why_absent(w, models) for w in missing)
         if membership.turned_away:
-            reasons += f"; one that came was turned away: {membership.turned_away}"
+            reasons += f"; the sender turned one away: {membership.turned_away}"
         if link.admission is not None and (refused := link.admission.refused):
             reasons += "; refused: " + ", ".join(f"{reason} ({count}×)" for reason, count in refused.items())
         if publisher.num_workers is None:
             there = sum(progress.connected(w, models) for w in membership.expected())
-            reasons = f"{there} of at least {link.min_workers} workers are there" + (f"; {reasons}" if reasons else "")
+            reasons = f"{there} of at least {link.min_workers} workers connected" + (f"; {reasons}" if reasons else "")
         if ended:
             raise NotConnected(f"not connected, because {ended}; {reasons}. connect() may be called again")
         raise NotConnected(f"not connected within {timeout:g} s: {reasons}. connect() may be called again")
@@ -108,13 +108,13 @@ async def wait_for_workers(
 def check_processes(processes: Iterable[Any]) -> tuple[Any, ...]:
     """Raise TypeError, which names what is understood, for what is no process, before anything is begun."""
     if not isinstance(processes, Iterable):
-        raise TypeError(f"processes= takes several, in a list: [{processes!r}]")
+        raise TypeError(f"processes= takes a list: [{processes!r}]")
     found = tuple(processes)
     for process in found:
         if not any(hasattr(process, name) for name in ("exitcode", "poll", "returncode")):
             raise TypeError(
-                "processes= takes those of multiprocessing, subprocess and asyncio.create_subprocess_exec, which tell "
-                f"when they have ended, not {process!r}"
+                "processes= takes processes of multiprocessing, subprocess and asyncio.create_subprocess_exec, "
+                f"not {process!r}"
             )
     return found
 

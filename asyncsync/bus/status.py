@@ -16,10 +16,10 @@ class BusStatus(dict[int, WorkerStatus]):
     """The workers, by their index.
 
     Attributes:
-        refused: where there are keys, how many connections and messages were refused, by reason. Sender: ``"no key"``,
+        refused: with keys, how many connections and messages were refused, by reason. Sender: ``"no key"``,
             ``"a key that is not listed"``, ``"the key of another server"``, ``"the index of another worker"``, ``"a key
-            that was taken off the list"``, ``"another protocol"``, ``"an incomplete handshake"``. Receiver: what its
-            own attempts have failed by.
+            that was taken off the list"``, ``"another protocol"``, ``"an incomplete handshake"``. Receiver: why its
+            own attempts to connect failed.
     """
 
     def __init__(self, workers: Mapping[int, WorkerStatus], refused: Mapping[str, int]) -> None:
@@ -59,7 +59,7 @@ def receiver_status(link: ReceiverLink, models: list[str]) -> dict[int, WorkerSt
     elif subscriber.session.ended is not None:
         state, reason = "lost", str(subscriber.session.ended)
     elif link.sender_lost or not subscriber.session.online:
-        state, reason = "lost", link.whereabouts.dialer.why or "the sender is gone; waiting for its successor"
+        state, reason = "lost", link.whereabouts.dialer.why or "the sender is gone; waiting for a new one"
     elif seen is None or seen > subscriber.settings.slow_after:
         state = "slow"
     return {

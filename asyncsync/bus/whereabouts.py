@@ -65,7 +65,7 @@ class Whereabouts:
     def why(self) -> str:
         """For people: why there is no connection."""
         return self.dialer.why or (
-            f"nobody answers at {self.endpoint}; see whether the sender is connecting, with the same endpoint"
+            f"no sender answers at {self.endpoint}; check that it is connecting, with the same endpoint"
         )
 
     def is_away(self, now: float) -> bool:
@@ -96,7 +96,7 @@ class Whereabouts:
             self._unwelcome_since = now
             self.dialer.go_on()
             self.subscription.close()
-            logger.info("worker %d goes on to %s", session.worker, self.endpoint)
+            logger.info("worker %d tries its next address, %s", session.worker, self.endpoint)
             self._disconnected()
 
     def close(self) -> None:

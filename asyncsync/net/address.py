@@ -21,7 +21,7 @@ def address_towards(host: str) -> str:
     try:
         found = socket.getaddrinfo(host, PORT, type=socket.SOCK_DGRAM)
     except OSError as error:
-        raise NotConnected(f"{host!r} is not found: {error}; give an address") from error
+        raise NotConnected(f"host {host!r} is not found: {error}; give its numeric address") from error
     failure: OSError | None = None
     for family, kind, protocol, _, address in found:
         try:
@@ -30,7 +30,7 @@ def address_towards(host: str) -> str:
                 return str(probe.getsockname()[0])
         except OSError as error:
             failure = error
-    raise NotConnected(f"there is no way to {host!r} ({failure}); is the network up?")
+    raise NotConnected(f"there is no route to {host!r} ({failure}); is the network up?")
 
 
 def own_address() -> str:

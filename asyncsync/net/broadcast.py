@@ -100,7 +100,7 @@ class Subscription:
         try:
             self._connect(tcp_endpoint(host_port(self._sender.endpoint)[0], port))
         except (zmq.ZMQError, NotConnected) as error:
-            logger.warning("no fan-out: this worker is sent its own copy of everything (%s)", error)
+            logger.warning("no fan-out, so this worker gets its own copy: %s", error)
 
     def _connect(self, endpoint: str) -> None:
         socket = subscriber(self._context)

@@ -26,8 +26,8 @@ KEY = re.compile(r"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")  # z85, of 32 byt
 LINE = re.compile(r"\s+([\w.\-/]+)\s*=\s*(.*?)\s*")
 RANGE = re.compile(r"(\d{1,9})(?:\s*-\s*(\d{1,9}))?", re.ASCII)
 OTHERS_WRITE, OTHERS_USE = 0o022, 0o077
-SECRET_HEAD = "#   A secret key, of CURVE (ZeroMQ): for the one host that uses it, and nobody else\n"
-PUBLIC_HEAD = "#   A public key, of CURVE (ZeroMQ): whoever may replace this file is trusted in its owner's place\n"
+SECRET_HEAD = "#   A CURVE (ZeroMQ) secret key: keep it on the one host that uses it\n"
+PUBLIC_HEAD = "#   A CURVE (ZeroMQ) public key: a user who can replace this file is trusted in its owner's place\n"
 
 
 @dataclass(frozen=True)
@@ -68,18 +68,18 @@ class Certificate:
             match = LINE.fullmatch(line)
             if line.strip().lower().startswith("worker") and (match is None or match[1] != "workers"):
                 # Passed over, it would make a key that was meant for one worker good for any.
-                raise ValueError(f"{line.strip()[:80]!r} is not understood; '    workers = 0-3, 7' would be")
+                raise ValueError(f"{line.strip()[:80]!r} is not understood; expected, say, '    workers = 0-3, 7'")
             if match is None:
                 continue
             name, value = match[1], match[2].strip("\"'")
             if name in ("public-key", "secret-key", "workers") and name in found:
-                raise ValueError(f"{name} is there twice")
+                raise ValueError(f"it has {name} twice")
             found[name] = value
         for name in ("public-key", "secret-key"):
             if name in found and not _is_key(found[name]):
-                raise ValueError(f"{name} is no key of 40 characters")
+                raise ValueError(f"{name} is not a key of 40 characters")
         if "public-key" not in found:
-            raise ValueError("there is no public-key in it")
+            raise ValueError("it has no public-key")
         secret = found["secret-key"].encode() if "secret-key" in found else None
         workers = parse_workers(found["workers"]) if "workers" in found else Workers()
         return cls(found["public-key"].encode(), secret, workers)
@@ -104,7 +104,7 @@ def parse_workers(text: str) -> Workers:
             raise ValueError(f"workers = {text[:80]!r} is not a list of indices and ranges, such as 0-3, 7")
         first, last = int(match[1]), int(match[2] or match[1])
         if last < first:
-            raise ValueError(f"workers = {text[:80]!r}: the range {piece} has its ends the wrong way round")
+            raise ValueError(f"workers = {text[:80]!r}: the range {piece} runs backwards")
         ranges.append(range(first, last + 1))
     return Workers(tuple(ranges))
 
@@ -128,7 +128,7 @@ def read_certificate(path: str, *, secret: bool) -> Certificate:
     if secret and found.secret is None:
         raise NotConnected(f"{path} has no secret key in it: give the file whose name ends with .key_secret")
     if found.secret is not None and mode & OTHERS_USE:
-        raise NotConnected(f"others than its owner may read the secret key in {path}: chmod 600 {path}")
+        raise NotConnected(f"other users may read the secret key in {path}: chmod 600 {path}")
     check_writers(path, mode)
     return found
 
@@ -136,7 +136,7 @@ def read_certificate(path: str, *, secret: bool) -> Certificate:
 def check_writers(path: str, mode: int) -> None:
     """Raise NotConnected if others than its owner could change who is trusted."""
     if mode & OTHERS_WRITE:
-        raise NotConnected(f"others than its owner may change {path}, and with it who is trusted: chmod go-w {path}")
+        raise NotConnected(f"other users may change {path}, and so decide which keys are trusted: chmod go-w {path}")
 
 
 def write_new(files: Sequence[tuple[Path, str]], *, mode: int) -> None:

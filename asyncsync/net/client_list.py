@@ -56,7 +56,7 @@ class ClientList:
         except OSError as error:
             raise NotConnected(f"cannot read the list of clients in {directory}: {error.strerror}") from error
         if not self.clients:
-            logger.warning("no client is listed in %s: nobody can connect until there is a NAME.key", directory)
+            logger.warning("no client is listed in %s: no worker can connect until it has a NAME.key", directory)
 
     def refresh(self, soon: float = AGAIN_SECONDS) -> bool:
         """Look for changes, unless that was done less than ``soon`` seconds ago. Returns whether there were any."""
@@ -110,4 +110,4 @@ class ClientList:
     def _warn(self, name: str, mark: Mark | None, why: str) -> None:
         if name not in self._warned or self._warned[name] != mark:
             self._warned[name] = mark
-            logger.warning("%s; until that is put right, the list of clients stays as it was", why)
+            logger.warning("%s; until you correct this, the list of clients stays as it was", why)

@@ -139,7 +139,7 @@ class Dialer:
         elif why := self._explain(event, value):
             self.refused[why] += 1
             if self.refused[why] == 1:
-                logger.warning("%s; it is tried again", why)
+                logger.warning("%s; trying again", why)
             is_said = event == zmq.EVENT_HANDSHAKE_FAILED_AUTH or value == _MISMATCH
             self.why, self.is_refused = why, is_said or (self.refused[why] >= CERTAIN and not self._keyed)
             if self._timer is None:
@@ -151,7 +151,7 @@ class Dialer:
         """An attempt of libzmq's has begun, or is over. One that never began has found no address for the name."""
         if self.endpoint.startswith("tcp:"):
             host, _ = host_port(self.endpoint)
-            unknown = f"cannot connect to {self.endpoint}: this host does not know {host!r}, or has no way there"
+            unknown = f"cannot connect to {self.endpoint}: this host does not know {host!r}, or has no route to it"
             if not has_begun and not self._has_begun:
                 self.why = unknown
             elif self.why == unknown:
@@ -165,21 +165,21 @@ class Dialer:
     def _explain(self, event: int, value: int) -> str:
         keyed = self._keyed
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-            return f"the sender at {self.endpoint} has refused this key: it is not among the clients that it lets in"
+            return f"the sender at {self.endpoint} refused this key: it is not on the sender's list of clients"
         if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == _MISMATCH:
             if keyed:
-                return f"the sender at {self.endpoint} has no keys, and this receiver is to use some"
+                return f"the sender at {self.endpoint} has no keys, but this receiver uses some"
             return f"the sender at {self.endpoint} wants a key: give server_key= and client_key="
         if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
-            return f"something else than a sender answers at {self.endpoint}"
+            return f"a program other than a sender answers at {self.endpoint}"
         # No detail: the connection has ended before the handshake was complete. A sender with keys that reads of none
         # ends it so too, where its end is here before its greeting has been read.
         if self.why or not self.endpoint.startswith("tcp:"):
             return self.why
         if keyed:
-            return f"whoever answers at {self.endpoint} has another key than server_key= says, or none, or is too busy"
+            return f"the program at {self.endpoint} has another key than server_key= says, or none, or is too busy"
         return (
-            f"whoever answers at {self.endpoint} ends the connection at once: it wants a key "
+            f"the program at {self.endpoint} closes the connection at once: it wants a key "
             "(give server_key= and client_key=), is no sender, or is about to end"
         )
 

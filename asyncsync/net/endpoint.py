@@ -68,7 +68,7 @@ def check_endpoint(endpoint: str, *, allow_plaintext: bool) -> str:
     if not allow_plaintext and not _is_loopback(host):
         raise ValueError(
             f"{endpoint!r} is reachable from other hosts, and the bus is not encrypted: "
-            "anybody there could read or feed it. "
+            "anyone there could read it or send to it. "
             "Use an ipc:// path or tcp://127.0.0.1:PORT, or give it keys (`asyncsync keygen`, then server_key= and "
             "clients= or client_key=), or pass allow_plaintext=True on a network that you trust"
         )
@@ -166,7 +166,7 @@ class EndpointLock:
             with contextlib.suppress(FileNotFoundError):
                 found = os.lstat(path.parent)
                 if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-                    raise PermissionError(f"{path.parent} is not a directory of this user")
+                    raise PermissionError(f"{path.parent} does not belong to this user")
         if self._private and not path.parent.exists():
             # Made under another name and locked first, so that nobody's sweep ever sees it without its owner's lock.
             hidden = path.parent.with_name(f".{path.parent.name}")
@@ -179,7 +179,7 @@ class EndpointLock:
             with contextlib.suppress(FileNotFoundError):
                 if not stat.S_ISSOCK(os.lstat(path).st_mode):
                     self._lock.unlink()
-                    raise FileExistsError(f"{path} is there already, and is no socket")
+                    raise FileExistsError(f"{path} exists already, and is not a socket")
                 path.unlink()  # left behind by a killed predecessor: who has the lock knows that nobody listens there
 
     def release(self) -> None:

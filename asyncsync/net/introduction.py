@@ -117,7 +117,7 @@ class Following:
             try:
                 found = await self._find()
             except Exception as error:
-                logger.error("the sender is gone, and its successor cannot be found: %s", error)
+                logger.error("the sender is gone, and this worker cannot find a new one: %s", error)
                 return
             if found != self._known:
                 self._known = found

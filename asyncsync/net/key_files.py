@@ -34,7 +34,7 @@ class KeyFiles:
         if server_key is None:
             if clients is not None or client_key is not None:
                 raise ValueError(
-                    "keys need server_key=, too: the server's secret file at the sender, its public one at a receiver"
+                    "keys also need server_key=: the server's secret file at the sender, its public one at a receiver"
                 )
             return None
         several = [server_key] if isinstance(server_key, str | os.PathLike) else list(server_key)
@@ -42,8 +42,8 @@ class KeyFiles:
             raise ValueError("server_key= names no file")
         if clients is None and client_key is None:
             raise ValueError(
-                "server_key= alone lets nobody in: a sender needs clients=, the directory of its clients' public keys, "
-                "and a receiver client_key=, its own secret one"
+                "server_key= alone lets no worker in: a sender needs clients=, the directory of its clients' public "
+                "keys, and a receiver needs client_key=, its own secret key"
             )
         return cls(
             tuple(_absolute("server_key", path) for path in several),
@@ -58,8 +58,8 @@ class KeyFiles:
         for needed, addresses, name in given:
             if needed is not None and not any(address.startswith("tcp://") for address in addresses):
                 raise ValueError(
-                    f"keys are for tcp://HOST:PORT, and {name} is {','.join(addresses)!r}: what is on one host is "
-                    f"private by its file permissions. Leave the keys out, or give {name}="
+                    f"keys are for tcp://HOST:PORT, and {name} is {','.join(addresses)!r}: on one host, file "
+                    f"permissions keep it private. Leave the keys out, or give {name}="
                 )
 
     def sender(self) -> tuple[KeyPair, ClientList]:
@@ -67,13 +67,13 @@ class KeyFiles:
         if self.clients is None:
             raise ValueError("a sender with server_key= needs clients=, the directory of its clients' public keys")
         if len(self.server) > 1:
-            raise ValueError("a sender has one server_key; only receivers may have several, while it is being replaced")
+            raise ValueError("a sender has one server_key=; only receivers may have several, while you replace it")
         return _pair(self.server[0]), ClientList(self.clients)
 
     def receiver(self, worker: int) -> Credentials:
         """Raises NotConnected: a file is not as it has to be; ValueError: these are a sender's."""
         if self.client is None:
-            raise ValueError("a receiver with server_key= needs client_key=, too, its own secret key")
+            raise ValueError("a receiver with server_key= also needs client_key=, its own secret key")
         own = _pair(self.client.replace(WORKER, str(worker)))
         return Credentials(own, tuple(read_certificate(path, secret=False).public for path in self.server))
 
@@ -83,8 +83,8 @@ def check_own_address(endpoint: str, connect: str, *, drawn: bool) -> None:
     another."""
     if drawn and connect != endpoint:
         raise ValueError(
-            f"this is the sender, which binds an address, and was given only connect={connect!r}, where workers look "
-            'for it: give endpoint=, too, such as "tcp://0.0.0.0:5555"'
+            f"this sender has no address to bind, only connect={connect!r}, where workers look for it: "
+            'also give endpoint=, such as "tcp://0.0.0.0:5555"'
         )
 
 

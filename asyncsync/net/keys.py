@@ -50,7 +50,7 @@ _FAILURES = {
 
 def check_curve() -> None:
     if not zmq.has("curve"):
-        raise NotConnected("keys are to be used, but this libzmq was built without CURVE (libsodium)")
+        raise NotConnected("keys need CURVE, but this libzmq was built without it (libsodium)")
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class Admission:
             handler.bind(HANDLER)
         except zmq.ZMQError as error:
             handler.close()
-            raise NotConnected(f"nobody could be checked, so nothing is bound: no handler for ZAP ({error})") from error
+            raise NotConnected(f"cannot check clients' keys, so nothing was bound: no ZAP handler ({error})") from error
         self._socket = LoopSocket(handler, self._receive, crash)
 
     def guard(self, socket: zmq.Socket[bytes]) -> None:
@@ -186,11 +186,11 @@ class Admission:
     def _objection(self, client: Client, key: bytes, worker: int) -> str:
         """Why this client cannot be this worker; empty: it can."""
         if worker not in client.workers:
-            return f"it claims to be worker {worker}, but has {client.name}'s key, which is good for {client.workers}"
+            return f"it claims to be worker {worker}, but has {client.name}'s key, which is for {client.workers}"
         holder = self._holders.get(worker, key)
         if holder == key or (other := self._client(holder)) is None:
             return ""
-        return f"it claims to be worker {worker} with {client.name}'s key, but {other.name}'s has taken that place"
+        return f"it claims to be worker {worker} with {client.name}'s key, but {other.name} is that worker already"
 
     def displaces(self, worker: int, key: bytes) -> bool:
         """Whether the place of this worker, which the holder of this key may claim, is still that of a key that is good

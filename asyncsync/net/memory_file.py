@@ -56,16 +56,16 @@ def create(size: int, *, reserved: bool = True) -> int:
     written. Raises WeightSyncError if this system has none, or there are too few file descriptors; MemoryError if there
     is not so much memory."""
     if sys.platform != "linux":
-        raise WeightSyncError(f"shared memory without names needs Linux, not {sys.platform}: use ZMQWeightSyncScheme")
+        raise WeightSyncError(f"anonymous shared memory needs Linux, not {sys.platform}: use ZMQWeightSyncScheme")
     if why := shortage(3):  # the file's, and its mappings'
-        raise WeightSyncError(f"no shared memory can be had: {why}")
+        raise WeightSyncError(f"cannot get shared memory: {why}")
     try:
         if hasattr(os, "memfd_create"):
             number = os.memfd_create("asyncsync", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         else:  # a Python that was built for an old libc: no name either, but no seals
             number = os.open("/dev/shm", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC | os.O_EXCL, 0o600)
     except OSError as error:
-        raise WeightSyncError(f"no shared memory can be had: {error}; use ZMQWeightSyncScheme") from error
+        raise WeightSyncError(f"cannot get shared memory: {error}; use ZMQWeightSyncScheme") from error
     try:
         if reserved:  # afterwards, memory cannot run out in the middle of a copy (SIGBUS)
             os.posix_fallocate(number, 0, size)
@@ -81,8 +81,8 @@ def create(size: int, *, reserved: bool = True) -> int:
 
 def no_memory(size: int, error: Exception) -> MemoryError:
     return MemoryError(
-        f"no shared memory for a slot of {size} bytes: {error}. One is needed for each version that is in use at once, "
-        "usually two: look at the memory limit of this process or container"
+        f"no shared memory for a slot of {size} bytes: {error}. Each version that is in use needs one, "
+        "usually two at once: check the memory limit of this process or container"
     )
 
 
@@ -110,7 +110,7 @@ def open_place(place: MemoryPlace, whose: str, remedy: str, *, writable: bool = 
         number = os.open(path, access | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         why = f"; {_why_closed(place.pid)}" if isinstance(error, PermissionError) else ""
-        raise WeightSyncError(f"{whose} shared memory cannot be opened ({error}{why}): {remedy}") from error
+        raise WeightSyncError(f"cannot open {whose} shared memory ({error}{why}): {remedy}") from error
     try:
         found = os.fstat(number)
         if not stat.S_ISREG(found.st_mode) or (found.st_dev, found.st_ino) != (place.device, place.inode):

@@ -99,7 +99,7 @@ def shortage(needed: int) -> str:
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return (
         f"{needed} file descriptors and {RESERVE} in reserve are needed, but this process has {free} of {limit} left: "
-        "raise the limit (ulimit -n, or resource.setrlimit), and have models that go to the same workers share a Bus"
+        "raise the limit (ulimit -n, or resource.setrlimit), and let models for the same workers share a Bus"
     )
 
 

@@ -244,7 +244,7 @@ class SideChannels:
         except (BlockingIOError, ConnectionAbortedError):
             return
         except OSError as error:  # out of descriptors: those who wait in the queue would wait for ever
-            logger.warning("no more side channels for small instructions; they go through ZeroMQ: %s", error)
+            logger.warning("cannot open more side channels; small instructions go through ZeroMQ: %s", error)
             self._deafen()
             return
         connection.setblocking(False)
@@ -312,7 +312,7 @@ def connect(path: Path, nonce: bytes, receive: Receive, crash: Crash) -> SideCha
     try:
         connection.connect(os.fspath(path))
         if not _is_ours(connection):
-            raise PermissionError(f"{path} is another user's")
+            raise PermissionError(f"{path} belongs to another user")
         connection.send(INTRODUCTION + nonce)
     except OSError as error:
         logger.debug("no side channel: %s", error)
@@ -349,7 +349,7 @@ def _listen(path: Path) -> socket.socket | None:
         connection.bind(os.fspath(path))
         connection.listen(BACKLOG)
     except OSError as error:
-        logger.info("no side channel for small instructions at %s, they go through ZeroMQ: %s", path, error)
+        logger.info("no side channel at %s; small instructions go through ZeroMQ: %s", path, error)
         connection.close()
         return None
     return connection

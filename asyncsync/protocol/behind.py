@@ -45,7 +45,7 @@ class Behind:
     def report(self, relay: Peer, report: Relayed, now: float) -> list[int]:
         """Take in a relay's report; returns the workers that it concerns. Raises ProtocolError if it is none."""
         if relay.hello.role != "relay":
-            raise ProtocolError(f"worker {relay.worker} is no relay, and reports others")
+            raise ProtocolError(f"worker {relay.worker} reports other workers, but is no relay")
         known = self._relays.setdefault(relay.nonce, _Relay())
         if report.number <= known.last:
             return []  # a duplicate, or overtaken by a newer one

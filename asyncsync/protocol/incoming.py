@@ -180,7 +180,7 @@ class Incoming:
                 part = update.parts[index]
                 slab = self._attach(part, update.layouts[index])
                 if slab is None:
-                    text = "this update was offered by another transport: use the same scheme class on both sides"
+                    text = "another transport sent this update: use the same scheme class on both sides"
                     raise ValueError(text)
                 update.grant(index, slab)
                 self.bytes_received += part.nbytes

@@ -141,9 +141,9 @@ class Membership:
         worker, nonce = hello.worker, hello.nonce
         is_worker = hello.role == "worker"
         if is_worker is not (worker < FIRST_GUEST):
-            raise ProtocolError(f"a {hello.role} of index {worker}: those of workers are below {FIRST_GUEST}")
+            raise ProtocolError(f"a {hello.role} with index {worker}; only workers' indices are below {FIRST_GUEST}")
         if is_worker and self.num_workers is not None and worker >= self.num_workers:
-            why = f"worker_idx {worker} is not below num_workers={self.num_workers} (where workers come and go, "
+            why = f"worker_idx {worker} is not below num_workers={self.num_workers} (if workers come and go, "
             why += "construct the sender's scheme with min_workers= instead)"
             self._refuse(route, nonce, "an index that is not below num_workers", why)
             return
@@ -216,7 +216,7 @@ class Membership:
             return
         elif newcomer.peer.nonce != peer.nonce and newcomer.welcomed_at is not None:
             if now >= newcomer.welcomed_at + self.settings.retry_interval:  # else one after the other
-                why = f"it has not answered, and another one has asked to be worker {peer.worker}"
+                why = f"it did not answer, and another process asked to be worker {peer.worker}"
                 self._turn_away(newcomer, why)
                 self._contend(holder, peer, now)
             return
@@ -250,7 +250,7 @@ class Membership:
         elif isinstance(instruction, messages.Bye):
             del self._newcomers[holder.worker]
         elif not isinstance(instruction, messages.Released):
-            raise ProtocolError(f"{type(instruction).__name__} from one that is not worker {peer.worker} yet")
+            raise ProtocolError(f"{type(instruction).__name__} from a process that is not worker {peer.worker} yet")
         return None
 
     def answered(self, holder: Peer, ping: int) -> None:
@@ -258,8 +258,8 @@ class Membership:
         newcomer = self._newcomers.get(holder.worker)
         if newcomer is not None and ping >= newcomer.ping:
             where = f" (process {holder.hello.pid})" if holder.local else ""
-            text = f"the index was given twice: worker {holder.worker} is there already{where}, and answers"
-            self._turn_away(newcomer, f"{text}; give each worker an index of its own")
+            text = f"worker {holder.worker} is connected already{where}: two workers have this index"
+            self._turn_away(newcomer, f"{text}; give each its own")
 
     def _turn_away(self, newcomer: Newcomer, why: str) -> None:
         self._refuse(newcomer.peer.route, newcomer.peer.nonce, "an index that was given twice", why)
@@ -282,7 +282,7 @@ class Membership:
         """A worker has seen a higher epoch: go past it, as nothing has been sent yet."""
         assert hello.epoch is not None
         if hello.epoch[0] >= MAX_START:
-            raise ProtocolError(f"worker {hello.worker} claims an epoch that none can follow")
+            raise ProtocolError(f"worker {hello.worker} claims an epoch that is too large")
         self.begin((hello.epoch[0] + 1, self.epoch[1]))
 
     def begin(self, epoch: Epoch) -> None:
@@ -308,7 +308,7 @@ class Membership:
         self.drop(peer)
 
     def _send_superseded(self, route: bytes, worker: int, nonce: bytes) -> None:
-        text = f"a newer incarnation of worker {worker} has connected, or the index was given twice"
+        text = f"a newer process is worker {worker} now: this worker was restarted, or two workers have this index"
         self._bye(route, nonce, "superseded", text)
 
     def _refuse(self, route: bytes, nonce: bytes, reason: str, message: str) -> None:

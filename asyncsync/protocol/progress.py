@@ -103,7 +103,7 @@ class Progress:
             elif peer is not None and (done := [v for m in models if (v := peer.applied.get(m, 0)) >= version]):
                 result.acked[worker] = min(done)
             else:
-                why = f"has no target of version {version} or newer"
+                why = f"is to get neither version {version} nor a newer one"
                 why = why if models else "does not have this model (any more)"
                 result.failed[worker] = PeerLost(f"worker {worker} {why}")
             return
@@ -163,7 +163,7 @@ class Progress:
         """For people: what keeps this worker from being connected."""
         peer = self._peers.get(worker) or self._behind.get(worker)
         if peer is None:
-            return f"worker {worker} has not said hello (did it start? see its stderr)"
+            return f"worker {worker} has not connected (did it start? see its stderr)"
         if peer.lost:
             return f"worker {worker} is lost ({peer.lost})"
         for model_id in models:
@@ -176,14 +176,14 @@ class Progress:
             if (failure := self._failure(peer, model_id)) is not None:
                 return f"worker {worker} failed to apply {model_id!r}: {failure[1]}"
         if self._agreement.gathers:
-            return f"worker {worker} is there, and waits for the others"
+            return f"worker {worker} is connected, and waits for the other workers"
         return f"worker {worker} has not applied its weights yet"
 
     def timeout_of(self, worker: int, version: int, seconds: float) -> AckTimeout:
         peer = self._peers.get(worker) or self._behind.get(worker)
-        state = "not there yet" if peer is None else f"{peer.state}, at versions {peer.applied or 'none'}"
+        state = "not connected yet" if peer is None else f"{peer.state}, at versions {peer.applied or 'none'}"
         late = f"worker {worker} had not applied version {version} after {seconds:g} s ({state})"
-        return AckTimeout(f"{late}; it converges once it answers. Is its event loop blocked, or its process stopped?")
+        return AckTimeout(f"{late}; it catches up once it answers. Is its event loop blocked, or its process stopped?")
 
     def _models_of(self, worker: int, models: Iterable[str] | None) -> list[str]:
         """The models that concern a worker: those it has, or all while it is not there."""

@@ -217,7 +217,7 @@ class Session:
         if bye.nonce != self.nonce or (self.epoch is not None and bye.epoch < self.epoch):
             raise ProtocolError("a BYE that is not meant for this worker")
         if bye.reason == "superseded":
-            self.ended = Fenced(f"worker {self.worker}: {bye.message}; this one must stop")
+            self.ended = Fenced(f"worker {self.worker}: {bye.message}; this process must stop")
         elif bye.reason == "refused":
             self.ended = NotConnected(f"the sender refused worker {self.worker}: {bye.message}")
         elif not self.reconnects:

@@ -284,7 +284,7 @@ class Targets:
                 if worker in refusals:
                     return refusals[worker]
                 others = ", ".join(f"worker {w}" for w in sorted(refusals))
-                text = f"version {publication.version} was not sent to anybody, because {others} cannot take it"
+                text = f"version {publication.version} was sent to no worker, because {others} cannot take it"
                 return SchemaMismatch(text)
         return None
 

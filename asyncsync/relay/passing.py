@@ -125,8 +125,8 @@ class Passing:
         """Publish what has been announced, while it is still on its way."""
         if any(part.descriptor is not None for part in update.parts):
             logger.warning(
-                "version %d cannot be passed on: it lies in memory of the trainer's, which is to have a "
-                "ZMQWeightSyncScheme or an AutoWeightSyncScheme, whose bytes travel", update.parts[0].version
+                "cannot pass on version %d, because it lies in the trainer's memory: give the trainer a "
+                "ZMQWeightSyncScheme or an AutoWeightSyncScheme", update.parts[0].version
             )  # fmt: skip
             return
         slabs = {part.model_id: slab for part, slab in zip(update.parts, update.slabs, strict=True) if slab is not None}

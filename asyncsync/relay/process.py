@@ -164,7 +164,7 @@ class Relay:
         try:
             await anyio.to_thread.run_sync(store.save, path, epoch, kept)
         except (OSError, ValueError) as error:
-            logger.error("the newest weights are not kept in %s: %s", path, error)
+            logger.error("cannot keep the newest weights in %s: %s", path, error)
         finally:
             for _, slab, _ in kept.values():
                 slab.release()

@@ -36,7 +36,7 @@ def save(path: Path, epoch: Epoch, kept: Kept) -> None:
         entries = slab.layout.entries
         for entry, view in zip(entries, slab.views, strict=True):
             if (name := _name(model_id, entry.path, alone=alone)) in tensors:
-                raise ValueError(f"several tensors have one name in a file: {name}")
+                raise ValueError(f"two tensors would both be named {name} in the file")
             tensors[name] = view
         for other, i in slab.layout.aliases.items():
             texts[_name(model_id, other, alone=alone)] = _name(model_id, entries[i].path, alone=alone)
@@ -68,5 +68,5 @@ def load(path: Path) -> tuple[Epoch, Kept] | None:
             slab.values, slab.origin = blobs["values"], model["origin"]
             kept[model_id] = int(model["version"]), slab, blobs["metadata"]
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, ProtocolError) as error:
-        raise ValueError(f"{path} is not what a relay has kept: {error!r}") from error
+        raise ValueError(f"{path} is not a file that a relay has kept: {error!r}") from error
     return (int(start), int(drawn)), kept

@@ -194,7 +194,7 @@ class Call:
             if self._daemon is not None:
                 error = ending.end(self._daemon)
             elif isinstance(error, asyncio.CancelledError):
-                error = RuntimeError("the process ends, and asyncsync's event loop with it")
+                error = RuntimeError("the process is exiting, so asyncsync's event loop has ended")
         self._value, self._error = value, error
         self.done = True
         self._arrived.release()
@@ -321,7 +321,7 @@ def run(make: Make[T]) -> T:
             return call.result()  # type: ignore[no-any-return]
     except BaseException:
         if not call.done and _cancel(call) and not call.wait(CLEANUP_SECONDS):
-            logger.error("an interrupted call has not ended after %g s; it goes on in the background", CLEANUP_SECONDS)
+            logger.error("an interrupted call is still running after %g s; it goes on", CLEANUP_SECONDS)
         raise
     finally:
         call.leave()
@@ -375,7 +375,7 @@ def _exit() -> None:
         endings = [bus._shutdown(EXIT_SECONDS) for bus in thread.open.values()]
         for error in await asyncio.gather(*endings, return_exceptions=True):
             if isinstance(error, BaseException):
-                logger.error("a bus could not be shut down at exit", exc_info=error)
+                logger.error("could not shut down a bus at exit", exc_info=error)
 
     call = Call(shut_down)
     if call.begin_on(thread):

@@ -18,7 +18,7 @@ from asyncsync.msgpack_limits import check_structure
 MAX_METADATA = 64 << 10
 MAX_DEPTH = 16
 MAX_ITEMS = 16 << 10
-TYPES = "None, True, False, int, float, str, bytes, lists, and dicts with str keys (of NumPy's: .item(), .tolist())"
+TYPES = "None, True, False, int, float, str, bytes, lists, and dicts with str keys (NumPy: use .item(), .tolist())"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ def encode_metadata(metadata: Mapping[str, Any] | None) -> bytes:
         blob: bytes = msgpack.packb(dict(metadata))
         check_encoded(blob)
     except LimitExceeded as error:
-        raise ValueError(f"metadata cannot be sent: {error}; send what is large as weights") from None
+        raise ValueError(f"metadata cannot be sent: {error}; send large data as weights") from None
     except (TypeError, ValueError, OverflowError, ProtocolError) as error:
         where = next((f"metadata[{key!r}]" for key, value in metadata.items() if not _can_travel(value)), "metadata")
         raise TypeError(f"{where} cannot be sent: {error}. It may have {TYPES}") from error

@@ -400,7 +400,7 @@ def test_a_second_receiver_with_a_workers_index_is_refused_and_the_collector_goe
         collector.next()
         intruder = pickle.loads(pickle.dumps(scheme))
         intruder.init_on_receiver("policy", model=policy(), worker_idx=0)
-        with pytest.raises(NotConnected, match="the index was given twice"):
+        with pytest.raises(NotConnected, match="two workers have this index"):
             intruder.connect(timeout=20)
         intruder.shutdown()
         for _ in range(5):

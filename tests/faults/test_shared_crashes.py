@@ -312,7 +312,7 @@ async def test_with_two_slots_a_stopped_reader_is_named_within_the_timeout(
     assert isinstance(caught.value.__cause__, AckTimeout)
     why = str(caught.value.__cause__)
     assert "no free slot" in why
-    assert f"worker 1 (live, process {workers[1].pid}) has version 1." in why
+    assert f"worker 1 (live, process {workers[1].pid}) holds version 1." in why
     assert "worker 0" not in why
     assert set(caught.value.failed) == {0, 1}
 
@@ -467,7 +467,7 @@ async def test_a_worker_that_gets_no_memory_for_a_slot_is_named_and_goes_on(
     error = caught.value.failed[1]
     assert isinstance(error, RemoteError)
     assert "MemoryError" in error.type_name
-    assert "a slot of 16777216 bytes cannot be mapped" in str(error)
+    assert "slot of 16777216 bytes" in str(error)
     assert await workers[1].value() == 1
     assert await workers[1].version() == 1
     assert await workers[1].descriptors() == descriptors
@@ -500,7 +500,7 @@ async def test_a_stopped_worker_costs_one_slot(slots: int, schemes: Schemes, sta
         why = str(caught.value.__cause__)
         for stopped in (1, 2):
             assert re.search(
-                rf"worker {stopped} \(live, process {workers[stopped].pid}\) has version {stopped}[.;]", why
+                rf"worker {stopped} \(live, process {workers[stopped].pid}\) holds version {stopped}[.;]", why
             )
     assert pool.slabs == slots
     for stopped in (1, 2):

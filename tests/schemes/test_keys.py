@@ -154,12 +154,12 @@ async def test_nobody_else_is_let_in_and_all_are_told_why(site: Site, name: str,
         "no key": ({"server_key": None, "client_key": None}, r"wants a key(: | \()give server_key=", "no key"),
         "wrong key": (
             {"client_key": elsewhere / "client_secrets" / "worker-0.key_secret"},
-            "has refused this key: it is not among the clients",
+            "refused this key",
             "a key that is not listed",
         ),
         "unlisted key": (
             {"client_key": site.keys / "client_secrets" / "unlisted.key_secret"},
-            "has refused this key: it is not among the clients",
+            "refused this key",
             "a key that is not listed",
         ),
         "another server's key": (
@@ -184,7 +184,7 @@ async def test_nobody_else_is_let_in_and_all_are_told_why(site: Site, name: str,
 
 @pytest.mark.requirement(203)
 @pytest.mark.parametrize(
-    ("client", "told"), [("unlisted/client_secrets/host.key_secret", "has refused this key"), (None, "wants a key")]
+    ("client", "told"), [("unlisted/client_secrets/host.key_secret", "refused this key"), (None, "wants a key")]
 )
 async def test_fetch_tells_at_once_that_it_is_not_let_in(
     site: Site, client: str | None, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -220,8 +220,8 @@ async def test_fetch_ends_where_every_connection_is_ended_at_once(
 async def test_an_index_cannot_be_stolen(site: Site, key: str) -> None:
     """By a client that is listed: whose key is for another worker, or for any."""
     why = {
-        "worker-1": "it claims to be worker 0, but has worker-1's key, which is good for 1",
-        "host": "it claims to be worker 0 with host's key, but worker-0's has taken that place",
+        "worker-1": "it claims to be worker 0, but has worker-1's key, which is for 1",
+        "host": "it claims to be worker 0 with host's key, but worker-0 is that worker already",
     }[key]
     async with running(site) as run:
         await refused(site.receiver(0, model := Model(), key), f"the sender refused worker 0: {why}")
@@ -241,7 +241,7 @@ async def test_a_key_for_any_worker_is_bound_to_the_first_place_and_may_have_sev
     keygen(site.keys, "--name", "other")
     async with running(site) as run, site.receiver(3, Model(), "host") as one, site.receiver(4, Model(), "host") as two:
         await asyncio.gather(one.connect(timeout=10), two.connect(timeout=10))
-        await refused(site.receiver(3, Model(), "other"), "host's has taken that place")
+        await refused(site.receiver(3, Model(), "other"), "host is that worker already")
         assert set(run.sender.status()) == {0, 3, 4}
 
 
@@ -304,7 +304,7 @@ async def test_a_receiver_with_keys_does_not_talk_to_a_sender_without(site: Site
         connecting = asyncio.ensure_future(plain.connect(timeout=1.5))
         await refused(
             site.receiver(0, model := Model()),
-            "has no keys, and this|another key than server_key= says, or none",
+            "has no keys|another key than server_key= says, or none",
         )
         with pytest.raises(NotConnected, match="worker 0"):
             await connecting
@@ -342,7 +342,7 @@ async def test_keys_are_never_left_out_silently(site: Site) -> None:
     receiver = site.sender()
     receiver.init_on_receiver("policy", model=Model(), worker_idx=0)
     async with receiver:
-        with pytest.raises(ValueError, match="a receiver with server_key= needs client_key="):
+        with pytest.raises(ValueError, match="client_key="):
             await receiver.connect(timeout=1)
 
 
@@ -362,7 +362,7 @@ async def test_without_a_handler_nothing_is_bound(site: Site, monkeypatch: pytes
     async with sender, site.receiver(0, Model()) as receiver:
         with monkeypatch.context() as patch:
             patch.setattr(zmq.Socket, "bind", refuse)
-            with pytest.raises(NotConnected, match="nobody could be checked, so nothing is bound"):
+            with pytest.raises(NotConnected, match="ZAP"):
                 await sender.connect(timeout=5)
         assert bound == []
         await asyncio.gather(sender.connect(timeout=10), receiver.connect(timeout=10))
@@ -516,7 +516,7 @@ async def test_a_client_that_is_taken_off_the_list_is_sent_away_and_its_place_is
             await run.receiver.receive()
         await run.sender.publish(fill(run.source, 2.0))
         assert read(run.model) == {1.0}
-        await refused(site.receiver(0, Model()), "has refused this key")
+        await refused(site.receiver(0, Model()), "refused this key")
         # A new key for the same worker.
         (site.keys / "client_secrets" / "worker-0.key_secret").unlink()
         keygen(site.keys, "--name", "worker-0=0")
@@ -685,9 +685,9 @@ async def test_a_receiver_without_keys_is_told_why_the_connection_ends_at_once(s
 def test_arguments_that_cannot_be_are_refused(api: Api, tmp_path: Path) -> None:
     tcp = "tcp://10.0.0.3:5555"
     for given, message in [
-        ({"endpoint": tcp, "clients": "c"}, "keys need server_key="),
-        ({"endpoint": tcp, "client_key": "c"}, "keys need server_key="),
-        ({"endpoint": tcp, "server_key": "s"}, "server_key= alone lets nobody in"),
+        ({"endpoint": tcp, "clients": "c"}, "server_key="),
+        ({"endpoint": tcp, "client_key": "c"}, "server_key="),
+        ({"endpoint": tcp, "server_key": "s"}, "clients="),
         ({"endpoint": tcp, "server_key": [], "clients": "c"}, "names no file"),
         ({"server_key": "s", "clients": "c"}, "keys are for tcp://HOST:PORT, and endpoint is 'ipc://"),
         ({"server_key": "s", "client_key": "c"}, "keys are for tcp://HOST:PORT, and connect is 'ipc://"),

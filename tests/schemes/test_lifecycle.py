@@ -197,7 +197,7 @@ async def test_senders_connect_expires_with_a_reason_and_may_be_called_again(api
     first, second = (receiver_of(sender, i, Model()) for i in range(2))
     async with sender, first, second:
         early = asyncio.create_task(first.connect(timeout=5))
-        with Clock(0.2), pytest.raises(NotConnected, match=r"within 0.2 s.*worker 1 has not said hello.*called again"):
+        with Clock(0.2), pytest.raises(NotConnected, match=r"within 0.2 s.*worker 1 has not connected.*called again"):
             await sender.connect(timeout=0.2)
         fill(source, 2)
         await asyncio.gather(sender.connect(timeout=5), second.connect(timeout=5), early)
@@ -213,7 +213,7 @@ async def test_senders_connect_tells_who_is_missing_before_who_waits(api: Api) -
         for _ in range(20):
             with pytest.raises(NotConnected) as caught:
                 await sender.connect(timeout=0.2)
-            if re.search(r"worker 1 has not said hello \(.*\); worker 0 is there, and waits", str(caught.value)):
+            if re.search(r"worker 1 has not connected \(.*\); worker 0 is connected, and waits", str(caught.value)):
                 break
         else:
             pytest.fail(str(caught.value))
@@ -228,7 +228,7 @@ async def test_receivers_connect_expires_with_a_reason_and_may_be_called_again(a
     async with sender, receiver_of(sender, 0, model := Model()) as receiver:
         with Clock(0.2), pytest.raises(NotConnected) as caught:
             await receiver.connect(timeout=0.2)
-        why = ("see whether the sender is connecting", sender.bus.endpoint)
+        why = ("no sender answers", sender.bus.endpoint)
         if api.kind == "Distributed":
             why = ("was not introduced to a sender", "is it connecting?")
         for part in ("worker 0", "0.2 s", *why):
@@ -468,7 +468,7 @@ async def test_receive_without_a_timeout_is_refused_where_it_would_wait_for_itse
             with pytest.raises(RuntimeError, match="would wait for itself"):
                 await receiving()
             assert await receiver.receive(timeout=0.01) is None
-            with pytest.raises(AckTimeout, match=r"waits at the gate for 1 reader\(s\) to leave"):
+            with pytest.raises(AckTimeout, match=r"waits for 1 reader"):
                 await receiver.fetch(timeout=0.2)
         weights = await receiver.receive(timeout=10)
         assert read(weights) == read(model) == {2}

@@ -258,7 +258,7 @@ async def test_whoever_has_no_socket_left_does_without(
         for value in (1, 2):
             await everybody.sender.send_async(fill(everybody.source, value))
         assert [*everybody.read, read(model)] == [{2}] * 4
-        assert caplog.text.count("no fan-out: this worker is sent its own copy") == 1
+        assert caplog.text.count("no fan-out, so this worker") == 1
         await third.shutdown()
 
 
@@ -338,7 +338,7 @@ async def test_a_subscriber_that_was_refused_tries_again_and_says_so(
         await until(lambda: there == {b"n" * 16})
         broadcast.send([b"to all"])
         await until(lambda: received == [b"to all"])
-        assert "has refused this key" in caplog.text
+        assert "refused this key" in caplog.text
         assert not errors
     finally:
         subscription.close()

@@ -210,7 +210,7 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     "a set": ({"a": {1}}, TypeError, r"metadata\['a'\]"),
     "a huge number": ({"a": 1 << 64}, TypeError, r"metadata\['a'\]"),
     "no unicode": ({"a": "\udcff"}, TypeError, r"metadata\['a'\]"),
-    "too large": ({"a": bytes(64 << 10)}, ValueError, "bytes of metadata; the limit is 65536.*send what is large as"),
+    "too large": ({"a": bytes(64 << 10)}, ValueError, "bytes of metadata; the limit is 65536"),
     "too deep": ({"a": deep(30)}, ValueError, "nested deeper"),
     "too many": ({"a": [0] * 20_000}, ValueError, "more than 16384 values"),
 }

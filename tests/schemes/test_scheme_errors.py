@@ -361,7 +361,7 @@ async def test_a_worker_that_the_sender_does_not_have_is_turned_away(api: Api) -
 async def test_of_two_receivers_with_one_index_the_second_is_refused_and_the_first_goes_on(api: Api) -> None:
     async with api.crew(1) as everybody:
         async with receiver_of(everybody.sender, 0, model := Model()) as newer:
-            with Clock(0.5), pytest.raises(NotConnected, match="refused worker 0: the index was given twice"):
+            with Clock(0.5), pytest.raises(NotConnected, match="two workers have this index"):
                 await newer.connect(timeout=5)
             assert newer.closed
         await everybody.sender.send_async(fill(everybody.source, 2))
@@ -497,7 +497,7 @@ async def test_an_ipc_endpoint_in_use_is_left_to_its_owner(api: Api, tmp_path: P
 
 def test_a_sender_that_was_given_only_where_workers_connect_is_told_what_is_missing(api: Api) -> None:
     scheme = api.scheme(connect="tcp://127.0.0.1:5555")
-    with pytest.raises(ValueError, match=r"this is the sender, which binds an address.*give endpoint=, too"):
+    with pytest.raises(ValueError, match="endpoint="):
         scheme.init_on_sender(model_id="policy", model=Model())
     scheme.init_on_receiver(model_id="policy", model=Model(), worker_idx=0)
 
@@ -560,7 +560,7 @@ def notes(tmp_path: Path) -> Path:
 async def test_a_file_at_an_ipc_endpoint_is_left_alone(api: Api, notes: Path) -> None:
     async with api.scheme(endpoint=f"ipc://{notes}") as scheme:
         scheme.init_on_sender(model_id="policy", model=Model(), num_workers=1)
-        with Clock(0.5), pytest.raises(NotConnected, match="notes is there already, and is no socket; give a path of"):
+        with Clock(0.5), pytest.raises(NotConnected, match="notes exists already"):
             await scheme.connect()
     assert await asyncio.to_thread(lambda: (notes.read_text(), os.listdir(notes.parent))) == ("mine", ["notes"])
 
@@ -863,7 +863,7 @@ def test_a_scheme_whose_loop_has_ended_can_still_be_shut_down(run: Callable[[Any
 
     schemes = run(main())
     for scheme in schemes:
-        with pytest.raises(RuntimeError, match="with the event loop that it was connected on"):
+        with pytest.raises(RuntimeError, match="event loop"):
             run(scheme.connect(timeout=1))
     run(end(*schemes))
 
@@ -1075,9 +1075,9 @@ async def test_a_private_directory_that_somebody_else_has_made_anew_is_not_talke
     connecting = asyncio.create_task(sender.connect(timeout=5))
     await asyncio.sleep(0)
     monkeypatch.setattr("asyncsync.net.endpoint.os.getuid", lambda: own + 1)
-    with pytest.raises(NotConnected, match="nobody answers"):
+    with pytest.raises(NotConnected, match="no sender answers"):
         await receiver.connect(timeout=0.3)
-    assert "is not this user's any more" in caplog.text
+    assert "no longer belongs to this user" in caplog.text
     monkeypatch.undo()
     connecting.cancel()
     await asyncio.wait([connecting])

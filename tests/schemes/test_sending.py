@@ -451,7 +451,7 @@ async def test_an_elastic_sender_needs_min_workers(api: Api) -> None:
     sender.init_on_sender(model_id="policy", model=(source := Model(1)))
     async with sender, receiver_of(sender, 0, Model()) as zero, receiver_of(sender, 5, model := Model()) as five:
         early = asyncio.create_task(zero.connect(timeout=5))
-        with Clock(0.2), pytest.raises(NotConnected, match="1 of at least 2 workers are there"):
+        with Clock(0.2), pytest.raises(NotConnected, match="1 of at least 2 workers"):
             await sender.connect(timeout=0.2)
         await asyncio.gather(sender.connect(timeout=5), five.connect(timeout=5), early)
         await sender.send_async(fill(source, 2))

@@ -645,7 +645,7 @@ async def test_with_every_slot_in_use_send_ends_in_time_and_names_the_reader(api
                 with Clock(0.2), pytest.raises(PartialSendError) as caught:
                     await sender.send_async(fill(everybody.source, 2), timeout=0.2)
                 assert [type(error) for error in caught.value.failed.values()] == [AckTimeout] * 2
-                for part in ("no free slot", f"worker 1 (live, process {os.getpid()}) has version 1", "more slots="):
+                for part in ("no free slot", f"worker 1 (live, process {os.getpid()}) holds version 1", "more slots="):
                     assert part in str(caught.value)
             assert (sender.version, everybody.read) == (2, [{1}, {0}]), "nothing was published"
         await sender.send_async(fill(everybody.source, 3), timeout=5)
@@ -777,7 +777,7 @@ async def test_a_worker_that_cannot_open_the_senders_memory_is_an_error_with_a_r
         assert isinstance(outcome[0].failed[0], RemoteError)
         assert isinstance(outcome[1], WeightSyncError)
         for error in (outcome[0], outcome[1]):
-            assert "use ZMQWeightSyncScheme otherwise" in str(error)
+            assert "use ZMQWeightSyncScheme" in str(error)
         assert read(model) == {-1}
         await sender.connect(timeout=10)
         await receiver.connect(timeout=10)
@@ -797,7 +797,7 @@ async def test_a_worker_that_can_open_it_no_longer_fails_that_update_only(
             with pytest.raises(PartialSendError) as caught:
                 await everybody.sender.send_async(fill(everybody.source, 1), timeout=10)
         assert 1 in caught.value.failed
-        assert "cannot be opened" in str(caught.value.failed[1])
+        assert "cannot open" in str(caught.value.failed[1])
         await everybody.sender.send_async(fill(everybody.source, 2), timeout=10)
         assert everybody.read == [{2}, {2}]
 

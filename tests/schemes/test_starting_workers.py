@@ -84,14 +84,14 @@ async def test_connect_ends_when_a_workers_process_has_ended(api: Api, kind: str
             process.start()
         with (
             Clock(2),
-            pytest.raises(NotConnected, match=r"ended with exit code 3 .* stderr; worker 0 has not said hello"),
+            pytest.raises(NotConnected, match=r"ended with exit code 3 .* stderr; worker 0 has not connected"),
         ):
             await sender.connect(timeout=60, processes=[process])
         if kind == "subprocess":
             process.communicate()
         else:
             process.join()
-        with pytest.raises(NotConnected, match=r"worker 0 has not said hello \(did it start\? see its stderr\)"):
+        with pytest.raises(NotConnected, match=r"worker 0 has not connected \(did it start\? see its stderr\)"):
             await sender.connect(timeout=0.1)
         with pytest.raises(TypeError, match="multiprocessing, subprocess"):
             await sender.connect(timeout=5, processes=[process.pid])

@@ -386,9 +386,7 @@ async def test_a_transport_of_no_scheme_says_how_to_get_one(api: Api) -> None:
         ("setup_connection_and_weights_on_sender", {}),
         ("setup_connection_and_weights_on_receiver", {"worker_idx": 0}),
     ):
-        with pytest.raises(
-            NotConnected, match=r"take the one that init_on_sender\(\) or init_on_receiver\(\) has made"
-        ):
+        with pytest.raises(NotConnected, match="belongs to no scheme"):
             await call(api, getattr(transport, name), **arguments)
 
 
@@ -397,7 +395,7 @@ async def test_a_transport_knows_its_role(api: Api) -> None:
     sender = bare(api.scheme())
     sender.init_on_sender(model_id="policy", model=Model(), num_workers=1)
     transport = sender.shared_transport
-    with pytest.raises(RuntimeError, match="this is the sender's transport; the receiver's is meant"):
+    with pytest.raises(RuntimeError, match="sender's transport"):
         await call(api, transport.receive_weights)
     with pytest.raises(NotConnected, match=r"call connect\(\) first"):
         await call(api, transport.send_weights)

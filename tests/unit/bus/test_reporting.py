@@ -179,7 +179,7 @@ async def test_a_flood_of_inquiries_keeps_nobody_from_anything(api: Api) -> None
 async def test_nobody_there_is_said_in_time_and_one_that_comes_back_answers(tmp_path: Path) -> None:
     endpoint = f"ipc://{tmp_path}/bus"
     with Asker(endpoint) as asker:
-        with pytest.raises(AckTimeout, match=r"no sender has answered at .* within 0.2 s: is one bound there\?"):
+        with pytest.raises(AckTimeout, match=r"no sender answered"):
             await asker.ask(0.2)
         epochs = set()
         for _ in range(2):

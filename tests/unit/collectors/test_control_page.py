@@ -40,7 +40,7 @@ def test_a_place_that_is_gone_is_an_error() -> None:
     place = page.place
     with pytest.raises(WeightSyncError, match="not the trainer's shared memory any more"):
         ControlPage(place._replace(inode=place.inode + 1))
-    with pytest.raises(WeightSyncError, match="cannot be opened"):
+    with pytest.raises(WeightSyncError, match="cannot open"):
         ControlPage(MemoryPlace(place.pid, 987654, place.device, place.inode, place.size))
 
 

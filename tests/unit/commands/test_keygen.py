@@ -104,7 +104,7 @@ def test_where_others_may_write_no_keys_are_made(tmp_path: Path, capsys: pytest.
         (["d", "--name", "../escape"], "'../escape' is no name"),
         (["d", "--name", ".hidden"], "'.hidden' is no name"),
         (["d", "--name", "host="], "workers = '' is not a list"),
-        (["d", "--name", "host=3-1"], "wrong way round"),
+        (["d", "--name", "host=3-1"], "backwards"),
     ],
 )
 def test_wrong_arguments_are_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

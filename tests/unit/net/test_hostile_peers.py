@@ -355,7 +355,7 @@ async def test_a_replayed_hello_takes_no_worker_its_place(endpoint: str, schemes
                 (answer, _) = codec.decode([dealer.recv()])
             assert isinstance(answer, messages.Bye)
             assert answer.reason == "refused"
-            assert "the index was given twice" in answer.message
+            assert "two workers have this index" in answer.message
     assert [(peer.nonce, peer.route) for peer in peers.values()] == holders
 
 

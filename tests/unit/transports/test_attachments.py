@@ -284,7 +284,7 @@ def test_a_place_of_nobody_is_refused(pool: SlotPool) -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     for wrong in ({"pid": ended.pid}, {"pid": (1 << 32) - 1}, {"number": 1 << 30}, {"number": (1 << 32) - 1}):
-        refused(place._replace(**wrong), "cannot be opened.*same user.*ZMQWeightSyncScheme")
+        refused(place._replace(**wrong), "cannot open.*same user.*ZMQWeightSyncScheme")
     slot.release()
 
 
@@ -308,7 +308,7 @@ def test_pipes_directories_and_devices_are_refused_without_waiting(tmp_path: Pat
     ]
     try:
         for number in numbers:
-            refused(of_file(number), "is not the sender's shared memory|cannot be opened")
+            refused(of_file(number), "is not the sender's shared memory|cannot open")
     finally:
         for number in numbers:
             os.close(number)
@@ -338,7 +338,7 @@ def test_without_address_space_there_is_a_memory_error(pool: SlotPool, monkeypat
 
     with monkeypatch.context() as patch:
         patch.setattr(attachments.mmap, "mmap", refuse)
-        with pytest.raises(MemoryError, match=r"cannot be mapped: .*Cannot allocate"):
+        with pytest.raises(MemoryError, match=r"cannot map.*Cannot allocate"):
             Attachment(place)
     assert len(mappings()) == 1
     slot.release()

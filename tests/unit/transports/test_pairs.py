@@ -67,7 +67,7 @@ async def test_what_is_retired_is_not_to_be_had_and_its_memory_is_free(
     assert pool.slabs == 2, "one is spare, none is kept by the transport"
     with pytest.raises(LookupError, match="does not offer these weights any more"):
         await worker.fetch(gone, 1024)
-    with pytest.raises(ValueError, match="offers 2048 bytes of weights, and has announced 1024"):
+    with pytest.raises(ValueError, match=r"2048 .* 1024"):
         await worker.fetch(there, 1024)
     assert await worker.fetch(there, 2048) == {2}
 
@@ -136,10 +136,10 @@ async def test_the_workers_of_a_sender_that_is_killed_in_the_middle_are_told_at_
     sender.signal(signal.SIGKILL)
     with (
         Clock(1.0),
-        pytest.raises(NotConnected, match=r"worker 0 has no connection for weights to the sender at 127\."),
+        pytest.raises(NotConnected, match=r"worker 0 cannot connect to the sender at 127\."),
     ):
         await call
-    with Clock(1.0), pytest.raises(NotConnected, match="worker 0 has no connection for weights"):
+    with Clock(1.0), pytest.raises(NotConnected, match="worker 0 cannot connect"):
         await worker.fetch(descriptor, LARGE)
     again = start(Offerer)
     assert await worker.fetch(await again.offer(LARGE, 8), LARGE) == {8}
@@ -159,5 +159,5 @@ async def test_a_fetch_that_is_cancelled_ends_at_once_though_the_sender_is_stopp
 
 
 async def test_an_address_that_is_not_this_hosts_is_refused() -> None:
-    with pytest.raises(NotConnected, match=r"no store can be opened at 192\.0\.2\.1:0: .* an address of this host's"):
+    with pytest.raises(NotConnected, match=r"store at 192\.0\.2\.1:0: .* address"):
         await DistributedTransport("192.0.2.1", pair_above=0).offer(filled(SlabPool(), 1000, 1), None)
