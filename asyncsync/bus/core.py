@@ -56,8 +56,8 @@ class BusCore(KnownKeywords):
         min_workers: how many workers an elastic sender needs for ``connect`` and ``send_async``; 0: it can start alone.
         allow_plaintext: allow unencrypted addresses that other hosts can reach.
         checksum: check every payload with CRC-32; None: only on unencrypted tcp beyond loopback.
-        server_key: path of the server's certificate: at the sender the secret file, at a receiver the public file. While
-            you replace the server's key, a receiver may have several, of which one is right.
+        server_key: path of the server's certificate: at the sender the secret file, at a receiver the public file.
+            While you replace the server's key, a receiver may have several, of which one is right.
         clients: at the sender: the directory of the public certificates of the clients that it lets in.
         client_key: at a receiver: the path of its secret certificate; ``{worker_idx}`` in it stands for its index.
         metrics_port: port on loopback where this process serves Prometheus metrics, or ``"0.0.0.0:9100"``; 0 takes any
