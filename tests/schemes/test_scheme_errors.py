@@ -339,7 +339,7 @@ async def test_the_sender_tells_of_a_worker_that_it_has_turned_away(api: Api) ->
             await stranger.connect(timeout=20)
         with pytest.raises(NotConnected):
             await waiting
-        with pytest.raises(NotConnected, match=r"turned away: worker_idx 5 is not below num_workers=1 .*min_workers="):
+        with pytest.raises(NotConnected, match=r"worker_idx 5 is not below num_workers=1 .*min_workers="):
             await sender.connect(timeout=0.1)
 
 
