@@ -226,7 +226,7 @@ class BusCore(KnownKeywords):
         if self._closed:
             raise ClosedError(self._why_closed)
         if self._role is None:
-            raise RuntimeError("call init_on_sender() or init_on_receiver() first")
+            raise RuntimeError("init_on_sender() or init_on_receiver() comes first")
         self._check_role(role)
 
     def _open_sender(self, host: str = "") -> SenderLink:

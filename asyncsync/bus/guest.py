@@ -94,7 +94,7 @@ class Guest:
         if self.link.whereabouts.dialer.why:
             return self.link.whereabouts.dialer.why
         if not subscriber.session.online:
-            return "no connection: is the sender running, and is this its address?"
+            return "there is no connection: is the sender running, and is this its address?"
         if not subscriber.session.welcomed:
             return "it has no version yet, like a relay that has not reached its trainer; or it has stopped"
         if subscriber.holdings.error:

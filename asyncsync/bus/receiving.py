@@ -280,7 +280,7 @@ class Receiving:
                     first, epoch = session.request(root=True), session.epoch
                     continue
                 if remaining <= 0:
-                    asked = f", and should have {least}" if least else "; the sender has not answered"
+                    asked = f", and it should have {least}" if least else "; the sender has not answered"
                     have = {m: holdings.version(m) for m in models}
                     raise AckTimeout(
                         f"worker {subscriber.worker} was more than {max_lag} versions behind for {timeout:g} s: "

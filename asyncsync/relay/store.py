@@ -36,7 +36,7 @@ def save(path: Path, epoch: Epoch, kept: Kept) -> None:
         entries = slab.layout.entries
         for entry, view in zip(entries, slab.views, strict=True):
             if (name := _name(model_id, entry.path, alone=alone)) in tensors:
-                raise ValueError(f"two tensors would both be named {name} in the file")
+                raise ValueError(f"several tensors have one name in a file: {name}")
             tensors[name] = view
         for other, i in slab.layout.aliases.items():
             texts[_name(model_id, other, alone=alone)] = _name(model_id, entries[i].path, alone=alone)

@@ -102,7 +102,7 @@ BAD: dict[str, tuple[str, str]] = {
     "nothing": ("", "public-key"),
     "a short key": ('curve\n    public-key = "abc"\n', "40 characters"),
     "a key that is none": (f'curve\n    public-key = "{"#" * 40}"\n', "40 characters"),
-    "two keys": (certificate().encode(secret=False) * 2, "public-key is there twice"),
+    "two keys": (certificate().encode(secret=False) * 2, "twice"),
     "other workers": (certificate("1").encode(secret=False).replace("= 1", "= x"), "workers = 'x' is not a list"),
     "a misspelt line": (
         certificate("1").encode(secret=False).replace("workers", "Worker"),
