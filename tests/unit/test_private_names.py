@@ -80,6 +80,14 @@ def test_a_compiled_module_has_the_original_under_the_name_that_is_left_out_of_p
     assert f"{weights_private.COMPILED}.weight" in compiled.state_dict()
 
 
+def test_a_module_says_which_buffers_its_state_dict_leaves_out() -> None:
+    """Without it, a refused buffer is not called non-persistent."""
+    module = nn.Module()
+    module.register_buffer("kept", torch.zeros(1))
+    module.register_buffer("left", torch.zeros(1), persistent=False)
+    assert model_private.non_persistent(module) == {"left"}
+
+
 def test_a_module_has_its_tensors_and_children_in_dictionaries() -> None:
     """``Module._parameters``, ``_buffers``, ``_modules``. Without them neither half of a strategy finds the tensors;
     ``named_parameters()`` and the like take three times as long, and do not tell where a tensor is to be replaced."""
