@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -150,6 +151,24 @@ class Desk:
         """The worker stages and applies this update."""
         self.staged(worker, update)
         self.applied(worker, **{p.model_id: p.version for p in update.parts})  # type: ignore[attr-defined]
+
+    def finish_all(self) -> None:
+        """Worker 0, 1, … stages and applies the update that it was sent."""
+        for worker, update in enumerate(self.take(messages.Update)):
+            self.finish(worker, update)
+
+    def expect(self, versions: dict[str, int], route: bytes | None = None) -> messages.Update:
+        """The one update that was sent since the last look, which has these versions."""
+        (update,) = self.take(messages.Update, route)
+        assert isinstance(update, messages.Update)
+        assert {part.model_id: part.version for part in update.parts} == versions
+        return update
+
+    def target(self, worker: int) -> int:
+        """The version of "policy" that this worker is to have."""
+        target = self.publisher.targets.target(worker, "policy")
+        assert target is not None
+        return target.version
 
     def failed(self, worker: int, update: Instruction, *, serial: int | None = None) -> None:
         versions = {p.model_id: p.version for p in update.parts}  # type: ignore[attr-defined]
@@ -315,12 +334,26 @@ class Station:
         slab = slab_of(self.pool, value)
         self.receive(messages.Chunk(EPOCH, serial, part, offset), [slab.memory[offset : offset + size]])
 
+    def chunks(self, serial: int, value: float) -> None:
+        """All of an update, in order."""
+        for offset, size in [(0, 40), (40, 40), (80, 40), (120, 8)]:
+            self.chunk(serial, offset, size, value)
+
     def apply(self) -> None:
         """The gate opens."""
         assert self.subscriber.staged
         for staging in self.subscriber.staged.copy():
             staging.run()
             self.subscriber.applied(staging)
+
+    def update_now(self, serial: int, values: dict[str, tuple[int, float]], **options: Any) -> None:
+        """An update that finds the gate open."""
+        self.update(serial, values, **options)
+        self.apply()
+
+    def lend_now(self, serial: int, values: dict[str, tuple[int, float]], **options: Any) -> None:
+        self.lend(serial, values, **options)
+        self.apply()
 
     def content(self, model: str = "policy") -> set[float]:
         return {value for tensor in self.models[model].values() for value in tensor.reshape(-1).tolist()}

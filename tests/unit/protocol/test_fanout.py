@@ -223,8 +223,7 @@ def cast_station(*, since: int = 1, excluded: bytes = b"", pushed: bool = False)
     """One that has had an update, and hears of another one, which comes in chunks."""
     station = Station()
     station.join()
-    station.update(1, {"policy": (1, 1)})
-    station.apply()
+    station.update_now(1, {"policy": (1, 1)})
     station.take()
     layout = station.subscriber.holdings.held["policy"][2].layout
     part = messages.Part("policy", 2, layout.digest, layout.nbytes)

@@ -244,8 +244,7 @@ def station_with(value: float = 1.0) -> Station:
     """A worker that holds version 1."""
     station = Station(settings=SMALL)
     station.join()
-    station.update(1, {"policy": (1, value)})
-    station.apply()
+    station.update_now(1, {"policy": (1, value)})
     station.take()
     return station
 

@@ -50,8 +50,7 @@ def test_hello_says_who_this_is_and_what_it_has() -> None:
     (hello,) = station.take()
     assert hello == messages.Hello(0, nonce(7), 1, 107, "here", 1, None, {"policy": 0, "": 0}, "worker", codecs_here())
     station.welcome()
-    station.update(1, {"policy": (4, 40)})
-    station.apply()
+    station.update_now(1, {"policy": (4, 40)})
     station.take()
     station.subscriber.connected(station.now)
     (hello,) = station.take()
@@ -132,8 +131,7 @@ def test_a_nameless_model_of_the_sender_is_the_only_one_here() -> None:
     station.welcome(models={"": layout()})
     assert station.take() == [messages.Ready(EPOCH, {"": layout().digest})]
     assert station.subscriber.settled("policy") is False
-    station.update(1, {"": (3, 30)})
-    station.apply()
+    station.update_now(1, {"": (3, 30)})
     assert station.content() == {30}
     assert station.subscriber.holdings.version("policy") == 3
     assert station.take(messages.Applied) == [messages.Applied(EPOCH, {"": 3}, 1)]
@@ -163,8 +161,7 @@ def test_an_eager_update_is_staged_then_applied(station: Station) -> None:
     assert station.take() == [messages.Applied(EPOCH, {"policy": 5}, 1)]
     assert station.content() == {50}
     assert station.subscriber.holdings.version("policy") == 5
-    held = station.subscriber.holdings.held.get("policy")
-    assert held is not None
+    held = station.subscriber.holdings.held["policy"]
     assert held[:2] == (EPOCH, 5)
 
 
@@ -222,8 +219,7 @@ def test_a_transfer_that_does_not_get_on_is_given_up_and_pong_says_so(station: S
 
 
 def test_an_old_update_and_a_repeated_one_are_ignored(station: Station) -> None:
-    station.update(5, {"policy": (5, 50)})
-    station.apply()
+    station.update_now(5, {"policy": (5, 50)})
     station.take()
     station.update(5, {"policy": (5, 50)})
     station.update(4, {"policy": (4, 40)})
@@ -233,8 +229,7 @@ def test_an_old_update_and_a_repeated_one_are_ignored(station: Station) -> None:
 
 @pytest.mark.promise(6)
 def test_a_version_never_goes_back(station: Station) -> None:
-    station.update(1, {"policy": (5, 50)})
-    station.apply()
+    station.update_now(1, {"policy": (5, 50)})
     station.take()
     station.update(2, {"policy": (4, 40)})
     assert not station.subscriber.staged
@@ -245,8 +240,7 @@ def test_chunks_of_another_update_are_ignored(station: Station) -> None:
     station.update(1, {"policy": (1, 10)}, eager=False)
     station.update(2, {"policy": (2, 20)}, eager=False)
     station.chunk(1, 0, 40, 10)
-    for offset, size in [(0, 40), (40, 40), (80, 40), (120, 8)]:
-        station.chunk(2, offset, size, 20)
+    station.chunks(2, 20)
     station.apply()
     assert station.content() == {20}
 
@@ -254,8 +248,7 @@ def test_chunks_of_another_update_are_ignored(station: Station) -> None:
 def test_a_newer_update_replaces_the_one_that_arrives(station: Station) -> None:
     station.update(1, {"policy": (1, 10)}, eager=False)
     station.chunk(1, 0, 40, 10)
-    station.update(2, {"policy": (2, 20)})
-    station.apply()
+    station.update_now(2, {"policy": (2, 20)})
     assert station.content() == {20}
     assert station.subscriber.pool.slabs <= 2
 
@@ -293,8 +286,7 @@ def test_the_models_of_an_update_switch_together(pair: Station) -> None:
 
 def test_a_newer_part_does_not_lose_the_others_that_wait(pair: Station) -> None:
     pair.update(1, {"policy": (1, 10), "critic": (1, 11)})
-    pair.update(2, {"policy": (2, 20)})
-    pair.apply()
+    pair.update_now(2, {"policy": (2, 20)})
     assert [pair.content(m) for m in ("policy", "critic")] == [{20}, {11}]
     assert pair.take(messages.Applied)[-1] == messages.Applied(EPOCH, {"policy": 2, "critic": 1}, 2)
 
@@ -371,8 +363,7 @@ def test_a_conversion_that_raises_is_told_with_its_traceback_until_something_new
     station.receive(messages.Ping(EPOCH, 1))  # the message may have been lost
     assert station.take() == [failed, messages.Pong(EPOCH, 1, {}, {}, 0, 1)]
     station.bindings["policy"].broken = None
-    station.update(2, {"policy": (2, 20)})
-    station.apply()
+    station.update_now(2, {"policy": (2, 20)})
     station.take()
     station.receive(messages.Ping(EPOCH, 2))
     assert station.take() == [messages.Pong(EPOCH, 2, {"policy": 2}, {}, 0, 2)]
@@ -387,8 +378,7 @@ def test_a_failure_of_a_nameless_model_is_not_told_for_ever() -> None:
     (failed,) = station.take(messages.Failed)
     assert failed.versions == {"": 1}  # type: ignore[attr-defined]
     station.bindings["policy"].broken = None
-    station.update(2, {"": (2, 20)})
-    station.apply()
+    station.update_now(2, {"": (2, 20)})
     station.receive(messages.Ping(EPOCH, 1))
     assert not station.take(messages.Failed)
 
@@ -403,8 +393,7 @@ def test_a_part_that_cannot_be_converted_lets_go_of_the_others(pair: Station) ->
 def test_a_failed_update_leaves_an_older_one_waiting(station: Station) -> None:
     station.update(1, {"policy": (1, 10)})
     station.bindings["policy"].broken = OSError("no")
-    station.update(2, {"policy": (2, 20)})
-    station.apply()
+    station.update_now(2, {"policy": (2, 20)})
     assert station.content() == {10}
 
 
@@ -538,8 +527,7 @@ def test_a_part_is_kept_with_its_sibling_though_there_is_a_newer_one(pair: Stati
 
 
 def test_an_older_version_that_is_lent_again_is_not_kept(station: Station) -> None:
-    station.lend(1, {"policy": (5, 50)})
-    station.apply()
+    station.lend_now(1, {"policy": (5, 50)})
     station.take()
     station.lend(2, {"policy": (4, 40)})
     staged, applied = station.take()
@@ -557,13 +545,10 @@ def test_the_same_version_twice_is_one_slab(station: Station) -> None:
 
 
 def test_whoever_lets_go_of_a_slab_last_says_so_once(station: Station) -> None:
-    station.lend(1, {"policy": (1, 10)})
-    station.apply()
-    held = station.subscriber.holdings.held.get("policy")
-    assert held is not None
+    station.lend_now(1, {"policy": (1, 10)})
+    held = station.subscriber.holdings.held["policy"]
     reader = held[2].retain()
-    station.lend(2, {"policy": (2, 20)})
-    station.apply()
+    station.lend_now(2, {"policy": (2, 20)})
     assert reported(station.take()[-1]) == (2, (("policy", 1), ("policy", 2)))
     station.flush()
     assert not station.take()
@@ -575,12 +560,10 @@ def test_whoever_lets_go_of_a_slab_last_says_so_once(station: Station) -> None:
 
 
 def test_a_slab_that_a_forked_child_reads_is_kept_until_it_has_a_copy(station: Station) -> None:
-    station.lend(1, {"policy": (1, 10)})
-    station.apply()
+    station.lend_now(1, {"policy": (1, 10)})
     (slab,) = station.borrowed.values()
     slab.forked = True
-    station.lend(2, {"policy": (2, 20)})
-    station.apply()
+    station.lend_now(2, {"policy": (2, 20)})
     station.flush()
     assert reported(station.take()[-1]) == (2, (("policy", 1), ("policy", 2)))
     station.subscriber.tick(station.now)
@@ -623,8 +606,7 @@ def test_an_update_of_an_unknown_layout_may_still_come_again(station: Station) -
 
 
 def test_an_update_that_was_lost_before_a_ping_is_given_back(station: Station) -> None:
-    station.lend(1, {"policy": (1, 10)})
-    station.apply()
+    station.lend_now(1, {"policy": (1, 10)})
     station.take()
     station.receive(messages.Ping(EPOCH, 1, 2))
     assert reported(station.take()[-1]) == (2, (("policy", 1),))
@@ -637,8 +619,7 @@ def test_an_update_that_was_lost_before_a_ping_is_given_back(station: Station) -
 def test_a_ping_does_not_disturb_what_is_arriving(station: Station) -> None:
     station.update(1, {"policy": (1, 10)}, eager=False)
     station.receive(messages.Ping(EPOCH, 1, 1))
-    for offset, size in [(0, 40), (40, 40), (80, 40), (120, 8)]:
-        station.chunk(1, offset, size, 10)
+    station.chunks(1, 10)
     station.apply()
     assert station.content() == {10}
 
@@ -647,8 +628,7 @@ def test_a_model_that_joins_later_does_not_rename_what_is_kept() -> None:
     """The trainer's only model has no name; it counts its leases by the names that it has told."""
     station = Station()
     station.welcome(models={"": layout()})
-    station.lend(1, {"": (1, 10)})
-    station.apply()
+    station.lend_now(1, {"": (1, 10)})
     assert reported(station.take()[-1]) == (1, (("", 1),))
     station.subscriber.register("critic", station.bindings["policy"], station.now)
     station.welcome(models={"": layout()})
@@ -658,22 +638,19 @@ def test_a_model_that_joins_later_does_not_rename_what_is_kept() -> None:
 
 
 def test_of_an_older_trainers_slabs_the_new_one_hears_nothing(station: Station) -> None:
-    station.lend(9, {"policy": (7, 70)})
-    station.apply()
+    station.lend_now(9, {"policy": (7, 70)})
     station.subscriber.connected(station.now)
     station.welcome(epoch=NEWER)
     station.take()
     station.receive(messages.Ping(NEWER, 1))
     assert reported(station.take()[-1]) == (0, ())
-    station.lend(1, {"policy": (1, 10)}, epoch=NEWER)
-    station.apply()
+    station.lend_now(1, {"policy": (1, 10)}, epoch=NEWER)
     station.flush()
     assert reported(station.take()[-1]) == (1, (("policy", 1),))
 
 
 def test_who_leaves_looks_at_no_update_any_more(station: Station) -> None:
-    station.lend(1, {"policy": (1, 10)})
-    station.apply()
+    station.lend_now(1, {"policy": (1, 10)})
     station.subscriber.leave()
     station.take()
     station.lend(2, {"policy": (2, 20)})
@@ -686,8 +663,7 @@ def test_who_leaves_looks_at_no_update_any_more(station: Station) -> None:
 
 
 def test_who_was_superseded_gives_back_what_it_will_never_look_at_too(station: Station) -> None:
-    station.lend(1, {"policy": (1, 10)})
-    station.apply()
+    station.lend_now(1, {"policy": (1, 10)})
     station.receive(messages.Bye(EPOCH, nonce(7), "superseded", ""))
     station.lend(2, {"policy": (2, 20)})  # was on its way
     station.take()
@@ -700,8 +676,7 @@ def test_who_was_superseded_gives_back_what_it_will_never_look_at_too(station: S
 
 
 def test_who_was_superseded_and_reads_on_says_nothing(station: Station) -> None:
-    station.lend(1, {"policy": (1, 10)})
-    station.apply()
+    station.lend_now(1, {"policy": (1, 10)})
     station.receive(messages.Bye(EPOCH, nonce(7), "superseded", ""))
     station.take()
     station.subscriber.bye("done", reads=True)
@@ -712,8 +687,7 @@ def test_who_was_superseded_and_reads_on_says_nothing(station: Station) -> None:
 
 
 def test_a_new_trainer_replaces_everything_that_was_under_way(station: Station) -> None:
-    station.update(9, {"policy": (7, 70)})
-    station.apply()
+    station.update_now(9, {"policy": (7, 70)})
     station.update(10, {"policy": (8, 80)})
     staged = station.subscriber.staged[-1]
     station.subscriber.connected(station.now)
@@ -722,11 +696,9 @@ def test_a_new_trainer_replaces_everything_that_was_under_way(station: Station) 
     assert not station.subscriber.staged
     assert station.subscriber.holdings.version("policy") == 0
     assert station.content() == {70}  # the model keeps what it has
-    station.update(1, {"policy": (1, 10)}, epoch=NEWER)
-    station.apply()
+    station.update_now(1, {"policy": (1, 10)}, epoch=NEWER)
     assert station.content() == {10}
-    held = station.subscriber.holdings.held.get("policy")
-    assert held is not None
+    held = station.subscriber.holdings.held["policy"]
     assert held[:2] == (NEWER, 1)
 
 
@@ -787,8 +759,7 @@ def test_a_welcome_to_somebody_else_or_to_an_earlier_hello_is_refused(station: S
     ("reason", "error"), [("closed", ClosedError), ("superseded", Fenced), ("refused", NotConnected)]
 )
 def test_bye_ends_it_and_leaves_what_was_applied(station: Station, reason: str, error: type[Exception]) -> None:
-    station.update(1, {"policy": (1, 10)})
-    station.apply()
+    station.update_now(1, {"policy": (1, 10)})
     station.take()
     station.receive(messages.Bye(EPOCH, nonce(7), reason, "so long"))
     assert isinstance(station.subscriber.session.ended, error)
@@ -832,13 +803,11 @@ def test_leaving_says_bye(station: Station) -> None:
 
 
 def test_closing_lets_go_of_all_slabs(station: Station) -> None:
-    station.update(1, {"policy": (1, 10)})
-    station.apply()
+    station.update_now(1, {"policy": (1, 10)})
     station.update(2, {"policy": (2, 20)})
     station.update(3, {"policy": (3, 30)}, eager=False)
     staged = station.subscriber.staged[-1]
-    held = station.subscriber.holdings.held.get("policy")
-    assert held is not None
+    held = station.subscriber.holdings.held["policy"]
     station.subscriber.close()
     assert (staged.parts["policy"].slab.references, held[2].references) == (0, 0)
     assert station.subscriber.pool.slabs == 0
@@ -862,8 +831,7 @@ def test_a_request_is_answered_with_the_targets(station: Station) -> None:
 
 
 def test_pong_tells_what_is_applied_what_waits_and_what_arrives(station: Station) -> None:
-    station.update(1, {"policy": (1, 10)})
-    station.apply()
+    station.update_now(1, {"policy": (1, 10)})
     station.update(2, {"policy": (2, 20)})
     station.update(3, {"policy": (3, 30)}, eager=False)
     station.take()
@@ -923,8 +891,7 @@ def unknown(**changes: object) -> messages.Part:
 def test_a_wrong_message_changes_nothing(
     station: Station, instruction: messages.Instruction, payload: list[bytes]
 ) -> None:
-    station.update(1, {"policy": (1, 10)})
-    station.apply()
+    station.update_now(1, {"policy": (1, 10)})
     station.update(2, {"policy": (2, 20)}, eager=False)
     station.take()
     before, slabs = state(station.subscriber), station.subscriber.pool.slabs
@@ -935,8 +902,7 @@ def test_a_wrong_message_changes_nothing(
     assert state(station.subscriber) == before
     assert station.subscriber.pool.slabs <= slabs + 1  # a spare one
     assert not station.take()
-    for offset, size in [(0, 40), (40, 40), (80, 40), (120, 8)]:
-        station.chunk(2, offset, size, 20)
+    station.chunks(2, 20)
     station.apply()
     assert station.content() == {20}
 
@@ -992,8 +958,7 @@ def repeat(station: Station, serial: int, version: int, value: float, *, since: 
 def test_again_goes_the_general_way_where_nothing_is_to_be_fast() -> None:
     station = Station(settings=replace(SMALL, fast=False))
     station.join()
-    station.update(3, {"policy": (5, 50)})
-    station.apply()
+    station.update_now(3, {"policy": (5, 50)})
     station.take()
     repeat(station, 4, 6, 6)
     assert station.take() == [messages.Staged(EPOCH, 4, 4)]
@@ -1004,8 +969,7 @@ def test_again_goes_the_general_way_where_nothing_is_to_be_fast() -> None:
 
 
 def test_again_is_the_update_before_with_other_bytes(station: Station) -> None:
-    station.update(3, {"policy": (5, 50)})
-    station.apply()
+    station.update_now(3, {"policy": (5, 50)})
     station.take()
     for serial, version in ((4, 6), (7, 9), (8, 10)):
         repeat(station, serial, version, version, since={4: 3, 7: 4, 8: 7}[serial])
@@ -1028,8 +992,7 @@ def test_an_again_that_comes_by_descriptor_is_attached(station: Station) -> None
             station.offered[b"%d" % version] = slab_of(SlabPool(), version), mapped
         before = station.subscriber.holdings.version("policy")
         serial = 10 if mapped else 1
-        station.update(serial, {"policy": (before + 1, 1)}, descriptor=b"1")
-        station.apply()
+        station.update_now(serial, {"policy": (before + 1, 1)}, descriptor=b"1")
         station.take()
         for version in (2, 3):
             since = serial + version - 1 - (version == 2)
@@ -1070,21 +1033,18 @@ def test_an_again_without_its_update_is_dropped(station: Station) -> None:
 def test_an_again_needs_an_update_of_one_part() -> None:
     station = Station(("policy", "value"))
     station.join()
-    station.update(1, {"policy": (1, 10), "value": (1, 20)})
-    station.apply()
+    station.update_now(1, {"policy": (1, 10), "value": (1, 20)})
     station.take()
     with pytest.raises(ProtocolError, match="has not come"):
         repeat(station, 2, 2, 2.0)
-    station.update(3, {"value": (3, 30)})
-    station.apply()
+    station.update_now(3, {"value": (3, 30)})
     repeat(station, 4, 4, 40)
     station.apply()
     assert (station.content("policy"), station.content("value")) == ({10}, {40})
 
 
 def test_an_again_that_comes_twice_or_late_changes_nothing(station: Station) -> None:
-    station.update(1, {"policy": (1, 10)})
-    station.apply()
+    station.update_now(1, {"policy": (1, 10)})
     repeat(station, 2, 2, 20)
     station.apply()
     station.take()
@@ -1097,8 +1057,7 @@ def test_an_again_that_comes_twice_or_late_changes_nothing(station: Station) -> 
 
 
 def test_an_again_with_too_few_bytes_is_refused(station: Station) -> None:
-    station.update(1, {"policy": (1, 10)})
-    station.apply()
+    station.update_now(1, {"policy": (1, 10)})
     with pytest.raises(ProtocolError, match="bytes for a slab"):
         station.receive(messages.Again(EPOCH, 2, 1, 2, None), [b"short"])
     repeat(station, 2, 2, 20)
@@ -1117,8 +1076,7 @@ def test_an_again_replaces_what_still_waits(station: Station) -> None:
 
 def test_an_again_that_cannot_be_had_or_converted_is_told(station: Station) -> None:
     station.offered[b"1"] = slab_of(SlabPool(), 1), False
-    station.update(1, {"policy": (1, 1)}, descriptor=b"1")
-    station.apply()
+    station.update_now(1, {"policy": (1, 1)}, descriptor=b"1")
     station.take()
     station.unavailable.add("policy")
     station.receive(messages.Again(EPOCH, 2, 1, 2, b"2"))
@@ -1126,8 +1084,7 @@ def test_an_again_that_cannot_be_had_or_converted_is_told(station: Station) -> N
     assert isinstance(told, messages.Failed)
     assert (told.serial, told.versions, told.last, told.message) == (2, {"policy": 2}, 2, "it is not here")
     station.unavailable.clear()
-    station.update(3, {"policy": (3, 30)})
-    station.apply()
+    station.update_now(3, {"policy": (3, 30)})
     station.take()
     station.bindings["policy"].broken = OSError("no")
     repeat(station, 4, 4, 40)
@@ -1142,8 +1099,7 @@ def test_an_again_that_cannot_be_had_or_converted_is_told(station: Station) -> N
 
 
 def test_an_again_that_a_transport_has_to_fetch_is_fetched(station: Station) -> None:
-    station.update(1, {"policy": (1, 1)})
-    station.apply()
+    station.update_now(1, {"policy": (1, 1)})
     station.take()
     station.receive(messages.Again(EPOCH, 2, 1, 2, b"elsewhere"))
     ((serial, index, part, slab),) = station.subscriber.incoming.fetches
@@ -1155,8 +1111,7 @@ def test_an_again_that_a_transport_has_to_fetch_is_fetched(station: Station) -> 
 
 
 def test_whoever_leaves_looks_at_no_again(station: Station) -> None:
-    station.update(1, {"policy": (1, 1)})
-    station.apply()
+    station.update_now(1, {"policy": (1, 1)})
     station.take()
     station.subscriber.leave()
     repeat(station, 2, 2, 2.0)
@@ -1175,8 +1130,7 @@ class Keeping(WeightStrategy):
 
 
 def test_an_interrupt_while_an_again_is_prepared_leaves_no_slab(station: Station) -> None:
-    station.update(1, {"policy": (1, 10)})
-    station.apply()
+    station.update_now(1, {"policy": (1, 10)})
     before = station.subscriber.pool._in_use
     station.bindings["policy"].broken = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
