@@ -23,14 +23,14 @@ import socket
 import sys
 import threading
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from types import ModuleType
 from typing import Any
 
 import asyncsync
 import asyncsync.sync
-from helpers.pairs import Clock, Crew, crew
+from helpers.pairs import Clock, Crew, Model, connected, crew, passed_on, read
 
 __all__ = [
     "ASYNCIO",
@@ -39,6 +39,7 @@ __all__ = [
     "SETS",
     "Api",
     "Face",
+    "Family",
     "bare",
     "face",
     "free_port",
@@ -165,6 +166,38 @@ def is_instant(scheme: Any) -> bool:
     return isinstance(bare(scheme), asyncsync.sync.SharedMemWeightSyncScheme)
 
 
+class Family:
+    """A bus with several models, and its workers' schemes and models.
+
+    Args:
+        bus: the sender's.
+        schemes: the sender's, by model id.
+        sources: its models.
+        workers: of each worker its schemes.
+        models: of each worker its models.
+    """
+
+    def __init__(
+        self,
+        bus: Any,
+        schemes: dict[str, Any],
+        sources: dict[str, Any],
+        workers: list[dict[str, Any]],
+        models: list[dict[str, Any]],
+    ) -> None:
+        self.bus = bus
+        self.schemes = schemes
+        self.sources = sources
+        self.workers = workers
+        self.models = models
+        self.buses = [next(iter(worker.values())).bus for worker in workers]
+
+    @property
+    def read(self) -> list[dict[str, set[float]]]:
+        """The numbers in each worker's models."""
+        return [{name: read(model) for name, model in mine.items()} for mine in self.models]
+
+
 class Api:
     """One of the two APIs with one of the schemes; what has no name here is an attribute of its module.
 
@@ -255,6 +288,12 @@ class Api:
             options.pop("slots", None)
         return self.make(self.scheme_class, *args, **{**self.options, **self.place, **options})
 
+    def sender(self, model: Any = None, *, scheme: dict[str, Any] | None = None, **options: Any) -> Any:
+        """A scheme of these options, initialised as the sender of a model."""
+        made = self.scheme(**(scheme or {}))
+        made.init_on_sender(**{"model_id": "policy", "model": model, **options})
+        return made
+
     def bus(self, *args: Any, **options: Any) -> Any:
         """A Bus."""
         return self.make(self.module.Bus, *args, **options)
@@ -262,6 +301,44 @@ class Api:
     def crew(self, workers: int = 2, *, scheme: Any = None, **options: Any) -> AbstractAsyncContextManager[Crew]:
         """:func:`helpers.pairs.crew` with the schemes of this API."""
         return crew(workers, scheme=self.scheme() if scheme is None else scheme, **options)
+
+    @asynccontextmanager
+    async def family(
+        self,
+        workers: int = 1,
+        *,
+        names: tuple[str, ...] = ("policy", "value"),
+        model: Callable[[float], Any] = Model,
+        make: Callable[..., Any] | None = None,
+        apart: bool = False,
+        **receiver: Any,
+    ) -> AsyncIterator[Family]:
+        """A bus whose schemes send a model each, of 0, connected with its workers.
+
+        Args:
+            workers: how many.
+            names: the model ids.
+            model: makes one, full of a number.
+            make: makes a sender's scheme of its name and ``bus=``; None: one of this kind.
+            apart: each scheme is pickled by itself.
+            receiver: further arguments of ``init_on_receiver``.
+        """
+        bus = self.bus(num_workers=workers)
+        schemes = {name: self.scheme(bus=bus) if make is None else make(name, bus=bus) for name in names}
+        sources = {name: model(0) for name in names}
+        for name, scheme in schemes.items():
+            scheme.init_on_sender(model_id=name, model=sources[name])
+        theirs = [
+            {name: passed_on(scheme) for name, scheme in schemes.items()} if apart else passed_on(schemes)
+            for _ in range(workers)
+        ]
+        models = [{name: model(-1) for name in names} for _ in range(workers)]
+        for index, (worker, mine) in enumerate(zip(theirs, models, strict=True)):
+            for name, scheme in worker.items():
+                scheme.init_on_receiver(name, model=mine[name], worker_idx=index, **receiver)
+        made = Family(bus, schemes, sources, theirs, models)
+        async with connected(bus, *made.buses):
+            yield made
 
     async def receive(self, receiver: Any, timeout: float | None = None) -> Any:
         """The receiver's newest update, by ``receive``, or by ``fetch`` where that returns nothing, as documented."""

@@ -58,6 +58,16 @@ def read(weights: Any) -> set[float]:
     return found
 
 
+class Context:
+    """All that a scheme asks of a context: it knows its models by name."""
+
+    def __init__(self, **models: Any) -> None:
+        self.models = models
+
+    def get_model(self, model_id: str) -> Any:
+        return self.models[model_id]
+
+
 def passed_on(scheme: Any) -> Any:
     """The scheme as a worker process would get it."""
     return pickle.loads(pickle.dumps(scheme))
@@ -128,6 +138,28 @@ async def crew(
     finally:
         await asyncio.gather(*(r.shutdown() for r in receivers))
         await chief.shutdown()
+
+
+@asynccontextmanager
+async def connected(*schemes: Any, timeout: float = 10) -> AsyncIterator[None]:
+    """Connect schemes, or buses, that have been initialised; shut them down afterwards, the last one first."""
+    try:
+        await asyncio.gather(*(scheme.connect(timeout=timeout) for scheme in schemes))
+        yield
+    finally:
+        for scheme in reversed(schemes):
+            await scheme.shutdown()
+
+
+async def refusals(*schemes: Any, timeout: float = 10) -> list[Any]:
+    """What each of them, connecting at once, raises (or None); shuts them down afterwards."""
+    try:
+        with Clock(1.0):
+            calls = (scheme.connect(timeout=timeout) for scheme in schemes)
+            return list(await asyncio.gather(*calls, return_exceptions=True))
+    finally:
+        for scheme in schemes:
+            await scheme.shutdown()
 
 
 @contextmanager

@@ -1,41 +1,76 @@
-"""Faults that are planted in the library on purpose, for tests that use public names only.
+"""Faults that are planted in the library on purpose, and what is looked up inside, for tests of public names only.
 
 Everything here names private parts, so that a rebuild of what is behind the public names changes this file and no test.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
+import zmq.asyncio
 
 import asyncsync.collectors.multi.driver
 import asyncsync.runtime.loop_thread
 import asyncsync.schemes.blocking
+import asyncsync.schemes.sources
+import asyncsync.weights.encoding
 from asyncsync.fastpath.sender import SteadySender
 from asyncsync.model.gate import Gate
 from asyncsync.net.endpoint import INTRODUCED
+from asyncsync.net.keys import SOON
 from asyncsync.net.processes import free_descriptors
 from asyncsync.protocol.leases import Leases
 from asyncsync.protocol.settings import Identity
+from asyncsync.transports.slots import Place, SlotPool
+from asyncsync.weights.layout import Layout
 from asyncsync.weights.packing import pack
+from asyncsync.weights.slab import is_foreign
+from asyncsync.weights.tree import flatten
+from asyncsync.wire import codec, messages
+from helpers.apis import bare
+from helpers.pairs import until
 
 __all__ = [
     "BLOCKING_CALLS",
     "DRIVER",
+    "another_file",
+    "another_namespace",
+    "between_looks",
+    "blocked_after",
+    "break_side_channel",
+    "broadcast_of",
+    "counted",
     "descriptors_left",
+    "encode_fails_once",
+    "fetch_deadline",
     "forget_the_fast_path",
     "introduced",
+    "lies_in_a_slab",
+    "message",
+    "mute_worker",
+    "nbytes",
     "no_boot_id",
+    "no_codecs",
     "no_loop_thread",
+    "no_memory_files",
+    "no_permission",
+    "note_device_events",
     "on_leaving_the_gate",
     "pack_by",
     "pack_half",
+    "pending",
+    "pool",
     "release_slots_too_early",
+    "subscribed",
+    "unsent",
 ]
 
 BLOCKING_CALLS: list[ModuleType] = [asyncsync.schemes.blocking, asyncsync.runtime.loop_thread]
@@ -104,3 +139,183 @@ def no_loop_thread() -> bool:
 def introduced() -> str:
     """The endpoint of a bus that is told its address by another channel."""
     return INTRODUCED
+
+
+# -- what is looked up inside
+
+
+def lies_in_a_slab(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's memory is that of a slot, or of what was received, and not the model's own."""
+    return is_foreign(tensor)
+
+
+def nbytes(weights: Any) -> int:
+    """How many bytes a publication of these weights has."""
+    return Layout.of(flatten(weights)).nbytes
+
+
+def pending(receiver: Any) -> bool:
+    """Whether an update waits for readers of the receiver's models, or of the bus's."""
+    receiver = bare(receiver)
+    gate = getattr(receiver, "bus", receiver)._gate
+    return gate is not None and bool(gate.pending)
+
+
+def pool(scheme: Any) -> Any:
+    """The memory that a sender has for what it packs, or a receiver for what comes, where that is not in slots."""
+    link = bare(scheme).bus._link
+    return link.pool if hasattr(link, "publisher") else link.subscriber.pool
+
+
+def unsent(sender: Any) -> bool:
+    """Whether the sender has instructions that have not gone out."""
+    return bool(bare(sender).bus._link.caught_up().outbox)
+
+
+def broadcast_of(sender: Any) -> Any:
+    """The socket that sends to all workers at once; None: there is none."""
+    return bare(sender).bus._link.outgoing.broadcast
+
+
+def subscribed(sender: Any) -> set[bytes]:
+    """The workers that hear what is sent to all."""
+    found: set[bytes] = bare(sender).bus._link.publisher.fanout.subscribed
+    return found
+
+
+@contextmanager
+def counted(sender: Any) -> Iterator[list[str]]:
+    """The kinds of the messages that are sent to all workers at once."""
+    sent: list[str] = []
+    broadcast = broadcast_of(sender)
+    original = broadcast.send
+
+    def send(frames: Any) -> None:
+        sent.append(type(codec.decode([bytes(frame) for frame in frames])[0]).__name__)
+        original(frames)
+
+    broadcast.send = send
+    yield sent
+    broadcast.send = original
+
+
+def message(kind: str, *fields: Any) -> Any:
+    """A message of the protocol, as it travels."""
+    return codec.encode(getattr(messages, kind)(*fields))
+
+
+@asynccontextmanager
+async def mute_worker(sender: Any, worker: int) -> AsyncIterator[Callable[[], Any]]:
+    """A peer that speaks the protocol, accepts every layout, and never fetches a byte.
+
+    Yields what counts the updates that it has been told of and has not read yet.
+    """
+    with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.linger = 0
+        socket.connect(sender.bus.endpoint)
+        await socket.send(message("Hello", worker, bytes([worker]) * 16, 1, 0, "", 0, None, {"policy": 0, "": 0}))
+        welcome, _ = codec.decode(await asyncio.wait_for(socket.recv_multipart(), 5))
+        assert isinstance(welcome, messages.Welcome)
+        await socket.send(message("Ready", welcome.epoch, {m: d for m, d in welcome.models.items() if d}))
+
+        async def updates() -> int:
+            found = 0
+            while await socket.poll(0):
+                instruction, _ = codec.decode(await socket.recv_multipart())
+                found += isinstance(instruction, messages.Update)
+            return found
+
+        yield updates
+
+
+def note_device_events(monkeypatch: pytest.MonkeyPatch, note: Callable[[Any], None]) -> None:
+    """``note`` is called with the tensors whose devices' work a publication waits for, in the thread that asks."""
+    original = asyncsync.schemes.sources.cuda_events
+
+    def noting(flat: Any) -> Any:
+        note(dict(flat.tensors))
+        return original(flat)
+
+    monkeypatch.setattr(asyncsync.schemes.sources, "cuda_events", noting)
+
+
+# -- other limits
+
+
+def fetch_deadline(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """How long a worker's transport may take to fetch."""
+    monkeypatch.setattr("asyncsync.bus.fetching.FETCH_DEADLINE", seconds)
+
+
+def blocked_after(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """How long a sender's event loop has to be blocked, for a warning."""
+    monkeypatch.setattr("asyncsync.bus.sender.BLOCKED_SECONDS", seconds)
+
+
+async def between_looks(sender: Any) -> None:
+    """Wait until the sender has just looked at its list of clients: the next look is a second away."""
+    listed = bare(sender).bus._link.admission._listed
+    before = listed._looked
+    await until(lambda: listed._looked != before)
+    await asyncio.sleep(2 * SOON)
+
+
+# -- what a host may lack, or lose
+
+
+def break_side_channel(sender: Any, which: int) -> None:
+    """The sender's socket to one of the workers of its host is closed."""
+    link = bare(sender).bus._link
+    link.loop.call_soon_threadsafe(list(link.side_channels.of.values())[which].close)
+
+
+def no_codecs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers have no library that decompresses."""
+    monkeypatch.setattr("asyncsync.protocol.session.codecs_here", lambda: 0)
+
+
+def encode_fails_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no room to compress the next piece."""
+    encode = asyncsync.weights.encoding.encode_piece
+
+    def fail(*arguments: Any) -> bytes | None:
+        monkeypatch.setattr(asyncsync.weights.encoding, "encode_piece", encode)
+        raise MemoryError("no room to compress")
+
+    monkeypatch.setattr(asyncsync.weights.encoding, "encode_piece", fail)
+
+
+def no_memory_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system has none."""
+
+    def refuse(*arguments: Any, **options: Any) -> int:
+        raise asyncsync.WeightSyncError("this system has none")
+
+    monkeypatch.setattr("asyncsync.net.memory_file.create", refuse)
+
+
+def no_permission(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker may not open the sender's memory: as another user's process, or with /proc hidden."""
+    real = os.open
+
+    def refuse(path: Any, *arguments: Any, **options: Any) -> int:
+        if str(path).startswith("/proc/") and "/fd/" in str(path):
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path, *arguments, **options)
+
+    monkeypatch.setattr("asyncsync.transports.attachments.os.open", refuse)
+
+
+def another_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is some other process of the sender's number, or none."""
+    _describe_with(monkeypatch, pid=1)
+
+
+def another_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of the sender's file is that of another of its files."""
+    _describe_with(monkeypatch, number=0)
+
+
+def _describe_with(monkeypatch: pytest.MonkeyPatch, **changes: int) -> None:
+    real = SlotPool.describe
+    monkeypatch.setattr(SlotPool, "describe", lambda *given: Place.decode(real(*given))._replace(**changes).encode())

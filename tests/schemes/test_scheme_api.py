@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from torch import nn
 
 from asyncsync import SchemaMismatch, WeightStrategy, ZMQWeightSyncScheme, sync
 from helpers.apis import ASYNCIO, Api
-from helpers.pairs import Model, fill, passed_on, read, receiver_of
+from helpers.pairs import Context, Model, connected, fill, read, receiver_of
 
 pytestmark = pytest.mark.schemes("every")
 
@@ -26,16 +25,6 @@ SCHEMES = [
     "MultiProcessWeightSyncScheme",
     "NoWeightSyncScheme",
 ]
-
-
-@pytest.mark.requirement(52)
-def test_strategy_is_tensordict_by_default_and_any_other_name_an_error(api: Api) -> None:
-    assert inspect.signature(api.WeightSyncScheme.__init__).parameters["strategy"].default == "tensordict"
-    assert api.scheme().strategy.extract_as == "tensordict"
-    assert api.scheme("state_dict").strategy.extract_as == "state_dict"
-    assert api.scheme(strategy=(mine := WeightStrategy())).strategy is mine
-    with pytest.raises(ValueError, match="unknown weight format 'numpy'"):
-        api.scheme("numpy")
 
 
 @pytest.mark.requirement(38)
@@ -54,26 +43,6 @@ async def test_both_strategies_carry_a_module_into_another(api: Api, strategy: s
                 assert torch.equal(model.state_dict()[name], tensor), name
 
 
-DEVICES = [torch.device("cpu"), torch.device("cpu")]
-
-
-@asynccontextmanager
-async def started(
-    api: Api, workers: int, connect: dict[str, Any] | None = None, **arguments: Any
-) -> AsyncIterator[Any]:
-    """A sender initialised with exactly these arguments, connected with so many workers; yields it and their models."""
-    scheme = api.scheme()
-    scheme.init_on_sender(**arguments)
-    models = [Model() for _ in range(workers)]
-    receivers = [receiver_of(scheme, i, m) for i, m in enumerate(models)]
-    try:
-        await asyncio.gather(scheme.connect(timeout=5, **(connect or {})), *(r.connect(timeout=5) for r in receivers))
-        yield scheme, models
-    finally:
-        for each in (*receivers, scheme):
-            await each.shutdown()
-
-
 @pytest.mark.requirement(54)
 @pytest.mark.schemes("zmq")
 def test_every_argument_of_init_on_sender_is_by_keyword_only(api: Api) -> None:
@@ -81,58 +50,70 @@ def test_every_argument_of_init_on_sender_is_by_keyword_only(api: Api) -> None:
     assert all(p.kind is p.KEYWORD_ONLY and p.default is None for name, p in parameters.items() if name != "self")
 
 
-class Context:
-    """All that a scheme asks of a context."""
-
-    def __init__(self, **models: Any) -> None:
-        self.models = models
-
-    def get_model(self, model_id: str) -> Any:
-        return self.models[model_id]
+def one_for_each(worker: int, weights: TensorDictBase) -> TensorDictBase:
+    assert isinstance(weights, TensorDictBase)
+    return weights + worker
 
 
-@pytest.mark.requirement(54)
-async def test_a_context_needs_nothing_but_get_model(api: Api) -> None:
-    context, scheme = Context(policy=Model(2)), api.scheme(num_workers=1)
-    scheme.init_on_sender(model_id="policy", context=context)
-    assert (scheme.context, scheme.model_id, scheme.model) == (context, "policy", context.models["policy"])
-    receiver = passed_on(scheme)
-    receiver.init_on_receiver("policy", Context(policy=(model := Model())), worker_idx=0)
-    async with scheme, receiver:
-        await asyncio.gather(scheme.connect(timeout=5), receiver.connect(timeout=5))
-        assert read(model) == {2}
-        fill(context.models["policy"], 3)
-        await scheme.send_async()
-        assert read(model) == {3}
+OVERLOADS: dict[str, tuple[Callable[[Model, Model], dict[str, Any]], list[set[float]], list[set[float]]]] = {
+    # The arguments made of two models of 2 and 3; what two workers have; what a bare send brings when the first is 4.
+    "params_map": (lambda a, b: {"params_map": {1: of(b), 0: of(a)}}, [{2}, {3}], [{4}, {3}]),
+    "weights, devices": (lambda a, _: {"weights": of(a), "devices": ["cpu"] * 2}, [{2}, {2}], [{4}, {4}]),
+    "model, devices": (lambda a, _: {"model": a, "devices": [torch.device("cpu")] * 2}, [{2}, {2}], [{4}, {4}]),
+    "weights, device_map_fn": (
+        lambda a, _: {"weights": of(a), "device_map_fn": one_for_each, "num_workers": 2},
+        [{2}, {3}],
+        [{4}, {5}],
+    ),
+    "model, device_map_fn": (
+        lambda a, _: {"model": a, "device_map_fn": one_for_each, "num_workers": 2},
+        [{2}, {3}],
+        [{4}, {5}],
+    ),
+}
 
 
-@pytest.mark.requirement(55)
-async def test_params_map_and_model_id(api: Api) -> None:
-    sources = {0: TensorDict.from_module(first := Model(2)), 1: TensorDict.from_module(Model(3))}
-    async with started(api, 2, params_map=sources, model_id="policy") as (scheme, models):
-        assert (scheme.model_id, scheme.bus.num_workers) == ("policy", 2)
-        assert [read(m) for m in models] == [{2}, {3}], "to each worker its own"
+def of(model: nn.Module) -> TensorDict:
+    return TensorDict.from_module(model)
+
+
+@pytest.mark.requirement(55, 56, 57, 58, 59, 60, 61, 62)
+@pytest.mark.parametrize("model_id", [None, "policy"])
+@pytest.mark.parametrize("name", OVERLOADS)
+async def test_each_overload_of_init_on_sender(api: Api, name: str, model_id: str | None) -> None:
+    make, initial, later = OVERLOADS[name]
+    arguments = make(first := Model(2), Model(3)) | ({} if model_id is None else {"model_id": model_id})
+    scheme = api.scheme()
+    scheme.init_on_sender(**arguments)
+    assert (scheme.model_id, scheme.bus.num_workers) == (model_id, 2)
+    models = [Model(), Model()]  # receivers may give the only model any name
+    async with connected(scheme, *(receiver_of(scheme, i, model) for i, model in enumerate(models))):
+        assert [read(model) for model in models] == initial
         fill(first, 4)
+        await scheme.send_async(worker_ids=1)
+        assert [read(model) for model in models] == [initial[0], later[1]]
         await scheme.send_async()
-        assert [read(m) for m in models] == [{4}, {3}], "a bare send takes the current values of each"
+        assert [read(model) for model in models] == later, "a bare send takes the current values"
+        await scheme.send_async(Model(7), worker_ids=[1])
+        assert [read(model) for model in models] == [later[0], {8 if "device_map_fn" in arguments else 7}]
 
 
-@pytest.mark.requirement(56)
-async def test_params_map_alone(api: Api) -> None:
-    sources = {worker: TensorDict.from_module(Model(worker)) for worker in (1, 0)}
-    async with started(api, 2, params_map=sources) as (scheme, models):
-        assert (scheme.model_id, scheme.bus.num_workers) == (None, 2)
-        assert [read(m) for m in models] == [{0}, {1}]
-
-
-@pytest.mark.requirement(57)
-async def test_weights_and_devices(api: Api) -> None:
-    source = TensorDict.from_module(model := Model(2))
-    async with started(api, 2, weights=source, devices=DEVICES) as (scheme, models):
-        assert (scheme.model_id, scheme.bus.num_workers) == (None, 2)
-        assert [read(m) for m in models] == [{2}, {2}]
-        await scheme.send_async(fill(model, 3))
-        assert [read(m) for m in models] == [{3}, {3}]
+@pytest.mark.requirement(63, 67)
+@pytest.mark.parametrize("given", ["with connect", "with the first send"])
+async def test_without_arguments_the_weights_come_later(api: Api, given: str) -> None:
+    scheme = api.scheme()
+    scheme.init_on_sender()
+    receiver = receiver_of(scheme, 0, model := Model())
+    async with scheme, receiver:
+        weights = {"weights": Model(4)} if given == "with connect" else {}
+        await asyncio.gather(scheme.connect(timeout=5, **weights), receiver.connect(timeout=5))
+        assert (scheme.model_id, scheme.model) == (None, None)
+        if given == "with the first send":
+            assert (scheme.version, scheme.weights, read(model)) == (0, None, {-1})
+            await scheme.send_async(Model(4))
+        else:
+            assert read(scheme.weights) == {4}
+        assert read(model) == {4}
 
 
 @pytest.mark.requirement(57)
@@ -144,106 +125,7 @@ async def test_each_worker_gets_what_it_receives_on_its_device(api: Api) -> None
         assert [read(m) for m in models] == [{2}, {2}], "the models stay where they are"
 
 
-@pytest.mark.requirement(57)
-def test_devices_of_another_number_than_the_workers_are_refused(api: Api) -> None:
-    scheme = api.scheme()
-    with pytest.raises(ValueError, match="devices has 2 entries, but num_workers=3"):
-        scheme.init_on_sender(weights=TensorDict.from_module(Model()), devices=DEVICES, num_workers=3)
-    scheme.init_on_sender(weights=TensorDict.from_module(Model()), devices=DEVICES, num_workers=2)
-
-
-@pytest.mark.requirement(58)
-async def test_weights_devices_and_model_id(api: Api) -> None:
-    source = TensorDict.from_module(model := Model(2))
-    async with started(api, 2, weights=source, devices=DEVICES, model_id="policy") as (scheme, models):
-        assert (scheme.model_id, scheme.bus.num_workers) == ("policy", 2)
-        assert [read(m) for m in models] == [{2}, {2}]
-        fill(model, 3)
-        await scheme.send_async()
-        assert [read(m) for m in models] == [{3}, {3}], "a bare send takes the current values"
-
-
-@pytest.mark.requirement(59)
-async def test_model_and_devices(api: Api) -> None:
-    async with started(api, 2, model=(source := Model(2)), devices=DEVICES) as (scheme, models):
-        assert (scheme.model_id, scheme.bus.num_workers) == (None, 2)
-        await scheme.send_async(fill(source, 3))
-        assert [read(m) for m in models] == [{3}, {3}], "receivers may give the only model any name"
-
-
-@pytest.mark.requirement(60)
-async def test_model_devices_and_model_id(api: Api) -> None:
-    async with started(api, 2, model=Model(2), devices=DEVICES, model_id="policy") as (scheme, models):
-        assert scheme.model_id == "policy"
-        assert [read(m) for m in models] == [{2}, {2}]
-
-
-def one_for_each(worker: int, weights: TensorDictBase) -> TensorDictBase:
-    assert isinstance(weights, TensorDictBase)
-    return weights + worker
-
-
-@pytest.mark.requirement(61)
-async def test_weights_device_map_fn_and_num_workers(api: Api) -> None:
-    source = TensorDict.from_module(model := Model(2))
-    async with started(api, 2, weights=source, device_map_fn=one_for_each, num_workers=2) as (scheme, models):
-        assert (scheme.model_id, scheme.bus.num_workers) == (None, 2)
-        assert [read(m) for m in models] == [{2}, {3}]
-        fill(model, 5)
-        await scheme.send_async()
-        assert [read(m) for m in models] == [{5}, {6}]
-
-
-@pytest.mark.requirement(62)
-async def test_model_device_map_fn_num_workers_and_model_id(api: Api) -> None:
-    arguments = {"model": Model(2), "device_map_fn": one_for_each, "num_workers": 2, "model_id": "policy"}
-    async with started(api, 2, **arguments) as (scheme, models):
-        assert (scheme.model_id, scheme.bus.num_workers) == ("policy", 2)
-        assert [read(m) for m in models] == [{2}, {3}]
-        await scheme.send_async(worker_ids=1)
-        assert [read(m) for m in models] == [{2}, {3}]
-        await scheme.send_async(Model(7), worker_ids=[1])
-        assert [read(m) for m in models] == [{2}, {8}]
-
-
-@pytest.mark.requirement(63)
-async def test_without_arguments_the_weights_come_with_connect(api: Api) -> None:
-    async with started(api, 1, connect={"weights": Model(4)}) as (scheme, models):
-        assert (scheme.model_id, scheme.model, read(scheme.weights)) == (None, None, {4})
-        assert read(models[0]) == {4}
-
-
-@pytest.mark.requirement(63)
-async def test_without_arguments_the_weights_come_with_the_first_send(api: Api) -> None:
-    async with started(api, 1) as (scheme, models):
-        assert (scheme.version, scheme.weights, read(models[0])) == (0, None, {-1})
-        await scheme.send_async(Model(4))
-        assert read(models[0]) == {4}
-
-
-@pytest.mark.requirement(64)
-def test_init_on_receiver_takes_model_id_and_context_and_keywords(api: Api) -> None:
-    scheme = api.scheme()
-    scheme.init_on_receiver("policy", Context(policy=(model := Model())), worker_idx=1, apply="on_receive")
-    assert (scheme.model, scheme.worker_idx, scheme.model_id) == (model, 1, "policy")
-
-
-class Nested:
-    """A context without get_model: the model id is a path."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.env = type("Env", (), {"transform": [type("Transform", (), {"module": model})()]})()
-
-
-@pytest.mark.requirement(64)
-def test_a_model_id_may_be_a_path_in_the_context(api: Api) -> None:
-    scheme = api.scheme()
-    scheme.init_on_receiver("env.transform[0].module", Nested(model := Model()), worker_idx=0)
-    assert scheme.model is model
-
-
-@pytest.mark.requirement(65)
-@pytest.mark.schemes("every")
+@pytest.mark.requirement(64, 65)
 def test_init_on_receiver_takes_worker_idx_and_model_without_a_context(api: Api) -> None:
     parameters = inspect.signature(api.WeightSyncScheme.init_on_receiver).parameters
     assert parameters["context"].default is None
@@ -251,6 +133,8 @@ def test_init_on_receiver_takes_worker_idx_and_model_without_a_context(api: Api)
     scheme = api.scheme()
     scheme.init_on_receiver(model_id="policy", context=None, worker_idx=0, model=(model := Model()))
     assert (scheme.model, scheme.worker_idx, scheme.context) == (model, 0, None)
+    with pytest.raises(TypeError, match="model_id"):
+        api.scheme().init_on_receiver(worker_idx=0)
 
 
 @pytest.mark.requirement(79)
@@ -272,8 +156,7 @@ def test_what_waits_is_a_coroutine_function_or_an_ordinary_one(api: Api, cls: st
 @pytest.mark.requirement(80)
 def test_prepare_weights_takes_every_documented_form(api: Api) -> None:
     model, other = Model(1), Model(2)
-    scheme = api.scheme()
-    scheme.init_on_sender(model_id="policy", model=model)
+    scheme = api.sender(model)
     context = Context(policy=Model(3), value=Model(4))
 
     def prepare(weights: Any, model_id: str = "policy", context: Any = None) -> set[float]:
@@ -287,7 +170,7 @@ def test_prepare_weights_takes_every_documented_form(api: Api) -> None:
     scheme.init_on_sender(model_id="policy")
     assert prepare(None, context=context) == {3}, "the context's, where no source is registered"
     assert prepare(None, "value", context) == {4}
-    with pytest.raises(ValueError, match="no weights to send"):
+    with pytest.raises(ValueError, match="no weights"):
         prepare(None)
 
 
@@ -295,7 +178,7 @@ def test_prepare_weights_takes_every_documented_form(api: Api) -> None:
 def test_a_receiver_has_no_source_to_prepare(api: Api) -> None:
     scheme = api.scheme()
     scheme.init_on_receiver("policy", model=Model(1), worker_idx=0)
-    with pytest.raises(ValueError, match="no weights to send"):
+    with pytest.raises(ValueError, match="no weights"):
         scheme.prepare_weights(None, "policy", scheme.strategy)
     assert read(scheme.prepare_weights(Model(2), "policy", scheme.strategy)) == {2}
 
@@ -333,7 +216,7 @@ async def test_a_subclass_may_prepare_weights_in_a_coroutine() -> None:
 def test_a_blocking_scheme_cannot_wait_for_its_prepare_weights() -> None:
     with BlockingDoubledLater(num_workers=1) as scheme:
         scheme.init_on_sender(model_id="policy", model=Model())
-        with pytest.raises(TypeError, match="must be an ordinary method"):
+        with pytest.raises(TypeError, match="prepare_weights"):
             scheme.connect(timeout=1)
         assert scheme.version == 0
 
@@ -410,7 +293,7 @@ DOCUMENTED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.requirement(52, 81)
+@pytest.mark.requirement(52, 81, 83)
 @pytest.mark.parametrize("name", DOCUMENTED)
 @pytest.mark.parametrize("cls", SCHEMES)
 @pytest.mark.schemes("zmq")
@@ -419,21 +302,16 @@ def test_every_documented_default_is_the_default(api: Api, cls: str, name: str) 
     assert {p: parameters[p].default for p in DOCUMENTED[name]} == DOCUMENTED[name]
 
 
-@pytest.mark.requirement(64)
-@pytest.mark.schemes("zmq")
-def test_model_id_of_a_receiver_has_no_default(api: Api) -> None:
-    with pytest.raises(TypeError, match="model_id"):
-        api.scheme().init_on_receiver(worker_idx=0)
-
-
-# -- properties
-
-
-@pytest.mark.requirement(83)
-def test_properties_are_none_while_unset(api: Api) -> None:
+@pytest.mark.requirement(52, 83)
+def test_what_a_scheme_has_before_init(api: Api) -> None:
     scheme = api.scheme()
     assert (scheme.receiver_transport, scheme.shared_transport, scheme.sender_transports) == (None, None, {})
     assert [scheme.context, scheme.model, scheme.model_id, scheme.weights, scheme.worker_idx] == [None] * 5
+    assert [s.strategy.extract_as for s in (scheme, api.scheme("state_dict"))] == ["tensordict", "state_dict"]
+    assert api.scheme(strategy=(mine := WeightStrategy())).strategy is mine
+
+
+# -- properties
 
 
 @pytest.mark.requirement(83)
@@ -448,22 +326,8 @@ async def test_weights_is_a_tensordict_on_both_sides_under_both_strategies(api: 
 
 
 @pytest.mark.requirement(84)
-async def test_one_transport_serves_all_workers_of_a_sender(api: Api) -> None:
-    async with api.crew(2) as (sender, receivers, _):
-        assert list(sender.sender_transports) == [0, 1]
-        assert set(sender.sender_transports.values()) == {sender.shared_transport}
-        assert isinstance(sender.shared_transport, api.TransportBackend)
-        assert sender.receiver_transport is None
-        for receiver in receivers:
-            assert isinstance(receiver.receiver_transport, api.TransportBackend)
-            assert (receiver.sender_transports, receiver.shared_transport) == ({}, None)
-
-
-@pytest.mark.requirement(84)
 async def test_elastic_senders_list_the_workers_that_are_there(api: Api) -> None:
-    sender = api.scheme()
-    sender.init_on_sender(model_id="policy", model=Model())
+    sender = api.sender(Model())
     assert sender.sender_transports == {}
-    async with sender, receiver_of(sender, 7, Model()) as receiver:
-        await asyncio.gather(sender.connect(timeout=5), receiver.connect(timeout=5))
+    async with connected(sender, receiver_of(sender, 7, Model())):
         assert list(sender.sender_transports) == [7]

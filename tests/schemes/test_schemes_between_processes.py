@@ -104,8 +104,7 @@ async def test_either_process_may_connect_first(api: Api, first: str, start: Cal
 @pytest.mark.requirement(200)
 @pytest.mark.schemes("every")
 async def test_a_killed_worker_is_lost_at_once_and_named(api: Api, start: Callable[..., Remote]) -> None:
-    sender = api.scheme(num_workers=2)
-    sender.init_on_sender(model_id="policy", model=(source := Filled(64, 1)))
+    sender = api.sender(source := Filled(64, 1), num_workers=2)
     async with sender:
         workers = [start(Worker), start(Worker)]
         calls = [w.connect(sender, i, 64) for i, w in enumerate(workers)]

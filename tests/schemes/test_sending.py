@@ -5,22 +5,17 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import zmq
-import zmq.asyncio
 from tensordict import TensorDict, TensorDictBase
 
-import asyncsync.fastpath.sender as fast_path
 from asyncsync import AckTimeout, ClosedError, NotConnected, PartialSendError, PeerLost, RemoteError, WeightStrategy
-from asyncsync.wire import codec, messages
-from helpers.apis import Api, bare
-from helpers.pairs import Clock, Model, crew, fill, held, read, receiver_of, until
+from helpers import planted
+from helpers.apis import Api, bare, in_thread
+from helpers.pairs import Clock, Context, Model, connected, crew, fill, held, read, receiver_of, until
 from helpers.processes import impatient
 
 pytestmark = pytest.mark.schemes("every")
@@ -53,20 +48,12 @@ async def test_a_fetch_that_cannot_be_applied_expires(api: Api) -> None:
         await everybody.sender.publish(fill(everybody.source, 1))
         with held(everybody.receivers[0]):
             await everybody.sender.publish(fill(everybody.source, 2))
-            with Clock(0.2), pytest.raises(AckTimeout, match=r"worker 0 could not fetch 'policy' within 0.2 s"):
+            with Clock(0.2), pytest.raises(AckTimeout, match="worker 0"):
                 await everybody.receivers[0].fetch(timeout=0.2)
         assert read(await everybody.receivers[0].fetch(timeout=5)) == {2}
 
 
 # -- what is sent, and to whom
-
-
-class Context:
-    def __init__(self, model: Any) -> None:
-        self.model = model
-
-    def get_model(self, model_id: str) -> Any:
-        return self.model if model_id == "policy" else None
 
 
 @pytest.mark.requirement(70)
@@ -93,26 +80,29 @@ async def test_weights_may_be_none_a_module_a_tensordict_a_dict_or_one_for_each_
 
 @pytest.mark.requirement(70)
 async def test_none_takes_the_model_from_the_context(api: Api) -> None:
-    context = Context(Model(1))
+    context = Context(policy=Model(1))
     async with api.crew(1, sender={"context": context}) as everybody:
         assert everybody.read == [{1}]
-        context.model = Model(2)
+        context.models["policy"] = Model(2)
         await everybody.sender.send_async()
         assert everybody.read == [{2}], "the context is asked each time"
 
 
-@pytest.mark.requirement(70)
+@pytest.mark.requirement(70, 80)
 async def test_a_string_is_a_path_in_the_context(api: Api) -> None:
-    context = Context(Model(1))
-    context.env = SimpleNamespace(transform=[SimpleNamespace(module=Model(2))])  # type: ignore[attr-defined]
+    context = Context(policy=Model(1))
+    context.env = SimpleNamespace(transform=[SimpleNamespace(module=Model(3), named={"critic": Model(2)})])  # type: ignore[attr-defined]
     async with api.crew(2, sender={"context": context}) as everybody:
-        await everybody.sender.send_async("env.transform[0].module")
-        assert everybody.read == [{2}, {2}]
+        for path, value in (("env.transform[0].module", 3), ("env.transform[0].named['critic']", 2)):
+            await everybody.sender.send_async(path)
+            assert everybody.read == [{value}, {value}]
+            prepared = bare(everybody.sender).prepare_weights(path, "policy", everybody.sender.strategy, context)
+            assert read(prepared) == {value}
         await everybody.sender.send_async({1: "policy"})
         assert everybody.read == [{2}, {1}], "or a name that get_model knows"
-        with pytest.raises(ValueError, match=r"Context has no model 'env.transform\[1\]'"):
+        with pytest.raises(ValueError, match=r"transform\[1\]"):
             await everybody.sender.send_async("env.transform[1]")
-        assert everybody.sender.version == 3
+        assert everybody.sender.version == 4
 
 
 @pytest.mark.requirement(71)
@@ -173,29 +163,12 @@ async def test_receive_returns_the_newest_update_once_or_none(api: Api) -> None:
         assert await receiver.receive(timeout=0) is None
 
 
-@pytest.mark.requirement(78)
-@pytest.mark.schemes("waiting")
-@pytest.mark.both_loops
-async def test_none_blocks_and_zero_polls(api: Api) -> None:
-    assert inspect.signature(api.WeightSyncScheme.receive).parameters["timeout"].default is None
-    async with api.crew(1) as everybody:
-        receiver = everybody.receivers[0]
-        with Clock(0.1):
-            assert await receiver.receive(timeout=0) is None
-            assert await receiver.receive(timeout=0.05) is None
-        blocked = asyncio.create_task(receiver.receive())
-        done, _ = await asyncio.wait({blocked}, timeout=0.2)
-        assert not done
-        await everybody.sender.publish(fill(everybody.source, 1))
-        with Clock(1.0):
-            assert read(await blocked) == {1}
-
-
-@pytest.mark.requirement(42)
+@pytest.mark.requirement(42, 78)
 @pytest.mark.schemes("waiting")
 @pytest.mark.both_loops
 @pytest.mark.parametrize("end", ["an update", "the sender's goodbye", "its own shutdown"])
 async def test_without_a_timeout_receive_ends_only_by_an_update_or_the_end(api: Api, end: str) -> None:
+    assert inspect.signature(api.WeightSyncScheme.receive).parameters["timeout"].default is None
     async with api.crew(1) as (sender, (receiver,), _):
         blocked = asyncio.create_task(receiver.receive(timeout=None))
         done, _ = await asyncio.wait({blocked}, timeout=0.1)
@@ -223,8 +196,9 @@ async def test_cancelled_it_ends_and_loses_nothing() -> None:
         assert read(await receiver.receive()) == {1}
 
 
-@pytest.mark.requirement(43)
+@pytest.mark.requirement(43, 78)
 @pytest.mark.schemes("waiting")
+@pytest.mark.both_loops
 @pytest.mark.parametrize("timeout", [0, 0.0, 0.1])
 async def test_an_expired_timeout_returns_none_and_loses_nothing(api: Api, timeout: float) -> None:
     async with api.crew(1) as (sender, (receiver,), _):
@@ -257,7 +231,7 @@ async def test_every_update_has_a_version_that_both_sides_can_wait_for(api: Api)
         await sender.wait_version(one, worker_ids=1)
         assert (first.version, second.version, sender.version) == (3, 4, 4)
         await sender.wait_version(one), "for everybody means: for those whom it was for"
-        with Clock(0.1), pytest.raises(AckTimeout, match=r"worker 0 had not applied version 4 after 0.1 s; it has"):
+        with Clock(0.1), pytest.raises(AckTimeout, match="version 4"):
             await first.wait_version(4, timeout=0.1)
 
 
@@ -290,7 +264,7 @@ async def test_send_async_names_each_worker_that_failed_and_why(api: Api) -> Non
             assert remote.type_name == "builtins.ArithmeticError"
             assert 'raise ArithmeticError("thirteen")' in remote.remote_traceback
             assert "it has left" in str(error.failed[2])
-            assert "3 of 4 workers did not apply" in str(error)
+            assert "3 of 4" in str(error)
             assert (read(models[0]), read(fussy_model)) == ({13}, {0})
             await sender.send_async(fill(everybody.source, 14), worker_ids=[0, 1, 3])
             assert [read(m) for m in (models[0], fussy_model, models[3])] == [{14}] * 3
@@ -303,7 +277,7 @@ async def test_a_lost_worker_ends_the_wait_at_once(api: Api) -> None:
             sending = asyncio.create_task(everybody.sender.send_async(fill(everybody.source, 1), timeout=30))
             await until(lambda: everybody.sender.version == 2)
             await everybody.receivers[0].shutdown()
-            with Clock(0.5), pytest.raises(PartialSendError, match="worker 0: PeerLost: worker 0 is lost: it has left"):
+            with Clock(0.5), pytest.raises(PartialSendError, match="worker 0: PeerLost"):
                 await sending
 
 
@@ -313,10 +287,8 @@ async def test_a_lost_worker_ends_the_wait_at_once(api: Api) -> None:
 @pytest.mark.requirement(196)
 @pytest.mark.both_loops
 async def test_a_late_or_restarted_worker_gets_its_own_target_by_itself(api: Api) -> None:
-    sender = api.scheme()
-    sender.init_on_sender(model_id="policy", model=(source := Model(1)))
-    async with sender, receiver_of(sender, 0, first := Model()) as zero:
-        await asyncio.gather(sender.connect(timeout=5), zero.connect(timeout=5))
+    sender = api.sender(source := Model(1))
+    async with connected(sender, receiver_of(sender, 0, first := Model())):
         await sender.send_async(fill(source, 2))
         one = receiver_of(sender, 1, late := Model())
         await one.connect(timeout=5)
@@ -332,45 +304,24 @@ async def test_a_late_or_restarted_worker_gets_its_own_target_by_itself(api: Api
             assert (read(first), read(restarted)) == ({4}, {4})
 
 
-@asynccontextmanager
-async def mute_worker(sender: Any, worker: int) -> AsyncIterator[Any]:
-    """A peer that speaks the protocol, accepts every layout, and never fetches a byte."""
-    with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as socket:
-        socket.linger = 0
-        socket.connect(sender.bus.endpoint)
-        hello = messages.Hello(worker, bytes([worker]) * 16, 1, 0, "", 0, None, {"policy": 0, "": 0})
-        await socket.send(codec.encode(hello))
-        welcome, _ = codec.decode(await asyncio.wait_for(socket.recv_multipart(), 5))
-        assert isinstance(welcome, messages.Welcome)
-        await socket.send(codec.encode(messages.Ready(welcome.epoch, {m: d for m, d in welcome.models.items() if d})))
-        yield socket
-
-
 @pytest.mark.requirement(198)
 @pytest.mark.promise(13)
 @pytest.mark.schemes("zmq")
 @pytest.mark.parametrize("width", [64, 1 << 20])
 async def test_a_slow_receiver_delays_nobody_and_memory_stays_bounded(api: Api, width: int) -> None:
     """Of 198: nobody waits for a slow receiver, and memory stays bounded."""
-    sender = api.scheme()
-    sender.init_on_sender(model_id="policy", model=(source := Model(1, width)))
-    async with sender, receiver_of(sender, 0, model := Model(width=width)) as receiver:
-        await asyncio.gather(sender.connect(timeout=5), receiver.connect(timeout=5))
-        async with mute_worker(sender, 1) as slow:
+    sender = api.sender(source := Model(1, width))
+    async with connected(sender, receiver_of(sender, 0, model := Model(width=width))):
+        async with planted.mute_worker(sender, 1) as slow:
             await until(lambda: len(sender.status()) == 2)
             for value in range(2, 32):
                 version = await sender.publish(fill(source, value))
                 with Clock(1.0):
                     await sender.wait_version(version, worker_ids=0)
                 assert read(model) == {value}
-            assert sender.bus._link is not None
-            assert sender.bus._link.pool.peak <= 5  # type: ignore[union-attr]
+            assert planted.pool(sender).peak <= 5
             assert sender.status()[1].bytes_sent <= 2 * 4 * width + 4096
-            updates = 0
-            while await slow.poll(0):
-                instruction, _ = codec.decode(await slow.recv_multipart())
-                updates += isinstance(instruction, messages.Update)
-            assert updates == 1, "one update is outstanding at most"
+            assert await slow() == 1, "one update is outstanding at most"
 
 
 @pytest.mark.requirement(198)
@@ -386,7 +337,7 @@ async def test_a_receiver_that_was_busy_skips_to_the_latest_version(api: Api) ->
         await busy.wait_version(version, timeout=5)
         assert read(await api.receive(busy, 0)) == {10}
         assert await busy.receive(0) is None, "the versions in between never came"
-        assert busy.bus._link.subscriber.pool.peak <= 4  # type: ignore[union-attr]
+        assert planted.pool(busy).peak <= 4
 
 
 @pytest.mark.requirement(200)
@@ -399,7 +350,7 @@ async def test_status_tells_version_lag_last_seen_and_state_of_each_worker(api: 
     zero, one, three = (receiver_of(sender, i, Model()) for i in (0, 1, 3))
     async with sender, zero, one, three:
         connecting = [asyncio.create_task(s.connect(timeout=0.5)) for s in (sender, zero, one, three)]
-        async with mute_worker(sender, 2):
+        async with planted.mute_worker(sender, 2):
             await asyncio.wait(connecting)
             assert isinstance(connecting[0].exception(), NotConnected), "worker 2 never applies"
             await three.shutdown()
@@ -435,8 +386,7 @@ async def test_a_timer_that_is_due_at_once_is_not_the_last(api: Api) -> None:
     sender = api.scheme(num_workers=1)
     impatient(sender, ping_interval=1e-4, retry_interval=1e-4)
     sender.init_on_sender(model_id="policy", model=Model(1))
-    async with sender, receiver_of(sender, 0, Model()) as receiver:
-        await asyncio.gather(sender.connect(timeout=5), receiver.connect(timeout=5))
+    async with connected(sender, receiver_of(sender, 0, Model())):
         await asyncio.sleep(0.6)
         last_seen = sender.status()[0].last_seen
         assert last_seen is not None
@@ -447,18 +397,17 @@ async def test_a_timer_that_is_due_at_once_is_not_the_last(api: Api) -> None:
 @pytest.mark.schemes("every")
 async def test_an_elastic_sender_needs_min_workers(api: Api) -> None:
     assert inspect.signature(api.scheme_class).parameters["min_workers"].default == 1
-    sender = api.scheme(min_workers=2)
-    sender.init_on_sender(model_id="policy", model=(source := Model(1)))
+    sender = api.sender(source := Model(1), scheme={"min_workers": 2})
     async with sender, receiver_of(sender, 0, Model()) as zero, receiver_of(sender, 5, model := Model()) as five:
         early = asyncio.create_task(zero.connect(timeout=5))
-        with Clock(0.2), pytest.raises(NotConnected, match="1 of at least 2 workers"):
+        with Clock(0.2), pytest.raises(NotConnected, match="2 workers"):
             await sender.connect(timeout=0.2)
         await asyncio.gather(sender.connect(timeout=5), five.connect(timeout=5), early)
         await sender.send_async(fill(source, 2))
         assert read(model) == {2}
         await zero.shutdown()
         await until(lambda: sender.status()[0].state == "lost")
-        with Clock(0.5), pytest.raises(NotConnected, match="1 workers are connected, min_workers=2 are needed"):
+        with Clock(0.5), pytest.raises(NotConnected, match="min_workers=2"):
             await sender.send_async(fill(source, 3))
         async with receiver_of(sender, 1, late := Model()) as one:
             await one.connect(timeout=5)
@@ -470,18 +419,17 @@ async def test_an_elastic_sender_needs_min_workers(api: Api) -> None:
 @pytest.mark.schemes("some")
 async def test_a_send_for_which_there_is_no_worker_raises(api: Api) -> None:
     """Of 195: it does not return as if all had applied it."""
-    sender = api.scheme(num_workers=1)
-    sender.init_on_sender(model_id="policy", model=Model(1))
+    sender = api.sender(Model(1), num_workers=1)
     async with sender, receiver_of(sender, 0, model := Model(), model_id="value") as other:
         joining = asyncio.create_task(other.connect(timeout=30))
-        with pytest.raises(NotConnected, match=r"worker 0 has .*'value'.*, not 'policy'"):
+        with pytest.raises(NotConnected, match="'value'"):
             await sender.connect(timeout=0.5)
         version = bare(sender).version
-        with Clock(0.5), pytest.raises(NotConnected, match=r"no worker can apply this .*'value'.*, not 'policy'"):
+        with Clock(0.5), pytest.raises(NotConnected, match="'value'"):
             await sender.send_async(timeout=5)
         assert bare(sender).version == version, "nothing was published"
         late = await sender.publish()
-        with Clock(0.5), pytest.raises(NotConnected, match="not 'policy'"):
+        with Clock(0.5), pytest.raises(NotConnected, match="'policy'"):
             await sender.wait_version(late, timeout=5)
         assert read(model) == {-1}
         await other.shutdown()
@@ -493,16 +441,14 @@ async def test_a_send_for_which_there_is_no_worker_raises(api: Api) -> None:
 @pytest.mark.schemes("some")
 async def test_a_send_after_the_only_elastic_worker_has_left_raises(api: Api) -> None:
     """Of 195: neither does wait_version, of what was published for nobody."""
-    sender = api.scheme()
-    sender.init_on_sender(model_id="policy", model=Model(1))
-    async with sender, receiver_of(sender, 0, Model()) as only:
-        await asyncio.gather(sender.connect(timeout=10), only.connect(timeout=10))
+    sender = api.sender(Model(1))
+    async with connected(sender, only := receiver_of(sender, 0, Model())):
         await only.shutdown()
         await until(lambda: sender.status()[0].state == "lost")
-        with Clock(0.5), pytest.raises(NotConnected, match="0 workers are connected, min_workers=1 are needed"):
+        with Clock(0.5), pytest.raises(NotConnected, match="min_workers=1"):
             await sender.send_async(timeout=5)
         version = await sender.publish()
-        with Clock(0.5), pytest.raises(NotConnected, match="0 workers are connected, min_workers=1 are needed"):
+        with Clock(0.5), pytest.raises(NotConnected, match="min_workers=1"):
             await sender.wait_version(version, timeout=5)
 
 
@@ -515,7 +461,7 @@ async def test_an_optimisers_state_is_not_taken_for_weights_of_each_worker(api: 
         assert {0, 1} <= state.keys(), "as Adam's state_dict()['state'] is"
         version = sender.version
         for weights in (state, {0: state[0], 1: state[1]}, {0: fill(everybody.source, 2), 1: state[1]}):
-            with pytest.raises(ValueError, match="optimiser's state"):
+            with pytest.raises(ValueError, match="optimiser"):
                 await sender.send_async({w: each for w, each in weights.items() if w < 2})
         assert sender.version == version, "nothing was published"
         own = {0: Model(3).state_dict(), 1: TensorDict.from_module(Model(4))}
@@ -527,7 +473,7 @@ async def test_an_optimisers_state_is_not_taken_for_weights_of_each_worker(api: 
 async def test_plain_dicts_for_each_worker_need_to_be_known_or_declared(api: Api) -> None:
     first, second = Model(3).state_dict(), Model(4).state_dict()
     undeclared = api.scheme()
-    with pytest.raises(ValueError, match="as params_map"):
+    with pytest.raises(ValueError, match="params_map"):
         undeclared.init_on_sender(model_id="policy", weights={0: first, 1: second}, num_workers=2)
     undeclared.init_on_sender(model_id="policy", num_workers=2)
     with pytest.raises(ValueError, match="params_map="):
@@ -543,23 +489,37 @@ async def test_plain_dicts_for_each_worker_need_to_be_known_or_declared(api: Api
 @pytest.mark.schemes("all")
 @pytest.mark.parametrize("width", [64, 2 << 20])
 async def test_nothing_that_was_returned_is_overwritten_by_a_later_update(api: Api, width: int) -> None:
-    source, model = Model(1, width), Model(width=width)
-    async with api.crew(1, source=source, models=[model]) as (sender, (receiver,), _):
+    source, model, other = Model(1, width), Model(width=width), Model(0, width)
+    async with api.crew(1, scheme=api.scheme(slots=2), source=source, models=[model]) as (sender, (receiver,), _):
+        method = receiver.receiver_transport.receive_weights
+
+        async def receive_weights(**given: Any) -> Any:
+            return await (in_thread(method, 5.0, **given) if api.is_blocking else method(5.0, **given))
+
         await sender.send_async(fill(source, 2))
         kept = {
-            "receive": await api.receive(receiver, 5),
+            "receive_weights": await receive_weights(model=other),
+            "its model": TensorDict.from_module(other).detach(),
             "fetch": await receiver.fetch(5),
             "receiver.weights": receiver.weights,
             "sender.weights": sender.weights,
+            "prepare_weights": bare(sender).prepare_weights(None, "policy", sender.strategy).clone(),
+            "a copy of the model": TensorDict.from_module(model).detach().clone(),
         }
+        await sender.send_async(fill(source, 2))
+        kept["receive"] = await api.receive(receiver, 5)
+        await sender.send_async(fill(source, 2))
+        kept["its buffer"] = TensorDict.from_module(Model(0, width)).detach().clone()
+        assert await receive_weights(weights=kept["its buffer"]) is kept["its buffer"]
         for value in range(3, 8):
             await sender.send_async(fill(source, value))
         for name, weights in kept.items():
             assert read(weights) == {2}, name
         for weights in kept.values():
-            weights.zero_()  # type: ignore[union-attr]
+            for tensor in weights.values(True, True):
+                tensor.detach().zero_()
         assert read(model) == read(source) == read(receiver.weights) == read(sender.weights) == {7}
-        assert read(await api.receive(receiver, 0)) == {7}
+        assert read(await api.receive(receiver, 0)) == read(await receiver.fetch(5)) == {7}
 
 
 @pytest.mark.requirement(218)
@@ -581,7 +541,7 @@ async def test_an_update_that_nobody_has_time_to_wait_for_goes_out_all_the_same(
         with pytest.raises(PartialSendError) as caught:
             await sender.send_async(fill(everybody.source, 1), timeout=0)
         assert sorted(caught.value.failed) == [0, 1]
-        assert not bare(sender).bus._link.caught_up().outbox, "it has gone already, not with the next tick"
+        assert not planted.unsent(sender), "it has gone already, not with the next tick"
         await until(lambda: everybody.read == [{1}, {1}])
         version = sender.version
         with held(everybody.receivers[0]):
@@ -591,51 +551,3 @@ async def test_an_update_that_nobody_has_time_to_wait_for_goes_out_all_the_same(
             with pytest.raises(asyncio.CancelledError):
                 await task
         await until(lambda: everybody.read == [{2}, {2}])
-
-
-@pytest.mark.schemes("addressed")
-async def test_what_follows_in_a_training_loop_is_told_in_short(api: Api) -> None:
-    async with api.crew(2) as everybody:
-        said = []
-        link = bare(everybody.sender).bus._link
-        send, start = link.caught_up().membership.send, link.version
-
-        def telling(route: bytes, instruction: messages.Instruction, *rest: Any) -> None:
-            said.append(type(instruction))
-            send(route, instruction, *rest)
-
-        link.caught_up().membership.send = telling
-        for value in range(2, 6):
-            await everybody.sender.send_async(fill(everybody.source, value))
-            assert everybody.read == [{value}, {value}]
-        # What workers read where it is, they ask for first; and workers here and elsewhere are not told the same.
-        short = (not api.options or api.kind == "ZMQ") and api.kind != "Auto"
-        if not api.is_fast:
-            assert said.count(messages.Again) + said.count(messages.Update) == 8
-            return
-        # The first needs a second slot; the others take the fast path, in which the state machine has no part.
-        told = 2 if api.kind in ("SharedMem", "MultiProcess") else 8
-        assert said.count(messages.Again) == told * short
-        assert said.count(messages.Update) == 8 * (not short)
-        assert everybody.sender.version == start + 4
-        with held(everybody.receivers[0]):
-            await everybody.sender.publish(fill(everybody.source, 6))
-            await everybody.sender.wait_version(everybody.sender.version, worker_ids=1)
-            await everybody.sender.publish(fill(everybody.source, 7))  # one of them is behind
-        await everybody.sender.wait_version(everybody.sender.version)
-        assert everybody.read == [{7}, {7}]
-        assert said.count(messages.Again) == (told + 2) * short
-
-
-@pytest.mark.schemes("some")
-async def test_a_sender_that_has_been_busy_pauses_before_it_wakes_the_workers(
-    api: Api, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Or the first of them takes its core, and the others hear of the update when that one has finished with it."""
-    pauses: list[float] = []
-    async with api.crew(2) as everybody:
-        monkeypatch.setattr(fast_path.time, "sleep", pauses.append)
-        for busy, seconds in ((0, 10.0), (1, -1.0), (1, 10.0)):
-            monkeypatch.setattr(fast_path, "BUSY_SECONDS", seconds)
-            await everybody.sender.send_async(fill(everybody.source, 1))
-            assert len(pauses) == busy

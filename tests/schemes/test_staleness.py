@@ -9,7 +9,7 @@ import pytest
 
 from asyncsync import AckTimeout, ClosedError, NotConnected, PartialSendError, PeerLost, SchemaMismatch
 from helpers.apis import Api
-from helpers.pairs import Clock, Model, fill, held, passed_on, read, receiver_of, until
+from helpers.pairs import Clock, Model, connected, fill, held, passed_on, read, receiver_of, until
 
 
 @pytest.mark.requirement(198)
@@ -36,8 +36,7 @@ async def test_a_quorum_of_workers_is_enough_and_the_others_still_converge(api: 
 @pytest.mark.requirement(198)
 async def test_a_quorum_that_cannot_be_reached_any_more_is_not_waited_for(api: Api) -> None:
     source = Model(0)
-    scheme = api.scheme(num_workers=2)
-    scheme.init_on_sender(model_id="policy", model=source)
+    scheme = api.sender(source, num_workers=2)
     good, bad = receiver_of(scheme, 0, model := Model()), receiver_of(scheme, 1, Model())
     async with scheme, good, bad:
         await asyncio.gather(*(one.connect(timeout=5) for one in (scheme, good, bad)))
@@ -57,7 +56,7 @@ async def test_a_quorum_that_cannot_be_is_refused_before_anything_is_published(a
         for quorum, error in ((3, ValueError), (0, ValueError), (1.5, ValueError), (True, ValueError)):
             with pytest.raises(error, match="quorum"):
                 await sender.send_async(fill(everybody.source, 1), quorum=quorum)
-        with pytest.raises(ValueError, match="quorum=2 of 1 workers"):
+        with pytest.raises(ValueError, match="quorum=2"):
             await sender.send_async(everybody.source, worker_ids=[1], quorum=2)
         with pytest.raises(ValueError, match="quorum"):
             await sender.wait_version(sender.version, quorum=3)
@@ -68,10 +67,8 @@ async def test_a_quorum_that_cannot_be_is_refused_before_anything_is_published(a
 
 @pytest.mark.requirement(198)
 async def test_an_elastic_sender_needs_as_many_workers_as_the_quorum(api: Api) -> None:
-    sender = api.scheme()
-    sender.init_on_sender(model_id="policy", model=(source := Model(1)))
-    async with sender, receiver_of(sender, 0, model := Model()) as receiver:
-        await asyncio.gather(sender.connect(timeout=5), receiver.connect(timeout=5))
+    sender = api.sender(source := Model(1))
+    async with connected(sender, receiver_of(sender, 0, model := Model())):
         with pytest.raises(NotConnected, match="quorum=2"):
             await sender.send_async(fill(source, 2), quorum=2)
         version = await sender.send_async(fill(source, 3), quorum=1)
@@ -90,8 +87,7 @@ async def test_a_worker_that_is_lost_while_it_is_published_is_named(
     """NotConnected would say that nothing was published."""
     if (quorum or 1) > workers:
         return
-    sender = api.scheme()
-    sender.init_on_sender(model_id="policy", model=(source := Model(1)))
+    sender = api.sender(source := Model(1))
     async with sender, receiver_of(sender, 0, Model()) as lost, receiver_of(sender, 1, model := Model()) as other:
         there = [lost, other][:workers]
         await asyncio.gather(*(one.connect(timeout=5) for one in (sender, *there)))
@@ -133,7 +129,7 @@ async def test_a_receiver_waits_until_it_is_not_too_far_behind(api: Api) -> None
                 version = await sender.publish(fill(everybody.source, value))
             assert await one.wait_lag(version) < version
             for lag in (0, 1):
-                with pytest.raises(AckTimeout, match=f"more than {lag} versions behind"):
+                with pytest.raises(AckTimeout, match=f"{lag} versions"):
                     await one.wait_lag(lag, timeout=0.2)
         waiting = asyncio.create_task(one.wait_lag(1))
         assert await waiting >= version - 1
@@ -145,8 +141,7 @@ async def test_a_receiver_waits_until_it_is_not_too_far_behind(api: Api) -> None
 @pytest.mark.schemes("some")
 @pytest.mark.parametrize("pending", [True, False], ids=["pending", "not answered"])
 async def test_a_lag_is_behind_the_trainer_that_is_there_not_the_one_before(api: Api, pending: bool) -> None:
-    first = api.scheme(num_workers=1)
-    first.init_on_sender(model_id="policy", model=(source := Model(0)))
+    first = api.sender(source := Model(0), num_workers=1)
     second = passed_on(first)
     async with receiver_of(first, 0, model := Model(), reconnect=True) as one, second:
         async with first:
@@ -158,7 +153,7 @@ async def test_a_lag_is_behind_the_trainer_that_is_there_not_the_one_before(api:
                 await first.publish(fill(source, 6))
                 waiting = asyncio.create_task(one.wait_lag(0, timeout=20))
                 if pending:  # it has been told what it should have
-                    with pytest.raises(AckTimeout, match="should have"):
+                    with pytest.raises(AckTimeout, match="worker 0"):
                         await one.wait_lag(0, timeout=0.3)
                 await first.shutdown()
                 second.init_on_sender(model_id="policy", model=fill(source, 7))
@@ -234,8 +229,7 @@ async def test_what_was_taken_back_because_it_does_not_fit_is_no_error_of_later_
 async def test_nor_where_there_were_no_weights_before(api: Api) -> None:
     scheme = api.scheme(num_workers=1)
     scheme.init_on_sender(model_id="policy")
-    async with scheme, receiver_of(scheme, 0, model := Model()) as receiver:
-        await asyncio.gather(scheme.connect(timeout=5), receiver.connect(timeout=5))
+    async with connected(scheme, receiver := receiver_of(scheme, 0, model := Model())):
         with pytest.raises(PartialSendError):
             await scheme.send_async(Model(9, width=3), timeout=5)
         assert await receiver.wait_lag(0, timeout=5) == 0
@@ -249,8 +243,7 @@ async def test_nor_where_there_were_no_weights_before(api: Api) -> None:
 @pytest.mark.requirement(79)
 @pytest.mark.schemes("some")
 async def test_weights_that_do_not_fit_are_an_error_of_fetch_and_wait_lag_at_once(api: Api) -> None:
-    scheme = api.scheme(min_workers=0)
-    scheme.init_on_sender(model_id="policy", model=Model(1))
+    scheme = api.sender(Model(1), scheme={"min_workers": 0})
     async with scheme, receiver_of(scheme, 0, Model(width=3)) as receiver:
         await scheme.connect(timeout=5)
         for call in (receiver.connect(timeout=30), receiver.fetch(timeout=30), receiver.wait_lag(0, timeout=30)):

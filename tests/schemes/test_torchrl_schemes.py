@@ -72,10 +72,7 @@ def test_an_asynchronous_scheme_is_refused_in_one_line(name: str, argument: str)
     from torchrl.collectors import Collector
 
     scheme = getattr(asyncsync, name)()
-    line = (
-        rf"^this is the asyncio {name}, and TorchRL calls ordinary methods: hand it `scheme\.blocking`, or a {name} of"
-    )
-    with pytest.raises(AttributeError, match=line):
+    with pytest.raises(AttributeError, match=rf"asyncio {name}.*blocking"):
         Collector(torchrl_walk(), frames_per_batch=4, total_frames=4, **{argument: {"policy": scheme}})
     assert not hasattr(scheme, "initialized_on_sender")
 
@@ -145,7 +142,7 @@ def test_model_and_context_and_worker_idx_may_be_set_before_init() -> None:
     sender = sync.ZMQWeightSyncScheme(num_workers=2)
     sender.model = source
     sender.init_on_sender(model_id="policy")
-    with pytest.raises(RuntimeError, match="this is the sender already"):
+    with pytest.raises(RuntimeError, match="sender"):
         sender.worker_idx = 1
     sender.worker_idx = None
     receiver = pickle.loads(pickle.dumps(sender))
@@ -155,7 +152,7 @@ def test_model_and_context_and_worker_idx_may_be_set_before_init() -> None:
     assert (receiver.worker_idx, receiver.model, receiver.context) == (1, model, context)
     receiver.init_on_receiver("policy")
     assert (receiver.worker_idx, receiver.model, receiver.context) == (1, model, context)
-    with pytest.raises(RuntimeError, match="this is worker 1 already"):
+    with pytest.raises(RuntimeError, match="worker 1"):
         receiver.worker_idx = 0
     other = receiver_of(sender, None, Model())
     other.worker_idx = 0
@@ -209,7 +206,7 @@ def test_schemes_take_what_torchrls_take(name: str) -> None:
                 assert read(model) == {1}
             sender.wait_version(2, timeout=10)
             assert read(model) == {2}
-    with pytest.raises(ValueError, match="sync=False is for blocking schemes"):
+    with pytest.raises(ValueError, match="sync=False"):
         getattr(asyncsync, name)(sync=False)
 
 

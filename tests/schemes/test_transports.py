@@ -84,41 +84,44 @@ async def test_send_weights_publishes_and_receive_weights_waits_for_the_next_upd
 
 
 @pytest.mark.requirement(40)
-async def test_send_weights_waits_for_no_worker(api: Api) -> None:
-    async with api.crew(1) as (sender, (receiver,), (model,)):
+async def test_send_weights_waits_for_no_worker_and_takes_the_registered_source(api: Api) -> None:
+    async with api.crew(1) as everybody:
+        sender, (receiver,), (model,) = everybody
+        fill(everybody.source, 2)
         async with receiver.hold():
-            await call(api, sender.shared_transport.send_weights, Model(2))
+            await call(api, sender.shared_transport.send_weights)
             assert read(model) == {0}
         await receiver.wait_version(2, timeout=5)
         assert read(await call(api, receiver.receiver_transport.receive_weights, 5.0)) == {2}
 
 
-@pytest.mark.requirement(40)
-async def test_send_weights_without_weights_takes_the_registered_source(api: Api) -> None:
-    async with api.crew(1) as everybody:
-        fill(everybody.source, 4)
-        await call(api, everybody.sender.shared_transport.send_weights)
-        await everybody.sender.wait_version(2, timeout=5)
-        assert everybody.read == [{4}]
-
-
-@pytest.mark.requirement(43)
+@pytest.mark.requirement(43, 44)
 @pytest.mark.parametrize("timeout", [0, 0.05])
-async def test_an_expired_timeout_returns_none(api: Api, timeout: float) -> None:
-    async with api.crew(1) as (_, (receiver,), _):
-        with Clock(0.5):
-            assert await call(api, receiver.receiver_transport.receive_weights, timeout) is None
-
-
-@pytest.mark.requirement(42)
-@pytest.mark.schemes("waiting")
-async def test_without_a_timeout_it_ends_with_the_senders_goodbye(api: Api) -> None:
+async def test_an_expired_timeout_returns_none_and_loses_nothing(api: Api, timeout: float) -> None:
     async with api.crew(1) as (sender, (receiver,), _):
-        waiting = asyncio.create_task(call(api, receiver.receiver_transport.receive_weights))
-        await asyncio.sleep(0)
-        await sender.shutdown()
-        with pytest.raises(ClosedError):
-            await waiting
+        receive = receiver.receiver_transport.receive_weights
+        with Clock(0.5):
+            assert await call(api, receive, timeout) is None
+        await sender.send_async(Model(2))
+        assert read(await call(api, receive, timeout)) == {2}
+
+
+@pytest.mark.requirement(42, 44)
+@pytest.mark.schemes("waiting")
+@pytest.mark.parametrize("end", ["an update", "the sender's goodbye", "its own shutdown"])
+async def test_without_a_timeout_it_waits_for_an_update_or_the_end(api: Api, end: str) -> None:
+    async with api.crew(1) as (sender, (receiver,), _):
+        blocked = asyncio.create_task(call(api, receiver.receiver_transport.receive_weights, None))
+        done, _ = await asyncio.wait({blocked}, timeout=0.1)
+        assert not done
+        with Clock(1.0):
+            if end == "an update":
+                await sender.publish(Model(1))
+                assert read(await blocked) == {1}
+            else:
+                await (sender if end == "the sender's goodbye" else receiver).shutdown()
+                with pytest.raises(ClosedError):
+                    await blocked
 
 
 def _nested() -> Any:
@@ -174,17 +177,25 @@ class Refuses(WeightStrategy):
         raise OSError("asked to apply")
 
 
-@pytest.mark.requirement(40)
-async def test_the_given_strategy_maps_and_applies(api: Api) -> None:
-    async with api.crew(1, source=Model(1)) as (sender, (receiver,), (own,)):
+@pytest.mark.requirement(39, 40)
+@pytest.mark.parametrize("strategy", [None, Halves()])
+async def test_the_given_strategy_maps_and_applies_and_extra_state_comes_too(api: Api, strategy: Any) -> None:
+    own, other = Stateful(), Stateful()
+    async with api.crew(1, source=Stateful(1), models=[own]) as (sender, (receiver,), _):
         receive = receiver.receiver_transport.receive_weights
-        await sender.send_async(Model(4))
-        await call(api, receive, 5.0, model=(other := Model()), strategy=Halves())
-        assert [read(other), read(own)] == [{2}, {4}]
-        await sender.send_async(Model(6))
-        with pytest.raises(OSError, match="asked to apply"):
-            await call(api, receive, 5.0, model=other, strategy=Refuses())
-        assert read(await call(api, receive, 5.0)) == {6}, "it was not delivered, so it comes again"
+        await sender.send_async(Stateful(4))
+        await call(api, receive, 5.0, model=other, strategy=strategy)
+        assert (other.state, own.state, read(own)) == (7, 7, {4})
+        assert read(other) == ({2} if strategy else {4})
+        await sender.send_async(Stateful(6))
+        await call(api, receive, 5.0, model=own, strategy=Refuses())
+        assert read(own) == {6}, "the scheme's own model is left to the bus and its gate"
+        for value, error, given in ((8, "asked to apply", Refuses()), (10, "cannot be set", None)):
+            other.broken = True
+            await sender.send_async(Stateful(value))
+            with pytest.raises(OSError, match=error):
+                await call(api, receive, 5.0, model=other, strategy=given)
+            assert read(await call(api, receive, 5.0)) == {value}, "it was not delivered, so it comes again"
 
 
 class Stateful(Model):
@@ -200,32 +211,6 @@ class Stateful(Model):
         if self.broken:
             raise OSError("the state cannot be set")
         self.state = state
-
-
-@pytest.mark.requirement(40)
-@pytest.mark.parametrize("strategy", [None, Halves()])
-async def test_the_given_model_gets_its_extra_state_too(api: Api, strategy: Any) -> None:
-    own = Stateful()
-    async with api.crew(1, source=Stateful(1), models=[own]) as (sender, (receiver,), _):
-        receive = receiver.receiver_transport.receive_weights
-        other = Stateful()
-        await sender.send_async(Stateful(2))
-        await call(api, receive, 5.0, model=other, strategy=strategy)
-        assert (other.state, own.state, read(own)) == (7, 7, {2})
-        assert read(other) == ({1} if strategy else {2})
-        other.broken = True
-        await sender.send_async(Stateful(4))
-        with pytest.raises(OSError, match="cannot be set"):
-            await call(api, receive, 5.0, model=other)
-        assert read(await call(api, receive, 5.0)) == {4}, "it was not delivered, so it comes again"
-
-
-@pytest.mark.requirement(39)
-async def test_the_schemes_own_model_is_left_to_the_bus_and_its_gate(api: Api) -> None:
-    async with api.crew(1, source=Model(1)) as (sender, (receiver,), (own,)):
-        await sender.send_async(Model(2))
-        await call(api, receiver.receiver_transport.receive_weights, 5.0, model=own, strategy=Refuses())
-        assert read(own) == {2}
 
 
 @pytest.mark.requirement(39)
@@ -249,10 +234,10 @@ async def test_what_does_not_fit_changes_nothing_and_loses_nothing(api: Api) -> 
         await sender.send_async(Model(2))
         model = Model(7)
         for buffer, message in (
-            ({"first": torch.zeros(64)}, "'inner.bias' is missing"),
-            ({**_nested(), "more": torch.zeros(1)}, "'more' is not in the update"),
-            ({**_nested(), "last": torch.zeros(8)}, "'last' is torch.float32 \\(8,\\)"),
-            ({**_nested(), "last": torch.zeros(7, dtype=torch.int64)}, "'last' is torch.int64"),
+            ({"first": torch.zeros(64)}, r"inner\.bias"),
+            ({**_nested(), "more": torch.zeros(1)}, "'more'"),
+            ({**_nested(), "last": torch.zeros(8)}, "'last'"),
+            ({**_nested(), "last": torch.zeros(7, dtype=torch.int64)}, "int64"),
         ):
             with pytest.raises(SchemaMismatch, match=message):
                 await call(api, receive, 5.0, weights=buffer, model=model)
@@ -270,11 +255,11 @@ async def test_what_does_not_fit_changes_nothing_and_loses_nothing(api: Api) -> 
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"weights": torch.zeros(3)}, TypeError, "weights must be a TensorDict or a dict"),
-        ({"strategy": "numpy"}, ValueError, "unknown weight format"),
-        ({"strategy": 3}, TypeError, "strategy must be"),
-        ({"timeout": -1}, ValueError, "timeout must not be negative"),
-        ({"timeout": "1"}, TypeError, "timeout must be a number"),
+        ({"weights": torch.zeros(3)}, TypeError, "weights"),
+        ({"strategy": "numpy"}, ValueError, "numpy"),
+        ({"strategy": 3}, TypeError, "strategy"),
+        ({"timeout": -1}, ValueError, "timeout"),
+        ({"timeout": "1"}, TypeError, "timeout"),
     ],
 )
 async def test_wrong_arguments_are_refused_before_anything_is_received(
@@ -310,19 +295,15 @@ async def test_a_buffer_that_cannot_be_filled_is_refused(api: Api, kind: str) ->
 
 
 @pytest.mark.requirement(40)
-async def test_extra_state_is_filled_in_too(api: Api) -> None:
-    source = {"w": torch.ones(2), "note": {"step": 3}}
-    for buffer in (TensorDict({"w": torch.zeros(2)}), {"w": torch.zeros(2)}):
-        scheme = api.scheme()
-        scheme.init_on_sender(model_id="policy", weights=source, num_workers=1)
-        receiver = receiver_of(scheme, 0, None)
-        async with scheme, receiver:
-            await asyncio.gather(scheme.connect(timeout=20), receiver.connect(timeout=20))
-            await scheme.send_async()
-            await call(api, receiver.receiver_transport.receive_weights, 5.0, weights=buffer)
-            flat = dict(buffer.flatten_keys(".").items()) if isinstance(buffer, TensorDict) else buffer
-            assert read({"w": flat["w"]}) == {1}
-            assert any("step" in key for key in flat), "the value is there as well"
+@pytest.mark.parametrize("kind", [TensorDict, dict])
+async def test_extra_state_is_filled_in_too(api: Api, kind: Any) -> None:
+    source, buffer = {"w": torch.ones(2), "note": {"step": 3}}, kind({"w": torch.zeros(2)})
+    async with api.crew(1, source=source, models=[None], sender={"weights": source}) as (sender, (receiver,), _):
+        await sender.send_async()
+        await call(api, receiver.receiver_transport.receive_weights, 5.0, weights=buffer)
+        flat = dict(buffer.flatten_keys(".").items()) if kind is TensorDict else buffer
+        assert read({"w": flat["w"]}) == {1}
+        assert any("step" in key for key in flat), "the value is there as well"
 
 
 @pytest.mark.requirement(192)
@@ -339,8 +320,7 @@ async def test_cancelling_a_receive_weights_loses_nothing() -> None:
 
 @pytest.mark.requirement(41)
 async def test_the_setup_methods_are_the_two_sides_of_connect(api: Api) -> None:
-    sender = api.scheme()
-    sender.init_on_sender(model_id="policy", model=Model(5), num_workers=2)
+    sender = api.sender(Model(5), num_workers=2)
     receivers = [receiver_of(sender, i, Model()) for i in range(2)]
     buffer, other = BUFFERS["TensorDict"](), Model()
     try:
@@ -368,8 +348,7 @@ async def test_the_setup_methods_are_the_two_sides_of_connect(api: Api) -> None:
 
 @pytest.mark.requirement(41)
 async def test_without_initial_weights_the_receivers_setup_returns_none(api: Api) -> None:
-    sender = api.scheme()
-    sender.init_on_sender(model_id="policy", num_workers=1)
+    sender = api.sender(num_workers=1)
     async with sender, receiver_of(sender, 0, Model()) as receiver:
         _, current = await asyncio.gather(
             call(api, sender.shared_transport.setup_connection_and_weights_on_sender),
@@ -395,9 +374,9 @@ async def test_a_transport_knows_its_role(api: Api) -> None:
     sender = bare(api.scheme())
     sender.init_on_sender(model_id="policy", model=Model(), num_workers=1)
     transport = sender.shared_transport
-    with pytest.raises(RuntimeError, match="sender's transport"):
+    with pytest.raises(RuntimeError, match="sender"):
         await call(api, transport.receive_weights)
-    with pytest.raises(NotConnected, match=r"call connect\(\) first"):
+    with pytest.raises(NotConnected, match="connect"):
         await call(api, transport.send_weights)
 
 
@@ -408,7 +387,7 @@ async def test_a_transport_keeps_no_scheme_alive(api: Api) -> None:
     transport = sender.shared_transport
     del sender
     gc.collect()
-    with pytest.raises(NotConnected, match="belongs to no scheme"):
+    with pytest.raises(NotConnected, match="scheme"):
         await call(api, transport.send_weights)
 
 
@@ -419,7 +398,7 @@ def test_a_transport_of_the_other_api_says_so() -> None:
 
     scheme = Mixed()
     scheme.init_on_sender(model_id="policy", model=Model(), num_workers=1)
-    with pytest.raises(TypeError, match="have create_transport return a TransportBackend of asyncsync, or call"):
+    with pytest.raises(TypeError, match="create_transport"):
         scheme.shared_transport.send_weights()
 
 
@@ -445,9 +424,9 @@ async def test_a_transport_without_timeouts_refuses_one(api: Api) -> None:
     async with api.crew(1, scheme=scheme) as (sender, (receiver,), _):
         await sender.send_async(Model(2))
         for timeout in (0, 1.0):
-            with pytest.raises(ValueError, match="supports_timeout is False"):
+            with pytest.raises(ValueError, match="supports_timeout"):
                 await receiver.receive(timeout)
-            with pytest.raises(ValueError, match="supports_timeout is False"):
+            with pytest.raises(ValueError, match="supports_timeout"):
                 await call(api, receiver.receiver_transport.receive_weights, timeout)
         assert read(await receiver.receive()) == {2}
     assert api.TransportBackend.supports_timeout is True

@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict
 
-import asyncsync
 from asyncsync import NotConnected, PartialSendError, PeerLost, RemoteError, SchemaMismatch, sync
-from asyncsync.transports import TAG, channel_receiver
-from asyncsync.transports.channel_receiver import ChannelReceiver
-from asyncsync.transports.channels import tagged
-from asyncsync.weights.layout import Layout
-from asyncsync.weights.packing import pack
-from asyncsync.weights.slab import Slab, SlabPool
-from asyncsync.weights.tree import flatten
+from asyncsync.transports import TAG
+from helpers import planted
 from helpers.apis import ASYNCIO, Api, in_thread
-from helpers.channels import BOARDS, BlockingBoardScheme, Board, BoardScheme, BoardTransport, Line, board
-from helpers.pairs import Clock, Model, fill, read, receiver_of, until
+from helpers.channels import BOARDS, BlockingBoardScheme, Board, BoardScheme, BoardTransport, board
+from helpers.pairs import Clock, Model, fill, read, receiver_of, refusals, until
 
 
 @pytest.fixture
@@ -162,21 +154,10 @@ async def test_old_messages_and_duplicates_in_the_channel_are_never_taken(api: A
 @pytest.mark.requirement(214)
 async def test_several_models_of_one_bus_switch_together(api: Api) -> None:
     with board() as (one, _), board() as (two, _):
-        bus = api.bus(num_workers=1)
         kind = api.either(BoardScheme, BlockingBoardScheme)
-        senders = [api.make(kind, name, bus=bus) for name in (one, two)]
-        sources, models = [Model(1), Model(1)], [Model(), Model()]
-        for k, (scheme, source) in enumerate(zip(senders, sources, strict=True)):
-            scheme.init_on_sender(model_id=f"model{k}", model=source)
-        receivers = [receiver_of(s, 0, m, f"model{k}") for k, (s, m) in enumerate(zip(senders, models, strict=True))]
-        there = receivers[0].bus
-        try:
-            await asyncio.gather(bus.connect(timeout=5), there.connect(timeout=5))
-            await bus.send_async({"model0": Model(2), "model1": Model(3)}, timeout=5)
-            assert [read(m) for m in models] == [{2}, {3}]
-        finally:
-            await there.shutdown()
-            await bus.shutdown()
+        async with api.family(names=(one, two), make=lambda name, bus: api.make(kind, name, bus=bus)) as everybody:
+            await everybody.bus.send_async({one: Model(2), two: Model(3)}, timeout=5)
+            assert everybody.read == [{one: {2}, two: {3}}]
 
 
 # -- failures of a user's code
@@ -191,7 +172,7 @@ async def test_an_exception_in_send_weights_reaches_send(api: Api, named: tuple[
         with Clock(1.0), pytest.raises(PartialSendError, match="worker 1: OSError: the cable is out") as caught:
             await sender.send_async(Model(1), timeout=30)
         assert caught.value.failed == {1: error}
-        assert "weights were handed to the transport of worker 1" in error.__notes__[0]
+        assert "worker 1" in error.__notes__[0]
         assert everybody.read == [{1}, {0}]
         with Clock(1.0):
             await sender.send_async(Model(2), timeout=30)
@@ -206,7 +187,7 @@ async def test_an_exception_in_send_weights_reaches_send(api: Api, named: tuple[
 
 
 @pytest.mark.requirement(214)
-async def test_an_exception_in_send_weights_ends_connect_which_may_be_called_again(
+async def test_after_an_exception_in_send_weights_connect_may_be_called_again(
     api: Api, named: tuple[str, Board]
 ) -> None:
     name, lines = named
@@ -254,7 +235,7 @@ async def test_receive_weights_that_returns_none_is_a_timeout(api: Api, named: t
         error = caught.value.failed[0]
         assert isinstance(error, RemoteError)
         assert error.type_name == "builtins.TimeoutError"
-        assert "receive_weights returned None" in str(error)
+        assert "receive_weights" in str(error)
         await everybody.sender.send_async(Model(2), timeout=30)
         assert everybody.read == [{2}]
 
@@ -270,18 +251,17 @@ async def test_receive_weights_that_blocks_is_given_up_at_the_deadline(
         supports_timeout = timeouts
 
     async with api.crew(1, scheme=scheme_of(api, name, Declaring), source=Model(0)) as everybody:
-        monkeypatch.setattr(asyncsync.bus.fetching, "FETCH_DEADLINE", 0.5)
+        planted.fetch_deadline(monkeypatch, 0.5)
         lines[0].can_receive.clear()
-        with Clock(1.0), pytest.raises(PartialSendError, match="did not return") as caught:
+        with Clock(1.0), pytest.raises(PartialSendError, match="TimeoutError"):
             await everybody.sender.send_async(Model(1), timeout=30)
-        assert "TimeoutError" in str(caught.value.failed[0])
         assert (lines[0].timeouts[-1] is not None) is timeouts
         lines[0].can_receive.set()
         monkeypatch.undo()
         await everybody.sender.send_async(Model(2), timeout=30)
         assert everybody.read == [{2}]
         if not timeouts:
-            with pytest.raises(ValueError, match="supports_timeout is False"):
+            with pytest.raises(ValueError, match="supports_timeout"):
                 await everybody.receivers[0].receive(0)
 
 
@@ -296,22 +276,17 @@ class Cutting(BoardTransport):
 
 
 @pytest.mark.requirement(214)
-@pytest.mark.parametrize(("kind", "text"), [(Losing, "'_asyncsync_id'"), (Cutting, "'last' is torch")])
+@pytest.mark.parametrize(("kind", "text"), [(Losing, TAG), (Cutting, "'last'")])
 async def test_what_comes_out_changed_is_refused(
     api: Api, named: tuple[str, Board], kind: type[BoardTransport], text: str
 ) -> None:
-    name, _ = named
-    sender = scheme_of(api, name, kind)
+    sender = scheme_of(api, named[0], kind)
     sender.init_on_sender(model_id="policy", model=Model(1), num_workers=1)
-    async with sender, receiver_of(sender, 0, model := Model()) as receiver:
-        with Clock(1.0):
-            left, right = await asyncio.gather(
-                sender.connect(timeout=20), receiver.connect(timeout=20), return_exceptions=True
-            )
-        assert isinstance(left, PartialSendError)
-        assert text in str(left)
-        assert isinstance(right, SchemaMismatch)
-        assert read(model) == {-1}
+    left, right = await refusals(sender, receiver_of(sender, 0, model := Model()), timeout=20)
+    assert isinstance(left, PartialSendError)
+    assert text in str(left)
+    assert isinstance(right, SchemaMismatch)
+    assert read(model) == {-1}
 
 
 @pytest.mark.requirement(214)
@@ -351,105 +326,13 @@ async def test_a_worker_lost_while_send_weights_blocks_fails_at_once(api: Api, n
             assert read(model) == {1}
 
 
-@pytest.mark.requirement(214)
-async def test_an_interrupted_fetch_loses_no_message(named: tuple[str, Board]) -> None:
-    """A reconnection, as the loop sees it: what the abandoned call still brings is what is asked for next."""
-    name, lines = named
-    async with ASYNCIO.crew(1, scheme=scheme_of(ASYNCIO, name), source=Model(0)) as everybody:
-        [receiver] = everybody.receivers
-        link = receiver.bus._link
-        lines[0].can_receive.clear()
-        await everybody.sender.publish(Model(1))
-        await in_thread(lines[0].receiving.wait, 5)
-        link.subscriber.connected(link.loop.time())  # HELLO again: everything under way is dropped
-        link.settle()
-        await until(lambda: len(lines[0].sent) == 3)
-        lines[0].can_receive.set()
-        await everybody.sender.wait_version(2, timeout=5)
-        assert everybody.read == [{1}]
-
-
-# -- the receiving wrapper alone
-
-
-def slab_of(value: float) -> Slab:
-    flat = flatten(TensorDict.from_module(Model(value)))
-    layout = Layout.of(flat)
-    slab = SlabPool().acquire(layout)
-    pack(slab, flat)
-    return slab
-
-
-def message(slab: Slab, descriptor: bytes) -> dict[str, Any]:
-    return dict(tagged(slab, descriptor).flatten_keys(".").items())
-
-
-@contextlib.asynccontextmanager
-async def receiving(line: Line) -> AsyncIterator[ChannelReceiver]:
-    receiver = ChannelReceiver(BoardTransport(line))
-    receiver._start(0)
-    await receiver._ready(5)
-    try:
-        yield receiver
-    finally:
-        await receiver._end(1)
-
-
-ONE, TWO = bytes(16), bytes(range(16))
-
-
-@pytest.mark.requirement(214)
-async def test_weights_that_overtake_their_instruction_are_kept(named: tuple[str, Board]) -> None:
-    _, lines = named
-    loop = asyncio.get_running_loop()
-    async with receiving(lines[0]) as receiver:
-        first, second = slab_of(-1), slab_of(-1)
-        waiting = asyncio.create_task(receiver._fetch_slab(ONE, first, loop.time() + 20))
-        lines[0].messages.put(message(slab_of(2), TWO))
-        await until(lambda: lines[0].received == [2])
-        with Clock(1.0):
-            await receiver._fetch_slab(TWO, second, loop.time() + 20)
-        assert [read(first.weights()), read(second.weights())] == [{-1}, {2}]
-        with pytest.raises(TimeoutError, match="a newer update"):
-            await waiting
-
-
-@pytest.mark.requirement(192)
-async def test_a_fetch_that_is_cancelled_while_its_slab_is_written_waits_for_that(
-    named: tuple[str, Board], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, lines = named
-    writing, go_on = threading.Event(), threading.Event()
-    original = channel_receiver.copy_tensors
-
-    def slowly(destinations: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-        writing.set()
-        assert go_on.wait(20)
-        original(destinations, sources)
-
-    monkeypatch.setattr(channel_receiver, "copy_tensors", slowly)
-    async with receiving(lines[0]) as receiver:
-        slab = slab_of(-1)
-        lines[0].messages.put(message(slab_of(1), ONE))
-        fetching = asyncio.create_task(receiver._fetch_slab(ONE, slab, asyncio.get_running_loop().time() + 20))
-        await in_thread(writing.wait, 5)
-        for _ in range(3):
-            fetching.cancel()
-            await asyncio.sleep(0.01)
-            assert not fetching.done(), "the slab must not be given back yet"
-        go_on.set()
-        with pytest.raises(asyncio.CancelledError):
-            await fetching
-        assert read(slab.weights()) == {1}
-
-
 # -- setup methods of a user's own
 
 
 class Meeting(BoardTransport):
     """Both sides wait for each other."""
 
-    fails: str | None = None
+    fails = ""
 
     def setup_connection_and_weights_on_sender(self) -> None:
         self.line.calls.append("sender")
@@ -493,38 +376,20 @@ async def test_setup_methods_of_a_users_own_meet_during_connect(
             await each.shutdown()
 
 
-class SenderFails(Meeting):
-    fails = "sender"
-
-
-class ReceiverFails(Meeting):
-    fails = "receiver"
-
-
 @pytest.mark.requirement(41)
-async def test_a_failing_setup_fails_connect(api: Api, named: tuple[str, Board]) -> None:
-    name, _ = named
-    sender = scheme_of(api, name, SenderFails)
+@pytest.mark.parametrize("side", ["sender", "receiver"])
+async def test_a_setup_that_fails_fails_connect(api: Api, named: tuple[str, Board], side: str) -> None:
+    sender = scheme_of(api, named[0], type("Failing", (Meeting,), {"fails": side}))
     sender.init_on_sender(model_id="policy", model=Model(1), num_workers=1)
-    async with sender:
-        with Clock(0.5), pytest.raises(OSError, match="no socket left") as caught:
-            await sender.connect(timeout=10)
-        assert "setup_connection_and_weights_on_sender for worker 0" in caught.value.__notes__[0]
-
-
-@pytest.mark.requirement(41)
-async def test_a_failing_setup_of_a_worker_fails_both_connects(api: Api, named: tuple[str, Board]) -> None:
-    name, _ = named
-    sender = scheme_of(api, name, ReceiverFails)
-    sender.init_on_sender(model_id="policy", model=Model(1), num_workers=1)
-    async with sender, receiver_of(sender, 0, Model()) as receiver:
-        with Clock(1.0):
-            left, right = await asyncio.gather(
-                sender.connect(timeout=20), receiver.connect(timeout=20), return_exceptions=True
-            )
-        assert isinstance(left, PartialSendError)
-        assert isinstance(left.failed[0], RemoteError)
-        assert isinstance(right, OSError)
+    if side == "sender":
+        (left,) = await refusals(sender)
+        assert isinstance(left, OSError)
+        assert "worker 0" in left.__notes__[0]
+        return
+    left, right = await refusals(sender, receiver_of(sender, 0, Model()), timeout=20)
+    assert isinstance(left, PartialSendError)
+    assert isinstance(left.failed[0], RemoteError)
+    assert isinstance(right, OSError)
 
 
 @pytest.mark.requirement(41)
@@ -542,7 +407,7 @@ async def test_a_setup_that_blocks_is_named_and_connect_may_be_called_again(api:
     receivers = [receiver_of(sender, i, Model()) for i in range(2)]
     connecting = [asyncio.create_task(r.connect(timeout=20)) for r in receivers]
     try:
-        with pytest.raises(NotConnected, match=r"for workers \[1\]"):
+        with pytest.raises(NotConnected, match=r"\[1\]"):
             await sender.connect(timeout=0.2)
         lines[1].can_send.set()
         await sender.connect(timeout=10)
@@ -573,9 +438,9 @@ class Coroutines(sync.TransportBackend):
 @pytest.mark.parametrize(
     ("made", "message"),
     [
-        (OnlySends, "OnlySends has send_weights, but no receive_weights of its own"),
-        (Coroutines, "Coroutines.send_weights is a coroutine function"),
-        (object, "create_transport must return a TransportBackend, not object"),
+        (OnlySends, "OnlySends.*receive_weights"),
+        (Coroutines, "Coroutines.send_weights"),
+        (object, "object"),
     ],
 )
 def test_create_transport_is_checked_at_init(api: Api, made: type, message: str) -> None:
@@ -617,7 +482,7 @@ async def test_the_key_of_the_id_is_reserved(api: Api, named: tuple[str, Board])
     sender = scheme_of(api, name)
     sender.init_on_sender(model_id="policy", weights={TAG: torch.zeros(1)}, num_workers=1)
     async with sender:
-        with pytest.raises(ValueError, match="is reserved"):
+        with pytest.raises(ValueError, match=TAG):
             await sender.connect(timeout=5)
 
 

@@ -13,7 +13,7 @@ import pytest
 from asyncsync import PartialSendError
 from asyncsync.cli import main
 from helpers.apis import Api
-from helpers.pairs import Model, fill, read
+from helpers.pairs import Model, connected, fill, read
 
 pytestmark = [pytest.mark.requirement(203), pytest.mark.schemes("zmq")]
 
@@ -67,8 +67,7 @@ async def tapped(
     async with Tap(port) as tap:
         receiver = api.scheme(connect=f"tcp://127.0.0.1:{tap.port}", **keys)
         receiver.init_on_receiver("policy", model=model, worker_idx=0)
-        async with sender, receiver:
-            await asyncio.gather(sender.connect(timeout=10), receiver.connect(timeout=10))
+        async with connected(sender, receiver):
             yield sender, source, model, tap
 
 

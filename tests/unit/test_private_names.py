@@ -188,7 +188,7 @@ def test_the_garbage_collection_closes_neither_a_context_nor_its_sockets() -> No
 def test_the_private_names_of_ray_are_tried_in_a_cluster() -> None:
     """``ray._private.worker.global_worker.core_worker``: ``serialize_object_ref`` and
     ``deserialize_and_register_object_ref``. Without them an object can be named in no message but Ray's own; pickled by
-    anybody else, it would be pinned for ever. tests/schemes/test_ray_schemes.py has the test."""
+    anybody else, it would be pinned for ever. tests/schemes/test_called_schemes.py has the test."""
     assert {name for name in ray_private.__all__ if name != "the_ray"} == {"describe", "find"}
 
 
