@@ -124,7 +124,7 @@ class RayCollector(NodeCollector):
             if not isinstance(config, Mapping):
                 raise TypeError(f"remote_configs must be a dict for ray.remote, or a list of them, not {config!r}")
             if own := sorted(config.keys() & {"max_restarts", "max_concurrency", "concurrency_groups"}):
-                raise ValueError(f"remote_configs has {own}, which the collector sets itself: leave them out (for restarts, pass restarts=)")
+                raise ValueError(f"remote_configs has {own}, set by the collector: leave them out, or pass restarts=")
         if type(replay_buffer).__module__.startswith("ray.") and hasattr(replay_buffer, "_actor_id"):
             given["replay_buffer"] = ActorBuffer(replay_buffer)
         super().__init__(RayFamily(configs, given.pop("ray_init_config"), given.pop("restarts")), **given)
@@ -134,6 +134,6 @@ class RayCollector(NodeCollector):
 
     @property
     def remote_collectors(self) -> list[Any]:
-        """The actors, by rank. ``ray.get(actor.cascade_execute.remote("env.close"))`` calls a method of an actor's env."""
+        """The actors, by rank. ``ray.get(actor.cascade_execute.remote("env.close"))`` calls a method in an actor."""
         assert isinstance(self._nodes, RayFamily)
         return list(self._nodes.actors)

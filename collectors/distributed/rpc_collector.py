@@ -125,8 +125,8 @@ class RPCCollector(LaunchedCollector):
     @property
     def collector_rrefs(self) -> dict[int, Any]:
         """RRefs to the nodes' collectors, by rank, for calls by RPC:
-        ``collector.collector_rrefs[0].rpc_sync().cascade_execute("env.close")``. Only for a process's first RPCCollector,
-        because torch binds all RRefs of a process to its first RPC agent."""
+        ``collector.collector_rrefs[0].rpc_sync().cascade_execute("env.close")``. Only a process's first RPCCollector
+        has them, because torch binds all RRefs of a process to its first RPC agent."""
         assert isinstance(self._nodes, RPCFamily)
         return self._nodes.references
 

@@ -77,7 +77,7 @@ class Evaluator(KnownKeywords, Lifetime):
             ``RayCollector``, such as ``remote_configs={"num_gpus": 1}``, ``ray_init_config`` and ``restarts``.
         weight_sync_schemes: ``{model_id: scheme}``; None: shared memory ("process") or Ray's scheme, for the policy.
         log_prefix: prefix of the names in a result.
-        reward_keys: key of the reward in a step. If steps have ("next", "episode_reward"), its last value is the return.
+        reward_keys: key of the reward. If steps have ("next", "episode_reward"), the return is its last value.
         done_keys: key of the flag that ends an episode. None: the environment's.
         device: device on which the policy acts.
         exploration_type: exploration type under which the policy acts.
@@ -126,8 +126,8 @@ class Evaluator(KnownKeywords, Lifetime):
         self.closed = True  # until there is something to close
         if backend not in WORKERS:
             raise ValueError(
-                f"unknown backend {backend!r} of Evaluator: choose 'process' or 'ray'. An evaluator always has a worker, "
-                "so that training does not wait for evaluation"
+                f"unknown backend {backend!r} of evaluators: choose 'process' or 'ray'. An evaluator always has a "
+                "worker, so that training does not wait for evaluation"
             )
         collector, own, scheme = WORKERS[backend]
         if busy_policy not in BUSY:
@@ -330,8 +330,8 @@ class Evaluator(KnownKeywords, Lifetime):
 
     @staticmethod
     def extract_weights(policy: Any) -> TensorDictBase:
-        """Copy the weights of a module, TensorDict or (state) dict to the CPU. Later steps of an optimiser do not change
-        the copy."""
+        """Copy the weights of a module, TensorDict or (state) dict to the CPU. Later steps of an optimiser do not
+        change the copy."""
         return as_tensordict(copy_flat(flat_weights(WeightStrategy(), policy))).cpu()
 
     def _copied(self, weights: Any, weights_dict: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -369,7 +369,7 @@ class Evaluator(KnownKeywords, Lifetime):
     def _check_idle(self) -> None:
         if self.pending or self._evaluations.left():
             raise RuntimeError(
-                "an evaluator has no state to save or load while evaluations are pending or results not taken: wait() first"
+                "cannot save or load an evaluator while evaluations are pending or results are not taken: wait() first"
             )
 
     def shutdown(self, timeout: float | None = None) -> None:
