@@ -175,8 +175,8 @@ class GymEnv(NotTorchRLs):
         """Begin new trajectories.
 
         Args:
-            tensordict: receives the result, beside its other entries. A bool entry ``"_reset"``, ``[*batch_size, 1]`` or
-                ``[*batch_size]``, chooses the environments to reset, and is removed. Without it, all are reset.
+            tensordict: gets the result, beside its other entries. A bool entry ``"_reset"`` (``[*batch_size, 1]`` or
+                ``[*batch_size]``) chooses the environments to reset, and is removed. Without it, all are reset.
             seed, options: arguments for Gymnasium's ``reset``.
 
         Returns:

@@ -115,7 +115,7 @@ class Driver(ABC):
             return False
         self.count_free()
         if self.free is not None:
-            raise RuntimeError("this collector runs in the background, by start(): read its frames from the replay buffer")
+            raise RuntimeError("this collector runs in the background: read its frames from the replay buffer")
         return self._is_over()
 
     def _request(self, worker: int, place: SharedPlace, frames_before: int) -> None:

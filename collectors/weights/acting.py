@@ -189,7 +189,7 @@ class ActingWeights:
         """Look after an update that somebody awaits. Raises AckTimeout: it has not begun within the timeout."""
         self.gate.poll()  # if Ctrl-C has ended it half way, perhaps no other thread passes the gate
         if time.monotonic() - begun >= timeout and change.cancel():
-            raise AckTimeout(f"the step under way did not end within {timeout:g} s. No weights were changed: pass a longer timeout=")
+            raise AckTimeout(f"the step under way did not end within {timeout:g} s; no weights were changed")
 
     def _offer(self, update: Callable[[], None]) -> Change:
         if self.gate.held_by_caller:

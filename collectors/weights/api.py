@@ -91,8 +91,8 @@ class WeightsAPI:
 
     @property
     def weight_updater(self) -> WeightUpdaterBase | None:
-        """The (deprecated) updater by which ``update_policy_weights_`` pushes, or None. Set it to an updater, an updater
-        class, or a callable that returns one; this registers the collector with the updater."""
+        """The (deprecated) updater by which ``update_policy_weights_`` pushes, or None. Set it to an updater, an
+        updater class, or a callable that returns one; this registers the collector with the updater."""
         return self._weight_updater
 
     @weight_updater.setter

@@ -144,7 +144,7 @@ class WeightUpdaterBase:
         weights = self._get_server_weights() if policy_or_weights is None else policy_or_weights
         if weights is None:
             raise ValueError(
-                f"{type(self).__name__} got no weights to push, and its _get_server_weights() returned None: pass weights"
+                f"{type(self).__name__} got no weights, and its _get_server_weights() returned None: pass weights"
             )
         weights = self._maybe_map_weights(weights)
         workers = self.all_worker_ids() if worker_ids is None else worker_ids
@@ -304,7 +304,7 @@ class RayWeightUpdater(_NodeWeightUpdater):
 
     def __init__(self, policy_weights: Any = None, remote_collectors: Any = None, max_interval: int = 0) -> None:
         if max_interval:
-            raise ValueError(f"max_interval must be 0, not {max_interval}: pass max_weight_update_interval= to the collector")
+            raise ValueError(f"max_interval={max_interval}: pass max_weight_update_interval= to the collector")
         super().__init__(policy_weights)
 
 
