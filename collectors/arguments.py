@@ -52,7 +52,7 @@ def frames_or_none(name: str, value: Any) -> int | None:
 def warn_rounding(problem: str, frames: int) -> None:
     """Warn that a number of frames is rounded up, unless RL_WARNINGS is off."""
     if os.environ.get("RL_WARNINGS", "1").lower() not in ("0", "false"):
-        warnings.warn(f"{problem}: it is rounded up to {frames}. RL_WARNINGS=False silences this", stacklevel=5)
+        warnings.warn(f"{problem}: rounded up to {frames}. RL_WARNINGS=False silences this warning", stacklevel=5)
 
 
 def check_callable(**given: Any) -> None:
@@ -67,25 +67,25 @@ def check_schemes(**given: Any) -> None:
     for name, schemes in given.items():
         if schemes is not None and not isinstance(schemes, Mapping):
             kind = schemes.__name__ if isinstance(schemes, type) else type(schemes).__name__
-            raise TypeError(f'{name} must be a dict of schemes by model id, not {kind}: pass {{"policy": scheme}}')
+            raise TypeError(f'{name} must be a dict {{model_id: scheme}}, not {kind}: pass {{"policy": scheme}}')
 
 
 def check_policy(policy: Any) -> None:
     """Raises TypeError: it is certainly no policy, but perhaps what makes one."""
     if isinstance(policy, list | tuple):
         raise TypeError(
-            f"policy is a {type(policy).__name__} of {len(policy)}: pass one policy. For one per worker of a "
-            "multi-process collector, pass policy_factory=[…], a list of callables that make them"
+            f"policy is a {type(policy).__name__} of {len(policy)}: pass one policy. To give each worker of a "
+            "multi-process collector its own, pass policy_factory=[…], a list of callables that return policies"
         )
     if isinstance(policy, type):
         raise TypeError(
-            f"policy is the class {policy.__qualname__}: pass an instance of it; did you mean "
+            f"policy is the class {policy.__qualname__}: pass an instance of it. Did you mean "
             f"policy_factory={policy.__qualname__}?"
         )
     if callable(policy) and not isinstance(policy, nn.Module) and fits(policy) and not fits(policy, None):
         name = getattr(policy, "__qualname__", type(policy).__name__)
         raise TypeError(
-            f"policy is {name}(), which takes no observations: a policy takes them, or a TensorDict. Did you mean "
+            f"policy is {name}(), which takes no arguments: a policy takes observations or a TensorDict. Did you mean "
             f"policy_factory={name}?"
         )
 
@@ -98,7 +98,7 @@ def check_policy_factory(name: str, factory: Any) -> None:
         raise TypeError(f"{name} must be a callable that returns a policy, not {type(factory).__name__}")
     if isinstance(factory, TensorDictModuleBase) or (isinstance(factory, nn.Module) and not fits(factory.forward)):
         raise TypeError(
-            f"{name} is a policy itself, a {type(factory).__name__}: pass it as policy=, or a callable that makes it"
+            f"{name} is a policy, a {type(factory).__name__}: pass it as policy=, or pass a callable that returns it"
         )
 
 
@@ -132,11 +132,11 @@ def check_accepted(
             raise TypeError(f"{name} must be True, False or None, not {value!r}")
     if not reset_when_done:
         raise ValueError(
-            "reset_when_done=False: an environment that has finished is always reset, as a step after its end would "
-            "be none; leave reset_when_done out"
+            "reset_when_done=False is not supported: collectors always reset a finished environment, which could not "
+            "make a step. Leave reset_when_done out"
         )
     if return_same_td and replay_buffer is not None:
-        raise TypeError("return_same_td is for batches, which go to the replay buffer here: leave one of the two out")
+        raise TypeError("return_same_td has no use with replay_buffer, which gets all batches: leave one of the two out")
     if cudagraph_policy and not torch.cuda.is_available():
         raise ValueError(
             "cudagraph_policy records the policy as a CUDA graph, but torch finds no CUDA device here: leave "
@@ -180,13 +180,13 @@ class RolloutArguments:
         check_callable(postproc=self.postproc)
         if self.adds and (self.postproc is not None or self.split_trajs):
             raise TypeError(
-                "postproc and split_trajs need whole batches, but extend_buffer=False adds frame by frame: leave "
+                "postproc and split_trajs need whole batches, but extend_buffer=False writes frame by frame: leave "
                 "extend_buffer out"
             )
         if self.replay_buffer is not None and not hasattr(self.replay_buffer, "add" if self.adds else "extend"):
             raise TypeError(
-                f"replay_buffer must have a method {'add' if self.adds else 'extend'}(), which "
-                f"{type(self.replay_buffer).__name__} has not"
+                f"replay_buffer must have a method {'add' if self.adds else 'extend'}(), but "
+                f"{type(self.replay_buffer).__name__} has none"
             )
         self.frames_per_batch = whole("frames_per_batch", self.frames_per_batch, 1)
         total = frames_or_none("total_frames", self.total_frames)
@@ -201,11 +201,11 @@ class RolloutArguments:
         tracker = self.track_policy_version
         if not isinstance(tracker, bool) and not isinstance(getattr(tracker, "version", None), int):
             raise TypeError(
-                f"track_policy_version must be True, False, or an object with a version that is an int, not {tracker!r}"
+                f"track_policy_version must be True, False, or an object with an int attribute version, not {tracker!r}"
             )
         if self.interruptor is not None and not hasattr(self.interruptor, "collection_stopped"):
             raise TypeError(
-                f"interruptor must have a method collection_stopped(), which {type(self.interruptor).__name__} has not"
+                f"interruptor must have a method collection_stopped(), but {type(self.interruptor).__name__} has none"
             )
 
     @property
@@ -252,7 +252,7 @@ def check_factories(create_env_fn: Any, num_workers: int | None) -> list[Any]:
     if not is_list(create_env_fn):
         _check_factory(create_env_fn)
         if num_workers is None:
-            raise ValueError("create_env_fn is one callable: say for how many workers (num_workers=), or pass a list")
+            raise ValueError("create_env_fn is one callable: pass the number of workers as num_workers=, or a list of callables")
         create_env_fn = [create_env_fn] * num_workers
     factories = list(create_env_fn)
     if not factories:
@@ -260,7 +260,7 @@ def check_factories(create_env_fn: Any, num_workers: int | None) -> list[Any]:
     if num_workers is not None and num_workers != len(factories):
         raise ValueError(f"create_env_fn has {len(factories)} entries, but num_workers={num_workers}")
     if len(factories) > MAX_WORKERS:
-        raise ValueError(f"a collector can have {MAX_WORKERS} workers, not {len(factories)}")
+        raise ValueError(f"a collector can have at most {MAX_WORKERS} workers, not {len(factories)}")
     for factory in factories:
         _check_factory(factory)
     return factories
@@ -268,10 +268,10 @@ def check_factories(create_env_fn: Any, num_workers: int | None) -> list[Any]:
 
 def _check_factory(factory: Any) -> None:
     if isinstance(factory, Mapping):
-        raise TypeError("create_env_fn is a dict: pass a list of its values, list(create_env_fn.values())")
+        raise TypeError("create_env_fn is a dict: pass list(create_env_fn.values())")
     if not callable(factory) and not isinstance(factory, str) and not is_list(factory):
         raise TypeError(
-            f"create_env_fn must be callables that make environments, in the workers, not {type(factory).__name__}"
+            f"create_env_fn must be callables, which workers call to make environments, not {type(factory).__name__}"
         )
 
 
@@ -289,7 +289,7 @@ def check_count(name: str, values: Any, count: int) -> None:
     """Raises ValueError: there is not one value for each worker."""
     if len(values) != count:
         raise ValueError(
-            f"{name} has {len(values)} entries, but there are {count} workers: give one for each, or for all"
+            f"{name} has {len(values)} entries, but there are {count} workers: pass one per worker, or one for all"
         )
 
 
@@ -310,7 +310,7 @@ def check_devices(devices: Mapping[str, Device | None]) -> None:
             device = torch.device(given)
         except (RuntimeError, TypeError) as error:
             kind = TypeError if isinstance(error, TypeError) else ValueError
-            raise kind(f"{name}={given!r} is no device here: {error}") from error
+            raise kind(f"{name}={given!r} is not a device of this machine: {error}") from error
         if device.type == "cuda":
             count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         elif device.type == "mps":
@@ -359,14 +359,14 @@ def with_partial(kind: Any, arguments: Mapping[str, Any], defaults: Mapping[str,
     for name in own:
         if name in arguments and not _same(arguments[name], defaults.get(name)):
             raise TypeError(
-                f"{name} is given twice: in the partial that is collector_class, and by the collector around it. "
-                "Leave out one of them"
+                f"{name} is given twice: in the partial passed as collector_class, and to the collector itself. Leave "
+                "one of them out"
             )
     for name in ("total_frames", "replay_buffer"):
         if name in own:
             raise ValueError(
-                f"{name} in the partial that is collector_class: frames are counted, and replay buffers written to, "
-                "for all workers together: give it to the collector around it"
+                f"the partial passed as collector_class has {name}, which is for all workers together: pass it to the "
+                "collector itself"
             )
     return {name: value for name, value in arguments.items() if name not in own}
 

@@ -52,10 +52,10 @@ def _part(path: str, doc: str = "The argument of this name, as it is used.") -> 
 
 
 class Pause(AbstractContextManager[None], AbstractAsyncContextManager[None]):
-    """A block in which a collector stands still, for one use, by a thread (``with``) or a coroutine (``async with``),
-    whose event loop goes on while the step under way ends.
+    """A block, ``with`` or ``async with``, in which a collector does not step. Use each object once.
 
-    ``block`` makes it, for the calling thread (None) or a task. Entering may wait, leaving never does.
+    ``block`` makes it, for the calling thread (None) or a task. Entering waits for the step under way; ``async with``
+    does not block the event loop meanwhile. Leaving never waits.
     """
 
     def __init__(self, block: Callable[[object], AbstractContextManager[None]]) -> None:
@@ -114,13 +114,13 @@ def logged_unless(raise_on_error: bool) -> Iterator[None]:
     except Exception:
         if raise_on_error:
             raise
-        _log.exception("a collector has ended with an error, which shutdown(raise_on_error=False) does not raise")
+        _log.exception("shutdown(raise_on_error=False) of a collector: an error is logged and not raised")
 
 
 class BaseCollector(WeightsAPI, InspectionAPI, Lifetime, IterableDataset[TensorDictBase | None]):
-    """Steps environments with a policy and hands out batches of the steps. ``closed`` is True once :meth:`shutdown` has
-    begun. It is an iterable data set: ``torch.utils.data.DataLoader(collector, batch_size=None, collate_fn=lambda
-    batch: batch)`` hands out the same batches."""
+    """Steps environments with a policy and yields batches of the steps. ``closed`` is True once :meth:`shutdown` has
+    begun. A collector is an iterable data set: ``torch.utils.data.DataLoader(collector, batch_size=None,
+    collate_fn=lambda batch: batch)`` yields the same batches."""
 
     _arguments: Any  # those that any collector has, and others
     total_frames = _part("_arguments.total_frames")
@@ -156,19 +156,18 @@ class BaseCollector(WeightsAPI, InspectionAPI, Lifetime, IterableDataset[TensorD
 
     @abstractmethod
     def iterator(self) -> Iterator[TensorDictBase | None]:
-        """Batches until ``total_frames`` are reached; None for each where they go to a replay buffer."""
+        """Yield batches until ``total_frames`` is reached; with a replay buffer, yield None for each batch."""
 
     def __iter__(self) -> Iterator[TensorDictBase | None]:
         return self.iterator()
 
     def __len__(self) -> int:
-        """How many batches there are from the first to the last one, if none is cut short; for progress bars, say.
-        Raises TypeError: there is no end, or batches are of whole trajectories (TorchRL: RuntimeError, which ends
-        ``list`` and progress bars of what has no end)."""
+        """Number of batches in all, if none is cut short. Raises TypeError: collection has no end, or batches are of
+        whole trajectories. (TorchRL raises RuntimeError, which breaks ``list()`` and progress bars.)"""
         own: Any = self
         if own.total_frames == math.inf or not self._counts_frames:
             why = "no end" if own.total_frames == math.inf else "batches of whole trajectories"
-            raise TypeError(f"this {type(self).__name__} has {why}, and so no length")
+            raise TypeError(f"this {type(self).__name__} has no length, because it has {why}")
         count: int = math.ceil(own.total_frames / own.requested_frames_per_batch)
         return count
 
@@ -176,7 +175,7 @@ class BaseCollector(WeightsAPI, InspectionAPI, Lifetime, IterableDataset[TensorD
         return True  # whatever its length
 
     def next(self) -> TensorDictBase | None:
-        """The next batch; None when there are no more (and where batches go to a replay buffer)."""
+        """The next batch. None: there are no more, or batches go to a replay buffer."""
         return next(self.iterator(), None)
 
     def __aiter__(self) -> AsyncIterator[TensorDictBase | None]:
@@ -184,7 +183,7 @@ class BaseCollector(WeightsAPI, InspectionAPI, Lifetime, IterableDataset[TensorD
 
     @abstractmethod
     async def __anext__(self) -> TensorDictBase | None:
-        """The next of the same batches; cancelling loses none. Raises StopAsyncIteration at the end."""
+        """The next batch. Cancelling loses no batch. Raises StopAsyncIteration at the end."""
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -193,9 +192,9 @@ class BaseCollector(WeightsAPI, InspectionAPI, Lifetime, IterableDataset[TensorD
         """End collection, schemes and workers. Idempotent.
 
         Args:
-            timeout: seconds; None: 5. What has not ended by then is cut off.
-            close_env: whether the environments are closed.
-            raise_on_error: whether errors are raised, not only logged.
+            timeout: seconds until whatever still runs is cut off. None: 5.
+            close_env: True: close the environments.
+            raise_on_error: True: raise errors. False: log them.
         """
 
     def _check_open(self) -> None:
@@ -207,18 +206,18 @@ class BaseCollector(WeightsAPI, InspectionAPI, Lifetime, IterableDataset[TensorD
 
     def start(self) -> None:
         """Collect into the replay buffer, in the background, until ``total_frames``, :meth:`async_shutdown` or
-        :meth:`shutdown`. Does nothing if it does already.
+        :meth:`shutdown`. Does nothing if the collector is running already.
 
-        What is raised there is logged, and raised by the next :meth:`pause`, :meth:`async_shutdown` or
+        An error in the background is logged, and raised by the next :meth:`pause`, :meth:`async_shutdown` or
         :meth:`shutdown`.
 
         Raises:
-            NotImplementedError: there is no replay buffer.
-            ClosedError: after :meth:`shutdown`.
+            NotImplementedError: the collector has no replay buffer.
+            ClosedError: the collector was shut down.
         """
         if self.replay_buffer is None:
             raise NotImplementedError(
-                f"{type(self).__name__}.start() collects into a replay buffer: pass replay_buffer=, or iterate instead"
+                f"{type(self).__name__}.start() needs a replay buffer: pass replay_buffer=, or iterate instead"
             )
         self._check_open()
         self._set_free()
@@ -229,7 +228,7 @@ class BaseCollector(WeightsAPI, InspectionAPI, Lifetime, IterableDataset[TensorD
 
     @abstractmethod
     def is_running(self) -> bool:
-        """Whether it collects in the background."""
+        """Whether the collector collects in the background."""
 
     def _raise_free_error(self) -> None:
         """Raise what ended collection in the background, once."""
@@ -242,14 +241,14 @@ class BaseCollector(WeightsAPI, InspectionAPI, Lifetime, IterableDataset[TensorD
         """A block, ``with`` or ``async with``, in which the collector does not step."""
 
     def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
-        """End a collector that was started with :meth:`start`; as :meth:`shutdown`."""
+        """End a collector that :meth:`start` has started; the same as :meth:`shutdown`."""
         self.shutdown(timeout, close_env)
 
     # -- hooks --------------------------------------------------------------------------------------------------------
 
     @property
     def pre_collect_hook(self) -> PreHook | None:
-        """Called before each rollout, in the process that rolls out; what it raises stops collection."""
+        """Called before each rollout, in the process that rolls out. If it raises, collection ends."""
         return self._pre_collect_hook
 
     @pre_collect_hook.setter
@@ -259,8 +258,8 @@ class BaseCollector(WeightsAPI, InspectionAPI, Lifetime, IterableDataset[TensorD
 
     @property
     def post_collect_hook(self) -> PostHook | None:
-        """Called with each batch before it is handed out, in the process that rolls out; what it raises stops
-        collection."""
+        """Called with each batch before it is handed out, in the process that rolls out. If it raises, collection
+        ends."""
         return self._post_collect_hook
 
     @post_collect_hook.setter
@@ -272,22 +271,22 @@ class BaseCollector(WeightsAPI, InspectionAPI, Lifetime, IterableDataset[TensorD
         """Have the workers, if there are any, call this hook."""
 
     def set_post_collect_hook(self, hook: PostHook | None) -> None:
-        """Set :attr:`post_collect_hook`: for callers that can call methods only, such as those of a remote actor."""
+        """Set :attr:`post_collect_hook`. For callers that can only call methods, such as those of a remote actor."""
         self.post_collect_hook = hook
 
     # -- being a part of something larger -----------------------------------------------------------------------------
 
     @property
     def worker_idx(self) -> int:
-        """Which worker of a larger collector this is, from 0.
+        """Index of this collector among the workers of a larger one, from 0.
 
         Raises:
-            RuntimeError: it is not one, or has not been told.
+            RuntimeError: it was never set.
         """
         if self._worker_idx is None:
             raise RuntimeError(
-                "worker_idx has not been set: this collector is not the worker of another. "
-                "Pass worker_idx= to the constructor, or set collector.worker_idx, if it is"
+                "worker_idx was never set, so this collector is not the worker of another one. "
+                "If it is, pass worker_idx= to the constructor, or set collector.worker_idx"
             )
         return self._worker_idx
 

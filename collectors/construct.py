@@ -63,8 +63,8 @@ def by_backend(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], *, subc
     if subclass:
         if chosen := [name for name, value in zip(SELECTORS, given, strict=True) if value is not None]:
             raise TypeError(
-                f"{' and '.join(f'{name}=' for name in chosen)}: Collector chooses another class by these, but "
-                f"{cls.__name__} is a subclass: construct MultiSyncCollector or MultiAsyncCollector instead"
+                f"{' and '.join(f'{name}=' for name in chosen)} would choose another class than the subclass "
+                f"{cls.__name__}: construct MultiSyncCollector or MultiAsyncCollector instead"
             )
         return None
     if count is not None:
@@ -80,7 +80,7 @@ def by_backend(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], *, subc
     if not isinstance(sync, bool | None):
         raise TypeError(f"sync must be True or False, not {sync!r}")
     if not args and "create_env_fn" not in kwargs:
-        raise TypeError("Collector() is missing create_env_fn: pass what makes an environment")
+        raise TypeError("Collector() is missing create_env_fn: pass a callable that returns an environment")
     factories, *others = args if args else (kwargs.pop("create_env_fn"),)
     factories = spread_factories(factories, count)
     return partial(FAMILIES[backend], factories, *others, sync=bool(sync), **options, **kwargs)
@@ -91,19 +91,19 @@ def _options(given: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> di
     if given is None:
         return {}
     if not isinstance(given, Mapping):
-        raise TypeError(f"backend_options must be a dict of arguments of the chosen collector, not {given!r}")
+        raise TypeError(f"backend_options must be a dict of arguments for the chosen collector, not {given!r}")
     if own := sorted(given.keys() & {*SELECTORS, "num_workers"}):
-        raise ValueError(f"{own} in backend_options: these are arguments of Collector itself, or num_collectors=")
+        raise ValueError(f"backend_options has {own}: pass these to Collector itself (num_workers as num_collectors=)")
     if twice := sorted(given.keys() & {*kwargs, *("create_env_fn", "policy")[: len(args)]}):
-        raise ValueError(f"{twice} in backend_options is also an argument of the call: give each once")
+        raise ValueError(f"backend_options repeats {twice}, also arguments of the call: give each once")
     return dict(given)
 
 
 def _check_direct(count: int | None, sync: Any, options: Mapping[str, Any]) -> None:
     """Raises TypeError, ValueError: arguments that are for collectors with workers."""
     if count not in (None, 1):
-        raise ValueError(f"backend='direct' is one collector in this process, not {count}: use backend='process'")
+        raise ValueError(f"backend='direct' runs one collector, in this process, not {count}: use backend='process'")
     if sync is not None:
-        raise TypeError("sync= is for several collectors: pass num_collectors=n too, or leave sync out")
+        raise TypeError("sync= needs several workers: pass num_collectors=n too, or leave sync out")
     if options:
-        raise ValueError(f"backend_options={sorted(options)} are for collectors with workers: pass backend='process'")
+        raise ValueError(f"backend_options={sorted(options)} need a collector with workers: pass backend='process'")

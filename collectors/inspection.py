@@ -30,7 +30,7 @@ def as_calls(
     wanted = count if count is not None else max(lengths, default=1)
     if any(length != wanted for length in lengths):
         raise ValueError(
-            f"list_of_args and list_of_kwargs need {wanted} entries each, one for each call, but they have "
+            f"list_of_args and list_of_kwargs need {wanted} entries each, one per call, but have "
             f"{' and '.join(map(str, lengths))}"
         )
     args = [()] * wanted if list_of_args is None else list_of_args
@@ -49,18 +49,18 @@ class InspectionAPI(ABC):
     # -- attributes and calls -----------------------------------------------------------------------------------------
 
     def cascade_execute(self, attr_path: str, *args: Any, **kwargs: Any) -> Any:
-        """Call what an attribute path leads to: ``_receiver_schemes['policy']._set_dist_connection_info``, say.
+        """Call the method at an attribute path, such as ``env.close`` or ``_receiver_schemes['policy'].connect``.
 
         Args:
-            attr_path: attributes, ``['key']`` and ``[0]``, from this collector on.
-            args, kwargs: of the call.
+            attr_path: path from this collector: attributes, ``['key']`` and ``[0]``.
+            args, kwargs: arguments of the call.
 
         Returns:
-            What the call returns.
+            The result of the call.
 
         Raises:
-            ValueError: no such path.
-            TypeError: what is there cannot be called.
+            ValueError: there is no such path.
+            TypeError: the object at the path cannot be called.
         """
         try:
             function = follow(self, attr_path)
@@ -68,7 +68,7 @@ class InspectionAPI(ABC):
             raise ValueError(f"{type(self).__name__} has no {attr_path!r}: {error!r}") from error
         if not callable(function):
             raise TypeError(
-                f"{attr_path!r} is a {type(function).__name__} and cannot be called: give the path to a method"
+                f"{attr_path!r} is a {type(function).__name__}, which cannot be called: give the path of a method"
             )
         return function(*args, **kwargs)
 
@@ -78,52 +78,52 @@ class InspectionAPI(ABC):
         list_of_args: Sequence[Sequence[Any]] | None = None,
         list_of_kwargs: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[Any]:
-        """Call a method of this collector once for each entry of these lists, and return what the calls return.
+        """Call a method of this collector once per entry of these lists, and return the results.
 
         Args:
-            method_name: its name, or the path to it, as of :meth:`cascade_execute`.
+            method_name: name of the method, or a path as for :meth:`cascade_execute`.
             list_of_args: positional arguments of each call.
             list_of_kwargs: keyword arguments of each call.
 
         Raises:
-            ValueError: lists of different lengths; no such method.
-            TypeError: what is there cannot be called.
+            ValueError: the lists differ in length, or there is no such method.
+            TypeError: the object of this name cannot be called.
         """
         calls = as_calls(list_of_args, list_of_kwargs, None)
         return [self.cascade_execute(method_name, *args, **kwargs) for args, kwargs in calls]
 
     def get_distant_attr(self, attr: str) -> Any:
-        """What an attribute path leads to from this collector on: ``env.transform[0].scale``, say.
+        """The object at an attribute path from this collector, such as ``env.transform[0].scale``.
 
         Raises:
-            AttributeError: no such path.
+            AttributeError: there is no such path.
         """
         return self._attribute(self, attr)
 
     def getattr_policy(self, attr: str) -> Any:
-        """An attribute of the policy that acts, or what a path leads to from it.
+        """The object at an attribute path from the acting policy.
 
         Raises:
-            AttributeError: it has none of this name.
+            AttributeError: there is no such path.
         """
         return self._attribute(self.policy, attr)
 
     def getattr_env(self, attr: str) -> Any:
-        """An attribute of the environment, or what a path leads to from it.
+        """The object at an attribute path from the environment.
 
         Raises:
-            AttributeError: it has none of this name.
+            AttributeError: there is no such path.
         """
         return self._attribute(self.env, attr)  # type: ignore[attr-defined]
 
     def getattr_rb(self, attr: str) -> Any:
-        """An attribute of the replay buffer, or what a path leads to from it.
+        """The object at an attribute path from the replay buffer.
 
         Raises:
-            AttributeError: it has none of this name, or there is no replay buffer.
+            AttributeError: there is no such path, or no replay buffer.
         """
         if self.replay_buffer is None:
-            raise AttributeError(f"this {type(self).__name__} has no replay buffer, and so no {attr!r} of it")
+            raise AttributeError(f"this {type(self).__name__} has no replay buffer from which to read {attr!r}")
         return self._attribute(self.replay_buffer, attr)
 
     def _attribute(self, owner: Any, path: str) -> Any:
@@ -133,16 +133,16 @@ class InspectionAPI(ABC):
             raise AttributeError(f"{type(owner).__name__} has no {path!r}: {error!r}") from error
 
     def get_policy_version(self) -> int:
-        """:attr:`policy_version`, for callers that can call methods only, such as those of a remote actor."""
+        """:attr:`policy_version`, for callers that can only call methods, such as those of a remote actor."""
         version: int = self.policy_version
         return version
 
     # -- statistics ---------------------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, int | float | bool]:
-        """How far it has come: ``frames`` and ``batches`` so far, ``requested_frames_per_batch``, ``policy_version``,
-        and, where there is an end, ``total_frames`` and ``completed``. Neither waits nor changes anything; any thread
-        may call it, at any time."""
+        """Progress: ``frames`` and ``batches`` so far, ``requested_frames_per_batch``, ``policy_version`` and, if
+        collection has an end, ``total_frames`` and ``completed``. Neither waits nor changes anything. Any thread may
+        call it at any time."""
         own: Any = self
         found: dict[str, int | float | bool] = {"frames": own._collected, "batches": own._iter + 1}
         if own.total_frames < math.inf:
@@ -168,29 +168,29 @@ class InspectionAPI(ABC):
         with_flops: bool = False,
         on_trace_ready: Callable[[Any], None] | None = None,
     ) -> None:
-        """Record the rollouts that follow by torch's profiler, where they are done; each worker writes a trace of its
-        own, for ``chrome://tracing`` or Perfetto. At any time; the recording ends with the collector at the latest.
+        """Record the next rollouts by torch's profiler, in the process that does them. Each worker writes a trace for
+        ``chrome://tracing`` or Perfetto. May be called at any time. Recording ends with the collector at the latest.
 
-        Where ``async for`` or :meth:`start` makes this collector's own thread roll out, a recording that is ended early
-        ends in that thread: with the rollout under way, or the next one.
+        If a thread of the collector rolls out (``async for``, :meth:`start`), ending a recording early takes effect in
+        that thread, with the rollout under way or the next one.
 
         Args:
-            workers: indices of the workers to record; None: the first. Of workers that have workers of their own, all
-                of those are recorded, and ``{worker_idx}`` is ``0_1``, say. Without workers: ignored.
-            num_rollouts: rollouts of each, those for warming up included.
-            warmup_rollouts: the first so many are not recorded.
-            save_path: of the trace, in which ``{worker_idx}`` stands for the worker; None:
-                ``./collector_profile_{worker_idx}.json``. Directories are made.
-            activities: "cpu", "cuda"; None: both, as far as they are there.
-            record_shapes, profile_memory, with_stack, with_flops: as of ``torch.profiler.profile``.
-            on_trace_ready: called with the profiler where the rollouts are, instead of writing a file; it travels by
-                cloudpickle. What it raises ends collection there.
+            workers: indices of the workers to record. None: the first. A worker that has workers records all of them,
+                and ``{worker_idx}`` is then like ``0_1``. Ignored by a collector without workers.
+            num_rollouts: rollouts of each worker, including those for warming up.
+            warmup_rollouts: this many rollouts at the start are not recorded.
+            save_path: path of the trace, in which ``{worker_idx}`` stands for the worker. None:
+                ``./collector_profile_{worker_idx}.json``. Missing directories are created.
+            activities: "cpu", "cuda". None: both, if available.
+            record_shapes, profile_memory, with_stack, with_flops: see ``torch.profiler.profile``.
+            on_trace_ready: called with the profiler, in the process that rolls out, instead of writing a file. Pickled
+                by cloudpickle. If it raises, collection ends.
 
         Raises:
-            ValueError: no rollout would be recorded; an unknown worker or activity.
-            RuntimeError: an earlier recording goes on in another thread.
-            OSError: the trace's directory cannot be made.
-            ClosedError: after :meth:`shutdown`.
+            ValueError: no rollout would be recorded, or a worker or an activity is unknown.
+            RuntimeError: another thread still runs an earlier recording.
+            OSError: the trace's directory cannot be created.
+            ClosedError: the collector was shut down.
         """
         given = given_arguments(locals())
         config = ProfileConfig(**{name: value for name, value in given.items() if value is not None})
@@ -198,14 +198,14 @@ class InspectionAPI(ABC):
         self._profile_config = config
 
     def disable_profile(self) -> None:
-        """End the recording; what was recorded until now is written. Nothing happens where none was enabled."""
+        """End the recording and write the trace. Does nothing if no recording was enabled."""
         if self._profile_config is not None and not self.closed:  # type: ignore[attr-defined]
             self._profile(None, "")
         self._profile_config = None
 
     @property
     def profile_config(self) -> ProfileConfig | None:
-        """What :meth:`enable_profile` was told; None: nothing, or :meth:`disable_profile` came after it."""
+        """What the last :meth:`enable_profile` asked for. None: never called, or :meth:`disable_profile` came later."""
         return self._profile_config
 
     @abstractmethod

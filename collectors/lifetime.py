@@ -19,10 +19,10 @@ class Lifetime(ABC):
 
     @classmethod
     async def create(cls, *args: Any, **kwargs: Any) -> Self:
-        """The constructor, for a coroutine: the loop goes on while workers start and environments are made, which
-        takes seconds. ``async with await MultiAsyncCollector.create(…) as collector:``
+        """Construct without blocking the event loop: starting workers and environments takes seconds.
+        ``async with await MultiAsyncCollector.create(…) as collector:``
 
-        Cancelled, it raises when what was being made has been shut down again, without waiting for workers that start.
+        If it is cancelled, it shuts the new object down before it raises, without waiting for starting workers.
         """
         made: list[Self] = []
         interruption = Interruption()
@@ -41,7 +41,7 @@ class Lifetime(ABC):
 
     @abstractmethod
     def shutdown(self, timeout: float | None = None) -> None:
-        """End it. Idempotent."""
+        """End all that the constructor has begun. Idempotent."""
 
     async def _shutdown_elsewhere(self) -> None:
         """:meth:`shutdown` without blocking the running loop."""

@@ -66,17 +66,17 @@ class LocalCollector(BaseCollector):
     # -- rollouts -----------------------------------------------------------------------------------------------------
 
     def rollout(self) -> TensorDictBase | None:
-        """One rollout: ``[*env.batch_size, time]``, last dimension named "time". None if its frames were added to the
-        replay buffer.
+        """One rollout, ``[*env.batch_size, time]``, whose last dimension is named "time". None: its frames were added
+        to the replay buffer.
 
-        Calls ``pre_collect_hook`` first; does neither ``split_trajs`` nor ``postproc``, and counts no frames but those
-        added.
+        Calls ``pre_collect_hook`` first. Applies neither ``split_trajs`` nor ``postproc``. Counts only frames that it
+        adds to the replay buffer.
 
         Raises:
-            ClosedError: after :meth:`shutdown`.
+            ClosedError: the collector was shut down.
             RuntimeError: another thread is collecting.
-            Exception: what environment or policy raises, and the next rollout goes on from the step before; what a
-                hook raises, which ends collection.
+            Exception: the environment or the policy raised it; the next rollout goes on from the step before. Or a
+                hook raised it, which ends collection.
         """
         return self._iteration.rollout()
 
@@ -95,14 +95,15 @@ class LocalCollector(BaseCollector):
         return self._free is not None and self._free.is_alive()
 
     def pause(self) -> Pause:
-        """A block, ``with`` or ``async with``, in which no step is under way and the replay buffer is left alone.
+        """A block, ``with`` or ``async with``, in which the collector neither steps nor writes to the replay buffer.
 
-        The coroutine's event loop goes on while the step under way ends. Cancelled, it raises when that has ended.
+        Entering waits for the step under way; ``async with`` does not block the event loop meanwhile. If it is
+        cancelled, it raises once that step has ended.
 
         Raises:
-            ClosedError: after :meth:`shutdown`.
+            ClosedError: the collector was shut down.
             AckTimeout: the step under way did not end within 60 s.
-            BaseException: what ended collection in the background.
+            BaseException: the error that ended collection in the background.
         """
         return Pause(self._paused)
 
@@ -158,57 +159,57 @@ class LocalCollector(BaseCollector):
     # Each waits for the step under way, at most 60 s (AckTimeout); all but state_dict() raise ClosedError when closed.
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Seed the environments, then reset them: they begin new trajectories. Returns the seed for the next one."""
+        """Seed and reset the environments, which begin new trajectories. Returns a seed for a further environment."""
         with self._standing():
             following = self._rollouts.set_seed(seed, static_seed)
             self._iteration.reset(None, {})
             return following
 
     def reset(self, index: Any = None, **kwargs: Any) -> None:
-        """Reset the environments; they begin new trajectories. With ``trajs_per_batch``, what the reset breaks off is
-        left out; a reset of all environments leaves out whole trajectories, too, that were not handed out yet.
+        """Reset the environments, which begin new trajectories. With ``trajs_per_batch``, trajectories that the reset
+        breaks off are dropped. A reset of all environments also drops whole trajectories that were not handed out yet.
 
         Args:
-            index: of the environments of a batch that are reset: whatever indexes a tensor of its shape. None: all.
-            kwargs: for the environment's ``reset``.
+            index: environments of the batch to reset; anything that indexes a tensor of the batch's shape. None: all.
+            kwargs: arguments for the environment's ``reset``.
 
         Raises:
-            ValueError: an index, but the environment is no batch.
+            ValueError: an index was given, but there is only one environment.
         """
         with self._standing():
             self._iteration.reset(index, kwargs)
 
     def fake_tensordict(self) -> TensorDictBase:
-        """A batch of zeros: what a rollout gives, after ``split_trajs`` and ``postproc``. The environment makes no step
-        for it; the policy is called once, on zeros, unless there was a rollout before.
+        """A batch of zeros with the layout of a real one, after ``split_trajs`` and ``postproc``. Does not step the
+        environment. Calls the policy once, on zeros, unless there was a rollout before.
 
         Raises:
-            TypeError: before the first rollout, of an environment that tells neither its own ``fake_tensordict()`` nor
-                a ``reward_spec``.
+            TypeError: there was no rollout yet, and the environment has neither ``fake_tensordict()`` nor a
+                ``reward_spec``.
         """
         with self._standing():
             return self._iteration.fake_batch()
 
     def state_dict(self) -> dict[str, Any]:
-        """``policy_state_dict``, ``env_state_dict``, ``frames``, ``iter``, ``versions``, and ``traj_pool`` if
+        """A dict of ``policy_state_dict``, ``env_state_dict``, ``frames``, ``iter``, ``versions``, and ``traj_pool`` if
         trajectories are tracked.
 
-        All of it is a copy, which later updates do not change. Trajectories that are under way are not part of it. It
-        may also be asked for after ``shutdown()``.
+        All of it is a copy, which later updates do not change. It does not contain unfinished trajectories. May also
+        be called after ``shutdown()``.
         """
         with self._lock.standing(PAUSE_SECONDS), self._weights.holds():
             return self._iteration.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """Go on from what :meth:`state_dict` returned, with new trajectories. Versions go on, too: no frame that is
-        collected from now on has the label of one from before.
+        """Continue from what :meth:`state_dict` returned, with new trajectories. Versions continue too, so no new frame
+        gets the version of an earlier one.
 
         Raises:
-            KeyError: a part is missing, and ``strict``.
+            KeyError: a part is missing, and ``strict`` is True.
         """
         if strict and (missing := [part for part in PARTS if part not in state_dict]):
             raise KeyError(
-                f"the state dict of a {type(self).__name__} has no {missing}; strict=False takes what there is"
+                f"the state dict of a {type(self).__name__} lacks {missing}: pass strict=False to load the rest"
             )
         with self._standing():
             self._iteration.load_state_dict(state_dict, strict)
@@ -223,18 +224,19 @@ class LocalCollector(BaseCollector):
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
-        """End collection: a rollout under way ends before its next step. Then close the environment, and the schemes.
+        """End collection before the next step. Then close the environment and the schemes.
 
-        Idempotent. A step that takes longer than the timeout is not waited for: its thread closes the environment
-        afterwards.
+        Idempotent. If the step under way takes longer than the timeout, its thread closes the environment when the
+        step has ended.
 
         Args:
-            timeout: seconds; None: 5.
-            close_env: whether the environment is closed.
-            raise_on_error: whether errors are raised, not only logged.
+            timeout: seconds. None: 5.
+            close_env: True: close the environment.
+            raise_on_error: True: raise errors. False: log them.
 
         Raises:
-            BaseException: what ended collection in the background, or the environment's ``close``.
+            BaseException: the error that ended collection in the background, or an error of the environment's
+                ``close``.
         """
         with logged_unless(raise_on_error):
             self._end(timeout, close_env)
@@ -250,7 +252,7 @@ class LocalCollector(BaseCollector):
                 afterwards()
             else:
                 _log.warning(
-                    "%s.shutdown(): the step under way has not ended in time; the environment is closed when it has",
+                    "%s.shutdown(): the step under way did not end in time; its thread will close the environment",
                     type(self).__name__,
                 )
         finally:

@@ -31,18 +31,18 @@ class ProfileConfig:
     """What :meth:`asyncsync.collectors.Collector.enable_profile` records.
 
     Attributes:
-        workers: indices of the workers of a collector with workers.
-        num_rollouts: rollouts until the profile ends, those for warming up included.
-        warmup_rollouts: the first so many are not recorded.
-        save_path: of the trace, in which ``{worker_idx}`` stands for the worker; None:
-            ``./collector_profile_{worker_idx}.json``. Directories are made.
-        activities: "cpu", "cuda"; the latter is left out where there is no CUDA.
-        record_shapes, profile_memory, with_stack, with_flops: as of ``torch.profiler.profile``.
-        on_trace_ready: called with the profiler where the rollouts are, instead of writing a file; it travels by
+        workers: indices of the workers to record, for a collector with workers.
+        num_rollouts: rollouts until the profile ends, including those for warming up.
+        warmup_rollouts: this many rollouts at the start are not recorded.
+        save_path: path of the trace, in which ``{worker_idx}`` stands for the worker. None:
+            ``./collector_profile_{worker_idx}.json``. Missing directories are created.
+        activities: "cpu", "cuda". "cuda" is left out if there is no CUDA.
+        record_shapes, profile_memory, with_stack, with_flops: see ``torch.profiler.profile``.
+        on_trace_ready: called with the profiler, in the process that rolls out, instead of writing a file. Pickled by
             cloudpickle.
 
     Raises:
-        ValueError: no rollout would be recorded, or an unknown activity.
+        ValueError: no rollout would be recorded, or an activity is unknown.
     """
 
     workers: list[int] = field(default_factory=lambda: [0])
@@ -63,18 +63,18 @@ class ProfileConfig:
         if self.num_rollouts <= self.warmup_rollouts:
             raise ValueError(
                 f"num_rollouts ({self.num_rollouts}) must be greater than warmup_rollouts ({self.warmup_rollouts}), "
-                "which are not recorded"
+                "because warm-up rollouts are not recorded"
             )
         if unknown := [name for name in self.activities if name.lower() not in _ACTIVITIES]:
-            raise ValueError(f"unknown activities {unknown}: choose of {list(_ACTIVITIES)}")
+            raise ValueError(f"unknown activities {unknown}: choose from {list(_ACTIVITIES)}")
 
     def get_save_path(self, worker_idx: int | str) -> Path:
-        """Where the trace of this worker is written."""
+        """Path of this worker's trace."""
         path = "./collector_profile_{worker_idx}.json" if self.save_path is None else str(self.save_path)
         return Path(path.format(worker_idx=worker_idx))
 
     def get_activities(self) -> list[ProfilerActivity]:
-        """Those of torch that are recorded on this machine."""
+        """The torch activities that this machine can record."""
         there = [name.lower() for name in self.activities if name.lower() != "cuda" or torch.cuda.is_available()]
         return [_ACTIVITIES[name] for name in there]
 
@@ -99,7 +99,7 @@ class RolloutProfiler:
         self._thread: threading.Thread | None = None
         self._is_over = False
         if not config.get_activities():
-            raise ValueError(f"activities={config.activities}, but this machine has none of them: add 'cpu'")
+            raise ValueError(f"activities={config.activities}, but this machine can record none of them: add 'cpu'")
         if config.on_trace_ready is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
 
@@ -150,7 +150,7 @@ class RolloutProfiler:
             recorded.stop()
         else:
             _log.warning(
-                "a profile is given up: %s, which has begun it, has ended, and what was recorded with it", thread
+                "a profile is lost, because the thread that began it has ended: %s", thread
             )
 
 

@@ -51,79 +51,78 @@ class Collector(LocalCollector, metaclass=Chooses):
     """Steps an environment with a policy, in this process.
 
     Args:
-        create_env_fn: an environment, a callable that returns one, a list of one of these, or a Gymnasium id; see
+        create_env_fn: an environment, a callable that returns one, a Gymnasium id, or a list with one of these; see
             :mod:`asyncsync.collectors.envs.environment`.
-        policy: module or callable; None: :class:`RandomPolicy`. One that is no ``TensorDictModuleBase`` and whose
-            ``forward`` does not take one TensorDict is wrapped in a ``TensorDictModule`` from the observations to the
-            actions.
-        policy_factory: makes the policy instead.
+        policy: a module or another callable. None: :class:`RandomPolicy`. Unless it is a ``TensorDictModuleBase`` or
+            its ``forward`` takes one TensorDict, it is wrapped in a ``TensorDictModule`` that reads the observations
+            and writes the actions.
+        policy_factory: a callable that returns the policy. Give this or ``policy``.
         frames_per_batch: frames of a batch, over all environments; rounded up to whole steps.
-        total_frames: frames until collection ends, rounded up to whole batches (``extend_buffer=False``: to whole
-            steps, so that the last rollout may be shorter); -1: it does not.
-        device: fills those of the next three that are not given.
-        storing_device: where batches are; None: every leaf where it was created.
-        policy_device: where the policy acts, with a copy of its weights if they are elsewhere.
-        env_device: where the environment is moved to; None: it stays where it is.
-        create_env_kwargs: for the callable.
-        max_frames_per_traj: steps after which an environment is reset, each for itself; None or negative: no limit.
+        total_frames: collection ends after this many frames, rounded up to whole batches (``extend_buffer=False``: to
+            whole steps, so the last rollout may be shorter). -1: no end.
+        device: default for ``storing_device``, ``policy_device`` and ``env_device``.
+        storing_device: device of the batches. None: each tensor stays on the device where it was created.
+        policy_device: device on which the policy acts. If its weights are elsewhere, a copy of the policy acts there.
+        env_device: device to which the environment is moved. None: it stays where it is.
+        create_env_kwargs: keyword arguments for ``create_env_fn``.
+        max_frames_per_traj: each environment is truncated and reset after this many steps. None or negative: no limit.
             Adds "step_count".
-        init_random_frames: frames at the beginning for which the policy is ignored, rounded up to whole batches.
-        reset_at_each_iter: reset before each batch.
-        postproc: called with each batch; what it returns takes the batch's place.
-        split_trajs: batches are split by :func:`split_trajectories`.
-        trajs_per_batch: batches are so many whole trajectories each, in the order in which they ended. Rollouts of
-            ``frames_per_batch`` frames are collected until there are enough; hooks and ``postproc`` get these rollouts.
-            With a replay buffer, trajectories are written as soon as they have ended, as frames one after another.
-            Those that never end, by ``reset_at_each_iter`` say, are left out, as are those that ``total_frames`` cut.
-        trajs_per_write: with a replay buffer and ``trajs_per_batch``: the most trajectories that are written at once;
-            None: all that have ended.
-        traj_format: with ``trajs_per_batch``, "padded" (also None): ``[trajs_per_batch, longest]``, with zeros, and
-            with ("collector", "mask") for what is none; "cat": ``[frames]``, one trajectory after another.
-        compact_obs: leave out of ``"next"`` what the next step has at its root: observations, step counts, a
-            TorchRL environment's state. A trajectory's last observation is nowhere then.
-        track_traj_ids: every frame has ("collector", "traj_ids").
-        exploration_type: for the policy.
+        init_random_frames: actions are random for this many frames at the start, rounded up to whole batches.
+        reset_at_each_iter: reset the environments before each batch.
+        postproc: called with each batch; returns the batch to hand out.
+        split_trajs: split each batch by :func:`split_trajectories`.
+        trajs_per_batch: number of whole trajectories in a batch, in the order in which they ended. The collector rolls
+            out ``frames_per_batch`` frames at a time until it has enough; hooks and ``postproc`` get these rollouts.
+            With a replay buffer, each trajectory is written, frame after frame, as soon as it has ended. Trajectories
+            that ``reset_at_each_iter`` or ``total_frames`` cut off are dropped.
+        trajs_per_write: most trajectories per write, with ``trajs_per_batch`` and a replay buffer. None: all that have
+            ended.
+        traj_format: layout with ``trajs_per_batch``. "padded" or None: ``[trajs_per_batch, longest]``, zero-padded,
+            with ("collector", "mask") False on padding. "cat": ``[frames]``, one trajectory after another.
+        compact_obs: omit from ``"next"`` what the next step repeats at its root: observations, step counts, the state
+            of a TorchRL environment. The last observation of each trajectory is then lost.
+        track_traj_ids: give every frame its trajectory id, ("collector", "traj_ids").
+        exploration_type: exploration type under which the policy acts. None: RANDOM.
         set_truncated: mark the last frame of each batch (of each rollout) as truncated and done.
-        replay_buffer: where frames go instead of to the caller, who gets None. Needs ``extend``, or ``add``.
-        extend_buffer: whole batches (``extend``), or frame by frame as they come (``add``).
-        trust_policy: the policy takes and returns TensorDicts: it is neither looked at nor wrapped. Without it, the
-            modules of ``tensordict.nn`` are called without tensordict's detours, which take longer than a small
-            network.
-        compile_policy: True, or keyword arguments of ``torch.compile``.
-        cudagraph_policy: True, or keyword arguments of ``tensordict.nn.CudaGraphModule``, which records the policy, on
-            a CUDA device, as a graph. Without one, an error.
-        use_buffers: no effect: a batch's memory is allocated once, and steps that do not fit are stacked.
-        return_same_td: each batch is the very TensorDict of the one before, with new values, while its layout fits.
-        reset_when_done: True; an environment that has finished is always reset.
-        interruptor: has a method ``collection_stopped()``; after a step where that is true, the rollout ends, and is
-            as long as it was.
-        track_policy_version: write the version also as "policy_version", at the root and under "next", as TorchRL
-            does; ("collector", "policy_version") is always there. An object with a ``version``: True, and it is kept
-            up to date.
-        auto_register_policy_transforms: give one of TorchRL's environments the transforms that recurrent parts of
-            the policy need (InitTracker, TensorDictPrimer), where it lacks them. Other environments cannot have them:
-            a recurrent policy is an error then, and any other one gets a warning. None: no.
-        local_init_rb: no effect: a replay buffer's storage is made by whoever writes first.
+        replay_buffer: receives the frames; the caller gets None for each batch. Needs ``extend()`` or ``add()``.
+        extend_buffer: True: write whole batches by ``extend()``. False: write each frame by ``add()``.
+        trust_policy: the policy takes and returns TensorDicts, so do not inspect or wrap it. Otherwise the collector
+            calls modules of ``tensordict.nn`` without tensordict's overhead, which exceeds the time of a small network.
+        compile_policy: True, or keyword arguments for ``torch.compile``.
+        cudagraph_policy: True, or keyword arguments for ``tensordict.nn.CudaGraphModule``, which records the policy as
+            a CUDA graph. Raises ValueError if there is no CUDA device.
+        use_buffers: no effect: a batch's memory is allocated once; steps of another layout are stacked.
+        return_same_td: return the same TensorDict each time, with new values, while the layout stays the same.
+        reset_when_done: must be True: a finished environment is always reset.
+        interruptor: object with a method ``collection_stopped()``, called after each step; if it returns True, the
+            rollout ends there and is shorter.
+        track_policy_version: also write the version as "policy_version", at the root and under "next", as TorchRL
+            does; ("collector", "policy_version") is always there. An object with a ``version`` means True, and the
+            collector keeps its ``version`` up to date.
+        auto_register_policy_transforms: add to a TorchRL environment the transforms that recurrent parts of the policy
+            need and it lacks (InitTracker, TensorDictPrimer). For any other environment, a recurrent policy raises
+            ValueError, and another policy warns. None: False.
+        local_init_rb: no effect: the first process that writes to a replay buffer creates its storage.
         no_cuda_sync: skip the synchronisation after copies between devices.
-        weight_updater: an updater, or what makes one (deprecated).
-        weight_sync_schemes: by which this collector sends weights: to other processes, say.
-        weight_recv_schemes: by which it receives them; connects.
-        worker_idx: which worker of a larger collector this is.
+        weight_updater: an updater, or a callable that returns one (deprecated).
+        weight_sync_schemes: ``{model_id: scheme}``: the collector sends weights by these, such as to other processes.
+        weight_recv_schemes: ``{model_id: scheme}``: the collector receives weights by these. The constructor connects.
+        worker_idx: index of this collector among the workers of a larger one.
         pre_collect_hook: called before each rollout.
         post_collect_hook: called with each batch before it is handed out.
-        max_lag: versions by which the acting weights may be behind the newest published; more: the next step waits.
-            None: any number.
-        traj_pool: where trajectory ids come from.
-        backend: "direct": this class. "process": what comes is a MultiAsyncCollector, or (``sync=True``) a
-            MultiSyncCollector, with one worker for each factory. "ray", "rpc", "distributed": a RayCollector,
-            RPCCollector or DistributedCollector with one node for each; "submitit": the latter, whose nodes are jobs.
-            None: "process" if num_collectors is given.
-        backend_options: further arguments of that class. Only with a backend that has workers.
-        num_collectors: how many workers, where create_env_fn is no list.
+        max_lag: the collector waits before a step while the acting weights are more than this many versions behind
+            the newest published version. None: never wait.
+        traj_pool: source of the trajectory ids.
+        backend: "direct": this class. "process": MultiAsyncCollector, or MultiSyncCollector with ``sync=True``, with
+            one worker per factory. "ray", "rpc", "distributed": RayCollector, RPCCollector or DistributedCollector,
+            with one node per factory. "submitit": DistributedCollector whose nodes are submitit jobs. None: "process"
+            if num_collectors is given, else "direct".
+        backend_options: further arguments of the chosen class, for all backends but "direct".
+        num_collectors: number of workers or nodes if create_env_fn is not a list.
         sync: see backend.
 
     Raises:
-        TypeError, ValueError, RuntimeError: arguments exclude each other, or environment or policy cannot serve them.
+        TypeError, ValueError, RuntimeError: arguments exclude each other, or do not fit the environment or the policy.
     """
 
     @classmethod

@@ -81,9 +81,9 @@ def _aggregate_end_of_traj(data: TensorDictBase, done_keys: Iterable[Key]) -> to
         done = data.get(key, None)
         if done is None:
             raise KeyError(
-                f"no {key!r} under 'next' in the environment's step, so nothing says when a trajectory ends (it has "
-                f"{sorted(map(str, data.keys()))}): have step_and_maybe_reset() set it (bool, [*batch_size, 1]), or "
-                "give the environment done_keys that name what it sets"
+                f"the environment's step has no {key!r} under 'next' to mark a trajectory's end (it has "
+                f"{sorted(map(str, data.keys()))}): let step_and_maybe_reset() set it (bool, [*batch_size, 1]), or "
+                "name the environment's own flags in its done_keys"
             )
         if done.ndim > n:
             done = done.squeeze(-1) if done.ndim == n + 1 and done.shape[-1] == 1 else done.flatten(n).any(-1)
@@ -107,19 +107,19 @@ def split_trajectories(
 ) -> TensorDictBase:
     """One row per trajectory, zero-padded: ``[*batch, T]`` becomes ``[trajectories, longest]``.
 
-    A batch whose rows are one trajectory each keeps its shape (``[T]`` becomes ``[1, T]``). Steps that a mask of the
-    batch says are padding, as in a batch that was preempted or split already, belong to none.
+    A batch with one trajectory per row keeps its shape (``[T]`` becomes ``[1, T]``). Padding steps, by the mask of a
+    batch that was cut or split before, belong to no trajectory.
 
     Args:
-        rollout_tensordict: a batch, time last; it is not changed.
-        prefix: under which key ``"traj_ids"`` is read and ``"mask"`` (bool, True where a step is no padding) is
-            written; ``"collector"`` by default where the batch has that key, else none.
-        trajectory_key: where the identifiers are instead; the mask is written beside them.
-        done_key: of ``("next", done_key)``, by which trajectories are told apart where there are no identifiers, which
-            are then written. ``"done"`` by default.
+        rollout_tensordict: a batch, time last. It is not changed.
+        prefix: key under which to read ``"traj_ids"`` and to write ``"mask"`` (bool, False on padding). None:
+            ``"collector"`` if the batch has that key, else the root.
+        trajectory_key: key of the trajectory ids instead. The mask is written beside them.
+        done_key: if there are no ids, ``("next", done_key)`` marks the ends of trajectories, and ids are written. None:
+            ``"done"``.
 
     Raises:
-        KeyError: neither identifiers nor the done key.
+        KeyError: the batch has neither trajectory ids nor the done key.
     """
     batch = rollout_tensordict.copy()
     if trajectory_key is not None:
@@ -192,7 +192,7 @@ def processed(batch: TensorDictBase, postproc: Callable[[Any], Any] | None, *, s
     if postproc is not None:
         batch = postproc(batch)
         if not isinstance(batch, TensorDictBase):
-            raise TypeError(f"postproc returned a {type(batch).__name__}: it must return the batch")
+            raise TypeError(f"postproc returned a {type(batch).__name__}, but must return the batch, a TensorDict")
     private = _private_keys(batch)
     return batch.exclude(*private, inplace=True) if private else batch
 

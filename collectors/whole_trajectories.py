@@ -142,27 +142,27 @@ def check_trajectories(
     if traj_format not in (None, "padded", "cat"):
         raise ValueError(f"traj_format must be 'padded' or 'cat', not {traj_format!r}")
     if split_trajs and not track_traj_ids:
-        raise ValueError("split_trajs=True requires track_traj_ids=True: batches are split by their trajectory ids")
+        raise ValueError("split_trajs=True needs track_traj_ids=True, because it splits batches by trajectory ids")
     if trajs_per_batch is None:
         if traj_format == "cat" or trajs_per_write is not None:
             name = "trajs_per_write" if trajs_per_write is not None else "traj_format"
-            raise ValueError(f"{name} is for whole trajectories: pass trajs_per_batch= too, or leave {name} out")
+            raise ValueError(f"{name} needs trajs_per_batch: pass trajs_per_batch= too, or leave {name} out")
         return None
     count = whole("trajs_per_batch", trajs_per_batch, 1)
     if split_trajs:
         raise ValueError(
-            "trajs_per_batch and split_trajs exclude each other: trajectories are whole, leave out split_trajs"
+            "trajs_per_batch and split_trajs exclude each other: leave split_trajs out"
         )
     if not track_traj_ids:
-        raise ValueError("trajs_per_batch requires track_traj_ids=True: trajectories are told apart by their ids")
+        raise ValueError("trajs_per_batch needs track_traj_ids=True, because it tells trajectories apart by ids")
     if replay_buffer is None:
         if trajs_per_write is not None:
             raise ValueError(
-                "trajs_per_write is for a replay buffer: pass replay_buffer=, or leave trajs_per_write out"
+                "trajs_per_write needs a replay buffer: pass replay_buffer=, or leave trajs_per_write out"
             )
         return WholeTrajectories(count, count, is_padded=traj_format != "cat", ends_early=reset_at_each_iter)
     if not extend_buffer:
-        raise ValueError("trajs_per_batch writes whole trajectories, not frame by frame: leave extend_buffer out")
+        raise ValueError("trajs_per_batch writes whole trajectories, but extend_buffer=False frame by frame: leave extend_buffer out")
     most = sys.maxsize if trajs_per_write is None else whole("trajs_per_write", trajs_per_write, 1)
     return WholeTrajectories(1, most, is_padded=False, ends_early=reset_at_each_iter)
 
@@ -175,7 +175,7 @@ def _pieces(rollout: TensorDictBase) -> Iterator[tuple[int, TensorDictBase]]:
         return
     ids = rollout.get(IDS, None)
     if ids is None:
-        raise KeyError(f"trajs_per_batch needs {IDS} in every rollout: postproc has to leave it there")
+        raise KeyError(f"trajs_per_batch needs {IDS} in every rollout: postproc must not remove it")
     start = 0
     for number, frames in groupby(ids.tolist()):
         end = start + sum(1 for _ in frames)
@@ -189,7 +189,7 @@ def _ends(piece: TensorDictBase) -> bool:
     after = piece.get("next", None)
     flags = [] if after is None else [key for key in after.keys(True, True) if _name(key) in FLAGS]
     if not flags:
-        raise KeyError("trajs_per_batch needs ('next', 'done') in every rollout: postproc has to leave it there")
+        raise KeyError("trajs_per_batch needs ('next', 'done') in every rollout: postproc must not remove it")
     own = [key for key in flags if isinstance(key, str)]  # else those of several agents
     return any(bool(after.get(key)[-1].any()) for key in own or flags)
 

@@ -1,4 +1,4 @@
-"""DistributedCollector: environments stepped by ranks that gloo reaches.
+"""DistributedCollector: steps environments in nodes that are reached by gloo.
 
     collector = DistributedCollector([make_env] * 8, policy, frames_per_batch=200, total_frames=100_000, launcher="mp")
     for batch in collector:                     # or: async for batch in collector
@@ -26,31 +26,29 @@ from asyncsync.sync import DistributedWeightSyncScheme
 
 
 class DistributedCollector(LaunchedCollector):
-    """Nodes step environments; commands and batches travel by gloo, in a process group of two for each node, which are
-    apart from torch's default one: that may be initialised or not, and collectors do not share anything.
+    """Steps environments in nodes. gloo carries commands and batches, in a process group of two for each node. torch's
+    default process group may be initialised or not, and is not used.
 
-    A node that is lost ends collection with :class:`~asyncsync.errors.PeerLost`, which names it; with ``restarts``, it
-    is made anew instead.
+    If a node is lost, collection ends with :class:`~asyncsync.errors.PeerLost`, which names it; with ``restarts``, the
+    node is launched again instead.
 
     Args:
-        create_env_fn, policy, policy_factory, frames_per_batch, total_frames, device: as of ``RPCCollector``.
-        storing_device, env_device, policy_device, max_frames_per_traj, init_random_frames: as of ``RPCCollector``.
-        reset_at_each_iter, postproc, split_trajs, exploration_type, collector_class: as of ``RPCCollector``.
-        collector_kwargs, num_workers_per_collector, sync, slurm_kwargs: as of ``RPCCollector``.
-        update_after_each_batch, max_weight_update_interval, launcher, tcp_port, backend: as of ``RPCCollector``.
-        create_env_kwargs, weight_updater, weight_sync_schemes, weight_recv_schemes: as of ``RPCCollector``.
-        pre_collect_hook, post_collect_hook, worker_idx: as of ``RPCCollector``.
-        replay_buffer: where frames go instead; one that pickles as a handle on what is elsewhere, and says so by a true
-            attribute ``shared``.
-        extend_buffer: whole rollouts, or frame by frame.
-        restarts: how often each node that is lost is launched again, with a new environment, the current weights, and
-            the hooks that were set last; a profile that has not ended begins anew. Calls of its workers wait until it
-            has connected.
-        connect_timeout: seconds for all nodes to be ready, and for each that is launched again.
+        create_env_fn, policy, policy_factory, frames_per_batch, total_frames, device: see ``RPCCollector``.
+        storing_device, env_device, policy_device, max_frames_per_traj, init_random_frames: see ``RPCCollector``.
+        reset_at_each_iter, postproc, split_trajs, exploration_type, collector_class: see ``RPCCollector``.
+        collector_kwargs, num_workers_per_collector, sync, slurm_kwargs: see ``RPCCollector``.
+        update_after_each_batch, max_weight_update_interval, launcher, tcp_port, backend: see ``RPCCollector``.
+        create_env_kwargs, weight_updater, weight_sync_schemes, weight_recv_schemes: see ``RPCCollector``.
+        pre_collect_hook, post_collect_hook, worker_idx: see ``RPCCollector``.
+        replay_buffer: receives the frames: a buffer that pickles as a handle and has an attribute ``shared = True``.
+        extend_buffer: True: write whole rollouts. False: write frame by frame.
+        restarts: how often each lost node is launched again, with a new environment, the current weights, and the
+            latest hooks; an unfinished profile begins again. Calls to its worker wait until it has connected.
+        connect_timeout: seconds within which all nodes must be ready, and each node that is launched again.
 
-    Weights go by :class:`asyncsync.sync.DistributedWeightSyncScheme` unless a scheme is given.
+    :class:`asyncsync.sync.DistributedWeightSyncScheme` carries the weights unless another scheme is given.
 
-    Raises what ``RPCCollector`` raises.
+    Raises the same errors as ``RPCCollector``.
     """
 
     def __init__(

@@ -84,7 +84,7 @@ class NodeFamily(ABC):
                 try:
                     self.stop(rank, max(0.5, deadline - time.monotonic()))
                 except Exception:
-                    logger.exception("%s could not be ended", self.name(rank))
+                    logger.exception("ending %s failed", self.name(rank))
         finally:
             self.close()
 

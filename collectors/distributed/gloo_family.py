@@ -64,7 +64,7 @@ class Line:
         self._pair.receive(head)
         number, count, signature = _HEAD.unpack(head.numpy().tobytes())
         if count > MAX_PARTS:
-            raise ProtocolError(f"a message of {count} parts")
+            raise ProtocolError(f"a node's connection carried a message of {count} parts, which asyncsync does not send")
         with normal_tensors():
             sizes = torch.empty(count, dtype=torch.int64, device="cpu")
         self._pair.receive(sizes)
@@ -73,7 +73,7 @@ class Line:
             parts.append(empty(size))
             self._pair.receive(parts[-1])
         if not hmac.compare_digest(signature, self._signature(number, sizes, parts)):
-            raise ProtocolError("a message that this collector's other side has not sent")
+            raise ProtocolError("a node's connection carried a message that was not signed with this collector's key")
         return number, from_tensors(parts)
 
     def close(self) -> None:
@@ -117,7 +117,7 @@ class _Connection:
                 number, answer = self.line.receive()
                 self._futures.pop(number).set_result(answer)
         except (RuntimeError, ProtocolError) as error:
-            logger.debug("the connection to a node is lost: %s", error)
+            logger.debug("lost the connection to a node: %s", error)
         finally:
             self._commands.put(None)
 

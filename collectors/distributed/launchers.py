@@ -148,7 +148,7 @@ class RankLauncher(Launcher):
     def __init__(self) -> None:
         self._store, rank = _store_of_ranks()
         if rank != 0:
-            raise RuntimeError(f"this is rank {rank}: rank 0 makes the collector, and the others call serve_node()")
+            raise RuntimeError(f"this is rank {rank}, but only rank 0 makes the collector: call serve_node() here")
         host = os.environ["MASTER_ADDR"]
         self.address = "127.0.0.1" if host in ("localhost", "127.0.0.1", "::1") else own_address()
 
@@ -163,18 +163,18 @@ class RankLauncher(Launcher):
 
 
 def serve_node(timeout: float = 300.0) -> None:
-    """In a rank but the first, with ``launcher="torchrun"``: be a node of the collector that rank 0 makes, and return
-    when that has been shut down. Call it again for the next one.
+    """With ``launcher="torchrun"``, in every rank but 0: be a node of rank 0's collector, and return when rank 0 has shut
+    it down. Call it again for the next collector.
 
     Args:
-        timeout: seconds until rank 0 has begun to make its collector.
+        timeout: seconds within which rank 0 must begin to make its collector.
 
     Raises:
-        RuntimeError: this is no such rank, or the timeout is over.
+        RuntimeError: this is rank 0 or was not started by torchrun, or the timeout is over.
     """
     store, rank = _store_of_ranks()
     if rank == 0:
-        raise RuntimeError("this is rank 0, which makes the collector: call serve_node() in the others")
+        raise RuntimeError("this is rank 0, which makes the collector: call serve_node() in the other ranks")
     key = f"{RANK_KEY}{rank - 1}"
     store.wait([key], timedelta(seconds=timeout))
     program, arguments = loads(store.get(key))
@@ -188,7 +188,7 @@ def _store_of_ranks() -> tuple[Any, int]:
 
     names = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
     if missing := [name for name in names if name not in os.environ]:
-        raise RuntimeError(f"{', '.join(missing)} not set in the environment: start this program by torchrun")
+        raise RuntimeError(f"the environment variables {', '.join(missing)} are not set: start this program by torchrun")
     host, port, rank, count = (os.environ[name] for name in names)
     is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = TCPStore(host, int(port), int(count), int(rank) == 0 and not is_agents, wait_for_workers=False)
@@ -203,9 +203,9 @@ def check_launcher(name: Any, slurm_kwargs: Any) -> None:
     if name not in LAUNCHERS:
         raise ValueError(f"unknown launcher {name!r}: choose one of {', '.join(map(repr, LAUNCHERS))}")
     if slurm_kwargs is not None and not isinstance(slurm_kwargs, Mapping):
-        raise TypeError(f"slurm_kwargs must be a dict of parameters of submitit's executor, not {slurm_kwargs!r}")
+        raise TypeError(f"slurm_kwargs must be a dict of parameters for submitit's executor, not {slurm_kwargs!r}")
     if slurm_kwargs and name != "submitit":
-        raise ValueError(f"slurm_kwargs are for launcher='submitit', not {name!r}")
+        raise ValueError(f"slurm_kwargs need launcher='submitit', not {name!r}: leave slurm_kwargs out")
 
 
 def make_launcher(name: str, slurm_kwargs: Mapping[str, Any] | None) -> Launcher:

@@ -267,7 +267,7 @@ class Node:
         try:
             self._worker.close()
         except Exception:
-            logger.exception("a node's collector could not be shut down")
+            logger.exception("shutting down a node's collector failed")
         finally:
             self.ended.set()
             with self._changed:
@@ -283,7 +283,7 @@ class Node:
 
 
 def _over() -> Answer:
-    return Answer(Failure.of(ClosedError("this node has been stopped")))
+    return Answer(Failure.of(ClosedError("this node was stopped")))
 
 
 def where() -> str:

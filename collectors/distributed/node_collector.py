@@ -79,8 +79,8 @@ class NodeCollector(MultiCollector):
             factories = [factory if is_list(factory) else [factory] * per_node for factory in factories]
         elif per_node > 1:
             raise ValueError(
-                f"num_workers_per_collector={per_node}, but the nodes run a collector that has no workers: pass "
-                "collector_class='sync' or 'async' too"
+                f"num_workers_per_collector={per_node}, but the nodes' collector has no workers: also pass "
+                "collector_class='sync' or 'async'"
             )
         schemes = arguments["weight_sync_schemes"]
         check_schemes(weight_sync_schemes=schemes)
@@ -97,9 +97,9 @@ class NodeCollector(MultiCollector):
         self._kwargs = each("collector_kwargs", {} if collector_kwargs is None else collector_kwargs, len(factories))
         for given in self._kwargs:
             if not isinstance(given, Mapping):
-                raise TypeError(f"collector_kwargs must be a dict, or a list of one for each node, not {given!r}")
+                raise TypeError(f"collector_kwargs must be a dict, or a list with one per node, not {given!r}")
             if own := sorted(given.keys() & {*COUNTED_HERE}):
-                raise ValueError(f"{own} in collector_kwargs: these are arguments of {type(self).__name__} itself")
+                raise ValueError(f"collector_kwargs has {own}: pass these to {type(self).__name__} itself")
         super().__init__(
             factories,
             policy,
@@ -149,7 +149,7 @@ def _port_of(tcp_port: Any) -> int | None:
     """The port, which may be a string. Raises TypeError, ValueError."""
     if isinstance(tcp_port, str):
         if not tcp_port.isdecimal():
-            raise ValueError(f"tcp_port must be a port's number, not {tcp_port!r}")
+            raise ValueError(f"tcp_port must be a port number, not {tcp_port!r}")
         tcp_port = int(tcp_port)
     port = None if tcp_port is None else whole("tcp_port", tcp_port, 1)
     if port is not None and port > 65535:
@@ -165,7 +165,7 @@ def _class_of(given: str | Callable[..., BaseCollector]) -> Callable[..., BaseCo
         return CLASSES[given]
     kind = given.func if isinstance(given, functools.partial) else given
     if not callable(kind) or (inspect.isclass(kind) and not issubclass(kind, BaseCollector)):
-        raise TypeError(f"collector_class must be a class of collectors, or one of {sorted(CLASSES)}, not {given!r}")
+        raise TypeError(f"collector_class must be a collector class, or one of {sorted(CLASSES)}, not {given!r}")
     return given
 
 

@@ -174,13 +174,13 @@ class NodeGroup(WorkerGroup):
         """A node is lost, unless that one was launched again meanwhile."""
         if self.is_over or incarnation != self._incarnations[rank] or rank in self._lost:
             return
-        lost = PeerLost(f"{self.nodes.name(rank)} is lost: {str(error).partition(chr(10))[0]}")
+        lost = PeerLost(f"{self.nodes.name(rank)} was lost: {str(error).partition(chr(10))[0]}")
         lost.__cause__ = error
         self._node_calls.lose(rank, lost)
         self._telling.pop(rank, None)
         self._built_now.discard(rank)
         if not self.ending and self.failure is None and incarnation < self.nodes.restarts:
-            logger.warning("%s; it is launched again", lost)
+            logger.warning("%s; launching it again", lost)
             self._incarnations[rank] += 1
             self._launch_again(rank)
             return

@@ -1,4 +1,4 @@
-"""RayCollector: environments stepped by Ray's actors.
+"""RayCollector: steps environments in Ray actors.
 
     collector = RayCollector([make_env] * 8, policy, frames_per_batch=200, total_frames=100_000)
     for batch in collector:                     # or: async for batch in collector
@@ -26,54 +26,52 @@ from asyncsync.sync import RayWeightSyncScheme
 
 
 class RayCollector(NodeCollector):
-    """Ray's actors step environments. Needs the library ``ray`` (``asyncsync[ray]``).
+    """Steps environments in Ray actors. Needs the library ``ray`` (``asyncsync[ray]``).
 
-    A node that is killed, or whose host is lost, ends collection with
-    :class:`~asyncsync.errors.PeerLost`, which names it; with ``restarts``, it is made anew instead. Weights go by
-    :class:`asyncsync.sync.RayWeightSyncScheme` unless a scheme is given.
+    If an actor is killed or its host is lost, collection ends with :class:`~asyncsync.errors.PeerLost`, which names the
+    actor; with ``restarts``, the actor is started again instead. :class:`asyncsync.sync.RayWeightSyncScheme` carries
+    the weights unless another scheme is given.
 
     Args:
-        create_env_fn: a list of callables that return an environment (or Gymnasium ids), one per actor; or one, with
-            ``num_collectors``. They travel by cloudpickle.
-        policy, policy_factory, device, storing_device, env_device, policy_device: as of ``MultiCollector``.
-        create_env_kwargs, max_frames_per_traj, init_random_frames, reset_at_each_iter: as of ``MultiCollector``.
-        postproc, split_trajs, exploration_type, trust_policy, no_cuda_sync: as of ``MultiCollector``.
-        pre_collect_hook, post_collect_hook, max_weight_update_interval, weight_updater: as of ``MultiCollector``.
-        weight_sync_schemes, weight_recv_schemes, trajs_per_batch: as of ``MultiCollector``.
-        frames_per_batch: frames of a batch; with ``sync``, split over the nodes.
-        total_frames: frames until collection ends, a multiple of ``frames_per_batch``; -1: it does not.
-        collector_class: what each node runs: "single" (``Collector``), "sync" or "async" (with workers of its own:
-            ``MultiSyncCollector`` and ``MultiAsyncCollector``), or such a class.
-        collector_kwargs: further arguments of that: a dict, or one for each node.
-        num_workers_per_collector: workers of each node's own; all of them make the same environment.
-        sync: True: a batch is a stack of all nodes' rollouts; False: it is one node's, first come, first served.
-        ray_init_config: for ``ray.init``, if that was not called before. Then ``ray.shutdown`` is called at the end of
-            the last collector or evaluator that uses Ray, unless the program has called ``ray.init`` since.
-        remote_configs: for ``ray.remote``: what an actor needs and where it may be placed, such as ``num_cpus`` or
-            ``scheduling_strategy``; a dict, or one for each actor. None: one CPU.
-        num_collectors: how many actors, where ``create_env_fn`` is one callable.
-        update_after_each_batch: send the policy's weights before each batch (``sync``), or after each to the node that
-            it came from.
-        replay_buffer: where frames go instead: an actor with the methods ``extend`` or ``add``, its
-            :class:`~asyncsync.collectors.distributed.ActorBuffer`, or what pickles as a handle on what is elsewhere,
-            and says so by a true attribute ``shared``.
-        extend_buffer: whole rollouts, or frame by frame.
-        init_fn: called in each actor first, before environment and policy are made.
-        restarts: how often each actor that has died is made anew, with a new environment, the current weights, and the
-            hooks that were set last; a profile that has not ended begins anew. Calls of its workers wait until it has
-            connected.
-        worker_idx: which worker of a larger collector this is.
-        connect_timeout: seconds for all nodes to be ready, and for each that is made anew.
+        create_env_fn: a list with a callable that returns an environment (or a Gymnasium id) for each actor, or one
+            for all, with ``num_collectors``. Pickled by cloudpickle.
+        policy, policy_factory, device, storing_device, env_device, policy_device: see ``MultiCollector``.
+        create_env_kwargs, max_frames_per_traj, init_random_frames, reset_at_each_iter: see ``MultiCollector``.
+        postproc, split_trajs, exploration_type, trust_policy, no_cuda_sync: see ``MultiCollector``.
+        pre_collect_hook, post_collect_hook, max_weight_update_interval, weight_updater: see ``MultiCollector``.
+        weight_sync_schemes, weight_recv_schemes, trajs_per_batch: see ``MultiCollector``.
+        frames_per_batch: frames of a batch; with ``sync``, split over the actors.
+        total_frames: collection ends after this many frames, a multiple of ``frames_per_batch``. -1: no end.
+        collector_class: class that each actor runs: "single" (``Collector``), "sync" or "async"
+            (``MultiSyncCollector`` or ``MultiAsyncCollector``, with worker processes), or such a class.
+        collector_kwargs: further arguments of that class: a dict, or a list with one per actor.
+        num_workers_per_collector: worker processes of each actor; all of them make the same environment.
+        sync: True: a batch stacks one rollout of every actor. False: a batch is one actor's rollout, in order of
+            arrival.
+        ray_init_config: arguments for ``ray.init``, if the program has not called it. Then the last collector or
+            evaluator that uses Ray calls ``ray.shutdown``, unless the program has called ``ray.init`` since.
+        remote_configs: arguments for ``ray.remote``, which say what an actor needs and where it may run, such as
+            ``num_cpus`` or ``scheduling_strategy``; a dict, or a list with one per actor. None: one CPU.
+        num_collectors: number of actors if ``create_env_fn`` is one callable.
+        update_after_each_batch: send the policy's weights: with ``sync`` to all actors before each batch, otherwise
+            after each batch to the actor that produced it.
+        replay_buffer: receives the frames: an actor with a method ``extend`` or ``add``, its
+            :class:`~asyncsync.collectors.distributed.ActorBuffer`, or another buffer that pickles as a handle and has
+            an attribute ``shared = True``.
+        extend_buffer: True: write whole rollouts. False: write frame by frame.
+        init_fn: called in each actor first, before it makes environment and policy.
+        restarts: how often each actor that died is started again, with a new environment, the current weights, and
+            the latest hooks; an unfinished profile begins again. Calls to its worker wait until it has connected.
+        worker_idx: index of this collector among the workers of a larger one.
+        connect_timeout: seconds within which all actors must be ready, and each actor that is started again.
 
     Raises:
-        TypeError, ValueError: arguments that exclude each other, or do not fit the nodes.
+        TypeError, ValueError: arguments exclude each other, or do not fit the actors.
         ImportError: Ray is not installed.
-        Exception: what a node raises before it is ready, with its type.
-        PeerLost: a node was lost before it was ready.
-        AckTimeout, NotConnected: the nodes were not ready in time.
+        Exception: an actor raised it before it was ready. It keeps its type.
+        PeerLost: an actor was lost before it was ready.
+        AckTimeout, NotConnected: not all actors were ready within ``connect_timeout``.
     """
-
-    called_schemes = (RayCore,)
 
     def __init__(
         self,
@@ -126,7 +124,7 @@ class RayCollector(NodeCollector):
             if not isinstance(config, Mapping):
                 raise TypeError(f"remote_configs must be a dict for ray.remote, or a list of them, not {config!r}")
             if own := sorted(config.keys() & {"max_restarts", "max_concurrency", "concurrency_groups"}):
-                raise ValueError(f"{own} in remote_configs: leave these to the collector, or pass restarts=")
+                raise ValueError(f"remote_configs has {own}, set by the collector: leave them out, or pass restarts=")
         if type(replay_buffer).__module__.startswith("ray.") and hasattr(replay_buffer, "_actor_id"):
             given["replay_buffer"] = ActorBuffer(replay_buffer)
         super().__init__(RayFamily(configs, given.pop("ray_init_config"), given.pop("restarts")), **given)
@@ -136,6 +134,6 @@ class RayCollector(NodeCollector):
 
     @property
     def remote_collectors(self) -> list[Any]:
-        """The actors, by their ranks: ``ray.get(actor.cascade_execute.remote("env.close"))`` calls a method there."""
+        """The actors, by rank. ``ray.get(actor.cascade_execute.remote("env.close"))`` calls a method in an actor."""
         assert isinstance(self._nodes, RayFamily)
         return list(self._nodes.actors)

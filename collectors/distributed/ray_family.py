@@ -151,7 +151,7 @@ class RayFamily(NodeFamily):
         try:
             parcel = self._ray.get(result, timeout=FETCH_SECONDS)
         except self._ray.exceptions.RayError as error:
-            raise PeerLost(f"a batch of {self.name(rank)} is lost: {error}") from error
+            raise PeerLost(f"a batch of {self.name(rank)} was lost: {error}") from error
         # What Ray returns lies in its store, and is read-only.
         batch: TensorDictBase = loads(Parcel(parcel.pickled, [bytearray(buffer) for buffer in parcel.buffers]))
         return batch
@@ -171,9 +171,9 @@ class RayFamily(NodeFamily):
 
 
 class ActorBuffer:
-    """A replay buffer that is an actor, for workers that write to it: it pickles as the actor's handle.
+    """A replay buffer in a Ray actor, to which workers write. It pickles as the actor's handle.
 
-    ``extend`` and ``add`` return when the actor has what it was given.
+    ``extend`` and ``add`` return when the actor has stored the frames.
     """
 
     shared = True  # what check_shared() looks at
@@ -192,5 +192,5 @@ class ActorBuffer:
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         found = getattr(self.actor, name).remote(*args, **kwargs).future()
         if not until_done(found, FETCH_SECONDS):
-            raise TimeoutError(f"a replay buffer that is a Ray actor has not answered {name}() in {FETCH_SECONDS:g} s")
+            raise TimeoutError(f"the Ray actor of a replay buffer did not answer {name}() within {FETCH_SECONDS:g} s")
         return found.result()

@@ -1,4 +1,4 @@
-"""RPCCollector: environments stepped by nodes that torch's RPC reaches.
+"""RPCCollector: steps environments in nodes that are reached by torch's RPC.
 
     collector = RPCCollector([make_env] * 8, policy, frames_per_batch=200, total_frames=100_000, launcher="mp")
     for batch in collector:                     # or: async for batch in collector
@@ -29,37 +29,35 @@ from asyncsync.sync import RPCWeightSyncScheme
 
 
 class RPCCollector(LaunchedCollector):
-    """Nodes step environments; commands, batches and the keys of the weights' bus travel by torch's RPC. A process has
-    one RPC agent, and so one RPCCollector at a time.
+    """Steps environments in nodes. torch's RPC carries commands, batches and the keys of the weights' bus. A process
+    has one RPC agent, so it can have only one RPCCollector at a time.
 
-    A node that is lost ends collection with :class:`~asyncsync.errors.PeerLost`, which names it. There is no replay
-    buffer, so no ``start()``: batches come to this process.
+    If a node is lost, collection ends with :class:`~asyncsync.errors.PeerLost`, which names it. There is no replay
+    buffer, and so no ``start()``: batches come to this process.
 
     Args:
-        create_env_fn: a list of callables that return an environment (or Gymnasium ids), one per node; or one, for one
-            node. They travel by cloudpickle.
-        policy, device, storing_device, env_device, policy_device, policy_factory: as of ``MultiCollector``.
-        max_frames_per_traj, init_random_frames, reset_at_each_iter, exploration_type: as of ``MultiCollector``.
-        create_env_kwargs, max_weight_update_interval, weight_updater, weight_recv_schemes: as of ``MultiCollector``.
-        pre_collect_hook, post_collect_hook: as of ``MultiCollector``.
-        frames_per_batch, total_frames, collector_class, collector_kwargs: as of ``RayCollector``.
-        num_workers_per_collector, sync, update_after_each_batch, worker_idx, connect_timeout: as of ``RayCollector``.
-        postproc, split_trajs: done here, with the batch in one piece.
-        slurm_kwargs: for submitit's executor: parameters of the job, and ``folder`` for its logs.
-        launcher: "submitit" (jobs; needs that library, ``asyncsync[slurm]``), "mp" (processes of this host), or
-            "torchrun": ranks that are there already, of which this is the first, and each of the others calls
+        create_env_fn: a list with a callable that returns an environment (or a Gymnasium id) for each node; or one
+            callable, for one node. Pickled by cloudpickle.
+        policy, device, storing_device, env_device, policy_device, policy_factory: see ``MultiCollector``.
+        max_frames_per_traj, init_random_frames, reset_at_each_iter, exploration_type: see ``MultiCollector``.
+        create_env_kwargs, max_weight_update_interval, weight_updater, weight_recv_schemes: see ``MultiCollector``.
+        pre_collect_hook, post_collect_hook: see ``MultiCollector``.
+        frames_per_batch, total_frames, collector_class, collector_kwargs: see ``RayCollector``.
+        num_workers_per_collector, sync, update_after_each_batch, worker_idx, connect_timeout: see ``RayCollector``.
+        postproc, split_trajs: see ``Collector``; this process applies them to the whole batch.
+        slurm_kwargs: parameters of submitit's executor for the jobs, and ``folder`` for their logs.
+        launcher: "submitit" starts jobs (needs that library, ``asyncsync[slurm]``). "mp" starts processes of this host.
+            "torchrun" starts nothing: this program is rank 0, and each other rank calls
             :func:`~asyncsync.collectors.distributed.serve_node`.
-        tcp_port: where nodes find this process; None: 10003, or any if that is taken.
-        backend: torch.distributed's, for weights: "gloo", "mpi", "nccl" or "ucc", as far as torch has it.
-        visible_devices: a device for each node, by which CUDA tensors of its batches reach this process.
-        tensorpipe_options: arguments of ``torch.distributed.rpc.TensorPipeRpcBackendOptions``.
+        tcp_port: port at which nodes find this process. None: 10003, or any free port if that is taken.
+        backend: torch.distributed backend for the weights: "gloo", "mpi", "nccl" or "ucc", if torch has it.
+        visible_devices: a list with one device per node, by which CUDA tensors of its batches reach this process.
+        tensorpipe_options: arguments for ``torch.distributed.rpc.TensorPipeRpcBackendOptions``.
         weight_sync_schemes: ``{model_id: scheme}``; None: :class:`asyncsync.sync.RPCWeightSyncScheme` for a policy with
             parameters or buffers.
 
-    Raises what ``RayCollector`` raises, and ImportError if the launcher's library is not installed.
+    Raises the same errors as ``RayCollector``, and ImportError if the launcher's library is not installed.
     """
-
-    called_schemes = (RPCCore,)
 
     def __init__(
         self,
@@ -118,17 +116,17 @@ class RPCCollector(LaunchedCollector):
             self._published(self._senders.version)
 
     def start(self) -> None:
-        """Raises NotImplementedError: there is no replay buffer."""
+        """Raises NotImplementedError: an RPCCollector has no replay buffer."""
         raise NotImplementedError(
-            "RPCCollector hands its batches to this process and has no replay buffer to collect into: iterate, or use "
+            "RPCCollector hands its batches to this process and has no replay buffer: iterate, or use "
             "DistributedCollector or RayCollector, which take replay_buffer="
         )
 
     @property
     def collector_rrefs(self) -> dict[int, Any]:
-        """References to the nodes' collectors, by their ranks, for calls of RPC's own:
-        ``collector.collector_rrefs[0].rpc_sync().cascade_execute("env.close")``. Of the first RPC agent that a process
-        has had, so of its first RPCCollector: torch binds all RRefs of a process to that."""
+        """RRefs to the nodes' collectors, by rank, for calls by RPC:
+        ``collector.collector_rrefs[0].rpc_sync().cascade_execute("env.close")``. Only a process's first RPCCollector
+        has them, because torch binds all RRefs of a process to its first RPC agent."""
         assert isinstance(self._nodes, RPCFamily)
         return self._nodes.references
 
@@ -140,7 +138,7 @@ def _options(given: Mapping[str, Any] | None) -> Mapping[str, Any]:
     if not isinstance(given, Mapping):
         raise TypeError(f"tensorpipe_options must be a dict of arguments of TensorPipeRpcBackendOptions, not {given!r}")
     if "init_method" in given:
-        raise ValueError("tensorpipe_options has init_method, but the collector chooses where nodes meet: see tcp_port")
+        raise ValueError("tensorpipe_options has init_method, which the collector sets itself: pass tcp_port= instead")
     return dict(given)
 
 
@@ -149,7 +147,7 @@ def _visible(given: Sequence[int | str | torch.device] | None, count: int) -> li
     if given is None:
         return None
     if not is_list(given):
-        raise TypeError(f"visible_devices must be a list with a device for each node, not {given!r}")
+        raise TypeError(f"visible_devices must be a list with one device per node, not {given!r}")
     check_count("visible_devices", given, count)
     check_devices({f"visible_devices[{index}]": device for index, device in enumerate(given)})
     return [torch.device(device) for device in given]

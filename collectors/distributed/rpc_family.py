@@ -52,7 +52,7 @@ class RPCFamily(LaunchedFamily):
     def open(self, count: int) -> None:
         if has_agent():
             raise RuntimeError(
-                "this process has an RPC agent already, of another RPCCollector or of rpc.init_rpc(): shut that down "
+                "this process already has an RPC agent, of another RPCCollector or of rpc.init_rpc(): shut that down "
                 "first, or use DistributedCollector or RayCollector"
             )
         super().open(count)

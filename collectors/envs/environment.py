@@ -39,8 +39,8 @@ def make_environment(create_env_fn: Any, kwargs: Mapping[str, Any] | None = None
         if len(create_env_fn) != 1:
             raise ValueError(
                 f"a Collector steps one environment, but create_env_fn is a list of {len(create_env_fn)}: use "
-                "MultiSyncCollector or "
-                "MultiAsyncCollector (or Collector(..., num_collectors=n)), or one vector environment"
+                "MultiSyncCollector or MultiAsyncCollector (or Collector(..., num_collectors=n)), or one vector "
+                "environment"
             )
         create_env_fn = create_env_fn[0]
     given = dict(kwargs or {})
@@ -57,8 +57,8 @@ def make_environment(create_env_fn: Any, kwargs: Mapping[str, Any] | None = None
     elif given:
         if not hasattr(environment, "update_kwargs"):
             raise ValueError(
-                f"create_env_kwargs are for a callable, but create_env_fn is a {type(environment).__name__} already: "
-                "pass the class or a function instead"
+                f"create_env_kwargs need a callable, but create_env_fn is an environment, a {type(environment).__name__}: "
+                "pass its class or a function"
             )
         environment.update_kwargs(given)
     if _is_environment(environment):
@@ -66,8 +66,8 @@ def make_environment(create_env_fn: Any, kwargs: Mapping[str, Any] | None = None
     if _is_gymnasium(environment):
         return _gym(environment)
     raise TypeError(
-        f"{type(environment).__name__} is no environment: it needs reset() and step_and_maybe_reset() as TorchRL's "
-        "have them, or to be a Gymnasium environment"
+        f"{type(environment).__name__} is not an environment: it must have reset() and step_and_maybe_reset() like "
+        "TorchRL's environments, or be a Gymnasium environment"
     )
 
 
@@ -102,8 +102,8 @@ def reset(environment: Any, td: TensorDictBase | None = None, **kwargs: Any) -> 
 def no_step(environment: Any, found: Any) -> TypeError:
     """What to raise where ``step_and_maybe_reset`` has returned something else than two TensorDicts."""
     return TypeError(
-        f"{type(environment).__name__}.step_and_maybe_reset() must return two TensorDicts, the one that it was given "
-        f"with the step's results in 'next', and that for the next step; it returned {found!r}"
+        f"{type(environment).__name__}.step_and_maybe_reset() must return two TensorDicts: its argument, with the "
+        f"step's results in 'next', and the one for the next step. It returned {found!r}"
     )
 
 
@@ -125,8 +125,8 @@ def moved(environment: Any, device: torch.device) -> Any:
     if (device_of(environment) or torch.device("cpu")) == device:
         return environment
     raise TypeError(
-        f"{type(environment).__name__} cannot be moved to env_device={str(device)!r}: it has no to(device); leave "
-        "env_device (or device) unset, or give policy_device and storing_device only"
+        f"{type(environment).__name__} cannot be moved to env_device={str(device)!r}, because it has no to(device): "
+        "leave env_device (or device) out, or pass only policy_device and storing_device"
     )
 
 
@@ -217,8 +217,8 @@ def action_spec(environment: Any) -> Any:
         if spec is not None:
             return spec
     raise TypeError(
-        f"{type(environment).__name__} has no action_spec, so there are no random actions for it: pass a policy, or "
-        "give it an action_spec with a rand() method"
+        f"{type(environment).__name__} has no action_spec from which to draw random actions: pass a policy, or give "
+        "the environment an action_spec with a rand() method"
     )
 
 
@@ -247,8 +247,8 @@ def fake_next(environment: Any, root: TensorDictBase) -> TensorDictBase:
     reward: Any = getattr(environment, "reward_spec", None)
     if not hasattr(reward, "zero"):
         raise TypeError(
-            f"{type(environment).__name__} has neither fake_tensordict() nor a reward_spec with zero(), so what its "
-            "steps are like is known after the first rollout only: call fake_tensordict() then"
+            f"{type(environment).__name__} has neither fake_tensordict() nor a reward_spec with zero(), so the layout "
+            "of its steps is not known before the first rollout: call fake_tensordict() after it"
         )
     [key] = getattr(environment, "reward_keys", ["reward"])
     return root.copy().set(key, reward.zero())
@@ -257,7 +257,7 @@ def fake_next(environment: Any, root: TensorDictBase) -> TensorDictBase:
 def mask_of(batch_size: torch.Size, index: Any) -> torch.Tensor:
     """The environments of an index, as bool of the batch's shape. Raises ValueError: the environment is no batch."""
     if not batch_size:
-        raise ValueError("reset(index=) resets some environments of a batch, but this is a single one: leave index out")
+        raise ValueError("reset(index=) needs a batch of environments, but there is only one: leave index out")
     mask = torch.zeros(batch_size, dtype=torch.bool)
     mask[index] = True
     return mask
@@ -283,7 +283,7 @@ def reset_some(
 def set_seed(environment: Any, seed: int, static_seed: bool) -> int:
     """Seed the environment; returns the seed that comes after. Raises TypeError: it cannot be seeded."""
     if not hasattr(environment, "set_seed"):
-        raise TypeError(f"{type(environment).__name__} cannot be seeded: it has no set_seed(seed, static_seed=False)")
+        raise TypeError(f"{type(environment).__name__} cannot be seeded, because it has no set_seed(seed, static_seed=False)")
     if "static_seed" in inspect.signature(environment.set_seed).parameters:
         after = environment.set_seed(seed, static_seed=static_seed)
     else:

@@ -48,41 +48,41 @@ class GymEnv(NotTorchRLs):
             step, td = env.step_and_maybe_reset(env.rand_action(td))
             step["next", "reward"]                                     # float32 [64, 1]
 
-    Keys, shapes, dtypes, and what the environment returns for a seed are those of TorchRL's GymEnv, which is not needed
-    (extra: gym); random actions are drawn in another way. What does not fit an environment's own spaces is refused;
-    ``gymnasium.utils.env_checker`` explains it. Entries, behind the batch's dimensions, ``[num_envs]`` or none:
+    Keys, shapes, dtypes and results for a seed are those of TorchRL's GymEnv, which need not be installed (extra: gym).
+    Random actions differ. Raises an error for values outside an environment's own spaces;
+    ``gymnasium.utils.env_checker`` explains them. Entries, after the batch dimensions (``[num_envs]`` or none):
 
     - ``"observation"``, or the keys of a ``Dict`` space (its "state" is called "observation"). ``Box``: its shape and
-      dtype, ``[1]`` for a scalar. ``MultiBinary``: as it is. ``Discrete(n)``: one-hot, int64 ``[n]``.
-      ``MultiDiscrete``: one-hot, int64, ``[k, n]`` if all have ``n`` choices, else side by side, ``[sum(nvec)]``.
-    - ``"action"``, or the keys of a ``Dict`` space: likewise. The greatest entry of a one-hot action is the choice, so
-      it may be of any dtype that NumPy has.
+      dtype, ``[1]`` for a scalar. ``MultiBinary``: unchanged. ``Discrete(n)``: one-hot, int64 ``[n]``.
+      ``MultiDiscrete``: one-hot, int64, ``[k, n]`` if all have ``n`` choices, else concatenated, ``[sum(nvec)]``.
+    - ``"action"``, or the keys of a ``Dict`` space: likewise. A one-hot action chooses its greatest entry, and may have
+      any dtype of NumPy's.
     - ``"done"``, ``"terminated"``, ``"truncated"``: bool ``[1]``; in ``"next"``, with ``"reward"``: float32 ``[1]``.
 
-    Every step's result is complete: of a finished environment, ``"next"`` holds the last observation, and the
-    TensorDict for the next step the first one of the next trajectory. None is lost, none is doubled.
+    Every observation is kept once: when an environment has finished, ``"next"`` holds its last observation, and the
+    TensorDict for the next step holds the first one of its next trajectory.
 
-    ``observation_spec``, ``full_action_spec``, ``reward_spec`` and ``done_spec`` describe them; ``action_spec`` is the
-    action's only entry, or, if it has several or its space is a ``Dict``, all of them by key.
+    ``observation_spec``, ``full_action_spec``, ``reward_spec`` and ``done_spec`` describe the entries. ``action_spec``
+    describes the action: its only entry or, if it has several or its space is a ``Dict``, all of them by key.
 
     Args:
         env: an id (or ``EnvSpec``), an environment, or a vector environment. A vector environment that resets finished
-            ones with the *next* step cannot be used, but for Gymnasium's own CartPole: for it, they are reset at once.
-        num_envs: makes a vector of so many environments; with an id only. None and 0: a single one, no batch dimension.
+            environments in the *next* step is refused, except Gymnasium's CartPole, which GymEnv resets at once.
+        num_envs: number of environments in a vector; only with an id. None or 0: one environment, no batch dimension.
         vectorization_mode: with num_envs, that of ``gymnasium.make_vec``: "sync", "async", "vector_entry_point". None:
-            the id's own vector environment where it can be used, else "sync". With "sync" and "async", environment
-            ``i`` behaves like a single one with the seed ``seed + i``; an id's own vector environment draws otherwise.
-        categorical_action_encoding: choices are numbers, of the space's dtype, ``[]`` and ``[k]``, not one-hot; also in
-            observations, as in TorchRL.
-        device: where results are. None: on the CPU, and TensorDicts have no device.
-        **make_kwargs: for ``gymnasium.make`` or ``gymnasium.make_vec``; with an id only.
+            the id's own vector environment if GymEnv can use it, else "sync". With "sync" and "async", environment
+            ``i`` behaves like a single one with the seed ``seed + i``; an id's own vector environment does not.
+        categorical_action_encoding: True: choices are numbers, of the space's dtype, ``[]`` and ``[k]``, not one-hot;
+            also in observations, as in TorchRL.
+        device: device of the results. None: the CPU, and TensorDicts have no device.
+        **make_kwargs: arguments for ``gymnasium.make`` or ``gymnasium.make_vec``; only with an id.
 
     Raises:
         ImportError: gymnasium is not installed.
         TypeError: env is none of these.
-        ValueError: a space that has no tensor form; an observation or action whose key a step uses for something else
-            ("reward" or "next", say), or that both have; a vector environment that cannot be used; arguments that need
-            an id.
+        ValueError: a space has no tensor form; an observation's or action's key is one that a step uses otherwise (such
+            as "reward" or "next"), or both have it; GymEnv cannot use the vector environment; or an argument needs an
+            id.
     """
 
     def __init__(
@@ -104,11 +104,11 @@ class GymEnv(NotTorchRLs):
             check_environment(env)
             named = {"num_envs": num_envs, "vectorization_mode": vectorization_mode}
             if given := [*(name for name, value in named.items() if value), *make_kwargs]:
-                raise ValueError(f"{', '.join(given)}: only with an id, but an environment was given: {env}")
+                raise ValueError(f"{', '.join(given)} can only be given with an id, but env is an environment: {env}")
         elif num_envs:
             env = make_vector(env, num_envs, vectorization_mode, make_kwargs)
         elif vectorization_mode is not None:
-            raise ValueError("vectorization_mode: only with num_envs")
+            raise ValueError("vectorization_mode needs num_envs: pass it too, or leave vectorization_mode out")
         else:
             env = gymnasium.make(env, **{"disable_env_checker": True, **make_kwargs})
         self.env = env
@@ -175,12 +175,12 @@ class GymEnv(NotTorchRLs):
         """Begin new trajectories.
 
         Args:
-            tensordict: gets the result, beside what else is in it. A bool entry ``"_reset"``, ``[*batch_size, 1]`` or
-                ``[*batch_size]``, tells which environments are reset; it is removed. Without one, all are.
-            seed, options: for Gymnasium's ``reset``.
+            tensordict: gets the result, beside its other entries. A bool entry ``"_reset"`` (``[*batch_size, 1]`` or
+                ``[*batch_size]``) chooses the environments to reset, and is removed. Without it, all are reset.
+            seed, options: arguments for Gymnasium's ``reset``.
 
         Returns:
-            The first observations, and "done", "terminated", "truncated", which are false.
+            The first observations, and "done", "terminated", "truncated", all False.
         """
         mask = None if tensordict is None else tensordict.pop("_reset", None)
         if tensordict is None or mask is None or bool(mask.all()):
@@ -189,26 +189,26 @@ class GymEnv(NotTorchRLs):
         if bool(mask.any()):
             assert self._resets is not None  # a single environment is reset or not
             if seed is not None or options is not None:
-                raise ValueError("seed and options are for a reset of all environments of a vector, not of some")
+                raise ValueError("seed and options need a reset of all environments of a vector, not of some: leave them, or '_reset', out")
             mask = mask.reshape(self.batch_size)
             first = self._first(self._resets.reset(mask.cpu().numpy()))
             tensordict.update(first.where(mask, tensordict.select(*first.keys(True, True))))
         return tensordict
 
     def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
-        """One step, after which the environments that have finished begin anew.
+        """Do one step, then reset the environments that have finished.
 
         Args:
-            tensordict: has the action.
+            tensordict: contains the action.
 
         Returns:
-            The same TensorDict with the results in "next"; and the TensorDict for the next step: the first or next
-            observations, done flags that are false, and whatever else was in the given one and in its "next".
+            The same TensorDict with the results in "next", and the TensorDict for the next step: the first or next
+            observations, done flags that are False, and all other entries of ``tensordict`` and of its "next".
 
         Raises:
-            KeyError: no action.
-            TypeError, ValueError: an action of another shape, of a dtype that NumPy does not have, or that is no
-                choice; or the environment has returned what Gymnasium's do not.
+            KeyError: the action is missing.
+            TypeError, ValueError: the action has another shape, a dtype that NumPy does not have, or is no choice; or
+                the environment returned something that Gymnasium does not allow.
         """
         given = dict(tensordict.items())
         beside = given.pop("next", None)
@@ -268,7 +268,7 @@ class GymEnv(NotTorchRLs):
         return self._resets.first(observation, finished)
 
     def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
-        """Set a random action, drawn from torch's generator, in the given TensorDict or a new one."""
+        """Write a random action, drawn from torch's generator, into the given TensorDict or a new one."""
         if tensordict is None:
             tensordict = TensorDict({}, batch_size=self.batch_size, device=self.device)
         for key, spec in self.full_action_spec.items():
@@ -279,11 +279,11 @@ class GymEnv(NotTorchRLs):
         """Reset with a seed.
 
         Args:
-            seed: None: from the operating system.
-            static_seed: the same seed is for the next environment, too.
+            seed: seed of the environment. None: from the operating system.
+            static_seed: True: return the same seed.
 
         Returns:
-            The seed for the next environment: drawn from the given one, as TorchRL does, unless static_seed.
+            The seed for a further environment: drawn from the given one, as TorchRL does, unless static_seed.
         """
         self._reset(seed=seed)
         if seed is None or static_seed:
@@ -291,13 +291,13 @@ class GymEnv(NotTorchRLs):
         return int.from_bytes(np.random.default_rng(seed).bytes(8), "big") % (2**32 - 1)
 
     def to(self, device: torch.device | str | int) -> Self:
-        """Have results on a device; returns itself."""
+        """Put results on this device from now on. Returns itself."""
         self.device = torch.device(device)
         self._describe()
         return self
 
     def close(self) -> None:
-        """Close the environment; a second time does nothing."""
+        """Close the environment. Idempotent."""
         if not self.is_closed:
             self.is_closed = True
             self.env.close()
@@ -373,14 +373,14 @@ class GymEnv(NotTorchRLs):
                 action = action.get(tuple(inner), None)
             if action is None:
                 raise KeyError(
-                    f"no {leaf.key!r} in the TensorDict: the policy's out_keys have to name {self.action_keys}"
+                    f"the TensorDict has no {leaf.key!r}: the policy's out_keys must name {self.action_keys}"
                 )
             try:
                 found[leaf.key] = action.numpy(force=True)
             except TypeError as error:
                 raise TypeError(
-                    f"the action {leaf.key!r} is {action.dtype}, which NumPy, and so {self._name}, does not have: have "
-                    "the policy return another dtype, by .float() say"
+                    f"the action {leaf.key!r} is {action.dtype}, which NumPy and so {self._name} do not have: let the "
+                    "policy return another dtype, such as by .float()"
                 ) from error
         return found
 

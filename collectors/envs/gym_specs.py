@@ -136,14 +136,14 @@ class CategoricalSpec(Spec):
     def read(self, action: Array) -> Array:
         if action.dtype.kind not in "biu":
             raise ValueError(
-                f"has dtype {action.dtype}, but a choice is an index of an integer dtype or bool: take the argmax, or "
-                "sample, where these are scores (or use one-hot actions: categorical_action_encoding=False)"
+                f"has dtype {action.dtype}, but a choice is an index, of an integer dtype or bool: if these are scores, "
+                "take the argmax or sample (or use one-hot actions: categorical_action_encoding=False)"
             )
         index = action.astype(np.int64, copy=False)
         wrong = index.view(np.uint64) >= self._end  # what is negative, too
         if np.count_nonzero(wrong):
             found, n = index[wrong].flat[0], np.broadcast_to(self.nvec, index.shape)[wrong].flat[0]
-            raise ValueError(f"has the index {found}, but the choice is among {n}, from 0 to {n - 1}")
+            raise ValueError(f"has the index {found}, but the {n} choices are 0 to {n - 1}")
         if self._start is not None:
             return index + self._start
         return index if action.dtype.kind == "b" else action  # Gymnasium's spaces do not contain bool
@@ -167,7 +167,7 @@ class OneHotSpec(Spec):
     def write(self, out: Array, value: Any) -> None:
         np.equal(_array(value, out.shape[:-1])[..., None], self._values, out=out)
         if np.count_nonzero(out) * self.n != out.size:
-            raise ValueError(f"an observation is no choice among {self._values.tolist()}: {value!r}")
+            raise ValueError(f"an observation is none of the choices {self._values.tolist()}: {value!r}")
 
     def read(self, action: Array) -> Array:
         chosen: Array = action.argmax(-1)
@@ -205,8 +205,8 @@ class NotTorchRLs:
 
         def __getattr__(self, name: str) -> Any:
             raise AttributeError(
-                f"asyncsync's {type(self).__name__} has no attribute {name!r}. TorchRL's collectors, transforms and "
-                "vector environments take torchrl.envs.GymEnv, whose keys, shapes and values are the same"
+                f"asyncsync's {type(self).__name__} has no attribute {name!r}. For TorchRL's collectors, transforms and "
+                "vector environments, use torchrl.envs.GymEnv, which has the same keys, shapes and values"
             )
 
 
@@ -219,11 +219,11 @@ class CompositeSpec(NotTorchRLs, dict[NestedKey, Spec]):
         self.device = device
 
     def rand(self) -> TensorDict:
-        """A random value of each."""
+        """A TensorDict with a random value for each spec."""
         return TensorDict({key: spec.rand() for key, spec in self.items()}, self.shape, device=self.device)
 
     def zero(self) -> TensorDict:
-        """Zeros."""
+        """A TensorDict of zeros."""
         return TensorDict({key: spec.zero() for key, spec in self.items()}, self.shape, device=self.device)
 
     def __repr__(self) -> str:
@@ -256,13 +256,13 @@ def leaves_of(space: Any, name: str, *, categorical: bool) -> list[Leaf]:
             return
         if name == "action" and not space.spaces:
             raise ValueError(
-                f"{called!r}: a Dict space without entries has no action that a policy could give; take it out by a "
+                f"{called!r}: a Dict space without entries has no action that a policy could choose: remove it by a "
                 "gymnasium.wrappers.TransformAction"
             )
         for part, inner in space.spaces.items():
             if not isinstance(part, str):
                 raise ValueError(
-                    f"{called!r}: a Dict space's keys have to be str, not {part!r}; rename it by a "
+                    f"{called!r}: the keys of a Dict space must be str, not {part!r}: rename the key by a "
                     "gymnasium.wrappers.TransformAction or TransformObservation"
                 )
             # As TorchRL does: the vector beside the pixels has the name that it has without them.
@@ -286,14 +286,14 @@ def _spec(space: Any, name: str, categorical: bool) -> Spec:
         if not same and nvec.ndim > 1:
             raise ValueError(
                 f"{name!r}: a MultiDiscrete of {nvec.ndim} dimensions with different numbers of choices has no tensor "
-                "form; flatten it with a gymnasium.wrappers.TransformAction or TransformObservation"
+                "form: flatten it by a gymnasium.wrappers.TransformAction or TransformObservation"
             )
         if categorical:
             return CategoricalSpec(nvec, start, _torch_dtype(space.dtype, name))
         return OneHotSpec(int(nvec.flat[0]), start) if same else MultiOneHotSpec(nvec, start)
     raise ValueError(
-        f"{name!r}: a {type(space).__name__} space has no tensor form here; use gymnasium.wrappers.FlattenObservation "
-        "or TransformObservation, or torchrl.envs.GymEnv, which knows more kinds of spaces"
+        f"{name!r}: a {type(space).__name__} space has no tensor form: use gymnasium.wrappers.FlattenObservation or "
+        "TransformObservation, or torchrl.envs.GymEnv, which supports more kinds of spaces"
     )
 
 
@@ -345,7 +345,7 @@ def _array(value: Any, shape: tuple[int, ...]) -> Array:
     if array.shape == shape and not array.dtype.hasobject:
         return array
     if array.dtype.hasobject:
-        raise TypeError("it is None" if value is None else f"it is a {type(value).__name__} of other than numbers")
+        raise TypeError("it is None" if value is None else f"it is a {type(value).__name__}, not an array of numbers")
     if _without_ones(array.shape) != _without_ones(shape):
         raise ValueError(f"it has shape {array.shape}, not {shape}")
     return array.reshape(shape)
@@ -360,4 +360,4 @@ def _torch_dtype(dtype: Any, name: str) -> torch.dtype:
     try:
         return torch.from_numpy(np.empty(0, dtype)).dtype
     except TypeError as error:
-        raise ValueError(f"{name!r}: torch has no dtype for NumPy's {dtype}; transform the space to another") from error
+        raise ValueError(f"{name!r}: torch has no dtype for NumPy's {dtype}: change the space's dtype") from error

@@ -76,8 +76,8 @@ class SameStep(Resets):
     def last(self, finished: Array, info: dict[str, Any]) -> list[tuple[int, Any]]:
         if "final_obs" not in info:
             raise RuntimeError(
-                f"{self.env} has autoreset mode SAME_STEP but no 'final_obs' in the info of a step by which "
-                "environments finished; without it their last observations are lost. Use AutoresetMode.DISABLED"
+                f"{self.env} has autoreset mode SAME_STEP, but lost the last observations of finished environments: "
+                "the step's info has no 'final_obs'. Use AutoresetMode.DISABLED"
             )
         final = info["final_obs"]
         return [(int(index), _row(final, int(index))) for index in np.flatnonzero(finished)]
@@ -88,8 +88,8 @@ class SameStep(Resets):
     def reset(self, mask: Array) -> Any:
         if not self.is_gymnasiums:
             raise NotImplementedError(
-                f"{self.env} resets its environments by itself (autoreset mode SAME_STEP); some of them cannot be "
-                "reset at another time: use an environment with AutoresetMode.DISABLED"
+                f"{self.env} resets its environments by itself (autoreset mode SAME_STEP) and cannot reset some of "
+                "them at another time: use an environment with AutoresetMode.DISABLED"
             )
         return super().reset(mask)
 
@@ -119,11 +119,11 @@ def resets_of(env: Any) -> Resets:
         return kind(env)
     mode = env.metadata.get("autoreset_mode")
     raise ValueError(
-        f"{env} resets a finished environment with the step after ({mode or 'no autoreset mode in its metadata'}): "
-        "that step has no action and no reward, and would be a false frame in a batch. Create it with "
-        "autoreset_mode=gymnasium.vector.AutoresetMode.DISABLED (SyncVectorEnv, AsyncVectorEnv: an argument), or let "
-        'GymEnv make it: GymEnv(ID, num_envs=N), with vectorization_mode="sync" if the id has a vector environment of '
-        "its own"
+        f"{env} resets a finished environment in the next step ({mode or 'no autoreset mode in its metadata'}), which "
+        "has no action and no reward and would be a false frame in a batch. Create the vector environment with "
+        "autoreset_mode=gymnasium.vector.AutoresetMode.DISABLED (an argument of SyncVectorEnv and AsyncVectorEnv), or "
+        'let GymEnv create it: GymEnv(ID, num_envs=N), with vectorization_mode="sync" if the id has its own vector '
+        "environment"
     )
 
 
@@ -203,7 +203,7 @@ def check_environment(env: Any) -> None:
         raise TypeError(f"{wanted}, not {what}")
     for name in ("observation_space", "action_space"):
         if not hasattr(env, name):
-            raise TypeError(f"{type(env).__name__} has no {name}: an environment has to set it, in __init__ say")
+            raise TypeError(f"{type(env).__name__} has no {name}: set it in the environment, such as in its __init__")
 
 
 def zeroed(value: Any, finished: Array) -> Any:

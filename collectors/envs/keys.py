@@ -27,11 +27,11 @@ def check_keys(name: str, observations: Iterable[Key], actions: Iterable[Key], t
         for key in keys:
             if (first := path_of(key)[0]) in taken:
                 raise ValueError(
-                    f"{name}: the {kind} has the entry {key!r}, but a step has something else in {first!r}: {remedy}"
+                    f"{name}: the {kind} has the entry {key!r}, but a step uses {first!r} for something else: {remedy}"
                 )
     for mine, other in itertools.product(observed, acting):
         if all(map(operator.eq, path_of(mine), path_of(other))):  # as far as the shorter one goes
             raise ValueError(
-                f"{name}: the observation has the entry {mine!r}, and the action has the entry {other!r}, which a "
-                f"step would have in the same place: {remedy}"
+                f"{name}: the observation's entry {mine!r} and the action's entry {other!r} have the same place in a "
+                f"step: {remedy}"
             )

@@ -32,8 +32,8 @@ def limited(environment: Any, max_steps: int) -> Any:
 
 
 _COUNTED = (
-    "max_frames_per_traj counts steps under the key 'step_count', which the environment has already: leave "
-    "max_frames_per_traj out and give the environment's own counter its limit, or remove that counter"
+    "max_frames_per_traj counts steps under the key 'step_count', which the environment already has: leave "
+    "max_frames_per_traj out and set the limit of the environment's own counter, or remove that counter"
 )
 
 
@@ -99,7 +99,7 @@ class StepLimit:
     def _no_flag(self, found: Iterable[Any]) -> str:
         return (
             f"max_frames_per_traj needs to know when a trajectory ends, but {type(self.environment).__name__} has none "
-            f"of {list(FLAGS)} (it has {sorted(map(str, found))}): have step_and_maybe_reset() set one under 'next' "
+            f"of {list(FLAGS)} (it has {sorted(map(str, found))}): let step_and_maybe_reset() set one under 'next' "
             "(bool, [*batch_size, 1]), or leave max_frames_per_traj out"
         )
 

@@ -147,7 +147,7 @@ class EpisodeCollector(Collector):
         reward = episode.get(self._reward_keys, None)
         if reward is None:
             raise KeyError(
-                f"{type(self.env).__name__} has no {self._reward_keys!r} in its steps: name its reward (reward_keys=)"
+                f"{type(self.env).__name__} has no {self._reward_keys!r} in its steps: pass its key as reward_keys="
             )
         return float(reward.sum())
 

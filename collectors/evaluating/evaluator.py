@@ -57,48 +57,47 @@ WORKERS: dict[str, tuple[str, dict[str, Any], Callable[[], Any]]] = {
 
 
 class Evaluator(KnownKeywords, Lifetime):
-    """Evaluates policies in a worker: a process of this host, which needs Linux, or one of Ray's actors.
+    """Evaluates policies in a worker: a process of this host (needs Linux) or a Ray actor.
 
     A result is a dict of ``eval/reward`` (the mean return), ``eval/reward_std``, ``eval/num_episodes``,
-    ``eval/episode_length`` (mean), ``eval/fps``, ``eval/policy_version`` (of the weights that were evaluated),
-    ``eval/step``, and what ``metrics_fn`` adds. All episodes of one see the same weights.
+    ``eval/episode_length`` (mean), ``eval/fps``, ``eval/policy_version`` (of the evaluated weights), ``eval/step``, and
+    the entries that ``metrics_fn`` adds. The weights do not change during an evaluation.
 
     Args:
-        env: a callable that returns an environment, or a Gymnasium id; it is made in the worker. It may be a batch of
-            several. Statistics that it keeps (VecNorm) are to be frozen there.
-        policy: module or callable, which travels by cloudpickle; where no weights are given, its own are evaluated.
-            With ``policy_factory`` it stays here.
-        policy_factory: makes the policy, in the worker; called with the environment, or without arguments.
-        num_trajectories: episodes of one evaluation. Several environments take equal shares.
-        max_steps: after which an episode is truncated; None: no limit.
-        frames_per_batch: steps of the environment, between two of which ends are looked for; None: 200, or max_steps.
-        collector_kwargs: further arguments of the collector with the worker. A ``MultiSyncCollector`` has
-            ``start_method`` and ``connect_timeout``; a ``RayCollector``, ``remote_configs={"num_gpus": 1}``,
-            ``ray_init_config`` and ``restarts``.
-        weight_sync_schemes: ``{model_id: scheme}``; None: for the policy, shared memory, or Ray's scheme.
-        log_prefix: of the names in a result.
-        reward_keys: of the reward in a step. Where steps have ("next", "episode_reward"), its last value is the return.
-        done_keys: of the flag that ends an episode; None: as the environment does.
-        device: where the policy acts.
-        exploration_type: for the policy.
-        metrics_fn: called in the worker with the episodes, ``[episodes, longest]``, zero-padded, of which
-            ("collector", "mask") shows the steps; returns what is added to the result.
-        dump_video: call ``env.transform.dump(step=…)`` after an evaluation, if there is that, as TorchRL's
-            ``VideoRecorder`` has it.
-        on_result: called with each result as a TensorDict, in a thread of its own; the next evaluation begins when it
-            has returned. What it raises is raised where the result is taken.
-        busy_policy: what :meth:`trigger_eval` does while another evaluation is under way. "skip": nothing; "newest":
-            these weights are next, instead of those that wait already; "queue": they are evaluated after those;
-            "error": it raises RuntimeError.
-        backend: where the worker is: "process", or "ray" (an actor, anywhere in the cluster; extra: ray).
-        init_fn: called in the worker first.
+        env: a callable that returns an environment, or a Gymnasium id; called in the worker. The environment may be a
+            batch. Freeze statistics that it keeps (VecNorm).
+        policy: module or callable, pickled by cloudpickle; its own weights are evaluated if no others are given. With
+            ``policy_factory`` it stays in this process.
+        policy_factory: makes the policy in the worker; called with the environment, or without arguments.
+        num_trajectories: episodes per evaluation. Several environments take equal shares.
+        max_steps: an episode is truncated after this many steps. None: no limit.
+        frames_per_batch: environment steps between two checks for finished episodes. None: 200, or max_steps if less.
+        collector_kwargs: further arguments of the collector that runs the worker: for "process" those of
+            ``MultiSyncCollector``, such as ``start_method`` and ``connect_timeout``; for "ray" those of
+            ``RayCollector``, such as ``remote_configs={"num_gpus": 1}``, ``ray_init_config`` and ``restarts``.
+        weight_sync_schemes: ``{model_id: scheme}``; None: shared memory ("process") or Ray's scheme, for the policy.
+        log_prefix: prefix of the names in a result.
+        reward_keys: key of the reward. If steps have ("next", "episode_reward"), the return is its last value.
+        done_keys: key of the flag that ends an episode. None: the environment's.
+        device: device on which the policy acts.
+        exploration_type: exploration type under which the policy acts.
+        metrics_fn: called in the worker with the episodes, ``[episodes, longest]``, zero-padded, with ("collector",
+            "mask") True on steps. Returns a dict of entries to add to the result.
+        dump_video: after an evaluation, call ``env.transform.dump(step=…)`` if it exists, as for TorchRL's
+            ``VideoRecorder``.
+        on_result: called with each result as a TensorDict, in its own thread. The next evaluation begins when it has
+            returned. If it raises, the call that takes the result raises that error.
+        busy_policy: what :meth:`trigger_eval` does during another evaluation. "skip": nothing. "newest": evaluate these
+            weights next and drop waiting ones. "queue": evaluate them after waiting ones. "error": raise RuntimeError.
+        backend: where the worker runs: "process", or "ray" (an actor anywhere in the cluster; extra: ray).
+        init_fn: called in the worker before anything else.
 
     Raises:
-        TypeError, ValueError: as of that collector; what must be made in the worker, but is here already; an unknown
-            backend.
+        TypeError, ValueError: the collector raised it; an object was given where the worker must make it; or the
+            backend is unknown.
         ImportError: Ray is not installed.
-        NotImplementedError: the worker is to be a process, and this is not Linux.
-        Exception: what the worker raises before it is ready, with its type.
+        NotImplementedError: backend is "process", and this is not Linux.
+        Exception: the worker raised it before it was ready. It keeps its type.
     """
 
     def __init__(
@@ -127,8 +126,8 @@ class Evaluator(KnownKeywords, Lifetime):
         self.closed = True  # until there is something to close
         if backend not in WORKERS:
             raise ValueError(
-                f"unknown backend {backend!r} of evaluators: 'process' or 'ray'. There is none in this process, so "
-                "that training and evaluation do not wait for each other"
+                f"unknown backend {backend!r} of evaluators: choose 'process' or 'ray'. An evaluator always has a "
+                "worker, so that training does not wait for evaluation"
             )
         collector, own, scheme = WORKERS[backend]
         if busy_policy not in BUSY:
@@ -136,8 +135,8 @@ class Evaluator(KnownKeywords, Lifetime):
         is_made = hasattr(env, "step_and_maybe_reset") or hasattr(env, "action_space")
         if not isinstance(env, str) and (not callable(env) or (is_made and not isinstance(env, type))):
             raise TypeError(
-                f"env must be a callable that makes an environment, or a Gymnasium id, not {type(env).__name__}: it is "
-                "made in the evaluator's process"
+                f"env must be a callable that returns an environment, or a Gymnasium id, not {type(env).__name__}: the "
+                "evaluator's worker makes it"
             )
         if policy is None and policy_factory is None:
             raise TypeError("Evaluator has nothing to evaluate: pass policy= or policy_factory=")
@@ -188,22 +187,22 @@ class Evaluator(KnownKeywords, Lifetime):
         weights_dict: Mapping[str, Any] | None = None,
         timeout: float | None = None,
     ) -> dict[str, Any]:
-        """Evaluate these weights after what is under way or waits, and return the result.
+        """Evaluate these weights after all earlier evaluations, and return the result.
 
         Args:
-            weights: of the policy: a module, a TensorDict or a (state) dict; None: those of the registered policy as
-                they are now, or, with only a ``policy_factory``, the worker's.
-            step: that the result shows; None: counted, from 0.
-            weights_dict: ``{model_id: weights}``, all of which are evaluated together.
-            timeout: seconds; None: no limit but the evaluator's end.
+            weights: the policy's weights: a module, a TensorDict or a (state) dict. None: the current weights of the
+                registered policy or, with only a ``policy_factory``, the worker's.
+            step: step number for the result. None: the evaluator counts, from 0.
+            weights_dict: ``{model_id: weights}``; evaluated together.
+            timeout: seconds. None: no limit.
 
         Raises:
-            ValueError, SchemaMismatch: weights that the worker cannot take.
-            AckTimeout: not within the timeout; the result is dropped.
-            PeerLost: the worker has died.
-            ClosedError: after :meth:`shutdown`.
-            Exception: what the environment, the policy, ``metrics_fn`` or ``on_result`` raises. The next evaluation
-                begins anew.
+            ValueError, SchemaMismatch: the weights do not fit the worker's model.
+            AckTimeout: there was no result within the timeout. The result is dropped.
+            PeerLost: the worker died.
+            ClosedError: the evaluator was shut down.
+            Exception: the environment, the policy, ``metrics_fn`` or ``on_result`` raised it. The next evaluation
+                starts afresh.
         """
         request = self._begun(weights, weights_dict, step, timeout)
         try:
@@ -220,7 +219,7 @@ class Evaluator(KnownKeywords, Lifetime):
         weights_dict: Mapping[str, Any] | None = None,
         timeout: float | None = None,
     ) -> dict[str, Any]:
-        """:meth:`evaluate` for a coroutine of any event loop. Cancelled, it takes the request back, or drops its
+        """:meth:`evaluate` for a coroutine of any event loop. Cancelling withdraws the request, or drops its
         result."""
         request = self._begun(weights, weights_dict, step, timeout)
         try:
@@ -241,18 +240,18 @@ class Evaluator(KnownKeywords, Lifetime):
     def trigger_eval(
         self, weights: Any = None, step: int | None = None, *, weights_dict: Mapping[str, Any] | None = None
     ) -> bool:
-        """Have these weights evaluated, and return at once; they may change then. For coroutines, too.
+        """Copy these weights, request their evaluation, and return at once. Coroutines may call it too.
 
         Args:
-            weights, step, weights_dict: as of :meth:`evaluate`.
+            weights, step, weights_dict: see :meth:`evaluate`.
 
         Returns:
-            Whether they will be; False: another evaluation is under way, and ``busy_policy="skip"``.
+            True: they will be evaluated. False: another evaluation is under way, and ``busy_policy="skip"``.
 
         Raises:
             RuntimeError: another evaluation is under way, and ``busy_policy="error"``.
-            PeerLost: the worker has died.
-            ClosedError: after :meth:`shutdown`.
+            PeerLost: the worker died.
+            ClosedError: the evaluator was shut down.
         """
         self._evaluations.check()
         if self._evaluations.pending and self._busy_policy in ("skip", "error"):
@@ -267,18 +266,18 @@ class Evaluator(KnownKeywords, Lifetime):
         return True
 
     def poll(self, timeout: float = 0) -> dict[str, Any] | None:
-        """The next result of a :meth:`trigger_eval`; None: there is none within so many seconds. Raises as
-        :meth:`wait`."""
+        """The next result of a :meth:`trigger_eval`. None: there was none within the timeout (seconds). Raises the same
+        as :meth:`wait`."""
         return self.wait(timeout)
 
     def wait(self, timeout: float | None = None) -> dict[str, Any] | None:
-        """The next result of a :meth:`trigger_eval`, in the order in which they were asked for; None: nothing is
-        pending, or not within the timeout (seconds).
+        """The next result of a :meth:`trigger_eval`, in the order of the calls. None: nothing is pending, or there was
+        no result within the timeout (seconds).
 
         Raises:
-            PeerLost: the worker has died.
-            ClosedError: after :meth:`shutdown`, when all results have been taken.
-            Exception: what that evaluation has raised.
+            PeerLost: the worker died.
+            ClosedError: the evaluator was shut down, and all results were taken.
+            Exception: that evaluation raised it.
         """
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while not (found := self._found(deadline)):
@@ -307,8 +306,8 @@ class Evaluator(KnownKeywords, Lifetime):
         return self
 
     async def __anext__(self) -> dict[str, Any]:
-        """The next result, whenever it is asked for; ends with :meth:`shutdown`. Raises as :meth:`wait`, and goes on
-        after an evaluation that has failed."""
+        """The next result; iteration ends with :meth:`shutdown`. Raises the same as :meth:`wait`. Iteration can go on
+        after an evaluation that failed."""
         while (result := self._taken()) is None:
             try:
                 await loop_thread.awaitable(partial(self._evaluations.until_ready, math.inf, idle=False))
@@ -324,21 +323,21 @@ class Evaluator(KnownKeywords, Lifetime):
 
     @property
     def pending(self) -> bool:
-        """Whether an evaluation is under way, or waits for its turn."""
+        """Whether an evaluation is under way or waiting."""
         return self._evaluations.pending
 
     # -- weights ------------------------------------------------------------------------------------------------------
 
     @staticmethod
     def extract_weights(policy: Any) -> TensorDictBase:
-        """A copy on the CPU of the weights of a module, TensorDict or (state) dict, which an optimiser's later steps
-        leave alone."""
+        """Copy the weights of a module, TensorDict or (state) dict to the CPU. Later steps of an optimiser do not
+        change the copy."""
         return as_tensordict(copy_flat(flat_weights(WeightStrategy(), policy))).cpu()
 
     def _copied(self, weights: Any, weights_dict: Mapping[str, Any] | None) -> dict[str, Any]:
         given = dict(weights_dict or {})
         if weights is not None and "policy" in given:
-            raise ValueError("weights and weights_dict['policy'] are both given: both are the policy's")
+            raise ValueError("weights and weights_dict['policy'] both give the policy's weights: pass one of them")
         if weights is not None:
             given["policy"] = weights
         if not given and isinstance(policy := self._collector.policy, nn.Module) and self._has_scheme:
@@ -358,29 +357,29 @@ class Evaluator(KnownKeywords, Lifetime):
     # -- checkpoints and the end --------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """``step_counter``. Raises RuntimeError: evaluations are pending, or results were not taken."""
+        """A dict of ``step_counter``. Raises RuntimeError: evaluations are pending, or results were not taken."""
         self._check_idle()
         return {"step_counter": self._steps}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on counting from what :meth:`state_dict` returned. Raises as that."""
+        """Continue counting from what :meth:`state_dict` returned. Raises the same as :meth:`state_dict`."""
         self._check_idle()
         self._steps = state_dict["step_counter"]
 
     def _check_idle(self) -> None:
         if self.pending or self._evaluations.left():
             raise RuntimeError(
-                "an evaluator's state is known when nothing is pending and all results have been taken: wait() first"
+                "cannot save or load an evaluator while evaluations are pending or results are not taken: wait() first"
             )
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """End the worker, before the next step of an evaluation under way. Idempotent; leaves no process.
+        """End the worker before its next step. Idempotent; leaves no process.
 
         Args:
-            timeout: seconds; None: 5. A worker that has not ended by itself after most of it is killed.
+            timeout: seconds. None: 5. If the worker has not ended after most of it, it is killed.
 
         Raises:
-            Exception: what an evaluation has raised whose result nobody has taken.
+            Exception: an evaluation raised it, and no call has taken its result.
         """
         if self.closed:
             return

@@ -115,7 +115,7 @@ class Evaluations:
         """Raises RuntimeError: ``on_result`` would wait for its own end."""
         if is_endless and self._is_reporter:
             raise RuntimeError(
-                "on_result cannot wait for an evaluation: the next one begins when it has returned. Use trigger_eval()"
+                "on_result cannot wait for an evaluation, because the next one begins after it. Use trigger_eval()"
             )
 
     def add(self, request: Request, *, newest: bool) -> None:
@@ -215,5 +215,5 @@ class Evaluations:
                 self._done.append(request)
         is_cut = isinstance(request.error, ClosedError) and self._group.ending
         if request.error is not None and not request.has_caller and not is_cut:
-            logger.error("an evaluation has failed", exc_info=request.error)
+            logger.error("an evaluation failed", exc_info=request.error)
         self._group.nudge()

@@ -54,8 +54,8 @@ class Calls:
                     if error is group.failure:  # a worker's own
                         raise
                     raise AckTimeout(
-                        f"worker {worker} has not answered ({name}): it does so between two rollouts. It does what it "
-                        "was asked for all the same; timeout= gives it longer"
+                        f"worker {worker} did not answer ({name}) in time. It answers between two rollouts, and will "
+                        "still carry out the call: pass a longer timeout="
                     ) from None
                 results.append(_result(worker, *answer))
         finally:

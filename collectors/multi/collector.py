@@ -1,5 +1,5 @@
-"""MultiCollector: environments stepped by worker processes, one per factory. What the synchronous and the asynchronous
-one have in common.
+"""MultiCollector: steps environments in worker processes, one per factory. Base class of the synchronous and the
+asynchronous one.
 
     collector = MultiCollector([make_env] * 4, policy, frames_per_batch=200, total_frames=10_000, sync=True)
     for batch in collector:                     # or: async for batch in collector
@@ -7,7 +7,7 @@ one have in common.
         collector.update_policy_weights_()
     collector.shutdown()                        # or: with MultiCollector(...) as collector
 
-No rollout is thrown away, and what a worker raises is raised here. Names and defaults follow TorchRL's "RPCCollector"
+No rollout is thrown away, and an error in a worker is raised here. Names and defaults follow TorchRL's "RPCCollector"
 page and its ``MultiCollector``.
 """
 
@@ -66,61 +66,61 @@ from asyncsync.sync import SharedMemWeightSyncScheme
 
 
 class MultiCollector(GroupCollector, metaclass=Chooses):
-    """Worker processes that step environments. Needs Linux.
+    """Steps environments in worker processes. Needs Linux.
 
     Args:
-        create_env_fn: a list of callables that return an environment (or Gymnasium ids), one per worker; or one, with
-            ``num_workers``. They travel by cloudpickle: lambdas are welcome.
-        policy: module or callable, as :class:`asyncsync.collectors.Collector` takes it; it travels by cloudpickle.
-            With ``policy_factory`` it stays here, as the source of weights.
-        num_workers: where ``create_env_fn`` is one callable.
-        policy_factory: makes the policy, there; one, or one per worker. Exclusive with ``policy``, unless weights go by
-            schemes.
-        frames_per_batch: frames of a batch, or a list of each worker's. MultiSync: split over the workers, rounded up;
-            MultiAsync: each worker's.
-        total_frames: frames until collection ends, rounded up to whole batches; -1: it does not.
-        device, storing_device, env_device, policy_device: as of ``Collector``; one, or one per worker.
-        create_env_kwargs: for the callables; one dict, or one per worker.
-        collector_class: what each worker runs: ``Collector``, a subclass, or (nested) a class or partial of the two
-            multi-process ones, whose ``create_env_fn`` is then an item of the list here. What a partial says goes
-            before what is not given here; ``total_frames`` and ``replay_buffer`` are for all workers together, and
-            given here.
-        max_frames_per_traj, reset_at_each_iter, exploration_type, set_truncated, track_traj_ids: as of ``Collector``.
-        trust_policy, compile_policy, cudagraph_policy, no_cuda_sync, max_lag, compact_obs: as of ``Collector``.
-        use_buffers, reset_when_done, auto_register_policy_transforms, local_init_rb: as of ``Collector``.
-        track_policy_version: as of ``Collector``; whatever is true is True, as each worker counts for itself.
-        trajs_per_batch, trajs_per_write, traj_format: as of ``Collector``. Batches are put together here, of all
-            workers' trajectories; a replay buffer is written to by each worker.
-        init_random_frames: counted over all workers, rounded up to whole rollouts.
-        postproc, split_trajs: as of ``Collector``; done here, with the batch in one piece. With a replay buffer: in the
-            workers.
-        update_at_each_batch: send the policy's weights before each batch (MultiSync), or after each to its producer
-            (MultiAsync).
-        preemptive_threshold: MultiSync: fraction of workers after whose rollouts the others' end.
-        num_threads: torch's threads in this process; None: as they are.
+        create_env_fn: a list with a callable that returns an environment (or a Gymnasium id) for each worker, or one
+            for all, with ``num_workers``. Pickled by cloudpickle, so lambdas work.
+        policy: module or callable, as for :class:`asyncsync.collectors.Collector`; pickled by cloudpickle. With
+            ``policy_factory`` it stays in this process, as the source of weights.
+        num_workers: number of workers if ``create_env_fn`` is one callable.
+        policy_factory: a callable that returns the policy, called in each worker; or a list, one per worker. Give this
+            or ``policy``; both only if schemes carry the weights.
+        frames_per_batch: frames of a batch, or a list with the frames of each worker. MultiSync splits it over the
+            workers, rounded up. MultiAsync: frames of each worker's rollout.
+        total_frames: collection ends after this many frames, rounded up to whole batches. -1: no end.
+        device, storing_device, env_device, policy_device: see ``Collector``; one, or a list with one per worker.
+        create_env_kwargs: keyword arguments for the callables; one dict, or a list with one per worker.
+        collector_class: class that each worker runs: ``Collector``, a subclass, or (nested) MultiSyncCollector or
+            MultiAsyncCollector, whose ``create_env_fn`` is then one item of the list here. May be a
+            ``functools.partial``, whose arguments replace the defaults here; ``total_frames`` and ``replay_buffer``
+            must be given here.
+        max_frames_per_traj, reset_at_each_iter, exploration_type, set_truncated, track_traj_ids: see ``Collector``.
+        trust_policy, compile_policy, cudagraph_policy, no_cuda_sync, max_lag, compact_obs: see ``Collector``.
+        use_buffers, reset_when_done, auto_register_policy_transforms, local_init_rb: see ``Collector``.
+        track_policy_version: see ``Collector``. An object only means True, because each worker counts for itself.
+        trajs_per_batch, trajs_per_write, traj_format: see ``Collector``. This process assembles batches from the
+            trajectories of all workers. Each worker writes to a replay buffer itself.
+        init_random_frames: see ``Collector``; counted over all workers, rounded up to whole rollouts.
+        postproc, split_trajs: see ``Collector``. This process applies them to the whole batch; with a replay buffer,
+            each worker applies them.
+        update_at_each_batch: send the policy's weights: MultiSync to all workers before each batch, MultiAsync after
+            each batch to the worker that produced it.
+        preemptive_threshold: MultiSync: when this fraction of the workers has finished, cut the rollouts of the others.
+        num_threads: torch's threads in this process. None: unchanged.
         num_sub_threads: torch's threads in each worker.
-        cat_results: MultiSync: "stack" (or None): ``[workers, *batch, time]``; an int: along that dimension.
-        replay_buffer: where the workers' frames go instead; one that processes share. TorchRL's are, or are made so
-            (``share()``, and ``shared_init=True`` of a lazy storage). A proxy of a ``multiprocessing`` manager is.
-            Another, which pickles as a handle on what is elsewhere, says so by a true attribute ``shared``.
-        extend_buffer: whole rollouts, or frame by frame.
-        weight_updater: an updater, or what makes one (deprecated).
-        weight_sync_schemes: ``{model_id: scheme}``; None: shared memory for a policy that has parameters or
-            buffers. Without a replay buffer, ``"postproc"`` acts in this process and needs none: it is updated here.
-        weight_recv_schemes: by which this collector itself receives weights, to pass them on.
-        worker_idx: which worker of a larger collector this is.
-        pre_collect_hook, post_collect_hook: called in each worker.
-        init_fn: called in each worker first.
-        max_weight_update_interval: the most batches that a worker may produce before it is sent the current weights;
-            -1: any number. MultiSync: not with ``update_at_each_batch``.
-        traj_pool: where trajectory ids come from; None: one that the workers share.
-        start_method: of multiprocessing: "spawn" or "forkserver".
-        connect_timeout: seconds for all workers to be ready.
+        cat_results: MultiSync: "stack" or None: ``[workers, *batch, time]``. An int: concatenate along that dimension.
+        replay_buffer: receives the workers' frames; all processes must share it. TorchRL's buffers are shared by
+            ``share()`` (a lazy storage: ``shared_init=True``) if they are not yet. A ``multiprocessing`` manager's
+            proxy works. Another buffer must pickle as a handle and have an attribute ``shared = True``.
+        extend_buffer: True: write whole rollouts. False: write frame by frame.
+        weight_updater: an updater, or a callable that returns one (deprecated).
+        weight_sync_schemes: ``{model_id: scheme}``; None: shared memory for a policy with parameters or buffers.
+            Without a replay buffer, ``"postproc"`` needs no scheme: it runs, and is updated, in this process.
+        weight_recv_schemes: this collector receives weights by these schemes and passes them on to its workers.
+        worker_idx: index of this collector among the workers of a larger one.
+        pre_collect_hook, post_collect_hook: see ``Collector``; called in each worker.
+        init_fn: called in each worker before anything else.
+        max_weight_update_interval: a worker gets the current weights after at most this many of its batches. -1: no
+            limit. MultiSync: not with ``update_at_each_batch``.
+        traj_pool: source of the trajectory ids. None: the workers share one.
+        start_method: how multiprocessing starts workers: "spawn" or "forkserver".
+        connect_timeout: seconds within which all workers must be ready.
 
     Raises:
-        TypeError, ValueError: arguments that exclude each other, or do not fit the workers.
-        Exception: what a worker raises before it is ready, with its type.
-        AckTimeout, NotConnected: the workers were not ready in time.
+        TypeError, ValueError: arguments exclude each other, or do not fit the workers.
+        Exception: a worker raised it before it was ready. It keeps its type.
+        AckTimeout, NotConnected: not all workers were ready within ``connect_timeout``.
         NotImplementedError: this is not Linux.
     """
 
@@ -132,7 +132,7 @@ class MultiCollector(GroupCollector, metaclass=Chooses):
         sync = kwargs.pop("sync", None)
         if cls is not MultiCollector:
             if sync is not None:
-                raise TypeError(f"sync= chooses between two classes, and {cls.__name__} is chosen: leave it out")
+                raise TypeError(f"sync= is an argument of MultiCollector, not of {cls.__name__}: leave it out")
             return None
         if sync is None:
             raise TypeError(
@@ -339,14 +339,14 @@ class MultiCollector(GroupCollector, metaclass=Chooses):
         return self._driver_class.frames_of_batch(self._arguments.frames)
 
     def frames_per_batch_worker(self, *, worker_idx: int | None = None) -> int:
-        """How many frames a rollout of this worker has; None: of any worker.
+        """How many frames a rollout of this worker has. None: of every worker, if they are equal.
 
         Raises:
-            ValueError: None, but workers differ.
+            ValueError: ``worker_idx`` is None, but the workers differ.
         """
         frames = self._arguments.frames
         if worker_idx is None and len(set(frames)) > 1:
-            raise ValueError(f"rollouts of the workers have {frames} frames: say of which worker, by worker_idx=")
+            raise ValueError(f"the workers' rollouts differ in frames, {frames}: choose a worker by worker_idx=")
         return frames[worker_idx or 0]
 
     # -- what is different where the workers are not processes of this host -----------------------------------------
@@ -373,7 +373,7 @@ class MultiCollector(GroupCollector, metaclass=Chooses):
         given = {"cat_results": cat_results not in (None, "stack"), "preemptive_threshold": preemptive_threshold}
         for name, value in given.items():
             if value not in (None, False):
-                raise ValueError(f"{name} is for batches of several workers: use MultiSyncCollector")
+                raise ValueError(f"{name} needs batches of several workers: use MultiSyncCollector")
         return None, 1.0
 
     def _check_dims(self, dims: int | None) -> None:

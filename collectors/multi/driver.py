@@ -115,7 +115,7 @@ class Driver(ABC):
             return False
         self.count_free()
         if self.free is not None:
-            raise RuntimeError("this collector runs free: its frames are in the replay buffer")
+            raise RuntimeError("this collector runs in the background: read its frames from the replay buffer")
         return self._is_over()
 
     def _request(self, worker: int, place: SharedPlace, frames_before: int) -> None:
@@ -173,7 +173,7 @@ class Driver(ABC):
         if any(other.thread == caller.thread for other in list(self._callers)):
             # A coroutine of this thread's event loop comes first, or this thread is in the middle of a batch.
             raise RuntimeError(
-                f"this thread makes or awaits the next batch of this {self._name} already: await it there, or "
+                f"this thread already makes or awaits the next batch of this {self._name}: await it there, or "
                 "cancel that task and await its end"
             )
         try:
@@ -224,7 +224,7 @@ class Driver(ABC):
         """Whether the loop thread need not be asked, as there are no more batches. Raises RuntimeError: the caller
         itself pauses the workers that it would wait for; ClosedError: after the end, or in a forked process."""
         if self._pauses and is_caller(self._pauses):
-            raise RuntimeError(f"this {self._name} is paused by this thread: leave the pause() block before collecting")
+            raise RuntimeError(f"this thread has paused this {self._name}: leave the pause() block before collecting")
         return (self._collector.closed or not self._group.is_ours) and self._is_over()
 
     def _takes_long(self, made: Made) -> bool:
@@ -326,7 +326,7 @@ class Driver(ABC):
         except ClosedError:
             pass
         except Exception as error:
-            logger.error("collection in the background has ended with an error", exc_info=error)
+            logger.error("an error ended collection in the background", exc_info=error)
             with suppress(ReferenceError):  # it was forgotten
                 self._collector._free_error = error
 

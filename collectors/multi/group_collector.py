@@ -78,31 +78,31 @@ class GroupCollector(GroupInspection, BaseCollector):
         return self._driver.free is not None and not self._driver.free.done()
 
     def pause(self) -> Pause:
-        """A block, ``with`` or ``async with``, in which no worker steps, nor writes to the replay buffer. Blocks may be
-        nested. Who iterates meanwhile, in another thread or task, waits for its end.
+        """A block, ``with`` or ``async with``, in which no worker steps or writes to the replay buffer. Blocks may be
+        nested. Another thread or task that iterates meanwhile waits for the end of the block.
 
-        A worker stands still after its step under way; one that has workers of its own, after its batch under way. The
-        coroutine's event loop goes on meanwhile. Cancelled, it raises when they stand still.
+        Entering waits for each worker's step under way (for a worker that has workers: its batch under way).
+        ``async with`` does not block the event loop meanwhile. If it is cancelled, it raises once the workers pause.
 
         Raises:
             AckTimeout: a step under way did not end within 60 s.
-            BaseException: what ended collection in the background.
+            BaseException: the error that ended collection in the background.
         """
         return Pause(self._driver.paused)
 
     # -- calls between two rollouts -----------------------------------------------------------------------------------
 
     def set_seed(self, seed: int, static_seed: bool = False, *, timeout: float = CALL_SECONDS) -> int:
-        """Seed the environments one after another, each with what the one before has returned, and torch's, NumPy's and
-        Python's generators in the workers; each resets then. Returns the last one's seed for the next.
+        """Seed the environments in turn, each with the seed that the one before returned, then reset them. Also seeds
+        torch, NumPy and Python in the workers. Returns the seed for a further environment.
 
         Args:
-            seed: of the first.
-            static_seed: all have the same.
-            timeout: seconds for each worker; it answers between two rollouts.
+            seed: seed of the first environment.
+            static_seed: True: all environments get the same seed.
+            timeout: seconds for each worker's answer. Workers answer between two rollouts.
 
         Raises:
-            AckTimeout: not within the timeout; workers do what they were asked for all the same.
+            AckTimeout: a worker did not answer within the timeout. It will still carry out the call.
         """
         for worker in range(self.num_workers):
             [seed] = self._calls("seed", seed, static_seed, workers=[worker], timeout=timeout)
@@ -110,15 +110,15 @@ class GroupCollector(GroupInspection, BaseCollector):
         return seed
 
     def reset(self, reset_idx: Sequence[bool] | None = None, *, timeout: float = CALL_SECONDS) -> None:
-        """Reset the environments of all workers, or of those whose entry is true.
+        """Reset the environments of all workers, or of some.
 
         Args:
-            reset_idx: one entry per worker.
-            timeout: seconds; workers answer between two rollouts.
+            reset_idx: one bool per worker, True to reset its environment. None: all.
+            timeout: seconds. Workers answer between two rollouts.
 
         Raises:
-            ValueError: another number of entries than there are workers.
-            AckTimeout: not within the timeout; workers do it all the same.
+            ValueError: ``reset_idx`` does not have one entry per worker.
+            AckTimeout: a worker did not answer within the timeout. It will still carry out the call.
         """
         if reset_idx is not None:
             check_count("reset_idx", reset_idx, self.num_workers)
@@ -127,13 +127,13 @@ class GroupCollector(GroupInspection, BaseCollector):
         self._driver.break_trajectories_off()
 
     def state_dict(self, *, timeout: float = CALL_SECONDS) -> dict[str, Any]:
-        """``worker0``, ``worker1``, …: each worker's collector's; ``frames``, ``iter`` and ``versions``.
+        """A dict of each worker's state dict, ``worker0``, ``worker1``, …, and ``frames``, ``iter``, ``versions``.
 
         Args:
-            timeout: seconds; workers answer between two rollouts.
+            timeout: seconds. Workers answer between two rollouts.
 
         Raises:
-            AckTimeout: not within the timeout.
+            AckTimeout: a worker did not answer within the timeout.
         """
         states = self._calls("state", timeout=timeout)
         self._driver.count_free()
@@ -141,14 +141,14 @@ class GroupCollector(GroupInspection, BaseCollector):
         return {f"worker{w}": s for w, s in enumerate(states)} | own
 
     def fake_tensordict(self, *, timeout: float = CALL_SECONDS) -> TensorDictBase:
-        """A batch of zeros, like those that are handed out: as of ``Collector``, for each worker.
+        """A batch of zeros with the layout of a real one; see ``Collector.fake_tensordict``.
 
         Args:
-            timeout: seconds; workers answer between two rollouts.
+            timeout: seconds. Workers answer between two rollouts.
 
         Raises:
-            TypeError: before the first rollout, of environments that do not tell what their steps are like.
-            AckTimeout: not within the timeout.
+            TypeError: there was no rollout yet, and an environment has no specs for its steps.
+            AckTimeout: a worker did not answer within the timeout.
         """
         batch = self._driver.together(self._calls("fake", timeout=timeout))
         return processed(batch, self.postproc, split_trajs=self.split_trajs)
@@ -156,23 +156,23 @@ class GroupCollector(GroupInspection, BaseCollector):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, *, timeout: float = CALL_SECONDS
     ) -> None:
-        """Go on from what :meth:`state_dict` returned, with new trajectories.
+        """Continue from what :meth:`state_dict` returned, with new trajectories.
 
-        Where all workers had the same policy, the registered one is loaded, too, and sent; where each had its own, each
-        is sent that. Versions go on, too: no frame that is collected from now on has the label of one from before.
+        If all workers had the same policy, it is also loaded into the registered policy and sent. If each worker had
+        its own, each gets its own. Versions continue too, so no new frame gets the version of an earlier one.
 
         Args:
-            state_dict: of a collector with as many workers.
-            strict: whether all that a state has must be there; else what there is is taken.
-            timeout: seconds; workers answer between two rollouts.
+            state_dict: state dict of a collector with as many workers.
+            strict: True: every part must be there. False: load the parts that are there.
+            timeout: seconds. Workers answer between two rollouts.
 
         Raises:
-            KeyError: a worker's state is missing, and ``strict``. Nothing was changed.
-            AckTimeout: not within the timeout; workers do it all the same.
+            KeyError: a part is missing, and ``strict`` is True. Nothing was changed.
+            AckTimeout: a worker did not answer within the timeout. It will still carry out the call.
         """
         names = [f"worker{w}" for w in range(self.num_workers)]
         if strict and (missing := [name for name in (*names, "frames", "iter") if name not in state_dict]):
-            raise KeyError(f"the state dict of a {type(self).__name__} with {len(names)} workers has no {missing}")
+            raise KeyError(f"the state dict of a {type(self).__name__} with {len(names)} workers lacks {missing}")
         # First, as each worker begins new trajectories when it loads.
         next_ids = [int(pool["traj_id"]) for pool in parts_of(state_dict, "traj_pool")]
         self._group.trajectory_pool()._advance(0, max(next_ids, default=0))
@@ -226,8 +226,8 @@ class GroupCollector(GroupInspection, BaseCollector):
             return self.get_model(model_id)
         served = sorted(self._sender_schemes) or "none"
         raise UnknownModel(
-            f"unknown model_id {model_id!r}: this {type(self).__name__} has schemes for {served}; pass "
-            "weight_sync_schemes={model_id: scheme} for what its workers are to receive"
+            f"unknown model_id {model_id!r}: this {type(self).__name__} has schemes for {served}. To send this "
+            "model to its workers, pass weight_sync_schemes={model_id: scheme}"
         )
 
     def _goes_with_workers(self, model_id: str) -> bool:
@@ -241,8 +241,8 @@ class GroupCollector(GroupInspection, BaseCollector):
         is_passed_on = model_id in self._sender_schemes or (model_id == "policy" and self.weight_updater is not None)
         if not is_passed_on and not self._is_own(model_id):
             raise ValueError(
-                f"{model_id!r} would come to this {type(self).__name__} and to none of its workers, which act with it: "
-                f"pass weight_sync_schemes={{{model_id!r}: scheme}}, too, which brings it to them"
+                f"this {type(self).__name__} would receive {model_id!r}, but its workers act with it and would not get "
+                f"it: also pass weight_sync_schemes={{{model_id!r}: scheme}}"
             )
 
     def _is_own(self, model_id: str) -> bool:
@@ -304,8 +304,8 @@ class GroupCollector(GroupInspection, BaseCollector):
         return self._group.counted + (self._senders.version if is_root else self._weights.received())
 
     def increment_version(self) -> None:
-        """Count the policy's version up by one: for weights that reach the workers by other ways than schemes. Frames
-        that they collect from now on are labelled with it."""
+        """Count the policy's version up by one, for weights that reach the workers without a scheme. Workers write the
+        new version into their frames from now on."""
         self._group.count_version()
 
     def _versions(self) -> dict[str, Any]:
@@ -354,17 +354,17 @@ class GroupCollector(GroupInspection, BaseCollector):
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
-        """End the workers: a rollout under way ends before its next step. Idempotent; leaves no process.
+        """End the workers before their next step. Idempotent; leaves no process.
 
         Args:
-            timeout: seconds; None: 5. A worker that has not ended by itself after most of it is killed.
-            close_env: whether the workers close their environments.
-            raise_on_error: whether errors are raised, not only logged.
+            timeout: seconds. None: 5. A worker that has not ended after most of it is killed.
+            close_env: True: the workers close their environments.
+            raise_on_error: True: raise errors. False: log them.
 
         Raises:
-            BaseException: what ended collection in the background.
+            BaseException: the error that ended collection in the background.
 
-        In a process that was forked from the collector's own, this closes the copy there; the workers go on.
+        In a forked process, this closes only that process's copy of the collector; the workers go on.
         """
         with logged_unless(raise_on_error), uninterrupted():
             self._end(timeout, close_env)

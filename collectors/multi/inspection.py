@@ -36,41 +36,41 @@ class GroupInspection(InspectionAPI):
         *,
         timeout: float = CALL_SECONDS,
     ) -> list[Any]:
-        """Call a method of each worker's collector, and return what the calls return, in the workers' order.
+        """Call a method of each worker's collector, and return the results in the workers' order.
 
         Args:
-            method_name: its name, or the path to it, as of :meth:`cascade_execute`.
+            method_name: name of the method, or a path as for :meth:`cascade_execute`.
             list_of_args: positional arguments for each worker.
             list_of_kwargs: keyword arguments for each worker.
-            timeout: seconds; workers answer between two rollouts.
+            timeout: seconds. Workers answer between two rollouts.
 
         Raises:
-            ValueError: another number of entries than there are workers; no such method.
-            TypeError: what is there cannot be called.
-            AckTimeout: not within the timeout; workers do it all the same.
-            Exception: what a call raises.
+            ValueError: a list does not have one entry per worker, or there is no such method.
+            TypeError: the object of this name cannot be called.
+            AckTimeout: a worker did not answer within the timeout. It will still carry out the call.
+            Exception: a call raised it.
         """
         calls = as_calls(list_of_args, list_of_kwargs, self.num_workers)
         given = {worker: (method_name, *call) for worker, call in enumerate(calls)}
         return self._calls.each("execute", given, timeout)
 
     def get_distant_attr(self, attr: str, *, timeout: float = CALL_SECONDS) -> list[Any]:
-        """What an attribute path leads to from each worker's collector: ``env.transform[0].scale``, say. In the
-        workers' order; of a worker that has workers, a list of theirs.
+        """The object at an attribute path from each worker's collector, such as ``env.transform[0].scale``, in the
+        workers' order. A worker that has workers gives a list of theirs.
 
         Raises:
-            AttributeError: no such path.
-            AckTimeout: not within the timeout (seconds); workers answer between two rollouts.
+            AttributeError: there is no such path.
+            AckTimeout: a worker did not answer within the timeout (seconds). Workers answer between two rollouts.
         """
         return self._read("get_distant_attr", attr, timeout=timeout)
 
     def getattr_policy(self, attr: str, *, timeout: float = CALL_SECONDS) -> Any:
-        """An attribute of the first worker's policy, or what a path leads to from it. Raises as
+        """The object at an attribute path from the first worker's policy. Raises the same as
         :meth:`get_distant_attr`."""
         return self._read("getattr_policy", attr, workers=[0], timeout=timeout)[0]
 
     def getattr_env(self, attr: str, *, timeout: float = CALL_SECONDS) -> Any:
-        """An attribute of the first worker's environment, or what a path leads to from it. Raises as
+        """The object at an attribute path from the first worker's environment. Raises the same as
         :meth:`get_distant_attr`."""
         return self._read("getattr_env", attr, workers=[0], timeout=timeout)[0]
 
@@ -78,7 +78,7 @@ class GroupInspection(InspectionAPI):
         return [loads(answer) for answer in self._calls("read", method, arguments, workers=workers, timeout=timeout)]
 
     def get_cached_weights(self, model_id: str) -> TensorDict | None:
-        """A copy of the weights of this model that were sent last to everybody; None: there are none."""
+        """A copy of this model's weights that were last sent to all workers. None: none were sent."""
         scheme = self._sender_schemes.get(model_id)
         if scheme is None or isinstance(scheme, NoSyncCore):
             return None
@@ -93,16 +93,16 @@ class GroupInspection(InspectionAPI):
         *,
         timeout: float = CALL_SECONDS,
     ) -> dict[str, int | float | bool]:
-        """How far it has come, and how many ``workers`` there are, of which ``workers_alive`` run.
+        """Progress, and the number of ``workers``, of which ``workers_alive`` run.
 
         Args:
-            workers: "aggregate": this collector's, as of any other, which neither waits nor changes anything;
-                "per_worker": each worker's, as ``worker_0/frames`` and so on; "both".
-            timeout: seconds; workers answer between two rollouts, or while they are paused.
+            workers: "aggregate": the figures of this collector, without waiting for workers. "per_worker": those of
+                each worker, such as ``worker_0/frames``. "both".
+            timeout: seconds. Workers answer between two rollouts, or while they are paused.
 
         Raises:
-            ValueError: any other ``workers``.
-            AckTimeout: not within the timeout.
+            ValueError: ``workers`` is none of these.
+            AckTimeout: a worker did not answer within the timeout.
         """
         if workers not in ("aggregate", "per_worker", "both"):
             raise ValueError(f"workers must be 'aggregate', 'per_worker' or 'both', not {workers!r}")
@@ -117,6 +117,6 @@ class GroupInspection(InspectionAPI):
         named = config or self._profile_config
         chosen = named.workers if named is not None and not name else list(range(self.num_workers))
         if unknown := [worker for worker in chosen if worker not in range(self.num_workers)]:
-            raise ValueError(f"unknown workers {unknown}: this {type(self).__name__} has {self.num_workers}, from 0 on")
+            raise ValueError(f"unknown workers {unknown}: this {type(self).__name__} has 0 to {self.num_workers - 1}")
         names = {worker: f"{name}_{worker}" if name else str(worker) for worker in chosen}
         self._calls.each("profile", {worker: (config, own) for worker, own in names.items()})

@@ -54,11 +54,11 @@ class AsyncDriver(Driver):
 
 
 class MultiAsyncCollector(MultiCollector):
-    """Worker processes that step environments, at their own pace: a batch is one worker's rollout, first come, first
-    served, and its worker has begun the next one when it is handed out.
+    """Steps environments in worker processes, each at its own pace. A batch is one worker's rollout, in order of
+    arrival. By then, the worker has begun its next rollout.
 
-    See :class:`~asyncsync.collectors.MultiCollector` for the arguments; ``cat_results`` and ``preemptive_threshold``
-    are not for this class.
+    See :class:`~asyncsync.collectors.MultiCollector` for the arguments. This class does not take ``cat_results`` and
+    ``preemptive_threshold``.
     """
 
     _driver_class = AsyncDriver

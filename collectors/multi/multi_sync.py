@@ -101,14 +101,14 @@ class SyncDriver(Driver):
 
 
 class MultiSyncCollector(MultiCollector):
-    """Worker processes that step environments, in step with each other: a batch has a rollout of every worker, all with
-    the same weights unless some are sent meanwhile. They begin when the batch is asked for.
+    """Steps environments in worker processes, in step with each other. A batch has one rollout of every worker. All
+    act with the same weights, unless new ones are sent meanwhile. Workers begin when the caller asks for the batch.
 
     See :class:`~asyncsync.collectors.MultiCollector` for the arguments. ``cat_results``: ``"stack"`` (default) gives
     ``[workers, *env.batch_size, time]``, an int concatenates along that dimension of ``[*env.batch_size, time]``.
 
-    With ``preemptive_threshold``, rollouts may be cut: stacked, missing frames are zero, with
-    ``("collector", "traj_ids")`` -1 and ``("collector", "mask")`` False; concatenated, they are left out.
+    ``preemptive_threshold`` may cut rollouts. In a stacked batch, missing frames are zero, with
+    ``("collector", "traj_ids")`` -1 and ``("collector", "mask")`` False. A concatenated batch omits them.
     """
 
     _driver_class = SyncDriver
@@ -133,12 +133,12 @@ class MultiSyncCollector(MultiCollector):
             return
         if not -dims - 1 <= dim <= dims:
             raise ValueError(
-                f"cat_results={dim} is no dimension of a batch with {dims + 1} of them: choose one, or 'stack'"
+                f"cat_results={dim} is not a dimension of a batch with {dims + 1} dimensions: choose one, or 'stack'"
             )
         if self.preemptive_threshold < 1 and dim % (dims + 1) != dims:
             raise ValueError(
-                f"rollouts that were cut cannot be concatenated along dimension {dim}: with "
-                "preemptive_threshold, use cat_results=-1 or 'stack'"
+                f"cat_results={dim} cannot concatenate rollouts that preemptive_threshold cuts: use cat_results=-1 "
+                "or 'stack'"
             )
 
 

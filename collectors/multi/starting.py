@@ -101,8 +101,8 @@ def wait_until_built(group: WorkerGroup, count: int, owner: str, deadline: float
             raise
         missing = sorted(set(range(count)) - set(group.infos))
         raise AckTimeout(
-            f"workers {missing} of this {owner} were not ready in time: importing libraries and making environments "
-            "takes longer than connect_timeout allows"
+            f"workers {missing} of this {owner} were not ready in time: pass a longer connect_timeout, if importing "
+            "libraries and making environments takes longer"
         ) from None
 
 
@@ -142,9 +142,9 @@ def check_shared(replay_buffer: Any) -> None:
         return
     if not hasattr(replay_buffer, "share") and not getattr(replay_buffer, "shared", False):
         raise TypeError(
-            f"replay_buffer is a {type(replay_buffer).__name__}, of which each worker would fill a copy of its own: "
-            "pass one that processes share, such as TorchRL's ReplayBuffer(…, shared=True) or a proxy of a "
-            "multiprocessing manager. If it pickles as a handle on what they share, say so: replay_buffer.shared = True"
+            f"replay_buffer is a {type(replay_buffer).__name__}, and each worker would fill its own copy: pass one "
+            "that processes share, such as TorchRL's ReplayBuffer(…, shared=True) or a proxy of a multiprocessing "
+            "manager. If yours pickles as a handle on shared storage, set replay_buffer.shared = True"
         )
 
 
@@ -155,9 +155,9 @@ def check_own_schemes(arguments: Sequence[Mapping[str, Any]]) -> None:
     for model_id, scheme in moving:
         if sum(scheme is other for _, other in moving) > 1:
             raise ValueError(
-                f"weight_sync_schemes[{model_id!r}] is the same scheme for several workers, and each needs one of its "
-                "own for the workers below it: leave it out, pass collector_kwargs=[{…}, {…}] with a dict for each "
-                "node, or make the scheme in a function that is the collector_class"
+                f"weight_sync_schemes[{model_id!r}] is one scheme for several workers, but each needs its own to send "
+                "to the workers below it: leave it out, pass collector_kwargs=[{…}, {…}] with a dict for each node, or "
+                "pass a function as collector_class that makes the scheme"
             )
 
 
@@ -182,9 +182,9 @@ def pickled(value: Any) -> bytes:
     except Exception as error:
         note(
             error,
-            "Environment factories, policy, hooks and postproc travel to the workers by cloudpickle, and so do schemes "
-            "and a replay buffer. What cannot be pickled must be made there: in create_env_fn, in policy_factory, or "
-            "in init_fn; a replay buffer must pickle as a handle on what is elsewhere.",
+            "cloudpickle sends environment factories, policy, hooks, postproc, schemes and a replay buffer to the "
+            "workers. Make what cannot be pickled in the worker: in create_env_fn, policy_factory or init_fn. A replay "
+            "buffer must pickle as a handle on its storage.",
         )
         raise
 
@@ -209,14 +209,14 @@ def ways_of_weights(
     brings_weights = updater is not None or "policy" in schemes
     if policy is not None and has_factory and not brings_weights:
         raise TypeError(
-            "policy and policy_factory exclude each other, unless weights go from one to the other by a scheme: "
+            "policy and policy_factory exclude each other, unless a scheme sends weights from one to the other: "
             "pass one of them, or weight_sync_schemes={'policy': …}"
         )
     if are_needed and not brings_weights:
         raise ValueError(
-            "update_at_each_batch and max_weight_update_interval send the policy's weights, but nothing brings "
-            "them to the workers: pass a policy with parameters or buffers, weight_sync_schemes={'policy': …}, or "
-            "a weight_updater"
+            "update_at_each_batch and max_weight_update_interval send the policy's weights, but no scheme or updater "
+            "carries them to the workers: pass a policy with parameters or buffers, weight_sync_schemes={'policy': …}, "
+            "or a weight_updater"
         )
     return updater, schemes
 

@@ -139,8 +139,8 @@ class RolloutBuffer:
             if step.batch_size != self._batch_size:
                 raise ValueError(
                     f"a step has batch size {tuple(step.batch_size)}, but the environment's is "
-                    f"{tuple(self._batch_size)}: look for a policy or an environment that returns TensorDicts of "
-                    "another shape"
+                    f"{tuple(self._batch_size)}: the policy and the environment must return TensorDicts of the "
+                    "environment's batch size"
                 )
             layout = layout_of(step, self._steps, self.device)
             if layout is None:

@@ -80,8 +80,8 @@ class Iteration:
             return
         if self._profiler is not None and self._profiler.is_running:
             raise RuntimeError(
-                "the profile before this one goes on in the thread that has begun it, until its next rollout: collect "
-                "a batch first"
+                "an earlier profile still runs, until the next rollout of the thread that began it: collect a batch "
+                "before enable_profile()"
             )
         self._profiler = RolloutProfiler(config, name)
 
@@ -227,7 +227,7 @@ class Iteration:
                 self._end_profile()
         except BaseException as error:
             if not (isinstance(error, ClosedError) and self._collector.closed):
-                logger.exception("collection in the background has ended with an error")
+                logger.exception("an error ended collection in the background")
                 self._collector._free_error = error
 
     # -- checkpoints for another program; no step is under way ---------------------------------------------------------

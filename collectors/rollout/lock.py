@@ -85,15 +85,15 @@ class RolloutLock:
         with self._changed:
             if is_caller(self._asking.values()):
                 raise RuntimeError(
-                    f"this {self._name} is paused by this thread: leave the pause() block before collecting"
+                    f"this thread has paused this {self._name}: leave the pause() block before collecting"
                 )
 
     def _check_nobody_rolls(self) -> None:
         if self._roller is not None:
             where = "this thread" if self.is_mine else f"the thread {self._roller.name!r}"
             raise RuntimeError(
-                f"this {self._name} is collecting already, in {where}: one rollout at a time; use pause() around "
-                "what must not run beside it"
+                f"this {self._name} is already collecting, in {where}, and does one rollout at a time: use pause() to "
+                "keep rollouts from running beside your code"
             )
 
     def give_way(self) -> None:

@@ -21,12 +21,12 @@ from asyncsync.collectors.rollout.plain_modules import Key, TensorsCall, entry, 
 
 
 class RandomPolicy(TensorDictModuleBase):  # type: ignore[misc]
-    """Random actions.
+    """Chooses random actions.
 
     Args:
-        action_spec: with a ``rand()`` that returns a tensor, or a TensorDict of them. None: the collector's
-            environment's.
-        action_key: where a tensor is written.
+        action_spec: spec whose ``rand()`` returns a tensor, or a TensorDict of tensors. None: that of the collector's
+            environment.
+        action_key: key of the action, if ``rand()`` returns a tensor.
     """
 
     def __init__(self, action_spec: Any = None, action_key: Key = "action") -> None:
@@ -37,15 +37,14 @@ class RandomPolicy(TensorDictModuleBase):  # type: ignore[misc]
         self.out_keys: list[Key] = [action_key]
 
     def forward(self, td: TensorDictBase) -> TensorDictBase:
-        """Writes the action.
+        """Write a random action into ``td``.
 
         Raises:
-            RuntimeError: no action_spec yet.
+            RuntimeError: the policy has no ``action_spec`` yet.
         """
         if self.action_spec is None:
             raise RuntimeError(
-                "RandomPolicy has no action_spec yet: pass one, or hand the policy to a collector together with the "
-                "environment"
+                "RandomPolicy has no action_spec yet: pass one, or pass the policy and an environment to a collector"
             )
         return environments.draw_action(self.action_spec, self.action_key, td)
 
@@ -93,19 +92,19 @@ class TensorPolicy(TensorDictModule, TensorsCall):  # type: ignore[misc]
         if len(values) != len(out_keys):
             raise RuntimeError(
                 f"{_name(self.module)} returned {len(values)} values, but the environment takes {len(out_keys)}: "
-                f"{out_keys}; wrap it in a TensorDictModule with out_keys of its own"
+                f"{out_keys}. Wrap it in a TensorDictModule with its own out_keys"
             )
         size = tensordict.batch_size
         for key, value in zip(out_keys, values, strict=True):
             if value is None:
                 raise TypeError(
-                    f"{_name(self.module)} returned None for {key!r}: a policy that takes {in_keys} returns the "
+                    f"{_name(self.module)} returned None for {key!r}: a policy that takes {in_keys} must return the "
                     f"action, a tensor for each of {out_keys} (is a return statement missing?)"
                 )
             if isinstance(value, torch.Tensor) and value.shape[: len(size)] != size:
                 raise ValueError(
-                    f"the policy returned {key!r} of shape {tuple(value.shape)}: the environment's batch size, "
-                    f"{tuple(size)}, has to come first"
+                    f"the policy returned {key!r} of shape {tuple(value.shape)}, but its first dimensions must be the "
+                    f"environment's batch size, {tuple(size)}"
                 )
             set_entry(tensordict, key, value)
         return tensordict
@@ -125,7 +124,7 @@ def checked(output: Any) -> TensorDictBase:
     if not isinstance(output, TensorDictBase):
         raise TypeError(
             f"the policy returned a {type(output).__name__}, not a TensorDict: a policy whose only parameter is a "
-            "TensorDict must return it; any other is wrapped if its parameters fit the observations"
+            "TensorDict must return it. To return tensors, take the observations as parameters"
         )
     return output
 
@@ -149,7 +148,7 @@ def placed(policy: nn.Module, device: torch.device | None, trust: bool = False) 
         if not isinstance(policy, RandomPolicy):
             warnings.warn(
                 f"policy_device={str(device)!r} was given, but {_name(policy)} has no parameters or buffers to move: "
-                "it is trusted to compute there; trust_policy=True silences this",
+                "make sure that it computes there. trust_policy=True silences this warning",
                 stacklevel=4,
             )
         return policy
@@ -194,8 +193,8 @@ def wrapped(policy: nn.Module, observation_keys: Sequence[Key], action_keys: Seq
     if in_keys is None:
         raise TypeError(
             f"{_name(policy)} takes {signature}, which does not fit the observations {list(observation_keys)}: name "
-            "its parameters after "
-            "them, take as many, take one named 'tensordict', wrap it in a TensorDictModule, or pass trust_policy=True"
+            "its parameters like the observations, take as many parameters or one named 'tensordict', wrap it in a "
+            "TensorDictModule, or pass trust_policy=True"
         )
     return TensorPolicy(policy, in_keys, action_keys)
 
@@ -219,8 +218,8 @@ def quickened(
 _INSTEAD = "use torchrl.envs.GymEnv, which has the keys, shapes and values of asyncsync's GymEnv"
 
 WITHOUT_INIT = (
-    "'is_init' marks a trajectory's first step, for recurrent policies, and the environment does not have it: pass "
-    f"auto_register_policy_transforms=True with one of TorchRL's environments ({_INSTEAD})"
+    "a recurrent policy needs 'is_init', which marks a trajectory's first step, but the environment has none: pass "
+    f"auto_register_policy_transforms=True with a TorchRL environment ({_INSTEAD})"
 )
 
 
@@ -232,14 +231,14 @@ def primed(env: Any, policy: Any) -> Any:
         parts = list(policy.modules()) if isinstance(policy, nn.Module) else []
         recurrent = sorted({type(part).__name__ for part in parts if hasattr(part, "make_tensordict_primer")})
         problem = (
-            f"auto_register_policy_transforms=True adds transforms to TorchRL's environments, not to "
-            f"{type(env).__name__}: no 'is_init', and no first recurrent state"
+            f"auto_register_policy_transforms=True adds 'is_init' and the first recurrent state only to TorchRL's "
+            f"environments, not to {type(env).__name__}"
         )
         if recurrent:
             raise ValueError(
-                f"{problem}. {', '.join(recurrent)} needs them: {_INSTEAD}, or an environment that has them"
+                f"{problem}. {', '.join(recurrent)} needs them: {_INSTEAD}, or an environment that has both entries"
             )
-        warnings.warn(f"{problem}. This policy has no part that needs them: leave the argument out", stacklevel=3)
+        warnings.warn(f"{problem}. No part of this policy needs them: leave the argument out", stacklevel=3)
         return env
     if not isinstance(policy, nn.Module):
         return env

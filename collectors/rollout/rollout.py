@@ -144,8 +144,8 @@ class Rollouts:
         self._truncated_keys = environments.truncated_keys(self.env, root) if self.arguments.set_truncated else []
         if self.arguments.set_truncated and not self._truncated_keys:
             raise RuntimeError(
-                f"set_truncated=True, but {type(self.env).__name__} has no 'truncated' entry: give it one "
-                "(env.add_truncated_keys() of a TorchRL environment), or leave set_truncated out"
+                f"set_truncated=True, but {type(self.env).__name__} has no 'truncated' entry: add one (for a TorchRL "
+                "environment by env.add_truncated_keys()), or leave set_truncated out"
             )
         self.metadata = TensorDict({}, self.batch_size, device=self.devices.env)
         self._acting_version = -1

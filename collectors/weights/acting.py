@@ -97,7 +97,7 @@ class ActingWeights:
         models and its ``worker_idx``. Raises TypeError, ValueError, RuntimeError: a scheme that cannot receive, or no
         ``worker_idx``."""
         if known := sorted(schemes.keys() & self.schemes.keys()):
-            raise ValueError(f"{known} are being received already: register each model once")
+            raise ValueError(f"this collector already receives {known}: register each model once")
         blocking = as_blocking("weight_recv_schemes", schemes)
         fresh = {m: s for m, s in blocking.items() if s._role != "receiver" or s._pid != os.getpid()}
         for model_id, scheme in blocking.items():
@@ -112,7 +112,7 @@ class ActingWeights:
                 if context.acts_elsewhere and scheme._takes_part and scheme.context is not context:
                     raise ValueError(
                         f"weight_recv_schemes[{model_id!r}] was initialised without this collector as its context, so "
-                        "what it receives would not reach the workers: leave init_on_receiver() to the collector"
+                        "its weights would not reach the workers: let the collector call init_on_receiver()"
                     )
         begun = []
         try:
@@ -194,8 +194,8 @@ class ActingWeights:
     def _offer(self, update: Callable[[], None]) -> Change:
         if self.gate.held_by_caller:
             raise RuntimeError(
-                "weights change between two steps, and this is called from within one (by the policy or the "
-                "environment): call it from a hook, or from the code that iterates over the collector"
+                "the policy or the environment tried to change weights during a step, but weights change between two "
+                "steps: call this from a hook, or from the code that iterates over the collector"
             )
         change: Change = concurrent.futures.Future()
         self._changes.append((change, update))

@@ -48,11 +48,11 @@ class WeightsAPI:
     # -- models -------------------------------------------------------------------------------------------------------
 
     def get_model(self, model_id: str) -> Any:
-        """The model of this name: ``"policy"``; an attribute path from this collector, such as
+        """The model with this id: ``"policy"``; an attribute path from this collector, such as
         ``env.transform[0].module`` or ``postproc``; or one from the policy, such as ``actor`` for ``policy.actor``.
 
         Raises:
-            LookupError: there is none.
+            LookupError: there is no such model.
         """
         return find_model(self, model_id, self.policy)
 
@@ -76,7 +76,7 @@ class WeightsAPI:
 
     def _workers_of(self, device: torch.device) -> list[int]:
         """The workers whose policy is on this device. Raises ValueError: there are none."""
-        raise ValueError(f"no worker of this {type(self).__name__} has its policy on {device}")
+        raise ValueError(f"this {type(self).__name__} has no worker whose policy is on {device}")
 
     # -- setting up ---------------------------------------------------------------------------------------------------
 
@@ -91,8 +91,8 @@ class WeightsAPI:
 
     @property
     def weight_updater(self) -> WeightUpdaterBase | None:
-        """The (deprecated) updater that ``update_policy_weights_`` pushes by; None: there is none. Set to an updater, a
-        class of them, or what makes one, it registers this collector there."""
+        """The (deprecated) updater by which ``update_policy_weights_`` pushes, or None. Set it to an updater, an
+        updater class, or a callable that returns one; this registers the collector with the updater."""
         return self._weight_updater
 
     @weight_updater.setter
@@ -123,17 +123,17 @@ class WeightsAPI:
         synchronize_weights: bool = True,
         timeout: float = DEFAULT_TIMEOUT,
     ) -> None:
-        """Receive these models' weights from the trainer or collector above, between two steps, as they come.
+        """Receive these models' weights from the trainer or collector above. They are applied between two steps.
 
         Args:
-            weight_recv_schemes: ``{model_id: scheme}``; initialised here, unless they are already.
-            synchronize_weights: connect now; when this returns, the initial weights have been applied.
-            timeout: seconds for that.
+            weight_recv_schemes: ``{model_id: scheme}``; this method initialises them unless that was done already.
+            synchronize_weights: True: connect, and return when the initial weights are applied.
+            timeout: seconds to connect.
 
         Raises:
-            RuntimeError: this collector has not been told which worker it is (``worker_idx``).
-            TypeError, ValueError: what cannot be a receiver's scheme, or is registered already.
-            NotConnected, SchemaMismatch: as the schemes' ``connect``.
+            RuntimeError: the collector's ``worker_idx`` was never set.
+            TypeError, ValueError: a scheme cannot receive, or its model is registered already.
+            NotConnected, SchemaMismatch: a scheme's ``connect`` raised it.
         """
         # Between two steps: those under way do not hold the new gates, those that follow do.
         self._weights.apply(lambda: self._weights.register(weight_recv_schemes, self), timeout)
@@ -152,7 +152,7 @@ class WeightsAPI:
             bus._stand_for(self._weights.origin)
 
     def init_updater(self, *args: Any, **kwargs: Any) -> None:
-        """Call the weight updater's ``init`` with these arguments; without an updater, nothing happens."""
+        """Call the weight updater's ``init`` with these arguments. Does nothing without an updater."""
         if self.weight_updater is not None:
             self.weight_updater.init(*args, **kwargs)
 
@@ -170,27 +170,27 @@ class WeightsAPI:
         wait: bool = True,
         **kwargs: Any,
     ) -> None:
-        """Bring the policy up to date wherever it acts; returns when every worker concerned acts with the new weights.
+        """Send new weights, and return when every addressed worker acts with them.
 
         Args:
-            policy_or_weights: module, TensorDict or dict; None: the registered policy's current weights, or the
-                updater's. ``{worker_idx: weights}`` gives each worker its own.
+            policy_or_weights: module, TensorDict or dict. None: the current weights of the registered policy, or of the
+                updater. ``{worker_idx: weights}`` gives each worker its own.
             weights: the same, as a TensorDict or dict.
             policy: the same, as a module.
-            worker_ids: whom it is for: indices, or the devices that their policies are on; None: everybody.
-            model_id: which model; ``"policy"`` if not given.
-            weights_dict: ``{model_id: weights}``: each worker switches all of them between two steps, or none.
-            wait: for the workers. False: returns when the weights are copied and announced as version
-                :attr:`policy_version`; each worker acts with them, or with newer ones, after its step under way, and
-                ``max_lag`` bounds how far behind one may be. What is in this process is waited for all the same.
-            kwargs: ``timeout=`` in seconds (60); what else the updater's ``push_weights`` takes. Without an updater,
-                others are ignored, unless they look like a misspelt argument.
+            worker_ids: workers to update: indices, or the devices of their policies. None: all.
+            model_id: id of the model. None: ``"policy"``.
+            weights_dict: ``{model_id: weights}``: each worker applies all of them between two steps, or none.
+            wait: True: wait for the workers. False: return when the weights are copied and announced as version
+                :attr:`policy_version`. Each worker applies them, or newer ones, after its step under way; ``max_lag``
+                bounds how many versions it may be behind. Models in this process are updated before it returns.
+            kwargs: ``timeout=`` in seconds (60), and further arguments of the updater's ``push_weights``. Without an
+                updater, others are ignored, unless one looks like a misspelt argument.
 
         Raises:
-            ValueError: arguments that exclude each other, an unknown model or worker. Nothing was changed.
-            TypeError: ``worker_ids`` without schemes or updater; what looks like a misspelt argument.
-            SchemaMismatch: weights that do not fit this collector's own model; nothing was changed.
-            PartialSendError: which workers have not applied it, and why. Not final: they still converge.
+            ValueError: arguments exclude each other, or a model or worker is unknown. Nothing was changed.
+            TypeError: ``worker_ids`` without schemes or updater, or an argument looks misspelt.
+            SchemaMismatch: the weights do not fit a model of this process. Nothing was changed.
+            PartialSendError: names the workers that have not applied the weights, and why. They still converge.
             NotConnected, ClosedError: there are no workers to send to.
         """
         given = as_update(policy_or_weights, weights, policy, model_id, weights_dict)
@@ -208,7 +208,7 @@ class WeightsAPI:
         wait: bool = True,
         **kwargs: Any,
     ) -> None:
-        """:meth:`update_policy_weights_` for a coroutine of any event loop. The source must not change until it
+        """:meth:`update_policy_weights_` for a coroutine of any event loop. Do not change the given weights until it
         returns."""
         given = as_update(policy_or_weights, weights, policy, model_id, weights_dict)
         await self._carry_out_async(self._planned(given, worker_ids, kwargs), wait)
@@ -222,26 +222,26 @@ class WeightsAPI:
         check_keywords(kwargs, takes_any=updater is not None)
         if worker_ids is not None and updater is None and not senders.schemes:
             raise TypeError(
-                f"worker_ids={worker_ids!r}, but this {name} has neither weight_sync_schemes nor a weight_updater: "
-                "there are no workers to choose from"
+                f"worker_ids={worker_ids!r}, but this {name} has no workers to choose from, because it has neither "
+                "weight_sync_schemes nor a weight_updater: leave worker_ids out"
             )
         if updater is not None and "policy" in given:
             if len(given) > 1:
                 raise ValueError(
-                    f"a weight updater pushes the policy alone, not {sorted(given)} together: use weight_sync_schemes"
+                    f"a weight updater pushes only the policy, not {sorted(given)}: use weight_sync_schemes"
                 )
             return Planned(timeout, push=pushing(updater, given["policy"], worker_ids, kwargs | {"timeout": timeout}))
         sent = {m: w for m, w in given.items() if m in senders.schemes}
         own = {m: w for m, w in given.items() if m not in sent and m not in self._weights.schemes}
         if sent and (apart := sorted(m for m in own if not self._goes_with_workers(m))):
             raise ValueError(
-                f"{apart} of {sorted(given)} has no scheme, so they cannot be switched together: update each "
-                "alone, or give every model one in weight_sync_schemes"
+                f"{apart} of {sorted(given)} has no scheme, so workers cannot switch them together: update each "
+                "alone, or give each model a scheme in weight_sync_schemes"
             )
         if by_worker_alone := sorted(m for m, w in own.items() if by_worker(w)):
             raise ValueError(
-                f"{{worker_idx: weights}} was given for {by_worker_alone}, but no workers of this {name} receive that: "
-                "pass the weights themselves, or give it a scheme in weight_sync_schemes"
+                f"{{worker_idx: weights}} was given for {by_worker_alone}, but no worker of this {name} receives that "
+                "model: pass the weights themselves, or give it a scheme in weight_sync_schemes"
             )
         if own and worker_ids is not None:
             raise ValueError(f"unknown model_id {sorted(own)}: the workers receive {sorted(senders.schemes)}")
@@ -254,8 +254,8 @@ class WeightsAPI:
             senders.bus_of(sent)
         elif not own and not self.cascades:
             raise ValueError(
-                f"{sorted(given)} comes to this {name} by its weight_recv_schemes, and nobody is below it: update it "
-                "where it is sent"
+                f"this {name} receives {sorted(given)} by its weight_recv_schemes and sends to no workers: update the "
+                "weights at their sender"
             )
         return Planned(timeout, sent=sent, applied=applied, workers=worker_indices(worker_ids, self._workers_of))
 
@@ -313,7 +313,7 @@ class WeightsAPI:
         """What an updater sends by the schemes. Raises RuntimeError: there is none for the policy."""
         if "policy" not in self._senders.schemes:
             raise RuntimeError(
-                f"this {type(self).__name__} has no scheme that brings a policy to workers: use VanillaWeightUpdater "
+                f"this {type(self).__name__} has no scheme that sends a policy to workers: use VanillaWeightUpdater "
                 "for a policy in this process, or pass weight_sync_schemes="
             )
         workers = worker_indices(worker_id, self._workers_of)
@@ -323,10 +323,10 @@ class WeightsAPI:
     # -- from above ---------------------------------------------------------------------------------------------------
 
     def receive_weights(self, policy_or_weights: Any = None, *, weights: Any = None, policy: Any = None) -> None:
-        """Take in weights: what the receiver schemes have, or else those given, or those of the original policy.
+        """Apply the newest weights from the receiver schemes or, without schemes, the given or the original policy's.
 
-        Never waits for weights to come: updates are applied by themselves, between two steps. A collector with workers
-        passes on what it is given, as a version of its own.
+        Does not wait for weights: schemes apply updates by themselves, between two steps. A collector with workers
+        sends the given weights on, as a version of its own.
 
         Args:
             policy_or_weights: module, TensorDict or dict for this collector's own policy.
@@ -334,10 +334,10 @@ class WeightsAPI:
             policy: the same, as a module.
 
         Raises:
-            ValueError: several of them, or any while receiver schemes are registered.
-            SchemaMismatch: they do not fit; nothing was changed.
-            PartialSendError: which workers have not applied what was passed on, and why.
-            ClosedError, Fenced: nothing more will come.
+            ValueError: several arguments were given, or any while receiver schemes are registered.
+            SchemaMismatch: the weights do not fit. Nothing was changed.
+            PartialSendError: names the workers that have not applied the weights, and why.
+            ClosedError, Fenced: the schemes will receive nothing more.
         """
         given = chosen(policy_or_weights, weights, policy)
         if not self._weights.schemes:
@@ -345,7 +345,7 @@ class WeightsAPI:
         elif given is not None:
             raise ValueError(
                 f"this {type(self).__name__} receives {sorted(self._weights.schemes)} by weight_recv_schemes: "
-                "call receive_weights() without arguments, or send from above"
+                "call receive_weights() without arguments, or send the weights from above"
             )
         else:
             self._receive_weights_scheme()
@@ -369,15 +369,15 @@ class WeightsAPI:
 
     @property
     def cascades(self) -> bool:
-        """Whether updates that are received go further down; see :mod:`asyncsync.bus.applying`."""
+        """Whether the collector sends received updates on to workers; see :mod:`asyncsync.bus.applying`."""
         return bool(self._senders.schemes) or self.weight_updater is not None
 
     # -- versions -----------------------------------------------------------------------------------------------------
 
     @property
     def policy_version(self) -> int:
-        """The newest version: published, where there are workers below; else the one that acts here. In a tree of
-        collectors, that of its root."""
+        """The newest published version or, without workers, the version that acts here. In a tree of collectors, the
+        root's version."""
         published = self._senders.schemes and not self._weights.come_from_above
         return self._senders.version if published else self._weights.version()
 

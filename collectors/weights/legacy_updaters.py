@@ -28,7 +28,7 @@ WorkerIds = int | torch.device | Iterable[int | torch.device] | None
 
 
 class WeightUpdaterBase:
-    """Says how a policy's weights reach the workers of a collector. Usage::
+    """Base class: a subclass pushes a policy's weights to the workers of a collector. Usage::
 
         class Push(WeightUpdaterBase):
             def _get_server_weights(self):
@@ -43,8 +43,8 @@ class WeightUpdaterBase:
         collector = Collector(make_env, policy, frames_per_batch=200, weight_updater=Push())
         collector.update_policy_weights_()
 
-    A subclass overrides :meth:`_sync_weights_with_worker`, or :meth:`_push_weights` as a whole. Constructing one, of
-    whatever class, gives a DeprecationWarning that names the scheme to use instead.
+    A subclass overrides :meth:`_sync_weights_with_worker`, or all of :meth:`_push_weights`. Constructing any updater
+    gives a DeprecationWarning that names the scheme to use instead.
     """
 
     _scheme: ClassVar[str] = "SharedMemWeightSyncScheme"
@@ -54,7 +54,7 @@ class WeightUpdaterBase:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         warnings.warn(
-            f"{cls.__name__} is deprecated: give the collector a scheme instead, "
+            f"{cls.__name__} is deprecated: pass the collector a scheme instead, "
             f'weight_sync_schemes={{"policy": asyncsync.sync.{cls._scheme}()}}',
             DeprecationWarning,
             stacklevel=2,
@@ -65,23 +65,23 @@ class WeightUpdaterBase:
 
     @classmethod
     def from_policy(cls, policy: Any) -> WeightUpdaterBase | None:
-        """An updater made for this policy; None (here): use the constructor. A collector that is given the class tries
-        this first."""
+        """An updater for this policy. None (the default): call the constructor instead. A collector to which the class
+        is passed calls this first."""
         return None
 
     # -- the collector ------------------------------------------------------------------------------------------------
 
     def register_collector(self, collector: Any) -> None:
-        """Belong to a collector, which is referred to weakly. Collectors call this themselves.
+        """Keep a weak reference to the collector. Collectors call this themselves.
 
         Raises:
-            RuntimeError: this updater belongs to another one already.
+            RuntimeError: this updater already belongs to another collector.
         """
         registered = self.collector
         if registered is not None and registered is not collector:
             raise RuntimeError(
-                f"this {type(self).__name__} belongs to a {type(registered).__name__} already: give each collector an "
-                "updater of its own"
+                f"this {type(self).__name__} already belongs to a {type(registered).__name__}: give each collector its "
+                "own updater"
             )
         self._collector = weakref.ref(collector)
 
@@ -93,14 +93,14 @@ class WeightUpdaterBase:
 
     @property
     def collector(self) -> Any:
-        """The collector that this updater belongs to; None when unset, or gone."""
+        """The collector to which this updater belongs. None: not set, or deleted."""
         return None if self._collector is None else self._collector()
 
     def init(self, *args: Any, **kwargs: Any) -> None:
-        """For subclasses: called by the collector's ``init_updater`` with its arguments. Here, nothing happens."""
+        """For subclasses: the collector's ``init_updater`` calls this with its arguments. Does nothing by default."""
 
     def increment_version(self) -> None:
-        """Count the collector's policy version up."""
+        """Count the collector's policy version up by one."""
         if (collector := self.collector) is not None:
             collector.increment_version()
 
@@ -112,7 +112,7 @@ class WeightUpdaterBase:
     # -- hooks --------------------------------------------------------------------------------------------------------
 
     def register_post_hook(self, hook: Callable[[], None]) -> None:
-        """Call this after each push, in this process, in the order of registration."""
+        """Have this hook called after each push, in this process, in the order of registration."""
         self.post_hooks.append(hook)
 
     # -- pushing ------------------------------------------------------------------------------------------------------
@@ -121,12 +121,12 @@ class WeightUpdaterBase:
         """Push weights to the workers, then call the hooks.
 
         Args:
-            policy_or_weights: module, TensorDict or dict; None: what :meth:`_get_server_weights` returns.
-            worker_ids: an index, a device, or several; None: all of :meth:`all_worker_ids`.
+            policy_or_weights: module, TensorDict or dict. None: the result of :meth:`_get_server_weights`.
+            worker_ids: an index, a device, or several. None: all of :meth:`all_worker_ids`.
 
         Raises:
-            ValueError: there are no weights.
-            NotImplementedError: this class does not say how to reach a worker.
+            ValueError: there are no weights to push.
+            NotImplementedError: the subclass overrides no method that sends weights.
         """
         token = _counted.set([])
         try:
@@ -144,7 +144,7 @@ class WeightUpdaterBase:
         weights = self._get_server_weights() if policy_or_weights is None else policy_or_weights
         if weights is None:
             raise ValueError(
-                f"{type(self).__name__} was given no weights to push, and its _get_server_weights() has none: pass some"
+                f"{type(self).__name__} got no weights, and its _get_server_weights() returned None: pass weights"
             )
         weights = self._maybe_map_weights(weights)
         workers = self.all_worker_ids() if worker_ids is None else worker_ids
@@ -168,14 +168,14 @@ class WeightUpdaterBase:
         return False
 
     def all_worker_ids(self) -> list[int] | list[torch.device] | None:
-        """All workers; None (here): there is one place only, without a name."""
+        """Indices or devices of all workers. None (the default): there is only one destination, without a name."""
         return None
 
     def _sync_weights_with_worker(self, *, worker_id: int | torch.device | None = None, server_weights: Any) -> None:
         """Bring the weights to one worker. Raises NotImplementedError: not overridden."""
         raise NotImplementedError(
-            f"{type(self).__name__} does not say how weights reach a worker: override _sync_weights_with_worker() "
-            "or _push_weights()"
+            f"{type(self).__name__} cannot send weights to a worker: override _sync_weights_with_worker() or "
+            "_push_weights()"
         )
 
 
@@ -183,8 +183,8 @@ class VanillaWeightUpdater(WeightUpdaterBase):
     """Copies weights into a policy of this process.
 
     Args:
-        weight_getter: returns the weights to push where none are given.
-        policy_weights: where to: a module, or a TensorDict of its tensors, which are written in place.
+        weight_getter: returns the weights to push if none are given.
+        policy_weights: destination: a module, or a TensorDict of its tensors, which are overwritten in place.
     """
 
     _scheme = "NoWeightSyncScheme"
@@ -196,23 +196,23 @@ class VanillaWeightUpdater(WeightUpdaterBase):
         self.policy_weights = policy_weights
 
     def register_collector(self, collector: Any) -> None:
-        """As of any updater.
+        """See :meth:`WeightUpdaterBase.register_collector`.
 
         Raises:
             TypeError: the collector's policy acts in other processes.
         """
         if getattr(collector, "acts_elsewhere", False):
             raise TypeError(
-                f"{type(self).__name__} writes into a policy of this process, but those that act for a "
-                f"{type(collector).__name__} are in its workers, which would never see it: leave weight_updater out, "
-                'or pass weight_sync_schemes={"policy": asyncsync.sync.SharedMemWeightSyncScheme()}, and the workers '
-                "receive the weights"
+                f"{type(self).__name__} writes into a policy of this process, but the policies of a "
+                f"{type(collector).__name__} act in its workers and would not get the weights: leave weight_updater "
+                'out, or pass weight_sync_schemes={"policy": asyncsync.sync.SharedMemWeightSyncScheme()}, which sends '
+                "them to the workers"
             )
         super().register_collector(collector)
 
     @classmethod
     def from_policy(cls, policy: Any) -> VanillaWeightUpdater | None:
-        """One that writes into this policy, whichever tensors it has by then."""
+        """An updater that writes into the tensors that this policy has at the time of a push."""
         return cls(policy_weights=policy) if isinstance(policy, nn.Module) else None
 
     def _get_server_weights(self) -> Any:
@@ -234,12 +234,12 @@ class VanillaWeightUpdater(WeightUpdaterBase):
 
 
 class MultiProcessedWeightUpdater(WeightUpdaterBase):
-    """Brings weights to the worker processes of a collector, over the bus that they receive by.
+    """Sends weights to the worker processes of a collector, over their bus.
 
     Args:
-        get_server_weights: returns the weights to push where none are given.
+        get_server_weights: returns the weights to push if none are given.
         policy_weights: ``{device: TensorDict}``: this process's copy for the workers whose policies are on that device.
-            A push writes the weights into it, in place, and sends it to them. None: weights are sent as they are.
+            A push overwrites the copy in place and sends it to them. None: a push sends the weights themselves.
     """
 
     def __init__(
@@ -253,11 +253,11 @@ class MultiProcessedWeightUpdater(WeightUpdaterBase):
 
     @classmethod
     def from_policy(cls, policy: Any) -> MultiProcessedWeightUpdater | None:
-        """One that sends this policy's current weights where none are given."""
+        """An updater that sends this policy's current weights if none are given."""
         return cls(get_server_weights=lambda: policy) if isinstance(policy, nn.Module) else None
 
     def all_worker_ids(self) -> list[torch.device] | None:
-        """The devices; None: all workers at once."""
+        """The devices in ``policy_weights``. None: a push sends to all workers at once."""
         return None if self._policy_weights is None else list(self._policy_weights)
 
     def _get_server_weights(self) -> Any:
@@ -267,11 +267,11 @@ class MultiProcessedWeightUpdater(WeightUpdaterBase):
         collector = self.collector
         if collector is None:
             raise RuntimeError(
-                f"this {type(self).__name__} belongs to no collector (any more), so it reaches no worker"
+                f"this {type(self).__name__} cannot reach a worker, because its collector is not set or was deleted"
             )
         if isinstance(worker_id, torch.device) and self._policy_weights is not None:
             if worker_id not in self._policy_weights:
-                raise ValueError(f"no policy_weights for {worker_id}: there are {list(self._policy_weights)}")
+                raise ValueError(f"policy_weights has no {worker_id}, but only {list(self._policy_weights)}")
             copy = self._policy_weights[worker_id]
             WeightStrategy().apply_weights(copy, server_weights)
             server_weights = copy
@@ -287,33 +287,33 @@ class _NodeWeightUpdater(MultiProcessedWeightUpdater):
 
     @classmethod
     def from_policy(cls, policy: Any) -> Self | None:
-        """One that sends this policy's current weights where none are given."""
+        """An updater that sends this policy's current weights if none are given."""
         return cls(policy_weights=policy) if isinstance(policy, nn.Module) else None
 
 
 class RayWeightUpdater(_NodeWeightUpdater):
-    """Brings weights to the actors of a ``RayCollector``, over the bus that they receive by.
+    """Sends weights to the actors of a ``RayCollector``, over their bus.
 
     Args:
-        policy_weights: the weights to push where none are given: a module or TensorDict.
-        remote_collectors: not needed, as the collector knows its actors.
-        max_interval: 0; for fewer updates pass the collector ``max_weight_update_interval``.
+        policy_weights: the weights to push if none are given: a module or TensorDict.
+        remote_collectors: ignored, because the collector knows its actors.
+        max_interval: must be 0. For fewer updates, pass ``max_weight_update_interval`` to the collector.
     """
 
     _scheme = "RayWeightSyncScheme"
 
     def __init__(self, policy_weights: Any = None, remote_collectors: Any = None, max_interval: int = 0) -> None:
         if max_interval:
-            raise ValueError(f"max_interval={max_interval}: pass the collector max_weight_update_interval= instead")
+            raise ValueError(f"max_interval={max_interval}: pass max_weight_update_interval= to the collector")
         super().__init__(policy_weights)
 
 
 class RPCWeightUpdater(_NodeWeightUpdater):
-    """Brings weights to the nodes of an ``RPCCollector``, over the bus that they receive by.
+    """Sends weights to the nodes of an ``RPCCollector``, over their bus.
 
     Args:
-        collector_infos, collector_class, collector_rrefs, num_workers: not needed, as the collector knows its nodes.
-        policy_weights: the weights to push where none are given: a module or TensorDict.
+        collector_infos, collector_class, collector_rrefs, num_workers: ignored, because the collector knows its nodes.
+        policy_weights: the weights to push if none are given: a module or TensorDict.
     """
 
     _scheme = "RPCWeightSyncScheme"
@@ -330,11 +330,11 @@ class RPCWeightUpdater(_NodeWeightUpdater):
 
 
 class DistributedWeightUpdater(_NodeWeightUpdater):
-    """Brings weights to the nodes of a ``DistributedCollector``, over the bus that they receive by.
+    """Sends weights to the nodes of a ``DistributedCollector``, over their bus.
 
     Args:
-        store, num_workers, sync: not needed, as the collector knows its nodes.
-        policy_weights: the weights to push where none are given: a module or TensorDict.
+        store, num_workers, sync: ignored, because the collector knows its nodes.
+        policy_weights: the weights to push if none are given: a module or TensorDict.
     """
 
     _scheme = "DistributedWeightSyncScheme"

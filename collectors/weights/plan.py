@@ -16,7 +16,7 @@ from asyncsync.schemes.sources import follow
 
 
 class UnknownModel(LookupError, ValueError):
-    """There is no model of this name: a LookupError of ``get_model()``, and a wrong argument of an update."""
+    """There is no model with this id. A LookupError for ``get_model()``, and a ValueError for an update."""
 
 
 _ARGUMENTS = ("policy_or_weights", "weights", "policy", "worker_ids", "model_id", "weights_dict", "wait", "timeout")
@@ -46,8 +46,8 @@ def as_update(
         raise ValueError("weights_dict is empty: name at least one model")
     if wrong := [key for key in weights_dict if not isinstance(key, str)]:
         raise TypeError(
-            f"weights_dict is {{model_id: weights}}, but has the key {wrong[0]!r}; weights for each worker are "
-            "{worker_idx: weights} of one model"
+            f"weights_dict must be {{model_id: weights}}, but has the key {wrong[0]!r}: to give each worker its own "
+            "weights of one model, pass {worker_idx: weights} as weights="
         )
     return dict(weights_dict)
 
@@ -87,7 +87,7 @@ def find_model(collector: Any, model_id: str, policy: Any) -> Any:
     if belongs_to("policy", model_id):
         if policy is None:
             raise UnknownModel(
-                f"this {kind} has no policy in this process: pass the weights to send, or give the constructor a policy"
+                f"this {kind} has no policy in this process: pass the weights to send, or a policy to the constructor"
             )
         ways = [(policy, model_id.removeprefix("policy").removeprefix("."))]
     for start, path in ways:
@@ -112,7 +112,7 @@ class _RegisteredModels:
         """Raises LookupError: there is none of this name."""
         find = self._find()
         if find is None:
-            raise LookupError(f"the collector of model {model_id!r} is gone")
+            raise LookupError(f"the collector of model {model_id!r} was deleted")
         return find(model_id)
 
 

@@ -31,11 +31,11 @@ def as_blocking(argument: str, schemes: Mapping[str, Any]) -> dict[str, WeightSy
             kind = scheme if isinstance(scheme, type) else type(scheme)
             raise TypeError(
                 f"{argument}[{model_id!r}] is {'the class' if scheme is kind else 'a'} {kind.__module__}."
-                f"{kind.__qualname__}, but collectors need a scheme of asyncsync's: construct one of asyncsync.sync, "
-                "such as SharedMemWeightSyncScheme()"
+                f"{kind.__qualname__}, but must be an asyncsync scheme: construct one of asyncsync.sync, such as "
+                "SharedMemWeightSyncScheme()"
             )
     if len({id(scheme) for scheme in schemes.values()}) < len(schemes):
-        raise ValueError(f"{argument} has one scheme for several models: give each model a scheme of its own")
+        raise ValueError(f"{argument} has one scheme for several models: give each model its own scheme")
     return {model_id: scheme.blocking for model_id, scheme in schemes.items()}
 
 
@@ -70,7 +70,7 @@ class Senders:
         buses = buses_of(self.schemes[model_id] for model_id in update)
         if len(buses) > 1:
             raise ValueError(
-                f"{sorted(update)} cannot be switched together: their schemes were initialised on buses of their own. "
+                f"workers cannot switch {sorted(update)} together, because each of their schemes has its own bus. "
                 "Construct a bus = asyncsync.sync.Bus(), and each scheme with bus=bus; or update one model at a time"
             )
         return buses[0] if buses else None
@@ -137,13 +137,13 @@ def _check_free(model_id: str, scheme: WeightSyncScheme) -> None:
         return
     if bus.closed:
         raise ValueError(
-            f"weight_sync_schemes[{model_id!r}] was shut down, with its collector perhaps: construct another scheme"
+            f"weight_sync_schemes[{model_id!r}] was shut down, perhaps with its collector: construct a new scheme"
         )
     owner = _owners.get(bus)
     if owner is not None and owner() is not None:
         raise ValueError(
-            f"weight_sync_schemes[{model_id!r}] serves the workers of another collector: construct a scheme (or a Bus) "
-            "for each"
+            f"weight_sync_schemes[{model_id!r}] already serves another collector: construct a scheme (or a Bus) for "
+            "each collector"
         )
 
 
@@ -154,7 +154,7 @@ def _check_initialised(model_id: str, scheme: WeightSyncScheme, num_workers: int
     if num_workers is not None and count not in (None, num_workers):
         raise ValueError(
             f"weight_sync_schemes[{model_id!r}] was initialised for {count} workers, but this collector has "
-            f"{num_workers}: leave num_workers (or init_on_sender()) to the collector"
+            f"{num_workers}: leave num_workers out, or do not call init_on_sender()"
         )
 
 
@@ -162,8 +162,8 @@ def check_name(argument: str, model_id: str, scheme: WeightSyncScheme) -> None:
     """Raises ValueError: the user has initialised the scheme for another model."""
     if scheme.model_id != model_id:
         raise ValueError(
-            f"{argument}[{model_id!r}] was initialised with model_id={scheme.model_id!r}: use one name, or leave its "
-            "initialisation to the collector"
+            f"{argument}[{model_id!r}] was initialised with model_id={scheme.model_id!r}: use one name, or let the "
+            "collector initialise the scheme"
         )
 
 
@@ -192,4 +192,4 @@ def shut_down_all(schemes: Any, timeout: float) -> None:
         except Exception as error:
             errors.append(error)
     if errors:
-        raise errors[0] if len(errors) == 1 else ExceptionGroup("schemes could not be shut down", errors)
+        raise errors[0] if len(errors) == 1 else ExceptionGroup("shutting down the schemes failed", errors)

@@ -199,7 +199,7 @@ class Channel:
         if not data:
             raise EOFError
         if flags & socket.MSG_CTRUNC:
-            raise OSError(errno.EMFILE, "a message was lost, as this process has too many open files (ulimit -n)")
+            raise OSError(errno.EMFILE, "a message was lost, because this process has too many open files: raise ulimit -n")
         try:
             return _decode(data, files[0] if files else None)
         finally:
@@ -214,7 +214,7 @@ class Channel:
                 self._socket.settimeout(timeout)
                 self.send(packet)
         except TimeoutError:
-            raise AckTimeout(f"the other process of a collector has read no messages for {timeout:g} s") from None
+            raise AckTimeout(f"the trainer or worker at the other end has read no messages for {timeout:g} s") from None
         finally:
             self._socket.setblocking(False)
             packet.close()

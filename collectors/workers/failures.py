@@ -60,12 +60,12 @@ def died(where: str, code: int | None, *, starting: bool) -> PeerLost:
     if code is not None and code < 0:
         with contextlib.suppress(ValueError):
             how = f"was killed by {signal.Signals(-code).name} (exit code {code})"
-    text = f"{where} {how}; collection is over. What it wrote to stderr may tell why"
+    text = f"{where} {how}, so collection ended. Look at its output on stderr for the cause"
     if code == -signal.SIGKILL:
-        text += "; the kernel kills processes so when memory runs out"
+        text += ". The kernel kills processes like this when memory runs out"
     if starting:
         text += (
-            ". It had not started yet: under the start method 'spawn', a program must create its collectors below "
+            ". It had not started yet: with the start method 'spawn', a program must create its collectors below "
             "`if __name__ == '__main__':`"
         )
     return PeerLost(text)

@@ -160,8 +160,8 @@ class WorkerGroup(ABC):
         """Raises ClosedError: the group was ended, or this is its copy in a forked process."""
         if not self.is_ours:
             raise ClosedError(
-                f"this {self._owner} belongs to process {self._pid}, and this one was forked from it: use it there, or "
-                "make another one here"
+                f"this {self._owner} belongs to process {self._pid}, from which this process was forked: use it there, "
+                "or make a new one here"
             )
         if self.ending:
             raise ClosedError(f"this {self._owner} has been shut down")
@@ -244,7 +244,7 @@ class WorkerGroup(ABC):
                 if result := met():
                     return result
                 await self._changed.wait()
-        raise AckTimeout(f"{self._owner}: no answer from its workers within {timeout:g} s")
+        raise AckTimeout(f"the workers of this {self._owner} did not answer within {timeout:g} s")
 
     def wait(self, met: Callable[[], T | None], timeout: float | None = None) -> T:
         """:meth:`until` for any other thread. Ctrl-C ends it."""
@@ -310,8 +310,8 @@ class WorkerGroup(ABC):
             if self.ending:
                 logger.error("%s failed while it was ending: %s", name, one.remote_traceback)
         else:  # most often the same mistake, which the first one's error shows in full
-            logger.warning("%s has failed as well: %s: %.200s", name, one.type_name, one.remote_message)
-            logger.info("its traceback: %s", one.remote_traceback)
+            logger.warning("%s also failed: %s: %.200s", name, one.type_name, one.remote_message)
+            logger.info("traceback of %s: %s", name, one.remote_traceback)
 
     async def _shutdown(self, timeout: float, close_env: bool = True) -> None:
         """End all workers within the timeout (seconds). Cancelled, it ends them at once: nobody else would."""

@@ -119,7 +119,7 @@ def report(channel: Channel, error: BaseException) -> None:
     try:
         channel.put(encode(("failed", Failure.of(error))), SEND_SECONDS)
     except OSError:
-        logger.exception("a collector's worker has failed, and its trainer cannot be told of %r", error)
+        logger.exception("a collector's worker failed and cannot report %r to its trainer", error)
 
 
 class WorkerLoop:

@@ -72,7 +72,7 @@ class WorkerProcess:
         with self._sending:
             if len(self._waiting) >= MAX_WAITING:
                 packet.close()
-                raise RuntimeError(f"{self.name} has {MAX_WAITING} messages to read yet, and is sent no more")
+                raise RuntimeError(f"{self.name} has {MAX_WAITING} unread messages, so it gets no more")
             self._waiting.append(packet)
         return self.flush()
 
@@ -109,7 +109,7 @@ class WorkerProcess:
             self.channel.close()
         self.bell.close()
         if self.is_alive and self.process.exitcode is None:
-            logger.error("%s has been killed, and has not ended yet", self.name)
+            logger.error("%s was killed but has not ended yet", self.name)
             return
         self.is_alive = False
         self.process.close()
@@ -119,8 +119,8 @@ def check_platform(owner: str) -> None:
     """Raises NotImplementedError: there can be no worker processes here."""
     if sys.platform != "linux":
         raise NotImplementedError(
-            f"{owner} needs Linux (shared memory without names, eventfd), and this is {sys.platform}: use Collector, "
-            "in this process or in processes of your own"
+            f"{owner} needs Linux (anonymous shared memory, eventfd), but this is {sys.platform}: use Collector, in "
+            "this process or in your own processes"
         )
 
 
@@ -128,6 +128,6 @@ def check_start_method(name: str) -> None:
     """Raises ValueError: not a way to start workers."""
     if name not in ("spawn", "forkserver"):
         raise ValueError(
-            f"start_method must be 'spawn' or 'forkserver', not {name!r}: a forked worker would inherit the trainer's "
-            "threads and event loop, half alive"
+            f"start_method must be 'spawn' or 'forkserver', not {name!r}: a forked worker would inherit a broken copy "
+            "of the trainer's event loop and threads"
         )

@@ -258,7 +258,7 @@ class ProcessGroup(WorkerGroup):
             return
         for worker in self._workers:
             if worker.is_alive:
-                logger.warning("%s has not ended within %.1f s and is terminated", worker.name, BY_ITSELF * timeout)
+                logger.warning("%s did not end within %.1f s: terminating it", worker.name, BY_ITSELF * timeout)
                 worker.process.terminate()
         await self._happens(self._have_ended, (TERMINATED - BY_ITSELF) * timeout)
 

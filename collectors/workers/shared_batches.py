@@ -55,7 +55,7 @@ class Arrangement:
             dim = dim + n if dim < 0 else dim
             if not 0 <= dim < n:
                 raise ValueError(
-                    f"cat_results={dim} is no dimension of a batch with {n} of them: choose one, or 'stack'"
+                    f"cat_results={dim} is not a dimension of a batch with {n} dimensions: choose one, or 'stack'"
                 )
         arrangement = Arrangement(tuple(part for part in parts if part is not None), dim)
         same = len(arrangement.parts) == len(parts) and all(arrangement._fits(part) for part in arrangement.parts)
