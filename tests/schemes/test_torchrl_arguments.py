@@ -76,7 +76,7 @@ def test_what_has_finished_is_always_reset() -> None:
         lambda: Collector(WalkEnv(), Actor(), frames_per_batch=4, reset_when_done=False),
         lambda: MultiSyncCollector([make()] * 2, policy(), **options(reset_when_done=False)),
     ):
-        with pytest.raises(ValueError, match="an environment that has finished is always reset"):
+        with pytest.raises(ValueError, match="reset_when_done"):
             made()
 
 
@@ -124,7 +124,7 @@ def test_what_was_done_to_the_same_tensordict_does_not_last() -> None:
 
 @pytest.mark.requirement(222)
 def test_the_same_tensordict_is_not_for_a_replay_buffer() -> None:
-    with pytest.raises(TypeError, match="return_same_td is for batches, which go to the replay buffer here"):
+    with pytest.raises(TypeError, match="return_same_td"):
         Collector(WalkEnv(), Actor(), frames_per_batch=4, return_same_td=True, replay_buffer=Buffer())
 
 
@@ -179,7 +179,7 @@ def test_an_interruptor_ends_rollouts_frame_by_frame_too() -> None:
 
 @pytest.mark.requirement(222)
 def test_what_is_no_interruptor_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"interruptor must have a method collection_stopped\(\), which object has not"):
+    with pytest.raises(TypeError, match=r"interruptor must have a method collection_stopped\(\)"):
         Collector(WalkEnv(), Actor(), frames_per_batch=4, interruptor=object())  # type: ignore[arg-type]
 
 
@@ -231,7 +231,7 @@ def test_a_policy_of_observations_does_not_get_the_version() -> None:
 
 @pytest.mark.requirement(222)
 def test_no_version_is_refused() -> None:
-    with pytest.raises(TypeError, match="track_policy_version must be True, False, or an object with a version"):
+    with pytest.raises(TypeError, match="track_policy_version"):
         Collector(WalkEnv(), Actor(), frames_per_batch=4, track_policy_version="uuid")
 
 
