@@ -136,7 +136,7 @@ def check_accepted(
             "make a step. Leave reset_when_done out"
         )
     if return_same_td and replay_buffer is not None:
-        raise TypeError("return_same_td has no use with replay_buffer, which gets all batches: leave one of the two out")
+        raise TypeError("return_same_td has no use with replay_buffer, which gets the batches: leave out one of them")
     if cudagraph_policy and not torch.cuda.is_available():
         raise ValueError(
             "cudagraph_policy records the policy as a CUDA graph, but torch finds no CUDA device here: leave "
@@ -252,7 +252,7 @@ def check_factories(create_env_fn: Any, num_workers: int | None) -> list[Any]:
     if not is_list(create_env_fn):
         _check_factory(create_env_fn)
         if num_workers is None:
-            raise ValueError("create_env_fn is one callable: pass the number of workers as num_workers=, or a list of callables")
+            raise ValueError("create_env_fn is one callable: pass the number of workers, num_workers=, or a list")
         create_env_fn = [create_env_fn] * num_workers
     factories = list(create_env_fn)
     if not factories:

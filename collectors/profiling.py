@@ -149,9 +149,7 @@ class RolloutProfiler:
         if thread is threading.current_thread():
             recorded.stop()
         else:
-            _log.warning(
-                "a profile is lost, because the thread that began it has ended: %s", thread
-            )
+            _log.warning("a profile is lost, because the thread that began it has ended: %s", thread)
 
 
 def recorded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

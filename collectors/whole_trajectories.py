@@ -150,19 +150,15 @@ def check_trajectories(
         return None
     count = whole("trajs_per_batch", trajs_per_batch, 1)
     if split_trajs:
-        raise ValueError(
-            "trajs_per_batch and split_trajs exclude each other: leave split_trajs out"
-        )
+        raise ValueError("trajs_per_batch and split_trajs exclude each other: leave split_trajs out")
     if not track_traj_ids:
         raise ValueError("trajs_per_batch needs track_traj_ids=True, because it tells trajectories apart by ids")
     if replay_buffer is None:
         if trajs_per_write is not None:
-            raise ValueError(
-                "trajs_per_write needs a replay buffer: pass replay_buffer=, or leave trajs_per_write out"
-            )
+            raise ValueError("trajs_per_write needs a replay buffer: pass replay_buffer=, or leave trajs_per_write out")
         return WholeTrajectories(count, count, is_padded=traj_format != "cat", ends_early=reset_at_each_iter)
     if not extend_buffer:
-        raise ValueError("trajs_per_batch writes whole trajectories, but extend_buffer=False frame by frame: leave extend_buffer out")
+        raise ValueError("trajs_per_batch writes whole trajectories, not frame by frame: leave extend_buffer out")
     most = sys.maxsize if trajs_per_write is None else whole("trajs_per_write", trajs_per_write, 1)
     return WholeTrajectories(1, most, is_padded=False, ends_early=reset_at_each_iter)
 

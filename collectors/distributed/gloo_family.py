@@ -64,7 +64,7 @@ class Line:
         self._pair.receive(head)
         number, count, signature = _HEAD.unpack(head.numpy().tobytes())
         if count > MAX_PARTS:
-            raise ProtocolError(f"a node's connection carried a message of {count} parts, which asyncsync does not send")
+            raise ProtocolError(f"a node's connection carried a message of {count} parts, not from asyncsync")
         with normal_tensors():
             sizes = torch.empty(count, dtype=torch.int64, device="cpu")
         self._pair.receive(sizes)
@@ -161,7 +161,7 @@ class GlooFamily(LaunchedFamily):
             pair = Pair(meeting.store(), f"node-{there}-{launched}", _TRAINER, meeting.host)
         except RuntimeError as error:  # NotConnected is one
             with contextlib.suppress(InvalidStateError):
-                joined.set_exception(PeerLost(f"it cannot be reached: {error}"))
+                joined.set_exception(PeerLost(f"the trainer cannot reach it: {error}"))
             return
         connection = _Connection(Line(pair, meeting.key), joined)
         with self._lock:

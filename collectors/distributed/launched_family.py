@@ -57,7 +57,7 @@ class LaunchedFamily(NodeFamily):
         super().__init__(restarts)
         check_launcher(launcher, slurm_kwargs)
         if restarts and launcher == "torchrun":
-            raise ValueError("restarts= needs a launcher that starts programs, not 'torchrun': use torchrun's --max-restarts, for all ranks")
+            raise ValueError("restarts= needs a launcher that starts programs: torchrun itself restarts all ranks")
         self._launching = launcher, slurm_kwargs
         self._port = port
         self._launcher: Launcher | None = None

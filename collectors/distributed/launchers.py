@@ -163,8 +163,8 @@ class RankLauncher(Launcher):
 
 
 def serve_node(timeout: float = 300.0) -> None:
-    """With ``launcher="torchrun"``, in every rank but 0: be a node of rank 0's collector, and return when rank 0 has shut
-    it down. Call it again for the next collector.
+    """With ``launcher="torchrun"``, in every rank but 0: be a node of rank 0's collector, and return when rank 0 has
+    shut it down. Call it again for the next collector.
 
     Args:
         timeout: seconds within which rank 0 must begin to make its collector.
@@ -188,7 +188,7 @@ def _store_of_ranks() -> tuple[Any, int]:
 
     names = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
     if missing := [name for name in names if name not in os.environ]:
-        raise RuntimeError(f"the environment variables {', '.join(missing)} are not set: start this program by torchrun")
+        raise RuntimeError(f"environment variables {', '.join(missing)} are not set: start this program by torchrun")
     host, port, rank, count = (os.environ[name] for name in names)
     is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = TCPStore(host, int(port), int(count), int(rank) == 0 and not is_agents, wait_for_workers=False)

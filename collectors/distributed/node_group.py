@@ -198,7 +198,7 @@ class NodeGroup(WorkerGroup):
         if self._trajectories is not None:
             self._trajectories.break_off_those(lambda number: number % len(self._builds) == rank)
         self._not_late(rank)
-        late = AckTimeout(f"it was launched again, and has not connected within {self._connect_timeout:g} s")
+        late = AckTimeout(f"it was launched again, but did not connect within {self._connect_timeout:g} s")
         self._late[rank] = self._loop.call_later(self._connect_timeout, self._lose, rank, incarnation, late)
         try:
             self._launch(rank)

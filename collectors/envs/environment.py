@@ -57,7 +57,7 @@ def make_environment(create_env_fn: Any, kwargs: Mapping[str, Any] | None = None
     elif given:
         if not hasattr(environment, "update_kwargs"):
             raise ValueError(
-                f"create_env_kwargs need a callable, but create_env_fn is an environment, a {type(environment).__name__}: "
+                f"create_env_kwargs need a callable, but create_env_fn is a {type(environment).__name__} already: "
                 "pass its class or a function"
             )
         environment.update_kwargs(given)
@@ -283,7 +283,7 @@ def reset_some(
 def set_seed(environment: Any, seed: int, static_seed: bool) -> int:
     """Seed the environment; returns the seed that comes after. Raises TypeError: it cannot be seeded."""
     if not hasattr(environment, "set_seed"):
-        raise TypeError(f"{type(environment).__name__} cannot be seeded, because it has no set_seed(seed, static_seed=False)")
+        raise TypeError(f"{type(environment).__name__} cannot be seeded: it has no set_seed(seed, static_seed=False)")
     if "static_seed" in inspect.signature(environment.set_seed).parameters:
         after = environment.set_seed(seed, static_seed=static_seed)
     else:

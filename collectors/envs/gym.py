@@ -189,7 +189,7 @@ class GymEnv(NotTorchRLs):
         if bool(mask.any()):
             assert self._resets is not None  # a single environment is reset or not
             if seed is not None or options is not None:
-                raise ValueError("seed and options need a reset of all environments of a vector, not of some: leave them, or '_reset', out")
+                raise ValueError("seed and options need a reset of all environments of a vector, not of some")
             mask = mask.reshape(self.batch_size)
             first = self._first(self._resets.reset(mask.cpu().numpy()))
             tensordict.update(first.where(mask, tensordict.select(*first.keys(True, True))))

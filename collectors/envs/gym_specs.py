@@ -136,8 +136,8 @@ class CategoricalSpec(Spec):
     def read(self, action: Array) -> Array:
         if action.dtype.kind not in "biu":
             raise ValueError(
-                f"has dtype {action.dtype}, but a choice is an index, of an integer dtype or bool: if these are scores, "
-                "take the argmax or sample (or use one-hot actions: categorical_action_encoding=False)"
+                f"has dtype {action.dtype}, but a choice is an index, of an integer dtype or bool: for scores, take "
+                "the argmax or sample (or use one-hot actions: categorical_action_encoding=False)"
             )
         index = action.astype(np.int64, copy=False)
         wrong = index.view(np.uint64) >= self._end  # what is negative, too
@@ -205,8 +205,8 @@ class NotTorchRLs:
 
         def __getattr__(self, name: str) -> Any:
             raise AttributeError(
-                f"asyncsync's {type(self).__name__} has no attribute {name!r}. For TorchRL's collectors, transforms and "
-                "vector environments, use torchrl.envs.GymEnv, which has the same keys, shapes and values"
+                f"asyncsync's {type(self).__name__} has no attribute {name!r}. For TorchRL's collectors, transforms "
+                "and vector environments, use torchrl.envs.GymEnv, which has the same keys, shapes and values"
             )
 
 

@@ -199,7 +199,7 @@ class Channel:
         if not data:
             raise EOFError
         if flags & socket.MSG_CTRUNC:
-            raise OSError(errno.EMFILE, "a message was lost, because this process has too many open files: raise ulimit -n")
+            raise OSError(errno.EMFILE, "this process lost a message, because it has too many open files (ulimit -n)")
         try:
             return _decode(data, files[0] if files else None)
         finally:

@@ -220,7 +220,7 @@ class RolloutWorker:
         ``read`` or ``profile``, and return its answer; of ``read``, which may have weights in it, pickled. Raises
         RuntimeError: the worker stands still in the middle of a rollout."""
         if self._is_paused and name not in WHILE_PAUSED:
-            raise RuntimeError(f"{name} needs the end of a rollout, but this collector is paused in the middle of one: leave the pause() first")
+            raise RuntimeError(f"{name} must wait for the end of a rollout, but the collector is paused in one")
         collector = self.collector
         match name, arguments:
             case "seed", (seed, static_seed):

@@ -183,7 +183,7 @@ def test_gymnasiums_environments_are_reset_with_what_they_take() -> None:
 @pytest.mark.requirement(226)
 def test_a_single_environment_has_no_index() -> None:
     with Collector(WalkEnv(), Actor(), frames_per_batch=4) as c:
-        with pytest.raises(ValueError, match="resets some environments of a batch, but this is a single one"):
+        with pytest.raises(ValueError, match="index"):
             c.reset(index=0)
 
 
@@ -226,7 +226,7 @@ def test_an_error_of_a_worker_is_raised_or_logged(tmp_path: Any, caplog: pytest.
         failed().shutdown()
     caplog.clear()
     failed().shutdown(raise_on_error=False)
-    assert "shutdown(raise_on_error=False) does not raise" in caplog.text
+    assert "shutdown(raise_on_error=False)" in caplog.text
 
 
 # -- frames_per_batch_worker(), load_state_dict(strict=) ---------------------------------------------------------------
@@ -241,7 +241,7 @@ def test_the_frames_of_each_worker(kind: Any) -> None:
         assert [collector.frames_per_batch_worker(worker_idx=w) for w in (None, 0, 1)] == [each] * 3
     with kind([make()] * 2, policy(), **options(frames_per_batch=[2, 4])) as collector:
         assert [collector.frames_per_batch_worker(worker_idx=w) for w in (0, 1)] == [2, 4]
-        with pytest.raises(ValueError, match=r"rollouts of the workers have \[2, 4\] frames: say of which worker"):
+        with pytest.raises(ValueError, match="worker_idx"):
             collector.frames_per_batch_worker()
 
 
@@ -250,7 +250,7 @@ def test_a_state_that_lacks_a_part() -> None:
     with Collector(WalkEnv(), Actor(0.5), frames_per_batch=4) as c:
         state = {k: v for k, v in c.state_dict().items() if k != "env_state_dict"}
     with Collector(WalkEnv(), actor := Actor(), frames_per_batch=4) as c:
-        with pytest.raises(KeyError, match=r"has no \['env_state_dict'\]; strict=False takes what there is"):
+        with pytest.raises(KeyError, match="env_state_dict"):
             c.load_state_dict(state)
         c.load_state_dict(state, strict=False)
         assert actor.gain.item() == 0.5
@@ -265,7 +265,7 @@ def test_a_state_that_lacks_a_worker(kind: Any) -> None:
         state = collector.state_dict()
     del state["worker1"], state["iter"]
     with kind([make()] * 2, policy(1.0), **options()) as collector:
-        with pytest.raises(KeyError, match=r"with 2 workers has no \['worker1', 'iter'\]"):
+        with pytest.raises(KeyError, match=r"\['worker1', 'iter'\]"):
             collector.load_state_dict(state)
         collector.load_state_dict(state, strict=False)
         assert [one["env_state_dict"]["seed"] for one in _workers(collector.state_dict())] == [50, 0]

@@ -63,11 +63,11 @@ def test_with_schemes_it_takes_in_what_they_have() -> None:
         leaf.receive_weights()
         assert read(leaf.policy) == {2}
         for given in ({"weights": Model(3)}, {"policy": Model(3)}):
-            with pytest.raises(ValueError, match="receives \\['policy'\\] by weight_recv_schemes"):
+            with pytest.raises(ValueError, match="weight_recv_schemes"):
                 leaf.receive_weights(**given)
         with pytest.raises(ValueError, match="without arguments"):
             leaf.receive_weights(Model(3))
-        with pytest.raises(ValueError, match="nobody is below it: update it where it is sent"):
+        with pytest.raises(ValueError, match="weight_recv_schemes"):
             leaf.update_policy_weights_(Model(3))
         assert read(leaf.policy) == {2}
 
@@ -116,7 +116,7 @@ def test_registering_initialises_and_synchronizes_at_once() -> None:
         for model_id, scheme in leaf._receiver_schemes.items():
             assert (scheme.model_id, scheme.worker_idx, scheme.context) == (model_id, 0, leaf)
         assert step(leaf) == ({1}, leaf.policy_version)
-        with pytest.raises(ValueError, match="being received already"):
+        with pytest.raises(ValueError, match="register"):
             leaf.register_scheme_receiver({"policy": sync.ZMQWeightSyncScheme()})
 
 
@@ -140,7 +140,7 @@ def test_synchronize_weights_false_leaves_connecting_to_the_caller() -> None:
 @pytest.mark.requirement(163)
 def test_who_does_not_know_which_worker_it_is_cannot_receive() -> None:
     leaf = reading()
-    with pytest.raises(RuntimeError, match=r"worker_idx has not been set.*Pass worker_idx="):
+    with pytest.raises(RuntimeError, match="worker_idx="):
         leaf.register_scheme_receiver({"policy": sync.ZMQWeightSyncScheme()})
     with pytest.raises(TypeError, match="weight_recv_schemes"):
         leaf.register_scheme_receiver({"policy": "shared"})

@@ -89,11 +89,11 @@ def test_environments_come_as_such_or_from_callables_or_as_a_list_of_one() -> No
         c.shutdown(close_env=False)
     with Collector(WalkEnv, Actor(), frames_per_batch=4, create_env_kwargs={"batch_size": (2,)}) as c:
         assert c.rollout().shape == (2, 2)
-    with pytest.raises(ValueError, match="create_env_kwargs are for a callable"):
+    with pytest.raises(ValueError, match="create_env_kwargs"):
         Collector(env, Actor(), frames_per_batch=4, create_env_kwargs={"batch_size": (2,)})
     with pytest.raises(ValueError, match="a list of 2: use MultiSyncCollector"):
         Collector([env, env], Actor(), frames_per_batch=4)
-    with pytest.raises(TypeError, match="is no environment"):
+    with pytest.raises(TypeError, match="step_and_maybe_reset"):
         Collector(lambda: 3, Actor(), frames_per_batch=4)
     with pytest.raises(TypeError, match="create_env_fn must be"):
         Collector(3, Actor(), frames_per_batch=4)
@@ -146,13 +146,13 @@ def test_what_cannot_serve_is_said_at_once_and_leaves_nothing_open() -> None:
         ({"weight_recv_schemes": [SharedMemWeightSyncScheme()]}, "weight_recv_schemes must be a dict"),
         ({"policy": [Actor()]}, "policy is a list of 1: pass one policy"),
         ({"policy": Actor}, r"policy is the class Actor: .* did you mean policy_factory=Actor\?"),
-        ({"policy": lambda: Actor()}, "takes no observations.* Did you mean policy_factory="),
+        ({"policy": lambda: Actor()}, "policy_factory="),
         ({"policy": None, "policy_factory": Actor()}, "policy_factory is a policy itself, a Actor"),
         (
             {"policy": None, "policy_factory": [Actor]},
             "policy_factory must be a callable that returns a policy, not list",
         ),
-        ({"storing_device": 1.5}, "storing_device=1.5 is no device here"),
+        ({"storing_device": 1.5}, "storing_device=1.5"),
         ({"postproc": 3}, "postproc must be callable, not 3"),
         ({"pre_collect_hook": 3}, "pre_collect_hook must be callable, not 3"),
         ({"post_collect_hook": [print]}, "post_collect_hook must be callable, not "),
@@ -206,7 +206,7 @@ def test_several_collectors_are_another_class() -> None:
     class Own(Collector):
         pass
 
-    with pytest.raises(TypeError, match="sync= is for several collectors"):
+    with pytest.raises(TypeError, match="num_collectors=n"):
         Collector(WalkEnv, Actor(), frames_per_batch=4, sync=True)
     with pytest.raises(TypeError, match="Own is a subclass"):
         Own(WalkEnv, Actor(), frames_per_batch=4, num_collectors=2)

@@ -134,7 +134,7 @@ def test_a_policy_that_fits_no_observation_is_refused() -> None:
     with collector(WalkEnv(), lambda td: None) as c, pytest.raises(TypeError, match="returned a NoneType"):
         c.rollout()
     with collector(WalkEnv((2,)), lambda observation: torch.zeros(1)) as c:
-        with pytest.raises(ValueError, match=r"returned 'action' of shape \(1,\): .* batch size, \(2,\), has to come"):
+        with pytest.raises(ValueError, match=r"returned 'action' of shape \(1,\).* batch size, \(2,\)"):
             c.rollout()
 
 

@@ -266,7 +266,7 @@ def test_models_on_several_buses_are_not_switched_together() -> None:
         scheme.init_on_sender(model_id=model_id, model=Model(1), num_workers=1)
     with below(given, [leaf]):
         top = reading(1, weight_sync_schemes=given)
-    with pytest.raises(ValueError, match=r"cannot be switched together.*bus = asyncsync\.sync\.Bus\(\)"):
+    with pytest.raises(ValueError, match=r"bus = asyncsync\.sync\.Bus\(\)"):
         top.update_policy_weights_(weights_dict={"policy": Model(), VALUE: Model()})
     leaf.shutdown()
     top.shutdown()

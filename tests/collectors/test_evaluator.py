@@ -311,7 +311,7 @@ def test_what_an_evaluation_raises_is_raised_where_its_result_is_taken(caplog: p
         time.sleep(0.001)
     with pytest.raises(LookupError, match="nobody wants it"):
         evaluator.shutdown()
-    assert "an evaluation has failed" in caplog.text
+    assert "an evaluation failed" in caplog.text
 
 
 @pytest.mark.requirement(228)
@@ -402,7 +402,7 @@ def test_its_state_is_the_count_of_steps(shared: Any) -> None:
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
-        ({"env": Counting()}, TypeError, "env must be a callable that makes an environment.*not Counting"),
+        ({"env": Counting()}, TypeError, "env must be a callable.*not Counting"),
         ({"env": 3}, TypeError, "not int"),
         ({"policy": None}, TypeError, "nothing to evaluate"),
         ({"policy": Marked}, TypeError, "policy is the class Marked"),
@@ -481,5 +481,5 @@ def test_each_of_those_who_wait_gets_a_result(tmp_path: Path) -> None:
 @pytest.mark.requirement(170)
 def test_weights_of_the_policy_are_given_once(shared: tuple[Evaluator, TensorDictModule]) -> None:
     evaluator, source = shared
-    with pytest.raises(ValueError, match="both are the policy's"):
+    with pytest.raises(ValueError, match="weights_dict"):
         evaluator.evaluate(source, weights_dict={"policy": source})

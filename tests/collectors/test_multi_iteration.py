@@ -154,7 +154,7 @@ async def test_who_asks_while_another_awaits_waits_in_line(waiting: Any) -> None
     cancelled = asyncio.ensure_future(anext(waiting))
     await asyncio.sleep(0)
     cancelled.cancel()
-    with pytest.raises(RuntimeError, match="already: await it there"):  # it would wait for this very thread
+    with pytest.raises(RuntimeError, match="await it there"):  # it would wait for this very thread
         waiting.next()
     batches = [await anext(waiting)]
     batches += await asyncio.gather(anext(waiting), asyncio.to_thread(waiting.next), anext(waiting))
@@ -245,7 +245,7 @@ def test_answers_that_come_too_late_are_forgotten(kind: Any) -> None:
     with kind([make(delay=0.1)], policy(), **options(frames_per_batch=4)) as collector:
         if kind is MultiAsyncCollector:
             collector.next()
-            with pytest.raises(AckTimeout, match=r"worker 0 has not answered \(state\).* timeout= gives it longer"):
+            with pytest.raises(AckTimeout, match=r"worker 0 .*\(state\).* timeout="):
                 collector.state_dict(timeout=0.05)
         assert collector.set_seed(3, timeout=20.0) == 13
         collector.reset(timeout=20.0)

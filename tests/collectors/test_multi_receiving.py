@@ -120,7 +120,7 @@ def test_several_sources_conflict(crew: Any) -> None:
 @pytest.mark.requirement(159)
 def test_a_collector_whose_workers_get_no_weights_says_so() -> None:
     with MultiSyncCollector([make()], None, **options()) as collector:
-        with pytest.raises(ValueError, match=r"has schemes for none; pass weight_sync_schemes=\{model_id: scheme\}"):
+        with pytest.raises(ValueError, match=r"has schemes for none.* weight_sync_schemes=\{model_id: scheme\}"):
             collector.receive_weights(policy(2.0))
 
 
@@ -138,7 +138,7 @@ def test_with_receiver_schemes_it_takes_in_what_they_have() -> None:
         middle.receive_weights()
         assert acted(middle.next()) == [5.0]
         for arguments, keywords in [((policy(6.0),), {}), ((), {"policy": policy(6.0)}), ((), {"weights": {}})]:
-            with pytest.raises(ValueError, match=r"receives \['policy'\] by weight_recv_schemes"):
+            with pytest.raises(ValueError, match="weight_recv_schemes"):
                 middle.receive_weights(*arguments, **keywords)
         assert acted(middle.next()) == [5.0]
     above.shutdown()

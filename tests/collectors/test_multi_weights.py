@@ -380,16 +380,14 @@ def test_a_scheme_serves_one_collector(kind: Any) -> None:
     scheme = kind()
     with MultiSyncCollector(FACTORIES[:1], policy(), weight_sync_schemes={"policy": scheme}, **options()) as collector:
         began = time.monotonic()
-        with pytest.raises(
-            ValueError, match=r"weight_sync_schemes\['policy'\] serves the workers of another collector"
-        ):
+        with pytest.raises(ValueError, match=r"weight_sync_schemes\['policy'\].* another collector"):
             MultiSyncCollector(FACTORIES[:1], policy(), weight_sync_schemes={"policy": scheme}, **options())
         assert time.monotonic() - began < 1.0, "no process was started"
         collector.policy.module.fill(5.0)
         collector.update_policy_weights_()
         collector.next()
         assert acted(collector.next()) == [5.0]
-    with pytest.raises(ValueError, match=r"weight_sync_schemes\['policy'\] was shut down, with its collector perhaps"):
+    with pytest.raises(ValueError, match=r"weight_sync_schemes\['policy'\] was shut down"):
         MultiSyncCollector(FACTORIES[:1], policy(), weight_sync_schemes={"policy": scheme}, **options())
 
 

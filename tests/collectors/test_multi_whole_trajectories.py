@@ -145,7 +145,7 @@ def test_rollouts_that_are_cut_lose_no_frame_of_a_trajectory() -> None:
 def test_a_postproc_that_takes_the_ids_away_is_refused(kind: Any) -> None:
     given = options(trajs_per_batch=1, postproc=lambda batch: batch.exclude("collector"))
     with kind([make()] * 2, policy(), **given) as collector:
-        with pytest.raises(KeyError, match="postproc has to leave it there"):
+        with pytest.raises(KeyError, match="postproc"):
             collector.next()
         assert collector.closed
 
@@ -179,7 +179,7 @@ async def test_a_cancelled_wait_loses_no_trajectory_of_workers(kind: Any) -> Non
 
 @pytest.mark.requirement(219)
 def test_one_place_checks_the_arguments() -> None:
-    with pytest.raises(ValueError, match="trajs_per_write is for a replay buffer"):
+    with pytest.raises(ValueError, match="trajs_per_write"):
         MultiSyncCollector([make()] * 2, policy(), **options(trajs_per_batch=2, trajs_per_write=2))
     with pytest.raises(ValueError, match="trajs_per_batch and split_trajs exclude each other"):
         MultiAsyncCollector([make()] * 2, policy(), **options(trajs_per_batch=2, split_trajs=True))

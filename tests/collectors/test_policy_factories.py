@@ -91,7 +91,7 @@ def test_weights_that_would_reach_no_worker_are_refused_at_once(kind: Any, sourc
     above.init_on_sender(model_id="policy", model=policy(4.0), num_workers=1)
     given = {"weight_recv_schemes": {"policy": pickle.loads(pickle.dumps(above))}, "worker_idx": 0}
     given |= {source: policy() if source == "policy" else policy, "weight_sync_schemes": {}}
-    with pytest.raises(ValueError, match=r"'policy' would come .* none of its workers.*pass weight_sync_schemes="):
+    with pytest.raises(ValueError, match="'policy'.* weight_sync_schemes="):
         kind([make()], **given, **options())
     above.shutdown()
 
@@ -103,10 +103,10 @@ def test_a_receiver_that_the_user_has_initialised_must_know_the_collector() -> N
     received = pickle.loads(pickle.dumps(above))
     with MultiSyncCollector([make()], policy(), worker_idx=0, **options()) as collector:
         received.init_on_receiver("policy", model=collector.policy, worker_idx=0)
-        with pytest.raises(ValueError, match=r"without this collector as its context.*leave init_on_receiver"):
+        with pytest.raises(ValueError, match=r"without this collector as its context.*init_on_receiver"):
             collector.register_scheme_receiver({"policy": received})
         for part in ("policy.module", "module"):  # the workers are sent the whole policy
-            with pytest.raises(ValueError, match=f"'{part}' would come .* none of its workers"):
+            with pytest.raises(ValueError, match=f"'{part}'.* weight_sync_schemes="):
                 pickle.loads(pickle.dumps(above)).init_on_receiver(part, context=collector)
     received.shutdown()
     above.shutdown()

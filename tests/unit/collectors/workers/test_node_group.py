@@ -257,7 +257,7 @@ def test_a_node_that_does_not_connect_in_time_when_launched_again_is_lost(groups
     family = Family(restarts=2)
     group = groups(family, 0.05)
     lose(group, family, 0)
-    with pytest.raises(PeerLost, match=r"node 0 is lost: .* not connected within 0\.05 s") as raised:
+    with pytest.raises(PeerLost, match=r"node 0 .* within 0\.05 s") as raised:
         group.wait(lambda: None, 20)
     assert isinstance(raised.value.__cause__, AckTimeout)
     assert len(family.launched[0]) == 3
