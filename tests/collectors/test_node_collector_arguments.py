@@ -180,7 +180,7 @@ def test_arguments_of_rays_own_are_checked(given: Any, error: type[Exception], m
 
 def test_a_rank_that_is_none_is_told_how_to_become_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(RuntimeError, match="RANK.* torchrun"):
+    with pytest.raises(RuntimeError, match=r"RANK.* torchrun"):
         serve_node()
     with pytest.raises(RuntimeError, match="start this program by torchrun"):
         DistributedCollector([make()], policy(), frames_per_batch=4, launcher="torchrun")

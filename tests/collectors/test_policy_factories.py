@@ -91,7 +91,7 @@ def test_weights_that_would_reach_no_worker_are_refused_at_once(kind: Any, sourc
     above.init_on_sender(model_id="policy", model=policy(4.0), num_workers=1)
     given = {"weight_recv_schemes": {"policy": pickle.loads(pickle.dumps(above))}, "worker_idx": 0}
     given |= {source: policy() if source == "policy" else policy, "weight_sync_schemes": {}}
-    with pytest.raises(ValueError, match="'policy'.* weight_sync_schemes="):
+    with pytest.raises(ValueError, match=r"'policy'.* weight_sync_schemes="):
         kind([make()], **given, **options())
     above.shutdown()
 

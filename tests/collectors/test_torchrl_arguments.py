@@ -72,7 +72,6 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 
 @pytest.mark.requirement(222)
-<<<<<<< HEAD
 @pytest.mark.parametrize(("given", "error", "word"), WRONG)
 def test_what_cannot_be_is_refused(given: dict[str, Any], error: type[Exception], word: str) -> None:
     with pytest.raises(error, match=word):
@@ -80,16 +79,6 @@ def test_what_cannot_be_is_refused(given: dict[str, Any], error: type[Exception]
     if word in ("use_buffers", "local_init_rb", "reset"):
         with pytest.raises(error, match=word):
             MultiSyncCollector([make()] * 2, policy(), **options(**given))
-=======
-def test_what_has_finished_is_always_reset() -> None:
-    collected(Collector, WalkEnv(), reset_when_done=True)
-    for made in (
-        lambda: Collector(WalkEnv(), Actor(), frames_per_batch=4, reset_when_done=False),
-        lambda: MultiSyncCollector([make()] * 2, policy(), **options(reset_when_done=False)),
-    ):
-        with pytest.raises(ValueError, match="reset_when_done"):
-            made()
->>>>>>> h-e-coll
 
 
 # -- return_same_td ----------------------------------------------------------------------------------------------------
@@ -125,15 +114,6 @@ def test_what_was_done_to_the_same_tensordict_does_not_last() -> None:
             assert (batch == other).all()
 
 
-<<<<<<< HEAD
-=======
-@pytest.mark.requirement(222)
-def test_the_same_tensordict_is_not_for_a_replay_buffer() -> None:
-    with pytest.raises(TypeError, match="return_same_td"):
-        Collector(WalkEnv(), Actor(), frames_per_batch=4, return_same_td=True, replay_buffer=Buffer())
-
-
->>>>>>> h-e-coll
 # -- interruptor -------------------------------------------------------------------------------------------------------
 
 
@@ -183,15 +163,6 @@ def test_an_interruptor_ends_rollouts_frame_by_frame_too() -> None:
     assert [bool(frame["next", "truncated"]) for frame in buffer.added] == [False] * 3 + [True]
 
 
-<<<<<<< HEAD
-=======
-@pytest.mark.requirement(222)
-def test_what_is_no_interruptor_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"interruptor must have a method collection_stopped\(\)"):
-        Collector(WalkEnv(), Actor(), frames_per_batch=4, interruptor=object())  # type: ignore[arg-type]
-
-
->>>>>>> h-e-coll
 # -- track_policy_version ----------------------------------------------------------------------------------------------
 
 
@@ -239,15 +210,6 @@ def test_a_policy_of_observations_does_not_get_the_version() -> None:
 
 
 @pytest.mark.requirement(222)
-<<<<<<< HEAD
-=======
-def test_no_version_is_refused() -> None:
-    with pytest.raises(TypeError, match="track_policy_version"):
-        Collector(WalkEnv(), Actor(), frames_per_batch=4, track_policy_version="uuid")
-
-
-@pytest.mark.requirement(222)
->>>>>>> h-e-coll
 @both
 def test_frames_of_workers_have_the_version(kind: Any) -> None:
     with kind([make()] * 2, policy(), **options(track_policy_version=True)) as collector:
