@@ -74,7 +74,7 @@ async def test_workers_that_are_iterated_stand_still_after_their_step(kind: Any,
             with pytest.raises(RuntimeError, match="leave the pause"), collector.pause():
                 collector.next()
             for refused in (collector.reset, lambda: collector.set_seed(1)):
-                with pytest.raises(RuntimeError, match=r"in the middle of a rollout: (reset|seed) needs its end"):
+                with pytest.raises(RuntimeError, match=r"(reset|seed) must wait for the end of a rollout"):
                     await asyncio.to_thread(refused)
             assert "worker0" in await asyncio.to_thread(collector.state_dict), "looking changes nothing"
         assert ticking.longest < 0.5

@@ -63,7 +63,7 @@ def test_constructors_show_their_parameters_and_document_them(kind: Any) -> None
         ({"collector_kwargs": {"frames_per_batch": 3}}, ValueError, "frames_per_batch"),
         ({"collector_class": "sync", "collector_kwargs": OWN_SCHEME}, ValueError, r"collector_kwargs=\[\{"),
         ({"update_after_each_batch": True, "policy": None}, ValueError, "weight_updater"),
-        ({"policy_factory": policy}, TypeError, "policy and policy_factory exclude each other|weights go from one"),
+        ({"policy_factory": policy}, TypeError, "policy and policy_factory exclude each other"),
         ({"policy_device": "cuda:77"}, ValueError, "policy_device='cuda:77', but torch finds"),
     ],
 )

@@ -241,7 +241,7 @@ def test_no_layout_describes_lazy_stacks_and_other_things() -> None:
 
 
 def test_a_dimension_that_is_not_there_is_refused() -> None:
-    with pytest.raises(ValueError, match="no dimension of a batch with 1"):
+    with pytest.raises(ValueError, match="not a dimension of a batch with 1"):
         Arrangement.of([layout_of(rollout())], 1)
 
 

@@ -108,7 +108,7 @@ def test_an_end_that_raises_does_so_after_the_block() -> None:
 @pytest.mark.requirement(165)
 def test_without_a_replay_buffer_there_is_no_collection_in_the_background() -> None:
     leaf = reading()
-    with pytest.raises(NotImplementedError, match=r"Collector\.start\(\) collects into a replay buffer"):
+    with pytest.raises(NotImplementedError, match=r"Collector\.start\(\) needs a replay buffer"):
         leaf.start()
     leaf.async_shutdown(1.0, close_env=False)  # r155
     assert leaf.closed
@@ -129,7 +129,7 @@ def test_worker_idx_from_0_or_an_error() -> None:
     assert leaf.worker_idx == 0
     leaf.worker_idx = 3
     assert leaf.worker_idx == 3
-    with pytest.raises(RuntimeError, match="worker_idx has not been set"):
+    with pytest.raises(RuntimeError, match="worker_idx"):
         reading().worker_idx  # noqa: B018
 
 

@@ -29,9 +29,9 @@ def made(env: Any, vector: bool) -> GymEnv:
     [
         (spaces.Dict(), BOX, "'action': a Dict space without entries"),
         (spaces.Dict(a=BOX, inner=spaces.Dict()), BOX, "'inner': a Dict space without entries"),
-        (spaces.Dict({0: BOX, 1: BOX}), BOX, "'action': a Dict space's keys have to be str, not 0"),
+        (spaces.Dict({0: BOX, 1: BOX}), BOX, "'action': .* must be str, not 0"),
         (spaces.Dict(inner=spaces.Dict({("a", "b"): BOX})), BOX, r"'inner': .* str, not \('a', 'b'\)"),
-        (BOX, spaces.Dict({0: BOX, 1: BOX}), "'observation': a Dict space's keys have to be str, not 0"),
+        (BOX, spaces.Dict({0: BOX, 1: BOX}), "'observation': .* must be str, not 0"),
     ],
     ids=str,
 )

@@ -98,12 +98,12 @@ def test_a_choice_is_an_index_in_range(space: Any, batch: tuple[int, ...]) -> No
         np.testing.assert_array_equal(spec.read(np.ones(spec.shape, dtype)), low + 1)
         assert spec.read(np.ones(spec.shape, dtype)).dtype.kind in "iu"  # all that Gymnasium's spaces contain
     for dtype in (np.float32, np.float64, np.complex64):
-        with pytest.raises(ValueError, match=f"has dtype {np.dtype(dtype)}, but a choice is an index of an integer"):
+        with pytest.raises(ValueError, match=f"has dtype {np.dtype(dtype)}, but a choice is an index, of an integer"):
             spec.read(np.zeros(spec.shape, dtype))
     for wrong in (-1, 3, 7):
         action = np.zeros(spec.shape, np.int64)
         action[(-1,) * action.ndim] = wrong
-        message = f"has the index {wrong}, but the choice is among [23], from 0 to [12]"
+        message = f"has the index {wrong}, but the [23] choices are 0 to [12]"
         for dtype in (np.int64, np.int16):
             with pytest.raises(ValueError, match=message):
                 spec.read(action.astype(dtype))

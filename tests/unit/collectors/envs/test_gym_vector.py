@@ -101,7 +101,7 @@ def test_processes_are_made_with_resets_in_the_same_step(monkeypatch: pytest.Mon
 )
 def test_a_vector_that_resets_with_the_next_step_is_refused(make: Any) -> None:
     env = make()
-    with pytest.raises(ValueError, match=r"resets a finished environment with the step after .* autoreset_mode="):
+    with pytest.raises(ValueError, match=r"autoreset_mode="):
         GymEnv(env)
     assert not env.closed  # it is the caller's
     env.close()
@@ -110,7 +110,7 @@ def test_a_vector_that_resets_with_the_next_step_is_refused(make: Any) -> None:
 def test_a_vector_that_was_made_and_is_refused_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     closed = []
     monkeypatch.setattr(SyncVectorEnv, "close", lambda self: closed.append(self))
-    with pytest.raises(ValueError, match="resets a finished environment with the step after"):
+    with pytest.raises(ValueError, match="autoreset_mode="):
         GymEnv("CartPole-v1", num_envs=2, vector_kwargs={"autoreset_mode": AutoresetMode.NEXT_STEP})
     assert len(closed) == 1
 
@@ -118,7 +118,7 @@ def test_a_vector_that_was_made_and_is_refused_is_closed(monkeypatch: pytest.Mon
 def test_a_same_step_vector_without_last_observations_is_an_error() -> None:
     env = GymEnv(CountingVector(2, mode=AutoresetMode.SAME_STEP))
     td = env.reset()
-    with pytest.raises(RuntimeError, match="no 'final_obs' in the info"):
+    with pytest.raises(RuntimeError, match="no 'final_obs'"):
         env.step_and_maybe_reset(env.rand_action(td))
     td["_reset"] = torch.tensor([[True], [False]])
     with pytest.raises(NotImplementedError, match=r"use an environment with AutoresetMode\.DISABLED"):
@@ -143,7 +143,7 @@ def test_what_needs_an_id_is_refused_beside_an_environment(arguments: dict[str, 
 
 
 def test_a_vectorization_mode_needs_num_envs() -> None:
-    with pytest.raises(ValueError, match="vectorization_mode: only with num_envs"):
+    with pytest.raises(ValueError, match="vectorization_mode needs num_envs"):
         GymEnv("CartPole-v1", vectorization_mode="sync")
 
 
@@ -169,7 +169,7 @@ def test_it_is_closed_once() -> None:
 def test_actions_that_do_not_fit(num_envs: int) -> None:
     env = GymEnv("CartPole-v1", num_envs=num_envs)
     td = env.reset()
-    with pytest.raises(KeyError, match=r"no 'action' in the TensorDict: the policy's out_keys"):
+    with pytest.raises(KeyError, match=r"no 'action': the policy's out_keys"):
         env.step_and_maybe_reset(td)
     td["action"] = torch.zeros(env.batch_size, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"'action' has shape .* one-hot unless categorical_action_encoding=True"):
@@ -203,7 +203,7 @@ def test_actions_that_are_no_choice(num_envs: int | None) -> None:
     for index in (7, 2, -1):
         td["action"] = torch.full(env.batch_size, index)
         with pytest.raises(
-            ValueError, match=rf"'action' has the index {index}, but the choice is among 2, from 0 to 1: .*CartPole"
+            ValueError, match=rf"'action' has the index {index}, but the 2 choices are 0 to 1: .*CartPole"
         ):
             env.step_and_maybe_reset(td)
     for dtype in (torch.bool, torch.int32, torch.uint8):

@@ -358,7 +358,7 @@ def test_what_cannot_be_pickled_is_no_lost_node(groups: Groups) -> None:
     family = Family()
     with pytest.raises(TypeError, match="pickle") as raised:
         groups(family, replay_buffer=threading.Lock())
-    assert "a replay buffer must pickle as a handle" in raised.value.__notes__[0]
+    assert "buffer must pickle as a handle" in raised.value.__notes__[0]
     assert not family.launched
 
 
