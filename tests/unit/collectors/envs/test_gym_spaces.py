@@ -65,7 +65,7 @@ def test_a_value_survives_being_written_and_read(space: Any, categorical: bool) 
         (spaces.Discrete(3), np.zeros(2, np.int64), ValueError, r"it has shape \(2,\), not \(\)"),
         (spaces.Box(-1, 1, (4,)), None, TypeError, "it is None"),
         (spaces.Discrete(3), None, TypeError, "it is None"),
-        (spaces.MultiDiscrete([2, 3]), {}, TypeError, "it is a dict of other than numbers"),
+        (spaces.MultiDiscrete([2, 3]), {}, TypeError, "it is a dict"),
         (spaces.Box(0, 9, (1,), np.uint8), np.zeros(1), TypeError, "Cannot cast"),
     ],
     ids=str,
@@ -151,7 +151,7 @@ def test_a_spec_moves_with_its_bounds() -> None:
 @pytest.mark.parametrize(
     ("space", "message"),
     [
-        (spaces.Tuple([spaces.Discrete(2)]), "'it': a Tuple space has no tensor form here; use gymnasium.wrappers"),
+        (spaces.Tuple([spaces.Discrete(2)]), "'it': a Tuple space .*use gymnasium.wrappers"),
         (spaces.Text(3), "'it': a Text space"),
         (spaces.Dict(a=spaces.Dict(b=spaces.Text(3))), "'a.b': a Text space"),
         (spaces.MultiDiscrete([[2, 3]]), "'it': a MultiDiscrete of 2 dimensions with different numbers"),
