@@ -100,7 +100,7 @@ def test_a_method_is_called_in_every_worker(crew: MultiSyncCollector) -> None:
     assert crew.map_fn("get_policy_version") == [crew.policy_version] * 2
     with pytest.raises(LookupError, match="this environment refuses"):
         crew.map_fn("env.refuse")
-    with pytest.raises(ValueError, match="need 2 entries each, .* have 1"):
+    with pytest.raises(ValueError, match=r"need 2 entries each, .* have 1"):
         crew.map_fn("env.say", [("a",)])
     with pytest.raises(ValueError, match=r"has no 'env.shout'"):
         crew.map_fn("env.shout")
@@ -135,7 +135,7 @@ def test_the_collector_of_this_process_is_asked_directly(alone: Collector) -> No
     assert alone.getattr_env("length") == 5
     assert alone.map_fn("env.say", [("a",), ("b",)], [{}, {"times": 2}]) == ["first a", "first b b"]
     assert alone.map_fn("get_policy_version") == [0] == [alone.get_policy_version()]
-    with pytest.raises(ValueError, match="need 2 entries each, .* have 2 and 1"):
+    with pytest.raises(ValueError, match=r"need 2 entries each, .* have 2 and 1"):
         alone.map_fn("env.say", [("a",), ("b",)], [{}])
     with pytest.raises(AttributeError, match="no replay buffer"):
         alone.getattr_rb("extend")
