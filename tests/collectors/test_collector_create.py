@@ -15,8 +15,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from asyncsync.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
-from asyncsync.collectors.base import SHUTDOWN_SECONDS
-from asyncsync.runtime.interruption import Interruption
+from helpers import planted
 from helpers.collecting_weights import Level, LevelEnv
 
 
@@ -92,12 +91,12 @@ async def test_cancelled_it_does_not_wait_for_workers_that_take_their_time() -> 
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.2):
             await MultiSyncCollector.create([partial(Slow, 60.0)], Level(), frames_per_batch=4, connect_timeout=90)
-    assert time.monotonic() - began < 5 * SHUTDOWN_SECONDS
+    assert time.monotonic() - began < 5 * planted.SHUTDOWN_SECONDS
     assert set(multiprocessing.active_children()) == before
 
 
 def test_an_interruption_that_strikes_its_end_leaves_no_worker() -> None:
-    before, interruption = set(multiprocessing.active_children()), Interruption()
+    before, interruption = set(multiprocessing.active_children()), planted.Interruption()
     collector = MultiSyncCollector([Slow], Level(), frames_per_batch=4, start_method="forkserver")
     with interruption.of_this_thread():
         interruption.interrupt()

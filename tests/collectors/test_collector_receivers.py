@@ -12,9 +12,9 @@ import pytest
 from tensordict import TensorDict
 
 from asyncsync import sync
-from asyncsync.bus.status import newest_target
 from asyncsync.collectors import WeightUpdaterBase
 from asyncsync.errors import AckTimeout, ClosedError, PartialSendError, RemoteError
+from helpers import planted
 from helpers.collecting_weights import VALUE, Stepping, reading, step, tree, update
 from helpers.pairs import Clock, Model, fill, read
 
@@ -275,7 +275,7 @@ def test_weights_change_between_two_steps_and_waiting_for_a_version_ends_with_it
             before = leaf._weights.version()
             top.update_policy_weights_(Model(2), wait=False)
             with Clock(5.0):
-                while newest_target(leaf._weights._main._link, []) == before:
+                while planted.newest_target_of(leaf) == before:
                     pass
             assert (read(leaf.policy), leaf._weights.version()) == ({1}, before)
         leaf._weights._main._wait_origin(before + 1, 10)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from asyncsync.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
-from asyncsync.collectors.trajectories import _TrajectoryPool
+from helpers import planted
 from helpers.collecting_multi import make, options, policy
 
 BOTH = pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
@@ -44,7 +44,7 @@ def test_a_loaded_collector_gives_each_trajectory_an_identifier_of_its_own(kind:
 
 
 def test_a_pool_that_is_shared_never_goes_back() -> None:
-    pool = _TrajectoryPool()
+    pool = planted.TrajectoryPool()
     old = pool.state_dict()
     with (
         Collector(make(), policy(), frames_per_batch=4, traj_pool=pool) as one,

@@ -18,9 +18,9 @@ from torch import nn
 
 import asyncsync
 from asyncsync import sync
-from asyncsync.bus.status import newest_target
 from asyncsync.collectors import Collector, VanillaWeightUpdater
 from asyncsync.errors import SchemaMismatch
+from helpers import planted
 from helpers.collecting_weights import NET, Level, LevelEnv, update
 
 
@@ -222,7 +222,7 @@ def test_max_lag_and_versions_of_several_buses_are_counted_bus_by_bus(monkeypatc
         rolling = threading.Thread(target=lambda: batches.append(leaf.next()))
         with leaf._weights.holds():
             thread.start()
-            while newest_target(leaf._weights._main._link, []) < 5:
+            while planted.newest_target_of(leaf) < 5:
                 time.sleep(0.001)
             rolling.start()
         rolling.join(4)

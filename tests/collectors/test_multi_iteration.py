@@ -17,8 +17,8 @@ import torch
 from tensordict import TensorDictBase
 
 from asyncsync.collectors import Collector, MultiAsyncCollector, MultiCollector, MultiSyncCollector
-from asyncsync.collectors.workers.shared_batches import SharedPlace
 from asyncsync.errors import AckTimeout, ClosedError
+from helpers import planted
 from helpers.blocking_interrupts import sigint_raises
 from helpers.collecting_multi import Counting, make, options, policy, settled
 
@@ -201,7 +201,7 @@ def test_an_interrupt_loses_no_rollout_and_mixes_none(
             with pytest.raises(KeyboardInterrupt):
                 until_interrupted()
     with monkeypatch.context() as patch:
-        patch.setattr(SharedPlace, "whole", at_once)
+        patch.setattr(planted.SharedPlace, "whole", at_once)
         with pytest.raises(KeyboardInterrupt):
             until_interrupted()
     collector._group.wait(lambda: True)  # the interrupted batch is left there

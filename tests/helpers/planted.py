@@ -17,11 +17,16 @@ import pytest
 import torch
 import zmq.asyncio
 
+import asyncsync.bus.status
 import asyncsync.collectors.multi.driver
 import asyncsync.runtime.loop_thread
 import asyncsync.schemes.blocking
 import asyncsync.schemes.sources
 import asyncsync.weights.encoding
+from asyncsync.collectors.base import SHUTDOWN_SECONDS, BaseCollector
+from asyncsync.collectors.batch_layout import layout_of
+from asyncsync.collectors.trajectories import _TrajectoryPool as TrajectoryPool
+from asyncsync.collectors.workers.shared_batches import SharedPlace
 from asyncsync.fastpath.sender import SteadySender
 from asyncsync.model.gate import Gate
 from asyncsync.net.endpoint import INTRODUCED
@@ -29,6 +34,7 @@ from asyncsync.net.keys import SOON
 from asyncsync.net.processes import free_descriptors
 from asyncsync.protocol.leases import Leases
 from asyncsync.protocol.settings import Identity
+from asyncsync.runtime.interruption import Interruption
 from asyncsync.transports.slots import Place, SlotPool
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.packing import pack
@@ -41,8 +47,14 @@ from helpers.pairs import until
 __all__ = [
     "BLOCKING_CALLS",
     "DRIVER",
+    "SHUTDOWN_SECONDS",
+    "BaseCollector",
+    "Interruption",
+    "SharedPlace",
+    "TrajectoryPool",
     "another_file",
     "another_namespace",
+    "batch_bytes",
     "between_looks",
     "blocked_after",
     "break_side_channel",
@@ -57,6 +69,7 @@ __all__ = [
     "message",
     "mute_worker",
     "nbytes",
+    "newest_target_of",
     "no_boot_id",
     "no_codecs",
     "no_loop_thread",
@@ -319,3 +332,15 @@ def another_file(monkeypatch: pytest.MonkeyPatch) -> None:
 def _describe_with(monkeypatch: pytest.MonkeyPatch, **changes: int) -> None:
     real = SlotPool.describe
     monkeypatch.setattr(SlotPool, "describe", lambda *given: Place.decode(real(*given))._replace(**changes).encode())
+
+
+def newest_target_of(collector: Any) -> int:
+    """The version that the collector's sender wants it to have, as far as it has been told."""
+    return asyncsync.bus.status.newest_target(collector._weights._main._link, [])
+
+
+def batch_bytes(batch: Any) -> int:
+    """How much memory workers and trainer share for such a batch."""
+    layout = layout_of(batch)
+    assert layout is not None
+    return layout.nbytes
