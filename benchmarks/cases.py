@@ -33,7 +33,7 @@ SECTIONS = {
     "collect": "collectors beside TorchRL's, and beside a bare loop over a vector environment: 1000 frames",
     "nodes": "DistributedCollector and RayCollector beside TorchRL's: 1000 frames",
     "keys": "what encryption (CURVE) costs over tcp",
-    "fanout": "many workers over tcp: each by itself, fan-out, and behind four relays",
+    "fanout": "many workers over tcp: each by itself, and with fan-out",
     "bytes": "100 MB of bfloat16, each number moved by up to the learning rate, as AdamW does: what travels",
 }
 
@@ -152,8 +152,7 @@ def _network() -> Iterator[Row]:
         yield Row("keys", System("tcp, keys", case, 1), (System("tcp", case, 1),), "without keys")
     for case, workers in product(("4 KiB", "64 KiB", "4 MiB"), (4, 16, 64)):
         plain = (System("tcp, many", case, workers),)
-        for how in ("fan-out", "relays"):
-            yield Row("fanout", System(f"tcp, {how}", case, workers), plain, "each by itself")
+        yield Row("fanout", System("tcp, fan-out", case, workers), plain, "each by itself")
     for rate in ("1e-5", "1e-4"):
         case = f"100 MB, learning rate {rate}"
         for how in ("lz4", "zstd", "delta", "delta lz4", "delta zstd"):

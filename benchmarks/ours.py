@@ -26,7 +26,6 @@ NAMES = {"tcp": "ZMQ", "ipc": "ZMQ", "shared": "SharedMem", "process": "MultiPro
 BYTES: dict[str, dict[str, Any]] = {"lz4": {"compress": "lz4"}, "zstd": {"compress": "zstd"}, "delta": {"delta": True}}
 TICK = 1e-3  # seconds that the coroutine sleeps which looks for stalls
 RAY: dict[str, Any] = {"num_cpus": 2, "include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
-RELAYS = 4  # they stand for four hosts
 SETTLE = 2.0  # seconds in which subscribers subscribe
 
 
@@ -52,7 +51,7 @@ def _model(spec: Spec, *, blank: bool = False) -> Any:
 @asynccontextmanager
 async def scheme(spec: Spec) -> AsyncIterator[Any]:
     """One update, from the trainer's model until all workers have applied it. The kind is a key of NAMES, and how:
-    "blocking", "keys", "many", "fan-out", "relays", "trainer's loop", "worker's loop"."""
+    "blocking", "keys", "many", "fan-out", "trainer's loop", "worker's loop"."""
     kind, _, how = spec.kind.partition(", ")
     name = f"{NAMES[kind]}WeightSyncScheme"
 
@@ -61,7 +60,7 @@ async def scheme(spec: Spec) -> AsyncIterator[Any]:
         given |= {key: value for word in how.split() for key, value in BYTES[word].items()}
     if how == "keys":
         given |= _keys(spec.directory)
-    if how in ("fan-out", "relays"):
+    if how == "fan-out":
         given["fanout"] = _fanout()
     asynchronous = getattr(asyncsync, name)(num_workers=spec.workers, **given)
     source = _model(spec)
@@ -76,9 +75,8 @@ async def scheme(spec: Spec) -> AsyncIterator[Any]:
         if how == "blocking":
             scheme = getattr(sync, name)(endpoint=asynchronous.bus.endpoint, num_workers=spec.workers)
         scheme.init_on_sender(model_id="model", **{"weights" if isinstance(source, dict) else "model": source})
-        relays = [_relay(stack, given["endpoint"]) for _ in range(RELAYS if how == "relays" else 0)]
         for worker in workers:
-            worker.post((pickle.dumps(asynchronous), relays))
+            worker.post(pickle.dumps(asynchronous))
         if how == "blocking":
             connecting = spec.in_thread(lambda: scheme.connect(timeout=PATIENCE))
             step = timed(scheme.send, _tensors(source), blocking=True)
@@ -118,9 +116,9 @@ def _trained(spec: Spec, scheme: Any, source: dict[str, torch.Tensor]) -> Callab
 
     async def step() -> float:
         torch._foreach_copy_(tensors, list(versions[next(places)]))
-        before = scheme.status().workers[0].bytes_sent
+        before = scheme.status()[0].bytes_sent
         seconds: float = await send()
-        spec.extra["MB"] = (scheme.status().workers[0].bytes_sent - before) / 1e6
+        spec.extra["MB"] = (scheme.status()[0].bytes_sent - before) / 1e6
         return seconds
 
     return step
@@ -128,11 +126,10 @@ def _trained(spec: Spec, scheme: Any, source: dict[str, torch.Tensor]) -> Callab
 
 async def _receive(pipe: Any, indices: list[int], spec: Spec) -> None:
     """In a worker: receivers with these indices, and questions about them."""
-    pickled, relays = pipe.recv()
+    pickled = pipe.recv()
     models, schemes = [_model(spec, blank=True) for _ in indices], []
     for model, index in zip(models, indices, strict=True):
-        relay = relays[index % RELAYS] if relays else None
-        schemes.append(asyncsync.ZMQWeightSyncScheme(connect=relay) if relay else pickle.loads(pickled))
+        schemes.append(pickle.loads(pickled))
         schemes[-1].init_on_receiver("model", model=model, worker_idx=index, gate="hold")
     await asyncio.gather(*(scheme.connect(timeout=PATIENCE) for scheme in schemes))
     pipe.send((True, "connected"))
@@ -201,12 +198,3 @@ def _fanout() -> Any:
     except (TypeError, ValueError):
         return "push"
     return True
-
-
-def _relay(stack: AsyncExitStack, upstream: str) -> str:
-    """The address of a relay's process, which ends with the stack."""
-    address = f"tcp://127.0.0.1:{free_port()}"
-    command = [sys.executable, "-m", "asyncsync", "relay", "--upstream", upstream, "--bind", address]
-    process = stack.enter_context(subprocess.Popen(command, stdout=subprocess.DEVNULL))
-    stack.callback(process.kill)
-    return address

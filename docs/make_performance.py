@@ -23,7 +23,7 @@ TITLES = {
     "collect": "Collectors",
     "nodes": "Collectors of several hosts, beside TorchRL's",
     "keys": "What keys cost",
-    "fanout": "Many workers: fan-out and relays",
+    "fanout": "Many workers: fan-out",
     "bytes": "Compression and deltas",
 }
 NOTES = {
@@ -47,7 +47,7 @@ NOTES = {
     ),
     "nodes": "The time for 1000 frames with a small policy and TorchRL's GymEnv.",
     "fanout": (
-        "Read the trainer's CPU time: all workers and relays share this machine's cores, so the time until "
+        "Read the trainer's CPU time: all workers share this machine's cores, so the time until "
         "all of them have the update says little."
     ),
     "bytes": ("Measured over loopback, where fewer bytes save little time. A link of 1 Gbit/s takes 8 ms for each MB."),
