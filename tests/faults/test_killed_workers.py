@@ -232,7 +232,7 @@ async def test_a_second_incarnation_takes_over_from_a_stopped_one(
     await new.connect(pickle.loads(pickle.dumps(sender)), 0, 1000)
     assert await sender.send_async(sender.model.fill(2), timeout=10) == 2
     old.signal(signal.SIGCONT)
-    with pytest.raises(Exception, match="newer incarnation"):
+    with pytest.raises(Exception, match="newer process"):
         await old.receive()
     assert await old.closed()
     assert await old.value() == 1
