@@ -98,6 +98,8 @@ class Sources:
         ``sent`` returns the keys of what was sent last; None: nothing was."""
         if weights is None and self.model is None and isinstance(self.weights, dict):
             weights = self.weights
+            if workers is not None and by_worker(weights):
+                weights = {worker: given for worker, given in weights.items() if worker in workers}
         if by_worker(weights):
             wrong = [
                 w

@@ -139,7 +139,7 @@ def test_a_function_of_the_users_gets_the_profile_where_the_rollouts_are(tmp_pat
 def test_mistakes_are_told_where_they_are_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with MultiSyncCollector([make()], policy(), **options()) as collector:
-        with pytest.raises(ValueError, match=r"unknown workers \[1\]: this MultiSyncCollector has 1"):
+        with pytest.raises(ValueError, match=r"unknown workers \[1\]: this MultiSyncCollector has"):
             collector.enable_profile(workers=[0, 1])
         with pytest.raises(ValueError, match="must be greater than warmup_rollouts"):
             collector.enable_profile(num_rollouts=1)

@@ -255,7 +255,7 @@ class Below(WeightUpdaterBase):
 
 
 @pytest.mark.requirement(74)
-@pytest.mark.filterwarnings("ignore:.*is deprecated. give the collector a scheme:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
 def test_whether_it_is_passed_on_is_asked_for_each_update() -> None:
     with tree() as (top, [middle]):
         top.update_policy_weights_(Model(2))

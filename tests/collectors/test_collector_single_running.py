@@ -304,7 +304,7 @@ def test_one_rollout_at_a_time() -> None:
     with collector(env, replay_buffer=Buffer()) as c:
         c.start()
         assert env.inside.wait(20)
-        with pytest.raises(RuntimeError, match="collecting already, in the thread 'asyncsync-collector-free'"):
+        with pytest.raises(RuntimeError, match="already collecting, in the thread 'asyncsync-collector-free'"):
             c.rollout()
         env.go.set()
 

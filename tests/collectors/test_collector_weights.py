@@ -315,7 +315,7 @@ def test_a_policy_that_lives_elsewhere_is_no_source() -> None:
     given = {"policy": sync.ZMQWeightSyncScheme()}
     with MultiSyncCollector([make()], policy_factory=policy, weight_sync_schemes=given, **options()) as top:
         assert acted(top.next()) == [1.0], "there are no initial weights"
-        with pytest.raises(ValueError, match="no weights to send"):
+        with pytest.raises(ValueError, match="pass the weights"):
             top.update_policy_weights_()
         top.update_policy_weights_(policy(6.0))
         assert acted(top.next()) == [6.0]

@@ -486,7 +486,7 @@ def test_state_dicts_are_saved_and_restored(waiting: Any) -> None:
     waiting.load_state_dict(state)
     waiting.reset()
     assert waiting.next()["observation"][:, 0, 0].tolist() == [7, 17]
-    with pytest.raises(KeyError, match="has no \\['worker1'"):
+    with pytest.raises(KeyError, match="worker1"):
         waiting.load_state_dict({"worker0": state["worker0"]})
 
 

@@ -17,7 +17,7 @@ from asyncsync.collectors import (
 )
 from helpers.collecting_multi import acted, make, options, policy, versions
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated. give the collector a scheme:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
 
 
 class Own(WeightUpdaterBase):

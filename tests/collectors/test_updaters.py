@@ -24,7 +24,7 @@ from asyncsync.errors import SchemaMismatch
 from helpers.collecting_weights import Stepping, reading
 from helpers.pairs import Model, read
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated. give the collector a scheme:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
 
 
 class Recorder(WeightUpdaterBase):

@@ -179,7 +179,7 @@ def test_a_path_that_leads_nowhere_or_to_no_method() -> None:
     for path in ("nothing.here", "env.transform[9]", "_receiver_schemes['policy'].connect", "env.transform[0", "a b"):
         with pytest.raises(ValueError, match="has no "):
             leaf.cascade_execute(path)
-    with pytest.raises(TypeError, match=r"'env.transform' is a list and cannot be called: give the path to a method"):
+    with pytest.raises(TypeError, match=r"'env.transform' is a list"):
         leaf.cascade_execute("env.transform", 1)
     assert not hasattr(sys, "evaluated")
     with pytest.raises(ValueError, match="has no "):

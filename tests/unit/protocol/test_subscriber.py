@@ -882,7 +882,7 @@ def unknown(**changes: object) -> messages.Part:
         (messages.Update(EPOCH, 3, False, (unknown(model_id="critic"),)), [b""]),
         (messages.Update(EPOCH, 3, False, (unknown(nbytes=64),)), [b""]),
         (messages.Update(EPOCH, 3, True, (unknown(crc=1),)), [b"", bytes(128)]),
-        (messages.Update(EPOCH, 3, False, (unknown(),)), [bytes((1 << 20) + 1)]),
+        (messages.Update(EPOCH, 3, False, (unknown(),)), [bytes((8 << 20) + 1)]),
         (messages.Chunk(EPOCH, 2, 0, 100), [bytes(40)]),
         (messages.Chunk(EPOCH, 2, 1, 0), [bytes(40)]),
         (messages.Chunk(EPOCH, 2, 0, 0, 1), [bytes(40)]),
