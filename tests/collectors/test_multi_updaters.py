@@ -82,7 +82,7 @@ def test_multi_processed_reaches_the_workers_as_one_version_a_push(given: str) -
         assert collector.policy_version == first + 2
         if given == "devices":
             assert copies[cpu]["module", "weight"].unique().tolist() == [6.0]
-            with pytest.raises(ValueError, match="no policy_weights for meta"):
+            with pytest.raises(ValueError, match="policy_weights"):
                 collector.update_policy_weights_(worker_ids=torch.device("meta"))
 
 
