@@ -56,7 +56,7 @@ def test_a_subclass_is_what_it_is() -> None:
     with Own(make(), policy(), frames_per_batch=6) as collector:
         assert type(collector) is Own
     for given in ({"backend": "direct"}, {"backend_options": {}}, {"num_collectors": 2}, {"sync": False}):
-        with pytest.raises(TypeError, match=f"{next(iter(given))}=: .* subclass Own"):
+        with pytest.raises(TypeError, match=rf"{next(iter(given))}=.*subclass Own"):
             Own(make(), policy(), frames_per_batch=6, **given)  # type: ignore[arg-type]
 
 
