@@ -3,7 +3,7 @@
 Run me: python docs/compare_torchrl.py. With --check, nothing is written, and the exit code is 1 where the page is not
 what it should be.
 
-The tables are made of the installed TorchRL and of asyncsync. A name of TorchRL's that asyncsync has not, an argument,
+The tables are made of the installed TorchRL and of asyncsync. A name of TorchRL's that asyncsync lacks, an argument,
 or an attribute, needs a line in REASONS: without one this script raises, and so does its test, when a new TorchRL has
 something that nobody has thought of yet.
 """
@@ -130,7 +130,28 @@ def written() -> str:
 
 
 def _table(left: str, right: str, rows: list[tuple[str, str]]) -> str:
-    return "\n".join([f"| {left} | {right} |", "|---|---|", *(f"| {theirs} | {ours} |" for theirs, ours in rows), ""])
+    """One row for all names that have the same on the right."""
+    grouped: dict[str, list[str]] = {}
+    for theirs, ours in rows:
+        grouped.setdefault(ours, []).append(theirs)
+    lines = (f"| {_joined(list(dict.fromkeys(names)))} | {ours} |" for ours, names in grouped.items())
+    return "\n".join([f"| {left} | {right} |", "|---|---|", *lines, ""])
+
+
+def _joined(names: list[str]) -> str:
+    """``A.x``, ``B.x``, ``A.y``, ``B.y`` as ``A``, ``B``: ``x``, ``y``."""
+    of_classes: dict[str, list[str]] = {}
+    for name in names:
+        kind, _, part = name.rpartition(".")
+        of_classes.setdefault(part, []).append(kind)
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for part, kinds in of_classes.items():
+        alike.setdefault(tuple(kinds), []).append(f"`{part}`")
+    texts = []
+    for kinds, parts in alike.items():
+        left = ", ".join(f"`{kind}`" for kind in kinds if kind)
+        texts.append(f"{left}: {', '.join(parts)}" if left else ", ".join(parts))
+    return "; ".join(texts)
 
 
 def _ours(module: str, name: str) -> tuple[str, Any]:
@@ -145,14 +166,14 @@ def _names(module: str) -> list[tuple[str, str]]:
     for name in import_module(module).__all__:
         place, ours = _ours(module, name)
         if ours is not None:
-            what = f"`{place}.{name}`"
+            what = f"the same names in `{place}`"
         elif name in REASONS:
             what = REASONS[name]
         elif DISTRIBUTED.search(name):
             what = ACTOR
         else:
             raise LookupError(f"{module}.{name} is new: give asyncsync one, or say in REASONS why it has none")
-        rows.append((f"`{module}.{name}`", what))
+        rows.append((name if ours is not None else f"{module}.{name}", what))
     return rows
 
 
@@ -169,7 +190,7 @@ def _parts(module: str) -> list[tuple[str, str]]:
         for part in lacks:
             if (why := REASONS.get(f"{name}.{part}", REASONS.get(f"*.{part}"))) is None:
                 raise LookupError(f"{module}.{name} has {part!r}, which is new: give ours one, or say why it has none")
-            rows.append((f"`{name}`: `{part}`", why))
+            rows.append((f"{name}.{part}", why))
     return [row for row in rows if row[1] != REASONS["*.args"]]
 
 
