@@ -37,7 +37,7 @@ class ClosedError(WeightSyncError, RuntimeError):
 
 
 class Fenced(WeightSyncError, RuntimeError):
-    """A newer incarnation of this trainer or worker has taken over; this one must stop."""
+    """A newer process has become this trainer or worker; this one must stop."""
 
 
 class AckTimeout(WeightSyncError, TimeoutError):
@@ -53,7 +53,7 @@ class SchemaMismatch(WeightSyncError, ValueError):
 
 
 class ProtocolError(WeightSyncError):
-    """A message that no correct peer sends: malformed, of an unknown kind, or out of place."""
+    """A message that is malformed, of an unknown kind, or out of place."""
 
 
 class LimitExceeded(ProtocolError):
@@ -84,7 +84,7 @@ class RemoteError(WeightSyncError):
 class PartialSendError(WeightSyncError):
     """An update did not reach every worker it was meant for.
 
-    Not final: a worker that was late, or comes back, still converges to its target.
+    Not final: a worker that was late, or comes back, still gets its weights.
 
     Attributes:
         acked: ``{worker_idx: version}`` of the workers that have applied the update (or a newer one).

@@ -79,16 +79,16 @@ class Bus(_AsyncContext, BusCore):
 
         Args:
             weights: ``{model_id: weights}``; each as for a scheme's ``publish``, None for the registered source.
-            worker_ids: whom it is for; None: everybody.
+            worker_ids: the workers that get it; None: all.
             metadata: as for a scheme's ``publish``.
 
         Returns:
             The version.
 
         Raises:
-            ValueError, TypeError: an unknown model_id or worker, or weights that cannot be; nothing was published.
-            AckTimeout: there was no room for them within 60 s, as for a scheme's ``publish``; nothing was published.
-            MemoryError: there is not enough for the snapshot; nothing was published.
+            ValueError, TypeError: an unknown model_id or worker, or invalid weights; nothing was published.
+            AckTimeout: no memory came free for them within 60 s, as for a scheme's ``publish``; nothing was published.
+            MemoryError: there is too little memory for the snapshot; nothing was published.
             NotConnected, ClosedError, Fenced: this sender cannot publish.
         """
         return await sending.publish(self, weights, worker_ids, metadata)
@@ -108,13 +108,13 @@ class Bus(_AsyncContext, BusCore):
             version: as returned by ``publish``.
             worker_ids: sender only; None: every worker whose target is at least this version.
             timeout: seconds.
-            quorum: sender only: how many of these workers are enough; None: all. The others still converge.
+            quorum: sender only: how many of these workers are enough; None: all. The others still get it.
 
         Raises:
             PartialSendError: sender; names each worker that has not, and why; with a ``quorum``, if it was not reached.
             AckTimeout: receiver.
             ValueError, TypeError: an unknown worker, or a version that was not published.
-            NotConnected, ClosedError, Fenced: it will not come.
+            NotConnected, ClosedError, Fenced: this side has ended.
         """
         await sending.wait_version(self, version, worker_ids, timeout, None, quorum)
 
@@ -133,10 +133,10 @@ class Bus(_AsyncContext, BusCore):
 
         Raises:
             AckTimeout: not within the timeout: the sender has not answered, or the update has not been applied.
-            ValueError: no whole number from 0.
+            ValueError: ``max_lag`` is not a whole number from 0.
             SchemaMismatch, RemoteError: the update could not be applied here.
             RuntimeError: this is a sender.
-            NotConnected, ClosedError, Fenced: there is no sender to ask, or this side has come to its end.
+            NotConnected, ClosedError, Fenced: there is no sender to ask, or this side has ended.
         """
         return await sending.wait_lag(self, list(self._schemes), max_lag, timeout)
 
@@ -154,8 +154,8 @@ class Bus(_AsyncContext, BusCore):
         Raises:
             NotConnected: no worker has this model (elastic: fewer than ``min_workers``, or the ``quorum``); nothing was
                 published.
-            PartialSendError: who has not applied it, and why; with a ``quorum``, fewer have. Not final: they still
-                converge.
+            PartialSendError: names the workers that have not applied it, and why; with a ``quorum``, too few have. Not
+                final: these workers still get it.
             ValueError, TypeError, MemoryError, ClosedError, Fenced: as :meth:`publish`.
         """
         return await sending.send(self, weights, worker_ids, timeout, metadata, quorum)
@@ -164,7 +164,7 @@ class Bus(_AsyncContext, BusCore):
         """End all schemes of this bus; the other side learns of it. Idempotent.
 
         Args:
-            timeout: seconds; whatever has not ended by then is cut off.
+            timeout: seconds; what has not ended by then is cut off.
         """
         await self._shutdown(timeout)
 
@@ -214,11 +214,11 @@ class WeightSyncScheme(_AsyncContext, SchemeCore):
                 all are connected, this raises at once.
 
         Raises:
-            NotConnected: the others were not there in time; may be called again.
+            NotConnected: the other side did not connect in time; you may call it again.
             SchemaMismatch: receiver: the sender's weights do not fit the model; nothing was changed.
             PartialSendError: sender: a worker cannot take the weights; no worker was changed.
-            ClosedError, Fenced: this side has come to its end.
-            ValueError, TypeError: arguments that cannot be, or that belong to the other side.
+            ClosedError, Fenced: this side was shut down, or a newer process has replaced it.
+            ValueError, TypeError: invalid arguments, or arguments of the other side's ``connect``.
         """
         self._check_connect(weights, worker_idx, timeout, processes)
         if self._role == "sender":
@@ -254,15 +254,15 @@ class WeightSyncScheme(_AsyncContext, SchemeCore):
         Args:
             weights: None (the registered source's current values), module, TensorDict, dict, or ``{worker_idx:
                 weights}``.
-            worker_ids: whom it is for; None: everybody, later ones too.
+            worker_ids: the workers that get it; None: all, later ones too.
             metadata: a small mapping that belongs to the version, and arrives with it: see :attr:`metadata` and
                 :meth:`hold`. Of strings as keys and what msgpack can carry; encoded, at most 64 KiB.
 
         Raises:
-            ValueError, TypeError: weights, workers or metadata that cannot be; nothing was published.
+            ValueError, TypeError: invalid weights, workers or metadata; nothing was published.
             AckTimeout: for 60 s there was no room for them (workers that are behind still read all ``slots`` of shared
                 memory), or the ``prepare_weights`` of a publication before has not returned; nothing was published.
-            MemoryError: there is not enough for the snapshot; nothing was published.
+            MemoryError: there is too little memory for the snapshot; nothing was published.
             NotConnected, ClosedError, Fenced: this sender cannot publish.
         """
         self._check_open()
@@ -280,11 +280,11 @@ class WeightSyncScheme(_AsyncContext, SchemeCore):
         them). Receiver: until this worker has.
 
         Raises:
-            PartialSendError: sender: who has not, and why. Not final: they still converge.
+            PartialSendError: sender: names the workers that have not, and why. Not final: they still get it.
             NotConnected: sender: no worker that is there could.
             AckTimeout: receiver: not within the timeout (seconds).
             ValueError, TypeError: an unknown worker, or a version that was not published.
-            ClosedError, Fenced: it will not come.
+            ClosedError, Fenced: this side has ended.
         """
         self._check_open()
         await sending.wait_version(self._bus, version, worker_ids, timeout, [self._topic], quorum)
@@ -304,10 +304,10 @@ class WeightSyncScheme(_AsyncContext, SchemeCore):
 
         Raises:
             AckTimeout: not within the timeout: the sender has not answered, or the update has not been applied.
-            ValueError: no whole number from 0.
+            ValueError: ``max_lag`` is not a whole number from 0.
             SchemaMismatch, RemoteError: the update could not be applied here.
             RuntimeError: this is a sender.
-            NotConnected, ClosedError, Fenced: there is no sender to ask, or this side has come to its end.
+            NotConnected, ClosedError, Fenced: there is no sender to ask, or this side has ended.
         """
         self._check_open()
         return await sending.wait_lag(self._bus, [self._topic], max_lag, timeout)
@@ -322,13 +322,13 @@ class WeightSyncScheme(_AsyncContext, SchemeCore):
         quorum: int | None = None,
     ) -> int:
         """:meth:`publish`, then :meth:`wait_version`: returns the version when all targeted workers have applied it;
-        with a ``quorum``, when so many have: the others are named in nothing, and still converge.
+        with ``quorum=n``, when n of them have. The others still get it, but no error reports them.
 
         Raises:
             NotConnected: no worker has this model (elastic: fewer than ``min_workers``, or the ``quorum``); nothing was
                 published.
-            PartialSendError: who has not applied it, and why; with a ``quorum``, fewer have. Not final: they still
-                converge.
+            PartialSendError: names the workers that have not applied it, and why; with a ``quorum``, too few have. Not
+                final: these workers still get it.
             ValueError, TypeError, MemoryError, ClosedError, Fenced: as :meth:`publish`.
         """
         self._check_open()
@@ -357,19 +357,19 @@ class WeightSyncScheme(_AsyncContext, SchemeCore):
 
         Raises:
             ClosedError: the sender has said goodbye, or this side was shut down. An unreturned update comes first.
-            Fenced: a newer incarnation of this worker has taken over.
+            Fenced: a newer process has become this worker.
         """
         self._check_not_held(timeout)
         return await self._receive(timeout)
 
     async def fetch(self, timeout: float = 30.0) -> TensorDict:
-        """Pull: ask the sender for the current version, apply and return it, also if it is here already.
+        """Pull: ask the sender for the current version, apply and return it, even if this worker has it already.
 
         Raises:
             AckTimeout: not within the timeout (seconds).
             SchemaMismatch: the sender's weights do not fit the model, which is unchanged.
-            NotConnected, ClosedError, Fenced: there is no sender to ask, or this side has come to its end.
-            Exception: whatever a strategy or an ``apply_weights`` of your own has raised over this version.
+            NotConnected, ClosedError, Fenced: there is no sender to ask, or this side has ended.
+            Exception: what a strategy or an ``apply_weights`` of your own raised with this version.
         """
         check_timeout(timeout)
         self._check_open()
@@ -383,6 +383,6 @@ class WeightSyncScheme(_AsyncContext, SchemeCore):
         the last of its schemes, and goes on with the others until then; another scheme may take this one's place.
 
         Args:
-            timeout: seconds; whatever has not ended by then is cut off.
+            timeout: seconds; what has not ended by then is cut off.
         """
         await self._shutdown(timeout)

@@ -279,19 +279,19 @@ class WeightSyncScheme(TorchRLNames):
         Args:
             weights: None (the registered source's current values), module, TensorDict, dict, or ``{worker_idx:
                 weights}``.
-            worker_ids: whom it is for; None: everybody, later ones too.
+            worker_ids: the workers that get it; None: all, later ones too.
             timeout: seconds.
             metadata: a small mapping that belongs to the version, and arrives with it: see :attr:`metadata` and
                 :meth:`hold`. Of strings as keys and what msgpack can carry; encoded, at most 64 KiB.
             quorum: how many of the targeted workers are enough; None: all.
 
         Raises:
-            ValueError, TypeError: weights, workers or metadata that cannot be; nothing was published.
-            MemoryError: there is not enough for the snapshot; nothing was published.
+            ValueError, TypeError: invalid weights, workers or metadata; nothing was published.
+            MemoryError: there is too little memory for the snapshot; nothing was published.
             NotConnected: no worker has this model (elastic: fewer than ``min_workers``), or this sender is not
                 connected; nothing was published.
-            ClosedError, Fenced: this sender has come to its end.
-            PartialSendError: who has not applied it, and why. Not final: they still converge.
+            ClosedError, Fenced: this sender was shut down, or a newer process has replaced it.
+            PartialSendError: names the workers that have not applied it, and why. Not final: they still get it.
         """
         self._check_open()
         if self._sync:

@@ -48,7 +48,7 @@ class SchemeCore(SchemeState, ABC):
         """A scheme by the name of its backend, ``"shared"`` or ``"zmq"``. ``kwargs`` are those of its constructor.
 
         Raises:
-            ValueError: no such backend; names those that there are.
+            ValueError: unknown backend; the message lists the known ones.
         """
         scheme: Self = scheme_class(backend, is_blocking=cls._is_blocking)(**kwargs)
         return scheme
@@ -130,16 +130,16 @@ class SchemeCore(SchemeState, ABC):
         """Make this the sender's side. Sets up local state only.
 
         Args:
-            model_id: name of the model; needed where several schemes share a bus.
+            model_id: name of the model; required if several schemes share a bus.
             context: an object with ``get_model(model_id)``, and perhaps ``num_workers``.
             params_map: ``{worker_idx: weights}``.
             weights: the source: TensorDict or dict; a bare ``publish()`` takes its current values.
             model: the source: a module.
-            devices: ``devices[i]`` is where worker i gets received weights.
+            devices: ``devices[i]`` is the device of the weights that worker i receives.
             device_map_fn: ``(worker_idx, weights) -> weights`` for each worker.
-            num_workers: fixed number of workers, if the constructor has not said it.
-            min_workers: how many an elastic sender needs, likewise; 0: it can start alone.
-            ctx: as TorchRL passes it; nothing here is made by a context of multiprocessing.
+            num_workers: fixed number of workers, if the constructor did not get it.
+            min_workers: how many workers an elastic sender needs; 0: it can start alone.
+            ctx: accepted because TorchRL passes it; ignored.
 
         Raises:
             ValueError: arguments that exclude each other, or counts that disagree.
