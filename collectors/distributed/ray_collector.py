@@ -21,6 +21,7 @@ from asyncsync.collectors.base import BaseCollector, PostHook, PreHook
 from asyncsync.collectors.distributed.node_collector import NodeCollector
 from asyncsync.collectors.distributed.ray_family import ActorBuffer, RayFamily
 from asyncsync.collectors.single import Collector
+from asyncsync.schemes.ray import RayCore
 from asyncsync.sync import RayWeightSyncScheme
 
 
@@ -71,6 +72,8 @@ class RayCollector(NodeCollector):
         PeerLost: an actor was lost before it was ready.
         AckTimeout, NotConnected: not all actors were ready within ``connect_timeout``.
     """
+
+    called_schemes = (RayCore,)
 
     def __init__(
         self,

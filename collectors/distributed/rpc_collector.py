@@ -59,6 +59,8 @@ class RPCCollector(LaunchedCollector):
     Raises the same errors as ``RayCollector``, and ImportError if the launcher's library is not installed.
     """
 
+    called_schemes = (RPCCore,)
+
     def __init__(
         self,
         create_env_fn: Any,

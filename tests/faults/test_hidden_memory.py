@@ -83,6 +83,7 @@ def test_the_scheme_for_near_and_far_sends_them_bytes(size: int, tmp_path: Path)
     assert run(SCHEME, tmp_path, "AutoWeightSyncScheme", str(size)) == "worker: {2.0}\n"
 
 
+@pytest.mark.thorough
 @pytest.mark.requirement(195)
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("kind", ["SharedMem", "MultiProcess"])
@@ -92,6 +93,7 @@ def test_shared_memory_alone_says_why_not(kind: str, tmp_path: Path) -> None:
     assert "AutoWeightSyncScheme" in out
 
 
+@pytest.mark.thorough
 @pytest.mark.requirement(195)
 @pytest.mark.timeout(120)
 def test_a_collector_says_why_its_workers_do_not_start(tmp_path: Path) -> None:

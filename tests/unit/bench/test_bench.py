@@ -89,6 +89,7 @@ def test_it_measures_every_scheme_and_writes_json(tmp_path: Path) -> None:
     assert private_directories() == []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", ["a worker dies", "Ctrl-C"])
 def test_it_leaves_no_process_behind(how: str, tmp_path: Path) -> None:
     with start("-m", "asyncsync", "bench", "--size", "64MiB", cwd=tmp_path) as process:

@@ -93,6 +93,7 @@ def bench(cwd: Path, *arguments: str) -> tuple[int, str, str]:
     return run(FOLDER / "run.py", *arguments, cwd=cwd)
 
 
+@pytest.mark.thorough
 def test_a_section_is_measured_beside_its_peers_and_other_sections_stay_in_the_file(tmp_path: Path) -> None:
     path = tmp_path / "r.json"
     path.write_text(json.dumps({"results": [{"section": "bytes", "kept": True}, {"section": "latency"}]}))
@@ -124,6 +125,7 @@ def test_what_comes_with_other_libraries_can_be_measured(section: str, needs: st
     assert all(figure.samples[0] > 0 < figure.cpu for figure in found.values())
 
 
+@pytest.mark.thorough
 def test_two_environments_take_turns(tmp_path: Path) -> None:
     """The same one twice."""
     path = tmp_path / "r.json"
@@ -140,6 +142,7 @@ def test_two_environments_take_turns(tmp_path: Path) -> None:
     assert f"then: {sys.prefix}/bin/python" in out
 
 
+@pytest.mark.thorough
 def test_an_environment_without_asyncsync_is_named(tmp_path: Path) -> None:
     empty = tmp_path / "python"
     empty.write_text(f'#!/bin/sh\nexec {sys.executable} -S -E "$@"\n')
