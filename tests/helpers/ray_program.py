@@ -325,16 +325,19 @@ async def a_collector_may_be_an_actor(lab: RayLab, api: Api) -> None:
     from asyncsync.collectors import Collector, MultiSyncCollector, distributed
     from helpers.collecting_multi import acted, make, policy
 
-    for kind in (distributed.RPCCollector, distributed.DistributedCollector, distributed.RayCollector):
+    for kind in (
+        MultiSyncCollector,
+        distributed.RPCCollector,
+        distributed.DistributedCollector,
+        distributed.RayCollector,
+    ):
         lab.ray.remote(kind)
-    given: list[tuple[Any, Any]] = [(Collector, make()), (MultiSyncCollector, [make()] * 2)]
-    for kind, env in given:
-        actor = lab.ray.remote(num_cpus=0)(kind).remote(env, policy(2.0), frames_per_batch=6)
-        assert acted(await lab.result(actor.next.remote())) == [2.0]
-        await lab.result(actor.update_policy_weights_.remote(policy(3.0)))
-        assert acted(await lab.result(actor.next.remote())) == [3.0]
-        await lab.result(actor.shutdown.remote())
-        lab.ray.kill(actor)
+    actor = lab.ray.remote(num_cpus=0)(Collector).remote(make(), policy(2.0), frames_per_batch=6)
+    assert acted(await lab.result(actor.next.remote())) == [2.0]
+    await lab.result(actor.update_policy_weights_.remote(policy(3.0)))
+    assert acted(await lab.result(actor.next.remote())) == [3.0]
+    await lab.result(actor.shutdown.remote())
+    lab.ray.kill(actor)
 
 
 async def a_restarted_actor_finds_its_target(lab: RayLab, api: Api) -> None:
