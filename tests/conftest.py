@@ -16,9 +16,9 @@ import socket
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import closing
+from importlib.util import find_spec
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import Any
 
 import pytest
 import uvloop
@@ -34,10 +34,13 @@ from helpers.processes import Remote, Schemes, processes
 # torch's stores ask the name server for the name of each end of each connection. A question that is lost costs 5 s, in
 # which the store answers nobody; here, 1 s. The resolver reads this once, in each process.
 os.environ.setdefault("RES_OPTIONS", "timeout:1")
+# Ray's workers are niced by 15: beside other tests they would not get a core.
+os.environ.setdefault("RAY_worker_niceness", "0")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Give this run, and its children, a temporary directory of its own: what appears in it is this run's."""
+    config.addinivalue_line("markers", "ray: starts a cluster of Ray; skipped where Ray is not installed")
     config.addinivalue_line("markers", "schemes(name): run with each of helpers.apis.SETS[name], instead of ZeroMQ's")
     shared = tempfile.gettempdir()
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", shared)  # tmp_path stays where one looks for it after a failure
@@ -68,6 +71,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     A blocking scheme runs on a loop of its own: the kind of the test's loop makes no difference to it. To slots it
     makes next to none; what is run with all schemes shows that. The quick suite runs on asyncio's loop alone, and
     with the schemes of helpers.apis.QUICK.
+
+    pytest-xdist runs the tests of a group in one process, one after the other. Tests that look at what programs have
+    found (a module's ``seen``) are a group, so that each program runs once. Those that start a cluster of Ray are one,
+    too, because two clusters at a time take more than a machine has.
     """
 
     def again(item: pytest.Item) -> bool:
@@ -78,34 +85,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
         return api.is_blocking or (api.kind != "ZMQ" and (mark is None or mark.args[0] != "all"))
 
     items[:] = [item for item in items if not again(item)]
+    has_ray = find_spec("ray") is not None
     for item in items:
         given = item.callspec.params if hasattr(item, "callspec") else {}
+        if item.get_closest_marker("ray"):
+            item.add_marker(pytest.mark.xdist_group("ray"))
+            item.add_marker(pytest.mark.skipif(not has_ray, reason="Ray is not installed"))
+        elif hasattr(getattr(item, "module", None), "seen"):
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
         other_loop = given.get("_asyncio_loop_factory") is uvloop.new_event_loop
         if other_loop or ("api" in given and given["api"].name not in QUICK):
             item.add_marker(pytest.mark.thorough)
+    items.sort(key=_time_limit, reverse=True)  # or one process is left alone with long tests in the end
     yield  # those that "-m" leaves out are left out
-    items[:] = _dealt_out(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
-
-
-def _dealt_out(items: list[pytest.Item], processes: int) -> list[pytest.Item]:
-    """A stretch of the same length for each process, with which pytest-xdist has it begin: those of files with long
-    tests first, or one process is left alone with them in the end."""
-    long: dict[Any, list[pytest.Item]] = {}
-    short: list[pytest.Item] = []
-    for item in items:
-        if _time_limit(item) > 60:
-            family = item.callspec.params.get("family") if hasattr(item, "callspec") else None
-            long.setdefault((item.path, family), []).append(item)
-        else:
-            short.append(item)
-    stretches: list[list[pytest.Item]] = [[] for _ in range(processes)]
-    for place, tests in enumerate(sorted(long.values(), key=lambda tests: -max(map(_time_limit, tests)))):
-        stretches[place % processes] += tests
-    for stretch in stretches:
-        room = max(0, len(items) // processes - len(stretch))
-        stretch += short[:room]
-        del short[:room]
-    return [item for stretch in [*stretches, short] for item in stretch]
 
 
 def _time_limit(item: pytest.Item) -> float:

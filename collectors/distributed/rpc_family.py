@@ -4,10 +4,12 @@ pickle, without a copy.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
+from threading import Thread
 from typing import Any
 
 import torch
@@ -18,9 +20,10 @@ from torch.futures import Future as TorchFuture
 from asyncsync.collectors.distributed.launched_family import LaunchedFamily, Meeting, as_tensors, from_tensors, watch
 from asyncsync.collectors.distributed.launchers import Program
 from asyncsync.collectors.distributed.node import Answer, Command, Node, where
-from asyncsync.collectors.distributed.rpc_private import begin_rpc, has_agent
+from asyncsync.collectors.distributed.rpc_private import begin_rpc, has_agent, leave
 from asyncsync.collectors.workers.channel import dumps, loads
 
+LEAVE_SECONDS = 1.0
 FOREVER = 0.0  # seconds of an RPC without a timeout: a rollout may be long, and a connection that is lost is seen
 
 _trainers: weakref.WeakValueDictionary[str, RPCFamily] = weakref.WeakValueDictionary()
@@ -85,6 +88,15 @@ class RPCFamily(LaunchedFamily):
     def remote(self, rank: int) -> Any:
         return _Reference(_name(self.meeting, rank), self.meeting.token)
 
+    def stop(self, rank: int, timeout: float) -> None:
+        if self._has_begun and not self.store.check(["over"]):
+            # An agent logs a warning of each connection that ends before it has left. So all leave before one ends.
+            Thread(target=leave, daemon=True).start()
+            self.store.set("over", "1")
+            _wait(self.store, [f"left/{rank}" for rank in self._where])
+            self.store.set("all have left", "1")
+        super().stop(rank, timeout)
+
     def close(self) -> None:
         if self._has_begun:
             self._has_begun = False
@@ -95,6 +107,12 @@ class RPCFamily(LaunchedFamily):
 def _name(meeting: Meeting, rank: int | None = None) -> str:
     """An agent's name; None: the trainer's."""
     return f"{meeting.token}_{'trainer' if rank is None else rank}"  # a dash would end it, for torch
+
+
+def _wait(store: Any, keys: list[str]) -> None:
+    """Until these keys are there, the time is over, or the store is gone."""
+    with contextlib.suppress(RuntimeError):
+        store.wait(keys, timedelta(seconds=LEAVE_SECONDS))
 
 
 def _settle(future: Future[Answer], done: TorchFuture[Any]) -> None:
@@ -136,6 +154,9 @@ def run_node(meeting: Meeting, rank: int, options: Mapping[str, Any], connect_ti
     store.set(f"here/{rank}", "1")
     rpc.rpc_sync(_name(meeting), _has_joined, args=(meeting.token, rank, where()), timeout=connect_timeout)
     watch(node, store)
+    leave()
+    store.set(f"left/{rank}", "1")
+    _wait(store, ["all have left"])
     rpc.shutdown(graceful=False)
 
 

@@ -22,6 +22,14 @@ def begin_rpc(store: Any, name: str, rank: int, options: Any) -> None:
     own._init_rpc_backend(own.BackendType.TENSORPIPE, store, name, rank, None, options)
 
 
+def leave() -> None:
+    """Have this process's RPC agent expect that others end their connections: it logs no warning of that. Blocks until
+    its own calls have been answered."""
+    from torch.distributed import rpc
+
+    rpc._get_current_rpc_agent().join(True)  # type: ignore[attr-defined]
+
+
 def has_agent() -> bool:
     """Whether this process has an RPC agent."""
     from torch.distributed import rpc

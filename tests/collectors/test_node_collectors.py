@@ -14,9 +14,8 @@ from helpers.programs import in_program
 
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(400)]
 
-needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
 needs_submitit = pytest.mark.skipif(find_spec("submitit") is None, reason="submitit is not installed")
-FAMILIES = ["by_rpc", "by_gloo", pytest.param("by_ray", marks=needs_ray)]
+FAMILIES = ["by_rpc", "by_gloo", pytest.param("by_ray", marks=pytest.mark.ray)]
 
 
 @cache
@@ -108,7 +107,7 @@ def test_a_node_that_is_killed_in_the_midst_of_an_update_is_named_by_it(family: 
 
 @pytest.mark.requirement(208)
 @pytest.mark.parametrize(
-    "kind", ["RPCCollector", "DistributedCollector", pytest.param("RayCollector", marks=needs_ray)]
+    "kind", ["RPCCollector", "DistributedCollector", pytest.param("RayCollector", marks=pytest.mark.ray)]
 )
 def test_nodes_end_when_their_trainer_was_killed_and_the_next_program_can_be_where_it_was(kind: str) -> None:
     assert seen("killed_trainer", kind) == {"acts": [2.0], "gone": True, "all gone": True, "again": 0}
@@ -153,7 +152,7 @@ def test_an_updater_pushes_to_nodes() -> None:
     assert seen("by_rpc")["pushed"] == [8.0]
 
 
-@pytest.mark.parametrize("family", ["by_gloo", pytest.param("with_actors", marks=needs_ray)])
+@pytest.mark.parametrize("family", ["by_gloo", pytest.param("with_actors", marks=pytest.mark.ray)])
 def test_a_node_that_is_lost_is_launched_again_where_that_is_asked_for(family: str) -> None:
     assert seen(family)["again"] == [[2.0], [2.0], [6.0]]
 
@@ -172,7 +171,7 @@ def test_a_node_that_is_lost_while_weights_are_sent_after_each_batch_comes_again
 
 
 @pytest.mark.requirement(156, 223)
-@needs_ray
+@pytest.mark.ray
 def test_rays_actors_can_be_called_and_ray_ends_with_the_collector_that_began_it() -> None:
     found = seen("with_actors")
     assert found["kind"] == "RayCollector"
@@ -181,7 +180,7 @@ def test_rays_actors_can_be_called_and_ray_ends_with_the_collector_that_began_it
 
 
 @pytest.mark.requirement(87, 158)
-@needs_ray
+@pytest.mark.ray
 def test_replay_buffers_may_be_actors() -> None:
     found = seen("with_actors")
     assert found["handed out"] == [None] * 5
@@ -190,7 +189,7 @@ def test_replay_buffers_may_be_actors() -> None:
 
 
 @pytest.mark.requirement(228)
-@needs_ray
+@pytest.mark.ray
 def test_an_evaluator_may_be_an_actor() -> None:
     found = seen("with_actors")["evaluated"]
     assert found["steps"] == [0, 7]
@@ -203,7 +202,7 @@ def test_an_evaluator_may_be_an_actor() -> None:
 
 
 @pytest.mark.requirement(228)
-@needs_ray
+@pytest.mark.ray
 def test_what_an_evaluator_is_asked_for_waits_until_its_actor_has_come_again() -> None:
     assert seen("with_actors")["evaluated again"] == [70.0, 80.0]
 

@@ -4,7 +4,6 @@ RayCollector. One program per family runs all cases (tests/helpers/collecting_no
 from __future__ import annotations
 
 from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -12,12 +11,11 @@ import pytest
 from helpers.collecting_node_arguments import KINDS, documented
 from helpers.programs import in_program
 
-needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(400)]
 
 
 # "module": one family's tests come after another's, so that few processes of pytest run the same program.
-@pytest.fixture(scope="module", params=["by_rpc", "by_gloo", pytest.param("by_ray", marks=needs_ray)])
+@pytest.fixture(scope="module", params=["by_rpc", "by_gloo", pytest.param("by_ray", marks=pytest.mark.ray)])
 def family(request: pytest.FixtureRequest) -> Any:
     return request.param
 
@@ -199,7 +197,7 @@ def test_nodes_run_what_is_chosen(family: str) -> None:
     assert seen(family)["one_by_one"]["kinds"] == ["Named", "Named"]
 
 
-@needs_ray
+@pytest.mark.ray
 def test_an_actor_may_be_in_a_placement_group() -> None:
     found, wanted = seen("by_ray")["placed"]
     assert found == wanted

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib.util import find_spec
 
 import pytest
 
@@ -13,8 +12,6 @@ from helpers.programs import in_program
 from helpers.torchrl_distributed import by_their_nodes
 
 pytestmark = [needs_torchrl, pytest.mark.thorough, pytest.mark.timeout(200)]
-
-needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +23,7 @@ def program() -> Iterator[Programs]:
 
 @pytest.mark.requirement(204)
 @pytest.mark.parametrize(
-    "kind", ["DistributedCollector", "RPCCollector", pytest.param("RayCollector", marks=needs_ray)]
+    "kind", ["DistributedCollector", "RPCCollector", pytest.param("RayCollector", marks=pytest.mark.ray)]
 )
 @pytest.mark.parametrize("sync", [True, False])
 def test_nodes_of_torchrl_get_each_update_and_one_that_is_killed_is_an_error(

@@ -101,9 +101,9 @@ def test_distributed_trainer_and_its_workers_are_ranks_of_torchruns(tmp_path: Pa
     assert all(float(wrong) < 0.5 for *_, wrong in followed)
 
 
+@pytest.mark.ray
 @pytest.mark.thorough
 def test_ray_trainer_learns_while_its_actors_play(tmp_path: Path) -> None:
-    pytest.importorskip("ray")
     with start(EXAMPLES / "ray_trainer.py", "--rounds", "60", cwd=tmp_path) as process:
         code, out, err = finish(process, timeout=100)
     assert code == 0, err

@@ -66,9 +66,9 @@ def test_multi_model_never_acts_with_two_versions(tmp_path: Path) -> None:
     assert float(shown[-1][1]) < float(shown[0][1]) / 5, "the environments do not use the trained predictor"
 
 
+@pytest.mark.ray
 @pytest.mark.thorough
 def test_ray_collector_learns_from_whichever_actor_is_ready(tmp_path: Path) -> None:
-    pytest.importorskip("ray")
     with start(EXAMPLES / "collectors" / "ray_collector.py", cwd=tmp_path) as process:
         code, out, err = finish(process, timeout=100)
     assert code == 0, err

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import pytest
 
 from helpers.killed_programs import killed_program
@@ -11,10 +9,8 @@ from helpers.programs import in_program
 
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(180)]
 
-needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
-
 
 @pytest.mark.requirement(197)
-@pytest.mark.parametrize("kind", ["RPC", pytest.param("Ray", marks=needs_ray)])
+@pytest.mark.parametrize("kind", ["RPC", pytest.param("Ray", marks=pytest.mark.ray)])
 def test_the_next_program_can_be_on_the_ports_of_one_that_was_killed(kind: str) -> None:
     assert in_program(killed_program, kind, seconds=150) == {"value": 2.0, "gone": True, "again": 0}

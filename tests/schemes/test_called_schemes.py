@@ -86,7 +86,6 @@ OF_ONE_API_OF_RAY = {
 @pytest.fixture(scope="module")
 def ray() -> Iterator[Outcomes]:
     """What the cases have come to."""
-    pytest.importorskip("ray")
     left = set(Path("/tmp").glob("r-*"))
     outcomes = Outcomes(run_with_ray)
     yield outcomes
@@ -120,11 +119,13 @@ def cases(table: dict[str, pytest.MarkDecorator]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("name", [pytest.param(name, marks=mark) for name, mark in table.items()])
 
 
+@pytest.mark.ray
 @cases(OF_RAY)
 def test_ray(ray: Outcomes, name: str) -> None:
     ray.check(name, OF_ONE_API_OF_RAY.get(name, APIS))
 
 
+@pytest.mark.xdist_group("rpc")
 @cases(OF_RPC)
 def test_rpc(rpc: Outcomes, name: str) -> None:
     rpc.check(name, OF_ONE_API.get(name, APIS))

@@ -22,6 +22,7 @@ for package in (asyncsync, asyncsync.sync):
 """
 
 
+@pytest.mark.ray
 @pytest.mark.thorough
 def test_a_schemes_class_can_be_an_actors() -> None:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

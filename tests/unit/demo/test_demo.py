@@ -45,10 +45,8 @@ def until(process: subprocess.Popen[str], word: str) -> str:
 
 @pytest.mark.thorough
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("scheme", ["shared", "zmq", "distributed", "rpc", "ray"])
+@pytest.mark.parametrize("scheme", ["shared", "zmq", "distributed", "rpc", pytest.param("ray", marks=pytest.mark.ray)])
 def test_it_learns_and_its_summary_says_that_the_weights_followed(tmp_path: Path, scheme: str) -> None:
-    if scheme == "ray":
-        pytest.importorskip("ray")
     with demo(tmp_path, "--scheme", scheme, "--target-return", "40", "--max-seconds", "100") as process:
         code, out, err = finish(process, 200)
     assert code == 0, err

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tempfile
 import threading
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from helpers.programs import in_program
 pytestmark = [
     pytest.mark.thorough,
     pytest.mark.timeout(200),
-    pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed"),
+    pytest.mark.ray,
 ]
 
 RAY: dict[str, Any] = {"num_cpus": 1, "include_dashboard": False, "logging_level": "error", "log_to_driver": False}
