@@ -58,6 +58,12 @@ test: $(VENV)/.dev-deps $(VENV)/.installed ## the quick suite against the instal
 thorough: $(VENV)/.dev-deps $(VENV)/.installed ## what the quick suite leaves out, every loop × API × scheme and the longer faults: before a change lands (20 minutes on two cores)
 	@$(pytest) $(PARALLEL) -m "thorough and not soak" $(PYTEST_ARGS)
 
+.PHONY: before
+before: $(VENV)/.dev-deps $(VENV)/.installed ## the tests of what users do as they were at COMMIT=…, against this package: guards a rebuild
+	@rm -rf $(VENV)/before; mkdir $(VENV)/before
+	@git archive $(COMMIT) tests examples benchmarks pyproject.toml | tar -x -C $(VENV)/before
+	@cd $(VENV)/before; $(INSTALLED) $(BIN)/pytest $(PARALLEL) -m "not soak" tests/schemes tests/collectors tests/faults $(PYTEST_ARGS)
+
 .PHONY: soak
 soak: $(VENV)/.dev-deps $(VENV)/.installed ## hours of load in one process: before a release
 	@$(pytest) -m soak --timeout=3600 -o faulthandler_timeout=3600 $(PYTEST_ARGS)

@@ -114,17 +114,16 @@ def killed(place: dict[str, Any], root: Path, tests: Path, ids: list[str], limit
     """Run the tests in a copy of the repository that has the break."""
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         copy = Path(folder)
-        for name in (*FOLDERS, "examples", "benchmarks", "pyproject.toml", "README.md", "docs"):
-            source = root / name
-            if source.is_dir():
-                shutil.copytree(source, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-            elif source.exists():
-                shutil.copy(source, copy / name)
-        shutil.copytree(tests, copy / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+        # With __pycache__: what Python has compiled of the rest stays valid.
+        for name in (*FOLDERS, "examples", "benchmarks", "docs"):
+            shutil.copytree(root / name, copy / name)
+        for name in ("pyproject.toml", "README.md"):
+            shutil.copy2(root / name, copy / name)
+        shutil.copytree(tests, copy / "tests")
         file = copy / place["file"]
         file.write_text(broken(file.read_text(), place["number"]))
         env = {**os.environ, "PYTHONPATH": folder, "ASYNCSYNC_SOURCE": folder}
-        options = ["-x", "-q", "-m", "", "--timeout=60", "-p", "no:cacheprovider", "-W", "ignore"]
+        options = ["-x", "-q", "-m", "not soak", "--timeout=60", "-p", "no:cacheprovider", "-W", "ignore"]
         try:
             done = subprocess.run(
                 [sys.executable, "-m", "pytest", *options, *ids], cwd=copy, env=env, capture_output=True, timeout=limit
