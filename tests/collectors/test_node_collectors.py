@@ -12,7 +12,7 @@ import pytest
 from helpers import collecting_nodes, planted
 from helpers.programs import in_program
 
-pytestmark = [pytest.mark.thorough, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(650)]
 
 needs_submitit = pytest.mark.skipif(find_spec("submitit") is None, reason="submitit is not installed")
 FAMILIES = ["by_rpc", "by_gloo", pytest.param("by_ray", marks=pytest.mark.ray)]
@@ -20,7 +20,7 @@ FAMILIES = ["by_rpc", "by_gloo", pytest.param("by_ray", marks=pytest.mark.ray)]
 
 @cache
 def seen(program: str, *args: Any) -> Any:
-    return in_program(getattr(collecting_nodes, program), *args, seconds=350, start_method="forkserver")
+    return in_program(getattr(collecting_nodes, program), *args, seconds=600, start_method="forkserver")
 
 
 @pytest.mark.requirement(142, 145)

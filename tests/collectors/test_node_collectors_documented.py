@@ -11,7 +11,7 @@ import pytest
 from helpers.collecting_node_arguments import KINDS, documented
 from helpers.programs import in_program
 
-pytestmark = [pytest.mark.thorough, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(650)]
 
 
 # "module": one family's tests come after another's, so that few processes of pytest run the same program.
@@ -22,7 +22,7 @@ def family(request: pytest.FixtureRequest) -> Any:
 
 @cache
 def seen(family: str) -> Any:
-    return in_program(documented, family, seconds=350, start_method="forkserver")
+    return in_program(documented, family, seconds=600, start_method="forkserver")
 
 
 @pytest.mark.requirement(126, 127, 128, 134)

@@ -43,7 +43,7 @@ __all__ = [
 
 SMALL = 8
 PROMPT = 5.0  # seconds in which the loss of a worker is to be known
-PROGRAM_SECONDS = 400.0
+PROGRAM_SECONDS = 600.0
 PROGRAM = "ASYNCSYNC_TEST_PROGRAM"  # in the environment of a program, and of all that it starts: its pid
 
 

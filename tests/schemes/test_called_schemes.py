@@ -20,7 +20,7 @@ from helpers.ray_program import ONCE, ONCE_WITH_GLOO, WITH_GLOO, run_with_ray
 from helpers.rpc_program import run_with_rpc
 from helpers.rpc_unimported import six_first_calls_at_once
 
-pytestmark = [pytest.mark.thorough, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(650)]
 
 # Each case, and the requirements that it shows.
 OF_BOTH: dict[str, pytest.MarkDecorator] = {
