@@ -273,41 +273,24 @@ def test_who_was_superseded_keeps_its_leases_until_it_says_released(desk: Desk) 
     assert desk.publisher.leases.of == {}
 
 
-def test_released_of_another_epoch_is_refused(desk: Desk) -> None:
-    desk.publish(1, [0], lent=True)
-    for route in (0, b"nobody"):
-        with pytest.raises(ProtocolError, match="another epoch"):
-            desk.receive(route, messages.Released((1, 1), nonce(0), fields.MAX_SERIAL, ()))
-    assert out(desk, 0) == {1}
-
-
-def test_a_connection_to_this_host_that_is_gone_gives_nothing_back_but_one_to_another_does() -> None:
-    desk = Desk()
-    for worker, local in ((0, True), (1, False)):
-        desk.hello(worker, local=local)
-        desk.ready(worker)
-    desk.publisher.assemble("policy")
-    desk.publish(1, lent=True)
-    for _ in range(2):
-        for route in (b"0", b"1"):
-            desk.publisher.unreachable(route, desk.now)
-        desk.now += RETRY
-    assert (out(desk, 0), out(desk, 1)) == ({1}, set())
-
-
-@pytest.mark.parametrize("local", [True, None])
-def test_who_may_be_on_this_host_but_cannot_be_watched_is_lost_and_gives_nothing_back(local: bool | None) -> None:
+@pytest.mark.parametrize(
+    ("local", "watched", "left"), [(True, True, {1}), (False, True, set()), (True, False, {1}), (None, False, {1})]
+)
+def test_a_connection_that_is_gone_gives_nothing_back_unless_it_was_to_another_host(
+    local: bool | None, watched: bool, left: set[int]
+) -> None:
     desk = Desk(1)
-    desk.publisher.membership.is_watched = lambda nonce: False
+    desk.publisher.membership.is_watched = lambda nonce: watched
     desk.hello(0, local=local)
     desk.ready(0)
     desk.publish(1, lent=True)
-    desk.cut(b"0")
-    desk.now += RETRY
-    desk.cut(b"0")
-    assert desk.publisher.peers[0].state == "lost"
-    assert out(desk, 0) == {1}
-    assert not desk.publisher.leases.of[nonce(0)].pid or local
+    for _ in range(2):
+        desk.cut(b"0")
+        desk.now += RETRY
+    assert (desk.publisher.peers[0].state == "lost") is not (local is True and watched)
+    assert out(desk, 0) == left
+    if left:
+        assert not desk.publisher.leases.of[nonce(0)].pid or local
 
 
 def test_a_version_that_everybody_has_let_go_of_goes_back_while_it_is_the_target_and_is_still_there(desk: Desk) -> None:

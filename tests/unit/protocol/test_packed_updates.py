@@ -242,15 +242,6 @@ def piece(
     station.receive(packed, payload)
 
 
-def test_a_worker_says_which_base_it_has_and_makes_the_new_version_of_it() -> None:
-    station = station_with()
-    assert begin(station).bases == (1,)
-    piece(station, memory(1.0), memory(2.0), 0, 64)
-    piece(station, memory(1.0), memory(2.0), 64)
-    station.apply()
-    assert station.content() == {2.0}
-
-
 def test_what_is_staged_is_a_base_too_and_what_a_worker_has_not_is_not_claimed() -> None:
     station = station_with()
     station.update(2, {"policy": (2, 2.0)})
@@ -300,9 +291,9 @@ def test_a_wrong_checksum_is_noticed_and_a_difference_is_fetched_whole() -> None
     assert station.content() == {2.0}
 
 
-def test_pieces_that_come_twice_or_behind_a_gap_change_nothing() -> None:
+def test_the_new_version_is_made_of_pieces_and_those_that_come_twice_or_behind_a_gap_change_nothing() -> None:
     station = station_with()
-    begin(station)
+    assert begin(station).bases == (1,)
     piece(station, memory(1.0), memory(3.0), 64)  # behind a gap; of another version even
     piece(station, memory(1.0), memory(2.0), 0, 64)
     piece(station, memory(1.0), memory(3.0), 0, 64)

@@ -192,48 +192,38 @@ def test_one_connection_may_ask_for_two_places(desk: Desk) -> None:
     assert said == [(to, "closed") for to in (b"0", b"1", b"new", b"newer")]
 
 
-def test_a_superseded_incarnation_is_told_whenever_it_comes_back() -> None:
+def test_a_superseded_incarnation_is_told_whenever_it_comes_back_and_its_death_is_no_news() -> None:
     desk = Desk(1)
     desk.hello(0, 10, route=b"old")
     desk.hello(0, 11, route=b"new")
     desk.pass_time(3)
     desk.take()
     desk.receive(b"new", messages.Ready(EPOCH, {}))
-    (bye,) = desk.take(messages.Bye)
-    assert (bye.reason, bye.nonce) == ("superseded", nonce(10))  # type: ignore[attr-defined]
-    desk.hello(0, 10, route=b"again")
-    (bye,) = desk.take()
-    assert (bye.reason, bye.nonce) == ("superseded", nonce(10))  # type: ignore[attr-defined]
-    assert desk.publisher.peers[0].nonce == nonce(11)
+    for _ in range(2):
+        (bye,) = desk.take(messages.Bye)
+        assert (bye.reason, bye.nonce) == ("superseded", nonce(10))  # type: ignore[attr-defined]
+        desk.hello(0, 10, route=b"again")
     with pytest.raises(ProtocolError):
         desk.receive(b"old", messages.Ready(EPOCH, {}))
+    desk.publisher.lost(0, nonce(10), "killed", desk.now)
+    assert (desk.publisher.peers[0].nonce, desk.publisher.peers[0].state) == (nonce(11), "live")
 
 
-def test_a_worker_that_reconnects_keeps_what_it_has(desk: Desk) -> None:
+def test_a_worker_that_reconnects_keeps_what_it_has_and_is_not_moved_back_by_an_old_hello(desk: Desk) -> None:
     version = desk.publish()
     desk.finish_all()
     desk.hello(0, route=b"new", epoch=EPOCH, have={"policy": version})
     desk.cut(b"0")
-    desk.receive(b"new", messages.Ready(EPOCH, {"policy": layout().digest}))
+    desk.receive(b"new", FITS)
     assert not desk.take(messages.Update)
     assert desk.publisher.progress.of(version, [0]).acked == {0: version}
     with pytest.raises(ProtocolError):  # its old route is no longer known
         desk.applied(0, policy=version)
-
-
-@pytest.mark.parametrize("attempt", [1, 2])
-def test_a_hello_that_comes_late_or_twice_does_not_move_the_worker_back(attempt: int) -> None:
-    desk = Desk(1)
-    desk.hello(0, route=b"old", attempt=1)
-    desk.hello(0, route=b"new", attempt=2)
-    desk.cut(b"old")
-    desk.receive(b"new", messages.Ready(EPOCH, {"policy": layout().digest}))
-    desk.take()
-    desk.hello(0, route=b"old", attempt=attempt)
-    assert not desk.take()
+    for attempt in (1, 2):  # it comes late, or twice
+        desk.hello(0, attempt=attempt)
+        assert not desk.take()
     desk.publish()
-    assert desk.take(messages.Update, b"new")
-    assert not desk.take(None, b"old")
+    assert sorted(route for route, _, _ in desk.publisher.outbox) == [b"1", b"new"]
 
 
 def test_a_worker_that_leaves_is_lost_and_a_duplicated_hello_does_not_bring_it_back(desk: Desk) -> None:
@@ -359,7 +349,7 @@ def small() -> tuple[Desk, messages.Update]:
     return desk, desk.expect({"policy": desk.publish()})
 
 
-def test_bytes_go_on_credit_only() -> None:
+def test_bytes_go_on_credit_only_and_again_from_a_gap_where_a_higher_restart_says_so() -> None:
     desk, update = small()
     assert not update.eager
     sent = 0
@@ -369,17 +359,10 @@ def test_bytes_go_on_credit_only() -> None:
         assert all(len(payload[0]) <= SMALL.chunk_bytes for _, _, payload in desk.publisher.outbox)
         desk.take()
         assert sent == total
-
-
-def test_a_higher_restart_sends_from_the_gap_again_and_a_repeated_one_does_not() -> None:
-    desk, update = small()
-    serial = update.serial
-    desk.receive(0, messages.Fetch(EPOCH, serial, 0, 0, 128))
-    assert [c.offset for c in desk.take(messages.Chunk)] == [0, 40, 80, 120]  # type: ignore[attr-defined]
     for expected in ([40, 80], []):
-        desk.receive(0, messages.Fetch(EPOCH, serial, 1, 40, 100))
+        desk.receive(0, messages.Fetch(EPOCH, update.serial, 1, 40, 100))
         assert [c.offset for c in desk.take(messages.Chunk)] == expected  # type: ignore[attr-defined]
-    desk.receive(0, messages.Fetch(EPOCH, serial + 1, 0, 0, 128))  # of another update
+    desk.receive(0, messages.Fetch(EPOCH, update.serial + 1, 0, 0, 128))  # of another update
     assert not desk.take()
 
 
@@ -497,17 +480,22 @@ def test_an_elastic_trainer_forgets_who_has_been_gone_for_a_minute_and_what_was_
     desk = Desk(None, models=models)
     desk.join(0, 1)
     slabs = desk.publisher.targets.slots
+    everybodys = desk.publish(models=models)
     for worker in (0, 1):
-        desk.publish(worker, [worker], models=models)
-    desk.publisher.lost(0, nonce(0), "killed", desk.now)
+        own = desk.publish(worker, [worker], models=models)
+    count = len([t for slot in slabs() for t in slot.targets])
+    desk.now += 70  # worker 0 was silent for long
+    desk.publisher.peers[1].last_seen = desk.now
+    desk.publisher.lost(0, nonce(0), "its connection is gone", desk.now)
     desk.pass_time(59)
-    assert len([t for slot in slabs() for t in slot.targets]) == 2 * len(models)
+    assert set(desk.publisher.peers) == {0, 1}
+    assert len([t for slot in slabs() for t in slot.targets]) == count
     for _ in range(5):
         desk.pass_time(1)
-    assert 0 not in desk.publisher.peers
-    assert [desk.publisher.targets.target(0, m) for m in models] == [None] * len(models)
-    left = [t for slot in slabs() for t in slot.targets]
-    assert [t.version for t in left] == [2] * len(models), "that of the one who is there stands"
+    assert set(desk.publisher.peers) == {1}
+    versions = {t.version for slot in slabs() for t in slot.targets}
+    assert versions == {everybodys, own}, "that of the one who is there stands"
+    assert isinstance(desk.publisher.progress.of(everybodys, [0]).failed[0], PeerLost), "who waits for it is told so"
 
 
 def test_a_worker_keeps_what_it_may_be_reading_until_its_process_has_ended_and_can_come_back(desk: Desk) -> None:
@@ -526,14 +514,6 @@ def test_a_worker_keeps_what_it_may_be_reading_until_its_process_has_ended_and_c
     desk.hello(0, epoch=EPOCH)
     desk.ready(0)
     desk.expect({"policy": newest})
-
-
-def test_the_death_of_an_older_incarnation_is_no_news(desk: Desk) -> None:
-    desk.hello(0, 10, route=b"new")
-    desk.cut(b"0")
-    desk.receive(b"new", FITS)
-    desk.publisher.lost(0, nonce(0), "killed", desk.now)
-    assert desk.publisher.peers[0].state == "live"
 
 
 @pytest.mark.parametrize("local", [True, False, None])
@@ -557,8 +537,7 @@ def test_before_everybody_was_there_nothing_is_sent_but_to_worker_ids_that_are_t
     desk = Desk(2)
     desk.join(0)
     desk.publish(workers=[0])
-    (update,) = desk.take(messages.Update)
-    desk.finish(0, update)
+    desk.finish_all()
     version = desk.publish()
     desk.pass_time(1000)
     assert not desk.take(messages.Update)
@@ -604,7 +583,7 @@ def test_a_new_layout_is_withheld_until_all_have_answered(desk: Desk) -> None:
 
 
 @pytest.mark.promise(9)
-def test_one_refusal_changes_no_worker(desk: Desk) -> None:
+def test_one_refusal_changes_no_worker_and_the_next_publication_asks_again(desk: Desk) -> None:
     old = desk.publish()
     desk.finish_all()
     new = desk.publish(dtype=F64)
@@ -618,16 +597,8 @@ def test_one_refusal_changes_no_worker(desk: Desk) -> None:
     assert "it does not fit" in str(failed[1])
     assert "worker 1 cannot take it" in str(failed[0])
     assert desk.publisher.progress.of(old, [0, 1]).acked == {0: old, 1: old}
+    assert (desk.publisher.version, desk.publisher.published) == (new, old)
     assert desk.pool.slabs <= 2
-
-
-def test_a_refused_layout_is_asked_about_again_with_the_next_publication(desk: Desk) -> None:
-    desk.publish()
-    desk.finish_all()
-    desk.publish(dtype=F64)
-    desk.ready(0, F64)
-    desk.refuse(1, F64)
-    desk.take()
     again = desk.publish(dtype=F64)
     (welcome,) = desk.take(messages.Welcome, b"1")
     assert welcome.models == {"policy": layout(F64).digest}  # type: ignore[attr-defined]
@@ -637,8 +608,10 @@ def test_a_refused_layout_is_asked_about_again_with_the_next_publication(desk: D
     desk.take()
     last = desk.publish(dtype=F64)
     desk.take()
+    assert desk.publisher.published == old
     desk.ready(1, F64)
     assert [versions_of(u) for u in desk.take(messages.Update)] == [{"policy": last}] * 2
+    assert desk.publisher.published == last
 
 
 def test_a_refusal_that_comes_late_is_no_answer_to_the_next_publication(desk: Desk) -> None:
@@ -686,8 +659,7 @@ def test_refusing_a_layout_that_is_in_use_concerns_the_refuser_only_who_is_asked
     desk = Desk(None)
     desk.join(0)
     desk.publish()
-    (update,) = desk.take(messages.Update)
-    desk.finish(0, update)
+    desk.finish_all()
     desk.hello(1)
     pending = desk.publish()
     assert desk.target(0) == pending
@@ -733,8 +705,7 @@ def test_a_refusal_leaves_an_older_publication_whole() -> None:
     desk = Desk(1, models=["policy", "critic"])
     desk.join(0)
     desk.publish(models=["policy", "critic"])
-    (update,) = desk.take(messages.Update)
-    desk.finish(0, update)
+    desk.finish_all()
     both = desk.publish(models=["policy", "critic"], dtype=F64)
     desk.publish(models=["critic"], dtype=I32)
     desk.ready(0, F64, models=["policy", "critic"])
@@ -743,20 +714,6 @@ def test_a_refusal_leaves_an_older_publication_whole() -> None:
     desk.finish(0, update)
     assert desk.publisher.progress.of(both, [0]).acked == {0: both}
     assert isinstance(desk.publisher.progress.of(both + 1, [0]).failed[0], SchemaMismatch)
-
-
-def test_a_version_is_published_when_its_layouts_are_accepted_and_never_if_one_is_refused(desk: Desk) -> None:
-    first = desk.publish()
-    assert (desk.publisher.version, desk.publisher.published) == (first, first)
-    refused = desk.publish(dtype=F64)
-    assert (desk.publisher.version, desk.publisher.published) == (refused, first)
-    desk.refuse(1, F64)
-    assert desk.publisher.published == first
-    accepted = desk.publish(dtype=I32)
-    desk.ready(0, I32)
-    assert desk.publisher.published == first
-    desk.ready(1, I32)
-    assert (desk.publisher.version, desk.publisher.published) == (accepted, accepted)
 
 
 def test_a_late_joiner_gets_the_target_while_a_new_layout_is_pending(desk: Desk) -> None:
@@ -930,6 +887,8 @@ def state(publisher: Publisher) -> str:
         (b"0", messages.Update(EPOCH, 1, False, (messages.Part("policy", 1, bytes(16), 128),))),
         (b"0", messages.Welcome(EPOCH, nonce(0), 1, 1, "", 0, {})),
         (b"0", messages.Hello(0, nonce(10), 1, 1, "", 0, EPOCH, {"policy": 2})),
+        (b"0", messages.Released((1, 1), nonce(0), fields.MAX_SERIAL, ())),
+        (b"stranger", messages.Released((1, 1), nonce(0), fields.MAX_SERIAL, ())),
     ],
 )
 def test_a_wrong_message_changes_nothing(desk: Desk, route: bytes, instruction: messages.Instruction) -> None:
@@ -1033,20 +992,17 @@ def test_a_version_whose_packing_failed_is_taken_back_and_what_it_has_replaced_i
 
 def test_whom_a_version_is_for_is_told_alike_the_short_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """Most publications are for everybody: then nobody's targets need be looked at one by one."""
-    desk = Desk(5)
-    desk.publisher.serve("policy", desk.now)
-    desk.publisher.serve("value", desk.now)
-    desk.join(0, 1)
-    desk.hello(2, have={"value": 0})
-    desk.ready(2, models=("value",))
-    desk.join(3)
-    desk.publisher.lost(3, nonce(3), "killed", desk.now)  # 4 has not been there
+    desk = Desk(5, models=("policy", "value"))
+    for worker, model in ((0, "policy"), (1, "policy"), (2, "value"), (3, "policy")):  # 4 has not been there
+        desk.hello(worker, have={model: 0} if worker == 2 else None)
+        desk.ready(worker, models=(model,))
+    desk.publisher.lost(3, nonce(3), "killed", desk.now)
     for model in ("policy", "value"):
         desk.publisher.assemble(model)
 
-    def check(versions: range) -> list[list[int]]:
+    def check() -> list[list[int]]:
         told = []
-        for version in versions:
+        for version in range(1, desk.publisher.version + 2):
             for models in (["policy"], ["value"], ["policy", "value"], []):
                 short = desk.publisher.progress.targeted(version, models)
                 with monkeypatch.context() as patch:
@@ -1056,17 +1012,17 @@ def test_whom_a_version_is_for_is_told_alike_the_short_way(monkeypatch: pytest.M
         return told
 
     desk.publish(models=("policy", "value"))
-    assert check(range(1, 3))[:4] == [[0, 1, 3, 4], [0, 1, 2, 3, 4], [0, 1, 2, 3, 4], []]
+    assert check()[:4] == [[0, 1, 3, 4], [0, 1, 2, 3, 4], [0, 1, 2, 3, 4], []]
     desk.publish(workers=[1])
-    check(range(1, 4))
+    check()
     desk.publish(models=("policy",))
-    check(range(1, 5))
+    check()
     desk.publish(models=("policy",), dtype=F64)  # has still to be accepted
-    check(range(1, 6))
+    check()
     desk.take()
     desk.refuse(0, F64)
     desk.publish(models=("policy",), dtype=F64)  # nobody gets it
-    check(range(1, 7))
+    check()
 
 
 def test_who_has_none_of_the_models_is_not_asked_why_another_refused_one() -> None:
@@ -1091,8 +1047,7 @@ def test_a_refused_publication_does_not_keep_another_one_from_being_complete(oth
     for model in ("policy", "value"):
         desk.publisher.assemble(model)
     version = desk.publish(workers=[0])
-    (update,) = desk.take(messages.Update)
-    desk.finish(0, update)
+    desk.finish_all()
     newer = desk.publish(models=(other,), dtype=F64)
     desk.take()
     desk.refuse(1, F64, other)
@@ -1300,22 +1255,6 @@ def test_a_worker_that_is_stopped_while_the_layout_changes_is_asked_once(desk: D
     assert [type(i) for i in desk.take(messages.Welcome, b"0")] == [messages.Welcome], (
         "now that it answers, for the newest"
     )
-
-
-@pytest.mark.parametrize("own", [False, True])
-def test_an_elastic_worker_that_was_silent_for_long_is_remembered_for_a_minute_after_its_loss(own: bool) -> None:
-    desk = Desk(None)
-    desk.join(0, 1)
-    version = desk.publish(workers=[0] if own else None)
-    desk.now += 70
-    desk.publisher.peers[1].last_seen = desk.now
-    desk.publisher.lost(0, nonce(0), "its connection is gone", desk.now)
-    desk.publisher.tick(desk.now + 1)
-    assert set(desk.publisher.peers) == {0, 1}
-    desk.publisher.tick(desk.now + 61)
-    assert set(desk.publisher.peers) == {1}
-    if not own:
-        assert isinstance(desk.publisher.progress.of(version, [0]).failed[0], PeerLost), "who waits for it is told so"
 
 
 def test_a_version_that_was_skipped_is_nobodys() -> None:

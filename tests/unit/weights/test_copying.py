@@ -10,7 +10,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from asyncsync.weights.copying import copy_bytes, copy_tensors
-from asyncsync.weights.source_cache import FEW, MOST, AddressCache
+from asyncsync.weights.source_cache import MOST, AddressCache
 from helpers.command import start
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
@@ -74,20 +74,6 @@ def test_what_is_more_than_bytes_is_left_to_torch(tensors: list[torch.Tensor]) -
     assert known.views is None
 
 
-def test_many_tensors_are_known_when_they_come_once_more() -> None:
-    known = AddressCache()
-    tensors = [torch.full((3,), float(i)) for i in range(FEW + 1)]
-    assert known.of(tensors) is None
-    assert known.views is None
-    views = known.of(list(tensors))
-    assert views is not None
-    assert known.again(tensors)
-    assert known.views is views
-    assert [bytes(view) for view in views] == [tensor.numpy().tobytes() for tensor in tensors]
-    assert known.of([tensor.clone() for tensor in tensors]) is None
-    assert not known.again(tensors)
-
-
 def test_memory_is_known_until_it_is_elsewhere() -> None:
     known = AddressCache()
     model = nn.Linear(3, 2)
@@ -102,25 +88,6 @@ def test_memory_is_known_until_it_is_elsewhere() -> None:
     assert bytes(second[0]) == model.weight.detach().numpy().tobytes()
     model.weight.data = torch.zeros(3, 2).t()
     assert known.of(tensors) is None
-
-
-def test_tensors_are_the_same_again_or_nothing_is_known_of_them() -> None:
-    known = AddressCache()
-    tensors: list[torch.Tensor] = [torch.ones(2, 2), torch.ones(3)]
-    assert not known.again(tensors)
-    first = known.of(tensors)
-    assert known.again(list(tensors))
-    assert not known.again(tensors[:1])
-    assert not known.again([tensors[0], torch.ones(3)])
-    own = tensors[0].data
-    for other in (own.clone(), own.t().contiguous(), torch._neg_view(own)):
-        tensors[0].data = other
-        assert not known.again(tensors)
-        tensors[0].data = own
-        assert known.again(tensors)
-        assert known.views is first
-    tensors[0].t_()
-    assert not known.again(tensors)
 
 
 @pytest.mark.parametrize("numel", [10, 100_000])

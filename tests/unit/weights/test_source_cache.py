@@ -77,18 +77,14 @@ def test_tensors_that_have_become_something_else_are_not_the_same_again(count: i
     weights = some(count)
     known, tensor = learnt(weights), weights["t0"]
     own = tensor.data
-    others = [
-        own.clone(),
-        own.view(torch.int32),
-        own.view(5, 2),
-        torch.ones(5, 2).t(),
-        torch._neg_view(own),
-    ]
-    for other in others:
+    for other in (own.clone(), own.view(torch.int32), own.view(5, 2), torch.ones(5, 2).t(), torch._neg_view(own)):
         tensor.data = other
         assert known.again(flatten(weights)) is None
         tensor.data = own
         assert known.again(flatten(weights)) is not None
+    tensor.t_()
+    assert known.again(flatten(weights)) is None
+    tensor.t_()
     tensor.untyped_storage().resize_(0)
     assert known.again(flatten(weights)) is None
 
