@@ -50,26 +50,19 @@ def names(cast: messages.Cast) -> list[bytes]:
 
 
 @pytest.mark.requirement(198)
-def test_what_all_are_to_get_is_sent_once() -> None:
+def test_what_all_are_to_get_is_sent_once_and_whoever_is_behind_is_told_when_it_has_come_so_far() -> None:
     made = desk()
     made.publish(2)
     [(cast, update)], single = sent(made)
     assert (names(cast), single, cast.since) == ([], {}, update.serial - 1)  # type: ignore[attr-defined]
     assert made.publisher.progress.of(2, range(4)).waiting == {0, 1, 2, 3}
-
-
-@pytest.mark.requirement(198)
-def test_whoever_is_behind_is_named_once_and_told_by_itself_when_it_has_come_so_far() -> None:
-    made = desk()
-    made.publish(2)
-    sent(made)
     for worker in (0, 1, 3):
         made.applied(worker, policy=2)
     made.publish(3)
     [(cast, update)], single = sent(made)
-    assert (names(cast), single) == ([nonce(2)[-NONCE_END:]], {})
+    assert (names(cast), single) == ([nonce(2)[-NONCE_END:]], {}), "it is named"
     made.applied(2, policy=2)
-    assert sent(made) == ([], {2: update})
+    assert sent(made) == ([], {2: update}), "and told by itself"
     for worker in range(4):
         made.applied(worker, policy=3)
     made.publish(4)
@@ -166,7 +159,7 @@ def test_those_who_have_failed_or_gone_set_no_pace_and_nothing_is_kept_for_them(
 
 
 @pytest.mark.requirement(198)
-def test_a_gap_in_what_is_pushed_is_fetched_and_nothing_else() -> None:
+def test_a_gap_in_what_is_pushed_is_fetched_and_nothing_else_unless_it_is_pushed_no_more() -> None:
     station = cast_station(pushed=True)
     assert station.take() == [messages.Fetch(EPOCH, 2, 0, 0, 0, 80)]
     station.chunk(2, 0, 40, 7)
@@ -179,10 +172,6 @@ def test_a_gap_in_what_is_pushed_is_fetched_and_nothing_else() -> None:
     station.chunk(2, 40, 40, 7)
     station.apply()
     assert station.content() == {7}
-
-
-@pytest.mark.requirement(198)
-def test_what_is_pushed_no_more_is_fetched() -> None:
     station = cast_station(pushed=True)
     station.chunk(2, 0, 40, 7)
     station.take()

@@ -28,11 +28,9 @@ FIRST = Update(EPOCH, 1, False, (messages.Part("policy", 1, bytes(16), TOTAL),))
 
 
 class Packing(Desk):
-    """A publisher whose workers can decode what this process can, unless they say otherwise."""
+    """A publisher whose workers can decode what this process can, unless ``codecs`` is changed."""
 
-    def hello(self, worker: int, *args: Any, codecs: int | None = None, **options: Any) -> None:
-        self.codecs = codecs_here() if codecs is None else codecs
-        super().hello(worker, *args, **options)
+    codecs = codecs_here()
 
     def receive(self, worker: int | bytes, instruction: messages.Instruction) -> None:
         if isinstance(instruction, messages.Hello):
@@ -127,21 +125,10 @@ def test_whoever_has_no_base_or_another_one_gets_all(bases: tuple[int, ...]) -> 
     desk, update = after_one(BOTH)
     desk.fetch(0, update, bases)
     desk.encode()
-    sent = desk.pieces(0)
-    assert [type(piece) for piece, _ in sent] == [Packed, Packed]
-    assert [piece.base for piece, _ in sent] == [None, None]
+    assert [(type(piece), piece.base) for piece, _ in desk.pieces(0)] == [(Packed, None)] * 2
     desk, update = after_one(DELTA)
     desk.fetch(0, update, bases)
     assert [type(piece) for piece, _ in desk.pieces(0)] == [Chunk, Chunk], "at once, and as it is"
-
-
-def test_a_worker_without_the_library_gets_bytes_as_they_are() -> None:
-    desk = Packing(1, settings=BOTH)
-    desk.hello(0, codecs=0)
-    desk.ready(0)
-    desk.publish(1.0)
-    desk.fetch(0, announced(desk))
-    assert [type(piece) for piece, _ in desk.pieces(0)] == [Chunk, Chunk]
 
 
 @pytest.mark.promise(37)
@@ -185,18 +172,25 @@ def test_a_restart_that_begins_inside_a_piece_gets_its_rest_as_it_is() -> None:
     assert (type(second[0]), second[0].offset, second[0].base) == (Packed, 64, None)
 
 
-def test_bytes_in_an_update_are_compressed_for_those_who_can_decode_it() -> None:
+def test_bytes_are_compressed_for_those_who_can_decode_it() -> None:
     flat = FlatWeights({("a",): torch.full((4000,), 1.0)})
     slab = SlabPool().acquire(Layout.of(flat))
     pack(slab, flat)
-    for codecs, fewer in ((None, True), (0, False)):
+    for codecs, fewer in ((codecs_here(), True), (0, False)):
         desk = Packing(1, settings=Settings(compress="zstd"))
-        desk.hello(0, codecs=codecs)
+        desk.codecs = codecs
+        desk.hello(0)
         desk.publisher.publish({"policy": slab}, None, 0.0)
         desk.receive(0, messages.Ready(EPOCH, {"policy": slab.layout.digest}))
         ((_, update, payload),) = [each for each in desk.publisher.outbox if isinstance(each[1], Update)]
         assert update.packed is fewer
         assert (len(payload[1]) < slab.nbytes) is fewer
+    desk = Packing(1, settings=BOTH)
+    desk.codecs = 0
+    desk.join(0)
+    desk.publish(1.0)
+    desk.fetch(0, announced(desk))
+    assert [type(piece) for piece, _ in desk.pieces(0)] == [Chunk, Chunk]
 
 
 # -- the worker --------------------------------------------------------------------------------------------------------
@@ -218,7 +212,6 @@ def memory(value: float) -> bytes:
 def begin(station: Station, serial: int = 2, version: int = 2, base: int = 1) -> Fetch:
     station.receive(Update(EPOCH, serial, False, (part_of(station, version, base),)), [b""])
     (fetch,) = station.take(Fetch)
-    assert isinstance(fetch, Fetch)
     return fetch
 
 

@@ -18,8 +18,6 @@ DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int
 
 def copied_as_bytes(source: torch.Tensor, destination: torch.Tensor) -> None:
     there, here = AddressCache().of([source]), AddressCache().of([destination])
-    assert there is not None
-    assert here is not None
     copy_bytes(here, there)
     assert torch.equal(source, destination)
 
@@ -79,11 +77,9 @@ def test_memory_is_known_until_it_is_elsewhere() -> None:
     model = nn.Linear(3, 2)
     tensors: list[torch.Tensor] = [model.weight, model.bias]
     first = known.of(tensors)
-    assert first is not None
-    assert known.of(tensors) is first
+    assert known.of(tensors) is first is not None
     model.weight.data = torch.full((2, 3), 5.0)
     second = known.of(tensors)
-    assert second is not None
     assert second is not first
     assert bytes(second[0]) == model.weight.detach().numpy().tobytes()
     model.weight.data = torch.zeros(3, 2).t()
@@ -96,7 +92,6 @@ def test_memory_stays_while_it_may_be_copied_from_or_to(numel: int) -> None:
     known, tensor = AddressCache(), nn.Parameter(torch.ones(numel))
     storage = StorageWeakRef(tensor.untyped_storage())
     views = known.of([tensor])
-    assert views is not None
     tensor.data = torch.zeros(1)
     assert not storage.expired()
     assert bytes(views[0]) == torch.ones(numel).numpy().tobytes()

@@ -66,20 +66,6 @@ def test_large_and_small_destinations_get_their_own_sources() -> None:
     assert [set(d.tolist()) for d in destinations] == [{0.0}, {1.0}, {2.0}, {3.0}, {4.0}]
 
 
-def test_torch_is_not_given_a_large_copy_of_plain_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its threads would wait for each other on busy cores: a hundred times as long."""
-    given: list[int] = []
-    copy = copying.foreach_copy
-
-    def spy(destinations: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-        given.extend(d.numel() for d in destinations)
-        copy(destinations, sources)
-
-    monkeypatch.setattr(copying, "foreach_copy", spy)
-    copy_tensors([torch.empty(COUNT), torch.empty(3)], [torch.ones(COUNT), torch.ones(3)])
-    assert given == [3]
-
-
 def test_a_dtype_that_differs_is_converted() -> None:
     destination = torch.empty(COUNT, dtype=torch.float64)
     copy_tensors([destination], [torch.full((COUNT,), 7, dtype=torch.int32)])

@@ -38,7 +38,6 @@ def copied(known: SourceCache, weights: Weights) -> Slab:
     slab = SlabPool().acquire(known.layout)
     slab.memory[:] = b"\x55" * slab.nbytes
     memory = known.again(flatten(weights))
-    assert memory is not None
     copy_bytes(slab.pieces, memory)
     return slab
 
