@@ -287,36 +287,27 @@ def test_an_update_of_which_all_models_are_overtaken_by_several_is_dropped(pair:
 # -- failures -------------------------------------------------------------------------------------------------------
 
 
-def test_a_conversion_that_raises_is_told_with_its_traceback_until_something_newer_is_applied(station: Station) -> None:
+@pytest.mark.parametrize("name", ["policy", ""])
+def test_a_conversion_that_raises_is_told_with_its_traceback_until_something_newer_is_applied(name: str) -> None:
+    station = Station()
+    station.welcome(models={name: layout()})
+    station.take()
     station.bindings["policy"].broken = OSError("the disk is full")
-    station.update(1, {"policy": (1, 10)})
-    (failed,) = station.take(messages.Failed)
-    assert (failed.serial, failed.versions, failed.mismatch) == (1, {"policy": 1}, False)
-    assert failed.type_name == "builtins.OSError"
-    assert "the disk is full" in failed.traceback
+    station.update(1, {name: (1, 10)})
+    (failed,) = station.take()
+    assert (failed.serial, failed.versions, failed.mismatch) == (1, {name: 1}, False)  # type: ignore[attr-defined]
+    assert failed.type_name == "builtins.OSError"  # type: ignore[attr-defined]
+    assert "the disk is full" in failed.traceback  # type: ignore[attr-defined]
     assert station.subscriber.holdings.error["policy"][0] == 1
     assert station.subscriber.pool.slabs <= 1
     station.receive(messages.Ping(EPOCH, 1))  # the message may have been lost
     assert station.take() == [failed, messages.Pong(EPOCH, 1, {}, {}, 0, 1)]
     station.bindings["policy"].broken = None
-    station.update_now(2, {"policy": (2, 20)})
+    station.update_now(2, {name: (2, 20)})
     station.take()
     station.receive(messages.Ping(EPOCH, 2))
-    assert station.take() == [messages.Pong(EPOCH, 2, {"policy": 2}, {}, 0, 2)]
+    assert station.take() == [messages.Pong(EPOCH, 2, {name: 2}, {}, 0, 2)]
     assert station.subscriber.holdings.error == {}
-
-
-def test_a_failure_of_a_nameless_model_is_not_told_for_ever() -> None:
-    station = Station()
-    station.welcome(models={"": layout()})
-    station.bindings["policy"].broken = OSError("no")
-    station.update(1, {"": (1, 10)})
-    (failed,) = station.take(messages.Failed)
-    assert failed.versions == {"": 1}  # type: ignore[attr-defined]
-    station.bindings["policy"].broken = None
-    station.update_now(2, {"": (2, 20)})
-    station.receive(messages.Ping(EPOCH, 1))
-    assert not station.take(messages.Failed)
 
 
 def test_a_failed_update_leaves_an_older_one_waiting(station: Station) -> None:
@@ -535,16 +526,25 @@ def test_a_model_that_joins_later_does_not_rename_what_is_kept() -> None:
     assert reported(station.take()[-1]) == (1, (("", 1),))
 
 
-def test_of_an_older_trainers_slabs_the_new_one_hears_nothing(station: Station) -> None:
+def test_a_new_trainer_replaces_everything_under_way_and_hears_nothing_of_the_old_ones_slabs(station: Station) -> None:
     station.lend_now(9, {"policy": (7, 70)})
+    station.lend(10, {"policy": (8, 80)})
+    staged = station.subscriber.staged[-1]
     station.subscriber.connected(station.now)
     station.welcome(epoch=NEWER)
+    assert staged.abandoned
+    assert not station.subscriber.staged
+    assert station.subscriber.holdings.version("policy") == 0
+    assert station.content() == {70}  # the model keeps what it has
     station.take()
     station.receive(messages.Ping(NEWER, 1))
     assert reported(station.take()[-1]) == (0, ())
     station.lend_now(1, {"policy": (1, 10)}, epoch=NEWER)
     station.flush()
     assert reported(station.take()[-1]) == (1, (("policy", 1),))
+    assert station.content() == {10}
+    held = station.subscriber.holdings.held["policy"]
+    assert held[:2] == (NEWER, 1)
 
 
 def test_who_leaves_looks_at_no_update_any_more(station: Station) -> None:
@@ -574,22 +574,6 @@ def test_who_was_superseded_gives_back_what_it_will_never_look_at_too_unless_it_
 
 
 # -- epochs ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_new_trainer_replaces_everything_that_was_under_way(station: Station) -> None:
-    station.update_now(9, {"policy": (7, 70)})
-    station.update(10, {"policy": (8, 80)})
-    staged = station.subscriber.staged[-1]
-    station.subscriber.connected(station.now)
-    station.welcome(epoch=NEWER)
-    assert staged.abandoned
-    assert not station.subscriber.staged
-    assert station.subscriber.holdings.version("policy") == 0
-    assert station.content() == {70}  # the model keeps what it has
-    station.update_now(1, {"policy": (1, 10)}, epoch=NEWER)
-    assert station.content() == {10}
-    held = station.subscriber.holdings.held["policy"]
-    assert held[:2] == (NEWER, 1)
 
 
 def test_what_the_gate_has_begun_for_an_old_trainer_says_nothing_to_the_new_one(station: Station) -> None:

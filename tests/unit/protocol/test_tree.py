@@ -64,17 +64,25 @@ def test_a_relay_sends_on_what_has_come_while_the_rest_is_on_its_way() -> None:
     assert tree.is_everywhere()
 
 
+def end(tree: Tree, node: Node) -> None:
+    """kill -9, and whoever is above it notices."""
+    above, subscriber = node.parent, node.subscriber
+    tree.kill(node)
+    above.publisher.ended(subscriber.worker, subscriber.session.nonce, "killed", tree.now)
+    tree.flush(above)
+
+
+def outcome_of_the_next(tree: Tree) -> Any:
+    version = tree.publish()
+    tree.flow()
+    return tree.root.publisher.progress.of(version, range(tree.count), [MODEL])
+
+
 def test_a_lost_worker_is_named_and_the_others_are_not() -> None:
     tree = Tree((2,), 2)
     tree.flow()
-    lost = tree.workers[3]
-    relay = lost.parent
-    tree.kill(lost)
-    relay.publisher.ended(3, lost.subscriber.session.nonce, "killed", tree.now)
-    tree.flush(relay)
-    version = tree.publish()
-    tree.flow()
-    outcome = tree.root.publisher.progress.of(version, range(4), [MODEL])
+    end(tree, tree.workers[3])
+    outcome = outcome_of_the_next(tree)
     assert sorted(outcome.acked) == [0, 1, 2]
     assert isinstance(outcome.failed[3], PeerLost)
     assert "killed" in str(outcome.failed[3])
@@ -89,9 +97,7 @@ def test_a_failure_behind_a_relay_is_the_workers_own() -> None:
     tree.flow()
     worker = tree.workers[1].subscriber
     worker.models[MODEL].prepare = lambda slab: 1 / 0  # type: ignore[method-assign]
-    version = tree.publish()
-    tree.flow()
-    outcome = tree.root.publisher.progress.of(version, range(2), [MODEL])
+    outcome = outcome_of_the_next(tree)
     assert sorted(outcome.acked) == [0]
     assert isinstance(outcome.failed[1], RemoteError)
     assert "ZeroDivisionError" in str(outcome.failed[1])
@@ -108,9 +114,7 @@ def test_a_layout_that_one_worker_cannot_take_stops_those_of_its_relay_and_all_a
         raise SchemaMismatch("it does not fit")
 
     tree.workers[3].subscriber.models[MODEL].check = refuse  # type: ignore[method-assign]
-    version = tree.publish()
-    tree.flow()
-    outcome = tree.root.publisher.progress.of(version, range(4), [MODEL])
+    outcome = outcome_of_the_next(tree)
     assert sorted(outcome.acked) == [0, 1]
     assert isinstance(outcome.failed[3], SchemaMismatch)
     assert isinstance(outcome.failed[2], SchemaMismatch)
@@ -120,14 +124,8 @@ def test_a_layout_that_one_worker_cannot_take_stops_those_of_its_relay_and_all_a
 @pytest.mark.parametrize("depth", [0, 1])
 def test_workers_of_a_killed_relay_are_lost_until_another_one_reports_them(depth: int) -> None:
     tree = updated((2, 2), 2)
-    relay = tree.relays[depth][0]
-    above = relay.parent
-    tree.kill(relay)
-    above.publisher.ended(relay.subscriber.worker, relay.subscriber.session.nonce, "killed", tree.now)
-    tree.flush(above)
-    version = tree.publish()
-    tree.flow()
-    outcome = tree.root.publisher.progress.of(version, range(8), [MODEL])
+    end(tree, tree.relays[depth][0])
+    outcome = outcome_of_the_next(tree)
     assert sorted(outcome.failed) == list(range(2 if depth else 4))
     assert all(isinstance(e, PeerLost) and "its relay is lost" in str(e) for e in outcome.failed.values())
     for node in list(tree.workers if depth else tree.relays[1]):

@@ -114,7 +114,14 @@ def forgetful() -> Iterator[None]:
     encoding._is_here.cache_clear()
 
 
-def test_a_codec_whose_library_is_missing_names_the_extra(forgetful: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_codec_is_refused_and_one_whose_library_is_missing_names_the_extra(
+    forgetful: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert codecs_here() == 0b110
+    check_codec(None)
+    with pytest.raises(ValueError, match=r"compress must be one of \['lz4', 'zstd'\], or None, not 'zip'"):
+        check_codec("zip")
+    encoding._is_here.cache_clear()
     for name, library in (("zstd", "zstandard"), ("lz4", "lz4")):
         monkeypatch.setitem(sys.modules, library, None)
         line = rf"^compress='{name}' needs {library}, which is not installed: pip install 'asyncsync\[compress\]'$"
@@ -132,13 +139,6 @@ def test_a_library_that_is_there_but_cannot_be_imported_counts_for_nothing(
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "zstandard")
     assert codecs_here() == 1 << encoding.CODECS["lz4"].number
-
-
-def test_another_codec_is_refused() -> None:
-    assert codecs_here() == 0b110
-    check_codec(None)
-    with pytest.raises(ValueError, match=r"compress must be one of \['lz4', 'zstd'\], or None, not 'zip'"):
-        check_codec("zip")
 
 
 # -- a slab ------------------------------------------------------------------------------------------------------------
