@@ -29,8 +29,8 @@ VALUE = ("norm", "_extra_state")
 @pytest.mark.parametrize("nbytes", [0, 12])
 @pytest.mark.parametrize(
     "view",
-    [lambda t: t, lambda t: t[4:], lambda t: t[::3], lambda t: t.view(2, 5).t(), lambda t: t[9:].expand(5)],
-    ids=["all", "end", "steps", "t", "expanded"],
+    [lambda t: t, lambda t: t[4:], lambda t: t[::3], lambda t: t.view(2, 5).t()],
+    ids=["all", "end", "steps", "t"],
 )
 def test_a_tensor_that_reaches_beyond_its_storage_is_refused(
     view: Callable[[torch.Tensor], torch.Tensor], nbytes: int
@@ -42,8 +42,7 @@ def test_a_tensor_that_reaches_beyond_its_storage_is_refused(
     layout = Layout.of(flat)
     assert layout.arrange(flat) is not None
     assert have_memory([tensor], [tensor.nbytes])
-    if view(torch.zeros(10)).stride() != (0,):
-        assert not destination_problem(tensor, inplace=True)
+    assert not destination_problem(tensor, inplace=True)
     whole.untyped_storage().resize_(nbytes)
     assert not have_memory([tensor], [tensor.nbytes])
     assert layout.arrange(flat) is None
@@ -52,6 +51,12 @@ def test_a_tensor_that_reaches_beyond_its_storage_is_refused(
             refused()
     for inplace in (True, False):
         assert "no memory any more" in destination_problem(tensor, inplace=inplace)
+
+
+@pytest.mark.requirement(237)
+def test_an_expanded_source_has_all_of_its_memory() -> None:
+    flat = flatten({"a": torch.ones(1).expand(5)})
+    assert Layout.of(flat).arrange(flat) is not None
 
 
 @pytest.mark.requirement(237)
