@@ -70,9 +70,8 @@ def test_a_worker_that_has_come_back_to_a_relay_is_believed_to_be_there() -> Non
     tree = Tree((2,), 1)
     tree.publish()
     tree.flow()
-    worker, (first, second) = tree.workers[0], tree.relays[0]
-    for relay in (second, first):
-        tree.connect(worker, relay)
+    for relay in reversed(tree.relays[0]):
+        tree.connect(tree.workers[0], relay)
         tree.settle()
         tree.flow()
         tree.pass_time(1)

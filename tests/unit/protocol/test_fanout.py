@@ -50,26 +50,19 @@ def names(cast: messages.Cast) -> list[bytes]:
 
 
 @pytest.mark.requirement(198)
-def test_what_all_are_to_get_is_sent_once() -> None:
+def test_what_all_are_to_get_is_sent_once_and_whoever_is_behind_is_told_when_it_has_come_so_far() -> None:
     made = desk()
     made.publish(2)
     [(cast, update)], single = sent(made)
     assert (names(cast), single, cast.since) == ([], {}, update.serial - 1)  # type: ignore[attr-defined]
     assert made.publisher.progress.of(2, range(4)).waiting == {0, 1, 2, 3}
-
-
-@pytest.mark.requirement(198)
-def test_whoever_is_behind_is_named_once_and_told_by_itself_when_it_has_come_so_far() -> None:
-    made = desk()
-    made.publish(2)
-    sent(made)
     for worker in (0, 1, 3):
         made.applied(worker, policy=2)
     made.publish(3)
     [(cast, update)], single = sent(made)
-    assert (names(cast), single) == ([nonce(2)[-NONCE_END:]], {})
+    assert (names(cast), single) == ([nonce(2)[-NONCE_END:]], {}), "it is named"
     made.applied(2, policy=2)
-    assert sent(made) == ([], {2: update})
+    assert sent(made) == ([], {2: update}), "and told by itself"
     for worker in range(4):
         made.applied(worker, policy=3)
     made.publish(4)
@@ -78,9 +71,8 @@ def test_whoever_is_behind_is_named_once_and_told_by_itself_when_it_has_come_so_
 
 
 @pytest.mark.requirement(198)
-def test_what_is_for_some_reaches_nobody_else() -> None:
-    """Nor could others read it that have subscribed."""
-    made = desk()
+def test_what_is_for_some_reaches_nobody_else_and_who_is_gone_is_named() -> None:
+    """Others that have subscribed could read it."""
     made = desk()
     made.publish(2, [0, 1, 2])
     casts, single = sent(made)
@@ -90,10 +82,6 @@ def test_what_is_for_some_reaches_nobody_else() -> None:
     made.publish(3)  # worker 3 has had another one before
     [(cast, newest)], single = sent(made)
     assert (cast.since, names(cast), set(single)) == (newest.serial - 1, [], {3})  # type: ignore[attr-defined]
-
-
-@pytest.mark.requirement(198)
-def test_a_worker_that_is_gone_or_superseded_is_named() -> None:
     made = desk()
     made.publisher.lost(1, nonce(1), "it is gone", made.now)
     made.publish(2)
@@ -101,31 +89,18 @@ def test_a_worker_that_is_gone_or_superseded_is_named() -> None:
     assert names(cast) == [nonce(1)[-NONCE_END:]]
 
 
-@pytest.mark.parametrize("number", [0, 1])
-def test_few_or_no_subscribers_are_told_one_by_one(number: int) -> None:
+@pytest.mark.parametrize(
+    ("port", "subscribers", "lent"),
+    [(5556, 0, False), (5556, 1, False), (5556, 4, True), (0, 4, False)],
+    ids=["nobody subscribes", "one subscribes", "a descriptor for each", "no port"],
+)
+def test_where_not_many_can_take_the_same_they_are_told_one_by_one(port: int, subscribers: int, lent: bool) -> None:
     made = desk()
-    made.publisher.fanout.subscribed = {nonce(worker) for worker in range(number)}
-    made.publish(2)
+    made.publisher.membership.fanout_port = port
+    made.publisher.fanout.subscribed = {nonce(worker) for worker in range(subscribers)}
+    made.publish(2, lent=lent)
     casts, single = sent(made)
     assert (casts, set(single)) == ([], {0, 1, 2, 3})
-
-
-def test_what_is_for_each_worker_alone_is_told_one_by_one() -> None:
-    made = desk(lent := 4)
-    made.publish(2, lent=True)  # a descriptor
-    casts, single = sent(made)
-    assert (casts, set(single)) == ([], set(range(lent)))
-
-
-def test_no_port_no_fan_out() -> None:
-    made = Desk(3, settings=PULL)
-    made.join(0, 1, 2)
-    made.publisher.fanout.subscribed |= {nonce(worker) for worker in range(3)}
-    for value in (1, 2):
-        made.publish(value)
-        assert not sent(made)[0]
-        for worker in range(3):
-            made.applied(worker, policy=value)
 
 
 # -- push ------------------------------------------------------------------------------------------------------------
@@ -184,7 +159,7 @@ def test_those_who_have_failed_or_gone_set_no_pace_and_nothing_is_kept_for_them(
 
 
 @pytest.mark.requirement(198)
-def test_a_gap_in_what_is_pushed_is_fetched_and_nothing_else() -> None:
+def test_a_gap_in_what_is_pushed_is_fetched_and_nothing_else_unless_it_is_pushed_no_more() -> None:
     station = cast_station(pushed=True)
     assert station.take() == [messages.Fetch(EPOCH, 2, 0, 0, 0, 80)]
     station.chunk(2, 0, 40, 7)
@@ -197,10 +172,6 @@ def test_a_gap_in_what_is_pushed_is_fetched_and_nothing_else() -> None:
     station.chunk(2, 40, 40, 7)
     station.apply()
     assert station.content() == {7}
-
-
-@pytest.mark.requirement(198)
-def test_what_is_pushed_no_more_is_fetched() -> None:
     station = cast_station(pushed=True)
     station.chunk(2, 0, 40, 7)
     station.take()
@@ -215,10 +186,6 @@ def test_what_is_pushed_no_more_is_fetched() -> None:
 # -- the worker ------------------------------------------------------------------------------------------------------
 
 
-def wrapped(update: messages.Update, *payload: bytes) -> list[bytes]:
-    return [codec.encode(update), *payload]
-
-
 def cast_station(*, since: int = 1, excluded: bytes = b"", pushed: bool = False) -> Station:
     """One that has had an update, and hears of another one, which comes in chunks."""
     station = Station()
@@ -226,9 +193,8 @@ def cast_station(*, since: int = 1, excluded: bytes = b"", pushed: bool = False)
     station.update_now(1, {"policy": (1, 1)})
     station.take()
     layout = station.subscriber.holdings.held["policy"][2].layout
-    part = messages.Part("policy", 2, layout.digest, layout.nbytes)
-    frames = wrapped(messages.Update(EPOCH, 2, False, (part,)), b"")
-    station.receive(messages.Cast(EPOCH, since, excluded, pushed), frames)
+    update = messages.Update(EPOCH, 2, False, (messages.Part("policy", 2, layout.digest, layout.nbytes),))
+    station.receive(messages.Cast(EPOCH, since, excluded, pushed), [codec.encode(update), b""])
     return station
 
 

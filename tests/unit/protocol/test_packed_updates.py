@@ -13,6 +13,10 @@ import torch
 from asyncsync.errors import ProtocolError
 from asyncsync.protocol.settings import Settings
 from asyncsync.weights.encoding import codecs_here, encode_piece
+from asyncsync.weights.layout import Layout
+from asyncsync.weights.packing import pack
+from asyncsync.weights.slab import SlabPool
+from asyncsync.weights.tree import FlatWeights
 from asyncsync.wire import messages
 from asyncsync.wire.messages import Chunk, Fetch, Packed, Update
 from helpers.machines import EPOCH, SMALL, Desk, Station, nonce, slab_of
@@ -20,14 +24,13 @@ from helpers.machines import EPOCH, SMALL, Desk, Station, nonce, slab_of
 BOTH = Settings(eager_bytes=0, chunk_bytes=64, window_bytes=1 << 20, compress="zstd", delta=True, piece_bytes=64)
 DELTA = Settings(eager_bytes=0, chunk_bytes=64, window_bytes=1 << 20, delta=True, piece_bytes=64)
 TOTAL = 128  # of each version, in two pieces
+FIRST = Update(EPOCH, 1, False, (messages.Part("policy", 1, bytes(16), TOTAL),))
 
 
 class Packing(Desk):
-    """A publisher whose workers can decode what this process can, unless they say otherwise."""
+    """A publisher whose workers can decode what this process can, unless ``codecs`` is changed."""
 
-    def hello(self, worker: int, *args: Any, codecs: int | None = None, **options: Any) -> None:
-        self.codecs = codecs_here() if codecs is None else codecs
-        super().hello(worker, *args, **options)
+    codecs = codecs_here()
 
     def receive(self, worker: int | bytes, instruction: messages.Instruction) -> None:
         if isinstance(instruction, messages.Hello):
@@ -69,51 +72,52 @@ def announced(desk: Packing, worker: int = 0) -> Any:
     return update
 
 
-def after_one(settings: Settings, workers: int = 1) -> tuple[Packing, Any]:
+def after_one(settings: Settings, workers: int = 1, whom: list[int] | None = None) -> tuple[Packing, Any]:
     """Everybody has version 1; version 2 is announced to worker 0."""
     desk = desk_with(settings, workers)
     desk.publish(1.0)
     for worker in range(workers):
-        desk.finish(worker, Update(EPOCH, 1, False, (messages.Part("policy", 1, bytes(16), TOTAL),)))
+        desk.finish(worker, FIRST)
     desk.take()
-    desk.publish(1.5)
+    desk.publish(1.5, whom)
     return desk, announced(desk)
 
 
-def test_an_update_names_the_version_before_as_its_base() -> None:
+def test_an_update_names_the_version_before_as_its_base_and_no_older_one_is_kept() -> None:
     desk = desk_with(BOTH)
-    desk.publish(1.0)
-    first = announced(desk)
-    assert first.parts[0].base == 0, "there is none before the first"
-    desk.finish(0, first)
-    desk.publish(2.0)
-    assert announced(desk).parts[0].base == 1
+    for version in range(1, 6):
+        desk.publish(float(version))
+        update = announced(desk)
+        assert update.parts[0].base == version - 1, "there is none before the first"
+        desk.finish(0, update)
+        assert desk.pool.slabs <= 3, "the newest, the one before, and the spare one"
+    slabs = desk.publisher.targets.slabs()
+    assert [slab.base is None for slab in slabs] == [False, True]
+    desk.publish(2.0, dtype=torch.float64)
+    desk.ready(0, torch.float64)
+    assert announced(desk).parts[0].base == 0, "another layout has none"
+    desk.publisher.close()
+    assert desk.pool.slabs == 1
 
 
-@pytest.mark.parametrize("settings", [BOTH, DELTA], ids=["compressed", "not compressed"])
-def test_whoever_has_the_base_gets_what_has_changed(settings: Settings) -> None:
-    desk, update = after_one(settings)
-    desk.fetch(0, update, (1,))
-    assert desk.pieces(0) == [], "nothing is encoded yet"
-    assert desk.encode() == 2
-    sent = desk.pieces(0)
-    if settings is DELTA:
-        assert [type(piece) for piece, _ in sent] == [Chunk, Chunk], "each has changed"
-        return
-    assert [(piece.offset, piece.size) for piece, _ in sent] == [(0, 64), (64, 64)]
-    before = slab_of(desk.pool, 1.0).memory
-    assert [piece.base for piece, _ in sent] == [zlib.adler32(before[:64]), zlib.adler32(before[64:])]
-
-
-def test_what_is_the_same_travels_as_a_message_without_payload() -> None:
-    desk = desk_with(DELTA)
-    desk.publish(1.0)
-    desk.finish(0, announced(desk))
-    desk.publish(1.0)
-    desk.fetch(0, announced(desk), (1,))
-    desk.encode()
-    assert [(type(piece), payload) for piece, payload in desk.pieces(0)] == [(Packed, b"")] * 2
-    assert desk.publisher.peers[0].bytes_sent == 0
+def test_whoever_has_the_base_gets_what_has_changed() -> None:
+    for settings, kind in ((BOTH, Packed), (DELTA, Chunk)):
+        desk, update = after_one(settings)
+        desk.fetch(0, update, (1,))
+        assert desk.pieces(0) == [], "nothing is encoded yet"
+        assert desk.encode() == 2
+        sent = desk.pieces(0)
+        assert [(type(piece), piece.offset) for piece, _ in sent] == [(kind, 0), (kind, 64)], "each has changed"
+        if kind is Packed:
+            before = slab_of(desk.pool, 1.0).memory
+            assert [piece.base for piece, _ in sent] == [zlib.adler32(before[:64]), zlib.adler32(before[64:])]
+        desk.finish(0, update)
+        counted = desk.publisher.peers[0].bytes_sent
+        desk.publish(1.5)  # the same once more
+        desk.fetch(0, announced(desk), (2,))
+        desk.encode()
+        assert [(type(piece), payload) for piece, payload in desk.pieces(0)] == [(Packed, b"")] * 2
+        assert desk.publisher.peers[0].bytes_sent == counted
 
 
 @pytest.mark.parametrize("bases", [(), (0,), (7,)])
@@ -121,25 +125,14 @@ def test_whoever_has_no_base_or_another_one_gets_all(bases: tuple[int, ...]) -> 
     desk, update = after_one(BOTH)
     desk.fetch(0, update, bases)
     desk.encode()
-    sent = desk.pieces(0)
-    assert [type(piece) for piece, _ in sent] == [Packed, Packed]
-    assert [piece.base for piece, _ in sent] == [None, None]
+    assert [(type(piece), piece.base) for piece, _ in desk.pieces(0)] == [(Packed, None)] * 2
     desk, update = after_one(DELTA)
     desk.fetch(0, update, bases)
     assert [type(piece) for piece, _ in desk.pieces(0)] == [Chunk, Chunk], "at once, and as it is"
 
 
-def test_a_worker_without_the_library_gets_bytes_as_they_are() -> None:
-    desk = Packing(1, settings=BOTH)
-    desk.hello(0, codecs=0)
-    desk.ready(0)
-    desk.publish(1.0)
-    desk.fetch(0, announced(desk))
-    assert [type(piece) for piece, _ in desk.pieces(0)] == [Chunk, Chunk]
-
-
 @pytest.mark.promise(37)
-def test_a_piece_is_encoded_once_however_many_workers_get_it() -> None:
+def test_a_piece_is_encoded_once_however_many_workers_get_it_and_for_nobody_who_is_gone() -> None:
     desk, update = after_one(BOTH, workers=2)
     for worker in (0, 1):
         desk.fetch(worker, update, (1,))
@@ -151,53 +144,24 @@ def test_a_piece_is_encoded_once_however_many_workers_get_it() -> None:
     desk.hello(0, incarnation=9)
     desk.ready(0)
     assert desk.encode() == 0, "whoever comes later finds it"
-
-
-def test_nothing_is_encoded_for_somebody_who_is_gone() -> None:
     desk, update = after_one(BOTH)
     desk.fetch(0, update, (1,))
     desk.publisher.lost(0, nonce(0), "it has ended", desk.now)
     assert desk.encode() == 0
 
 
-def test_the_sender_keeps_one_version_more_and_no_older_one() -> None:
-    desk = desk_with(BOTH)
-    for value in range(1, 6):
-        desk.publish(float(value))
-        desk.finish(0, announced(desk))
-        assert desk.pool.slabs <= 3, "the newest, the one before, and the spare one"
-    slabs = desk.publisher.targets.slabs()
-    assert len(slabs) == 2
-    assert [slab.base is None for slab in slabs] == [False, True]
-    desk.publisher.close()
-    assert desk.pool.slabs == 1
-
-
 def test_what_one_worker_is_sent_alone_has_no_base_and_is_none() -> None:
-    desk = desk_with(BOTH, workers=2)
-    desk.publish(1.0)
-    for worker in (0, 1):
-        desk.finish(worker, Update(EPOCH, 1, False, (messages.Part("policy", 1, bytes(16), TOTAL),)))
-    desk.take()
-    desk.publish(2.0, [0])
-    own = announced(desk)
+    desk, own = after_one(BOTH, 2, [0])
     assert own.parts[0].base == 0
     desk.finish(0, own)
     desk.publish(3.0)
     assert announced(desk, 1).parts[0].base == 1, "which worker 1 has, and worker 0 has not"
 
 
-def test_another_layout_has_no_base() -> None:
-    desk = desk_with(BOTH)
-    desk.publish(1.0)
-    desk.finish(0, announced(desk))
-    desk.publish(2.0, dtype=torch.float64)
-    desk.ready(0, torch.float64)
-    assert announced(desk).parts[0].base == 0
-
-
 def test_a_restart_that_begins_inside_a_piece_gets_its_rest_as_it_is() -> None:
     desk, update = after_one(BOTH)
+    with pytest.raises(ProtocolError, match="a FETCH with 2 bases for 1 parts"):
+        desk.fetch(0, update, (1, 1))
     desk.fetch(0, update, (1,))
     desk.encode()
     desk.take()
@@ -208,33 +172,25 @@ def test_a_restart_that_begins_inside_a_piece_gets_its_rest_as_it_is() -> None:
     assert (type(second[0]), second[0].offset, second[0].base) == (Packed, 64, None)
 
 
-def test_a_fetch_with_bases_of_other_parts_is_refused() -> None:
-    desk, update = after_one(BOTH)
-    with pytest.raises(ProtocolError, match="a FETCH with 2 bases for 1 parts"):
-        desk.fetch(0, update, (1, 1))
-
-
-def test_bytes_in_an_update_are_compressed_for_those_who_can_decode_it() -> None:
-    weights = {"policy": slab_of_many(Desk().pool)}
-    for codecs, fewer in ((None, True), (0, False)):
+def test_bytes_are_compressed_for_those_who_can_decode_it() -> None:
+    flat = FlatWeights({("a",): torch.full((4000,), 1.0)})
+    slab = SlabPool().acquire(Layout.of(flat))
+    pack(slab, flat)
+    for codecs, fewer in ((codecs_here(), True), (0, False)):
         desk = Packing(1, settings=Settings(compress="zstd"))
-        desk.hello(0, codecs=codecs)
-        desk.publisher.publish(weights, None, 0.0)
-        desk.receive(0, messages.Ready(EPOCH, {"policy": weights["policy"].layout.digest}))
+        desk.codecs = codecs
+        desk.hello(0)
+        desk.publisher.publish({"policy": slab}, None, 0.0)
+        desk.receive(0, messages.Ready(EPOCH, {"policy": slab.layout.digest}))
         ((_, update, payload),) = [each for each in desk.publisher.outbox if isinstance(each[1], Update)]
         assert update.packed is fewer
-        assert (len(payload[1]) < weights["policy"].nbytes) is fewer
-
-
-def slab_of_many(pool: Any) -> Any:
-    from asyncsync.weights.layout import Layout
-    from asyncsync.weights.packing import pack
-    from asyncsync.weights.tree import FlatWeights
-
-    flat = FlatWeights({("a",): torch.full((4000,), 1.0)})
-    slab = pool.acquire(Layout.of(flat))
-    pack(slab, flat)
-    return slab
+        assert (len(payload[1]) < slab.nbytes) is fewer
+    desk = Packing(1, settings=BOTH)
+    desk.codecs = 0
+    desk.join(0)
+    desk.publish(1.0)
+    desk.fetch(0, announced(desk))
+    assert [type(piece) for piece, _ in desk.pieces(0)] == [Chunk, Chunk]
 
 
 # -- the worker --------------------------------------------------------------------------------------------------------
@@ -254,12 +210,14 @@ def memory(value: float) -> bytes:
 
 
 def begin(station: Station, serial: int = 2, version: int = 2, base: int = 1) -> Fetch:
-    digest = station.subscriber.holdings.held["policy"][2].layout.digest
-    part = messages.Part("policy", version, digest, TOTAL, base=base)
-    station.receive(Update(EPOCH, serial, False, (part,)), [b""])
+    station.receive(Update(EPOCH, serial, False, (part_of(station, version, base),)), [b""])
     (fetch,) = station.take(Fetch)
-    assert isinstance(fetch, Fetch)
     return fetch
+
+
+def part_of(station: Station, version: int, base: int = 0) -> messages.Part:
+    digest = station.subscriber.holdings.held["policy"][2].layout.digest
+    return messages.Part("policy", version, digest, TOTAL, base=base)
 
 
 def piece(
@@ -277,34 +235,17 @@ def piece(
     station.receive(packed, payload)
 
 
-def test_a_worker_says_which_base_it_has_and_makes_the_new_version_of_it() -> None:
-    station = station_with()
-    assert begin(station).bases == (1,)
-    piece(station, memory(1.0), memory(2.0), 0, 64)
-    piece(station, memory(1.0), memory(2.0), 64)
-    station.apply()
-    assert station.content() == {2.0}
-
-
-def test_what_is_staged_is_a_base_too() -> None:
+def test_what_is_staged_is_a_base_too_and_what_a_worker_has_not_is_not_claimed() -> None:
     station = station_with()
     station.update(2, {"policy": (2, 2.0)})
     station.take()
     assert begin(station, 3, 3, base=2).bases == (2,)
-
-
-@pytest.mark.parametrize("base", [0, 2, 7])
-def test_a_base_that_a_worker_has_not_is_not_claimed(base: int) -> None:
-    station = station_with()
-    assert begin(station, base=base).bases == ()
-
-
-def test_pieces_without_a_base_are_taken() -> None:
-    station = station_with()
-    begin(station, base=0)
-    piece(station, None, memory(2.0))
-    station.apply()
-    assert station.content() == {2.0}
+    for base in (0, 2, 7):
+        station = station_with()
+        assert begin(station, base=base).bases == ()
+        piece(station, None, memory(2.0))
+        station.apply()
+        assert station.content() == {2.0}
 
 
 @pytest.mark.promise(36)
@@ -326,17 +267,14 @@ def test_a_base_that_somebody_has_written_into_is_noticed_and_all_is_fetched(at:
     assert station.content() == {2.0}
 
 
-@pytest.mark.parametrize(("crc", "base"), [(1, 0), (0, 1)])
-def test_a_wrong_checksum_of_a_difference_has_all_fetched(crc: int, base: int) -> None:
-    station = station_with()
-    begin(station)
-    piece(station, memory(1.0), memory(2.0), crc=crc, base=base)
-    (fetch,) = station.take(Fetch)
-    assert (fetch.restart, fetch.bases) == (1, ())  # type: ignore[attr-defined]
-    assert not station.subscriber.staged
-
-
-def test_a_wrong_checksum_of_compressed_bytes_is_refused() -> None:
+def test_a_wrong_checksum_is_noticed_and_a_difference_is_fetched_whole() -> None:
+    for wrong in ({"crc": 1}, {"base": 1}):
+        station = station_with()
+        begin(station)
+        piece(station, memory(1.0), memory(2.0), **wrong)
+        (fetch,) = station.take(Fetch)
+        assert (fetch.restart, fetch.bases) == (1, ())  # type: ignore[attr-defined]
+        assert not station.subscriber.staged
     station = station_with()
     begin(station)
     with pytest.raises(ProtocolError, match="a piece at 0 of part 0 has a wrong checksum"):
@@ -346,9 +284,9 @@ def test_a_wrong_checksum_of_compressed_bytes_is_refused() -> None:
     assert station.content() == {2.0}
 
 
-def test_pieces_that_come_twice_or_behind_a_gap_change_nothing() -> None:
+def test_the_new_version_is_made_of_pieces_and_those_that_come_twice_or_behind_a_gap_change_nothing() -> None:
     station = station_with()
-    begin(station)
+    assert begin(station).bases == (1,)
     piece(station, memory(1.0), memory(3.0), 64)  # behind a gap; of another version even
     piece(station, memory(1.0), memory(2.0), 0, 64)
     piece(station, memory(1.0), memory(3.0), 0, 64)
@@ -358,22 +296,20 @@ def test_pieces_that_come_twice_or_behind_a_gap_change_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("packed", "message"),
+    ("packed", "payload", "message"),
     [
-        (Packed(EPOCH, 2, 1, 0, 64, 0), "does not fit"),
-        (Packed(EPOCH, 2, 0, 64, 128, 0), "does not fit"),
-        (Packed(EPOCH, 2, 0, 0, 64, 0), "unknown way"),
+        (Packed(EPOCH, 2, 1, 0, 64, 0), [b"\x00junk"], "does not fit"),
+        (Packed(EPOCH, 2, 0, 64, 128, 0), [b"\x00junk"], "does not fit"),
+        (Packed(EPOCH, 2, 0, 0, 64, 0), [b"\x00junk"], "unknown way"),
+        (Packed(EPOCH, 2, 0, 0, 64, 0), [], "without its bytes"),
+        (Packed(EPOCH, 2, 0, 0, 64, 0), [bytes(64)], "64 bytes for an encoded piece of 64"),
     ],
 )
-def test_a_piece_that_cannot_be_is_refused(packed: Packed, message: str) -> None:
+def test_a_piece_that_cannot_be_is_refused(packed: Packed, payload: list[bytes], message: str) -> None:
     station = station_with()
     begin(station)
     with pytest.raises(ProtocolError, match=message):
-        station.receive(packed, [b"\x00junk"])
-    with pytest.raises(ProtocolError, match="without its bytes"):
-        station.receive(Packed(EPOCH, 2, 0, 0, 64, 0), [])
-    with pytest.raises(ProtocolError, match="64 bytes for an encoded piece of 64"):
-        station.receive(Packed(EPOCH, 2, 0, 0, 64, 0), [bytes(64)])
+        station.receive(packed, payload)
 
 
 def test_a_base_is_kept_while_it_is_needed_and_not_longer() -> None:
@@ -393,8 +329,7 @@ def test_a_base_is_kept_while_it_is_needed_and_not_longer() -> None:
 
 def test_the_bytes_of_an_update_may_be_fewer_only_if_it_says_so() -> None:
     station = station_with()
-    digest = station.subscriber.holdings.held["policy"][2].layout.digest
-    part = messages.Part("policy", 2, digest, TOTAL)
+    part = part_of(station, 2)
     payload = [b"", encode_piece(memory(2.0), "lz4", 1) or b""]
     with pytest.raises(ProtocolError, match="a part of 128 bytes came with"):
         station.receive(Update(EPOCH, 2, True, (part,)), payload)

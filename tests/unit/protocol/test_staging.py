@@ -66,60 +66,45 @@ def test_pieces_of_any_size_fill_the_slabs_one_after_the_other() -> None:
 
 
 @pytest.mark.parametrize(
-    ("part", "offset", "size"), [(0, 65, 64), (0, 128, 1), (0, 1 << 60, 1), (1, 0, 65), (2, 0, 1), (1024, 0, 0)]
+    ("part", "offset", "size", "wrong", "word"),
+    [
+        (0, 65, 64, 0, "does not fit"),
+        (0, 128, 1, 0, "does not fit"),
+        (0, 1 << 60, 1, 0, "does not fit"),
+        (1, 0, 65, 0, "does not fit"),
+        (2, 0, 1, 0, "does not fit"),
+        (1024, 0, 0, 0, "does not fit"),
+        (0, 0, 64, 1, "checksum"),
+    ],
 )
-def test_a_piece_that_does_not_fit_is_refused_and_writes_nothing(part: int, offset: int, size: int) -> None:
-    update = incoming(128, 64)
+def test_a_wrong_piece_is_refused_and_writes_nothing(part: int, offset: int, size: int, wrong: int, word: str) -> None:
+    update, data = incoming(128, 64), b"\xaa" * size
     before = [bytes(slab.memory) for slab in update.slabs]
-    with pytest.raises(ProtocolError, match="does not fit"):
-        update.write(part, offset, b"\xaa" * size, None)
+    with pytest.raises(ProtocolError, match=word):
+        update.write(part, offset, data, zlib.crc32(data) ^ wrong)
     assert update.received == 0
     assert [bytes(slab.memory) for slab in update.slabs] == before
+    assert update.write(0, 0, memoryview(b"x" * 128), zlib.crc32(b"x" * 128)), "it can come again"
 
 
-def test_a_piece_with_a_wrong_checksum_is_refused_and_can_come_again() -> None:
-    update = incoming(64)
-    data = b"x" * 64
-    with pytest.raises(ProtocolError, match="checksum"):
-        update.write(0, 0, data, zlib.crc32(data) ^ 1)
-    assert not update.complete
-    assert update.write(0, 0, memoryview(data), zlib.crc32(data))
-    assert update.complete
-
-
-def test_a_part_with_a_descriptor_takes_no_pieces_and_is_waited_for() -> None:
+def test_an_update_waits_for_pieces_and_for_what_has_a_descriptor_and_only_pieces_can_stall() -> None:
+    assert incoming(0).complete
     update = incoming(64, 64, described=(1,))
     assert update.total == 64
     with pytest.raises(ProtocolError):
         update.write(1, 0, b"x", None)
+    assert [update.stalled(now, 1.0) for now in (0.9, 1.0)] == [False, True]
     update.write(0, 0, b"x" * 64, None)
+    assert not update.stalled(100.0, 1.0)
     assert not update.streaming
     assert not update.complete
     update.fetching.discard(1)
     assert update.complete
 
 
-def test_an_update_without_bytes_is_complete_at_once() -> None:
-    assert incoming(0).complete
-
-
-def test_only_an_update_that_lacks_pieces_can_stall() -> None:
-    update = incoming(64)
-    assert not update.stalled(0.9, 1.0)
-    assert update.stalled(1.0, 1.0)
-    update.write(0, 0, b"x" * 64, None)
-    assert not update.stalled(100.0, 1.0)
-
-
-def test_values_are_limited_before_any_slab_is_taken() -> None:
-    pool = SlabPool()
-    update = Update(EPOCH, 1, False, (Part("m", 1, DIGEST, 64),))
-    with pytest.raises(ProtocolError):
-        IncomingUpdate(update, [layout_of(64)], [b"x" * (MAX_VALUE_BYTES + 1)], plain(pool), 0.0, [None])
-    assert (pool.slabs, pool.peak) == (0, 0)
-
-
-def test_slabs_go_back_when_not_all_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_slab_is_taken_for_values_beyond_the_limit_and_all_go_back_when_one_cannot_be_had(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     pool = SlabPool()
     acquire = pool.acquire
     layouts = [layout_of(64), layout_of(128)]
@@ -131,14 +116,13 @@ def test_slabs_go_back_when_not_all_can_be_had(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(pool, "acquire", scarce)
     parts = tuple(Part(f"m{i}", 1, DIGEST, layout.nbytes) for i, layout in enumerate(layouts))
+    update = Update(EPOCH, 1, False, parts)
+    with pytest.raises(ProtocolError):
+        IncomingUpdate(update, layouts, [b"", b"x" * (MAX_VALUE_BYTES + 1)], plain(pool), 0.0, [None, None])
+    assert (pool.slabs, pool.peak) == (0, 0)
     with pytest.raises(MemoryError):
-        IncomingUpdate(Update(EPOCH, 1, False, parts), layouts, [b"", b""], plain(pool), 0.0, [None, None])
+        IncomingUpdate(update, layouts, [b"", b""], plain(pool), 0.0, [None, None])
     assert pool._in_use == 0
-
-
-def test_values_are_kept_with_their_slab() -> None:
-    update = incoming(64, 64, values=[b"one", b"two"])
-    assert [slab.values for slab in update.take()] == [b"one", b"two"]
 
 
 def at_hand(size: int, value: bytes) -> Slab:
@@ -159,27 +143,23 @@ def test_a_part_that_is_at_hand_is_not_waited_for_and_keeps_a_reference_of_its_o
     assert (slab.references, bytes(slab.memory)) == (1, b"a" * 64)
 
 
-def eager(slab: Slab, pool: SlabPool, second: Part, data: bytes) -> IncomingUpdate:
-    parts = (Part("m0", 1, DIGEST, 64, descriptor=b"slot"), second)
-    layouts, payload = [layout_of(part.nbytes) for part in parts], [b"v", b"w", b"", data]
-    return IncomingUpdate(Update(EPOCH, 5, True, parts), layouts, payload, plain(pool), 0.0, [slab, None])
-
-
 def test_of_an_eager_update_only_the_parts_that_came_with_it_are_filled() -> None:
     slab, pool = at_hand(64, b"a"), SlabPool()
-    update = eager(slab, pool, Part("m1", 1, DIGEST, 64), b"b" * 64)
+
+    def eager(second: Part, data: bytes) -> IncomingUpdate:
+        parts = (Part("m0", 1, DIGEST, 64, descriptor=b"slot"), second)
+        layouts, payload = [layout_of(part.nbytes) for part in parts], [b"v", b"w", b"", data]
+        return IncomingUpdate(Update(EPOCH, 5, True, parts), layouts, payload, plain(pool), 0.0, [slab, None])
+
+    with pytest.raises(ProtocolError, match="checksum"):
+        eager(Part("m1", 1, DIGEST, 4, crc=1), b"oops")
+    assert (slab.references, pool._in_use) == (1, 0), "it lets go of what was at hand"
+    update = eager(Part("m1", 1, DIGEST, 64), b"b" * 64)
     assert update.complete
     slabs = update.take()
     assert [bytes(one.memory) for one in slabs] == [b"a" * 64, b"b" * 64]
     assert [one.values for one in slabs] == [b"v", b"w"]
-    assert (slab.references, pool.slabs) == (2, 1)
-
-
-def test_an_eager_update_with_a_wrong_piece_lets_go_of_what_was_at_hand() -> None:
-    slab, pool = at_hand(64, b"a"), SlabPool()
-    with pytest.raises(ProtocolError, match="checksum"):
-        eager(slab, pool, Part("m1", 1, DIGEST, 4, crc=1), b"oops")
-    assert (slab.references, pool._in_use) == (1, 0)
+    assert (slab.references, pool._in_use) == (2, 1)
 
 
 # -- parts that wait for the gate --------------------------------------------------------------------------------------
@@ -222,18 +202,11 @@ def test_every_part_is_resolved_before_any_is_applied() -> None:
     assert staged.versions == {"m0": 1, "m1": 2, "m2": 3}
     staged.run()
     assert log == ["resolve a", "resolve b", "apply a", "apply b", "complete a", "complete b"]
-
-
-def test_nothing_is_applied_if_one_part_does_not_resolve() -> None:
-    log: list[str] = []
-    staged = staging(Recorder("a", log), Recorder("b", log, SchemaMismatch("no")))
+    log.clear()
     with pytest.raises(SchemaMismatch):
-        staged.run()
+        staging(Recorder("a", log), Recorder("b", log, SchemaMismatch("no"))).run()
     assert log == ["resolve a", "resolve b"]
-
-
-def test_what_was_abandoned_does_not_run_and_has_released_its_slabs() -> None:
-    log: list[str] = []
+    log.clear()
     staged = staging(Recorder("a", log))
     staged.abandon()
     staged.abandon()

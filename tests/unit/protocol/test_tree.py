@@ -4,6 +4,8 @@ nobody is lost with a relay. The machinery is in helpers/tree.py."""
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -11,9 +13,19 @@ from asyncsync.errors import PeerLost, RemoteError, SchemaMismatch
 from asyncsync.protocol.settings import Settings
 from asyncsync.wire import codec, messages
 from asyncsync.wire.relayed import Relayed
-from helpers.tree import MODEL, Node, Tree
+from helpers.tree import MODEL, SETTINGS, Node, Tree
 
 SHAPES = [(), (2,), (2, 2)]
+
+
+def updated(levels: tuple[int, ...], workers: int, **options: Any) -> Tree:
+    """Everybody has the first version."""
+    tree = Tree(levels, workers, **options)
+    tree.flow()
+    tree.publish()
+    tree.flow()
+    assert tree.is_everywhere(), tree.missing()
+    return tree
 
 
 @pytest.mark.parametrize("levels", SHAPES, ids=["no relay", "relays", "relays behind relays"])
@@ -22,9 +34,8 @@ SHAPES = [(), (2,), (2, 2)]
 def test_every_worker_gets_every_version_and_the_trainer_knows(
     levels: tuple[int, ...], elastic: bool, eager: int
 ) -> None:
-    tree = Tree(levels, 2, elastic=elastic, settings=Settings(eager_bytes=eager, chunk_bytes=40, window_bytes=80))
-    tree.flow()
-    for _ in range(3):
+    tree = updated(levels, 2, elastic=elastic, settings=replace(SETTINGS, eager_bytes=eager))
+    for _ in range(2):
         tree.publish()
         tree.flow()
         assert tree.is_everywhere(), tree.missing()
@@ -37,10 +48,7 @@ def test_every_worker_gets_every_version_and_the_trainer_knows(
 
 
 def test_a_relay_sends_on_what_has_come_while_the_rest_is_on_its_way() -> None:
-    tree = Tree((1,), 1)
-    tree.flow()
-    tree.publish()
-    tree.flow()  # the worker has accepted the layout
+    tree = updated((1,), 1)
     tree.publish()
     order = []
     while tree.network:
@@ -56,17 +64,25 @@ def test_a_relay_sends_on_what_has_come_while_the_rest_is_on_its_way() -> None:
     assert tree.is_everywhere()
 
 
+def end(tree: Tree, node: Node) -> None:
+    """kill -9, and whoever is above it notices."""
+    above, subscriber = node.parent, node.subscriber
+    tree.kill(node)
+    above.publisher.ended(subscriber.worker, subscriber.session.nonce, "killed", tree.now)
+    tree.flush(above)
+
+
+def outcome_of_the_next(tree: Tree) -> Any:
+    version = tree.publish()
+    tree.flow()
+    return tree.root.publisher.progress.of(version, range(tree.count), [MODEL])
+
+
 def test_a_lost_worker_is_named_and_the_others_are_not() -> None:
     tree = Tree((2,), 2)
     tree.flow()
-    lost = tree.workers[3]
-    relay = lost.parent
-    tree.kill(lost)
-    relay.publisher.ended(3, lost.subscriber.session.nonce, "killed", tree.now)
-    tree.flush(relay)
-    version = tree.publish()
-    tree.flow()
-    outcome = tree.root.publisher.progress.of(version, range(4), [MODEL])
+    end(tree, tree.workers[3])
+    outcome = outcome_of_the_next(tree)
     assert sorted(outcome.acked) == [0, 1, 2]
     assert isinstance(outcome.failed[3], PeerLost)
     assert "killed" in str(outcome.failed[3])
@@ -81,9 +97,7 @@ def test_a_failure_behind_a_relay_is_the_workers_own() -> None:
     tree.flow()
     worker = tree.workers[1].subscriber
     worker.models[MODEL].prepare = lambda slab: 1 / 0  # type: ignore[method-assign]
-    version = tree.publish()
-    tree.flow()
-    outcome = tree.root.publisher.progress.of(version, range(2), [MODEL])
+    outcome = outcome_of_the_next(tree)
     assert sorted(outcome.acked) == [0]
     assert isinstance(outcome.failed[1], RemoteError)
     assert "ZeroDivisionError" in str(outcome.failed[1])
@@ -100,9 +114,7 @@ def test_a_layout_that_one_worker_cannot_take_stops_those_of_its_relay_and_all_a
         raise SchemaMismatch("it does not fit")
 
     tree.workers[3].subscriber.models[MODEL].check = refuse  # type: ignore[method-assign]
-    version = tree.publish()
-    tree.flow()
-    outcome = tree.root.publisher.progress.of(version, range(4), [MODEL])
+    outcome = outcome_of_the_next(tree)
     assert sorted(outcome.acked) == [0, 1]
     assert isinstance(outcome.failed[3], SchemaMismatch)
     assert isinstance(outcome.failed[2], SchemaMismatch)
@@ -111,20 +123,10 @@ def test_a_layout_that_one_worker_cannot_take_stops_those_of_its_relay_and_all_a
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_workers_of_a_killed_relay_are_lost_until_another_one_reports_them(depth: int) -> None:
-    tree = Tree((2, 2), 2)
-    tree.publish()
-    tree.flow()
-    assert tree.is_everywhere()
-    relay = tree.relays[depth][0]
-    above = relay.parent
-    tree.kill(relay)
-    above.publisher.ended(relay.subscriber.worker, relay.subscriber.session.nonce, "killed", tree.now)
-    tree.flush(above)
-    version = tree.publish()
-    tree.flow()
-    behind = range(4) if depth == 0 else range(2)
-    outcome = tree.root.publisher.progress.of(version, range(8), [MODEL])
-    assert sorted(outcome.failed) == list(behind)
+    tree = updated((2, 2), 2)
+    end(tree, tree.relays[depth][0])
+    outcome = outcome_of_the_next(tree)
+    assert sorted(outcome.failed) == list(range(2 if depth else 4))
     assert all(isinstance(e, PeerLost) and "its relay is lost" in str(e) for e in outcome.failed.values())
     for node in list(tree.workers if depth else tree.relays[1]):
         if node.parent is None:
@@ -151,28 +153,12 @@ def test_a_worker_that_was_lost_to_a_relay_and_is_back_behind_it_is_there_for_th
     assert tree.until(lambda: not known[0].lost and known[0].applied[MODEL] == version, 5)
 
 
-def test_a_new_trainer_takes_over_and_an_older_epoch_does_not_come_back() -> None:
-    tree = Tree((2, 2), 2)
-    for _ in range(3):
-        tree.publish()
-        tree.flow()
-    tree.restart_trainer()
-    tree.settle()
-    tree.publish()
-    tree.flow()
-    assert tree.until(tree.is_everywhere), tree.missing()
-
-
 def test_a_worker_that_has_more_than_its_new_relay_keeps_it() -> None:
-    tree = Tree((2,), 1)
-    tree.flow()
-    tree.publish()
-    tree.flow()
-    behind = tree.relays[0][1]
+    tree = updated((2,), 1)
+    behind, newest = tree.relays[0][1], tree.workers[0]
     tree.cut(behind)
     tree.publish()
     tree.flow()
-    newest = tree.workers[0]
     assert newest.seen[1] == 2
     tree.connect(newest, behind)
     tree.settle()
@@ -187,7 +173,7 @@ def test_a_worker_that_has_more_than_its_new_relay_keeps_it() -> None:
 @pytest.mark.parametrize("eager", [0, 1 << 16], ids=["in chunks", "eager"])
 def test_a_worker_that_comes_from_a_sender_with_many_updates_gets_the_next_one_soon(where: str, eager: int) -> None:
     """Each sender counts its announcements itself, and a worker ignores those that it has passed."""
-    tree = Tree((2,), 2, elastic=True, settings=Settings(eager_bytes=eager, chunk_bytes=40, window_bytes=80))
+    tree = Tree((2,), 2, elastic=True, settings=replace(SETTINGS, eager_bytes=eager))
     tree.flow()
     tree.cut(tree.relays[0][1])  # it has announced nothing
     for _ in range(200):
@@ -207,11 +193,7 @@ def test_a_worker_that_comes_from_a_sender_with_many_updates_gets_the_next_one_s
 
 def test_what_a_worker_hears_of_its_last_sender_after_its_hello_keeps_it_from_nothing() -> None:
     """An update of the old connection was still unread: the HELLO did not count it."""
-    tree = Tree((1,), 1)
-    tree.flow()
-    for _ in range(30):
-        tree.publish()
-        tree.flow()
+    tree = updated((1,), 1)
     worker = tree.workers[0]
     tree.connect(worker, tree.root)
     worker.subscriber.reports.serial += 100_000
@@ -229,9 +211,7 @@ def asked(tree: Tree, worker: Node, *, root: bool) -> int:
 
 @pytest.mark.parametrize("levels", SHAPES, ids=["no relay", "relays", "relays behind relays"])
 def test_the_root_answers_what_is_the_newest_version_and_not_a_relay_that_is_cut_off(levels: tuple[int, ...]) -> None:
-    tree = Tree(levels, 2)
-    tree.publish()
-    tree.flow()
+    tree = updated(levels, 2)
     worker = tree.workers[0]
     session, targets = worker.subscriber.session, worker.subscriber.targets
     requests = [asked(tree, worker, root=True) for _ in range(3)]
@@ -252,9 +232,7 @@ def test_the_root_answers_what_is_the_newest_version_and_not_a_relay_that_is_cut
     tree.settle()
     last = asked(tree, worker, root=True)
     tree.flow()
-    assert session.answered(root, root=True)
-    if levels:
-        assert session.answered(last, root=True)
+    assert session.answered(last if levels else root, root=True)
     assert targets == {MODEL: 2}
     tree.restart_trainer()
     tree.settle()
@@ -265,42 +243,44 @@ def test_the_root_answers_what_is_the_newest_version_and_not_a_relay_that_is_cut
     assert session.answered(last, root=True)
 
 
-def test_what_the_root_has_published_counts_before_it_has_come_to_the_relay() -> None:
-    tree = Tree((1,), 1, settings=Settings(eager_bytes=0, chunk_bytes=40, window_bytes=80))
-    tree.publish()
-    tree.flow()
-    worker, relay = tree.workers[0], tree.relays[0][0]
+def lose(monkeypatch: pytest.MonkeyPatch, tree: Tree, kind: type[messages.Instruction]) -> None:
+    """All messages of this kind, until the patch is undone."""
     send = tree._send
-    tree._send = lambda *message, up: (  # type: ignore[method-assign]
-        None if isinstance(message[3], messages.Update) else send(*message, up=up)
-    )
+
+    def lossy(*message: Any, up: bool) -> None:
+        if not isinstance(message[3], kind):
+            send(*message, up=up)
+
+    monkeypatch.setattr(tree, "_send", lossy)
+
+
+def test_what_the_root_has_published_counts_before_it_has_come_to_the_relay(monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = updated((1,), 1)
+    worker, relay = tree.workers[0], tree.relays[0][0]
+    lose(monkeypatch, tree, messages.Update)
     tree.publish()
     request = asked(tree, worker, root=True)
     tree.flow()
-    tree._send = send  # type: ignore[method-assign]
+    monkeypatch.undo()
     assert relay.publisher.published == 1
     assert worker.subscriber.session.answered(request, root=True)
     assert worker.subscriber.targets == {MODEL: 2}
     assert tree.until(tree.is_everywhere, 5), tree.missing()
 
 
-def test_a_lost_report_is_found_by_the_next_pong() -> None:
+def test_a_lost_report_is_found_by_the_next_pong(monkeypatch: pytest.MonkeyPatch) -> None:
     tree = Tree((1,), 2)
     tree.flow()
-    send = tree._send
-    tree._send = lambda *message, up: None if isinstance(message[3], Relayed) else send(*message, up=up)  # type: ignore
+    lose(monkeypatch, tree, Relayed)
     tree.publish()
     tree.flow()
-    tree._send = send  # type: ignore[method-assign]
+    monkeypatch.undo()
     assert not tree.is_everywhere()
     assert tree.until(tree.is_everywhere, 3), tree.missing()
 
 
 def test_a_slow_worker_holds_up_neither_the_others_nor_memory() -> None:
-    tree = Tree((1,), 3)
-    tree.flow()
-    tree.publish()
-    tree.flow()
+    tree = updated((1,), 3)
     tree.deaf = {tree.workers[2]}
     for _ in range(20):
         tree.publish()
@@ -320,8 +300,7 @@ OPERATIONS = {
 def run(seed: int, steps: int = 120) -> None:
     source = random.Random(seed)
     levels = source.choice([(2,), (2, 2), (3,), (1, 2)])
-    eager = source.choice([0, 1 << 16])
-    settings = Settings(eager_bytes=eager, chunk_bytes=40, window_bytes=80)
+    settings = replace(SETTINGS, eager_bytes=source.choice([0, 1 << 16]))
     tree = Tree(levels, 2, seed=seed, elastic=source.random() < 0.5, settings=settings)
     for name in source.choices(list(OPERATIONS), OPERATIONS.values(), k=steps):
         step(tree, name, source)
@@ -396,14 +375,9 @@ def test_the_same_in_many_runs(runs: int) -> None:
 @pytest.mark.thorough
 @pytest.mark.timeout(300)
 def test_ten_thousand_workers_in_a_tree_with_losses_and_restarts() -> None:
-    tree = Tree((10, 20), 50, seed=1, settings=Settings(chunk_bytes=40, window_bytes=80))
-    tree.flow()
+    tree = updated((10, 20), 50, seed=1, settings=Settings(chunk_bytes=40, window_bytes=80))
     assert len(tree.workers) == 10_000
-    tree.publish()
-    tree.flow()
-    assert tree.is_everywhere(), tree.missing()
-    publisher = tree.root.publisher
-    assert len(publisher.peers) == 10
+    assert len(tree.root.publisher.peers) == 10
     per_update = messages_of_the_trainer(tree)
     assert per_update <= 10 * 30, "ten relays, however many workers are behind them"
     tree.loss = 0.01
@@ -415,12 +389,12 @@ def test_ten_thousand_workers_in_a_tree_with_losses_and_restarts() -> None:
     tree.settle()
     tree.flow()
     tree.loss = 0.0
-    tree.publish()
-    assert tree.until(tree.is_everywhere, 30), tree.missing()
-    tree.restart_trainer()
-    tree.settle()
-    tree.publish()
-    assert tree.until(tree.is_everywhere, 30), tree.missing()
+    for restarts in (False, True):
+        if restarts:
+            tree.restart_trainer()
+            tree.settle()
+        tree.publish()
+        assert tree.until(tree.is_everywhere, 30), tree.missing()
 
 
 def messages_of_the_trainer(tree: Tree) -> int:

@@ -10,70 +10,65 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from asyncsync.weights.copying import copy_bytes, copy_tensors
-from asyncsync.weights.source_cache import FEW, MOST, AddressCache
+from asyncsync.weights.source_cache import MOST, AddressCache
 from helpers.command import start
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
 
 
+def copied_as_bytes(source: torch.Tensor, destination: torch.Tensor) -> None:
+    there, here = AddressCache().of([source]), AddressCache().of([destination])
+    copy_bytes(here, there)
+    assert torch.equal(source, destination)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 5)])
 def test_the_bytes_of_tensors_can_be_read_and_written(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    source, destination = torch.ones(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
-    there, here = AddressCache().of([source]), AddressCache().of([destination])
-    assert there is not None
-    assert here is not None
-    copy_bytes(here, there)
-    assert torch.equal(source, destination)
+    copied_as_bytes(torch.ones(shape, dtype=dtype), torch.zeros(shape, dtype=dtype))
+
+
+@pytest.mark.parametrize("numel", [10, 100_000])
+def test_a_storage_that_was_copied_can_still_be_resized(numel: int) -> None:
+    """As sharded training does it, to free memory; a storage that numpy() has seen cannot be."""
+    source, destination = torch.ones(numel), torch.zeros(numel)
+    copy_tensors([destination], [source])
+    copied_as_bytes(source, destination)
+    for tensor in (source, destination):
+        storage = tensor.untyped_storage()
+        storage.resize_(0)
+        storage.resize_(4 * numel)
 
 
 class Own(torch.Tensor):
     """A subclass, whose bytes may mean anything."""
 
 
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.zeros(4, 3).t(),
-        torch.zeros(6)[::2],
-        torch.zeros(1).expand(5),
-        torch._neg_view(torch.ones(3)),
-        torch.zeros(3, dtype=torch.complex64),
-        torch.empty(3, device="meta"),
-        torch.zeros(3).as_subclass(Own),
-    ],
-    ids=["transposed", "strided", "expanded", "negative", "complex", "meta", "subclass"],
-)
-def test_what_is_more_than_bytes_is_left_to_torch(tensor: torch.Tensor) -> None:
-    assert AddressCache().of([torch.zeros(2), tensor]) is None
-
-
-def test_inference_tensors_and_many_tensors_are_left_to_torch() -> None:
+def inference_tensor() -> torch.Tensor:
     with torch.inference_mode():
-        inference = torch.zeros(3)
-    assert AddressCache().of([inference]) is None
-    assert AddressCache().of([torch.zeros(1) for _ in range(MOST + 1)]) is None
+        return torch.zeros(3)
 
 
-def test_many_tensors_are_known_when_they_come_once_more() -> None:
-    known = AddressCache()
-    tensors = [torch.full((3,), float(i)) for i in range(FEW + 1)]
-    assert known.of(tensors) is None
-    assert known.views is None
-    views = known.of(list(tensors))
-    assert views is not None
-    assert known.again(tensors)
-    assert known.views is views
-    assert [bytes(view) for view in views] == [tensor.numpy().tobytes() for tensor in tensors]
-    assert known.of([tensor.clone() for tensor in tensors]) is None
-    assert not known.again(tensors)
-
-
-def test_a_tensor_that_is_there_twice_is_left_to_torch() -> None:
-    """It would get one value, and then another."""
-    known, one = AddressCache(), torch.zeros(1)
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        [torch.zeros(4, 3).t()],
+        [torch.zeros(6)[::2]],
+        [torch.zeros(1).expand(5)],
+        [torch._neg_view(torch.ones(3))],
+        [torch.zeros(3, dtype=torch.complex64)],
+        [torch.empty(3, device="meta")],
+        [torch.zeros(3).as_subclass(Own)],
+        [inference_tensor()],
+        [torch.zeros(1) for _ in range(MOST + 1)],
+        [torch.zeros(1)] * 2,  # it would get one value, and then another
+    ],
+    ids=["transposed", "strided", "expanded", "negative", "complex", "meta", "subclass", "inference", "many", "twice"],
+)
+def test_what_is_more_than_bytes_is_left_to_torch(tensors: list[torch.Tensor]) -> None:
+    known, all_ = AddressCache(), [torch.zeros(2), *tensors]
     for _ in range(3):
-        assert known.of([one, torch.zeros(1), one]) is None
+        assert known.of(all_) is None
     assert known.views is None
 
 
@@ -82,50 +77,13 @@ def test_memory_is_known_until_it_is_elsewhere() -> None:
     model = nn.Linear(3, 2)
     tensors: list[torch.Tensor] = [model.weight, model.bias]
     first = known.of(tensors)
-    assert first is not None
-    assert known.of(tensors) is first
+    assert known.of(tensors) is first is not None
     model.weight.data = torch.full((2, 3), 5.0)
     second = known.of(tensors)
-    assert second is not None
     assert second is not first
     assert bytes(second[0]) == model.weight.detach().numpy().tobytes()
     model.weight.data = torch.zeros(3, 2).t()
     assert known.of(tensors) is None
-
-
-def test_tensors_are_the_same_again_or_nothing_is_known_of_them() -> None:
-    known = AddressCache()
-    tensors: list[torch.Tensor] = [torch.ones(2, 2), torch.ones(3)]
-    assert not known.again(tensors)
-    first = known.of(tensors)
-    assert known.again(list(tensors))
-    assert not known.again(tensors[:1])
-    assert not known.again([tensors[0], torch.ones(3)])
-    own = tensors[0].data
-    for other in (own.clone(), own.t().contiguous(), torch._neg_view(own)):
-        tensors[0].data = other
-        assert not known.again(tensors)
-        tensors[0].data = own
-        assert known.again(tensors)
-        assert known.views is first
-    tensors[0].t_()
-    assert not known.again(tensors)
-
-
-@pytest.mark.parametrize("numel", [10, 100_000])
-def test_a_storage_that_was_copied_can_still_be_resized(numel: int) -> None:
-    """As sharded training does it, to free memory; a storage that numpy() has seen cannot be."""
-    source, destination = torch.ones(numel), torch.zeros(numel)
-    copy_tensors([destination], [source])
-    here, there = AddressCache().of([destination]), AddressCache().of([source])
-    assert here is not None
-    assert there is not None
-    copy_bytes(here, there)
-    assert torch.equal(source, destination)
-    for tensor in (source, destination):
-        storage = tensor.untyped_storage()
-        storage.resize_(0)
-        storage.resize_(4 * numel)
 
 
 @pytest.mark.parametrize("numel", [10, 100_000])
@@ -134,7 +92,6 @@ def test_memory_stays_while_it_may_be_copied_from_or_to(numel: int) -> None:
     known, tensor = AddressCache(), nn.Parameter(torch.ones(numel))
     storage = StorageWeakRef(tensor.untyped_storage())
     views = known.of([tensor])
-    assert views is not None
     tensor.data = torch.zeros(1)
     assert not storage.expired()
     assert bytes(views[0]) == torch.ones(numel).numpy().tobytes()

@@ -54,6 +54,12 @@ def test_a_tensor_that_reaches_beyond_its_storage_is_refused(
 
 
 @pytest.mark.requirement(237)
+def test_an_expanded_source_has_all_of_its_memory() -> None:
+    flat = flatten({"a": torch.ones(1).expand(5)})
+    assert Layout.of(flat).arrange(flat) is not None
+
+
+@pytest.mark.requirement(237)
 def test_a_shorter_storage_at_the_same_address_is_not_the_same_again() -> None:
     tensor = torch.ones(10 << 20)  # so large that the system gives the same pages again
     known, address = AddressCache(), tensor.data_ptr()
@@ -109,28 +115,25 @@ def test_a_subclass_that_does_not_keep_its_values_does_not_receive(make: Any, in
     assert type(own).__name__ in destination_problem(own, inplace=inplace)
 
 
-def test_a_wrapper_receives_in_place_only() -> None:
-    """Another memory is none that it looks at."""
-    assert "does not keep" in destination_problem(Wrapper(torch.zeros(3)), inplace=False)
-
-
-def test_a_memory_mapped_tensor_receives() -> None:
+def test_a_wrapper_receives_in_place_only_and_a_memory_mapped_tensor_receives() -> None:
+    assert "does not keep" in destination_problem(Wrapper(torch.zeros(3)), inplace=False)  # it looks at no other memory
     own = MemoryMappedTensor.from_tensor(torch.zeros(3))
     assert not destination_problem(own, inplace=True)
     check_source("a", own)
 
 
 @pytest.mark.requirement(237)
-@pytest.mark.parametrize("name", ["layer.\ud800", "\udcff"])
-def test_a_name_that_is_no_text_is_refused_by_name(name: str) -> None:
-    with pytest.raises(ValueError, match=r"\\ud.*surrogates"):
-        Layout.of(flatten({name: torch.ones(1)}))
-
-
-@pytest.mark.requirement(237)
-def test_the_state_of_a_quantised_tensor_below_its_name_is_explained() -> None:
-    with pytest.raises(ValueError, match=r"'weight'.*'weight\.scale'.*dequantised"):
-        Layout.of(flatten({"weight": torch.ones(2), "weight.scale": torch.ones(1)}))
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (["layer.\ud800"], r"\\ud.*surrogates"),
+        (["\udcff"], r"\\ud.*surrogates"),
+        (["weight", "weight.scale"], r"'weight'.*'weight\.scale'.*dequantised"),
+    ],
+)
+def test_names_that_are_no_text_or_tell_of_a_quantised_tensor_are_refused(names: list[str], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Layout.of(flatten({name: torch.ones(2) for name in names}))
 
 
 # -- tensors in values -------------------------------------------------------------------------------------------------
@@ -146,10 +149,10 @@ def back(value: Any) -> Any:
 def test_tensors_in_values_come_back(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     count = torch.Size(shape).numel() * dtype.itemsize
     tensor = (torch.arange(count, dtype=torch.uint8) % 2).view(dtype).view(shape)
-    found = back({"a": [tensor, tensor.mT if tensor.ndim == 2 else tensor]})["a"]
-    for one, sent in zip(found, [tensor, tensor.mT if tensor.ndim == 2 else tensor], strict=True):
-        assert (one.dtype, one.shape) == (dtype, sent.shape)
-        assert one.reshape(-1).view(torch.uint8).tolist() == sent.reshape(-1).view(torch.uint8).tolist()
+    sent = [tensor, tensor.mT if tensor.ndim == 2 else tensor]
+    for one, other in zip(back({"a": sent})["a"], sent, strict=True):
+        assert (one.dtype, one.shape) == (dtype, other.shape)
+        assert one.reshape(-1).view(torch.uint8).tolist() == other.reshape(-1).view(torch.uint8).tolist()
 
 
 @pytest.mark.requirement(232)
@@ -223,9 +226,3 @@ def test_a_malformed_tensor_in_a_value_is_a_protocol_error(blob: bytes) -> None:
     with pytest.raises(ProtocolError):
         unpack_values(blob, Layout([], value_paths=[VALUE]))
     gc.collect()
-
-
-@pytest.mark.requirement(237)
-def test_an_expanded_source_has_all_of_its_memory() -> None:
-    flat = flatten({"a": torch.ones(1).expand(5)})
-    assert Layout.of(flat).arrange(flat) is not None
