@@ -35,24 +35,20 @@ def published(source: Any, strategy: WeightStrategy | None = None) -> Slab:
     return slab
 
 
-def prepared(binding: Binding, source: Any) -> Prepared:
+def prepared(binding: Binding, source: Any) -> Prepared | None:
     slab = published(source, binding.strategy)
     binding.check(slab.layout)
-    update = binding.prepare(slab)
-    assert update is not None
-    return update
+    return binding.prepare(slab)
 
 
-def resolve(one: Prepared | None) -> None:
-    assert one is not None
-    one.resolve()
-
-
-def update(binding: Binding, source: Any) -> None:
-    one = prepared(binding, source)
+def finish(one: Any) -> None:
     one.resolve()
     one.apply()
     one.complete()
+
+
+def update(binding: Binding, source: Any) -> None:
+    finish(prepared(binding, source))
 
 
 def bound(model: Any, extract_as: str = "tensordict", **options: Any) -> Binding:
@@ -125,10 +121,7 @@ def test_a_module_may_have_a_tensordict_inside() -> None:
 
 
 def test_without_a_model_there_is_nothing_to_apply() -> None:
-    binding = bound(None)
-    slab = published({"anything": torch.ones(1)})
-    binding.check(slab.layout)
-    assert binding.prepare(slab) is None
+    assert prepared(bound(None), {"anything": torch.ones(1)}) is None
 
 
 def test_any_other_model_is_a_type_error() -> None:
@@ -165,7 +158,7 @@ def test_a_lazy_module_is_refused_until_it_has_run() -> None:
     slab, before = published(nn.Linear(3, 2)), model.bias.detach().clone()
     model.weight = UninitializedParameter()
     with pytest.raises(SchemaMismatch, match="not initialised yet; run one forward"):
-        resolve(binding.prepare(slab))
+        binding.prepare(slab).resolve()
     assert torch.equal(model.bias, before)
 
 
@@ -235,46 +228,33 @@ def test_dtypes_without_arithmetic_are_applied_as_bytes(dtype: torch.dtype, inpl
 # -- what is refused, and that nothing changes then --------------------------------------------------------------------
 
 
-def test_a_mismatch_of_keys_shows_both_lists_and_their_common_prefixes() -> None:
-    model = nn.ModuleDict({"policy": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))})
-    layout = published({"policy.0.weight": torch.zeros(2, 2), "policy.0.scale": torch.zeros(1)}).layout
+ZERO = torch.zeros(1)
+POLICY, WRAPPED = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.ModuleDict({"module": nn.Linear(2, 2)})
+MISFITS: dict[str, tuple[Any, Any, list[str]]] = {
+    "keys": (
+        nn.ModuleDict({"policy": POLICY}),
+        {"policy.0.weight": ZERO, "policy.0.scale": ZERO},
+        ["missing [policy.0.bias, policy.1.", "unexpected [policy.0.scale]", "prefix 'policy.0.'", "prefix 'policy.'"],
+    ),
+    "a prefix too many": (nn.Linear(2, 2), WRAPPED, ["prefix 'module.' of the sent keys"]),
+    "a prefix too few": (WRAPPED, nn.Linear(2, 2), ["prefix 'module.' of the model's keys"]),
+    "many keys": ({"other": ZERO}, {f"k{i:03}": ZERO for i in range(500)}, ["k011, … (500 in all)"]),
+    "every shape": (
+        nn.Linear(2, 3),
+        nn.Linear(2, 4).double(),
+        ["weight: ", "[4, 2]", "[3, 2]", "bias: ", "[4]", "[3]"],
+    ),
+    "a value for a tensor": ({"w": ZERO}, {"w": 1}, ["w: sent as a plain value"]),
+    "a tensor for a value": ({"w": 1}, {"w": ZERO}, ["w: sent as a tensor", "the model's is a int"]),
+}
+
+
+@pytest.mark.parametrize(("model", "sent", "words"), MISFITS.values(), ids=MISFITS)
+def test_a_mismatch_is_described(model: Any, sent: Any, words: list[str]) -> None:
     with pytest.raises(SchemaMismatch) as caught:
-        bound(model).check(layout)
-    text = str(caught.value)
-    assert "missing [policy.0.bias, policy.1.bias, policy.1.weight]" in text
-    assert "unexpected [policy.0.scale]" in text
-    assert "Sent: [policy.0.scale, policy.0.weight] (common prefix 'policy.0.')" in text
-    own = "The model's: [policy.0.bias, policy.0.weight, policy.1.bias, policy.1.weight] (common prefix 'policy.')"
-    assert own in text
-
-
-def test_keys_that_differ_by_a_prefix_are_explained() -> None:
-    bare, wrapped = nn.Linear(2, 2), nn.ModuleDict({"module": nn.Linear(2, 2)})
-    with pytest.raises(SchemaMismatch, match=r"prefix 'module\.' of the model's keys"):
-        bound(wrapped).check(published(bare).layout)
-    with pytest.raises(SchemaMismatch, match=r"prefix 'module\.' of the sent keys"):
-        bound(bare).check(published(wrapped).layout)
-
-
-def test_long_key_lists_are_cut() -> None:
-    layout = published({f"k{i:03}": torch.zeros(1) for i in range(500)}).layout
-    with pytest.raises(SchemaMismatch, match=r"k011, … \(500 in all\)") as caught:
-        bound({"other": torch.zeros(1)}).check(layout)
-    assert "k012" not in str(caught.value)
-
-
-def test_every_wrong_shape_and_dtype_is_named() -> None:
-    with pytest.raises(SchemaMismatch) as caught:
-        bound(nn.Linear(2, 3)).check(published(nn.Linear(2, 4).double()).layout)
-    assert "weight: sent with shape [4, 2], the model's is [3, 2]" in str(caught.value)
-    assert "bias: sent with shape [4], the model's is [3]" in str(caught.value)
-
-
-def test_a_value_for_a_tensor_and_a_tensor_for_a_value_are_refused() -> None:
-    with pytest.raises(SchemaMismatch, match="w: sent as a plain value"):
-        bound({"w": torch.zeros(1)}).check(published({"w": 1}).layout)
-    with pytest.raises(SchemaMismatch, match="w: sent as a tensor, but the model's is a int"):
-        bound({"w": 1}).check(published({"w": torch.zeros(1)}).layout)
+        bound(model).check(published(sent).layout)
+    assert [text for text in words if text not in str(caught.value)] == []
+    assert "k012" not in str(caught.value), "long lists are cut"
 
 
 def test_an_expanded_buffer_cannot_be_written_to() -> None:
@@ -356,15 +336,10 @@ def test_a_model_that_has_changed_since_is_refused_before_anything_is_written(
     binding = bound(model, cast=cast)
     update(binding, filled(0))  # what the binding has learnt then is out of date
     slab = published(filled(1))
-    if when == "before it is prepared":
-        CHANGES[change](model)
-        with pytest.raises(SchemaMismatch):
-            resolve(binding.prepare(slab))
-    else:
-        one = binding.prepare(slab)
-        CHANGES[change](model)
-        with pytest.raises(SchemaMismatch):
-            resolve(one)
+    one = binding.prepare(slab) if when == "before it is applied" else None
+    CHANGES[change](model)
+    with pytest.raises(SchemaMismatch):
+        (one or binding.prepare(slab)).resolve()
     assert values_of(model[0]) == {0}
 
 
@@ -398,15 +373,10 @@ def test_parameters_replaced_by_load_state_dict_are_the_ones_updated() -> None:
     update(binding, filled(2))
     assert values_of(model) == {2}
     assert (old == 1).all()
-
-
-def test_parameters_made_anew_between_preparing_and_applying_are_the_ones_updated() -> None:
-    model = filled(0)
-    one = prepared(bound(model), filled(1))
+    one = prepared(binding, filled(3))
     model[0].weight = nn.Parameter(torch.zeros(4, 3))
-    one.resolve()
-    one.apply()
-    assert values_of(model) == {1}
+    finish(one)
+    assert values_of(model) == {3}
 
 
 def test_a_buffer_may_be_set_to_none_and_back_on_both_sides() -> None:
@@ -420,14 +390,11 @@ def test_a_buffer_may_be_set_to_none_and_back_on_both_sides() -> None:
         slab = published(source)
         if value == 1.0:  # layouts are compared when they are new
             binding.check(slab.layout)
-        one = binding.prepare(slab)
-        assert one is not None
-        one.resolve()
-        one.apply()
+        finish(binding.prepare(slab))
         assert value is None or (model.more == value).all()
     model.more = None
     with pytest.raises(SchemaMismatch, match=r"unexpected \[more\]|more: .* gone"):
-        resolve(binding.prepare(published(source)))
+        binding.prepare(published(source)).resolve()
 
 
 def test_a_module_replaced_by_one_of_the_same_kind_is_the_one_updated() -> None:
@@ -439,21 +406,21 @@ def test_a_module_replaced_by_one_of_the_same_kind_is_the_one_updated() -> None:
     update(binding, filled(2))
     one = prepared(binding, filled(3))
     model[0] = nn.Linear(3, 4)
-    one.resolve()
-    one.apply()
+    finish(one)
     assert values_of(model) == {3}
     assert (detached.weight == 1).all()
 
 
-def test_an_optimizer_goes_on_with_the_same_parameters_and_state() -> None:
+def test_an_optimizer_goes_on_with_the_same_parameters_gradients_and_state() -> None:
     for inplace in (True, False):
         model = nn.Linear(2, 2)
         optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
-        moments = optimizer.state[model.weight]["exp_avg"].clone()
+        moments, gradient = optimizer.state[model.weight]["exp_avg"].clone(), model.weight.grad.clone()
         update(bound(model, inplace=inplace), nn.Linear(2, 2))
         assert torch.equal(optimizer.state[model.weight]["exp_avg"], moments)
+        assert torch.equal(model.weight.grad, gradient)
         before = model.weight.detach().clone()
         optimizer.step()
         assert not torch.equal(model.weight, before)
@@ -471,14 +438,6 @@ def test_an_update_is_seen_by_autograd_and_leaves_leaves(inplace: bool) -> None:
         loss.backward()
     model(torch.ones(1, 2)).sum().backward()
     assert model.weight.grad is not None
-
-
-def test_the_gradient_stays_as_it_is() -> None:
-    model = nn.Linear(2, 2)
-    model(torch.ones(1, 2)).sum().backward()
-    gradient = model.weight.grad.clone()
-    update(bound(model), nn.Linear(2, 2))
-    assert torch.equal(model.weight.grad, gradient)
 
 
 def test_in_place_keeps_the_memory_and_out_of_place_leaves_it_untouched() -> None:
@@ -519,11 +478,7 @@ def test_a_model_never_shares_memory_with_the_slab(inplace: bool, meta: bool) ->
         model = Extra(2, 2)
     binding = bound(model, inplace=inplace)
     slab = published(filled(1, lambda: Extra(2, 2)))
-    one = binding.prepare(slab)
-    assert one is not None
-    one.resolve()
-    one.apply()
-    one.complete()
+    finish(binding.prepare(slab))
     slab.buffer.zero_()
     assert (model.weight == 1).all()
     assert (model.state == 1).all()
@@ -537,7 +492,6 @@ def test_updates_of_one_layout_do_not_grow_what_is_remembered() -> None:
         order = order[i % 4 :] + order[: i % 4] if i < 8 else order
         update(binding, {key: torch.full((2,), float(i)) for key in order})
         assert all((t == i).all() for t in model.values())
-    assert binding.bound is not None
     assert len(binding.bound.plans) <= 4
 
 
@@ -547,10 +501,7 @@ def test_different_layouts_of_one_model_are_told_apart() -> None:
     a, b = torch.full((2,), 1.0), torch.full((2,), 2.0)
     slabs = [published({"a": a, "b": b}), published({"b": b, "a": a}), published({"a": a, "b": a})]
     for slab in [*slabs, *slabs]:
-        one = binding.prepare(slab)
-        assert one is not None
-        one.resolve()
-        one.apply()
+        finish(binding.prepare(slab))
         assert torch.equal(model["a"], a)
         assert torch.equal(model["b"], a if slab is slabs[2] else b)
 
@@ -567,6 +518,9 @@ def test_tied_weights_of_the_sender_go_into_a_model_without_ties(inplace: bool) 
     assert torch.equal(model.head.weight, source.embed.weight)
     model.embed.weight.data.zero_()
     assert model.head.weight.any()
+    update(bound(tied := Tied(), inplace=inplace), source)
+    assert tied.head.weight is tied.embed.weight
+    assert torch.equal(tied.head.weight, source.head.weight)
 
 
 @pytest.mark.parametrize("inplace", [True, False])
@@ -595,10 +549,10 @@ def test_the_values_for_tied_tensors_are_compared_each_time_that_a_slab_comes() 
     for tensor in slab.views:
         tensor.fill_(1)
     for _ in range(2):
-        resolve(binding.prepare(slab))
+        binding.prepare(slab).resolve()
     slab.views[0].fill_(2)
     with pytest.raises(SchemaMismatch, match="are tied in this model"):
-        resolve(binding.prepare(slab))
+        binding.prepare(slab).resolve()
 
 
 def test_what_is_prepared_for_a_slab_is_used_again_for_the_same_model_only() -> None:
@@ -606,20 +560,11 @@ def test_what_is_prepared_for_a_slab_is_used_again_for_the_same_model_only() -> 
     binding, other = bound(model), bound(nn.Linear(3, 2))
     slab = published(nn.Linear(3, 2), binding.strategy)
     first = binding.prepare(slab)
-    resolve(first)
+    first.resolve()
     assert binding.prepare(slab) is first
     assert other.prepare(slab) is not first
-    assert binding.bound is not None
     binding.bound.refresh()
     assert binding.prepare(slab) is not first
-
-
-def test_tied_weights_on_both_sides_stay_tied() -> None:
-    for inplace in (True, False):
-        model, source = Tied(), Tied()
-        update(bound(model, inplace=inplace), source)
-        assert model.head.weight is model.embed.weight
-        assert torch.equal(model.head.weight, source.head.weight)
 
 
 @pytest.mark.parametrize("inplace", [True, False])
@@ -704,29 +649,19 @@ def test_arrays_may_be_views_too() -> None:
 
 
 @pytest.mark.requirement(218)
-def test_a_custom_apply_gets_weights_of_its_own() -> None:
+@pytest.mark.parametrize("model", [None, {"other": torch.zeros(1)}], ids=["no model", "another model"])
+def test_a_custom_apply_gets_weights_of_its_own(model: Any) -> None:
     kept = []
-    binding = bound({"other": torch.zeros(1)}, apply=kept.append)
+    binding = bound(model, apply=kept.append)
     slab = published({"w": torch.ones(4), "n": 3})
     binding.check(slab.layout)  # what fits is its own affair
     one = binding.prepare(slab)
-    assert one is not None
     one.resolve()
     assert not kept
-    one.apply()
-    one.complete()
+    finish(one)
     slab.buffer.zero_()
     assert (kept[0]["w"] == 1).all()
     assert kept[0]["n"] == 3
-
-
-def test_a_custom_apply_needs_no_model() -> None:
-    kept = []
-    one = prepared(bound(None, apply=kept.append), {"w": torch.ones(1)})
-    one.resolve()
-    one.apply()
-    one.complete()
-    assert len(kept) == 1
 
 
 def test_a_binding_lets_go_of_a_model_when_it_is_dropped() -> None:
