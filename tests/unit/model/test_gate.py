@@ -246,10 +246,8 @@ def test_readers_wait_while_an_update_is_being_applied(
     def slowly() -> None:
         model.write(1, between=lambda: (half.set(), go.wait(LONG)))
 
-    if tried:
-        offered = pool.submit(gate.try_apply, Writer(slowly, Done()))
-    else:
-        offered = pool.submit(gate.offer, slowly, Done())
+    call = (gate.try_apply, Writer(slowly, Done())) if tried else (gate.offer, slowly, Done())
+    offered = pool.submit(*call)
     assert half.wait(LONG)
     assert not gate.try_apply(Writer(failing, Done()))
     gate.bind()  # the loop thread waits for the short copy, too
