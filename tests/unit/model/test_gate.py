@@ -1045,44 +1045,34 @@ class TaskActor:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self.orders: asyncio.Queue[Order | None] = asyncio.Queue()
-        self.task = asyncio.run_coroutine_threadsafe(self.level(), loop)
+        self.inside: list[tuple[Hold, bool, int]] = []
+        self.task = asyncio.run_coroutine_threadsafe(self.run(), loop)
 
     def order(self, order: Order | None) -> None:
         self.loop.call_soon_threadsafe(self.orders.put_nowait, order)
 
-    async def inside(self, world: World, future: Future[int]) -> Future[int] | None:
-        before = world.model.version()
-        future.set_result(before)
-        left = await self.level()
-        if left is not None and (after := world.model.version()) != before:
-            left.set_exception(TornRead(f"version {before} became {after} under a reader"))
-        return left
-
-    async def level(self) -> Future[int] | None:
+    async def run(self) -> None:
         while (order := await self.orders.get()) is not None:
             what, world, future = order
-            left: Future[int] | None = future
             try:
-                if what == "leave":
-                    return future
-                if what == "forward":
-                    future.set_result(world.model())
-                    continue
-                if what == "hold":
-                    async with world.gate.hold():
-                        left = await self.inside(world, future)
-                else:
-                    with world.gate.hold():
-                        left = await self.inside(world, future)
+                future.set_result(await self.carry_out(what, world))
             except Exception as error:
-                assert left is not None
-                left.set_exception(error)
-            else:
-                if left is None:
-                    return None
-                if not left.done():
-                    left.set_result(0)
-        return None
+                future.set_exception(error)
+
+    async def carry_out(self, what: str, world: World) -> int:
+        if what == "forward":
+            return world.model()
+        if what == "leave":
+            hold, waits, before = self.inside.pop()
+            after = world.model.version()
+            await hold.__aexit__() if waits else hold.__exit__()
+            if after != before:
+                raise TornRead(f"version {before} became {after} under a reader")
+            return 0
+        hold, waits = world.gate.hold(), what == "hold"
+        await hold.__aenter__() if waits else hold.__enter__()
+        self.inside.append((hold, waits, world.model.version()))
+        return self.inside[-1][2]
 
     def stop(self) -> None:
         self.order(None)

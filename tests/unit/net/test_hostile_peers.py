@@ -92,7 +92,7 @@ def _go_off() -> None:
 
 
 def malformed() -> list[list[bytes]]:
-    """Messages that no correct worker sends."""
+    """Messages that no correct worker sends; more kinds of them: tests/unit/wire/test_wire.py."""
     pack = msgpack.packb
     good = codec.encode(hello())
     fields = msgpack.unpackb(good)
@@ -109,37 +109,20 @@ def malformed() -> list[list[bytes]]:
         [codec.encode(messages.Ready(EPOCH, {})), pickle.dumps(Bomb())],
         [pickle.dumps({"w": torch.zeros(3)})],
         [b"\xc1\xff" + bytes(40)],  # a fixed form of no kind
-        [b""],
         [b"", b""],
-        [pack(None)],
-        [pack([])],
-        [pack([codec.PROTOCOL])],
         [pack([codec.PROTOCOL + 1, *fields[1:]])],
-        [pack([codec.PROTOCOL, 99])],
-        [pack([codec.PROTOCOL, True])],
         [pack([*fields, 0])],
-        [pack([codec.PROTOCOL, 1, *[0] * 8])],
-        [pack({"kind": 1})],
         [pack([codec.PROTOCOL, 1, 1 << 40, *fields[3:]])],  # a worker_idx out of range
-        [pack([codec.PROTOCOL, 1, -1, *fields[3:]])],
-        [pack([codec.PROTOCOL, 1, 1.0, *fields[3:]])],
-        [pack([codec.PROTOCOL, 1, 0, b"short", *fields[4:]])],
         [good, b"a payload that HELLO has not"],
         [good] * 3000,  # frames
         [b"\x91" * 900],  # nested
         [b"\x91" * 20_000],
         [b"\xdd\xff\xff\xff\xff"],  # a list of four thousand million elements
-        [b"\xdf\xff\xff\xff\xff" + bytes(2000)],
-        [b"\xc6\xff\xff\xff\xff" + bytes(2000)],
         [b"\xc9\x00\x00\x00\x10\x05" + bytes(16)],  # ext
-        [b"\xc0" * (1 << 20)],
         [bytes(2 << 20)],  # longer than a header may be
         [pack([codec.PROTOCOL, 13, EPOCH, NONCE, "closed", "x" * (300 << 10)])],
         [pack([codec.PROTOCOL, 1, *fields[2:-1], {str(i): 0 for i in range(5000)}])],
-        [pack([codec.PROTOCOL, 1, *fields[2:-1], dict.fromkeys(range(5), 0)])],
         [codec.encode(messages.Welcome(EPOCH, NONCE, 1, 1, "", 0, {}))],  # what only a trainer sends
-        [pack([codec.PROTOCOL, 11, [1, -1], 1])],
-        [pack([codec.PROTOCOL, 11, [1], 1])],
     ]
     return found
 

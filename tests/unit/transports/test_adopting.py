@@ -1,4 +1,7 @@
-"""Adopting: a module's Parameters get their memory in a slot, and everything else of the model its right values."""
+"""Adopting: a module's Parameters get their memory in a slot, and everything else of the model its right values.
+
+What users do to such a model between two updates: tests/schemes/test_received.py and test_shared_memory.py.
+"""
 
 from __future__ import annotations
 
@@ -344,17 +347,6 @@ def test_a_parameter_that_the_user_puts_over_adopted_memory_moves_along(pair: Ca
     assert adopted(model) == {"weight", "bias"}
 
 
-def test_load_state_dict_between_updates(pair: Callable[..., Pair]) -> None:
-    model = filled(0)
-    worker = pair(model)
-    for version in (1, 3, 5):
-        worker.update(filled(version))
-        model.load_state_dict(filled(version + 1).state_dict(), assign=version != 3)
-        assert values_of(model) == {version + 1}
-    worker.update(filled(7))
-    assert values_of(model) == {7}
-
-
 def test_an_update_that_is_refused_at_the_last_moment_moves_nothing(pair: Callable[..., Pair]) -> None:
     model: Any = linear(0)
     worker = pair(model)
@@ -408,18 +400,6 @@ def test_a_parameter_is_saved_and_pickled_with_its_own_bytes_and_no_others(pair:
     worker.update(wide(1))
     assert adopted(model)
     assert [(len(saved(thing())), len(pickle.dumps(thing()))) for thing in things] == before
-
-
-def test_a_model_that_is_shared_between_updates_does_not_lose_them(pair: Callable[..., Pair]) -> None:
-    """Passing a model to a spawned process does that: torch moves the storage, under all tensors that use it."""
-    model = linear(0)
-    worker = pair(model)
-    worker.update(linear(1))
-    worker.update(linear(2))
-    model.share_memory()
-    for version in (3, 4, 5, 6):
-        worker.update(linear(version))
-        assert values_of(model) == {version}
 
 
 def test_a_parameter_that_leaves_the_model_keeps_what_it_shows(pair: Callable[..., Pair]) -> None:
