@@ -234,37 +234,29 @@ async def test_a_worker_that_reads_nothing_holds_one_slab_and_no_queue(schemes: 
     await eventually(lambda: sender.bus._link.pool.slabs <= 3)
 
 
-@pytest.mark.requirement(202)
-@pytest.mark.parametrize("absurd", [(1 << 63, 0), ((1 << 64) - 1, (1 << 64) - 1)])
+@pytest.mark.requirement(197, 202)
 @pytest.mark.parametrize("started", [False, True], ids=["waiting", "started"])
-async def test_an_epoch_that_cannot_be_is_malformed(schemes: Schemes, absurd: Any, started: bool) -> None:
+async def test_an_epoch_that_cannot_be_is_malformed_and_the_highest_leaves_room_for_a_successor(
+    schemes: Schemes, started: bool
+) -> None:
     sender = schemes.sender(SMALL, num_workers=1)
     receiver = schemes.receiver(sender)
     connecting = asyncio.create_task(sender.connect())
     if started:
         await asyncio.gather(connecting, receiver.connect())
     await eventually(lambda: sender.bus._link is not None)
-    fields = msgpack.unpackb(codec.encode(hello(0)))
-    fields[-2] = absurd
+    link = sender.bus._link
     with raw_dealer(sender.bus.endpoint) as dealer:
-        dealer.send(msgpack.packb(fields))
-        await eventually(lambda: sum(sender.bus.dropped.values()) == 1, why=lambda: sender.bus._link.caught_up().epoch)
-    await asyncio.gather(connecting, receiver.connect())
-    assert await sender.send_async(sender.model.fill(3)) == sender.version
-    assert receiver.model.value == 3
-
-
-@pytest.mark.requirement(197)
-async def test_the_highest_epoch_that_can_be_leaves_room_for_a_successor(schemes: Schemes) -> None:
-    sender = schemes.sender(SMALL, num_workers=1)
-    receiver = schemes.receiver(sender)
-    connecting = asyncio.create_task(sender.connect())
-    await eventually(lambda: sender.bus._link is not None)
-    with raw_dealer(sender.bus.endpoint) as dealer:
-        dealer.send(codec.encode(hello(0, epoch=((1 << 63) - 2, 0))))
-        await eventually(lambda: sender.bus._link.caught_up().epoch[0] == (1 << 63) - 1)
-        dealer.send(codec.encode(hello(0, epoch=((1 << 63) - 1, (1 << 64) - 1))))  # nothing comes after this one
-        await eventually(lambda: sum(sender.bus.dropped.values()) == 1, why=lambda: sender.bus._link.caught_up().epoch)
+        for count, absurd in enumerate([(1 << 63, 0), ((1 << 64) - 1, (1 << 64) - 1)], 1):
+            fields = msgpack.unpackb(codec.encode(hello(0)))
+            fields[-2] = absurd
+            dealer.send(msgpack.packb(fields))
+            await eventually(lambda n=count: sum(sender.bus.dropped.values()) == n, why=lambda: link.caught_up().epoch)
+        if not started:
+            dealer.send(codec.encode(hello(0, epoch=((1 << 63) - 2, 0))))
+            await eventually(lambda: link.caught_up().epoch[0] == (1 << 63) - 1)
+            dealer.send(codec.encode(hello(0, epoch=((1 << 63) - 1, (1 << 64) - 1))))  # nothing comes after this one
+            await eventually(lambda: sum(sender.bus.dropped.values()) == 3, why=lambda: link.caught_up().epoch)
     await receiver.connect(timeout=10)
     await connecting
     assert await sender.send_async(sender.model.fill(3)) == sender.version
@@ -458,24 +450,37 @@ def welcome_of(hello: messages.Hello, layout: Layout) -> messages.Welcome:
     return messages.Welcome(EPOCH, hello.nonce, hello.attempt, 0, "", 0, {"policy": layout.digest})
 
 
+async def welcomed(fake: FakeTrainer, layout: Layout, answer: type) -> Any:
+    """A worker's answer to its WELCOME: it says HELLO again and again, and takes that to the last one only."""
+    while fake.last(answer) is None:
+        attempt = (await fake.hear(messages.Hello)).attempt
+        fake.say(welcome_of(fake.last(messages.Hello), layout), layout.encoded)
+        await eventually(lambda n=attempt: fake.last(answer) or fake.last(messages.Hello).attempt > n)
+    return fake.last(answer)
+
+
+@pytest.mark.requirement(202)
 @pytest.mark.parametrize("leaves", [False, True])
 async def test_a_worker_whose_model_does_not_fit_says_so_whatever_follows(
     endpoint: str, fake: FakeTrainer, schemes: Schemes, leaves: bool
 ) -> None:
     receiver = schemes.receiver(schemes.sender(SMALL, 5, endpoint=endpoint, num_workers=1))
     connecting = asyncio.create_task(receiver.connect())
-    hello: messages.Hello = await fake.hear(messages.Hello)
-    welcome = welcome_of(hello, layout := layout_of(8 * SMALL))
-    fake.say(welcome, layout.encoded)
-    fake.say(replace(welcome, models={"policy": b""}))  # it takes back what its worker refuses
+    layout = layout_of(8 * SMALL)
+    assert (await welcomed(fake, layout, messages.Refused)).digest == layout.digest
+    hello: messages.Hello = fake.last(messages.Hello)
+    fake.say(replace(welcome_of(hello, layout), models={"policy": b""}))  # it takes back what its worker refuses
+    part = messages.Part("policy", 1, layout.digest, layout.nbytes)
+    fake.say(messages.Update(EPOCH, 1, True, (part,)), b"", bytes(layout.nbytes))
+    await eventually(lambda: any("unknown layout" in reason for reason in receiver.bus.dropped))
     if leaves:
         fake.say(messages.Bye(EPOCH, hello.nonce, "closed", "the sender was shut down"))
     for _ in range(2):
-        with pytest.raises(SchemaMismatch):
+        with pytest.raises(SchemaMismatch, match="shape"):
             await connecting
         connecting = asyncio.create_task(receiver.connect())
     await asyncio.gather(connecting, return_exceptions=True)
-    assert receiver.version == 0
+    assert (receiver.version, receiver.model.value) == (0, -1)
 
 
 @pytest.mark.requirement(202)
@@ -517,11 +522,7 @@ async def test_a_worker_survives_a_trainer_that_talks_nonsense(
         (messages.Ping(EPOCH, 1),),
         (messages.Hello(0, NONCE, 1, 0, "", 0, None, {}),),
     )
-    while fake.last(messages.Ready) is None:  # it says HELLO again and again, and takes the answer to the last one only
-        attempt = fake.last(messages.Hello).attempt
-        fake.say(welcome(), layout.encoded)
-        await eventually(lambda n=attempt: fake.last(messages.Ready) or fake.last(messages.Hello).attempt > n)
-    assert fake.last(messages.Ready).digests == {"policy": layout.digest}
+    assert (await welcomed(fake, layout, messages.Ready)).digests == {"policy": layout.digest}
     dropped = sum(receiver.bus.dropped.values())
     await all_dropped(
         (welcome(nonce=NONCE), layout.encoded),
@@ -575,27 +576,6 @@ async def test_a_worker_survives_a_trainer_that_talks_nonsense(
     assert receiver.model.value == 6
     assert not Bomb.gone_off
     assert not any(r.levelno >= logging.ERROR for r in caplog.records)
-
-
-@pytest.mark.requirement(202)
-async def test_a_layout_that_does_not_fit_is_refused_before_any_byte_is_taken(
-    endpoint: str, fake: FakeTrainer, schemes: Schemes
-) -> None:
-    receiver = schemes.receiver(schemes.sender(SMALL, endpoint=endpoint))
-    connecting = asyncio.create_task(receiver.connect())
-    layout = layout_of(SMALL * 2)
-    while fake.last(messages.Refused) is None:
-        last: messages.Hello = await fake.hear(messages.Hello)
-        fake.say(welcome_of(last, layout), layout.encoded)
-        await eventually(lambda n=last.attempt: fake.last(messages.Refused) or fake.last(messages.Hello).attempt > n)
-    refused: messages.Refused = fake.last(messages.Refused)
-    assert refused.digest == layout.digest
-    with pytest.raises(SchemaMismatch, match="shape"):
-        await connecting
-    part = messages.Part("policy", 1, layout.digest, layout.nbytes)
-    fake.say(messages.Update(EPOCH, 1, True, (part,)), b"", bytes(layout.nbytes))
-    await eventually(lambda: any("unknown layout" in reason for reason in receiver.bus.dropped))
-    assert receiver.model.value == -1
 
 
 @pytest.mark.requirement(202)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import logging
 import os
 import re
@@ -94,25 +95,13 @@ def test_nothing_in_the_package_unpickles_but_messages_of_a_collectors_own_worke
     assert checked > 100
 
 
-def sockets(pid: int | str) -> set[int]:
-    """The inodes of the sockets that a process has open; of a stranger's, none."""
-    found = set()
-    try:
-        for entry in Path(f"/proc/{pid}/fd").iterdir():
-            with contextlib.suppress(OSError):
-                if (target := str(entry.readlink())).startswith("socket:"):
-                    found.add(int(target[8:-1]))
-    except OSError:
-        pass
-    return found
-
-
 def holders() -> dict[int, set[int]]:
-    """Which processes have a socket open."""
+    """Which processes have a socket open, by its inode; of strangers' processes one cannot see any."""
     found: dict[int, set[int]] = {}
-    for pid in [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]:
-        for inode in sockets(pid):
-            found.setdefault(inode, set()).add(pid)
+    for entry in glob.iglob("/proc/[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):
+            if (target := os.readlink(entry)).startswith("socket:"):
+                found.setdefault(int(target[8:-1]), set()).add(int(entry.split("/")[2]))
     return found
 
 
@@ -125,13 +114,13 @@ def names() -> dict[int, str]:
 @pytest.mark.requirement(202)
 @pytest.mark.promise(40)
 def test_a_collector_and_its_workers_talk_over_sockets_that_nobody_else_can_reach() -> None:
-    before = sockets(os.getpid())
+    before = holders()
     with MultiSyncCollector([make()] * 2, policy(), **options(start_method="forkserver")) as collector:
         collector.next()
-        named = {names()[inode] for inode in sockets(os.getpid()) - before if inode in names()}
+        open_in, with_names = holders(), names()
+        named = {with_names[i] for i in open_in.keys() & with_names if os.getpid() in open_in[i] - before.get(i, set())}
         bus = collector._sender_schemes["policy"].bus.endpoint.removeprefix("ipc://")
         assert named == {bus, f"{bus}.side"}, "the bus's, on which nothing is unpickled"
-        open_in, with_names = holders(), names()
         for member in collector._group._workers:
             own = os.stat(member.channel.fileno()).st_ino
             assert member.channel._socket.getsockname() == ""
