@@ -1,4 +1,7 @@
-"""Peers that send garbage, half messages, too much, or messages of another time disturb nobody."""
+"""Peers that send garbage, half messages, too much, or messages of another time disturb nobody.
+
+Well-formed HELLOs that would take a worker its place: tests/unit/protocol/test_publisher.py.
+"""
 
 from __future__ import annotations
 
@@ -327,49 +330,6 @@ async def test_connections_that_do_not_speak_zmtp_disturb_nobody(endpoint: str, 
     finally:
         for connection in opened:
             connection.close()
-
-
-@pytest.mark.requirement(202)
-@pytest.mark.parametrize("endpoint", ["ipc", "tcp"], indirect=True)
-async def test_a_replayed_hello_takes_no_worker_its_place(endpoint: str, schemes: Schemes) -> None:
-    """Of 202: also a well-formed HELLO changes nothing while the worker whose index it has answers."""
-    sender, receivers = await schemes.connected(SMALL, workers=2, endpoint=endpoint)
-    peers = sender.bus._link.caught_up().peers
-    holders = [(peer.nonce, peer.route) for peer in peers.values()]
-    replayed = peers[0].hello
-    changes: list[dict[str, Any]] = [{"nonce": secrets.token_bytes(16)}, {"attempt": replayed.attempt + 100}]
-    async with being_served(sender, receivers):
-        for change in changes * 3:
-            with raw_dealer(endpoint) as dealer:
-                dealer.send(codec.encode(replace(replayed, **change)))
-                await eventually(lambda dealer=dealer: dealer.poll(0))
-                (answer, _) = codec.decode([dealer.recv()])
-            assert isinstance(answer, messages.Bye)
-            assert answer.reason == "refused"
-            assert "two workers have this index" in answer.message
-    assert [(peer.nonce, peer.route) for peer in peers.values()] == holders
-
-
-@pytest.mark.requirement(202)
-async def test_a_silent_worker_gives_way_only_to_one_that_accepts_its_layouts(schemes: Schemes) -> None:
-    """Of 202: a HELLO alone changes nothing for a worker that is stopped, either."""
-    sender, receivers = await schemes.connected(SMALL)
-    link = receivers[0].bus._link
-    with raw_dealer(sender.bus.endpoint) as dealer:
-        link.loop.remove_reader(link._socket._descriptor)  # it hears nothing more
-        dealer.send(codec.encode(hello(0)))
-        await eventually(lambda: dealer.poll(0))
-        answer, _ = codec.decode(dealer.recv_multipart())
-        assert isinstance(answer, messages.Welcome)
-        assert not receivers[0].closed
-        link.loop.add_reader(link._socket._descriptor, link._socket._drain)
-        link._socket._schedule()
-        await eventually(lambda: dealer.poll(0))
-        answer, _ = codec.decode(dealer.recv_multipart())
-        assert isinstance(answer, messages.Bye)
-        assert answer.reason == "refused"
-    assert await sender.send_async(sender.model.fill(2), timeout=10) == 2
-    assert receivers[0].model.value == 2
 
 
 @pytest.mark.requirement(202)

@@ -273,19 +273,6 @@ def test_there_is_room_for_the_targets_and_so_many_that_readers_hold(pool: SlotP
     assert pool.has_room(128, {second}, 1)
 
 
-@pytest.mark.parametrize("slots_allowed", [2, 3, 4])
-def test_with_all_slots_held_by_readers_there_is_no_room_until_one_comes_back(
-    pool: SlotPool, slots_allowed: int
-) -> None:
-    pool.slots_allowed = slots_allowed
-    held: list[Slot] = []
-    while pool.has_room(64, held[-1:], 1):
-        held.append(acquire(pool, 64))
-    assert len(held) == slots_allowed
-    held.pop(0).release()
-    assert pool.has_room(64, held[-1:], 1)
-
-
 # -- no memory ---------------------------------------------------------------------------------------------------------
 
 
