@@ -221,20 +221,19 @@ def test_parameters_that_share_memory_go_on_sharing_it(pair: Callable[..., Pair]
     model.check()
 
 
-def transposed() -> nn.Module:
+def with_weight(weight: nn.Parameter) -> nn.Module:
     model = nn.Linear(3, 4)
-    model.weight = nn.Parameter(torch.zeros(3, 4).t())
+    model.weight = weight
     return model
 
 
-def shared() -> nn.Module:
-    return nn.Linear(3, 4).share_memory()
+class Special(nn.Parameter):
+    pass
 
 
 def part_of_something_larger() -> nn.Module:
-    model = nn.Linear(3, 4)
     flat = torch.zeros(16)
-    model.weight = nn.Parameter(flat[:12].view(4, 3))
+    model = with_weight(nn.Parameter(flat[:12].view(4, 3)))
     model.bias = nn.Parameter(flat[12:])
     return model
 
@@ -242,20 +241,6 @@ def part_of_something_larger() -> nn.Module:
 def of_inference() -> nn.Module:
     with torch.inference_mode():
         return nn.Linear(3, 4)
-
-
-class Special(nn.Parameter):
-    pass
-
-
-def of_a_subclass() -> nn.Module:
-    model = nn.Linear(3, 4)
-    model.weight = Special(torch.zeros(4, 3))
-    return model
-
-
-def compiled_inside() -> nn.Module:
-    return nn.Sequential(torch.compile(linear(0), backend="eager"))  # type: ignore[arg-type]
 
 
 def compiled_itself() -> nn.Module:
@@ -267,15 +252,16 @@ def compiled_itself() -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "movable", "cast"),
     [
-        (transposed, {"bias"}, False),
-        (shared, set(), False),
+        (lambda: with_weight(nn.Parameter(torch.zeros(3, 4).t())), {"bias"}, False),
+        (lambda: with_weight(Special(torch.zeros(4, 3))), {"bias"}, False),
+        (lambda: linear(0).share_memory(), set(), False),
+        (lambda: nn.Sequential(torch.compile(linear(0), backend="eager")), set(), False),
+        (lambda: linear(0).double(), set(), True),
         (part_of_something_larger, set(), False),
         (of_inference, set(), False),
-        (of_a_subclass, {"bias"}, False),
-        (compiled_inside, set(), False),
         (compiled_itself, set(), False),
-        (lambda: linear(0).double(), set(), True),
     ],
+    ids=["transposed", "of a subclass", "shared", "compiled inside", "cast", "a part", "of inference", "compiled"],
 )
 def test_what_cannot_be_moved_is_copied_into_its_own_memory(
     pair: Callable[..., Pair], make: Callable[[], nn.Module], movable: set[str], cast: bool
