@@ -96,13 +96,6 @@ def test_tensordict_takes_all_buffers_and_state_dict_the_persistent_ones() -> No
     assert set(as_state_dict) == {"0.w", "0.mean"}
 
 
-@pytest.mark.parametrize("extract_as", ["tensordict", "state_dict"])
-def test_extraction_does_not_copy(extract_as: str) -> None:
-    model = nn.Linear(2, 2)
-    flat = flat_weights(WeightStrategy(extract_as), model)
-    assert flat.tensors[("weight",)].data_ptr() == model.weight.data_ptr()
-
-
 @pytest.mark.requirement(70)
 def test_weights_may_be_a_module_a_tensordict_or_a_dict() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))

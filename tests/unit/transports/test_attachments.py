@@ -64,15 +64,16 @@ def content(memory: memoryview | torch.Tensor) -> set[int]:
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_slot_is_read_where_it_is(pool: SlotPool) -> None:
-    slot, place = lend(pool, 1)
+@pytest.mark.parametrize("nbytes", [0, 64, NBYTES])
+def test_a_slot_is_read_where_it_is(pool: SlotPool, nbytes: int) -> None:
+    slot, place = lend(pool, 1, nbytes)
     known = Attachments()
-    slab = known.find(place).slab(layout_of())
+    slab = known.find(place).slab(layout_of(nbytes))
     assert (slab.leased, slab.may_hold_parameters, slab.holds_parameters, slab.references) == (True, True, False, 1)
-    assert content(slab.memory) == {1}
+    assert bytes(slab.memory) == b"\x01" * nbytes
     fill(slot, 2)
-    assert content(slab.memory) == {2}  # which is why nobody writes before it is given back
-    assert known.find(place).slab(layout_of()) is slab
+    assert bytes(slab.memory) == b"\x02" * nbytes  # which is why nobody writes before it is given back
+    assert known.find(place).slab(layout_of(nbytes)) is slab
     assert slab.references == 2
     slab.release()
     slab.release()
@@ -94,14 +95,6 @@ def test_a_worker_opens_a_slot_once_and_keeps_no_file_open_for_it(pool: SlotPool
     known = Attachments()
     assert known.find(place) is known.find(place)
     assert len(mappings()) == 3  # the owner's, the Parameters', and that of readers of what was sent
-
-
-@pytest.mark.parametrize("nbytes", [0, 64])
-def test_a_small_slot_is_read_like_a_large_one(pool: SlotPool, nbytes: int) -> None:
-    _, place = lend(pool, 3, nbytes)
-    slab = Attachments().find(place).slab(layout_of(nbytes))
-    assert bytes(slab.memory) == b"\x03" * nbytes
-    slab.release()
 
 
 def test_what_a_worker_writes_stays_its_own_and_hides_nothing_newer(pool: SlotPool) -> None:
