@@ -266,18 +266,13 @@ async def test_an_epoch_that_cannot_be_is_malformed_and_the_highest_leaves_room_
     assert receiver.model.value == 3
 
 
-def address(endpoint: str) -> tuple[int, Any]:
-    if endpoint.startswith("ipc://"):
-        return socket.AF_UNIX, endpoint.removeprefix("ipc://")
-    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-    return socket.AF_INET, (host, int(port))
-
-
 def raw(endpoint: str, data: bytes = b"") -> socket.socket:
-    family, where = address(endpoint)
-    connection = socket.socket(family)
+    """A connection that speaks as it likes."""
+    is_path, (host, _, port) = endpoint.startswith("ipc://"), endpoint.removeprefix("tcp://").rpartition(":")
+    connection = socket.socket(socket.AF_UNIX if is_path else socket.AF_INET)
     try:
-        connection.connect(where)  # blocks while the backlog is full; ZeroMQ's I/O thread empties it
+        # Blocks while the backlog is full; ZeroMQ's I/O thread empties it.
+        connection.connect(endpoint.removeprefix("ipc://") if is_path else (host, int(port)))
         connection.settimeout(10)
         with suppress(OSError):  # it may hang up while we speak
             connection.sendall(data)
@@ -287,14 +282,9 @@ def raw(endpoint: str, data: bytes = b"") -> socket.socket:
     return connection
 
 
-def greeting() -> bytes:
-    """A ZMTP 3.1 greeting: signature, version, mechanism NULL."""
-    return b"\xff" + bytes(8) + b"\x7f" + b"\x03\x01" + b"NULL".ljust(20, b"\0") + b"\0" + bytes(31)
-
-
-def ready() -> bytes:
-    body = b"\x05READY" + b"\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
-    return b"\x04" + bytes([len(body)]) + body
+# A ZMTP 3.1 greeting: signature, version, mechanism NULL; and what follows it.
+GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x01" + b"NULL".ljust(20, b"\0") + b"\0" + bytes(31)
+READY = b"\x04\x1c\x05READY\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
 
 
 @pytest.mark.requirement(202)
@@ -306,15 +296,15 @@ async def test_connections_that_do_not_speak_zmtp_and_a_flood_of_them_disturb_no
     receivers = [schemes.receiver(sender, i) for i in range(2)]
     await asyncio.gather(sender.connect(), *(r.connect() for r in receivers))
     rng = random.Random(1)
-    spoken = greeting() + ready()
+    spoken = GREETING + READY
     speeches = [
         b"",
         b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
-        *(greeting()[:n] for n in (1, 11, 40)),
-        greeting(),
-        greeting() + ready()[:7],
-        greeting() + b"\x04\xff" + bytes(255),
-        greeting().replace(b"NULL", b"EVIL"),
+        *(GREETING[:n] for n in (1, 11, 40)),
+        GREETING,
+        GREETING + READY[:7],
+        GREETING + b"\x04\xff" + bytes(255),
+        GREETING.replace(b"NULL", b"EVIL"),
         spoken + b"\x02" + struct.pack(">Q", (1 << 63) - 1),  # a frame of 8 EiB
         spoken + b"\x02" + struct.pack(">Q", fields.MAX_FRAME + 1) + bytes(1000),
         spoken + b"\x03" + struct.pack(">Q", fields.MAX_FRAME) + bytes(1000),  # … and never the rest
