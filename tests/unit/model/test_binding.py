@@ -236,6 +236,7 @@ MISFITS: dict[str, tuple[Any, Any, list[str]]] = {
         nn.Linear(2, 4).double(),
         ["weight: ", "[4, 2]", "[3, 2]", "bias: ", "[4]", "[3]"],
     ),
+    "a value too many": ({"w": ZERO}, {"w": ZERO, "n": 1}, ["unexpected [n]"]),
     "a value for a tensor": ({"w": ZERO}, {"w": 1}, ["w: sent as a plain value"]),
     "a tensor for a value": ({"w": 1}, {"w": ZERO}, ["w: sent as a tensor", "the model's is a int"]),
 }
@@ -258,14 +259,17 @@ def test_an_expanded_buffer_cannot_be_written_to() -> None:
     assert (model.b == 1).all()
 
 
+class Extra(nn.Linear):
+    state: Any = None
+
+    def get_extra_state(self) -> Any:
+        return torch.ones(2)
+
+    def set_extra_state(self, state: Any) -> None:
+        self.state = state
+
+
 def test_extra_state_is_required_of_a_state_dict_only() -> None:
-    class Extra(nn.Linear):
-        def get_extra_state(self) -> Any:
-            return 1
-
-        def set_extra_state(self, state: Any) -> None:
-            pass
-
     plain = nn.Linear(2, 2)
     bound(Extra(2, 2)).check(published(plain).layout)
     with pytest.raises(SchemaMismatch, match="missing \\[_extra_state\\]"):
@@ -282,18 +286,6 @@ def test_values_that_are_not_those_of_the_layout_are_refused_when_they_come() ->
         bound(model).prepare(slab)
 
 
-def shrunk(model: Any) -> None:
-    model[2].weight = nn.Parameter(torch.zeros(5, 5))
-
-
-class Wrapper(nn.Module):
-    """The parameters have other names in it."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "parameter added": lambda m: m[2].register_parameter("scale", nn.Parameter(torch.ones(1))),
     "parameter removed": lambda m: delattr(m[2], "bias"),
@@ -302,9 +294,9 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "module removed": lambda m: m.__delitem__(2),
     "module added": lambda m: m.append(nn.Linear(1, 1)),
     "module replaced by another kind": lambda m: m.__setitem__(2, nn.Linear(4, 3)),
-    "shape": shrunk,
+    "shape": lambda m: setattr(m[2], "weight", nn.Parameter(torch.zeros(5, 5))),
     "dtype": lambda m: m.double(),
-    "module wrapped": lambda m: m.__setitem__(2, Wrapper(m[2])),
+    "module wrapped": lambda m: m.__setitem__(2, nn.ModuleDict({"inner": m[2]})),
     "shape by re-pointing": lambda m: setattr(m[2].bias, "data", torch.zeros(7)),
     "expanded": lambda m: setattr(m[2].bias, "data", torch.zeros(1).expand(2)),
 }
@@ -457,15 +449,6 @@ def test_out_of_place_gives_a_dict_new_tensors() -> None:
 @pytest.mark.parametrize("inplace", [True, False])
 @pytest.mark.parametrize("meta", [True, False])
 def test_a_model_never_shares_memory_with_the_slab(inplace: bool, meta: bool) -> None:
-    class Extra(nn.Linear):
-        state: Any = None
-
-        def get_extra_state(self) -> Any:
-            return torch.ones(2)
-
-        def set_extra_state(self, state: Any) -> None:
-            self.state = state
-
     with torch.device("meta" if meta else "cpu"):
         model = Extra(2, 2)
     binding = bound(model, inplace=inplace)
