@@ -457,13 +457,12 @@ def test_an_open_hold_cannot_be_entered_again(gate: Gate) -> None:
 
 
 def test_a_hold_that_is_thrown_away_open_no_longer_counts(gate: Gate, model: Model) -> None:
-    hold: Hold | None = gate.hold()
-    assert hold is not None
+    hold = gate.hold()
     hold.__enter__()
     offer(gate, model)
     gate.poll()
     assert gate.pending
-    hold = None
+    del hold
     gc.collect()
     gate.poll()
     assert not gate.pending
@@ -747,15 +746,9 @@ def pickled(model: Model) -> Model:
 def test_a_copy_of_an_attached_model_is_not_gated(
     copied: Callable[[Model], Model], first: str, gate: Gate, model: Model
 ) -> None:
-    twin: Model | None = None
-
-    def copy_inside() -> None:  # with a frame on record
-        nonlocal twin
-        twin = copied(model)
-
-    model(copy_inside)
-    assert twin is not None
-    twin = copied(twin)
+    twins: list[Model] = []
+    model(lambda: twins.append(copied(model)))  # with a frame on record
+    twin = copied(twins[0])
     if first == "raises":
         with pytest.raises(ZeroDivisionError):
             twin(lambda: 1 / 0)
@@ -916,7 +909,6 @@ class ThreadActor:
                     with world.gate.hold():
                         Model.forward(world.model, inside)
             except Exception as error:
-                assert left is not None
                 left.set_exception(error)
             else:
                 if left is None:

@@ -79,7 +79,7 @@ def test_a_strategy_is_one_of_two_names_or_an_object() -> None:
     with pytest.raises(ValueError, match=r"'numpy'.*'tensordict', 'state_dict'"):
         resolve_strategy("numpy")
     with pytest.raises(TypeError, match="WeightStrategy"):
-        resolve_strategy(WeightStrategy)  # type: ignore[arg-type]
+        resolve_strategy(WeightStrategy)
 
 
 # -- the sender's half -------------------------------------------------------------------------------------------------
@@ -152,7 +152,6 @@ def test_extra_state_has_torchrls_key_in_a_tensordict_and_is_not_consumed(state:
         (nn.Sequential(WithExtra(state)), nn.Sequential(WithExtra()), ("0", "__extra_state__")),
     ):
         weights = strategy.extract_weights(source)
-        assert isinstance(weights, TensorDictBase)
         before = set(weights.keys(True))
         assert at in before
         own = model if isinstance(model, WithExtra) else model[0]

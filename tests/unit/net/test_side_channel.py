@@ -6,7 +6,8 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -183,9 +184,16 @@ class Listener:
         return (lambda packet: self.heard.append(bytes(packet))) if nonce == NONCE else None
 
     def connect(self, nonce: bytes = NONCE) -> SideChannel:
-        found = connect(self.path, nonce, lambda packet: None, crash)
-        assert found is not None
-        return found
+        return connect(self.path, nonce, lambda packet: None, crash)
+
+    @contextmanager
+    def called(self, words: bytes = b"") -> Iterator[socket.socket]:
+        """A connection that begins with other words than ours."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK) as caller:
+            caller.connect(str(self.path))
+            if words:
+                caller.send(words)
+            yield caller
 
 
 @pytest.fixture
@@ -216,10 +224,8 @@ async def test_whoever_is_not_known_is_turned_away(listener: Listener) -> None:
     stranger = listener.connect(bytes(16))
     await until(lambda: stranger.closed)
     for words in (b"GET /", INTRODUCTION, NONCE, INTRODUCTION + NONCE + b"!", bytes(MAX_PACKET + 1)):
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK) as caller:
-            caller.connect(str(listener.path))
-            caller.send(words)
-            await until(lambda c=caller: _hung_up(c))  # type: ignore[misc]
+        with listener.called(words) as caller:
+            await until(lambda c=caller: _hung_up(c))
     assert not listener.channels.of
     assert not listener.heard
 
@@ -232,26 +238,19 @@ def _hung_up(caller: socket.socket) -> bool:
 
 
 async def test_those_who_say_nothing_do_not_pile_up(listener: Listener) -> None:
-    silent = []
-    try:
-        for _ in range(MAX_STRANGERS + 20):
-            silent.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK))
-            silent[-1].connect(str(listener.path))
+    with ExitStack() as stack:
+        silent = [stack.enter_context(listener.called()) for _ in range(MAX_STRANGERS + 20)]
         await until(lambda: all(map(_hung_up, silent[:20])))
         assert not any(map(_hung_up, silent[20:]))
         mine = listener.connect()
         await until(lambda: mine.open)
         mine.close()
-    finally:
-        for caller in silent:
-            caller.close()
 
 
 async def test_another_users_process_is_turned_away(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     assert connect(listener.path, NONCE, lambda packet: None, crash) is None
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK) as caller:
-        caller.connect(str(listener.path))
+    with listener.called() as caller:
         await until(lambda: _hung_up(caller))
 
 
@@ -260,13 +259,8 @@ async def test_without_a_side_channel_there_is_none_and_the_log_says_why(
 ) -> None:
     (tmp_path / "directory").mkdir()
     caplog.set_level(logging.DEBUG, "asyncsync")
-    for path in (
-        tmp_path / "nobody",
-        tmp_path / "missing" / "bus.side",
-        tmp_path / ("x" * 200),
-        tmp_path / "directory",
-    ):
-        assert connect(path, NONCE, lambda packet: None, crash) is None
+    for name in ("nobody", "missing/bus.side", "x" * 200, "directory"):
+        assert connect(tmp_path / name, NONCE, lambda packet: None, crash) is None
     SideChannels(tmp_path / "directory", lambda nonce: None, crash).close()
     said = [record.getMessage() for record in caplog.records]
     assert all(text.startswith("no side channel") for text in said)

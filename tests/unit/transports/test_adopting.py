@@ -51,7 +51,6 @@ class Pair:
         """As a subscriber does it: the new one is held, and the old one let go of, when it has been applied."""
         self.binding.check(slab.layout)
         prepared = self.binding.prepare(slab)
-        assert prepared is not None
         prepared.resolve()
         prepared.apply()
         prepared.complete()
@@ -340,7 +339,6 @@ def test_an_update_that_is_refused_at_the_last_moment_moves_nothing(pair: Callab
     slab = worker.lend(linear(2))
     worker.binding.check(slab.layout)
     prepared = worker.binding.prepare(slab)
-    assert prepared is not None
     own, model.bias = model.bias, nn.Parameter(torch.zeros(5))
     with pytest.raises(SchemaMismatch):
         prepared.resolve()

@@ -48,7 +48,6 @@ def pool() -> Iterator[SlotPool]:
 
 def lend(pool: SlotPool, value: int, nbytes: int = NBYTES) -> tuple[Slot, Place]:
     slot = pool.acquire(layout_of(nbytes))
-    assert isinstance(slot, Slot)
     fill(slot, value)
     return slot, Place.decode(pool.describe(slot))
 

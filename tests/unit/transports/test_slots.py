@@ -54,10 +54,9 @@ def layout_of(nbytes: int) -> Layout:
 
 
 def acquire(pool: SlotPool, nbytes: int = PAGE, value: int = 1) -> Slot:
-    slab = pool.acquire(layout_of(nbytes))
-    assert isinstance(slab, Slot)
-    pack(slab, FlatWeights({("w",): torch.full((nbytes,), value, dtype=torch.uint8)}))
-    return slab
+    slot = pool.acquire(layout_of(nbytes))
+    pack(slot, FlatWeights({("w",): torch.full((nbytes,), value, dtype=torch.uint8)}))
+    return slot
 
 
 def place_of(pool: SlotPool, slot: Slot) -> Place:
