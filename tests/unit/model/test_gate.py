@@ -1092,7 +1092,7 @@ many = settings(
 )
 
 
-@pytest.mark.parametrize("count", [60, pytest.param(400, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("count", [40, pytest.param(400, marks=pytest.mark.thorough)])
 def test_in_every_schedule_readers_and_updates_do_what_the_reference_does(
     stage: Stage, no_ticks: None, count: int
 ) -> None:
