@@ -1,4 +1,7 @@
-"""Strategies: what leaves a model, and what a model of another kind makes of it."""
+"""Strategies: what leaves a model, and what a model of another kind makes of it.
+
+Other dtypes on the wire, quantised models and renamed ones: tests/schemes/test_strategies_end_to_end.py.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,6 @@ from asyncsync.model.strategy import WeightStrategy, flat_weights, resolve_strat
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.packing import pack
 from asyncsync.weights.slab import Slab, SlabPool
-from asyncsync.weights.tree import flatten
 
 
 def published(strategy: WeightStrategy, source: Any) -> Slab:
@@ -77,7 +79,7 @@ def test_a_strategy_is_one_of_two_names_or_an_object() -> None:
     with pytest.raises(ValueError, match=r"'numpy'.*'tensordict', 'state_dict'"):
         resolve_strategy("numpy")
     with pytest.raises(TypeError, match="WeightStrategy"):
-        resolve_strategy(WeightStrategy)  # type: ignore[arg-type]
+        resolve_strategy(WeightStrategy)
 
 
 # -- the sender's half -------------------------------------------------------------------------------------------------
@@ -94,13 +96,6 @@ def test_tensordict_takes_all_buffers_and_state_dict_the_persistent_ones() -> No
     assert set(as_state_dict) == {"0.w", "0.mean"}
 
 
-@pytest.mark.parametrize("extract_as", ["tensordict", "state_dict"])
-def test_extraction_does_not_copy(extract_as: str) -> None:
-    model = nn.Linear(2, 2)
-    flat = flat_weights(WeightStrategy(extract_as), model)
-    assert flat.tensors[("weight",)].data_ptr() == model.weight.data_ptr()
-
-
 @pytest.mark.requirement(70)
 def test_weights_may_be_a_module_a_tensordict_or_a_dict() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
@@ -113,12 +108,6 @@ def test_weights_may_be_a_module_a_tensordict_or_a_dict() -> None:
             got = {".".join(path): tensor for path, tensor in flat.tensors.items()}
             assert got.keys() == wanted.keys()
             assert all(torch.equal(got[name], wanted[name]) for name in wanted)
-
-
-def test_a_tensordict_of_parameters_is_a_tensordict_before_it_is_a_module() -> None:
-    source = TensorDictParams(TensorDict({"a": {"b": torch.zeros(1)}}))
-    for extract_as in ("tensordict", "state_dict"):
-        assert set(flat_weights(WeightStrategy(extract_as), source).tensors) == {("a", "b")}
 
 
 @pytest.mark.parametrize("source", [3, [torch.zeros(1)], torch.zeros(1), "policy"])
@@ -139,15 +128,13 @@ def test_a_tied_module_keeps_each_of_its_names() -> None:
 
 
 @pytest.mark.parametrize("extract_as", ["tensordict", "state_dict"])
-@pytest.mark.parametrize("state", [{"step": 3, "names": ["a"]}, torch.arange(3), "text", None], ids=repr)
+@pytest.mark.parametrize(
+    "state", [{"step": 3, "names": ["a"]}, torch.arange(3), "text", None, NonTensorData({"a": 1})], ids=repr
+)
 def test_extra_state_travels_as_a_value_or_a_tensor(extract_as: str, state: Any) -> None:
     source, model = nn.Sequential(WithExtra(state)), nn.Sequential(WithExtra("before"))
     deliver(WeightStrategy(extract_as), source, model)
-    got = model[0].state
-    if isinstance(state, torch.Tensor):
-        assert torch.equal(got, state)
-    else:
-        assert got == state
+    assert repr(model[0].state) == repr(state.data if isinstance(state, NonTensorData) else state)
 
 
 @pytest.mark.parametrize("extract_as", ["tensordict", "state_dict"])
@@ -165,7 +152,6 @@ def test_extra_state_has_torchrls_key_in_a_tensordict_and_is_not_consumed(state:
         (nn.Sequential(WithExtra(state)), nn.Sequential(WithExtra()), ("0", "__extra_state__")),
     ):
         weights = strategy.extract_weights(source)
-        assert isinstance(weights, TensorDictBase)
         before = set(weights.keys(True))
         assert at in before
         own = model if isinstance(model, WithExtra) else model[0]
@@ -192,12 +178,6 @@ def test_extra_state_goes_into_a_tensordict_too(extract_as: str) -> None:
     model = WeightStrategy().extract_weights(WithExtra({"step": 1}))
     deliver(WeightStrategy(extract_as), WithExtra({"step": 2}), model)
     assert model["__extra_state__"] == {"step": 2}
-
-
-def test_wrapped_extra_state_is_unwrapped() -> None:
-    model = WithExtra()
-    deliver(WeightStrategy(), WithExtra(NonTensorData({"a": 1})), model)
-    assert model.state == {"a": 1}
 
 
 class Renamed(nn.Module):
@@ -256,80 +236,12 @@ def test_a_state_dict_with_other_values_than_the_module_is_refused() -> None:
 # -- both halves -------------------------------------------------------------------------------------------------------
 
 
-class BFloat16(WeightStrategy):
-    """Half of the bytes on the wire."""
-
-    def extract_weights(self, source: Any) -> Any:
-        weights = super().extract_weights(source)
-        assert isinstance(weights, TensorDictBase)
-        return weights.apply(lambda t: t.bfloat16() if t.is_floating_point() else t)
-
-    def convert(self, weights: TensorDictBase, model: Any) -> Mapping[Any, torch.Tensor]:
-        return {key: value.float() for key, value in super().convert(weights, model).items()}
-
-
-class Int8(WeightStrategy):
-    """A quarter of the bytes on the wire: int8 and a scale per tensor."""
-
-    def extract_weights(self, source: nn.Module) -> dict[str, Any]:
-        sent = {}
-        for name, tensor in source.state_dict().items():
-            scale = tensor.abs().amax().clamp(min=1e-12) / 127
-            sent[f"{name}.q"] = (tensor / scale).round().to(torch.int8)
-            sent[f"{name}.scale"] = scale
-        return sent
-
-    def convert(self, weights: TensorDictBase, model: Any) -> Mapping[Any, torch.Tensor]:
-        names = {path[:-1] for path in flatten(weights).tensors}
-        return {name: weights[(*name, "q")].float() * weights[(*name, "scale")] for name in names}
-
-
-class Quantised(nn.Module):
-    """A model that holds int8 itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("q", torch.zeros(4, 4, dtype=torch.int8))
-        self.register_buffer("scale", torch.zeros(()))
-
-
-class IntoQuantised(WeightStrategy):
-    def convert(self, weights: TensorDictBase, model: Any) -> Mapping[Any, torch.Tensor]:
-        weight = weights["weight"]
-        scale = weight.abs().amax().clamp(min=1e-12) / 127
-        return {"q": (weight / scale).round().to(torch.int8), ("scale",): scale}
-
-
 class Actor(WeightStrategy):
     """The worker has the actor only, under another name."""
 
     def convert(self, weights: TensorDictBase, model: Any) -> Mapping[Any, torch.Tensor]:
         tensors = super().convert(weights, model)
         return {("policy", *path[1:]): tensor for path, tensor in tensors.items() if path[0] == "actor"}
-
-
-@pytest.mark.requirement(207)
-def test_fp32_travels_as_bf16() -> None:
-    source, model = nn.Linear(8, 8), nn.Linear(8, 8)
-    strategy = BFloat16()
-    assert published(strategy, source).layout.nbytes == 8 * 8 * 2 + 64
-    deliver(strategy, source, model)
-    assert torch.equal(model.weight, source.weight.bfloat16().float())
-
-
-@pytest.mark.requirement(207)
-def test_fp32_travels_as_int8_with_a_scale() -> None:
-    source, model = nn.Linear(8, 8), nn.Linear(8, 8)
-    deliver(Int8(), source, model)
-    assert (model.weight - source.weight).abs().max() <= source.weight.abs().max() / 127
-
-
-@pytest.mark.requirement(207)
-def test_a_worker_may_hold_int8_itself() -> None:
-    source, model = nn.Linear(4, 4, bias=False), Quantised()
-    deliver(IntoQuantised(), source, model)
-    assert model.q.abs().max() == 127
-    assert (model.q * model.scale - source.weight).abs().max() <= source.weight.abs().max() / 127
 
 
 @pytest.mark.requirement(207)
@@ -349,35 +261,35 @@ def test_what_a_conversion_makes_of_the_layout_is_checked_before_anything_is_sen
         Binding(nn.ModuleDict({"policy": nn.Linear(3, 2)}), Actor()).check(layout)
 
 
+class Dividing(WeightStrategy):
+    def convert(self, weights: TensorDictBase, model: Any) -> Mapping[Any, torch.Tensor]:
+        raise ZeroDivisionError("mine")
+
+
+class Listing(WeightStrategy):
+    def convert(self, weights: TensorDictBase, model: Any) -> Any:
+        return {"w": [1.0]}
+
+
 @pytest.mark.requirement(207)
-def test_a_conversion_may_raise_what_it_likes_and_nothing_changes() -> None:
-    class Picky(WeightStrategy):
-        def convert(self, weights: TensorDictBase, model: Any) -> Mapping[Any, torch.Tensor]:
-            raise ZeroDivisionError("mine")
-
+@pytest.mark.parametrize(
+    ("strategy", "error", "words"),
+    [(Dividing(), ZeroDivisionError, "mine"), (Listing(), TypeError, "returned a list for 'w'")],
+)
+def test_a_conversion_that_raises_or_returns_no_tensors_changes_nothing(
+    strategy: WeightStrategy, error: type[Exception], words: str
+) -> None:
     model = Counted(1.0)
-    with pytest.raises(ZeroDivisionError, match="mine"):
-        deliver(Picky(), Counted(2.0), model)
+    with pytest.raises(error, match=words):
+        deliver(strategy, Counted(2.0), model)
     assert (model.w == 1.0).all()
-
-
-def test_a_conversion_must_return_tensors() -> None:
-    class Lists(WeightStrategy):
-        def convert(self, weights: TensorDictBase, model: Any) -> Any:
-            return {"w": [1.0]}
-
-    with pytest.raises(TypeError, match=r"Lists\.convert returned a list for 'w'"):
-        deliver(Lists(), Counted(), Counted())
 
 
 @pytest.mark.requirement(207)
 def test_cast_converts_dtypes_and_nothing_else() -> None:
     source = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).half()
-    with pytest.raises(
-        SchemaMismatch,
-        match=r"0\.weight: sent as torch\.float32.*torch\.float16 \(send that, or init_on_receiver\(cast=True\)\)",
-    ):
+    with pytest.raises(SchemaMismatch, match=r"0\.weight: sent as torch\.float32.*torch\.float16.*cast=True"):
         deliver(WeightStrategy(), source, model)
     deliver(WeightStrategy(), source, model, cast=True)
     assert model[0].weight.dtype is torch.float16

@@ -1,4 +1,4 @@
-"""Side channels that break, fill up, or are asked for by strangers: updates go on, through ZeroMQ where they must."""
+"""Side channels that break, fill up, or bring garbage: updates go on, through ZeroMQ where they must."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import asyncio
 import os
 import pickle
 import signal
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from asyncsync.net.side_channel import INTRODUCTION, MAX_PACKET
+from asyncsync.net.side_channel import MAX_PACKET
 from asyncsync.wire import codec, messages
 from helpers.processes import Remote, Schemes, Trainer, Worker, eventually, impatient
 
@@ -37,6 +36,12 @@ async def with_side_channels(sender: Any, receivers: list[Any]) -> None:
     await eventually(lambda: all(r.bus._link.side_channel.open for r in receivers))
 
 
+async def connected(schemes: Schemes, numel: int = SMALL, workers: int = 2) -> tuple[Any, list[Any]]:
+    sender, receivers = await schemes.connected(numel, workers=workers)
+    await with_side_channels(sender, receivers)
+    return sender, receivers
+
+
 async def all_well(sender: Any, receivers: list[Any], rounds: int = 5) -> None:
     for _ in range(rounds):
         value = sender.version + 1
@@ -47,8 +52,7 @@ async def all_well(sender: Any, receivers: list[Any], rounds: int = 5) -> None:
 @pytest.mark.both_loops
 @pytest.mark.parametrize("numel", [SMALL, LARGE], ids=["small", "chunked"])
 async def test_small_instructions_go_by_side_channel(schemes: Schemes, numel: int) -> None:
-    sender, receivers = await schemes.connected(numel, workers=2)
-    await with_side_channels(sender, receivers)
+    sender, receivers = await connected(schemes, numel)
     before = [sent(sender), *(r.bus._link.side_channel.sent for r in receivers)]
     await all_well(sender, receivers, 10)
     after = [sent(sender), *(r.bus._link.side_channel.sent for r in receivers)]
@@ -58,28 +62,13 @@ async def test_small_instructions_go_by_side_channel(schemes: Schemes, numel: in
     assert all(s.state == "live" and s.last_seen < 5 and s.bytes_sent > 0 for s in sender.status().values())
 
 
-async def test_there_is_no_side_channel_over_tcp(schemes: Schemes) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        endpoint = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
-    sender, receivers = await schemes.connected(SMALL, endpoint=endpoint)
-    assert side_channels(sender).path is None
-    assert receivers[0].bus._link.side_channel is None
+async def test_updates_go_on_when_the_workers_side_channels_break(schemes: Schemes) -> None:
+    """When the sender's break: tests/schemes/test_steady_updates.py."""
+    sender, receivers = await connected(schemes)
     await all_well(sender, receivers)
-
-
-@pytest.mark.parametrize("side", ["sender", "receiver"])
-async def test_updates_go_on_when_side_channels_break(schemes: Schemes, side: str) -> None:
-    sender, receivers = await schemes.connected(SMALL, workers=2)
-    await with_side_channels(sender, receivers)
-    await all_well(sender, receivers)
-    if side == "sender":
-        side_channels(sender).close_others(set())
-        await eventually(lambda: all(r.bus._link.side_channel.closed for r in receivers))
-    else:
-        for receiver in receivers:
-            receiver.bus._link.side_channel.close()
-        await eventually(lambda: not side_channels(sender).of)
+    for receiver in receivers:
+        receiver.bus._link.side_channel.close()
+    await eventually(lambda: not side_channels(sender).of)
     await all_well(sender, receivers)
     assert all(s.state == "live" for s in sender.status().values())
 
@@ -101,8 +90,7 @@ async def test_what_is_lost_with_a_side_channel_is_repaired(schemes: Schemes) ->
 
 
 async def test_malformed_packets_are_counted_and_change_nothing(schemes: Schemes) -> None:
-    sender, receivers = await schemes.connected(SMALL, workers=2)
-    await with_side_channels(sender, receivers)
+    sender, receivers = await connected(schemes)
     epoch = sender.bus._link.caught_up().epoch
     packets = [
         b"\x00",
@@ -122,27 +110,6 @@ async def test_malformed_packets_are_counted_and_change_nothing(schemes: Schemes
         await eventually(lambda bus=bus: sum(bus.dropped.values()) == len(packets), why=lambda bus=bus: bus.dropped)
         await all_well(sender, receivers)
         assert one.open
-
-
-async def test_strangers_at_the_side_channel_disturb_nobody(schemes: Schemes) -> None:
-    sender, receivers = await schemes.connected(SMALL, workers=2)
-    await with_side_channels(sender, receivers)
-    path = str(side_channels(sender).path)
-    callers = []
-    try:
-        for words in [b"", INTRODUCTION + bytes(16), b"\x00\x93", bytes(100_000)] * 50:
-            callers.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK))
-            callers[-1].connect(path)
-            if words:
-                callers[-1].send(words)
-            if len(callers) % 20 == 0:
-                await asyncio.sleep(0.005)
-        await all_well(sender, receivers, 20)
-        assert len(side_channels(sender).of) == 2
-        assert not sender.bus.dropped
-    finally:
-        for caller in callers:
-            caller.close()
 
 
 async def test_a_newer_incarnation_has_the_side_channel_and_the_superseded_one_has_none(
@@ -195,27 +162,17 @@ async def test_a_stopped_worker_holds_up_no_other_and_is_brought_up_to_date(
     assert sender.status()[1].state == "live"
 
 
-@pytest.mark.parametrize("how", ["shutdown", "killed"])
 async def test_workers_have_a_side_channel_to_the_next_trainer_too(
-    tmp_path: Path, schemes: Schemes, start: Callable[..., Remote], how: str
+    tmp_path: Path, schemes: Schemes, start: Callable[..., Remote]
 ) -> None:
-    endpoint = f"ipc://{tmp_path}/bus"
-    plan = schemes.sender(SMALL, endpoint=endpoint, num_workers=1)
-    first = start(Trainer)
-    receiver = schemes.receiver(plan)
+    plan = schemes.sender(SMALL, endpoint=f"ipc://{tmp_path}/bus", num_workers=1)
+    first, receiver = start(Trainer), schemes.receiver(plan)
     await asyncio.gather(first.connect(pickle.loads(pickle.dumps(plan)), SMALL, 1), receiver.connect())
-    await eventually(lambda: receiver.bus._link.side_channel.open)
-    assert (tmp_path / "bus.side").is_socket()
     before = receiver.bus._link.side_channel
-    if how == "killed":
-        await first.kill()
-        await eventually(lambda: before.closed)
-        assert (tmp_path / "bus.side").is_socket()  # the next one finds it
-    else:
-        await first.shutdown()
-        assert os.listdir(tmp_path) == []
-        await eventually(lambda: before.closed and receiver.closed)
-        receiver = schemes.receiver(plan)
+    await eventually(lambda: before.open)
+    await first.kill()
+    await eventually(lambda: before.closed)
+    assert (tmp_path / "bus.side").is_socket()  # the next one finds it
     await asyncio.gather(plan.connect(timeout=10), receiver.connect())
     await with_side_channels(plan, [receiver])
     await all_well(plan, [receiver])
@@ -227,8 +184,7 @@ async def test_workers_have_a_side_channel_to_the_next_trainer_too(
 
 async def test_the_last_update_arrives_before_the_goodbye(schemes: Schemes) -> None:
     for numel in (SMALL, 16_000):
-        sender, receivers = await schemes.connected(numel, workers=2)
-        await with_side_channels(sender, receivers)
+        sender, receivers = await connected(schemes, numel)
         await sender.publish(sender.model.fill(7))
         await sender.shutdown()
         await eventually(lambda receivers=receivers: all(r.closed for r in receivers))
@@ -236,8 +192,7 @@ async def test_the_last_update_arrives_before_the_goodbye(schemes: Schemes) -> N
 
 
 async def test_what_a_worker_has_said_last_counts(schemes: Schemes) -> None:
-    sender, (receiver,) = await schemes.connected(SMALL)
-    await with_side_channels(sender, [receiver])
+    sender, (receiver,) = await connected(schemes, workers=1)
     version = await sender.publish(sender.model.fill(3))
     receiver.bus._link.side_channel.drain()  # it applies the update and answers …
     peer = sender.bus._link.caught_up().peers[0]

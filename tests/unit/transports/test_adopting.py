@@ -1,4 +1,7 @@
-"""Adopting: a module's Parameters get their memory in a slot, and everything else of the model its right values."""
+"""Adopting: a module's Parameters get their memory in a slot, and everything else of the model its right values.
+
+What users do to such a model between two updates: tests/schemes/test_received.py and test_shared_memory.py.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,6 @@ class Pair:
         """As a subscriber does it: the new one is held, and the old one let go of, when it has been applied."""
         self.binding.check(slab.layout)
         prepared = self.binding.prepare(slab)
-        assert prepared is not None
         prepared.resolve()
         prepared.apply()
         prepared.complete()
@@ -58,9 +60,7 @@ class Pair:
 
     def update(self, source: Any) -> None:
         self.apply(self.lend(source))
-        for slot in self.slots[:-1]:  # the sender writes what the worker has given back
-            slot.memory[:] = b"\x7f" * slot.nbytes
-            slot.release()
+        self.write_again(self.slots[:-1])
         del self.slots[:-1]
 
     def update_otherwise(self, source: Any) -> None:
@@ -72,10 +72,14 @@ class Pair:
         self.forget()
 
     def forget(self) -> None:
-        for slot in self.slots:
+        self.write_again(self.slots)
+        self.slots.clear()
+
+    def write_again(self, slots: list[Slab]) -> None:
+        """As the sender does, when the worker has given them back."""
+        for slot in slots:
             slot.memory[:] = b"\x7f" * slot.nbytes
             slot.release()
-        self.slots.clear()
 
     def close(self) -> None:
         if self.held is not None:
@@ -124,40 +128,6 @@ def linear(value: float) -> nn.Module:
 # -- what is adopted ---------------------------------------------------------------------------------------------------
 
 
-def test_parameters_are_adopted_and_buffers_copied(pair: Callable[..., Pair]) -> None:
-    model = filled(0)
-    worker = pair(model)
-    parameters = dict(model.named_parameters())
-    for version in (1, 2, 3, 4):
-        worker.update(filled(version))
-        assert values_of(model) == {version}
-        assert adopted(model) == set(parameters)
-        assert dict(model.named_parameters()) == parameters  # the objects that an optimiser has
-        assert worker.attachments.are_adopted
-    assert all(p.requires_grad and p.is_leaf for p in parameters.values())
-
-
-def test_what_a_worker_writes_stays_its_own_and_is_gone_with_the_next_update(pair: Callable[..., Pair]) -> None:
-    model, other = filled(0), filled(0)
-    worker, neighbour = pair(model), pair(other)
-    for version in range(1, 8):
-        slab = worker.lend(filled(version))
-        place = Place.decode(worker.pool.describe(worker.slots[-1]))
-        beside = neighbour.attachments.find(place).slab(slab.layout)
-        worker.apply(slab)
-        neighbour.apply(beside)
-        assert values_of(model) == values_of(other) == {version}
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(100)
-        model(torch.rand(5, 3))  # BatchNorm writes its buffers
-        assert values_of(other) == {version}
-        for slot in worker.slots[:-1]:
-            slot.memory[:] = b"\x7f" * slot.nbytes
-            slot.release()
-        del worker.slots[:-1]
-
-
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -166,14 +136,20 @@ class Tied(nn.Module):
         self.head.weight = self.embed.weight
 
 
-def test_tied_parameters_are_adopted_once_and_stay_tied(pair: Callable[..., Pair]) -> None:
-    model = filled(0, Tied)
+@pytest.mark.parametrize("make", [None, Tied])
+def test_parameters_are_adopted_and_buffers_copied(
+    pair: Callable[..., Pair], make: Callable[[], nn.Module] | None
+) -> None:
+    model = filled(0, make)
     worker = pair(model)
-    for version in (1, 2, 3):
-        worker.update(filled(version, Tied))
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for version in (1, 2, 3, 4):
+        worker.update(filled(version, make))
         assert values_of(model) == {version}
-        assert model.head.weight is model.embed.weight  # type: ignore[union-attr]
-        assert adopted(model) == {"embed.weight"}
+        assert adopted(model) == {name for name, _ in model.named_parameters()}  # tied ones once
+        assert dict(model.named_parameters(remove_duplicate=False)) == parameters  # those that an optimiser has
+        assert worker.attachments.are_adopted
+    assert all(p.requires_grad and p.is_leaf for p in parameters.values())
 
 
 class Untied(Tied):
@@ -244,20 +220,19 @@ def test_parameters_that_share_memory_go_on_sharing_it(pair: Callable[..., Pair]
     model.check()
 
 
-def transposed() -> nn.Module:
+def with_weight(weight: nn.Parameter) -> nn.Module:
     model = nn.Linear(3, 4)
-    model.weight = nn.Parameter(torch.zeros(3, 4).t())
+    model.weight = weight
     return model
 
 
-def shared() -> nn.Module:
-    return nn.Linear(3, 4).share_memory()
+class Special(nn.Parameter):
+    pass
 
 
 def part_of_something_larger() -> nn.Module:
-    model = nn.Linear(3, 4)
     flat = torch.zeros(16)
-    model.weight = nn.Parameter(flat[:12].view(4, 3))
+    model = with_weight(nn.Parameter(flat[:12].view(4, 3)))
     model.bias = nn.Parameter(flat[12:])
     return model
 
@@ -267,34 +242,34 @@ def of_inference() -> nn.Module:
         return nn.Linear(3, 4)
 
 
-class Special(nn.Parameter):
-    pass
-
-
-def of_a_subclass() -> nn.Module:
-    model = nn.Linear(3, 4)
-    model.weight = Special(torch.zeros(4, 3))
+def compiled_itself() -> nn.Module:
+    model = linear(0)
+    model.compile(backend="eager")
     return model
 
 
 @pytest.mark.parametrize(
-    ("make", "movable"),
+    ("make", "movable", "cast"),
     [
-        (transposed, {"bias"}),
-        (shared, set()),
-        (part_of_something_larger, set()),
-        (of_inference, set()),
-        (of_a_subclass, {"bias"}),
+        (lambda: with_weight(nn.Parameter(torch.zeros(3, 4).t())), {"bias"}, False),
+        (lambda: with_weight(Special(torch.zeros(4, 3))), {"bias"}, False),
+        (lambda: linear(0).share_memory(), set(), False),
+        (lambda: nn.Sequential(torch.compile(linear(0), backend="eager")), set(), False),
+        (lambda: linear(0).double(), set(), True),
+        (part_of_something_larger, set(), False),
+        (of_inference, set(), False),
+        (compiled_itself, set(), False),
     ],
+    ids=["transposed", "of a subclass", "shared", "compiled inside", "cast", "a part", "of inference", "compiled"],
 )
 def test_what_cannot_be_moved_is_copied_into_its_own_memory(
-    pair: Callable[..., Pair], make: Callable[[], nn.Module], movable: set[str]
+    pair: Callable[..., Pair], make: Callable[[], nn.Module], movable: set[str], cast: bool
 ) -> None:
     model = make()
-    worker = pair(model)
+    worker = pair(model, cast=cast)
     where = {n: p.data_ptr() for n, p in model.named_parameters() if n not in movable}
-    for version in (1, 2, 3):
-        worker.update(linear(version))
+    for version in (1.0, 2.0, 3.0):
+        worker.update({name: torch.full(t.shape, version) for name, t in model.state_dict().items()})
         assert values_of(model) == {version}
         assert adopted(model) == movable
         assert {n: p.data_ptr() for n, p in model.named_parameters() if n not in movable} == where
@@ -309,53 +284,12 @@ def test_a_meta_model_gets_memory_of_its_own_first(pair: Callable[..., Pair]) ->
         assert values_of(model) == {version}
 
 
-def test_what_is_converted_is_copied(pair: Callable[..., Pair]) -> None:
-    model = linear(0).double()
-    worker = pair(model, cast=True)
-    for version in (1, 2):
-        worker.update(linear(version))
-        assert values_of(model) == {version}
-        assert adopted(model) == set()
-
-
-def compiled_inside() -> nn.Module:
-    return nn.Sequential(torch.compile(linear(0), backend="eager"))  # type: ignore[arg-type]
-
-
-def compiled_itself() -> nn.Module:
-    model = linear(0)
-    model.compile(backend="eager")
-    return model
-
-
-@pytest.mark.parametrize("make", [compiled_inside, compiled_itself])
-def test_a_module_whose_addresses_somebody_has_is_copied_into(
-    pair: Callable[..., Pair], make: Callable[[], nn.Module]
-) -> None:
-    model = make()
-    worker = pair(model)
-    where = [p.data_ptr() for p in model.parameters()]
-    for version in (1.0, 2.0):
-        worker.update({name: torch.full_like(t, version) for name, t in model.state_dict().items()})
-        assert values_of(model) == {version}
-        assert adopted(model) == set()
-        assert [p.data_ptr() for p in model.parameters()] == where
-
-
 @pytest.mark.parametrize("model", [{"w": torch.zeros(3)}, {"w": nn.Parameter(torch.zeros(3))}])
 def test_only_modules_adopt(pair: Callable[..., Pair], model: dict[str, torch.Tensor]) -> None:
     worker = pair(model)
     worker.update({"w": torch.ones(3)})
     assert (model["w"] == 1).all()
     assert not worker.attachments.are_adopted
-
-
-def test_a_model_adopts_the_slabs_of_adoptable_memory_only(pair: Callable[..., Pair]) -> None:
-    model = linear(0)
-    worker = pair(model)
-    worker.update_otherwise(linear(1))
-    assert values_of(model) == {1}
-    assert adopted(model) == set()
 
 
 # -- moving on ---------------------------------------------------------------------------------------------------------
@@ -398,17 +332,6 @@ def test_a_parameter_that_the_user_puts_over_adopted_memory_moves_along(pair: Ca
     assert adopted(model) == {"weight", "bias"}
 
 
-def test_load_state_dict_between_updates(pair: Callable[..., Pair]) -> None:
-    model = filled(0)
-    worker = pair(model)
-    for version in (1, 3, 5):
-        worker.update(filled(version))
-        model.load_state_dict(filled(version + 1).state_dict(), assign=version != 3)
-        assert values_of(model) == {version + 1}
-    worker.update(filled(7))
-    assert values_of(model) == {7}
-
-
 def test_an_update_that_is_refused_at_the_last_moment_moves_nothing(pair: Callable[..., Pair]) -> None:
     model: Any = linear(0)
     worker = pair(model)
@@ -416,40 +339,12 @@ def test_an_update_that_is_refused_at_the_last_moment_moves_nothing(pair: Callab
     slab = worker.lend(linear(2))
     worker.binding.check(slab.layout)
     prepared = worker.binding.prepare(slab)
-    assert prepared is not None
     own, model.bias = model.bias, nn.Parameter(torch.zeros(5))
     with pytest.raises(SchemaMismatch):
         prepared.resolve()
     model.bias = own
     slab.release()
     assert values_of(model) == {1}
-
-
-# -- autograd and optimisers -------------------------------------------------------------------------------------------
-
-
-def test_a_backward_over_weights_that_were_moved_since_is_an_error(pair: Callable[..., Pair]) -> None:
-    model = filled(1, lambda: nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)))
-    worker = pair(model)
-    for version in (2.0, 3.0):
-        loss = model(torch.ones(2, 3)).sum()
-        worker.update(filled(version, lambda: nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))))
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            loss.backward()
-
-
-def test_an_optimiser_goes_on_with_adopted_parameters(pair: Callable[..., Pair]) -> None:
-    model = linear(0)
-    worker = pair(model)
-    optimiser = torch.optim.Adam(model.parameters(), lr=1.0)
-    for version in (1, 2, 3):
-        worker.update(linear(version))
-        model(torch.ones(2, 3)).sum().backward()
-        optimiser.step()
-        optimiser.zero_grad()
-        assert version not in values_of(model)
-        assert len(optimiser.state) == 2
-        assert bytes(worker.slots[-1].memory).count(bytes(torch.tensor([float(version)]).numpy())) >= 16
 
 
 # -- copies ------------------------------------------------------------------------------------------------------------
@@ -465,23 +360,9 @@ def saved(thing: Any) -> bytes:
     return file.getvalue()
 
 
-def test_copies_of_an_adopted_model_are_independent(pair: Callable[..., Pair]) -> None:
-    model = wide(0)
-    worker = pair(model)
-    worker.update(wide(1))
-    deep = copy.deepcopy(model)
-    pickled = pickle.loads(pickle.dumps(model))
-    loaded = torch.load(io.BytesIO(saved(model)), weights_only=False)
-    state = torch.load(io.BytesIO(saved(model.state_dict())))
-    for version in (2, 3, 4):
-        worker.update(wide(version))
-    for twin in (deep, pickled, loaded):
-        assert values_of(twin) == {1}
-        assert adopted(twin) == set()
-    assert {x for t in state.values() for x in t.flatten().tolist()} == {1}
-
-
-def test_a_parameter_is_saved_and_pickled_with_its_own_bytes_and_no_others(pair: Callable[..., Pair]) -> None:
+def test_copies_of_an_adopted_model_are_independent_and_have_their_own_bytes_and_no_others(
+    pair: Callable[..., Pair],
+) -> None:
     model = wide(0)
     things: list[Callable[[], Any]] = [model.state_dict, lambda: model, lambda: next(model.parameters())]
     before = [(len(saved(thing())), len(pickle.dumps(thing()))) for thing in things]
@@ -489,28 +370,24 @@ def test_a_parameter_is_saved_and_pickled_with_its_own_bytes_and_no_others(pair:
     worker.update(wide(1))
     assert adopted(model)
     assert [(len(saved(thing())), len(pickle.dumps(thing()))) for thing in things] == before
-
-
-def test_a_model_that_is_shared_between_updates_does_not_lose_them(pair: Callable[..., Pair]) -> None:
-    """Passing a model to a spawned process does that: torch moves the storage, under all tensors that use it."""
-    model = linear(0)
-    worker = pair(model)
-    worker.update(linear(1))
-    worker.update(linear(2))
-    model.share_memory()
-    for version in (3, 4, 5, 6):
-        worker.update(linear(version))
-        assert values_of(model) == {version}
+    twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    twins += [torch.load(io.BytesIO(saved(model)), weights_only=False)]
+    state = torch.load(io.BytesIO(saved(model.state_dict())))
+    for version in (2, 3, 4):
+        worker.update(wide(version))
+    for twin in twins:
+        assert (values_of(twin), adopted(twin)) == ({1}, set())
+    assert {x for t in state.values() for x in t.flatten().tolist()} == {1}
 
 
 def test_a_parameter_that_leaves_the_model_keeps_what_it_shows(pair: Callable[..., Pair]) -> None:
-    model = filled(0, lambda: nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)))
+    model = filled(0)
     worker = pair(model)
-    worker.update(filled(1, lambda: nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))))
-    old = model[1]
-    model[1] = nn.Linear(4, 2)
+    worker.update(filled(1))
+    old = model[2]
+    model[2] = nn.Linear(4, 2)
     for version in (2, 3, 4):
-        worker.update(filled(version, lambda: nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))))
+        worker.update(filled(version))
         assert values_of(model) == {version}
         assert values_of(old) == {1}
     assert adopted(old) == set()
