@@ -167,13 +167,13 @@ async def test_send_returns_nothing_and_not_before_its_workers_have_applied() ->
 # -- never a deadlock
 
 
-ENTRANCES: dict[str, Callable[[Any], Any]] = {
-    "receive": lambda s: s.receive(timeout=1),
-    "fetch": lambda s: s.fetch(timeout=1),
-    "wait_version": lambda s: s.wait_version(2, timeout=1),
-    "connect": lambda s: s.connect(timeout=1),
-    "shutdown": lambda s: s.shutdown(timeout=1),
-}
+ENTRANCES: list[Callable[[Any], Any]] = [
+    lambda s: s.receive(timeout=1),
+    lambda s: s.fetch(timeout=1),
+    lambda s: s.wait_version(1000, timeout=1),
+    lambda s: s.connect(timeout=1),
+    lambda s: s.shutdown(timeout=1),
+]
 
 
 class Reentrant(WeightStrategy):
@@ -191,7 +191,7 @@ class Reentrant(WeightStrategy):
 async def test_a_hook_that_calls_the_blocking_api_on_its_own_thread_gets_an_error() -> None:
     async with BLOCKING.crew(1, scheme=BLOCKING.scheme(Reentrant(), num_workers=1)) as (sender, (receiver,), (model,)):
         hook = receiver.strategy
-        for number, call in enumerate(ENTRANCES.values()):
+        for number, call in enumerate(ENTRANCES, 1):
             hook.call = lambda call=call: call(bare(receiver))
             with Clock(1.0), pytest.raises(PartialSendError) as caught:
                 sender.bare.send(Model(number), timeout=10)
