@@ -52,9 +52,13 @@ class Site:
         self.keys = keys
         self.endpoint = f"tcp://127.0.0.1:{port}"
 
-    def sender(self, **options: Any) -> Any:
+    def sender(self, model: Any = None, **options: Any) -> Any:
+        """Initialised, if there is a model."""
         arguments = {"server_key": self.keys / "server.key_secret", "clients": self.keys / "clients"}
-        return self.api.scheme(endpoint=self.endpoint, **{**arguments, **options})
+        scheme = self.api.scheme(endpoint=self.endpoint, **{**arguments, **options})
+        if model is not None:
+            scheme.init_on_sender(model_id="policy", model=model)
+        return scheme
 
     def receiver(self, worker: int, model: Any, key: str | None = None, **options: Any) -> Any:
         """``key``: the name of its certificate."""
@@ -91,9 +95,8 @@ class Run:
 
 @asynccontextmanager
 async def running(site: Site, **options: Any) -> AsyncIterator[Run]:
-    sender, source, model = site.sender(**options), Model(1.0), Model()
-    sender.init_on_sender(model_id="policy", model=source)
-    async with connected(sender, receiver := site.receiver(0, model)):
+    sender = site.sender(source := Model(1.0), **options)
+    async with connected(sender, receiver := site.receiver(0, model := Model())):
         assert read(model) == {1.0}
         yield Run(sender, receiver, source, model)
 
@@ -115,26 +118,23 @@ async def refused(scheme: Any, match: str) -> None:
 @pytest.mark.both_loops
 async def test_listed_clients_connect_follow_and_come_again(site: Site) -> None:
     async with running(site) as run:
-        other = Model()
-        async with site.receiver(1, other) as second:
+        async with site.receiver(1, other := Model()) as second:
             await second.connect(timeout=10)
             await run.sender.send_async(fill(run.source, 2.0), timeout=10)
             assert read(run.model) == read(other) == {2.0}
             assert run.sender.status().refused == {}
             assert run.receiver.status().refused == {}
-        again = Model()
-        async with site.receiver(1, again) as second:
+        async with site.receiver(1, other := Model()) as second:
             await second.connect(timeout=10)
-            assert read(again) == {2.0}
+            assert read(other) == {2.0}
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]"])
+@pytest.mark.parametrize("host", ["localhost", "[::1]"])
 async def test_by_name_and_by_ipv6(site: Site, host: str) -> None:
     port = site.endpoint.rpartition(":")[2]
     connect = f"tcp://{host}:{port}"
     site.endpoint = f"tcp://[::]:{port}" if host == "[::1]" else f"tcp://0.0.0.0:{port}"
-    sender = site.sender()  # beyond loopback, without allow_plaintext
-    sender.init_on_sender(model_id="policy", model=Model(1.0))
+    sender = site.sender(Model(1.0))  # beyond loopback, without allow_plaintext
     async with connected(sender, site.receiver(0, model := Model(), connect=connect)):
         assert read(model) == {1.0}
         assert not sender.bus._settings().checksum, "CURVE has a checksum of its own"
@@ -142,8 +142,10 @@ async def test_by_name_and_by_ipv6(site: Site, host: str) -> None:
 
 @pytest.mark.promise(44)
 @pytest.mark.parametrize("name", ["no key", "a key that is not listed", "the key of another server"])
-async def test_nobody_else_is_let_in_and_all_are_told_why(site: Site, name: str, tmp_path: Path) -> None:
-    elsewhere = keygen(tmp_path / "elsewhere", "--workers", "1")
+async def test_nobody_else_is_let_in_and_all_are_told_why(
+    site: Site, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    elsewhere = keygen(tmp_path / "elsewhere", "--workers", "1", "--name", "host")
     own = Path("client_secrets/worker-0.key_secret")
     # What the receiver has, and what it is told; the sender counts it by its name.
     options, told = {
@@ -158,6 +160,15 @@ async def test_nobody_else_is_let_in_and_all_are_told_why(site: Site, name: str,
         for worker in (0, 5):
             await refused(site.receiver(worker, model := Model(), **options), told)
             assert read(model) == {-1.0}
+        if name != "the key of another server":
+            command = ["fetch", site.endpoint, f"--out={tmp_path}/weights.safetensors"]
+            if name != "no key":
+                command += [f"--server-key={site.keys}/server.key", f"--client-key={elsewhere / own.with_stem('host')}"]
+            with Clock(1.0):  # at once
+                assert await asyncio.to_thread(main, command) == 1
+            said = capsys.readouterr().err
+            assert told in said
+            assert "after" not in said
         # A receiver without keys that sees what the sender wants may hang up before that has read what it is.
         also = {"an incomplete handshake"} if name == "no key" else set()
         await until(lambda: bool(run.sender.status().refused.keys() & {name, *also}))
@@ -178,24 +189,6 @@ async def test_where_every_connection_is_ended_at_once_keys_are_asked_for(
             command = ["fetch", site.endpoint, f"--out={tmp_path}/weights.safetensors"]
             assert await asyncio.to_thread(main, command) == 1
     assert "--server-key" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("client", "told"), [("unlisted/client_secrets/host.key_secret", "refused this key"), (None, "wants a key")]
-)
-async def test_fetch_tells_at_once_that_it_is_not_let_in(
-    site: Site, client: str | None, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    keygen(tmp_path / "unlisted", "--name", "host")
-    options = [f"--server-key={site.keys}/server.key", f"--client-key={tmp_path / client}"] if client else []
-    async with running(site) as run:
-        with Clock(1.0):
-            command = ["fetch", site.endpoint, f"--out={tmp_path}/weights.safetensors", *options]
-            assert await asyncio.to_thread(main, command) == 1
-        said = capsys.readouterr().err
-        assert told in said
-        assert "after" not in said
-        await run.goes_on()
 
 
 @pytest.mark.promise(45)
@@ -291,11 +284,10 @@ async def test_a_receiver_with_keys_does_not_talk_to_a_sender_without(site: Site
 
 async def test_a_receiver_that_was_refused_is_named_and_finds_the_next_sender(site: Site) -> None:
     """One without keys, after one with keys: libzmq itself would not try again."""
-    keyed, plain = site.sender(), site.api.scheme(endpoint=site.endpoint)
+    keyed, plain = site.sender(Model(1.0), num_workers=1), site.api.scheme(endpoint=site.endpoint)
     receiver = site.receiver(0, model := Model(), server_key=None, client_key=None)
     async with receiver, plain:
         async with keyed:
-            keyed.init_on_sender(model_id="policy", model=Model(1.0), num_workers=1)
             connecting = asyncio.ensure_future(receiver.connect(timeout=20))
             with pytest.raises(NotConnected, match=r"refused: (no key|an incomplete handshake) \("):
                 await keyed.connect(timeout=0.6)
@@ -342,9 +334,7 @@ async def test_a_connect_that_cannot_check_keys_or_finds_no_descriptors_binds_no
             raise zmq.ZMQError(errno.EMFILE)
         return new_socket(self, *args, **options)
 
-    sender = site.sender()
-    sender.init_on_sender(model_id="policy", model=Model(1.0), num_workers=1)
-    async with sender, site.receiver(0, Model()) as receiver:
+    async with site.sender(Model(1.0), num_workers=1) as sender, site.receiver(0, Model()) as receiver:
         with monkeypatch.context() as patch:
             patch.setattr(zmq.Socket, "bind", binding)
             patch.setattr(zmq.Context, "socket", socket)
@@ -394,11 +384,9 @@ async def test_who_is_taken_off_the_list_hears_nothing_that_is_sent_to_all(site:
     keygen(site.keys, "--name", "third=2", "--name", "fourth=3")
     names = ["worker-0", "worker-1", "third", "fourth"]
     models = [Model() for _ in names]
-    sender = site.sender(fanout="pull", min_workers=3)
-    sender.init_on_sender(model_id="policy", model=(source := Model(1.0)))
+    sender = site.sender(source := Model(1.0), fanout="pull", min_workers=3)
     receivers = [site.receiver(worker, models[worker], name) for worker, name in enumerate(names)]
-    async with sender:
-        await asyncio.gather(sender.connect(timeout=20), *(one.connect(timeout=20) for one in receivers))
+    async with connected(sender, *receivers, timeout=20):
         before = planted.broadcast_of(sender).port
         await until(lambda: len(planted.subscribed(sender)) == 4, 10)
         with keyed(zmq.SUB, site.keys / "client_secrets" / "fourth.key_secret", site.keys / "server.key") as spy:
@@ -417,8 +405,6 @@ async def test_who_is_taken_off_the_list_hears_nothing_that_is_sent_to_all(site:
                 await sender.send_async(fill(source, value := float(sender.version + 1)), worker_ids=None, quorum=3)
                 assert [read(model) for model in models[:3]] == [{value}] * 3
             assert not spy.poll(200)
-        for one in receivers:
-            await one.shutdown()
 
 
 async def test_keys_that_are_taken_off_the_list_one_by_one_take_no_descriptors(site: Site) -> None:
@@ -452,16 +438,13 @@ async def test_a_client_that_is_taken_off_the_list_is_sent_away_and_its_place_is
         assert read(run.model) == {1.0}
         await refused(site.receiver(0, Model()), "refused this key")
         # A new key for the same worker.
-        (site.keys / "client_secrets" / "worker-0.key_secret").unlink()
-        keygen(site.keys, "--name", "worker-0=0")
-        async with site.receiver(0, model := Model()) as again:
+        keygen(site.keys, "--name", "successor=0")
+        async with site.receiver(0, model := Model(), "successor") as again:
             await again.connect(timeout=10)
             assert read(model) == {2.0}
 
 
-async def test_whose_key_was_replaced_is_sent_away_even_if_the_new_one_is_there_first(
-    site: Site, tmp_path: Path
-) -> None:
+async def test_whose_key_was_replaced_is_sent_away_even_if_the_new_one_is_first(site: Site, tmp_path: Path) -> None:
     """Its holder claims the place before anybody has looked whose key is gone, and then says nothing any more."""
     elsewhere = keygen(tmp_path / "new", "--workers", "1")
     async with running(site) as run:
@@ -476,17 +459,13 @@ async def test_whose_key_was_replaced_is_sent_away_even_if_the_new_one_is_there_
                 await run.receiver.receive()
 
 
-async def test_the_servers_key_is_replaced_by_a_restart_with_both_keys_at_the_receivers(
-    site: Site, tmp_path: Path
-) -> None:
+async def test_the_servers_key_is_replaced_by_a_restart_with_both_at_the_receivers(site: Site, tmp_path: Path) -> None:
     new = keygen(tmp_path / "new")
     both = [site.keys / "server.key", new / "server.key"]
     model, source = Model(), Model(1.0)
     async with site.receiver(0, model, server_key=both, reconnect=True) as receiver:
         for version, directory in enumerate((site.keys, new, site.keys), 1):
-            sender = site.sender(server_key=directory / "server.key_secret")
-            sender.init_on_sender(model_id="policy", model=fill(source, float(version)))
-            async with sender:
+            async with site.sender(fill(source, float(version)), server_key=directory / "server.key_secret") as sender:
                 await asyncio.gather(sender.connect(timeout=20), receiver.connect(timeout=20))
                 await until(lambda v=float(version): read(model) == {v})
 
@@ -522,8 +501,7 @@ async def test_files_that_are_wrong_are_named_before_anything_is_bound(
 ) -> None:
     """A sender's, of which one is the public file in place of the secret one; or a receiver's."""
     if given:
-        scheme = site.sender(**{argument: site.keys / name for argument, name in given.items()})
-        scheme.init_on_sender(model_id="policy", model=Model(), num_workers=1)
+        scheme = site.sender(Model(), **{argument: site.keys / name for argument, name in given.items()})
     else:
         scheme = site.receiver(0, Model(), "nobody")
     await refused(scheme, named)
@@ -534,8 +512,7 @@ async def test_files_that_are_wrong_are_named_before_anything_is_bound(
 @pytest.mark.promise(48)
 async def test_one_scheme_for_both_sides_carries_paths_and_no_secrets(site: Site) -> None:
     secrets = site.keys / "client_secrets"
-    sender = site.sender(client_key=secrets / "worker-{worker_idx}.key_secret")
-    sender.init_on_sender(model_id="policy", model=Model(1.0), num_workers=2)
+    sender = site.sender(Model(1.0), client_key=secrets / "worker-{worker_idx}.key_secret", num_workers=2)
     pickled = pickle.dumps(sender)
     for path in [*secrets.iterdir(), site.keys / "server.key_secret"]:
         _, secret = load_certificate(path)
@@ -543,10 +520,9 @@ async def test_one_scheme_for_both_sides_carries_paths_and_no_secrets(site: Site
         assert secret not in pickled
     models = [Model(), Model()]
     receivers = [pickle.loads(pickled) for _ in models]
-    async with sender, receivers[0], receivers[1]:
-        for worker, receiver in enumerate(receivers):
-            receiver.init_on_receiver("policy", model=models[worker], worker_idx=worker)
-        await asyncio.gather(*(scheme.connect(timeout=10) for scheme in (sender, *receivers)))
+    for worker, receiver in enumerate(receivers):
+        receiver.init_on_receiver("policy", model=models[worker], worker_idx=worker)
+    async with connected(sender, *receivers):
         assert [read(model) for model in models] == [{1.0}, {1.0}]
 
 
