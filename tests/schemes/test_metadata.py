@@ -13,9 +13,9 @@ import torch
 
 from asyncsync import NoWeightSyncScheme, PartialSendError, SchemaMismatch, sync
 from helpers import planted
-from helpers.apis import Api, bare, face, in_thread
+from helpers.apis import BLOCKING, Api, bare, face, in_thread
 from helpers.collecting_weights import reading, tree
-from helpers.pairs import Model, fill, held, passed_on, read, receiver_of, until
+from helpers.pairs import Model, connected, fill, held, passed_on, read, receiver_of, until
 
 pytestmark = pytest.mark.requirement(233)
 
@@ -188,7 +188,7 @@ async def test_what_cannot_be_is_refused_before_anything_changes(api: Api) -> No
 
 
 async def test_blocking_schemes_publish_it_from_any_loop() -> None:
-    async with Api("blocking", sync).crew(1) as everybody:
+    async with BLOCKING.crew(1) as everybody:
         sender, (receiver,), _ = everybody
         await sender.bare.send_async(Model(1), metadata={"n": 1})
         assert receiver.metadata == {"n": 1}
@@ -202,10 +202,10 @@ async def test_blocking_schemes_publish_it_from_any_loop() -> None:
 class Passing:
     """A worker's context that passes updates on, as it documents."""
 
-    def __init__(self, below: Any) -> None:
+    def __init__(self, below: Any, scheme: Any) -> None:
         self.model = Model()
-        self.scheme: Any = None
         self.below = below
+        self.scheme = scheme
 
     def get_model(self, model_id: str) -> Any:
         return self.model
@@ -214,27 +214,17 @@ class Passing:
         self.below.send(weights, metadata=self.scheme.metadata)
 
 
-def test_a_cascade_of_the_users_passes_it_on() -> None:
-    top, below = sync.SharedMemWeightSyncScheme(), sync.ZMQWeightSyncScheme()
-    top.init_on_sender(model_id="policy", model=Model(1), num_workers=1)
-    below.init_on_sender(model_id="policy", model=Model(0), num_workers=1)
-    leaf = receiver_of(below, 0, Model())
-    middle, context = passed_on(top), Passing(below)
-    context.scheme = middle
+async def test_a_cascade_of_the_users_passes_it_on() -> None:
+    top = Api("blocking-shared", sync, "SharedMem").sender(Model(1), num_workers=1)
+    below = BLOCKING.sender(Model(0), num_workers=1)
+    leaf, middle = receiver_of(below, 0, Model()), passed_on(top)
+    context = Passing(bare(below), bare(middle))
     middle.init_on_receiver("policy", context, worker_idx=0)
-    threads = [threading.Thread(target=s.connect) for s in (leaf, middle)]
-    try:
-        for thread, connect in zip(threads, (below.connect, top.connect), strict=True):
-            thread.start()
-            connect(timeout=10)
-            thread.join(10)
+    async with connected(below, leaf), connected(top, middle):
         for number in (2, 3):
-            top.send(Model(number), metadata={"number": number})
+            await top.send_async(Model(number), metadata={"number": number})
             assert leaf.metadata == middle.metadata == {"number": number}
             assert read(leaf.model) == {number}
-    finally:
-        for scheme in (middle, leaf, below, top):
-            scheme.shutdown()
 
 
 @pytest.mark.parametrize("kind", ["SharedMemWeightSyncScheme", "ZMQWeightSyncScheme"])
