@@ -164,6 +164,39 @@ async def test_send_returns_nothing_and_not_before_its_workers_have_applied() ->
         assert everybody.read == [{3}, {3}]
 
 
+class Halving(ZMQWeightSyncScheme):
+    """A user's: sends halves and applies them doubled."""
+
+    prepared_in = ""
+
+    def prepare_weights(self, weights: Any, model_id: Any, strategy: Any, context: Any = None) -> TensorDictBase:
+        self.prepared_in = threading.current_thread().name
+        return super().prepare_weights(weights, model_id, strategy, context) / 2
+
+    def apply_weights(self, weights: TensorDictBase, inplace: bool = True) -> None:
+        if 13 in read(weights):
+            raise ArithmeticError("not this one")
+        super().apply_weights(weights * 2, inplace)
+
+
+@pytest.mark.requirement(214)
+async def test_hooks_of_a_users_scheme_are_ordinary_methods_and_what_they_raise_comes_with_its_traceback() -> None:
+    async with BLOCKING.crew(2, scheme=BLOCKING.make(Halving), source=Model(4)) as everybody:
+        assert everybody.read == [{4}, {4}]
+        sender = everybody.sender.bare
+        sender.send(fill(everybody.source, 6))
+        assert sender.prepared_in == threading.current_thread().name, "in the caller's thread"
+        assert everybody.read == [{6}, {6}]
+        assert read(everybody.receivers[0].bare.receive(timeout=5)) == {3}, "receive returns what was sent"
+        with pytest.raises(PartialSendError) as caught:
+            sender.send({1: Model(26)}, timeout=5)
+        error = caught.value.failed[1]
+        assert isinstance(error, RemoteError)
+        assert 'raise ArithmeticError("not this one")' in error.remote_traceback
+        sender.send(Model(14), timeout=5)
+        assert everybody.read == [{14}, {14}]
+
+
 # -- never a deadlock
 
 

@@ -18,12 +18,12 @@ from helpers import planted
 from helpers.apis import Api, is_instant
 from helpers.pairs import Clock, Model, connected, crew, fill, passed_on, read, receiver_of, until
 
-pytestmark = pytest.mark.schemes("every")
+pytestmark = [pytest.mark.requirement(216), pytest.mark.schemes("every")]
 
 NAMES = ("policy", "value")
 
 
-@pytest.mark.requirement(199, 216)
+@pytest.mark.requirement(199)
 @pytest.mark.schemes("all")
 @pytest.mark.both_loops
 async def test_several_models_in_one_update(api: Api) -> None:
@@ -58,7 +58,6 @@ async def test_a_worker_that_cannot_take_one_of_the_models_takes_none(api: Api) 
         assert everybody.read == [{"policy": {9}, "value": {9}}] * 2
 
 
-@pytest.mark.requirement(216)
 @pytest.mark.schemes("all")
 @pytest.mark.both_loops
 async def test_weights_for_one_worker_take_no_model_of_everybody_along(api: Api) -> None:
@@ -83,7 +82,6 @@ async def test_connect_again_changes_nothing_of_what_receive_returns(api: Api) -
         assert weights is None if is_instant(receiver) else read(weights) == {3.0}
 
 
-@pytest.mark.requirement(216)
 @pytest.mark.schemes("zmq")
 async def test_copies_that_learn_their_worker_only_at_connect_say_what_to_do(api: Api) -> None:
     bus = api.bus(num_workers=1)
@@ -101,7 +99,6 @@ async def test_copies_that_learn_their_worker_only_at_connect_say_what_to_do(api
         await scheme.shutdown()
 
 
-@pytest.mark.requirement(216)
 @pytest.mark.schemes("waiting")
 async def test_a_bus_is_a_context_manager_that_ends_its_schemes(api: Api) -> None:
     async with api.family() as everybody:
@@ -117,7 +114,7 @@ async def test_a_bus_is_a_context_manager_that_ends_its_schemes(api: Api) -> Non
         await api.bus().connect()
 
 
-@pytest.mark.requirement(85, 216)
+@pytest.mark.requirement(85)
 async def test_a_bus_may_be_shut_down_before_it_connects_and_again(api: Api) -> None:
     bus = api.bus(num_workers=1)
     scheme = api.scheme(bus=bus)

@@ -16,6 +16,8 @@ from helpers import planted
 from helpers.apis import Api
 from helpers.pairs import Clock, Model, fill, read, receiver_of
 
+pytestmark = pytest.mark.requirement(2)
+
 
 class FileTransport(TransportBackend):
     """Slabs as files in a directory that both sides can reach."""
@@ -71,7 +73,7 @@ def file_scheme(api: Api, directory: Path, kind: type[TransportBackend] = FileTr
     return api.make(api.either(FileScheme, BlockingFileScheme), directory, kind, **options)
 
 
-@pytest.mark.requirement(1, 2)
+@pytest.mark.requirement(1)
 @pytest.mark.both_loops
 @pytest.mark.parametrize("width", [16, 1 << 20])
 async def test_a_users_scheme_and_transport_work_outside_collectors(api: Api, width: int, tmp_path: Path) -> None:
@@ -114,7 +116,6 @@ async def test_one_update_of_two_models_may_travel_in_two_ways(api: Api, tmp_pat
             assert everybody.read == [{"file": {value}, "zmq": {value}}]
 
 
-@pytest.mark.requirement(2)
 async def test_a_transport_that_fails_fails_one_update_with_its_own_traceback(api: Api, tmp_path: Path) -> None:
     async with api.crew(2, scheme=file_scheme(api, tmp_path)) as everybody:
         sender, receivers, _ = everybody
@@ -181,7 +182,6 @@ async def test_a_fetch_that_writes_on_after_its_deadline_does_not_write_into_the
         assert planted.pool(receiver).slabs <= 2, "nothing refers to the first one's memory any more"
 
 
-@pytest.mark.requirement(2)
 async def test_an_offer_that_fails_publishes_nothing(api: Api, tmp_path: Path) -> None:
     async with api.crew(1, scheme=file_scheme(api, tmp_path)) as everybody:
         sender = everybody.sender
@@ -204,7 +204,6 @@ class Minimal(TransportBackend):
         raise AssertionError("there is no descriptor")
 
 
-@pytest.mark.requirement(2)
 async def test_a_transport_without_an_offer_of_its_own_uses_the_bus(api: Api, tmp_path: Path) -> None:
     width, scheme = 1 << 18, file_scheme(api, tmp_path, Minimal)
     async with api.crew(1, scheme=scheme, source=Model(1, width), models=[Model(width=width)]) as everybody:

@@ -14,13 +14,14 @@ from helpers import planted
 from helpers.apis import Api, Family
 from helpers.pairs import Clock, Model, connected, fill, held, passed_on, read, until
 
+pytestmark = pytest.mark.requirement(216)
+
 
 def parts_of(everybody: Family) -> tuple[Any, dict[str, Model], dict[str, Any], dict[str, Model]]:
     """The sender's bus and its sources, and the worker's schemes with their models."""
     return everybody.bus, everybody.sources, everybody.workers[0], everybody.models[0]
 
 
-@pytest.mark.requirement(216)
 @pytest.mark.schemes("all")
 async def test_a_model_stays_as_it_is_when_its_scheme_was_shut_down_and_another_scheme_may_come(api: Api) -> None:
     async with api.family() as everybody:
@@ -48,7 +49,6 @@ async def test_a_model_stays_as_it_is_when_its_scheme_was_shut_down_and_another_
         assert [read(fresh), read(models["value"]), read(models["policy"])] == [{4}, {4}, {1}]
 
 
-@pytest.mark.requirement(216)
 @pytest.mark.schemes("all")
 async def test_a_scheme_that_was_shut_down_counts_no_more_among_those_of_its_bus(api: Api) -> None:
     async with api.family() as everybody:
@@ -85,7 +85,6 @@ async def test_models_that_come_and_go_leave_nothing_behind(api: Api) -> None:
         assert [reference() for reference in gone] == [None] * 3
 
 
-@pytest.mark.requirement(216)
 @pytest.mark.schemes("waiting")
 async def test_whoever_waits_for_a_model_that_leaves_is_told(api: Api) -> None:
     async with api.family(apply="on_receive") as everybody:
@@ -106,7 +105,6 @@ async def test_whoever_waits_for_a_model_that_leaves_is_told(api: Api) -> None:
         assert [type(outcome) for outcome in outcomes] == [ClosedError] * 4, outcomes
 
 
-@pytest.mark.requirement(216)
 @pytest.mark.schemes("all")
 async def test_an_update_that_waits_for_a_reader_comes_to_the_other_models_alone(api: Api) -> None:
     async with api.family() as everybody:

@@ -19,6 +19,8 @@ from helpers.figures import look, of
 from helpers.pairs import Crew, Model, crew, fill, read, receiver_of, until
 from helpers.throttle import throttled
 
+pytestmark = pytest.mark.requirement(198)
+
 MIB = 1 << 20
 
 
@@ -45,7 +47,6 @@ async def many(
         yield everybody
 
 
-@pytest.mark.requirement(198)
 @pytest.mark.parametrize("fanout", ["pull", "push"])
 @pytest.mark.parametrize("width", [64, 2 * MIB], ids=["eager", "chunks"])
 async def test_what_many_workers_are_to_get_is_sent_once(fanout: str, width: int, unused_tcp_port: int) -> None:
@@ -64,7 +65,6 @@ async def test_what_many_workers_are_to_get_is_sent_once(fanout: str, width: int
         assert of(await look(sender), "update_duration_seconds_count") == before + 5, "of each that everybody has"
 
 
-@pytest.mark.requirement(198)
 async def test_own_weights_and_workers_that_are_late_or_have_left_are_no_trouble(unused_tcp_port: int) -> None:
     async with many(unused_tcp_port, 4) as everybody:
         sender, source = everybody.sender, everybody.source
@@ -87,7 +87,6 @@ async def test_own_weights_and_workers_that_are_late_or_have_left_are_no_trouble
         await until(lambda: len(planted.subscribed(sender)) == 3)
 
 
-@pytest.mark.requirement(198)
 async def test_what_is_lost_on_the_way_to_all_comes_by_itself(unused_tcp_port: int) -> None:
     async with many(unused_tcp_port, 3) as everybody:
         broadcast = planted.broadcast_of(everybody.sender)
@@ -100,7 +99,6 @@ async def test_what_is_lost_on_the_way_to_all_comes_by_itself(unused_tcp_port: i
         assert everybody.read == [{2}] * 3
 
 
-@pytest.mark.requirement(198)
 @pytest.mark.thorough
 async def test_pushed_bytes_that_are_lost_are_fetched_and_no_others(unused_tcp_port: int) -> None:
     async with many(unused_tcp_port, 3, fanout="push", width=4 * MIB) as everybody:
@@ -123,19 +121,17 @@ async def test_pushed_bytes_that_are_lost_are_fetched_and_no_others(unused_tcp_p
             assert 16 * MIB < other - one < 22 * MIB  # four or five of the 17 chunks a second time
 
 
-@pytest.mark.requirement(196, 198)
+@pytest.mark.requirement(196)
 @pytest.mark.parametrize("fanout", ["pull", "push"])
 async def test_a_trainer_that_starts_again_is_subscribed_to_at_its_new_port(fanout: str, unused_tcp_port: int) -> None:
     endpoint = f"tcp://127.0.0.1:{unused_tcp_port}"
     first = ZMQWeightSyncScheme(endpoint=endpoint, fanout=fanout)
     first.init_on_sender(model_id="policy", model=Model(1), num_workers=3)
-    workers = [receiver_of(first, i, Model()) for i in range(3)]
-    await asyncio.gather(first.connect(), *(worker.connect() for worker in workers))
-    await until(lambda: len(planted.subscribed(first)) == 3)
-    port = planted.broadcast_of(first).port
-    for worker in workers:
-        worker.bus._link.subscriber.session.reconnects = True
-    await first.shutdown()
+    workers = [receiver_of(first, i, Model(), reconnect=True) for i in range(3)]
+    async with first:
+        await asyncio.gather(first.connect(), *(worker.connect() for worker in workers))
+        await until(lambda: len(planted.subscribed(first)) == 3)
+        port = planted.broadcast_of(first).port
     second = ZMQWeightSyncScheme(endpoint=endpoint, fanout=fanout)
     second.init_on_sender(model_id="policy", model=(source := Model(2)), num_workers=3)
     try:
@@ -151,7 +147,6 @@ async def test_a_trainer_that_starts_again_is_subscribed_to_at_its_new_port(fano
             await one.shutdown()
 
 
-@pytest.mark.requirement(198)
 @pytest.mark.parametrize("lacks", ["the port", "a socket"])
 async def test_whoever_cannot_subscribe_does_without(
     unused_tcp_port: int, lacks: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -195,12 +190,10 @@ def test_what_fanout_may_be() -> None:
     assert ZMQWeightSyncScheme().bus.fanout is None
 
 
-@pytest.mark.requirement(198)
 @pytest.mark.thorough
-@pytest.mark.parametrize("fanout", ["pull", "push"])
-async def test_a_reader_of_1_mb_per_second_delays_nobody_and_skips_versions(fanout: str, unused_tcp_port: int) -> None:
+async def test_a_reader_of_1_mb_per_second_delays_nobody_and_skips_versions(unused_tcp_port: int) -> None:
     width = MIB  # 4 MiB
-    async with many(unused_tcp_port, 4, fanout=fanout, width=width) as everybody:
+    async with many(unused_tcp_port, 4, fanout="push", width=width) as everybody:
         sender, source = everybody.sender, everybody.source
         ports = (unused_tcp_port, planted.broadcast_of(sender).port)
         async with throttled(ports, 1e6) as network:

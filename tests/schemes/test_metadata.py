@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from asyncsync import NoWeightSyncScheme, PartialSendError, SchemaMismatch, sync
+from asyncsync import PartialSendError, SchemaMismatch, sync
 from helpers import planted
-from helpers.apis import BLOCKING, Api, bare, face, in_thread
+from helpers.apis import BLOCKING, Api, bare, in_thread
 from helpers.collecting_weights import reading, tree
 from helpers.pairs import Model, connected, fill, held, passed_on, read, receiver_of, until
 
@@ -245,9 +245,8 @@ def test_a_leaf_of_a_tree_of_collectors_has_the_roots(kind: str) -> None:
             assert shown.metadata == expected, "what the middle publishes by itself stands for the root's version"
 
 
-@pytest.mark.parametrize("kind", [NoWeightSyncScheme, sync.NoWeightSyncScheme])
-async def test_no_synchronisation_counts_it_too(kind: Any) -> None:
-    scheme = face(kind()) if kind is not NoWeightSyncScheme else kind()
+async def test_no_synchronisation_counts_it_too(api: Api) -> None:
+    scheme = api.make(api.NoWeightSyncScheme)
     scheme.init_on_sender(model_id="policy", num_workers=1)
     await scheme.connect()
     assert await scheme.publish(metadata={"n": 1}) == 1
