@@ -13,7 +13,6 @@ from helpers.apis import ASYNCIO, BLOCKING, Api
 from helpers.elsewhere import FarWorker, claim_another_host
 from helpers.pairs import Model, fill, read, receiver_of
 from helpers.processes import Filled, Worker, eventually, impatient, processes
-from helpers.ranks import free_port
 from helpers.shared_workers import MIB, slots_in_sight
 
 AUTO = [Api("asyncio", ASYNCIO.module, "Auto", is_far=True), Api("blocking", BLOCKING.module, "Auto", is_far=True)]
@@ -43,11 +42,9 @@ def test_its_arguments_are_those_of_both_ways() -> None:
 
 
 @both
-@pytest.mark.parametrize("endpoint", [None, "tcp"])
-async def test_one_update_reaches_both_by_their_own_ways(auto: Api, endpoint: str | None, far: None) -> None:
+async def test_one_update_reaches_both_by_their_own_ways(auto: Api, far: None) -> None:
     source, models = Filled(2 * MIB, 1.0), [Filled(2 * MIB) for _ in range(4)]
-    scheme = auto.scheme(map_above=0, endpoint=endpoint and f"tcp://127.0.0.1:{free_port()}")
-    async with auto.crew(4, scheme=scheme, source=source, models=models) as (sender, _, _):
+    async with auto.crew(4, scheme=auto.scheme(map_above=0), source=source, models=models) as (sender, _, _):
         for value in range(2, 5):
             await sender.send_async(source.fill(value))
             assert [model.value for model in models] == [value] * 4
@@ -64,9 +61,7 @@ async def test_one_update_reaches_both_by_their_own_ways(auto: Api, endpoint: st
 
 
 @both
-async def test_small_weights_ride_in_the_instruction_to_one_and_are_copied_from_the_slot_by_the_other(
-    auto: Api, far: None
-) -> None:
+async def test_small_weights_ride_in_the_instruction_or_are_copied_from_the_slot(auto: Api, far: None) -> None:
     async with auto.crew(2, scheme=auto.scheme(), source=(source := Model(1))) as (sender, _, models):
         for value in (2, 3, 4):
             await sender.send_async(fill(source, value))

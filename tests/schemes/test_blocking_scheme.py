@@ -62,21 +62,15 @@ async def test_what_the_devices_have_still_to_do_is_noted_in_the_thread_that_sen
     noted: list[tuple[str, set[float]]] = []
     planted.note_device_events(monkeypatch, lambda flat: noted.append((threading.current_thread().name, read(flat))))
     here = threading.current_thread().name
-    sender = ZMQWeightSyncScheme(num_workers=1)
-    sender.init_on_sender(model_id="policy", model=(source := Model(1)))
-    receiver = receiver_of(sender, 0, model := Model())
-    with sender, receiver:
-        connecting = asyncio.create_task(in_thread(receiver.connect))
-        await asyncio.sleep(0)
-        await in_thread(sender.connect)
-        await connecting
+    async with BLOCKING.crew(1, source=Model(1)) as everybody:
+        sender, source = everybody.sender.bare, everybody.source
         assert noted.pop()[1] == {1}
         sender.send(fill(source, 2))
         sender.publish(fill(source, 3))
         await sender.send_async({0: fill(source, 4)})
         sender.bus.send({"policy": fill(source, 5)})
         assert noted == [(here, {value}) for value in (2, 3, 4, 5)]
-        assert read(model) == {5}
+        assert everybody.read == [{5}]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")

@@ -14,7 +14,7 @@ from torch import nn
 import asyncsync
 from helpers import planted
 from helpers.apis import Api, in_thread
-from helpers.pairs import Model, fill, passed_on, read, until
+from helpers.pairs import Model, fill, read, until
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 
@@ -61,7 +61,7 @@ async def test_a_module_compiled_after_registering_is_gated(api: Api) -> None:
             assert read(worker) == {value}
 
 
-# -- what is there before it is registered -----------------------------------------------------------------------------
+# -- what is there before it is registered
 
 
 class Summed(Model):
@@ -81,8 +81,7 @@ class Outer(nn.Module):
 
 
 def registered(module: Any, **options: Any) -> Any:
-    sender = asyncsync.ZMQWeightSyncScheme()
-    scheme = passed_on(sender)
+    scheme = asyncsync.ZMQWeightSyncScheme()
     scheme.init_on_receiver("policy", model=module, worker_idx=0, **options)
     return scheme
 

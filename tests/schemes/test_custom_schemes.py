@@ -19,6 +19,10 @@ from helpers.pairs import Clock, Model, fill, read, receiver_of
 pytestmark = pytest.mark.requirement(2)
 
 
+def _read(descriptor: bytes) -> bytes:
+    return Path(os.fsdecode(descriptor)).read_bytes()
+
+
 class FileTransport(TransportBackend):
     """Slabs as files in a directory that both sides can reach."""
 
@@ -41,7 +45,7 @@ class FileTransport(TransportBackend):
 
     async def fetch(self, descriptor: bytes, into: memoryview, deadline: float) -> None:
         assert deadline > asyncio.get_running_loop().time()
-        data = await asyncio.to_thread(Path(os.fsdecode(descriptor)).read_bytes)
+        data = await asyncio.to_thread(_read, descriptor)
         into[:] = data
         self.fetched += 1
 
@@ -116,10 +120,14 @@ async def test_one_update_of_two_models_may_travel_in_two_ways(api: Api, tmp_pat
             assert everybody.read == [{"file": {value}, "zmq": {value}}]
 
 
-async def test_a_transport_that_fails_fails_one_update_with_its_own_traceback(api: Api, tmp_path: Path) -> None:
+async def _no_disk(descriptor: bytes, into: memoryview, deadline: float) -> None:
+    raise OSError("no disk")
+
+
+async def test_a_transport_that_fails_fails_one_update(api: Api, tmp_path: Path) -> None:
     async with api.crew(2, scheme=file_scheme(api, tmp_path)) as everybody:
         sender, receivers, _ = everybody
-        (broken := receivers[1].receiver_transport).directory = None
+        broken = receivers[1].receiver_transport
         original, broken.fetch = broken.fetch, _no_disk
         with Clock(1.0), pytest.raises(PartialSendError) as caught:
             await sender.send_async(fill(everybody.source, 2), timeout=5)
@@ -129,12 +137,15 @@ async def test_a_transport_that_fails_fails_one_update_with_its_own_traceback(ap
         assert "_no_disk" in error.remote_traceback
         assert everybody.read == [{2}, {0}]
         broken.fetch = original
-        await sender.send_async(fill(everybody.source, 3), timeout=5)
+        version = await sender.send_async(fill(everybody.source, 3), timeout=5)
         assert everybody.read == [{3}, {3}]
-
-
-async def _no_disk(descriptor: bytes, into: memoryview, deadline: float) -> None:
-    raise OSError("no disk")
+        sender.shared_transport.directory = tmp_path / "missing"
+        with pytest.raises(FileNotFoundError):
+            await sender.publish(fill(everybody.source, 4))
+        assert (sender.version, everybody.read) == (version, [{3}, {3}]), "nothing was published"
+        sender.shared_transport.directory = tmp_path
+        await sender.send_async()
+        assert everybody.read == [{4}, {4}]
 
 
 class Stubborn(FileTransport):
@@ -148,7 +159,7 @@ class Stubborn(FileTransport):
 
     async def fetch(self, descriptor: bytes, into: memoryview, deadline: float) -> None:
         self.fetches += 1
-        data = await asyncio.to_thread(Path(os.fsdecode(descriptor)).read_bytes)
+        data = _read(descriptor)
         if self.fetches == 2:  # the first one brings the initial weights
             await asyncio.to_thread(self._write_late, into[:64], data)
             raise AssertionError("it was not cancelled")
@@ -180,18 +191,6 @@ async def test_a_fetch_that_writes_on_after_its_deadline_does_not_write_into_the
             await sender.send_async(fill(everybody.source, value))
             assert everybody.read == [{value}]
         assert planted.pool(receiver).slabs <= 2, "nothing refers to the first one's memory any more"
-
-
-async def test_an_offer_that_fails_publishes_nothing(api: Api, tmp_path: Path) -> None:
-    async with api.crew(1, scheme=file_scheme(api, tmp_path)) as everybody:
-        sender = everybody.sender
-        sender.shared_transport.directory = tmp_path / "missing"
-        with pytest.raises(FileNotFoundError):
-            await sender.publish(fill(everybody.source, 2))
-        assert (sender.version, everybody.read) == (1, [{0}])
-        sender.shared_transport.directory = tmp_path
-        await sender.send_async()
-        assert everybody.read == [{2}]
 
 
 class Minimal(TransportBackend):
