@@ -143,7 +143,7 @@ async def test_two_gates_may_count_one_method(api: Api, first: int) -> None:
     ("options", "error", "text"),
     [
         ({"gated": "predict"}, TypeError, r"gated=\('predict',\)"),
-        *[({"gated": (name,)}, ValueError, name) for name in ("act", "inner", "value", "apart", "__call__")],
+        *[({"gated": (name,)}, ValueError, f"'{name}'") for name in ("act", "inner", "value", "apart", "__call__")],
         *[({"gated": (late,)}, ValueError, late) for late in ("later", "one_by_one")],
         ({"gated": (3,)}, ValueError, "3"),
         ({"gated": ("predict",), "gate": "hold"}, ValueError, "hold"),
