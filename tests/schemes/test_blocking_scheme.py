@@ -140,7 +140,8 @@ async def test_all_blocking_schemes_of_a_process_share_one_thread() -> None:
 # -- sending
 
 
-@pytest.mark.requirement(69, 72)
+@pytest.mark.requirement(23, 69, 72)
+@pytest.mark.both_loops
 async def test_send_returns_nothing_and_not_before_its_workers_have_applied() -> None:
     async with BLOCKING.crew(2) as everybody:
         sender = everybody.sender.bare
@@ -154,7 +155,12 @@ async def test_send_returns_nothing_and_not_before_its_workers_have_applied() ->
             assert everybody.read == [{2}, {0}]
         assert await sending is None
         assert everybody.read == [{2}, {1}]
-        assert await sender.bus.send_async({"policy": Model(3)}) == 4, "it returns the version"
+        with held(everybody.receivers[0]):
+            sending = asyncio.create_task(sender.bus.send_async({"policy": Model(3)}))
+            for _ in range(50):
+                await asyncio.sleep(0.001)  # it does not block the loop
+            assert not sending.done()
+        assert await sending == 4, "it returns the version"
         assert everybody.read == [{3}, {3}]
 
 
