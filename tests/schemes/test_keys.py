@@ -10,6 +10,7 @@ import re
 import shutil
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from socket import create_connection
 from typing import Any
@@ -75,14 +76,14 @@ def site(api: Api, keys: Path, unused_tcp_port: int) -> Site:
     return Site(api, keys, unused_tcp_port)
 
 
+@dataclass
 class Run:
     """A sender, and worker 0, connected."""
 
-    def __init__(self, sender: Any, receiver: Any, source: Model, model: Model) -> None:
-        self.sender = sender
-        self.receiver = receiver
-        self.source = source
-        self.model = model
+    sender: Any
+    receiver: Any
+    source: Model
+    model: Model
 
     async def goes_on(self, *others: int) -> None:
         """Nobody has disturbed them."""
