@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from asyncsync import AutoWeightSyncScheme, NotConnected, PartialSendError, PeerLost, SharedMemWeightSyncScheme
-from asyncsync.cli import main
+from asyncsync import AutoWeightSyncScheme, PartialSendError, PeerLost, SharedMemWeightSyncScheme
 from helpers import planted
 from helpers.apis import ASYNCIO, BLOCKING, Api
 from helpers.elsewhere import FarWorker, claim_another_host
-from helpers.pairs import Model, fill, passed_on, read
+from helpers.pairs import Model, fill, read, receiver_of
 from helpers.processes import Filled, Worker, eventually, impatient, processes
-from helpers.ranks import free_port
 from helpers.shared_workers import MIB, slots_in_sight
 
 AUTO = [Api("asyncio", ASYNCIO.module, "Auto", is_far=True), Api("blocking", BLOCKING.module, "Auto", is_far=True)]
@@ -28,39 +25,26 @@ def far(monkeypatch: pytest.MonkeyPatch) -> None:
     claim_another_host(monkeypatch, lambda worker: worker % 2 == 1)
 
 
-@both
-def test_from_backend_makes_it(auto: Api) -> None:
-    scheme = auto.WeightSyncScheme.from_backend("auto", slots=3, map_above=7, compress="lz4", delta=True)
-    assert type(scheme) is auto.scheme_class
-    assert (scheme.bus.compress, scheme.bus.delta) == ("lz4", True)
-    scheme = passed_on(scheme)
-    scheme.init_on_sender(model_id="policy", model=Model(), num_workers=1)
-    transport = scheme.shared_transport
-    assert type(transport) is auto.transport_class
-    assert (transport.pool.slots_allowed, transport.pool.map_above, transport.map_above) == (3, 7, 7)
-
-
 @pytest.mark.requirement(203)
-@pytest.mark.parametrize(
-    ("options", "word"),
-    [
+def test_its_arguments_are_those_of_both_ways() -> None:
+    for options, word in (
         ({"slots": 1}, "slots"),
         ({"map_above": -1}, "map_above"),
         ({"compress": "gzip"}, "compress"),
         ({"endpoint": "tcp://0.0.0.0:5555"}, "allow_plaintext"),
-    ],
-)
-def test_bad_arguments_are_refused(options: dict[str, Any], word: str) -> None:
-    with pytest.raises(ValueError, match=word):
-        AutoWeightSyncScheme(**options)
+    ):
+        with pytest.raises(ValueError, match=word):
+            AutoWeightSyncScheme(**options)
+    keyed = AutoWeightSyncScheme(endpoint="tcp://0.0.0.0:5555", server_key="s", clients="c")
+    assert keyed.bus.endpoint == "tcp://0.0.0.0:5555"
+    monitoring = AutoWeightSyncScheme(metrics_port=9100, tracing=False).bus.monitoring
+    assert (monitoring.address, monitoring.tracing) == (("127.0.0.1", 9100), False)
 
 
 @both
-@pytest.mark.parametrize("endpoint", [None, "tcp"])
-async def test_one_update_reaches_both_by_their_own_ways(auto: Api, endpoint: str | None, far: None) -> None:
+async def test_one_update_reaches_both_by_their_own_ways(auto: Api, far: None) -> None:
     source, models = Filled(2 * MIB, 1.0), [Filled(2 * MIB) for _ in range(4)]
-    scheme = auto.scheme(map_above=0, endpoint=endpoint and f"tcp://127.0.0.1:{free_port()}")
-    async with auto.crew(4, scheme=scheme, source=source, models=models) as (sender, _, _):
+    async with auto.crew(4, scheme=auto.scheme(map_above=0), source=source, models=models) as (sender, _, _):
         for value in range(2, 5):
             await sender.send_async(source.fill(value))
             assert [model.value for model in models] == [value] * 4
@@ -76,37 +60,8 @@ async def test_one_update_reaches_both_by_their_own_ways(auto: Api, endpoint: st
         assert planted.pool(sender).slabs == 0, "packed once, into a slot"
 
 
-@pytest.mark.requirement(203)
 @both
-async def test_with_keys_both_ways_and_nobody_without(auto: Api, far: None, tmp_path: Path) -> None:
-    keys = tmp_path / "keys"
-    assert main(["keygen", str(keys), "--workers", "2"]) == 0
-    endpoint = f"tcp://127.0.0.1:{free_port()}"
-    sender = auto.scheme(endpoint=endpoint, server_key=keys / "server.key_secret", clients=keys / "clients")
-    sender.init_on_sender(model_id="policy", model=(source := Model(1.0)), num_workers=2)
-    own = keys / "client_secrets" / "worker-{worker_idx}.key_secret"
-    workers = [auto.scheme(connect=endpoint, server_key=keys / "server.key", client_key=own) for _ in range(2)]
-    stranger, models = auto.scheme(connect=endpoint), [Model(), Model()]
-    for index, worker in enumerate(workers):
-        worker.init_on_receiver("policy", model=models[index], worker_idx=index)
-    stranger.init_on_receiver("policy", model=Model(), worker_idx=1)
-    async with sender, workers[0], workers[1], stranger:
-        with pytest.raises(NotConnected):
-            await asyncio.gather(stranger.connect(timeout=1), sender.connect(timeout=1))
-        await asyncio.gather(*(one.connect(timeout=10) for one in (sender, *workers)))
-        await sender.send_async(fill(source, 2.0))
-        assert [model() for model in models] == [{2.0}, {2.0}]
-
-
-def test_it_has_figures_and_spans_as_the_others_do() -> None:
-    monitoring = AutoWeightSyncScheme(metrics_port=9100, tracing=False).bus.monitoring
-    assert (monitoring.address, monitoring.tracing) == (("127.0.0.1", 9100), False)
-
-
-@both
-async def test_small_weights_ride_in_the_instruction_to_one_and_are_copied_from_the_slot_by_the_other(
-    auto: Api, far: None
-) -> None:
+async def test_small_weights_ride_in_the_instruction_or_are_copied_from_the_slot(auto: Api, far: None) -> None:
     async with auto.crew(2, scheme=auto.scheme(), source=(source := Model(1))) as (sender, _, models):
         for value in (2, 3, 4):
             await sender.send_async(fill(source, value))
@@ -120,25 +75,19 @@ async def test_small_weights_ride_in_the_instruction_to_one_and_are_copied_from_
 @both
 async def test_a_far_worker_that_comes_again_gets_what_is_in_the_slot_now(auto: Api, far: None) -> None:
     """The fast path of those on this host has meanwhile written where a version was that the far one had been sent."""
-    sender = auto.scheme(min_workers=1)
-    sender.init_on_sender(model_id="policy", model=(source := Model(0.0)))
-
-    def worker(index: int) -> tuple[Any, Model]:
-        one = passed_on(sender)
-        one.init_on_receiver("policy", model=(model := Model(-1.0)), worker_idx=index)
-        return one, model
-
-    (far_one, model), (near, _), (again, anew) = worker(1), worker(0), worker(1)
+    sender = auto.sender(source := Model(0.0), scheme={"min_workers": 1})
+    models = [Model() for _ in range(3)]
+    far_one, near, again = (receiver_of(sender, index, model) for index, model in zip((1, 0, 1), models, strict=True))
     async with sender, near, again:
         async with far_one:
             await asyncio.gather(sender.connect(timeout=10), far_one.connect(timeout=10))
             await near.connect(timeout=10)
             await sender.send_async(fill(source, 1.0), timeout=10)
-            assert read(model) == {1.0}
+            assert read(models[0]) == {1.0}
         for value in range(2, 6):
             await sender.send_async(fill(source, float(value)), timeout=10)
         await again.connect(timeout=10)
-        assert read(anew) == {5.0}
+        assert read(models[2]) == {5.0}
 
 
 @both

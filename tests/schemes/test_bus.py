@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import pickle
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from itertools import count
 from pathlib import Path
@@ -15,20 +14,24 @@ from typing import Any
 import pytest
 
 from asyncsync import AckTimeout, ClosedError, NotConnected, PartialSendError, SchemaMismatch, WeightStrategy
+from helpers import planted
 from helpers.apis import Api, is_instant
 from helpers.pairs import Clock, Model, connected, crew, fill, passed_on, read, receiver_of, until
 
-pytestmark = pytest.mark.schemes("every")
+pytestmark = [pytest.mark.requirement(216), pytest.mark.schemes("every")]
 
 NAMES = ("policy", "value")
 
 
-@pytest.mark.requirement(199, 216)
+@pytest.mark.requirement(199)
 @pytest.mark.schemes("all")
 @pytest.mark.both_loops
 async def test_several_models_in_one_update(api: Api) -> None:
-    async with api.family(2) as everybody:
+    async with api.family(2, apart=True) as everybody:
         bus, sources = everybody.bus, everybody.sources
+        for worker in everybody.workers:
+            assert len({id(s.bus) for s in worker.values()}) == 1, "pickled apart: one connection, one gate"
+        assert everybody.buses[0] is not everybody.buses[1]
         version = await bus.send_async({"policy": fill(sources["policy"], 5), "value": fill(sources["value"], 5)})
         assert version == bus.version
         assert everybody.read == [{"policy": {5}, "value": {5}}] * 2
@@ -55,7 +58,6 @@ async def test_a_worker_that_cannot_take_one_of_the_models_takes_none(api: Api) 
         assert everybody.read == [{"policy": {9}, "value": {9}}] * 2
 
 
-@pytest.mark.requirement(216)
 @pytest.mark.schemes("all")
 @pytest.mark.both_loops
 async def test_weights_for_one_worker_take_no_model_of_everybody_along(api: Api) -> None:
@@ -72,52 +74,14 @@ async def test_weights_for_one_worker_take_no_model_of_everybody_along(api: Api)
         assert everybody.read == [{"policy": {x}, "value": {7.0}} for x in (5.0, 6.0)]
 
 
-@pytest.mark.parametrize("again", [False, True])
-async def test_connect_again_changes_nothing_of_what_receive_returns(api: Api, again: bool) -> None:
-    scheme = api.scheme(num_workers=1)
-    scheme.init_on_sender(model_id="policy")
-    async with connected(scheme, receiver := receiver_of(scheme, 0, Model(0))):
-        await scheme.send_async(Model(3.0), timeout=5)
-        if again:
-            await receiver.connect(timeout=5)
+async def test_connect_again_changes_nothing_of_what_receive_returns(api: Api) -> None:
+    async with api.crew(1) as (sender, [receiver], _):
+        await sender.send_async(Model(3.0), timeout=5)
+        await receiver.connect(timeout=5)
         weights = await receiver.receive(timeout=0.2)
         assert weights is None if is_instant(receiver) else read(weights) == {3.0}
 
 
-@pytest.mark.requirement(199)
-async def test_no_hold_ever_sees_models_of_two_updates(api: Api) -> None:
-    async with api.family() as everybody:
-        stop = threading.Event()
-        seen: list[set[float]] = []
-
-        def look() -> None:
-            while not stop.is_set():
-                with everybody.buses[0].hold():
-                    seen.append(set.union(*everybody.read[0].values()))
-
-        readers = [asyncio.create_task(asyncio.to_thread(look)) for _ in range(2)]
-        try:
-            for value in count(1):
-                await everybody.bus.send_async({n: fill(s, value) for n, s in everybody.sources.items()}, timeout=10)
-                if value >= 60 and seen and len(set.union(*seen)) > 10:
-                    break
-        finally:
-            stop.set()
-            await asyncio.gather(*readers)
-        assert all(len(values) == 1 for values in seen), [v for v in seen if len(v) > 1][:3]
-
-
-@pytest.mark.requirement(216)
-async def test_separately_pickled_schemes_of_one_bus_find_each_other(api: Api) -> None:
-    async with api.family(2, apart=True) as everybody:
-        for worker in everybody.workers:
-            assert len({id(s.bus) for s in worker.values()}) == 1, "one connection, one gate"
-        assert everybody.buses[0] is not everybody.buses[1]
-        await everybody.bus.send_async({name: fill(source, 3) for name, source in everybody.sources.items()})
-        assert everybody.read == [{"policy": {3}, "value": {3}}] * 2
-
-
-@pytest.mark.requirement(216)
 @pytest.mark.schemes("zmq")
 async def test_copies_that_learn_their_worker_only_at_connect_say_what_to_do(api: Api) -> None:
     bus = api.bus(num_workers=1)
@@ -135,7 +99,6 @@ async def test_copies_that_learn_their_worker_only_at_connect_say_what_to_do(api
         await scheme.shutdown()
 
 
-@pytest.mark.requirement(216)
 @pytest.mark.schemes("waiting")
 async def test_a_bus_is_a_context_manager_that_ends_its_schemes(api: Api) -> None:
     async with api.family() as everybody:
@@ -143,17 +106,15 @@ async def test_a_bus_is_a_context_manager_that_ends_its_schemes(api: Api) -> Non
         await asyncio.sleep(0)
         async with everybody.bus as bus:
             assert not bus.closed
-    assert bus.closed
-    assert everybody.schemes["policy"].closed
-    with pytest.raises(ClosedError):
-        await waiting
-    with pytest.raises(ClosedError):
-        await bus.publish({"policy": Model()})
+        assert bus.closed
+        assert everybody.schemes["policy"].closed
+        with pytest.raises(ClosedError):
+            await waiting
     with pytest.raises(RuntimeError, match="scheme"):
         await api.bus().connect()
 
 
-@pytest.mark.requirement(85, 216)
+@pytest.mark.requirement(85)
 async def test_a_bus_may_be_shut_down_before_it_connects_and_again(api: Api) -> None:
     bus = api.bus(num_workers=1)
     scheme = api.scheme(bus=bus)
@@ -169,37 +130,51 @@ async def test_a_bus_may_be_shut_down_before_it_connects_and_again(api: Api) -> 
         api.scheme(bus=bus).init_on_sender(model_id="value", model=Model())
 
 
-@pytest.mark.requirement(216)
-@pytest.mark.schemes("zmq")
-async def test_a_bus_pickles_as_its_configuration(api: Api) -> None:
-    bus = api.bus(num_workers=2, min_workers=1, checksum=True)
-    copy = pickle.loads(pickle.dumps(bus))
-    names = ("endpoint", "connect_endpoint", "num_workers", "min_workers", "allow_plaintext", "checksum")
-    assert [getattr(copy, n) for n in names] == [getattr(bus, n) for n in names]
-
-
 # -- whole updates only
+
+
+@asynccontextmanager
+async def in_two_threads(look: Callable[[], set[float]]) -> AsyncIterator[list[set[float]]]:
+    """What is seen meanwhile, again and again: afterwards, of one version each time."""
+    stop, seen = threading.Event(), list[set[float]]()
+
+    def go_on() -> None:
+        while not stop.is_set():
+            seen.append(look())
+
+    readers = [asyncio.create_task(asyncio.to_thread(go_on)) for _ in range(2)]
+    try:
+        yield seen
+    finally:
+        stop.set()
+        await asyncio.gather(*readers)
+    assert all(len(values) == 1 for values in seen), [values for values in seen if len(values) != 1][:3]
+
+
+@pytest.mark.requirement(199)
+async def test_no_hold_ever_sees_models_of_two_updates(api: Api) -> None:
+    async with api.family() as everybody:
+
+        def look() -> set[float]:
+            with everybody.buses[0].hold():
+                return set.union(*everybody.read[0].values())
+
+        async with in_two_threads(look) as seen:
+            for value in count(1):
+                await everybody.bus.send_async({n: fill(s, value) for n, s in everybody.sources.items()}, timeout=10)
+                if value >= 60 and seen and len(set.union(*seen)) > 10:
+                    break
 
 
 @pytest.mark.requirement(194)
 @pytest.mark.promise(3)
 @pytest.mark.schemes("all")
 @pytest.mark.both_loops
-@pytest.mark.parametrize("endpoint", ["ipc", "tcp"])
-async def test_no_forward_ever_sees_two_versions(api: Api, endpoint: str, unused_tcp_port: int) -> None:
+async def test_no_forward_ever_sees_two_versions(api: Api) -> None:
     width = 1 << 15
-    scheme = api.scheme(endpoint=f"tcp://127.0.0.1:{unused_tcp_port}" if endpoint == "tcp" else None)
-    async with api.crew(1, scheme=scheme, source=Model(0, width), models=[Model(width=width)]) as everybody:
+    async with api.crew(1, source=Model(0, width), models=[Model(width=width)]) as everybody:
         model = everybody.models[0]
-        stop = threading.Event()
-        seen: list[set[float]] = []
-
-        def roll_out() -> None:
-            while not stop.is_set():
-                seen.append(model())
-
-        rollers = [asyncio.create_task(asyncio.to_thread(roll_out)) for _ in range(2)]
-        try:
+        async with in_two_threads(model) as seen:
             for value in count(1):
                 version = await everybody.sender.publish(fill(everybody.source, value))
                 seen.append(model())
@@ -209,11 +184,6 @@ async def test_no_forward_ever_sees_two_versions(api: Api, endpoint: str, unused
                     await everybody.sender.wait_version(version, timeout=10)
                     if value >= 80 and len(set.union(*seen)) > 10:
                         break
-        finally:
-            stop.set()
-            await asyncio.gather(*rollers)
-        torn = [values for values in seen if len(values) != 1]
-        assert not torn, torn[:3]
         assert read(model) == {value}
 
 
@@ -228,19 +198,13 @@ def native_threads() -> Counter[str]:
 
 @pytest.mark.requirement(189)
 @pytest.mark.both_loops
-async def test_small_updates_start_no_thread_of_ours() -> None:
-    before = set(threading.enumerate())
+async def test_updates_start_the_documented_threads_only() -> None:
+    width = 3 << 20
+    before, native = set(threading.enumerate()), native_threads()
     async with crew(2) as everybody:
         for value in range(3):
             await everybody.sender.send_async(fill(everybody.source, value))
-            await everybody.receivers[0].receive(timeout=5)
-        assert set(threading.enumerate()) == before
-
-
-@pytest.mark.requirement(189)
-async def test_large_updates_start_the_documented_threads_only() -> None:
-    width = 3 << 20
-    before, native = set(threading.enumerate()), native_threads()
+        assert set(threading.enumerate()) == before, "small ones start none"
     async with crew(1, source=Model(0, width), models=[Model(width=width)]) as everybody:
         await everybody.sender.send_async(fill(everybody.source, 1))
         assert read(await everybody.receivers[0].receive(timeout=5)) == {1}
@@ -300,15 +264,23 @@ async def test_a_model_that_cannot_be_converted_does_not_keep_others_from_their_
 
 
 @pytest.mark.schemes("waiting")
-async def test_a_model_that_waits_for_receive_does_not_keep_others_waiting(api: Api) -> None:
+async def test_a_model_that_waits_for_receive_keeps_others_from_nothing_and_is_waited_for(api: Api) -> None:
     async with separately(api, apply="on_receive") as (bus, sources, copies, models):
         waiting = await bus.publish({"value": fill(sources["value"], 1)})
+        await until(lambda: copies["value"].status()[0].target == waiting)
         for value in range(1, 4):
-            await bus.send_async({"policy": fill(sources["policy"], value)}, timeout=5)
+            newer = await bus.send_async({"policy": fill(sources["policy"], value)}, timeout=5)
             assert (read(models["policy"]), read(models["value"])) == ({value}, {-1})
-        assert read(await copies["value"].receive(timeout=5)) == {1}
-        assert read(models["value"]) == {1}
+        below = copies["policy"].bus
+        await below.wait_version(newer, timeout=5)
+        assert below.status()[0].lag > 0, "of the model that is behind, whatever another one shows"
+        await copies["policy"].wait_version(waiting, timeout=5)
+        for behind in (below, copies["value"]):
+            with pytest.raises(AckTimeout, match=f"version {waiting}"):
+                await behind.wait_version(waiting, timeout=0.05)
+        assert read(await copies["value"].receive(timeout=5)) == read(models["value"]) == {1}
         await bus.wait_version(waiting, timeout=5)
+        await below.wait_version(waiting, timeout=5)
 
 
 @pytest.mark.schemes("waiting")
@@ -360,23 +332,22 @@ async def test_extra_state_that_cannot_be_set_leaves_no_tensor_behind(api: Api) 
         assert (everybody.read, policy.state) == ([{"policy": {6}, "value": {6}}], 7)
 
 
-@pytest.mark.schemes("waiting")
-async def test_a_worker_waits_for_a_version_of_every_model_that_it_is_told_of(api: Api) -> None:
-    async with separately(api, apply="on_receive") as (bus, sources, copies, _):
-        waiting = await bus.publish({"value": fill(sources["value"], 1)})
-        await until(lambda: copies["value"].status()[0].target == waiting)
-        newer = await bus.send_async({"policy": fill(sources["policy"], 2)}, timeout=5)
-        below = copies["policy"].bus
-        await below.wait_version(newer, timeout=5)
-        assert below.status()[0].lag > 0, "of the model that is behind, whatever another one shows"
-        await copies["policy"].wait_version(waiting, timeout=5)
-        for behind in (below, copies["value"]):
-            with pytest.raises(AckTimeout, match=f"version {waiting}"):
-                await behind.wait_version(waiting, timeout=0.05)
-        assert read(await copies["value"].receive(timeout=5)) == {1}
-        await below.wait_version(waiting, timeout=5)
+@pytest.mark.schemes("zmq")
+async def test_a_model_that_is_not_connected_yet_cannot_be_published_and_leaves_nothing(api: Api) -> None:
+    async with api.bus(num_workers=1) as bus:
+        there, missing = (api.scheme(bus=bus) for _ in range(2))
+        there.init_on_sender(model_id="there", model=Model(1))
+        missing.init_on_sender(model_id="missing", model=Model(1))
+        async with connected(there, receiver_of(there, 0, model := Model(), "there")):
+            for _ in range(3):
+                with pytest.raises(NotConnected, match=r"schemes for \['missing'\] are not connected"):
+                    await bus.publish({"there": Model(2), "missing": Model(2)})
+            assert (bus.version, planted.pool(there).slabs <= 2) == (1, True)
+            await there.send_async(Model(3))
+            assert read(model) == {3}
 
 
+@pytest.mark.schemes("some")
 async def test_a_scheme_that_moves_nothing_takes_no_part_in_a_bus(api: Api) -> None:
     async with api.bus(num_workers=1) as bus:
         moved, still = api.scheme(bus=bus), api.make(api.NoWeightSyncScheme, bus=bus, num_workers=3)
@@ -386,9 +357,7 @@ async def test_a_scheme_that_moves_nothing_takes_no_part_in_a_bus(api: Api) -> N
         moved.init_on_sender(model_id="policy", model=source)
         copies["value"].init_on_receiver("value", model=(other := Model()), worker_idx=2)
         copies["policy"].init_on_receiver("policy", model=model, worker_idx=0)
-        below = copies["policy"].bus
-        try:
-            await asyncio.gather(bus.connect(timeout=5), below.connect(timeout=5))
+        async with connected(bus, copies["policy"].bus):
             await still.connect()
             assert await still.publish() == 1
             await bus.send_async({"policy": fill(source, 2)}, timeout=5)
@@ -398,7 +367,5 @@ async def test_a_scheme_that_moves_nothing_takes_no_part_in_a_bus(api: Api) -> N
             await still.shutdown()
             await bus.send_async({"policy": fill(source, 3)}, timeout=5)
             assert (read(model), read(other), still.version) == ({3}, {-1}, 1)
-        finally:
-            await below.shutdown()
         with pytest.raises(TypeError, match="Bus"):
             api.make(api.NoWeightSyncScheme, bus=api.other.bus())

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from asyncsync import ClosedError
 from helpers.apis import Api
-from helpers.pairs import Model, fill, passed_on, receiver_of
+from helpers.pairs import Model, connected, fill, passed_on, receiver_of
 
 pytestmark = pytest.mark.schemes("every")
 
@@ -33,8 +31,7 @@ async def test_versions_go_on_from_a_checkpoint(api: Api, when: str, tmp_path: P
         second.load_state_dict(state)
     worker = receiver_of(second, 0, model)
     assert passed_on(second).state_dict() == {"version": 0}, "a copy is not the trainer that has published them"
-    try:
-        await asyncio.gather(second.connect(), worker.connect())
+    async with connected(second, worker):
         if when == "after connect":
             second.load_state_dict(state)
             assert second.version == 2
@@ -47,9 +44,6 @@ async def test_versions_go_on_from_a_checkpoint(api: Api, when: str, tmp_path: P
             worker.state_dict()
         with pytest.raises(RuntimeError, match="sender"):
             worker.load_state_dict(state)
-    finally:
-        await worker.shutdown()
-        await second.shutdown()
 
 
 async def test_a_checkpoint_never_takes_a_version_back(api: Api) -> None:
@@ -63,6 +57,10 @@ async def test_a_checkpoint_never_takes_a_version_back(api: Api) -> None:
         sender.load_state_dict({"version": 100})
         sender.load_state_dict({"version": 100})
         assert (sender.version, worker.version, model()) == (100, 7, {7})
+        await sender.wait_version(1)
+        for version in (9, 100, 101):  # which another trainer has published, and nobody
+            with pytest.raises(ValueError, match=f"version {version}"):
+                await sender.wait_version(version, timeout=0.1)
         assert await sender.send_async(fill(sender.model, 8)) == 101
         assert (worker.version, model()) == (101, {8})
     with pytest.raises(ClosedError):
@@ -70,24 +68,23 @@ async def test_a_checkpoint_never_takes_a_version_back(api: Api) -> None:
     assert sender.state_dict() == {"version": 101}
 
 
-async def test_what_another_trainer_has_published_cannot_be_waited_for(api: Api) -> None:
-    async with api.crew(1) as (sender, _, _):
-        sender.load_state_dict({"version": 10})
-        await sender.wait_version(1)
-        for version in (2, 10, 11):
-            with pytest.raises(ValueError, match=str(version)):
-                await sender.wait_version(version, timeout=0.1)
-        assert await sender.publish() == 11
-        await sender.wait_version(11)
-
-
-@pytest.mark.parametrize("state", [{}, {"version": -1}, {"version": True}, {"version": 1.0}, {"version": 1 << 63}, 3])
+@pytest.mark.parametrize("cls", ["ZMQWeightSyncScheme", "NoWeightSyncScheme"])
 @pytest.mark.schemes("zmq")
-def test_what_is_no_state_is_refused(api: Api, state: Any) -> None:
-    scheme = api.scheme()
-    with pytest.raises(ValueError, match="version"):
-        scheme.load_state_dict(state)
-    assert scheme.state_dict() == {"version": 0}
+async def test_what_is_no_state_is_refused_and_a_conversion_keeps_it(api: Api, cls: str) -> None:
+    scheme = api.make(getattr(api, cls))
+    for state in ({}, {"version": -1}, {"version": True}, {"version": 1.0}, {"version": 1 << 63}, 3):
+        with pytest.raises(ValueError, match="version"):
+            scheme.load_state_dict(state)
+        assert scheme.state_dict() == {"version": 0}
+    scheme.load_state_dict({"version": 4})
+    twin = scheme.aio if api.is_blocking else scheme.blocking
+    assert (type(twin), twin.state_dict()) == (getattr(api.other, cls), {"version": 4})
+    if cls == "NoWeightSyncScheme":  # it counts on, too
+        scheme.init_on_sender(model_id="policy", model=Model(1))
+        await scheme.connect()
+        assert await scheme.publish() == scheme.state_dict()["version"] == 5
+        with pytest.raises(ValueError, match="version"):
+            scheme.load_state_dict({"version": 4})
 
 
 @pytest.mark.schemes("zmq")
@@ -99,29 +96,8 @@ async def test_the_schemes_of_a_bus_share_their_count(api: Api) -> None:
         value.init_on_sender(model_id="value", model=Model(2))
         assert policy.state_dict() == value.state_dict() == bus.state_dict() == {"version": 4}
         workers = [receiver_of(policy, 0, Model()), receiver_of(value, 0, Model(), "value")]
-        await asyncio.gather(bus.connect(), *(w.connect() for w in workers))
-        assert [w.version for w in workers] == [5, 6]
-        assert await bus.send_async({"policy": None, "value": None}) == 7
-        value.load_state_dict({"version": 8})
-        assert await policy.send_async() == bus.state_dict()["version"] == 9
-        for worker in workers:
-            await worker.shutdown()
-
-
-@pytest.mark.schemes("zmq")
-def test_a_converted_scheme_goes_on_from_the_checkpoint(api: Api) -> None:
-    scheme = api.scheme()
-    scheme.load_state_dict({"version": 4})
-    twin = scheme.aio if api.is_blocking else scheme.blocking
-    assert twin.state_dict() == {"version": 4}
-
-
-@pytest.mark.schemes("zmq")
-async def test_a_scheme_that_moves_nothing_counts_on_too(api: Api) -> None:
-    scheme = api.make(api.NoWeightSyncScheme)
-    scheme.load_state_dict({"version": 4})
-    scheme.init_on_sender(model_id="policy", model=Model(1))
-    await scheme.connect()
-    assert await scheme.publish() == scheme.state_dict()["version"] == 5
-    with pytest.raises(ValueError, match="version"):
-        scheme.load_state_dict({"version": 4})
+        async with connected(bus, *workers):
+            assert [w.version for w in workers] == [5, 6]
+            assert await bus.send_async({"policy": None, "value": None}) == 7
+            value.load_state_dict({"version": 8})
+            assert await policy.send_async() == bus.state_dict()["version"] == 9

@@ -15,8 +15,6 @@ from torch.nn.utils import parametrize
 import asyncsync
 from helpers.apis import ASYNCIO, Api
 
-pytestmark = pytest.mark.timeout(60)
-
 
 class Twice(nn.Module):
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
@@ -40,8 +38,7 @@ KEPT: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 @pytest.mark.schemes("every")
 @pytest.mark.parametrize("kind", KEPT)
 async def test_a_forward_computes_with_the_weights_of_the_last_update(api: Api, kind: str) -> None:
-    """In `torch.autocast` and `parametrize.cached()`, which keep weights in another dtype, and computed ones, until the
-    end of the block."""
+    """In blocks that keep weights in another dtype, and computed ones, until they end."""
     twice = kind == "parametrizations"
     model = linear(0, twice)
     async with api.crew(1, source=linear(1, twice), models=[model]) as everybody:

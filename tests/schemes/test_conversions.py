@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 from tensordict import TensorDict
 
-import asyncsync
-from asyncsync import NotConnected, sync
+from asyncsync import ClosedError, NotConnected
 from helpers.apis import Api, Face, bare, face, is_instant
 from helpers.pairs import Model, connected, fill, passed_on, read, until
 
-pytestmark = pytest.mark.schemes("some")
+pytestmark = [pytest.mark.requirement(213), pytest.mark.schemes("some")]
 
 
 def converted(scheme: Any) -> Any:
@@ -34,7 +33,6 @@ WORKERS: dict[str, Callable[[Any, int, Model], Any]] = {
 }
 
 
-@pytest.mark.requirement(213)
 @pytest.mark.parametrize("order", WORKERS)
 @pytest.mark.parametrize("sender_first", [True, False])
 async def test_the_workers_may_have_the_other_api(api: Api, order: str, sender_first: bool) -> None:
@@ -48,20 +46,6 @@ async def test_the_workers_may_have_the_other_api(api: Api, order: str, sender_f
     await follow(api, scheme, source, workers, models)
 
 
-@pytest.mark.requirement(213)
-@pytest.mark.schemes("zmq")
-@pytest.mark.parametrize("role", ["none yet", "sender", "receiver"])
-def test_a_scheme_can_be_converted_for_one_worker_after_the_other(api: Api, role: str) -> None:
-    scheme = api.scheme(num_workers=2)
-    if role == "sender":
-        scheme.init_on_sender(model_id="policy", model=Model())
-    elif role == "receiver":
-        init(scheme, 0, Model())
-    first, second = (converted(scheme) for _ in range(2))
-    assert first.bus.endpoint == second.bus.endpoint == scheme.bus.endpoint
-
-
-@pytest.mark.requirement(213)
 @pytest.mark.parametrize("init_first", [True, False])
 async def test_the_trainer_may_have_the_other_api(api: Api, init_first: bool) -> None:
     original, source, models = api.scheme(num_workers=2), Model(1), [Model(), Model()]
@@ -79,8 +63,7 @@ async def test_the_trainer_may_have_the_other_api(api: Api, init_first: bool) ->
 
 async def follow(api: Api, scheme: Any, source: Model, workers: list[Any], models: list[Model]) -> None:
     """Everything a pair of APIs needs of one another: initial weights, updates for all and for one, the goodbye."""
-    try:
-        await asyncio.gather(*(s.connect(timeout=5) for s in (scheme, *workers)))
+    async with connected(scheme, *workers):
         assert [read(m) for m in models] == [{1}, {1}]
         await scheme.send_async(fill(source, 2))
         assert [read(m) for m in models] == [{2}, {2}]
@@ -90,10 +73,7 @@ async def follow(api: Api, scheme: Any, source: Model, workers: list[Any], model
         waiting = [asyncio.create_task(until_the_end(w)) for w in workers]
         await scheme.shutdown()
         ended = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 5)
-        assert [type(e) for e in ended] == [asyncsync.ClosedError] * 2
-    finally:
-        for each in (scheme, *workers):
-            await each.shutdown()
+        assert [type(e) for e in ended] == [ClosedError] * 2
 
 
 async def until_the_end(receiver: Any) -> None:
@@ -103,7 +83,6 @@ async def until_the_end(receiver: Any) -> None:
     await receiver.receive()
 
 
-@pytest.mark.requirement(213)
 def test_a_conversion_keeps_the_class_the_configuration_and_what_was_initialised(api: Api) -> None:
     scheme = api.scheme("state_dict", num_workers=2)
     context = object()
@@ -119,20 +98,6 @@ def test_a_conversion_keeps_the_class_the_configuration_and_what_was_initialised
     assert type(bare(converted(twin))) is api.scheme_class
 
 
-@pytest.mark.requirement(213)
-def test_a_scheme_that_has_the_api_already_is_returned_itself() -> None:
-    assert (scheme := asyncsync.ZMQWeightSyncScheme()).aio is scheme
-    assert (scheme := sync.ZMQWeightSyncScheme()).blocking is scheme
-
-
-@pytest.mark.requirement(213)
-@pytest.mark.schemes("zmq")
-def test_the_scheme_that_moves_nothing_converts_too(api: Api) -> None:
-    twin = converted(api.make(api.NoWeightSyncScheme))
-    assert type(bare(twin)) is api.other.NoWeightSyncScheme
-
-
-@pytest.mark.requirement(213)
 @pytest.mark.parametrize("init_first", [True, False])
 async def test_the_schemes_of_one_bus_share_it_after_the_conversion(api: Api, init_first: bool) -> None:
     bus, models = api.bus(num_workers=1), {name: Model() for name in ("policy", "value")}
@@ -153,64 +118,36 @@ async def test_the_schemes_of_one_bus_share_it_after_the_conversion(api: Api, in
         assert worker.version == bus.version
 
 
-@pytest.mark.requirement(213)
-def test_one_worker_cannot_have_schemes_of_one_bus_with_both_apis(api: Api) -> None:
-    bus = api.bus(num_workers=1)
-    schemes = {name: api.scheme(bus=bus) for name in ("policy", "value")}
-    first, second = passed_on(schemes["policy"]), converted(passed_on(schemes["value"]))
-    first.init_on_receiver("policy", model=Model(), worker_idx=0)
-    with pytest.raises(ValueError, match="bus"):
-        second.init_on_receiver("value", model=Model(), worker_idx=0)
-
-
-@pytest.mark.requirement(213)
-def test_a_bus_takes_schemes_of_its_own_api_only(api: Api) -> None:
-    other = api.other
+def test_a_bus_takes_schemes_of_its_own_api_only_and_so_does_each_worker(api: Api) -> None:
+    other, bus = api.other, api.bus(num_workers=1)
     with pytest.raises(TypeError, match="API"):
-        other.scheme(bus=api.bus())
+        other.scheme(bus=bus)
+    first, second = (passed_on(api.scheme(bus=bus)) for _ in range(2))
+    init(first, 0, Model())
+    with pytest.raises(ValueError, match="bus"):
+        init(converted(second), 0, Model(), "value")
 
 
-class Mine(asyncsync.ZMQWeightSyncScheme):
-    pass
-
-
-class BlockingMine(sync.ZMQWeightSyncScheme):
-    pass
-
-
-@pytest.mark.requirement(213)
 @pytest.mark.schemes("zmq")
-def test_a_class_of_ones_own_has_no_counterpart_and_the_error_says_what_to_do(api: Api) -> None:
-    mine = api.make(api.either(Mine, BlockingMine))
+@pytest.mark.parametrize("name", ["Mine", "ZMQWeightSyncScheme"])
+def test_a_class_of_ones_own_has_no_counterpart_and_the_error_says_what_to_do(api: Api, name: str) -> None:
+    mine = api.make(type(name, (api.ZMQWeightSyncScheme,), {}))
     other = "asyncsync" if api.is_blocking else "asyncsync.sync"
-    with pytest.raises(TypeError, match=f"Mine.*{other}.*{mine.bus.endpoint}"):
+    with pytest.raises(TypeError, match=f"{name}.*{other}.*{mine.bus.endpoint}"):
         converted(mine)
-    assert isinstance(mine.blocking if api.is_blocking else mine.aio, (Mine, BlockingMine))
+    assert (mine.blocking if api.is_blocking else mine.aio) is bare(mine), "it has this API already"
 
 
-@pytest.mark.requirement(213)
-@pytest.mark.schemes("zmq")
-def test_nor_has_a_class_of_ones_own_that_is_called_like_one_of_asyncsyncs(api: Api) -> None:
-    mine = api.make(type("ZMQWeightSyncScheme", (api.ZMQWeightSyncScheme,), {}))
-    with pytest.raises(TypeError, match="ZMQWeightSyncScheme"):
-        converted(mine)
-
-
-@pytest.mark.requirement(213)
-async def test_once_connected_it_is_too_late(api: Api) -> None:
+async def test_from_connect_on_it_is_too_late(api: Api) -> None:
+    alone = api.sender(Model(), num_workers=1)
+    with pytest.raises(NotConnected):
+        await alone.connect(timeout=0.05)
     async with api.crew(1) as (sender, (receiver,), _):
-        for scheme in (sender, receiver):
+        for scheme in (alone, sender, receiver):
             with pytest.raises(RuntimeError, match="connect"):
                 converted(scheme)
         await sender.send_async()
-
-
-@pytest.mark.requirement(213)
-async def test_while_connecting_and_after_shutdown_it_is_too_late_too(api: Api) -> None:
-    scheme = api.sender(Model(), num_workers=1)
-    with pytest.raises(NotConnected):
-        await scheme.connect(timeout=0.05)
-    for _ in range(2):
+    await alone.shutdown()
+    for scheme in (alone, sender, receiver):
         with pytest.raises(RuntimeError, match="connect"):
             converted(scheme)
-        await scheme.shutdown()

@@ -14,7 +14,13 @@ import pytest
 from asyncsync import PartialSendError, RemoteError, TransportBackend, WeightStrategy, WeightSyncScheme, sync
 from helpers import planted
 from helpers.apis import Api
-from helpers.pairs import Clock, Model, fill, read, receiver_of, refusals
+from helpers.pairs import Clock, Model, fill, read, receiver_of
+
+pytestmark = pytest.mark.requirement(2)
+
+
+def _read(descriptor: bytes) -> bytes:
+    return Path(os.fsdecode(descriptor)).read_bytes()
 
 
 class FileTransport(TransportBackend):
@@ -39,7 +45,7 @@ class FileTransport(TransportBackend):
 
     async def fetch(self, descriptor: bytes, into: memoryview, deadline: float) -> None:
         assert deadline > asyncio.get_running_loop().time()
-        data = await asyncio.to_thread(Path(os.fsdecode(descriptor)).read_bytes)
+        data = await asyncio.to_thread(_read, descriptor)
         into[:] = data
         self.fetched += 1
 
@@ -50,12 +56,13 @@ class FileTransport(TransportBackend):
 class Filing:
     """What makes a scheme of a user's own; what it adds travels with its pickle."""
 
-    def __init__(self, directory: Path, **options: Any) -> None:
+    def __init__(self, directory: Path, kind: type[TransportBackend], **options: Any) -> None:
         super().__init__(**options)
         self.directory = directory
+        self.kind = kind
 
-    def create_transport(self, **kwargs: Any) -> FileTransport:
-        return FileTransport(self.directory)
+    def create_transport(self, **kwargs: Any) -> TransportBackend:
+        return self.kind(self.directory)  # type: ignore[call-arg]
 
 
 class FileScheme(Filing, WeightSyncScheme):
@@ -66,30 +73,20 @@ class BlockingFileScheme(Filing, sync.WeightSyncScheme):
     pass
 
 
-def file_scheme(api: Api, directory: Path) -> Any:
-    return api.make(api.either(FileScheme, BlockingFileScheme), directory)
+def file_scheme(api: Api, directory: Path, kind: type[TransportBackend] = FileTransport, **options: Any) -> Any:
+    return api.make(api.either(FileScheme, BlockingFileScheme), directory, kind, **options)
 
 
 @pytest.mark.requirement(1)
-def test_scheme_transport_and_strategy_are_separate_public_abstractions(api: Api) -> None:
-    kinds = (api.WeightSyncScheme, api.TransportBackend, api.WeightStrategy)
-    assert len(set(kinds)) == 3
-    for kind in kinds:
-        assert kind.__name__ in api.module.__all__
-        assert not any(issubclass(kind, other) for other in kinds if other is not kind)
-    scheme = api.scheme(strategy=(strategy := WeightStrategy()))
-    scheme.init_on_sender(model_id="policy", num_workers=2)
-    assert scheme.strategy is strategy
-    assert isinstance(scheme.shared_transport, api.TransportBackend), "the scheme has created it"
-
-
-@pytest.mark.requirement(2)
 @pytest.mark.both_loops
 @pytest.mark.parametrize("width", [16, 1 << 20])
 async def test_a_users_scheme_and_transport_work_outside_collectors(api: Api, width: int, tmp_path: Path) -> None:
     models = [Model(width=width), Model(width=width)]
-    async with api.crew(2, scheme=file_scheme(api, tmp_path), source=Model(1, width), models=models) as everybody:
+    scheme = file_scheme(api, tmp_path, strategy=(strategy := WeightStrategy()))
+    async with api.crew(2, scheme=scheme, source=Model(1, width), models=models) as everybody:
         sender, receivers, _ = everybody
+        assert sender.strategy is strategy
+        assert type(sender.shared_transport) is FileTransport, "the scheme has created it"
         assert everybody.read == [{1}, {1}]
         for value in (2, 3, 4):
             await sender.send_async(fill(everybody.source, value))
@@ -111,11 +108,26 @@ async def test_a_users_scheme_and_transport_work_outside_collectors(api: Api, wi
     assert all(s._carrier.closed for s in (sender, *receivers))
 
 
-@pytest.mark.requirement(2)
-async def test_a_transport_that_fails_fails_one_update_with_its_own_traceback(api: Api, tmp_path: Path) -> None:
+@pytest.mark.requirement(199)
+async def test_one_update_of_two_models_may_travel_in_two_ways(api: Api, tmp_path: Path) -> None:
+    def make(name: str, bus: Any) -> Any:
+        return file_scheme(api, tmp_path, bus=bus) if name == "file" else api.scheme(bus=bus)
+
+    async with api.family(names=("file", "zmq"), make=make) as everybody:
+        for value in (2.0, 3.0):
+            with Clock(1.0):  # not after the 5 s in which bytes that are missing are asked for again
+                await everybody.bus.send_async({name: Model(value) for name in everybody.schemes}, timeout=10)
+            assert everybody.read == [{"file": {value}, "zmq": {value}}]
+
+
+async def _no_disk(descriptor: bytes, into: memoryview, deadline: float) -> None:
+    raise OSError("no disk")
+
+
+async def test_a_transport_that_fails_fails_one_update(api: Api, tmp_path: Path) -> None:
     async with api.crew(2, scheme=file_scheme(api, tmp_path)) as everybody:
         sender, receivers, _ = everybody
-        (broken := receivers[1].receiver_transport).directory = None
+        broken = receivers[1].receiver_transport
         original, broken.fetch = broken.fetch, _no_disk
         with Clock(1.0), pytest.raises(PartialSendError) as caught:
             await sender.send_async(fill(everybody.source, 2), timeout=5)
@@ -125,22 +137,20 @@ async def test_a_transport_that_fails_fails_one_update_with_its_own_traceback(ap
         assert "_no_disk" in error.remote_traceback
         assert everybody.read == [{2}, {0}]
         broken.fetch = original
-        await sender.send_async(fill(everybody.source, 3), timeout=5)
+        version = await sender.send_async(fill(everybody.source, 3), timeout=5)
         assert everybody.read == [{3}, {3}]
-
-
-async def _no_disk(descriptor: bytes, into: memoryview, deadline: float) -> None:
-    raise OSError("no disk")
+        sender.shared_transport.directory = tmp_path / "missing"
+        with pytest.raises(FileNotFoundError):
+            await sender.publish(fill(everybody.source, 4))
+        assert (sender.version, everybody.read) == (version, [{3}, {3}]), "nothing was published"
+        sender.shared_transport.directory = tmp_path
+        await sender.send_async()
+        assert everybody.read == [{4}, {4}]
 
 
 class Stubborn(FileTransport):
-    """Its second fetch leaves the writing to a thread, which goes on when the coroutine is cancelled.
-
-    Attributes:
-        fetches: those that have begun.
-        old: has that thread write.
-        written: it has.
-    """
+    """Its second fetch leaves the writing to a thread, which goes on when the coroutine is cancelled, once ``old`` is
+    set; then ``written`` is."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
@@ -164,25 +174,10 @@ class Stubborn(FileTransport):
         self.written.set()
 
 
-def _read(descriptor: bytes) -> bytes:
-    return Path(os.fsdecode(descriptor)).read_bytes()
-
-
-class StubbornScheme(FileScheme):
-    def create_transport(self, **kwargs: Any) -> Stubborn:
-        return Stubborn(self.directory)
-
-
-class BlockingStubbornScheme(BlockingFileScheme):
-    def create_transport(self, **kwargs: Any) -> Stubborn:
-        return Stubborn(self.directory)
-
-
 async def test_a_fetch_that_writes_on_after_its_deadline_does_not_write_into_the_next_update(
     api: Api, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scheme = api.make(api.either(StubbornScheme, BlockingStubbornScheme), tmp_path)
-    async with api.crew(1, scheme=scheme) as everybody:
+    async with api.crew(1, scheme=file_scheme(api, tmp_path, Stubborn)) as everybody:
         sender, [receiver], _ = everybody
         planted.fetch_deadline(monkeypatch, 0.05)
         with pytest.raises(PartialSendError, match="TimeoutError"):
@@ -198,52 +193,18 @@ async def test_a_fetch_that_writes_on_after_its_deadline_does_not_write_into_the
         assert planted.pool(receiver).slabs <= 2, "nothing refers to the first one's memory any more"
 
 
-@pytest.mark.requirement(2)
-async def test_an_offer_that_fails_publishes_nothing(api: Api, tmp_path: Path) -> None:
-    async with api.crew(1, scheme=file_scheme(api, tmp_path)) as everybody:
-        sender = everybody.sender
-        sender.shared_transport.directory = tmp_path / "missing"
-        with pytest.raises(FileNotFoundError):
-            await sender.publish(fill(everybody.source, 2))
-        assert (sender.version, everybody.read) == (1, [{0}])
-        sender.shared_transport.directory = tmp_path
-        await sender.send_async()
-        assert everybody.read == [{2}]
-
-
 class Minimal(TransportBackend):
     """fetch is all that must be written; without a descriptor the bytes go over the bus."""
+
+    def __init__(self, directory: Path) -> None:
+        """It needs none."""
 
     async def fetch(self, descriptor: bytes, into: memoryview, deadline: float) -> None:
         raise AssertionError("there is no descriptor")
 
 
-class MinimalScheme(WeightSyncScheme):
-    def create_transport(self, **kwargs: Any) -> Minimal:
-        return Minimal()
-
-
-class BlockingMinimalScheme(sync.WeightSyncScheme):
-    def create_transport(self, **kwargs: Any) -> Minimal:
-        return Minimal()
-
-
-@pytest.mark.requirement(2)
-async def test_a_transport_without_an_offer_of_its_own_uses_the_bus(api: Api) -> None:
-    width = 1 << 18
-    scheme = api.make(api.either(MinimalScheme, BlockingMinimalScheme))
+async def test_a_transport_without_an_offer_of_its_own_uses_the_bus(api: Api, tmp_path: Path) -> None:
+    width, scheme = 1 << 18, file_scheme(api, tmp_path, Minimal)
     async with api.crew(1, scheme=scheme, source=Model(1, width), models=[Model(width=width)]) as everybody:
         await everybody.sender.send_async(fill(everybody.source, 2))
         assert everybody.read == [{2}]
-
-
-async def test_both_sides_must_use_one_kind_of_transport(api: Api, tmp_path: Path) -> None:
-    sender = file_scheme(api, tmp_path)
-    sender.init_on_sender(model_id="policy", model=Model(1), num_workers=1)
-    other = api.scheme(endpoint=sender.bus.endpoint)
-    other.init_on_receiver("policy", model=(model := Model()), worker_idx=0)
-    left, right = await refusals(sender, other)
-    assert isinstance(left, PartialSendError)
-    assert "scheme class" in str(left.failed[0])
-    assert isinstance(right, ValueError)
-    assert read(model) == {-1}

@@ -58,15 +58,6 @@ def test_packages_have_the_documented_names(package: ModuleType, names: list[str
             assert getattr(package, name) is getattr(errors, name)
 
 
-@pytest.mark.parametrize("package", [asyncsync, asyncsync.sync], ids=["asyncsync", "asyncsync.sync"])
-def test_a_transport_has_no_public_names_but_those_that_users_call_or_define(package: ModuleType) -> None:
-    of_users = {"send_weights", "receive_weights", "supports_timeout", "close"}
-    of_users |= {"setup_connection_and_weights_on_sender", "setup_connection_and_weights_on_receiver"}
-    of_the_bus = {"offer", "serve", "retire", "attach", "fetch", "pool", "is_at_hand", "describe"}
-    for name in [*TRANSPORTS, "ZMQTransport"]:
-        assert {n for n in dir(getattr(package, name)) if not n.startswith("_")} == of_users | of_the_bus
-
-
 def test_a_transport_at_hand_without_descriptors_is_told_what_to_define() -> None:
     class AtHand(asyncsync.ZMQTransport):
         is_at_hand = True

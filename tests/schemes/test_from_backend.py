@@ -39,7 +39,7 @@ def test_from_backend_hands_its_arguments_on(api: Api) -> None:
     assert (scheme.strategy.extract_as, scheme.bus.num_workers, scheme.bus.min_workers) == ("state_dict", 3, 2)
     with pytest.raises(TypeError, match="colour"):
         api.WeightSyncScheme.from_backend("zmq", colour="red")
-    for backend in ("shared", "process"):
+    for backend in ("shared", "process", "auto"):
         scheme = api.WeightSyncScheme.from_backend(backend, slots=3, map_above=5, num_workers=2)
         scheme.init_on_sender(model_id="policy", model=Model())
         assert (scheme.shared_transport.pool.slots_allowed, scheme.shared_transport.pool.map_above) == (3, 5)
@@ -48,7 +48,6 @@ def test_from_backend_hands_its_arguments_on(api: Api) -> None:
 @pytest.mark.requirement(231)
 @pytest.mark.parametrize("backend", ["carrier pigeon", "ZMQ", "", None, 3])
 def test_an_unknown_backend_is_refused_with_the_choices(api: Api, backend: Any) -> None:
-    """As TorchRL says it, with the names that are there."""
     with pytest.raises(ValueError, match=rf"^Unsupported weight-sync backend {backend!r}\. Expected one of") as caught:
         api.WeightSyncScheme.from_backend(backend)
     assert all(f"'{name}'" in str(caught.value) for name in BACKENDS)
@@ -106,12 +105,3 @@ async def test_a_context_without_the_model_says_what_it_lacks(
     if model_id is not None:
         with pytest.raises(ValueError, match=message):
             bare(api.scheme()).init_on_receiver(model_id, context, worker_idx=0)
-
-
-@pytest.mark.requirement(54)
-async def test_a_path_without_a_context_says_so(api: Api) -> None:
-    sender = api.sender(Model(1), num_workers=1)
-    async with connected(sender, receiver_of(sender, 0, Model())):
-        with pytest.raises(ValueError, match=r"env\.policy"):
-            await sender.send_async("env.policy")
-        assert sender.version == 1

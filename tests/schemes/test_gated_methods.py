@@ -7,19 +7,17 @@ import copy
 import inspect
 import pickle
 import threading
-import warnings
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from asyncsync import AckTimeout, ZMQWeightSyncScheme, sync
+from asyncsync import AckTimeout, sync
 from helpers import planted
 from helpers.apis import Api, bare, in_thread
 from helpers.pairs import Clock, Model, fill, held, passed_on, read, receiver_of, until
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.requirement(236)
 
 
 class Policy(Model):
@@ -75,11 +73,11 @@ class Reading:
         self.thread.join()
 
 
-@pytest.mark.requirement(236)
 @pytest.mark.schemes("every")
 async def test_a_named_method_is_a_reader_and_no_other_is(api: Api) -> None:
     model = Policy()
-    async with api.crew(1, models=[model], receiver={"gated": ["predict", "deep"]}) as everybody:
+    gated = ["predict", "deep", "failing", "decorated"]
+    async with api.crew(1, models=[model], receiver={"gated": gated}) as everybody:
         sender, (receiver,), _ = everybody
         await sender.send_async(Model(1))
         with Reading(model.predict) as reading:
@@ -90,24 +88,15 @@ async def test_a_named_method_is_a_reader_and_no_other_is(api: Api) -> None:
         assert reading.found == [{1}, {1}], "no update came in the middle"
         assert model.predict() == [{2}, {2}]
         assert model.deep(5) == {2}, "readers may lie in one another, forward included"
+        with pytest.raises(OSError, match="no"):
+            model.failing()  # a call that raises has left
+        assert model.decorated() == {2}
         with Reading(lambda during: Policy.predict(model, during=during)):
             await sender.send_async(Model(3))
         assert read(model) == {3}
-    assert not {"predict", "deep"} & vars(model).keys(), "as it was before"
+    assert not set(gated) & vars(model).keys(), "as it was before"
 
 
-@pytest.mark.requirement(236)
-async def test_a_call_that_raises_has_left(api: Api) -> None:
-    model = Policy()
-    async with api.crew(1, models=[model], receiver={"gated": ("failing", "decorated")}) as everybody:
-        with pytest.raises(OSError, match="no"):
-            model.failing()
-        assert bare(everybody.receivers[0]).bus._gate.readers == 0
-        await everybody.sender.send_async(Model(2))
-        assert model.decorated() == {2}
-
-
-@pytest.mark.requirement(236)
 async def test_copies_of_a_gated_model_are_not_gated(api: Api) -> None:
     model = Policy()
     async with api.crew(1, models=[model], receiver={"gated": ("predict",)}) as everybody:
@@ -123,7 +112,6 @@ async def test_copies_of_a_gated_model_are_not_gated(api: Api) -> None:
         assert model.predict() == [{1}, {1}]
 
 
-@pytest.mark.requirement(236)
 @pytest.mark.parametrize("first", [0, 1])
 async def test_two_gates_may_count_one_method(api: Api, first: int) -> None:
     model, schemes = Policy(), []
@@ -151,42 +139,24 @@ async def test_two_gates_may_count_one_method(api: Api, first: int) -> None:
     assert model.predict() == [{3}, {3}]
 
 
-@pytest.mark.requirement(236)
-def test_a_model_without_forward_is_not_warned_of_where_methods_are_gated() -> None:
-    class Silent(nn.Module):
-        def act(self) -> None:
-            """Reads."""
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        ZMQWeightSyncScheme().init_on_receiver("policy", model=Silent(), worker_idx=0, gated=("act",))
-    with pytest.warns(UserWarning, match="no forward"):
-        ZMQWeightSyncScheme().init_on_receiver("policy", model=Silent(), worker_idx=0)
-
-
-WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "text": ({"gated": "predict"}, TypeError, r"gated=\('predict',\)"),
-    "unknown": ({"gated": ("predict", "act")}, ValueError, "'act'"),
-    "a submodule": ({"gated": ("inner",)}, ValueError, "'inner'"),
-    "a property": ({"gated": ("value",)}, ValueError, "'value'"),
-    "a static method": ({"gated": ("apart",)}, ValueError, "'apart'"),
-    "calls": ({"gated": ("__call__",)}, ValueError, "call"),
-    "a number": ({"gated": (3,)}, ValueError, "3"),
-    "a coroutine": ({"gated": ("later",)}, ValueError, r"later"),
-    "a generator": ({"gated": ("one_by_one",)}, ValueError, "one_by_one"),
-    "hold only": ({"gated": ("predict",), "gate": "hold"}, ValueError, "hold"),
-    "on receive": ({"gated": ("predict",), "apply": "on_receive"}, ValueError, "on_receive"),
-    "no model": ({"gated": ("predict",), "model": None}, ValueError, "model"),
-    "a dict": ({"gated": ("update",), "model": {"a": torch.zeros(1)}}, ValueError, "dict"),
-    "patience below 0": ({"patience": -1}, ValueError, "timeout"),
-    "no patience": ({"patience": "long"}, TypeError, "timeout"),
-}
-
-
-@pytest.mark.requirement(236)
-@pytest.mark.parametrize("name", WRONG)
-def test_what_cannot_be_is_refused_and_nothing_is_changed(name: str) -> None:
-    options, error, text = WRONG[name]
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"gated": "predict"}, TypeError, r"gated=\('predict',\)"),
+        *[({"gated": (name,)}, ValueError, f"'{name}'") for name in ("act", "inner", "value", "apart", "__call__")],
+        *[({"gated": (late,)}, ValueError, late) for late in ("later", "one_by_one")],
+        ({"gated": (3,)}, ValueError, "3"),
+        ({"gated": ("predict",), "gate": "hold"}, ValueError, "hold"),
+        ({"gated": ("predict",), "apply": "on_receive"}, ValueError, "on_receive"),
+        ({"gated": ("predict",), "model": None}, ValueError, "model"),
+        ({"gated": ("update",), "model": {"a": torch.zeros(1)}}, ValueError, "dict"),
+        ({"patience": -1}, ValueError, "timeout"),
+        ({"patience": "long"}, TypeError, "timeout"),
+    ],
+)
+def test_what_cannot_be_is_refused_and_nothing_is_changed(
+    options: dict[str, Any], error: type[Exception], text: str
+) -> None:
     model = Policy()
     scheme = sync.ZMQWeightSyncScheme()
     with pytest.raises(error, match=text):
@@ -195,12 +165,10 @@ def test_what_cannot_be_is_refused_and_nothing_is_changed(name: str) -> None:
     scheme.init_on_receiver("policy", model=model, worker_idx=0)
 
 
-@pytest.mark.requirement(236)
 @pytest.mark.schemes("some")
 async def test_the_patience_of_readers_is_an_argument(api: Api) -> None:
     model = Policy()
-    receiver_options = {"gated": ("predict",), "patience": 0.3}
-    async with api.crew(1, models=[model], receiver=receiver_options) as everybody:
+    async with api.crew(1, models=[model], receiver={"gated": ("predict",), "patience": 0.3}) as everybody:
         sender, (receiver,), _ = everybody
         with held(receiver):
             version = await sender.publish(Model(2))
@@ -212,7 +180,6 @@ async def test_the_patience_of_readers_is_an_argument(api: Api) -> None:
         assert model.predict() == [{2}, {2}]
 
 
-@pytest.mark.requirement(236)
 def test_the_schemes_of_a_bus_share_its_patience() -> None:
     bus = sync.Bus(num_workers=1)
     schemes = passed_on([sync.ZMQWeightSyncScheme(bus=bus) for _ in range(3)])

@@ -48,7 +48,6 @@ LATE: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.requirement(238)
-@pytest.mark.schemes("all")
 @pytest.mark.parametrize("kind", LATE)
 def test_a_forward_that_ends_before_its_work_is_refused_unless_the_user_keeps_updates_out(api: Api, kind: str) -> None:
     model = LATE[kind]()

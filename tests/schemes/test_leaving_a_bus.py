@@ -12,7 +12,9 @@ import pytest
 from asyncsync import ClosedError, NotConnected, PartialSendError
 from helpers import planted
 from helpers.apis import Api, Family
-from helpers.pairs import Clock, Model, fill, held, passed_on, read, until
+from helpers.pairs import Clock, Model, connected, fill, held, passed_on, read, until
+
+pytestmark = pytest.mark.requirement(216)
 
 
 def parts_of(everybody: Family) -> tuple[Any, dict[str, Model], dict[str, Any], dict[str, Model]]:
@@ -20,9 +22,8 @@ def parts_of(everybody: Family) -> tuple[Any, dict[str, Model], dict[str, Any], 
     return everybody.bus, everybody.sources, everybody.workers[0], everybody.models[0]
 
 
-@pytest.mark.requirement(216)
 @pytest.mark.schemes("all")
-async def test_a_model_stays_as_it_is_when_its_scheme_was_shut_down(api: Api) -> None:
+async def test_a_model_stays_as_it_is_when_its_scheme_was_shut_down_and_another_scheme_may_come(api: Api) -> None:
     async with api.family() as everybody:
         bus, sources, copies, models = parts_of(everybody)
         await bus.send_async({name: fill(source, 1) for name, source in sources.items()}, timeout=5)
@@ -41,9 +42,13 @@ async def test_a_model_stays_as_it_is_when_its_scheme_was_shut_down(api: Api) ->
             await everybody.schemes["policy"].wait_version(bus.version, [0], timeout=5)
         with pytest.raises(ClosedError):
             copies["policy"].hold()
+        another, fresh = api.scheme(bus=copies["value"].bus), Model()
+        another.init_on_receiver("policy", model=fresh, worker_idx=0)
+        await another.connect(timeout=5)
+        await bus.send_async({name: fill(source, 4) for name, source in sources.items()}, timeout=5)
+        assert [read(fresh), read(models["value"]), read(models["policy"])] == [{4}, {4}, {1}]
 
 
-@pytest.mark.requirement(216)
 @pytest.mark.schemes("all")
 async def test_a_scheme_that_was_shut_down_counts_no_more_among_those_of_its_bus(api: Api) -> None:
     async with api.family() as everybody:
@@ -56,19 +61,6 @@ async def test_a_scheme_that_was_shut_down_counts_no_more_among_those_of_its_bus
         newest = await bus.publish({"value": None})
         assert await below.wait_lag(0, timeout=5) == newest - 2
         assert below.status()[0].lag == 0
-
-
-@pytest.mark.requirement(216)
-@pytest.mark.schemes("all")
-async def test_a_model_that_has_left_may_come_again_by_another_scheme(api: Api) -> None:
-    async with api.family() as everybody:
-        bus, sources, copies, models = parts_of(everybody)
-        await copies["policy"].shutdown()
-        another, fresh = api.scheme(bus=copies["value"].bus), Model()
-        another.init_on_receiver("policy", model=fresh, worker_idx=0)
-        await another.connect(timeout=5)
-        await bus.send_async({name: fill(source, 4) for name, source in sources.items()}, timeout=5)
-        assert [read(fresh), read(models["value"]), read(models["policy"])] == [{4}, {4}, {0}]
 
 
 @pytest.mark.schemes("some")
@@ -93,7 +85,6 @@ async def test_models_that_come_and_go_leave_nothing_behind(api: Api) -> None:
         assert [reference() for reference in gone] == [None] * 3
 
 
-@pytest.mark.requirement(216)
 @pytest.mark.schemes("waiting")
 async def test_whoever_waits_for_a_model_that_leaves_is_told(api: Api) -> None:
     async with api.family(apply="on_receive") as everybody:
@@ -114,7 +105,6 @@ async def test_whoever_waits_for_a_model_that_leaves_is_told(api: Api) -> None:
         assert [type(outcome) for outcome in outcomes] == [ClosedError] * 4, outcomes
 
 
-@pytest.mark.requirement(216)
 @pytest.mark.schemes("all")
 async def test_an_update_that_waits_for_a_reader_comes_to_the_other_models_alone(api: Api) -> None:
     async with api.family() as everybody:
@@ -149,17 +139,13 @@ async def test_one_model_under_two_names_is_gated_until_both_have_left(api: Api)
         for name, scheme in schemes.items():
             scheme.init_on_sender(model_id=name, model=source)
             copies[name].init_on_receiver(name, model=model, worker_idx=0)
-        below = copies["a"].bus
-        try:
-            await asyncio.gather(bus.connect(timeout=5), below.connect(timeout=5))
+        async with connected(bus, below := copies["a"].bus):
             counted: list[int] = []
             model.inner.register_forward_hook(lambda *_: counted.append(below._gate.readers))
             model.forward = lambda: model.inner(model.inner.weight[:1])
             await copies["a"].shutdown()
             model()
             assert counted == [1]
-        finally:
-            await below.shutdown()
         assert not model._forward_hooks
 
 

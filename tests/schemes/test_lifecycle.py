@@ -39,15 +39,11 @@ def open_files() -> set[str]:
 def test_init_on_either_side_communicates_with_nobody(
     api: Api, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def no_context(*args: Any, **kwargs: Any) -> None:
-        raise AssertionError("init made a ZeroMQ context")
+    def made(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("init made a ZeroMQ context or an event loop")
 
-    def no_loop() -> None:
-        raise AssertionError("init made an event loop")
-
-    monkeypatch.setattr(zmq, "Context", no_context)
-    monkeypatch.setattr(asyncio, "new_event_loop", no_loop)
-    monkeypatch.setattr(asyncio.events, "new_event_loop", no_loop)
+    for module, name in ((zmq, "Context"), (asyncio, "new_event_loop"), (asyncio.events, "new_event_loop")):
+        monkeypatch.setattr(module, name, made)
     files, threads = open_files(), threading.enumerate()
     scheme = api.sender(Model(), num_workers=1, scheme={"endpoint": f"ipc://{tmp_path}/bus"})
     worker = receiver_of(scheme, 0, Model())
@@ -59,20 +55,19 @@ def test_init_on_either_side_communicates_with_nobody(
 
 
 @pytest.mark.requirement(13)
-@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
-def test_scheme_is_picklable_before_and_after_init_on_sender(api: Api, protocol: int) -> None:
-    model = Model(width=1 << 20)
-    scheme = api.scheme("state_dict", num_workers=2)
-    fresh = pickle.loads(pickle.dumps(scheme, protocol))
-    assert (fresh.model_id, fresh.bus.endpoint, fresh.bus.num_workers) == (None, scheme.bus.endpoint, 2)
-    scheme.init_on_sender(model_id="policy", model=model)
-    blob = pickle.dumps(scheme, protocol)
-    assert len(blob) < 4096, "a scheme travels without its weights"
-    copy = pickle.loads(blob)
-    assert (copy.model_id, copy.model, copy.weights) == ("policy", None, None)
-    assert copy.bus.endpoint == scheme.bus.endpoint
-    copy.init_on_receiver("policy", model=Model(), worker_idx=1)  # it has no role until it is given one
-    assert pickle.loads(pickle.dumps(copy)).worker_idx is None
+def test_scheme_is_picklable_before_and_after_init_on_sender(api: Api) -> None:
+    for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
+        scheme = api.scheme("state_dict", num_workers=2)
+        fresh = pickle.loads(pickle.dumps(scheme, protocol))
+        assert (fresh.model_id, fresh.bus.endpoint, fresh.bus.num_workers) == (None, scheme.bus.endpoint, 2)
+        scheme.init_on_sender(model_id="policy", model=Model(width=1 << 20))
+        blob = pickle.dumps(scheme, protocol)
+        assert len(blob) < 4096, "a scheme travels without its weights"
+        copy = pickle.loads(blob)
+        assert (copy.model_id, copy.model, copy.weights) == ("policy", None, None)
+        assert copy.bus.endpoint == scheme.bus.endpoint
+        copy.init_on_receiver("policy", model=Model(), worker_idx=1)  # it has no role until it is given one
+        assert pickle.loads(pickle.dumps(copy)).worker_idx is None
 
 
 @pytest.mark.requirement(13)
@@ -83,53 +78,40 @@ async def test_a_connected_scheme_pickles_without_its_connection(api: Api) -> No
                 await passed_on(scheme).connect()
 
 
-@pytest.mark.requirement(14, 15, 84)
-def test_init_registers_transport_source_and_workers(api: Api) -> None:
+@pytest.mark.requirement(14, 15, 53, 84)
+def test_init_registers_transport_source_workers_and_role(api: Api) -> None:
     """14 without what torch.distributed, RPC and Ray have; 15 without the Distributed scheme's store and rank."""
     scheme = api.sender(model := Model(3), num_workers=3)
-    assert type(scheme.shared_transport) is api.transport_class
-    assert isinstance(scheme.shared_transport, api.TransportBackend)
-    assert scheme.sender_transports == dict.fromkeys(range(3), scheme.shared_transport)
-    assert (scheme.receiver_transport, scheme.model, read(scheme.weights)) == (None, model, {3})
     receiver = passed_on(scheme)
     receiver.init_on_receiver("policy", worker_idx=1, model=(own := Model()))
-    assert (receiver.model, receiver.worker_idx) == (own, 1)
-    assert type(receiver.receiver_transport) is api.transport_class
+    assert type(scheme.shared_transport) is type(receiver.receiver_transport) is api.transport_class
+    assert scheme.sender_transports == dict.fromkeys(range(3), scheme.shared_transport)
+    assert (scheme.receiver_transport, scheme.model, read(scheme.weights)) == (None, model, {3})
     assert (receiver.sender_transports, receiver.shared_transport) == ({}, None)
-
-
-@pytest.mark.requirement(16)
-@pytest.mark.parametrize("sender_first", [True, False])
-async def test_sender_may_be_initialised_before_or_after_the_workers(api: Api, sender_first: bool) -> None:
-    scheme, source, model = api.scheme(), Model(5), Model()
-    worker = passed_on(scheme)
-
-    async def start_worker() -> None:
-        worker.init_on_receiver("policy", model=model, worker_idx=0)
-        await worker.connect(timeout=5)
-
-    async with scheme, worker:
-        if sender_first:
-            scheme.init_on_sender(model_id="policy", model=source, num_workers=1)
-        running = asyncio.create_task(start_worker())
-        await until(lambda: worker.worker_idx == 0)
-        if not sender_first:
-            scheme.init_on_sender(model_id="policy", model=source, num_workers=1)
-        await scheme.connect(timeout=5)
-        await running
-        assert read(model) == {5}
+    assert (receiver.model, receiver.worker_idx) == (own, 1)
+    with pytest.raises(RuntimeError, match="sender"):
+        scheme.init_on_receiver("policy", model=Model(), worker_idx=0)
+    with pytest.raises(RuntimeError, match="receiver"):
+        receiver.init_on_sender(model_id="policy", model=Model())
+    scheme.init_on_sender(model_id="value", model=Model(), num_workers=3)
+    assert scheme.model_id == "value", "initialised again, it is for that model alone"
 
 
 # -- phase 2
 
 
-@pytest.mark.requirement(17, 18)
+@pytest.mark.requirement(16, 17, 18, 66)
 @pytest.mark.both_loops
 @pytest.mark.parametrize("first", ["sender", "receiver"])
-async def test_connect_waits_for_the_other_side_whichever_comes_first(api: Api, first: str) -> None:
-    sender = api.sender(Model(4), num_workers=1)
+async def test_init_and_connect_of_either_side_may_come_first(api: Api, first: str) -> None:
+    sender = api.scheme()
     receiver = receiver_of(sender, None, model := Model())
-    calls = {"sender": lambda: sender.connect(timeout=5), "receiver": lambda: receiver.connect(worker_idx=0, timeout=5)}
+
+    def connect_sender() -> Any:
+        sender.init_on_sender(model_id="policy", model=Model(4), num_workers=1)
+        return sender.connect(timeout=5)
+
+    calls = {"sender": connect_sender, "receiver": lambda: receiver.connect(worker_idx=0, timeout=5)}
     async with sender, receiver:
         early = asyncio.create_task(calls.pop(first)())
         done, _ = await asyncio.wait({early}, timeout=0.1)
@@ -137,12 +119,14 @@ async def test_connect_waits_for_the_other_side_whichever_comes_first(api: Api, 
         with Clock(1.0):
             await calls.popitem()[1]()
             await early
-        assert read(model) == {4}
+        assert (read(model), receiver.worker_idx) == ({4}, 0)
 
 
-@pytest.mark.requirement(17, 18)
+@pytest.mark.requirement(17, 18, 66)
 @pytest.mark.schemes("zmq")
 def test_every_timeout_is_finite_by_default(api: Api) -> None:
+    parameters = inspect.signature(api.WeightSyncScheme.connect).parameters
+    assert all(p.kind is p.KEYWORD_ONLY for name, p in parameters.items() if name != "self")
     bounded = {"connect": 60.0, "wait_version": 60.0, "send_async": 60.0, "fetch": 30.0, "shutdown": 5.0}
     if api.is_blocking:
         bounded["send"] = 60.0
@@ -159,28 +143,18 @@ async def test_senders_connect_expires_with_a_reason_and_may_be_called_again(api
     sender = api.sender(source := Model(1), num_workers=2)
     first, second = (receiver_of(sender, i, Model()) for i in range(2))
     async with sender, first, second:
-        early = asyncio.create_task(first.connect(timeout=5))
-        with Clock(0.2), pytest.raises(NotConnected, match="worker 1"):
-            await sender.connect(timeout=0.2)
+        early = asyncio.create_task(first.connect(timeout=20))
+        told = ""
+        for _ in range(20):
+            with Clock(0.2), pytest.raises(NotConnected, match="worker 1") as caught:
+                await sender.connect(timeout=0.2)
+            told = str(caught.value)
+            if "worker 0" in told:
+                break
+        assert re.search("worker 1 .*worker 0", told), "who is missing comes before who waits"
         fill(source, 2)
         await asyncio.gather(sender.connect(timeout=5), second.connect(timeout=5), early)
         assert read(first.model) == read(second.model) == {2}, "the second attempt brings the values of its own time"
-
-
-@pytest.mark.requirement(17)
-async def test_senders_connect_tells_who_is_missing_before_who_waits(api: Api) -> None:
-    sender = api.sender(Model(1), num_workers=2)
-    async with sender, receiver_of(sender, 0, Model()) as first:
-        waiting = asyncio.create_task(first.connect(timeout=20))
-        for _ in range(20):
-            with pytest.raises(NotConnected) as caught:
-                await sender.connect(timeout=0.2)
-            if re.search("worker 1 .*worker 0", str(caught.value)):
-                break
-        else:
-            pytest.fail(str(caught.value))
-        waiting.cancel()
-        await asyncio.gather(waiting, return_exceptions=True)
 
 
 @pytest.mark.requirement(18)
@@ -195,88 +169,52 @@ async def test_receivers_connect_expires_with_a_reason_and_may_be_called_again(a
         assert read(model) == {1}
 
 
-@pytest.mark.requirement(19)
+@pytest.mark.requirement(19, 23, 190)
 @pytest.mark.both_loops
 @pytest.mark.parametrize("scheme", ["ipc", "tcp"])
-async def test_connect_delivers_the_initial_weights(api: Api, scheme: str, unused_tcp_port: int) -> None:
+async def test_connect_and_send_async_deliver_without_any_call_of_the_receivers(
+    api: Api, scheme: str, unused_tcp_port: int
+) -> None:
     """19 for ZMQ, SharedMem and MultiProcess."""
     endpoint = f"tcp://127.0.0.1:{unused_tcp_port}" if scheme == "tcp" else None
     async with api.crew(2, scheme=api.scheme(endpoint=endpoint), source=Model(6)) as everybody:
         assert everybody.read == [{6}, {6}]
         assert everybody.sender.version == 1
         assert [await r.receive(0) for r in everybody.receivers] == [None, None], "they count as returned"
-
-
-@pytest.mark.requirement(23, 190)
-@pytest.mark.both_loops
-async def test_send_async_makes_receivers_apply_without_any_call_of_theirs(api: Api) -> None:
-    async with api.crew(2) as everybody:
         for value in (1, 2, 3):
-            fill(everybody.source, value)
-            await everybody.sender.send_async()
+            await everybody.sender.send_async(fill(everybody.source, value))
             assert everybody.read == [{value}, {value}]
 
 
-@pytest.mark.requirement(53)
-def test_a_scheme_is_for_one_model_and_the_init_that_ran_sets_its_role(api: Api) -> None:
-    sender = api.scheme()
-    receiver = passed_on(sender)
-    sender.init_on_sender(model_id="policy", model=Model(), num_workers=1)
-    receiver.init_on_receiver("policy", model=Model(), worker_idx=0)
-    assert sender.shared_transport is not None
-    assert receiver.shared_transport is None
-    with pytest.raises(RuntimeError, match="sender"):
-        sender.init_on_receiver("policy", model=Model(), worker_idx=0)
-    with pytest.raises(RuntimeError, match="receiver"):
-        receiver.init_on_sender(model_id="policy", model=Model())
-    sender.init_on_sender(model_id="value", model=Model(), num_workers=1)
-    assert sender.model_id == "value", "initialised again, it is for that model alone"
-
-
-@pytest.mark.requirement(66)
-async def test_connect_takes_worker_idx_on_a_receiver_by_keyword_only(api: Api) -> None:
-    parameters = inspect.signature(api.WeightSyncScheme.connect).parameters
-    assert all(p.kind is p.KEYWORD_ONLY for name, p in parameters.items() if name != "self")
-    assert parameters["worker_idx"].default is None
-    sender = api.sender(weights={"w": Model(0).first.data}, num_workers=2)
-    async with sender:
-        receivers = [receiver_of(sender, None, {"w": Model(9).first.data}) for _ in range(2)]
-        await asyncio.gather(
-            sender.connect(timeout=5), *(r.connect(worker_idx=i, timeout=5) for i, r in enumerate(receivers))
-        )
-        assert [r.worker_idx for r in receivers] == [0, 1]
-        for receiver in receivers:
-            await receiver.shutdown()
-
-
-CALLS: list[tuple[str, dict[str, Any]]] = []
-
-
 class Spy:
-    async def _setup_connection_and_weights_on_sender_impl(self, **kwargs: Any) -> None:
-        CALLS.append(("sender", kwargs))
+    """Extends both sides of connect, and the end. What it returns is to be awaited, or done, as of its base class."""
 
-    async def _setup_connection_and_weights_on_receiver_impl(self, **kwargs: Any) -> None:
-        CALLS.append(("receiver", kwargs))
+    calls: tuple[Any, ...] = ()
+
+    def _setup_connection_and_weights_on_sender_impl(self, **kwargs: Any) -> Any:
+        self.calls += ("sender", kwargs)
+        return super()._setup_connection_and_weights_on_sender_impl(**kwargs)  # type: ignore[misc]
+
+    def _setup_connection_and_weights_on_receiver_impl(self, **kwargs: Any) -> Any:
+        self.calls += ("receiver", kwargs)
+        return super()._setup_connection_and_weights_on_receiver_impl(**kwargs)  # type: ignore[misc]
+
+    def shutdown(self, timeout: float = 5.0) -> Any:
+        self.calls += ("end",)
+        return super().shutdown(timeout)  # type: ignore[misc]
 
 
-class BlockingSpy:
-    def _setup_connection_and_weights_on_sender_impl(self, **kwargs: Any) -> None:
-        CALLS.append(("sender", kwargs))
-
-    def _setup_connection_and_weights_on_receiver_impl(self, **kwargs: Any) -> None:
-        CALLS.append(("receiver", kwargs))
-
-
-@pytest.mark.requirement(68)
-async def test_connect_dispatches_by_the_init_that_ran(api: Api) -> None:
-    CALLS.clear()
-    sender, receiver = (api.extended(api.either(Spy, BlockingSpy)) for _ in range(2))
+@pytest.mark.requirement(68, 85, 214)
+async def test_a_subclass_may_extend_connect_and_shutdown(api: Api) -> None:
+    sender = api.extended(Spy)
     sender.init_on_sender(model_id="policy", num_workers=1)
-    await sender.connect(weights="some", timeout=1)
-    receiver.init_on_receiver("policy", model=Model())
-    await receiver.connect(worker_idx=0, timeout=1)
-    assert CALLS == [("sender", {"weights": "some", "timeout": 1}), ("receiver", {"worker_idx": 0, "timeout": 1})]
+    receiver, weights = receiver_of(sender, None, model := Model()), Model(9)
+    async with sender, receiver:
+        await asyncio.gather(sender.connect(weights=weights, timeout=5), receiver.connect(worker_idx=0, timeout=5))
+        assert read(model) == {9}
+    assert sender.calls == ("sender", {"weights": weights, "timeout": 5}, "end")
+    assert receiver.calls == ("receiver", {"worker_idx": 0, "timeout": 5}, "end")
+    assert sender.closed
 
 
 async def test_a_mismatch_at_connect_changes_no_worker(api: Api) -> None:
@@ -315,41 +253,21 @@ async def test_shutdown_is_idempotent_and_releases_everything(api: Api, tmp_path
 
 @pytest.mark.requirement(85)
 @pytest.mark.schemes("zmq")
+@pytest.mark.parametrize("role", ["none", "sender", "receiver"])
 @pytest.mark.parametrize("cls", SCHEMES)
-async def test_shutdown_works_at_every_stage(api: Api, cls: str) -> None:
-    kind = getattr(api, cls)
-    await api.make(kind).shutdown()
-    scheme = api.make(kind)
-    scheme.init_on_sender(model_id="policy", model=Model(), num_workers=1)
-    await scheme.shutdown()
-    await scheme.shutdown()
-    scheme = api.make(kind)
-    scheme.init_on_receiver("policy", model=(model := Model()), worker_idx=0)
-    await scheme.shutdown()
+async def test_shutdown_before_connect_works_in_another_thread_and_starts_none(api: Api, cls: str, role: str) -> None:
+    scheme, model = api.make(getattr(api, cls)), Model()
+    if role == "sender":
+        scheme.init_on_sender(model_id="policy", model=model, num_workers=1)
+    elif role == "receiver":
+        scheme.init_on_receiver("policy", model=model, worker_idx=0)
+    for _ in range(2):
+        await scheme.shutdown()
+    assert scheme.closed
     assert not model._forward_hooks
-
-
-class Ending:
-    ended = 0
-
-    async def shutdown(self, timeout: float = 5.0) -> None:
-        await super().shutdown(timeout)  # type: ignore[misc]
-        self.ended += 1
-
-
-class BlockingEnding:
-    ended = 0
-
-    def shutdown(self, timeout: float = 5.0) -> None:
-        super().shutdown(timeout)  # type: ignore[misc]
-        self.ended += 1
-
-
-@pytest.mark.requirement(85)
-async def test_a_subclass_may_extend_shutdown(api: Api) -> None:
-    async with api.crew(1, scheme=api.extended(api.either(Ending, BlockingEnding))) as (sender, receivers, _):
-        pass
-    assert [(s.ended, s.closed) for s in (sender, *receivers)] == [(1, True)] * 2
+    assert not any(thread.name == "asyncsync-loop" for thread in threading.enumerate())
+    with pytest.raises(ClosedError):
+        await scheme.connect()
 
 
 @pytest.mark.requirement(210)

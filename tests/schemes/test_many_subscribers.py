@@ -19,6 +19,8 @@ from helpers.figures import look, of
 from helpers.pairs import Crew, Model, crew, fill, read, receiver_of, until
 from helpers.throttle import throttled
 
+pytestmark = pytest.mark.requirement(198)
+
 MIB = 1 << 20
 
 
@@ -32,10 +34,9 @@ def _one_torch_thread() -> Iterator[None]:
 
 @asynccontextmanager
 async def many(
-    port: int, workers: int, *, fanout: str | None = "pull", width: int = 64, monitored: bool = False
+    port: int, workers: int, *, fanout: str | None = "pull", width: int = 64, **options: Any
 ) -> AsyncIterator[Crew]:
-    """A sender with workers that have all subscribed, unless there is no fan-out; ``monitored``: it serves figures."""
-    options: dict[str, Any] = {"metrics_port": 0} if monitored else {}
+    """A sender with workers that have all subscribed, unless there is no fan-out."""
     scheme = ZMQWeightSyncScheme(endpoint=f"tcp://127.0.0.1:{port}", fanout=fanout, min_workers=workers, **options)
     models = [Model(width=width) for _ in range(workers)]
     elastic = {"num_workers": None}
@@ -46,12 +47,12 @@ async def many(
         yield everybody
 
 
-@pytest.mark.requirement(198)
 @pytest.mark.parametrize("fanout", ["pull", "push"])
 @pytest.mark.parametrize("width", [64, 2 * MIB], ids=["eager", "chunks"])
 async def test_what_many_workers_are_to_get_is_sent_once(fanout: str, width: int, unused_tcp_port: int) -> None:
-    async with many(unused_tcp_port, 5, fanout=fanout, width=width) as everybody:
+    async with many(unused_tcp_port, 5, fanout=fanout, width=width, metrics_port=0) as everybody:
         sender = everybody.sender
+        before = of(await look(sender), "update_duration_seconds_count")
         with planted.counted(sender) as sent:
             for value in range(1, 6):
                 await sender.send_async(fill(everybody.source, value))
@@ -61,12 +62,10 @@ async def test_what_many_workers_are_to_get_is_sent_once(fanout: str, width: int
         assert {status.bytes_sent for status in sender.status().values()} != {0}
         assert not sender.bus.dropped
         assert not any(receiver.bus.dropped for receiver in everybody.receivers)
+        assert of(await look(sender), "update_duration_seconds_count") == before + 5, "of each that everybody has"
 
 
-@pytest.mark.requirement(198)
-async def test_some_workers_have_their_own_and_late_ones_and_those_who_left_are_no_trouble(
-    unused_tcp_port: int,
-) -> None:
+async def test_own_weights_and_workers_that_are_late_or_have_left_are_no_trouble(unused_tcp_port: int) -> None:
     async with many(unused_tcp_port, 4) as everybody:
         sender, source = everybody.sender, everybody.source
         await sender.publish(fill(source, 1), worker_ids=[0, 1, 2])
@@ -85,29 +84,21 @@ async def test_some_workers_have_their_own_and_late_ones_and_those_who_left_are_
         await sender.wait_version(sender.version, worker_ids=[1, 2, 3, 4], timeout=5)
         assert [*everybody.read, read(model)] == [{2}, {3}, {3}, {3}, {3}]
         await late.shutdown()
+        await until(lambda: len(planted.subscribed(sender)) == 3)
 
 
-@asynccontextmanager
-async def emptied(sender: Any) -> AsyncIterator[None]:
-    """What is sent to all is lost."""
-    broadcast = planted.broadcast_of(sender)
-    original, broadcast.send = broadcast.send, lambda frames: None
-    yield
-    broadcast.send = original
-
-
-@pytest.mark.requirement(198)
 async def test_what_is_lost_on_the_way_to_all_comes_by_itself(unused_tcp_port: int) -> None:
     async with many(unused_tcp_port, 3) as everybody:
-        async with emptied(everybody.sender):
-            version = await everybody.sender.publish(fill(everybody.source, 1))
+        broadcast = planted.broadcast_of(everybody.sender)
+        original, broadcast.send = broadcast.send, lambda frames: None
+        version = await everybody.sender.publish(fill(everybody.source, 1))
+        broadcast.send = original
         await everybody.sender.wait_version(version, timeout=10)
         assert everybody.read == [{1}] * 3
         await everybody.sender.send_async(fill(everybody.source, 2))
         assert everybody.read == [{2}] * 3
 
 
-@pytest.mark.requirement(198)
 @pytest.mark.thorough
 async def test_pushed_bytes_that_are_lost_are_fetched_and_no_others(unused_tcp_port: int) -> None:
     async with many(unused_tcp_port, 3, fanout="push", width=4 * MIB) as everybody:
@@ -130,31 +121,17 @@ async def test_pushed_bytes_that_are_lost_are_fetched_and_no_others(unused_tcp_p
             assert 16 * MIB < other - one < 22 * MIB  # four or five of the 17 chunks a second time
 
 
-async def test_what_is_sent_to_all_is_followed_as_what_is_sent_to_each(unused_tcp_port: int) -> None:
-    """A duration is observed for each version that everybody has come to have."""
-    async with many(unused_tcp_port, 3, monitored=True) as everybody:
-        sender = everybody.sender
-        before = of(await look(sender), "update_duration_seconds_count")
-        with planted.counted(sender) as sent:
-            for value in (1, 2, 3):
-                await sender.send_async(fill(everybody.source, value))
-        assert sent == ["Cast"] * 3
-        assert of(await look(sender), "update_duration_seconds_count") == before + 3
-
-
-@pytest.mark.requirement(196, 198)
+@pytest.mark.requirement(196)
 @pytest.mark.parametrize("fanout", ["pull", "push"])
 async def test_a_trainer_that_starts_again_is_subscribed_to_at_its_new_port(fanout: str, unused_tcp_port: int) -> None:
     endpoint = f"tcp://127.0.0.1:{unused_tcp_port}"
     first = ZMQWeightSyncScheme(endpoint=endpoint, fanout=fanout)
     first.init_on_sender(model_id="policy", model=Model(1), num_workers=3)
-    workers = [receiver_of(first, i, Model()) for i in range(3)]
-    await asyncio.gather(first.connect(), *(worker.connect() for worker in workers))
-    await until(lambda: len(planted.subscribed(first)) == 3)
-    port = planted.broadcast_of(first).port
-    for worker in workers:
-        worker.bus._link.subscriber.session.reconnects = True
-    await first.shutdown()
+    workers = [receiver_of(first, i, Model(), reconnect=True) for i in range(3)]
+    async with first:
+        await asyncio.gather(first.connect(), *(worker.connect() for worker in workers))
+        await until(lambda: len(planted.subscribed(first)) == 3)
+        port = planted.broadcast_of(first).port
     second = ZMQWeightSyncScheme(endpoint=endpoint, fanout=fanout)
     second.init_on_sender(model_id="policy", model=(source := Model(2)), num_workers=3)
     try:
@@ -170,11 +147,19 @@ async def test_a_trainer_that_starts_again_is_subscribed_to_at_its_new_port(fano
             await one.shutdown()
 
 
-@pytest.mark.requirement(198)
-async def test_whoever_cannot_reach_the_port_does_without(unused_tcp_port: int) -> None:
+@pytest.mark.parametrize("lacks", ["the port", "a socket"])
+async def test_whoever_cannot_subscribe_does_without(
+    unused_tcp_port: int, lacks: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def exhausted(context: Any) -> Any:
+        raise zmq.ZMQError(errno.EMFILE)
+
     async with many(unused_tcp_port, 3) as everybody, throttled((unused_tcp_port,), 1e9) as network:
         third = receiver_of(everybody.sender, 3, model := Model())
-        third.bus.connect_endpoint = f"tcp://{network.host}:{unused_tcp_port}"  # and no other port of the sender's
+        if lacks == "the port":
+            third.bus.connect_endpoint = f"tcp://{network.host}:{unused_tcp_port}"  # and no other one of the sender's
+        else:
+            monkeypatch.setattr("asyncsync.net.broadcast.subscriber", exhausted)
         await third.connect(timeout=5)
         for value in (1, 2):
             with planted.counted(everybody.sender) as sent:
@@ -183,24 +168,7 @@ async def test_whoever_cannot_reach_the_port_does_without(unused_tcp_port: int) 
             assert [*everybody.read, read(model)] == [{value}] * 4
         assert len(planted.subscribed(everybody.sender)) == 3
         assert len(everybody.sender.bus._link.publisher.fanout.reached) == 3  # it was sent its own copy at once
-        await third.shutdown()
-
-
-@pytest.mark.requirement(198)
-async def test_whoever_has_no_socket_left_does_without(
-    unused_tcp_port: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def exhausted(context: Any) -> Any:
-        raise zmq.ZMQError(errno.EMFILE)
-
-    async with many(unused_tcp_port, 3) as everybody:
-        monkeypatch.setattr("asyncsync.net.broadcast.subscriber", exhausted)
-        third = receiver_of(everybody.sender, 3, model := Model())
-        await third.connect(timeout=5)
-        for value in (1, 2):
-            await everybody.sender.send_async(fill(everybody.source, value))
-        assert [*everybody.read, read(model)] == [{2}] * 4
-        assert caplog.text.count("no fan-out, so this worker") == 1
+        assert caplog.text.count("no fan-out, so this worker") == (lacks == "a socket")
         await third.shutdown()
 
 
@@ -222,15 +190,10 @@ def test_what_fanout_may_be() -> None:
     assert ZMQWeightSyncScheme().bus.fanout is None
 
 
-# -- slow ones ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.requirement(198)
 @pytest.mark.thorough
-@pytest.mark.parametrize("fanout", ["pull", "push"])
-async def test_a_reader_of_1_mb_per_second_delays_nobody_and_skips_versions(fanout: str, unused_tcp_port: int) -> None:
+async def test_a_reader_of_1_mb_per_second_delays_nobody_and_skips_versions(unused_tcp_port: int) -> None:
     width = MIB  # 4 MiB
-    async with many(unused_tcp_port, 4, fanout=fanout, width=width) as everybody:
+    async with many(unused_tcp_port, 4, fanout="push", width=width) as everybody:
         sender, source = everybody.sender, everybody.source
         ports = (unused_tcp_port, planted.broadcast_of(sender).port)
         async with throttled(ports, 1e6) as network:
@@ -249,14 +212,3 @@ async def test_a_reader_of_1_mb_per_second_delays_nobody_and_skips_versions(fano
             assert read(model) == {20}
             assert sender.status()[4].bytes_sent < 5 * 4 * width
             await slow.shutdown()
-
-
-@pytest.mark.requirement(198)
-async def test_nothing_is_kept_of_subscribers_that_have_gone(unused_tcp_port: int) -> None:
-    async with many(unused_tcp_port, 2) as everybody:
-        for index in (2, 3, 4):
-            other = receiver_of(everybody.sender, index, Model())
-            await other.connect(timeout=5)
-            await until(lambda: len(planted.subscribed(everybody.sender)) == 3)
-            await other.shutdown()
-            await until(lambda: len(planted.subscribed(everybody.sender)) == 2)

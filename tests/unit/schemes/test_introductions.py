@@ -9,7 +9,6 @@ from contextlib import asynccontextmanager
 from typing import Any, ClassVar
 
 import pytest
-import torch
 import zmq
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,7 +28,7 @@ from asyncsync.net.keys import KeyPair
 from asyncsync.runtime import loop_thread
 from asyncsync.schemes.introduced import IntroducedCore
 from asyncsync.wire import codec, messages
-from helpers.pairs import Clock, Model, fill, passed_on, until
+from helpers.pairs import Clock, Model, crew, fill, passed_on, receiver_of, until
 
 BOARD: dict[str, dict[int, Introduction]] = {}
 
@@ -57,45 +56,21 @@ class BoardScheme(IntroducedCore, WeightSyncScheme):
             await asyncio.sleep(0.005)
 
 
-@asynccontextmanager
-async def sending(workers: int = 1) -> AsyncIterator[tuple[BoardScheme, Model]]:
-    source, scheme = Model(1.0), BoardScheme(num_workers=workers)
-    scheme.init_on_sender(model_id="policy", model=source)
-    async with scheme:
-        yield scheme, source
-
-
-def receiving(sender: Any, worker: int) -> tuple[Any, Model]:
-    scheme, model = passed_on(sender), Model()
-    scheme.init_on_receiver("policy", model=model, worker_idx=worker)
-    return scheme, model
+def board(workers: int = 1) -> Any:
+    """A sender and workers that have been introduced to it, connected."""
+    return crew(workers, scheme=BoardScheme(), source=Model(1.0))
 
 
 @pytest.mark.requirement(211)
 async def test_workers_that_were_given_no_address_are_introduced_and_follow() -> None:
-    async with sending(2) as (sender, source):
-        one, first = receiving(sender, 0)
-        two, second = receiving(sender, 1)
-        async with one, two:
-            await asyncio.gather(*(scheme.connect(timeout=10) for scheme in (two, sender, one)))
-            assert first() == second() == {1.0}
-            fill(source, 2.0)
-            await sender.send_async(timeout=10)
-            assert first() == second() == {2.0}
-        again, third = receiving(sender, 1)
-        async with again:  # a restarted worker finds the same introduction
+    async with board(2) as everybody:
+        sender = everybody.sender
+        await sender.send_async(fill(everybody.source, 2.0), timeout=10)
+        assert everybody.read == [{2.0}, {2.0}]
+        await everybody.receivers[1].shutdown()
+        async with receiver_of(sender, 1, model := Model()) as again:  # it finds the same introduction
             await again.connect(timeout=10)
-            assert third() == {2.0}
-
-
-async def test_a_worker_that_nobody_introduces_is_told_so_and_may_try_again() -> None:
-    async with sending() as (sender, _):
-        worker, model = receiving(sender, 0)
-        async with worker:
-            with pytest.raises(NotConnected, match="worker 0 was not introduced"):
-                await worker.connect(timeout=0.05)
-            await asyncio.gather(sender.connect(timeout=10), worker.connect(timeout=10))
-            assert model() == {1.0}
+            assert model() == {2.0}
 
 
 class Waiting(BoardScheme):
@@ -117,7 +92,9 @@ async def test_a_shutdown_ends_a_sender_that_is_still_introducing_its_workers_at
 
 
 async def test_workers_come_and_go_without_end_and_those_that_are_there_keep_their_introductions() -> None:
-    async with sending() as (sender, _):
+    sender = BoardScheme(num_workers=1)
+    sender.init_on_sender(model_id="policy", model=Model(1.0))
+    async with sender:
         await sender._open(10)
         admission, there = sender._introductions().admission, {0}
         introductions = Introductions(admission, there, 3)
@@ -141,14 +118,11 @@ async def test_workers_come_and_go_without_end_and_those_that_are_there_keep_the
 async def test_keys_are_not_pickled_and_are_drawn_for_each_connection() -> None:
     drawn = set()
     for _ in range(2):
-        async with sending() as (sender, _):
-            worker, _ = receiving(sender, 0)
-            async with worker:
-                await asyncio.gather(sender.connect(timeout=10), worker.connect(timeout=10))
-                introduction = BOARD[sender._bus._uid][0]
-                drawn |= {introduction.server, introduction.own.public}
-                assert passed_on(sender)._bus._introduction is None
-                assert introduction.own.secret.decode() not in repr(introduction)
+        async with board() as (sender, _, _):
+            introduction = BOARD[sender._bus._uid][0]
+            drawn |= {introduction.server, introduction.own.public}
+            assert passed_on(sender)._bus._introduction is None
+            assert introduction.own.secret.decode() not in repr(introduction)
     assert len(drawn) == 4
 
 
@@ -170,83 +144,39 @@ HELLO = messages.Hello(0, b"n" * 16, 1, 0, "", 0, None, {"policy": 0})
 @pytest.mark.requirement(203)
 @pytest.mark.parametrize("what", ["no key", "a key that is not listed", "the key of another server"])
 async def test_who_has_no_key_that_was_given_out_gets_no_answer_and_changes_nothing(what: str) -> None:
-    async with sending() as (sender, source):
-        worker, model = receiving(sender, 0)
-        async with worker:
-            await asyncio.gather(sender.connect(timeout=10), worker.connect(timeout=10))
-            introduction = BOARD[sender._bus._uid][0]
-            changes = {
-                "no key": {"own": None},
-                "a key that is not listed": {"own": KeyPair.draw()},
-                "the key of another server": {"server": KeyPair.draw().public},
-            }[what]
-            async with stranger(introduction, **changes) as socket:
-                socket.send(codec.encode(HELLO), zmq.NOBLOCK)
-                refused = sender._bus._sender().introductions
-                assert refused is not None
-                if "not listed" in what:
-                    await until(lambda: refused.admission.refused[what] > 0)
-                fill(source, 2.0)
-                await sender.send_async(timeout=10)
-                assert not socket.poll(100)
-            assert model() == {2.0}
-            assert set(sender._bus._sender().publisher.peers) == {0}
+    changes = {
+        "no key": {"own": None},
+        "a key that is not listed": {"own": KeyPair.draw()},
+        "the key of another server": {"server": KeyPair.draw().public},
+    }[what]
+    async with board() as everybody:
+        sender = everybody.sender
+        async with stranger(BOARD[sender._bus._uid][0], **changes) as socket:
+            socket.send(codec.encode(HELLO), zmq.NOBLOCK)
+            if "not listed" in what:
+                refused = sender._introductions().admission.refused
+                await until(lambda: refused[what] > 0)
+            await sender.send_async(fill(everybody.source, 2.0), timeout=10)
+            assert not socket.poll(100)
+        assert everybody.read == [{2.0}]
+        assert set(sender._bus._sender().publisher.peers) == {0}
 
 
 @pytest.mark.requirement(203)
 async def test_a_key_is_good_for_its_own_worker_only() -> None:
-    async with sending(2) as (sender, source):
-        one, first = receiving(sender, 0)
-        two, second = receiving(sender, 1)
-        async with one, two:
-            await asyncio.gather(*(scheme.connect(timeout=10) for scheme in (two, sender, one)))
-            link = sender._bus._sender()
-            async with stranger(BOARD[sender._bus._uid][1]) as socket:
-                socket.send(codec.encode(HELLO))
-                await until(lambda: any("worker 0, but has worker 1's key" in why for why in link.dropped))
-                await until(lambda: socket.poll(0) > 0)
-                answer, _ = codec.decode(socket.recv_multipart())
-                assert isinstance(answer, messages.Bye), "and it is told why"
-                assert answer.reason == "refused"
-                assert not socket.poll(100)
-            fill(source, 2.0)
-            await sender.send_async(timeout=10)
-            assert first() == second() == {2.0}
-
-
-async def test_what_travels_cannot_be_read() -> None:
-    async with sending() as (sender, source):
-        worker, model = receiving(sender, 0)
-        async with worker:
-            seen = bytearray()
-            await sender._open(10)
-            introduction = BOARD[sender._bus._uid][0]
-            port = int(introduction.endpoint.rpartition(":")[2])
-
-            async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-                there, back = await asyncio.open_connection("127.0.0.1", port)
-
-                async def pass_on(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
-                    while data := await source.read(65536):
-                        seen.extend(data)
-                        target.write(data)
-                    target.close()
-
-                await asyncio.gather(pass_on(reader, back), pass_on(there, writer))
-
-            server = await asyncio.start_server(relay, "127.0.0.1", 0)
-            tapped = tcp_endpoint("127.0.0.1", server.sockets[0].getsockname()[1])
-            BOARD[sender._bus._uid] = {0: dataclasses.replace(introduction, endpoint=tapped)}
-            worker._bus._introduction = BOARD[sender._bus._uid][0]
-            with torch.no_grad():
-                source.first.fill_(1234.5)
-            await asyncio.gather(sender.connect(timeout=10), worker.connect(timeout=10))
-            assert torch.equal(model.first, source.first)
-            assert len(seen) > 1000
-            assert source.first.detach().numpy().tobytes()[:16] not in seen
-            assert b"policy" not in seen
-            await worker.shutdown()
-            server.close()
+    async with board(2) as everybody:
+        sender = everybody.sender
+        link = sender._bus._sender()
+        async with stranger(BOARD[sender._bus._uid][1]) as socket:
+            socket.send(codec.encode(HELLO))
+            await until(lambda: any("worker 0, but has worker 1's key" in why for why in link.dropped))
+            await until(lambda: socket.poll(0) > 0)
+            answer, _ = codec.decode(socket.recv_multipart())
+            assert isinstance(answer, messages.Bye), "and it is told why"
+            assert answer.reason == "refused"
+            assert not socket.poll(100)
+        await sender.send_async(fill(everybody.source, 2.0), timeout=10)
+        assert everybody.read == [{2.0}, {2.0}]
 
 
 def test_addresses_are_those_by_which_others_reach_this_host() -> None:
@@ -277,8 +207,7 @@ async def test_a_refused_init_leaves_the_place_where_workers_find_the_sender() -
         sender.init_on_sender(model_id="policy", model=Model(1.0), num_workers=-1)
     async with sender:
         for _ in range(2):  # the second time, a worker that was started again
-            scheme, model = receiving(sender, 0)
-            async with scheme:
+            async with receiver_of(sender, 0, model := Model()) as scheme:
                 await asyncio.gather(sender.connect(timeout=10), sender.connect(timeout=10), scheme.connect(timeout=10))
                 assert model() == {1.0}
             with pytest.raises(RuntimeError, match="connected"):
@@ -288,9 +217,7 @@ async def test_a_refused_init_leaves_the_place_where_workers_find_the_sender() -
 async def test_a_call_that_is_refused_while_another_connects_ends_nothing() -> None:
     sender = sync.DistributedWeightSyncScheme(num_workers=1)
     sender.init_on_sender(model_id="policy", model=Model(1.0))
-    scheme = passed_on(sender)
-    scheme.init_on_receiver("policy", model=Model(), worker_idx=0)
-    with sender, scheme:
+    with sender, receiver_of(sender, 0, Model()) as scheme:
         connecting = asyncio.create_task(asyncio.to_thread(scheme.connect, timeout=10))
         await until(lambda: loop_thread._current is not None and bool(loop_thread._current.open))
         with pytest.raises(NotConnected):

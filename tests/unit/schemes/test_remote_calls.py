@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from types import ModuleType
+from typing import Any
 
 import pytest
 from torch import nn
@@ -34,14 +35,12 @@ def test_a_failure_keeps_its_type_where_it_is_the_librarys() -> None:
     assert "sensor" in failure.remote_traceback
 
 
-@BOTH
-async def test_without_ray_one_line_names_the_extra(package: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_ray_one_line_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    scheme = asyncsync.RayWeightSyncScheme()
-    scheme.init_on_sender(model_id="policy", model=nn.Linear(1, 1), remotes=["an actor"])
-    with pytest.raises(ImportError, match=r"asyncsync\[ray\]"):
-        await scheme.connect()
-    await scheme.shutdown()
+    async with asyncsync.RayWeightSyncScheme() as scheme:
+        scheme.init_on_sender(model_id="policy", model=nn.Linear(1, 1), remotes=["an actor"])
+        with pytest.raises(ImportError, match=r"asyncsync\[ray\]"):
+            await scheme.connect()
 
 
 @BOTH
@@ -55,17 +54,15 @@ def test_backends_are_checked_when_it_is_constructed(package: ModuleType) -> Non
 @BOTH
 @pytest.mark.parametrize("kind", ["RayWeightSyncScheme", "RPCWeightSyncScheme"])
 def test_there_is_one_object_for_each_worker(package: ModuleType, kind: str) -> None:
-    def init(**options: object) -> asyncsync.WeightSyncScheme:
+    def counted(constructed: dict[str, Any], **options: Any) -> int | None:
         scheme = getattr(package, kind)(**constructed)
         scheme.init_on_sender(model_id="policy", model=nn.Linear(1, 1), **options)
-        return scheme  # type: ignore[no-any-return]
+        return scheme.bus.num_workers  # type: ignore[no-any-return]
 
-    constructed: dict[str, object] = {}
-    assert init(remotes=["a", "b"]).bus.num_workers == 2
-    assert init(remotes={4: "a"}).bus.num_workers is None
-    assert init(remotes=["a", "b"], min_workers=1).bus.num_workers is None
+    assert counted({}, remotes=["a", "b"]) == 2
+    assert counted({}, remotes={4: "a"}) is None
+    assert counted({}, remotes=["a", "b"], min_workers=1) is None
+    assert counted({"num_workers": 1}, remotes={0: "a"}) == 1
     for bad in ({}, {"remotes": ["a"], "num_workers": 2}, {"remotes": {1: "a"}, "num_workers": 1}):
         with pytest.raises(ValueError, match="object"):
-            init(**bad)
-    constructed["num_workers"] = 1
-    assert init(remotes={0: "a"}).bus.num_workers == 1
+            counted({}, **bad)
