@@ -141,6 +141,7 @@ async def test_each_sides_connect_refuses_the_others_argument(api: Api) -> None:
         *[({"num_workers": wrong}, ValueError, "num_workers") for wrong in (0, True, 2.0)],
         *[({"min_workers": wrong}, ValueError, "min_workers") for wrong in (-1, None)],
         ({"num_workers": 2, "min_workers": 3}, ValueError, "min_workers"),
+        *[({"map_above": wrong}, ValueError, "map_above") for wrong in (-1, "16M", True, 1.5)],
         ({"unknown": 1}, TypeError, "unknown"),
         ({"endpoint": "ipc://relative/path"}, ValueError, "absolute"),
         ({"endpoint": "ipc://"}, ValueError, "absolute"),
