@@ -111,8 +111,6 @@ def test_a_model_that_is_given_as_the_context_is_to_be_given_as_the_model(api: A
 
 
 class OfItsOwn(asyncsync.ZMQWeightSyncScheme):
-    """Has a keyword more."""
-
     def __init__(self, *args: Any, **options: Any) -> None:
         self.colour = options.pop("colour")
         super().__init__(*args, **options)
@@ -137,23 +135,16 @@ def test_a_receivers_further_keywords_go_to_its_transport(api: Api) -> None:
 async def test_also_where_connect_says_which_worker_it_is(api: Api) -> None:
     sender = api.extended(Noting)
     sender.init_on_sender(model_id="policy", model=Model(1), num_workers=1)
-    receiver = receiver_of(sender, None, Model(), rank=3)
-    try:
+    async with sender, receiver_of(sender, None, Model(), rank=3) as receiver:
         await asyncio.gather(sender.connect(timeout=10), receiver.connect(worker_idx=0, timeout=10))
         assert bare(receiver).given == {"worker_idx": 0, "rank": 3}
-    finally:
-        await receiver.shutdown()
-        await sender.shutdown()
 
 
-@pytest.mark.parametrize(
-    ("typo", "meant"),
-    [("inplase", "inplace"), ("gates", "gate"), ("worker_index", "worker_idx"), ("reconect", "reconnect")],
-)
-def test_a_misspelt_keyword_of_ours_is_refused(api: Api, typo: str, meant: str) -> None:
+def test_a_misspelt_keyword_of_ours_is_refused(api: Api) -> None:
     scheme = bare(passed_on(api.scheme()))
-    with pytest.raises(TypeError, match=rf"^ZMQ\w+\.init_on_receiver.*{typo}.*{meant!r}"):
-        scheme.init_on_receiver("policy", worker_idx=0, model=Model(), **{typo: True})
+    for typo, meant in (("inplase", "inplace"), ("gates", "gate"), ("worker_index", "worker_idx")):
+        with pytest.raises(TypeError, match=rf"^ZMQ\w+\.init_on_receiver.*{typo}.*{meant!r}"):
+            scheme.init_on_receiver("policy", worker_idx=0, model=Model(), **{typo: True})
     scheme.init_on_receiver("policy", worker_idx=0, model=Model())  # nothing was changed
 
 

@@ -15,13 +15,7 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDict
 
 import asyncsync
-from asyncsync import (
-    ClosedError,
-    NotConnected,
-    SchemaMismatch,
-    WeightStrategy,
-    sync,
-)
+from asyncsync import NotConnected, SchemaMismatch, WeightStrategy, sync
 from helpers.apis import ASYNCIO, Api, bare, in_thread
 from helpers.pairs import Clock, Model, fill, read, receiver_of
 
@@ -104,24 +98,6 @@ async def test_an_expired_timeout_returns_none_and_loses_nothing(api: Api, timeo
             assert await call(api, receive, timeout) is None
         await sender.send_async(Model(2))
         assert read(await call(api, receive, timeout)) == {2}
-
-
-@pytest.mark.requirement(42, 44)
-@pytest.mark.schemes("waiting")
-@pytest.mark.parametrize("end", ["an update", "the sender's goodbye", "its own shutdown"])
-async def test_without_a_timeout_it_waits_for_an_update_or_the_end(api: Api, end: str) -> None:
-    async with api.crew(1) as (sender, (receiver,), _):
-        blocked = asyncio.create_task(call(api, receiver.receiver_transport.receive_weights, None))
-        done, _ = await asyncio.wait({blocked}, timeout=0.1)
-        assert not done
-        with Clock(1.0):
-            if end == "an update":
-                await sender.publish(Model(1))
-                assert read(await blocked) == {1}
-            else:
-                await (sender if end == "the sender's goodbye" else receiver).shutdown()
-                with pytest.raises(ClosedError):
-                    await blocked
 
 
 def _nested() -> Any:
