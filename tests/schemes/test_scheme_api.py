@@ -37,11 +37,9 @@ async def test_both_strategies_carry_a_module_into_another(api: Api, strategy: s
     models = [nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)) for _ in range(2)]
     async with api.crew(2, scheme=api.scheme(strategy), source=source, models=models) as (sender, receivers, _):
         assert all(isinstance(scheme.weights, TensorDictBase) for scheme in (sender, *receivers))
-        assert [(r.model, r.model_id, r.worker_idx) for r in receivers] == [
-            (m, "policy", i) for i, m in enumerate(models)
-        ]
         assert (sender.model_id, sender.worker_idx, sender.context) == ("policy", None, None)
-        for model in models:
+        for index, (receiver, model) in enumerate(zip(receivers, models, strict=True)):
+            assert (receiver.model, receiver.model_id, receiver.worker_idx) == (model, "policy", index)
             for name, tensor in source.state_dict().items():
                 assert torch.equal(model.state_dict()[name], tensor), name
 

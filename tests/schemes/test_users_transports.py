@@ -16,7 +16,9 @@ from asyncsync.transports import TAG
 from helpers import planted
 from helpers.apis import ASYNCIO, Api, in_thread
 from helpers.channels import BOARDS, BlockingBoardScheme, Board, BoardScheme, BoardTransport, board
-from helpers.pairs import Clock, Model, fill, read, receiver_of, refusals, until
+from helpers.pairs import Clock, Model, connected, fill, read, receiver_of, refusals, until
+
+pytestmark = pytest.mark.requirement(214)
 
 
 @pytest.fixture
@@ -37,7 +39,6 @@ class Returning(BoardTransport):
         return {key: value.numpy() for key, value in message.items()}
 
 
-@pytest.mark.requirement(214)
 @pytest.mark.both_loops
 @pytest.mark.parametrize("transport", [BoardTransport, Returning])
 async def test_a_blocking_transport_of_a_users_own_works(
@@ -55,7 +56,6 @@ async def test_a_blocking_transport_of_a_users_own_works(
         assert everybody.read == [{8}, {7}]
         assert lines[0].sent == lines[0].received == [1, 2, 3, 4, 8]
         assert lines[1].sent == lines[1].received == [1, 2, 3, 4, 7]
-        # r084: every worker has its own.
         assert sender.shared_transport is None
         assert {w: t.line for w, t in sender.sender_transports.items()} == lines.lines
         assert [r.receiver_transport.line for r in receivers] == [lines[0], lines[1]]
@@ -66,7 +66,6 @@ async def test_a_blocking_transport_of_a_users_own_works(
     assert [line.calls for line in lines.lines.values()] == [["close", "close"]] * 2
 
 
-@pytest.mark.requirement(214)
 @pytest.mark.parametrize("width", [16, 1 << 20])
 async def test_what_is_handed_over_is_a_copy_of_its_own(api: Api, named: tuple[str, Board], width: int) -> None:
     name, _ = named
@@ -86,7 +85,6 @@ async def test_what_is_handed_over_is_a_copy_of_its_own(api: Api, named: tuple[s
     assert len({bytes(w[TAG].tolist()) for w in kept}) == 4, "each has an id of its own"
 
 
-@pytest.mark.requirement(214)
 async def test_a_slow_worker_skips_versions_and_delays_nobody(api: Api, named: tuple[str, Board]) -> None:
     name, lines = named
     async with api.crew(2, scheme=scheme_of(api, name), source=Model(0)) as everybody:
@@ -103,7 +101,6 @@ async def test_a_slow_worker_skips_versions_and_delays_nobody(api: Api, named: t
         assert lines[1].sent == [0, 1, 20], "what it has skipped never entered its channel"
 
 
-@pytest.mark.requirement(214)
 async def test_a_late_worker_gets_its_own_target_through_its_own_channel(api: Api, named: tuple[str, Board]) -> None:
     name, lines = named
     async with api.crew(2, scheme=scheme_of(api, name), source=Model(1)) as everybody:
@@ -118,7 +115,6 @@ async def test_a_late_worker_gets_its_own_target_through_its_own_channel(api: Ap
             assert lines[0].sent == [1]
 
 
-@pytest.mark.requirement(214)
 async def test_elastic_workers_get_a_transport_when_they_are_served(api: Api, named: tuple[str, Board]) -> None:
     name, lines = named
     sender = scheme_of(api, name)
@@ -133,7 +129,6 @@ async def test_elastic_workers_get_a_transport_when_they_are_served(api: Api, na
         assert receiver.receiver_transport.line is lines[7]
 
 
-@pytest.mark.requirement(214)
 async def test_old_messages_and_duplicates_in_the_channel_are_never_taken(api: Api, named: tuple[str, Board]) -> None:
     name, lines = named
 
@@ -151,7 +146,6 @@ async def test_old_messages_and_duplicates_in_the_channel_are_never_taken(api: A
         assert lines[0].received[:4] == [0, 0, 1, 1]
 
 
-@pytest.mark.requirement(214)
 async def test_several_models_of_one_bus_switch_together(api: Api) -> None:
     with board() as (one, _), board() as (two, _):
         kind = api.either(BoardScheme, BlockingBoardScheme)
@@ -163,7 +157,6 @@ async def test_several_models_of_one_bus_switch_together(api: Api) -> None:
 # -- failures of a user's code
 
 
-@pytest.mark.requirement(214)
 async def test_an_exception_in_send_weights_reaches_send(api: Api, named: tuple[str, Board]) -> None:
     name, lines = named
     async with api.crew(2, scheme=scheme_of(api, name), source=Model(0)) as everybody:
@@ -186,7 +179,6 @@ async def test_an_exception_in_send_weights_reaches_send(api: Api, named: tuple[
         assert everybody.read == [{4}, {4}]
 
 
-@pytest.mark.requirement(214)
 async def test_after_an_exception_in_send_weights_connect_may_be_called_again(
     api: Api, named: tuple[str, Board]
 ) -> None:
@@ -204,7 +196,6 @@ async def test_after_an_exception_in_send_weights_connect_may_be_called_again(
         assert read(model) == {1}
 
 
-@pytest.mark.requirement(214)
 async def test_an_exception_in_receive_weights_reaches_send_with_its_traceback(
     api: Api, named: tuple[str, Board]
 ) -> None:
@@ -225,7 +216,6 @@ async def test_an_exception_in_receive_weights_reaches_send_with_its_traceback(
         assert lines[1].received[-1] == 2, "what it has not taken was dropped by its id"
 
 
-@pytest.mark.requirement(214)
 async def test_receive_weights_that_returns_none_is_a_timeout(api: Api, named: tuple[str, Board]) -> None:
     name, lines = named
     async with api.crew(1, scheme=scheme_of(api, name), source=Model(0)) as everybody:
@@ -240,7 +230,6 @@ async def test_receive_weights_that_returns_none_is_a_timeout(api: Api, named: t
         assert everybody.read == [{2}]
 
 
-@pytest.mark.requirement(214)
 @pytest.mark.parametrize("timeouts", [True, False])
 async def test_receive_weights_that_blocks_is_given_up_at_the_deadline(
     api: Api, named: tuple[str, Board], timeouts: bool, monkeypatch: pytest.MonkeyPatch
@@ -275,7 +264,6 @@ class Cutting(BoardTransport):
         return {**message, "last": message["last"][:3]}
 
 
-@pytest.mark.requirement(214)
 @pytest.mark.parametrize(("kind", "text"), [(Losing, TAG), (Cutting, "'last'")])
 async def test_what_comes_out_changed_is_refused(
     api: Api, named: tuple[str, Board], kind: type[BoardTransport], text: str
@@ -289,7 +277,6 @@ async def test_what_comes_out_changed_is_refused(
     assert read(model) == {-1}
 
 
-@pytest.mark.requirement(214)
 async def test_shutdown_does_not_wait_for_blocked_threads(api: Api, named: tuple[str, Board]) -> None:
     name, lines = named
     async with api.crew(2, scheme=scheme_of(api, name), source=Model(0)) as everybody:
@@ -304,7 +291,6 @@ async def test_shutdown_does_not_wait_for_blocked_threads(api: Api, named: tuple
     lines[1].can_receive.set()  # the threads end by themselves: the fixtures look
 
 
-@pytest.mark.requirement(214)
 async def test_a_worker_lost_while_send_weights_blocks_fails_at_once(api: Api, named: tuple[str, Board]) -> None:
     name, lines = named
     async with api.crew(2, scheme=scheme_of(api, name), source=Model(0)) as everybody:
@@ -361,8 +347,7 @@ async def test_setup_methods_of_a_users_own_meet_during_connect(
     sender.init_on_sender(model_id="policy", model=Model(1) if source else None, num_workers=2)
     receivers = [receiver_of(sender, i, Model()) for i in range(2)]
     assert lines[0].calls == [], "init does not communicate"
-    try:
-        await asyncio.gather(sender.connect(timeout=10), *(r.connect(timeout=10) for r in receivers))
+    async with connected(sender, *receivers):
         assert [sorted(lines[i].calls) for i in range(2)] == [["receiver 0", "sender"], ["receiver 1", "sender"]]
         await sender.send_async(Model(2))
         assert [read(r.model) for r in receivers] == [{2}, {2}]
@@ -371,9 +356,6 @@ async def test_setup_methods_of_a_users_own_meet_during_connect(
             await late.connect(timeout=10)
             assert read(model) == {2}
             assert lines[1].calls.count("sender") == 2, "a restarted worker is met again"
-    finally:
-        for each in (*receivers, sender):
-            await each.shutdown()
 
 
 @pytest.mark.requirement(41)
@@ -381,15 +363,14 @@ async def test_setup_methods_of_a_users_own_meet_during_connect(
 async def test_a_setup_that_fails_fails_connect(api: Api, named: tuple[str, Board], side: str) -> None:
     sender = scheme_of(api, named[0], type("Failing", (Meeting,), {"fails": side}))
     sender.init_on_sender(model_id="policy", model=Model(1), num_workers=1)
+    both = [sender] if side == "sender" else [sender, receiver_of(sender, 0, Model())]
+    left, *right = await refusals(*both, timeout=20)
     if side == "sender":
-        (left,) = await refusals(sender)
         assert isinstance(left, OSError)
         assert "worker 0" in left.__notes__[0]
-        return
-    left, right = await refusals(sender, receiver_of(sender, 0, Model()), timeout=20)
-    assert isinstance(left, PartialSendError)
-    assert isinstance(left.failed[0], RemoteError)
-    assert isinstance(right, OSError)
+    else:
+        assert isinstance(left.failed[0], RemoteError)
+        assert isinstance(right[0], OSError)
 
 
 @pytest.mark.requirement(41)
@@ -404,18 +385,14 @@ async def test_a_setup_that_blocks_is_named_and_connect_may_be_called_again(api:
     lines[1].can_send.clear()
     sender = scheme_of(api, name, Waiting)
     sender.init_on_sender(model_id="policy", model=Model(1), num_workers=2)
-    receivers = [receiver_of(sender, i, Model()) for i in range(2)]
-    connecting = [asyncio.create_task(r.connect(timeout=20)) for r in receivers]
-    try:
+    async with sender, receiver_of(sender, 0, Model()) as one, receiver_of(sender, 1, Model()) as other:
+        connecting = [asyncio.create_task(receiver.connect(timeout=20)) for receiver in (one, other)]
         with pytest.raises(NotConnected, match=r"\[1\]"):
             await sender.connect(timeout=0.2)
         lines[1].can_send.set()
         await sender.connect(timeout=10)
         await asyncio.gather(*connecting)
         assert lines[1].calls == ["sender"]
-    finally:
-        for each in (*receivers, sender):
-            await each.shutdown()
 
 
 # -- what create_transport may return
@@ -437,11 +414,7 @@ class Coroutines(sync.TransportBackend):
 @pytest.mark.requirement(82)
 @pytest.mark.parametrize(
     ("made", "message"),
-    [
-        (OnlySends, "OnlySends.*receive_weights"),
-        (Coroutines, "Coroutines.send_weights"),
-        (object, "object"),
-    ],
+    [(OnlySends, "OnlySends.*receive_weights"), (Coroutines, "Coroutines.send_weights"), (object, "object")],
 )
 def test_create_transport_is_checked_at_init(api: Api, made: type, message: str) -> None:
     class Scheme(api.ZMQWeightSyncScheme):  # type: ignore[misc, name-defined]
@@ -458,18 +431,10 @@ class Duck:
     """No TransportBackend at all: the two methods are enough."""
 
     def __init__(self, line: Any) -> None:
-        self.inner = BoardTransport(line)
-
-    def send_weights(self, weights: Any) -> None:
-        self.inner.send_weights(weights)
-
-    def receive_weights(
-        self, timeout: Any = None, *, weights: Any = None, model: Any = None, strategy: Any = None
-    ) -> Any:
-        return self.inner.receive_weights(timeout, weights=weights, model=model, strategy=strategy)
+        inner = BoardTransport(line)
+        self.send_weights, self.receive_weights = inner.send_weights, inner.receive_weights
 
 
-@pytest.mark.requirement(214)
 async def test_the_documented_protocol_needs_no_base_class(api: Api, named: tuple[str, Board]) -> None:
     name, _ = named
     async with api.crew(2, scheme=scheme_of(api, name, Duck), source=Model(1)) as everybody:
@@ -500,7 +465,6 @@ async def test_a_cancelled_shutdown_still_lets_go_of_the_threads(named: tuple[st
 
 
 def test_transports_that_do_not_close_share_one_second_where_their_loop_is_closed() -> None:
-    """What has to be closed after the end of a loop is closed all at once: four times as many take no longer."""
     may = threading.Event()
 
     class Stuck(BoardTransport):
