@@ -71,23 +71,14 @@ def test_init_creates_the_transport_and_no_memory_yet(api: Api) -> None:
     assert set(os.listdir("/proc/self/fd")) == before
 
 
-@pytest.mark.requirement(27)
-@pytest.mark.schemes("shared")
-async def test_connect_hands_over_the_buffer_with_the_initial_weights_which_are_applied(api: Api) -> None:
-    async with api.crew(2, source=Model(6)) as everybody:
-        assert everybody.read == [{6}, {6}]
-        (slot,) = pool(everybody.sender).used
-        mapped = bool(api.options)
-        for model in everybody.models:
-            assert files(model) == {slot.inode if mapped else 0}
-
-
-@pytest.mark.requirement(28)
+@pytest.mark.requirement(27, 28)
 @pytest.mark.promise(23)
 @pytest.mark.schemes("mapped")
 async def test_one_copy_into_a_slot_and_no_further_copy(api: Api) -> None:
-    async with api.crew(3) as everybody:
+    async with api.crew(3, source=Model(6)) as everybody:
         sender, _, models = everybody
+        assert everybody.read == [{6}] * 3, "connect has handed the slot over"
+        assert [files(model) for model in models] == [{slot.inode for slot in pool(sender).used}] * 3
         kept = [dict(model.named_parameters()) for model in models]
         buffers = [model.scale.data_ptr() for model in models]
         before = {w: s.bytes_sent for w, s in sender.status().items()}
