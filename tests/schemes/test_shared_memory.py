@@ -58,19 +58,6 @@ async def receive_weights(api: Api, receiver: Any, *args: Any, **kwargs: Any) ->
 # -- shared memory: one copy, one instruction, no further copy
 
 
-@pytest.mark.requirement(14)
-@pytest.mark.schemes("in place")
-def test_init_creates_the_transport_and_no_memory_yet(api: Api) -> None:
-    before = set(os.listdir("/proc/self/fd"))
-    scheme = api.sender(Model(width=1 << 20), num_workers=2, scheme={"slots": 3})
-    assert type(scheme.shared_transport) is api.transport_class
-    assert scheme.sender_transports == dict.fromkeys(range(2), scheme.shared_transport)
-    assert (pool(scheme).slots_allowed, pool(scheme).slabs, len(pool(scheme).used)) == (3, 0, 0)
-    receiver = receiver_of(scheme, 0, Model())
-    assert type(receiver.receiver_transport) is api.transport_class
-    assert set(os.listdir("/proc/self/fd")) == before
-
-
 @pytest.mark.requirement(27, 28)
 @pytest.mark.promise(23)
 @pytest.mark.schemes("mapped")
