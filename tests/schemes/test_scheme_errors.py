@@ -501,48 +501,39 @@ async def test_a_connect_that_finds_no_descriptors_leaves_nothing_and_may_be_cal
 # -- what is sent, and to whom
 
 
-@pytest.mark.parametrize(
-    ("weights", "error", "word"),
-    [
-        ("policy.pt", ValueError, "'policy.pt'"),
-        (3.5, TypeError, "float"),
-        ([torch.zeros(2)], TypeError, "list"),
-        (torch.zeros(2), TypeError, "Tensor"),
-        ({"w": object()}, TypeError, "w"),
-        ({"w": torch.zeros(2).to_sparse()}, (TypeError, ValueError), "w"),
-        ({5: Model()}, ValueError, r"\[5\]"),
-    ],
-)
-async def test_weights_that_cannot_be_sent_are_refused_and_nothing_is_published(
-    api: Api, weights: Any, error: Any, word: str
-) -> None:
-    async with api.crew(1) as everybody:
-        with Clock(0.5), pytest.raises(error, match=word):
-            await everybody.sender.send_async(weights)
-        assert (everybody.sender.version, everybody.read) == (1, [{0}])
-        await everybody.sender.send_async(fill(everybody.source, 1))
-        assert everybody.read == [{1}]
+UNSENDABLE: list[tuple[Any, Any, str]] = [
+    ("policy.pt", ValueError, "'policy.pt'"),
+    (3.5, TypeError, "float"),
+    ([torch.zeros(2)], TypeError, "list"),
+    (torch.zeros(2), TypeError, "Tensor"),
+    ({"w": object()}, TypeError, "w"),
+    ({"w": torch.zeros(2).to_sparse()}, (TypeError, ValueError), "w"),
+    ({5: Model()}, ValueError, r"\[5\]"),
+]
+NOBODY: list[tuple[Any, Any, str]] = [
+    (2, ValueError, "num_workers=2"),
+    (-1, ValueError, "-1"),
+    ([0, 7], ValueError, "7"),
+    ([], ValueError, "worker_ids"),
+    *[(wrong, TypeError, "int") for wrong in (True, [True], "0", 1.0, [None])],
+]
 
 
-@pytest.mark.parametrize(
-    ("worker_ids", "error", "word"),
-    [
-        (2, ValueError, "num_workers=2"),
-        (-1, ValueError, "-1"),
-        ([0, 7], ValueError, "7"),
-        ([], ValueError, "worker_ids"),
-        *[(wrong, TypeError, "int") for wrong in (True, [True], "0", 1.0, [None])],
-    ],
-)
-async def test_worker_ids_that_cannot_be_are_refused(api: Api, worker_ids: Any, error: Any, word: str) -> None:
-    async with api.crew(2) as (sender, _, models):
-        for call in (sender.publish, sender.send_async):
+async def test_what_cannot_be_sent_and_whom_there_is_not_are_refused_and_nothing_is_published(api: Api) -> None:
+    async with api.crew(2) as everybody:
+        sender = everybody.sender
+        for weights, error, word in UNSENDABLE:
             with Clock(0.5), pytest.raises(error, match=word):
-                await call(Model(5), worker_ids=worker_ids)
-        with pytest.raises(error, match=word):
-            await sender.wait_version(1, worker_ids)
-        assert sender.version == 1
-        assert [read(m) for m in models] == [{0}, {0}]
+                await sender.send_async(weights)
+        for worker_ids, error, word in NOBODY:
+            for call in (sender.publish, sender.send_async):
+                with Clock(0.5), pytest.raises(error, match=word):
+                    await call(Model(5), worker_ids=worker_ids)
+            with pytest.raises(error, match=word):
+                await sender.wait_version(1, worker_ids)
+        assert (sender.version, everybody.read) == (1, [{0}, {0}])
+        await sender.send_async(fill(everybody.source, 1))
+        assert everybody.read == [{1}, {1}]
 
 
 async def test_what_there_is_not_can_neither_be_waited_for_nor_be_published(api: Api) -> None:
@@ -659,25 +650,18 @@ LIMITED: dict[str, Callable[[Any, Any], Any]] = {
 
 
 @pytest.mark.promise(15)
-@pytest.mark.parametrize(
-    ("timeout", "error", "word"),
-    [
-        (None, TypeError, "receive"),
-        ("1", TypeError, "'1'"),
-        (True, TypeError, "True"),
-        (-1, ValueError, "timeout"),
-        (float("nan"), ValueError, "timeout"),
-    ],
-)
-async def test_every_wait_but_receive_has_a_deadline(api: Api, timeout: Any, error: type[Exception], word: str) -> None:
+async def test_every_wait_but_receive_has_a_deadline(api: Api) -> None:
+    wrong = {None: (TypeError, "receive"), "1": (TypeError, "'1'"), True: (TypeError, "True")}
+    wrong |= dict.fromkeys((-1, float("nan")), (ValueError, "timeout"))
     async with api.crew(1) as (sender, (receiver,), (model,)):
-        for name, call in LIMITED.items():
-            with Clock(0.5), pytest.raises(error, match=word):
-                await call(receiver if name == "fetch" else sender, timeout)
+        for timeout, (error, word) in wrong.items():
+            for name, call in LIMITED.items():
+                with Clock(0.5), pytest.raises(error, match=word):
+                    await call(receiver if name == "fetch" else sender, timeout)
+            if timeout is not None:
+                with pytest.raises(error, match="timeout"):
+                    await receiver.receive(timeout=timeout)
         assert sender.version == 1, "nothing was published"
-        if timeout is not None:
-            with pytest.raises(error, match="timeout"):
-                await receiver.receive(timeout=timeout)
         await sender.send_async(fill(Model(), 2.0))
         assert read(model) == {2.0}
         assert read(await receiver.receive(timeout=None)) == {2.0}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from asyncsync import AckTimeout, ClosedError, NotConnected, PartialSendError, PeerLost, SchemaMismatch
+from asyncsync import AckTimeout, ClosedError, NotConnected, PartialSendError, SchemaMismatch
 from helpers.apis import Api
 from helpers.pairs import Clock, Model, connected, fill, held, passed_on, read, receiver_of, until
 
@@ -23,10 +23,9 @@ async def test_a_quorum_of_workers_is_enough_and_the_others_still_converge(api: 
                 version = await sender.send_async(fill(everybody.source, 1), quorum=2)
             assert everybody.read == [{1}, {0}, {1}]
             await sender.wait_version(version, timeout=5, quorum=2)
-            with pytest.raises(PartialSendError) as caught:
+            with pytest.raises(PartialSendError, match="worker 1: AckTimeout") as caught:
                 await sender.send_async(fill(everybody.source, 2), timeout=0.3, quorum=3)
             assert (caught.value.acked.keys(), caught.value.failed.keys()) == ({0, 2}, {1})
-            assert isinstance(caught.value.failed[1], AckTimeout)
             await sender.send_async(fill(everybody.source, 3), worker_ids=[0, 1], quorum=1)
             assert everybody.read == [{3}, {0}, {2}]
         await sender.wait_version(sender.version, timeout=5)
@@ -98,12 +97,10 @@ async def test_a_worker_that_is_lost_while_it_is_published_is_named(
             assert (sender.version, read(model)) == (version, {2})
             return
         before = sender.version
-        with Clock(2.0), pytest.raises(PartialSendError) as caught:
+        with Clock(2.0), pytest.raises(PartialSendError, match=r"worker 0: PeerLost: .*it has left") as caught:
             await sender.send_async(fill(source, 2), quorum=quorum)
         assert sender.version == before + 1, "it was published"
         assert list(caught.value.failed) == [0]
-        assert isinstance(caught.value.failed[0], PeerLost)
-        assert "it has left" in str(caught.value.failed[0])
         if workers == 2:
             await sender.wait_version(sender.version, worker_ids=1, timeout=5)
             assert read(model) == {2}
