@@ -49,21 +49,17 @@ def one_for_each(worker: int, weights: TensorDictBase) -> TensorDictBase:
     return weights + worker
 
 
+def mapped(**source: Any) -> dict[str, Any]:
+    return {**source, "device_map_fn": one_for_each, "num_workers": 2}
+
+
 OVERLOADS: dict[str, tuple[Callable[[Model, Model], dict[str, Any]], list[set[float]], list[set[float]]]] = {
     # The arguments made of two models of 2 and 3; what two workers have; what a bare send brings when the first is 4.
     "params_map": (lambda a, b: {"params_map": {1: of(b), 0: of(a)}}, [{2}, {3}], [{4}, {3}]),
     "weights, devices": (lambda a, _: {"weights": of(a), "devices": ["cpu"] * 2}, [{2}, {2}], [{4}, {4}]),
     "model, devices": (lambda a, _: {"model": a, "devices": [torch.device("cpu")] * 2}, [{2}, {2}], [{4}, {4}]),
-    "weights, device_map_fn": (
-        lambda a, _: {"weights": of(a), "device_map_fn": one_for_each, "num_workers": 2},
-        [{2}, {3}],
-        [{4}, {5}],
-    ),
-    "model, device_map_fn": (
-        lambda a, _: {"model": a, "device_map_fn": one_for_each, "num_workers": 2},
-        [{2}, {3}],
-        [{4}, {5}],
-    ),
+    "weights, device_map_fn": (lambda a, _: mapped(weights=of(a)), [{2}, {3}], [{4}, {5}]),
+    "model, device_map_fn": (lambda a, _: mapped(model=a), [{2}, {3}], [{4}, {5}]),
 }
 
 

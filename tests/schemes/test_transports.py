@@ -29,6 +29,10 @@ async def call(api: Api, method: Callable[..., Any], *args: Any, **kwargs: Any) 
     return await method(*args, **kwargs)
 
 
+async def receive_weights(api: Api, receiver: Any, *args: Any, **kwargs: Any) -> Any:
+    return await call(api, receiver.receiver_transport.receive_weights, *args, **kwargs)
+
+
 # -- the documented methods
 
 
@@ -60,12 +64,12 @@ def test_each_api_has_the_documented_methods_with_the_documented_arguments(api: 
 async def test_send_weights_publishes_and_receive_weights_waits_for_the_next_update(api: Api) -> None:
     async with api.crew(2) as (sender, receivers, models):
         transport = sender.shared_transport
-        waiting = [asyncio.create_task(call(api, r.receiver_transport.receive_weights)) for r in receivers]
+        waiting = [asyncio.create_task(receive_weights(api, r)) for r in receivers]
         assert await call(api, transport.send_weights, Model(2)) is None
         assert [read(await each) for each in waiting] == [{2}, {2}]
         assert [read(m) for m in models] == [{2}, {2}]
         await call(api, transport.send_weights, Model(3), worker_ids=1)
-        assert read(await call(api, receivers[1].receiver_transport.receive_weights, 5.0)) == {3}
+        assert read(await receive_weights(api, receivers[1], 5.0)) == {3}
         await sender.wait_version(sender.version, worker_ids=[1], timeout=5)
         assert [read(m) for m in models] == [{2}, {3}]
 
@@ -79,18 +83,17 @@ async def test_send_weights_waits_for_no_worker_and_takes_the_registered_source(
             await call(api, sender.shared_transport.send_weights)
             assert read(model) == {0}
         await receiver.wait_version(2, timeout=5)
-        assert read(await call(api, receiver.receiver_transport.receive_weights, 5.0)) == {2}
+        assert read(await receive_weights(api, receiver, 5.0)) == {2}
 
 
 @pytest.mark.requirement(43, 44)
 @pytest.mark.parametrize("timeout", [0, 0.05])
 async def test_an_expired_timeout_returns_none_and_loses_nothing(api: Api, timeout: float) -> None:
     async with api.crew(1) as (sender, (receiver,), _):
-        receive = receiver.receiver_transport.receive_weights
         with Clock(0.5):
-            assert await call(api, receive, timeout) is None
+            assert await receive_weights(api, receiver, timeout) is None
         await sender.send_async(Model(2))
-        assert read(await call(api, receive, timeout)) == {2}
+        assert read(await receive_weights(api, receiver, timeout)) == {2}
 
 
 def nested() -> dict[str, Any]:
@@ -109,12 +112,11 @@ BUFFERS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("kind", BUFFERS)
 async def test_receive_weights_fills_the_buffer_and_returns_it(api: Api, kind: str) -> None:
     async with api.crew(1, source=Model(1)) as (sender, (receiver,), _):
-        receive = receiver.receiver_transport.receive_weights
         buffer = BUFFERS[kind]()
         kept = buffer["first"]
         for value in (2, 3):
             await sender.send_async(Model(value))
-            assert await call(api, receive, 5.0, weights=buffer) is buffer
+            assert await receive_weights(api, receiver, 5.0, weights=buffer) is buffer
             assert buffer["first"] is kept, "in its own memory"
             flat = buffer if kind != "nested dict" else {**buffer, **buffer["inner"], "inner": kept}
             assert read(flat) == {value}
@@ -135,20 +137,19 @@ class Refuses(WeightStrategy):
 async def test_the_given_strategy_maps_and_applies_and_extra_state_comes_too(api: Api, strategy: Any) -> None:
     own, other = Stateful(), Stateful()
     async with api.crew(1, source=Stateful(1), models=[own]) as (sender, (receiver,), _):
-        receive = receiver.receiver_transport.receive_weights
         await sender.send_async(Stateful(4))
-        await call(api, receive, 5.0, model=other, strategy=strategy)
+        await receive_weights(api, receiver, 5.0, model=other, strategy=strategy)
         assert (other.state, own.state, read(own)) == (7, 7, {4})
         assert read(other) == ({2} if strategy else {4})
         await sender.send_async(Stateful(6))
-        await call(api, receive, 5.0, model=own, strategy=Refuses())
+        await receive_weights(api, receiver, 5.0, model=own, strategy=Refuses())
         assert read(own) == {6}, "the scheme's own model is left to the bus and its gate"
         for value, error, given in ((8, "asked to apply", Refuses()), (10, "cannot be set", None)):
             other.broken = True
             await sender.send_async(Stateful(value))
             with pytest.raises(OSError, match=error):
-                await call(api, receive, 5.0, model=other, strategy=given)
-            assert read(await call(api, receive, 5.0)) == {value}, "it was not delivered, so it comes again"
+                await receive_weights(api, receiver, 5.0, model=other, strategy=given)
+            assert read(await receive_weights(api, receiver, 5.0)) == {value}, "it was not delivered, so it comes again"
 
 
 class Stateful(Model):
@@ -183,7 +184,6 @@ async def test_a_transport_remembers_no_weights_model_or_strategy(api: Api) -> N
 @pytest.mark.requirement(40)
 async def test_what_is_wrong_or_does_not_fit_changes_nothing_and_loses_nothing(api: Api) -> None:
     async with api.crew(1, source=Model(1)) as (sender, (receiver,), _):
-        receive = receiver.receiver_transport.receive_weights
         await sender.send_async(Model(2))
         model = Model(7)
         for buffer, message in (
@@ -193,12 +193,12 @@ async def test_what_is_wrong_or_does_not_fit_changes_nothing_and_loses_nothing(a
             ({**nested(), "last": torch.zeros(7, dtype=torch.int64)}, "int64"),
         ):
             with pytest.raises(SchemaMismatch, match=message):
-                await call(api, receive, 5.0, weights=buffer, model=model)
+                await receive_weights(api, receiver, 5.0, weights=buffer, model=model)
             assert read(model) == {7}
             assert read({"first": buffer["first"]}) == {0}
         buffer = BUFFERS["TensorDict"]()
         with pytest.raises(SchemaMismatch):
-            await call(api, receive, 5.0, weights=buffer, model=Model(width=3))
+            await receive_weights(api, receiver, 5.0, weights=buffer, model=Model(width=3))
         for arguments, error, message in (
             ({"weights": torch.zeros(3)}, TypeError, "weights"),
             ({"strategy": "numpy"}, ValueError, "numpy"),
@@ -207,9 +207,9 @@ async def test_what_is_wrong_or_does_not_fit_changes_nothing_and_loses_nothing(a
             ({"timeout": "1"}, TypeError, "timeout"),
         ):
             with pytest.raises(error, match=message):
-                await call(api, receive, **{"timeout": 5.0, **arguments})
+                await receive_weights(api, receiver, **{"timeout": 5.0, **arguments})
         assert read(buffer) == {-1}
-        assert read(await call(api, receive, 5.0, weights=buffer, model=model)) == {2}
+        assert read(await receive_weights(api, receiver, 5.0, weights=buffer, model=model)) == {2}
         assert [read(model), read(buffer)] == [{2}, {2}]
 
 
@@ -228,10 +228,9 @@ async def test_a_buffer_that_cannot_be_filled_is_refused(api: Api, kind: str) ->
     source = {"w": torch.ones((), dtype=torch.float64) if kind == "number" else torch.ones(2, 2)}
     async with api.crew(1, source=source, models=[None], sender={"weights": source}) as (sender, (receiver,), _):
         await sender.send_async()
-        receive = receiver.receiver_transport.receive_weights
         with pytest.raises(SchemaMismatch, match="'w'"):
-            await call(api, receive, 5.0, weights=buffer)
-        assert (await call(api, receive, 5.0))["w"].all()
+            await receive_weights(api, receiver, 5.0, weights=buffer)
+        assert (await receive_weights(api, receiver, 5.0))["w"].all()
 
 
 @pytest.mark.requirement(40)
@@ -240,7 +239,7 @@ async def test_extra_state_is_filled_in_too(api: Api, kind: Any) -> None:
     source, buffer = {"w": torch.ones(2), "note": {"step": 3}}, kind({"w": torch.zeros(2)})
     async with api.crew(1, source=source, models=[None], sender={"weights": source}) as (sender, (receiver,), _):
         await sender.send_async()
-        await call(api, receiver.receiver_transport.receive_weights, 5.0, weights=buffer)
+        await receive_weights(api, receiver, 5.0, weights=buffer)
         flat = dict(buffer.flatten_keys(".").items()) if kind is TensorDict else buffer
         assert read({"w": flat["w"]}) == {1}
         assert any("step" in key for key in flat), "the value is there as well"
@@ -268,7 +267,7 @@ async def test_the_setup_methods_are_the_two_sides_of_connect(api: Api) -> None:
         assert results[2] is buffer
         assert [read(w) for w in (results[1], buffer, other)] == [{5}, {5}, {5}]
         assert [read(r.model) for r in receivers] == [{5}, {5}]
-        assert await call(api, receivers[0].receiver_transport.receive_weights, 0) is None, "connect's are returned"
+        assert await receive_weights(api, receivers[0], 0) is None, "connect's are returned"
 
 
 @pytest.mark.requirement(41)
@@ -336,6 +335,6 @@ async def test_a_transport_without_timeouts_refuses_one(api: Api) -> None:
             with pytest.raises(ValueError, match="supports_timeout"):
                 await receiver.receive(timeout)
             with pytest.raises(ValueError, match="supports_timeout"):
-                await call(api, receiver.receiver_transport.receive_weights, timeout)
+                await receive_weights(api, receiver, timeout)
         assert read(await receiver.receive()) == {2}
     assert api.TransportBackend.supports_timeout is True
