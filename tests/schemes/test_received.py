@@ -4,7 +4,6 @@ they were received."""
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 from typing import Any
 
@@ -15,8 +14,7 @@ from torch import nn
 from asyncsync import PartialSendError, RemoteError
 from helpers import planted
 from helpers.apis import Api, bare
-from helpers.memory import files
-from helpers.pairs import Clock, Model, fill, held, read, receiver_of, until
+from helpers.pairs import Clock, Model, fill, held, read, until
 
 pytestmark = pytest.mark.schemes("received")
 
@@ -158,26 +156,6 @@ async def test_a_model_that_is_given_other_memory_gets_the_next_version_all_the_
             model.share_memory() if value == 7 else None
         await sender.send_async(fill(source, 20))
         assert read(model) == {20}
-
-
-async def test_a_model_outlives_the_memory_that_is_free(api: Api) -> None:
-    gc.collect()
-    before = files()
-    source, model = Model(0, WIDTH), Model(width=WIDTH)
-    async with api.crew(1, source=source, models=[model]) as (sender, (receiver,), _):
-        for value in range(1, 4):
-            await sender.send_async(fill(source, value))
-        assert len(files() - before) == 2
-        await receiver.shutdown()
-        await until(lambda: len(files() - before) == 1)
-        assert read(model) == {3}
-        fill(model, 4)
-        assert read(model) == {4}
-        again = receiver_of(sender, 0, model)
-        await again.connect(timeout=5)
-        await sender.send_async(fill(source, 5))
-        assert read(model) == {5}
-        await again.shutdown()
 
 
 # -- where there is no such memory

@@ -12,8 +12,8 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
-from asyncsync import SchemaMismatch, WeightStrategy, ZMQWeightSyncScheme, sync
-from helpers.apis import ASYNCIO, Api
+from asyncsync import SchemaMismatch, WeightStrategy
+from helpers.apis import ASYNCIO, BLOCKING, Api, bare
 from helpers.pairs import Context, Model, connected, fill, read, receiver_of
 
 pytestmark = pytest.mark.schemes("every")
@@ -126,19 +126,6 @@ def test_init_on_receiver_takes_worker_idx_and_model_without_a_context(api: Api)
         api.scheme().init_on_receiver(worker_idx=0)
 
 
-@pytest.mark.requirement(79)
-@pytest.mark.parametrize("cls", [*SCHEMES, "Bus"])
-@pytest.mark.schemes("zmq")
-def test_what_waits_is_a_coroutine_function_or_an_ordinary_one(api: Api, cls: str) -> None:
-    kind = getattr(api, cls)
-    assert inspect.iscoroutinefunction(kind.send_async), "for a coroutine, on either API"
-    for name in ("connect", "publish", "wait_version", "receive", "fetch", "shutdown"):
-        if hasattr(kind, name):
-            assert inspect.iscoroutinefunction(getattr(kind, name)) is not api.is_blocking, name
-    if api.is_blocking:
-        assert not inspect.iscoroutinefunction(kind.send)
-
-
 # -- hooks of a subclass
 
 
@@ -177,14 +164,6 @@ class DoublingLater:
         return super().prepare_weights(weights, model_id, strategy, context).apply(lambda t: 2 * t)  # type: ignore[misc]
 
 
-class DoubledLater(DoublingLater, ZMQWeightSyncScheme):
-    pass
-
-
-class BlockingDoubledLater(DoublingLater, sync.ZMQWeightSyncScheme):
-    pass
-
-
 @pytest.mark.requirement(80)
 async def test_a_subclass_may_prepare_weights(api: Api) -> None:
     await doubles(api, api.extended(Doubling))
@@ -192,12 +171,12 @@ async def test_a_subclass_may_prepare_weights(api: Api) -> None:
 
 @pytest.mark.requirement(80)
 async def test_a_subclass_may_prepare_weights_in_a_coroutine() -> None:
-    await doubles(ASYNCIO, DoubledLater())
+    await doubles(ASYNCIO, ASYNCIO.extended(DoublingLater))
 
 
 @pytest.mark.requirement(80)
 def test_a_blocking_scheme_cannot_wait_for_its_prepare_weights() -> None:
-    with BlockingDoubledLater(num_workers=1) as scheme:
+    with bare(BLOCKING.extended(DoublingLater, num_workers=1)) as scheme:
         scheme.init_on_sender(model_id="policy", model=Model())
         with pytest.raises(TypeError, match="prepare_weights"):
             scheme.connect(timeout=1)

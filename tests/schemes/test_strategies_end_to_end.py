@@ -56,19 +56,6 @@ class Quantised(nn.Module):
         self.register_buffer("bias_scale", torch.zeros(1))
 
 
-class Actor(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.policy = Model()
-
-
-async def test_a_strategy_may_rename(api: Api) -> None:
-    options = {"gate": "hold"}  # nobody calls it
-    async with api.crew(2, scheme=api.scheme(Renamed()), models=[Actor(), Actor()], receiver=options) as everybody:
-        await everybody.sender.send_async(fill(everybody.source, 2))
-        assert everybody.read == [{2}, {2}]
-
-
 @pytest.mark.both_loops
 async def test_a_strategy_may_cast_on_the_wire(api: Api) -> None:
     source, models = Model(1.5, 1 << 16), [Model(width=1 << 16)]
@@ -99,7 +86,7 @@ async def test_cast_converts_dtypes_that_differ(api: Api) -> None:
         assert [m.first.dtype for m in models] == [torch.bfloat16, torch.float64]
 
 
-async def test_each_side_may_have_a_half_of_its_own(api: Api) -> None:
+async def test_each_side_may_have_a_half_of_its_own_which_may_rename(api: Api) -> None:
     sender = api.sender(source := Model(1), num_workers=2)
     plain, renaming = receiver_of(sender, 0, Model()), api.scheme(Renamed(), endpoint=sender.bus.endpoint)
     wrapped = nn.ModuleDict({"policy": Model()})

@@ -16,7 +16,7 @@ from tensordict import LazyStackedTensorDict, TensorDict
 import asyncsync
 from asyncsync import NotConnected, SchemaMismatch, WeightStrategy, sync
 from helpers.apis import Api, bare, in_thread
-from helpers.pairs import Clock, Model, fill, read, receiver_of
+from helpers.pairs import Model, fill, read, receiver_of
 
 pytestmark = pytest.mark.schemes("every")
 
@@ -84,16 +84,6 @@ async def test_send_weights_waits_for_no_worker_and_takes_the_registered_source(
             assert read(model) == {0}
         await receiver.wait_version(2, timeout=5)
         assert read(await receive_weights(api, receiver, 5.0)) == {2}
-
-
-@pytest.mark.requirement(43, 44)
-@pytest.mark.parametrize("timeout", [0, 0.05])
-async def test_an_expired_timeout_returns_none_and_loses_nothing(api: Api, timeout: float) -> None:
-    async with api.crew(1) as (sender, (receiver,), _):
-        with Clock(0.5):
-            assert await receive_weights(api, receiver, timeout) is None
-        await sender.send_async(Model(2))
-        assert read(await receive_weights(api, receiver, timeout)) == {2}
 
 
 def nested() -> dict[str, Any]:

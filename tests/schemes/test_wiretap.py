@@ -27,12 +27,9 @@ class Tap:
         self.spoils = False
         self.spoilt = 0
 
-    @property
-    def port(self) -> int:
-        return int(self.server.sockets[0].getsockname()[1])
-
     async def __aenter__(self) -> Tap:
         self.server = await asyncio.start_server(self.serve, "127.0.0.1", 0)
+        self.port: int = self.server.sockets[0].getsockname()[1]
         return self
 
     async def __aexit__(self, *exc: object) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from asyncsync import NotConnected, SharedMemWeightSyncScheme, ZMQWeightSyncScheme
+from asyncsync import SharedMemWeightSyncScheme, ZMQWeightSyncScheme
 from asyncsync.bus.guest import Guest
 from asyncsync.commands import fetch
 from asyncsync.errors import ProtocolError
@@ -47,28 +47,21 @@ def test_a_guest_is_no_worker_and_is_sent_what_everybody_is(num_workers: int | N
     assert desk.publisher.peers[GUEST].hello.role == role
 
 
-def test_nobody_waits_for_a_guest_to_accept_a_layout_and_it_gets_no_weights_of_single_workers() -> None:
+@pytest.mark.parametrize("refuses", [False, True], ids=["silent", "refusing"])
+def test_nobody_waits_for_a_guest_to_accept_a_layout_and_it_gets_no_weights_of_single_workers(refuses: bool) -> None:
     desk = Desk(1)
     desk.join(0)
     desk.publish(1)
-    desk.hello(GUEST, incarnation=99, role="guest")  # and then it is silent
+    desk.hello(GUEST, incarnation=99, role="guest")
     desk.take()
     version = desk.publish(2, dtype=F64)
+    if refuses:
+        desk.refuse(GUEST, F64)
     desk.ready(0, F64)
     assert desk.publisher.published == version
     join(desk)
     desk.publish(4, workers=[0])
     assert not desk.take(messages.Update, b"%d" % GUEST)
-
-
-def test_a_guest_that_refuses_stops_nobody() -> None:
-    desk = Desk(1)
-    desk.join(0)
-    join(desk)
-    version = desk.publish(2, dtype=F64)
-    desk.refuse(GUEST, F64)
-    desk.ready(0, F64)
-    assert desk.publisher.published == version
 
 
 @pytest.mark.parametrize("guests", [False, True])
@@ -148,15 +141,6 @@ async def test_a_guest_fetches_every_model_and_nobody_waits_for_it(
         finally:
             await guest.shutdown()
             own.close()
-
-
-async def test_a_guest_without_a_sender_says_so(endpoint: str) -> None:
-    guest = Guest(endpoint, ZMQTransport())
-    try:
-        with pytest.raises(NotConnected, match="there is no connection"):
-            await guest.weights(0.1)
-    finally:
-        await guest.shutdown()
 
 
 def test_keys_that_are_no_texts_are_written_as_json_has_them() -> None:

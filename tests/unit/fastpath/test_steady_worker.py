@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -19,12 +21,12 @@ class Interrupt(BaseException):
     """As Ctrl-C, which would end the tests."""
 
 
-def link_of(everybody: Crew, worker: int = 0) -> Any:
-    return bare(everybody.receivers[worker]).bus._link
+def link_of(everybody: Crew) -> Any:
+    return bare(everybody.receivers[0]).bus._link
 
 
-def fast_path_of(everybody: Crew, worker: int = 0) -> Any:
-    return link_of(everybody, worker).subscriber.fast_path
+def fast_path_of(everybody: Crew) -> Any:
+    return link_of(everybody).subscriber.fast_path
 
 
 def interrupt_copying(monkeypatch: pytest.MonkeyPatch, *, after: int) -> None:
@@ -54,13 +56,16 @@ def interruptible(link: Any) -> list[Interrupt]:
     return caught
 
 
-async def begin(everybody: Crew) -> Any:
-    """Some updates; then all workers have a fast path. That of the first."""
-    for value in (1, 2, 3, 3, 3):  # (a PING may just have ended it)
-        await everybody.sender.send_async(fill(everybody.source, value))
-        if value == 3 and all(fast_path_of(everybody, worker) for worker in range(len(everybody.receivers))):
-            return fast_path_of(everybody)
-    raise AssertionError("no fast path")
+@asynccontextmanager
+async def begun(api: Api) -> AsyncIterator[Crew]:
+    """One worker, some updates later: it has a fast path."""
+    async with api.crew(1) as everybody:
+        for value in (1, 2, 3, 3, 3):  # (a PING may just have ended it)
+            await everybody.sender.send_async(fill(everybody.source, value))
+            if value == 3 and fast_path_of(everybody):
+                break
+        assert fast_path_of(everybody), "no fast path"
+        yield everybody
 
 
 async def send(everybody: Crew, *values: float) -> None:
@@ -71,8 +76,7 @@ async def send(everybody: Crew, *values: float) -> None:
 
 
 async def test_what_receive_is_still_copying_from_is_not_written_by_the_fast_path(api: Api) -> None:
-    async with api.crew(1) as everybody:
-        await begin(everybody)
+    async with begun(api) as everybody:
         kept: list[tuple[Any, bytes]] = []
         for value in range(10, 16):
             await send(everybody, value)
@@ -86,8 +90,8 @@ async def test_what_receive_is_still_copying_from_is_not_written_by_the_fast_pat
 
 
 async def test_a_shutdown_lets_go_of_what_the_fast_path_has(api: Api) -> None:
-    async with api.crew(1) as everybody:
-        fast = await begin(everybody)
+    async with begun(api) as everybody:
+        fast = fast_path_of(everybody)
         newest, other = fast._newest, fast._next
         await everybody.receivers[0].shutdown()
         assert newest.references == other.references == 0
@@ -95,8 +99,7 @@ async def test_a_shutdown_lets_go_of_what_the_fast_path_has(api: Api) -> None:
 
 @pytest.mark.requirement(202)
 async def test_a_packet_that_no_sender_sends_is_dropped_on_the_fast_path(api: Api) -> None:
-    async with api.crew(1) as everybody:
-        await begin(everybody)
+    async with begun(api) as everybody:
         link, fast = link_of(everybody), fast_path_of(everybody)
         subscriber = link.subscriber
         packets: list[bytes] = []
@@ -132,8 +135,7 @@ async def test_a_packet_that_no_sender_sends_is_dropped_on_the_fast_path(api: Ap
 
 
 async def test_what_goes_wrong_on_the_fast_path_goes_the_long_way(api: Api) -> None:
-    async with api.crew(1) as everybody:
-        await begin(everybody)
+    async with begun(api) as everybody:
         link = link_of(everybody)
         (transport,) = link._fetches.transports.values()
         transport._slot_window = 32  # a user's own attribute, by bad luck
@@ -147,8 +149,7 @@ async def test_what_goes_wrong_on_the_fast_path_goes_the_long_way(api: Api) -> N
 async def test_an_update_that_is_interrupted_on_the_fast_path_is_applied_whole(
     api: Api, copied: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with api.crew(1) as everybody:
-        await begin(everybody)
+    async with begun(api) as everybody:
         link = link_of(everybody)
         caught = interruptible(link)
         interrupt_copying(monkeypatch, after=copied)
@@ -167,8 +168,7 @@ async def test_who_reads_after_an_interrupt_on_the_fast_path_reads_a_whole_model
     api: Api, changed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Quicker than the long way, in another thread, and with a Parameter that was moved just then."""
-    async with api.crew(1) as everybody:
-        await begin(everybody)
+    async with begun(api) as everybody:
         link, model, read_by_thread = link_of(everybody), everybody.models[0], []
         take_in = link._take_in
         interruptible(link)
@@ -190,8 +190,7 @@ async def test_who_reads_after_an_interrupt_on_the_fast_path_reads_a_whole_model
 
 
 async def test_an_interrupt_before_the_answer_of_the_fast_path_does_not_lose_it(api: Api) -> None:
-    async with api.crew(1) as everybody:
-        await begin(everybody)
+    async with begun(api) as everybody:
         link, interrupts = link_of(everybody), [Interrupt()]
         repeated = link._acknowledge
         interruptible(link)
