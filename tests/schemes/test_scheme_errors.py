@@ -673,14 +673,12 @@ async def test_a_private_directory_that_somebody_else_has_made_anew_is_not_talke
     sender = sender_of(ASYNCIO)
     receiver = receiver_of(sender, 0, Model())
     own = os.getuid()
-    connecting = asyncio.create_task(sender.connect(timeout=5))
-    await asyncio.sleep(0)
-    monkeypatch.setattr("asyncsync.net.endpoint.os.getuid", lambda: own + 1)
-    with pytest.raises(NotConnected, match="ipc"):
-        await receiver.connect(timeout=0.3)
-    assert os.path.dirname(sender.bus.endpoint.removeprefix("ipc://")) in caplog.text
-    monkeypatch.undo()
-    connecting.cancel()
-    await asyncio.wait([connecting])
-    await receiver.shutdown()
-    await sender.shutdown()
+    async with sender, receiver:
+        connecting = asyncio.create_task(sender.connect(timeout=5))
+        await asyncio.sleep(0)
+        with monkeypatch.context() as patch, pytest.raises(NotConnected, match="ipc"):
+            patch.setattr("asyncsync.net.endpoint.os.getuid", lambda: own + 1)
+            await receiver.connect(timeout=0.3)
+        assert os.path.dirname(sender.bus.endpoint.removeprefix("ipc://")) in caplog.text
+        connecting.cancel()
+        await asyncio.wait([connecting])
