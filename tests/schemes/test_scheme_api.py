@@ -210,8 +210,6 @@ def test_apply_weights_writes_the_model_whole_or_not_at_all(api: Api, inplace: b
 
 
 class Keeping:
-    """Keeps what it is given."""
-
     kept: tuple[Any, ...] = ()
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:

@@ -19,8 +19,6 @@ from helpers.pairs import Context, Model, fill, passed_on, read, receiver_of
 
 
 class Noting:
-    """Notes what its transport is made with."""
-
     given: dict[str, Any] | None = None
 
     def create_transport(self, **kwargs: Any) -> Any:

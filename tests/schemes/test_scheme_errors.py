@@ -676,9 +676,10 @@ async def test_a_private_directory_that_somebody_else_has_made_anew_is_not_talke
     async with sender, receiver:
         connecting = asyncio.create_task(sender.connect(timeout=5))
         await asyncio.sleep(0)
-        with monkeypatch.context() as patch, pytest.raises(NotConnected, match="ipc"):
-            patch.setattr("asyncsync.net.endpoint.os.getuid", lambda: own + 1)
+        monkeypatch.setattr("asyncsync.net.endpoint.os.getuid", lambda: own + 1)
+        with pytest.raises(NotConnected, match="ipc"):
             await receiver.connect(timeout=0.3)
+        monkeypatch.undo()
         assert os.path.dirname(sender.bus.endpoint.removeprefix("ipc://")) in caplog.text
         connecting.cancel()
         await asyncio.wait([connecting])

@@ -339,8 +339,6 @@ async def test_the_models_of_one_bus_may_travel_in_different_ways_and_switch_tog
 
 
 class Keeping(WeightStrategy):
-    """Keeps what it is given to apply."""
-
     def __init__(self) -> None:
         super().__init__()
         self.kept: list[Any] = []
