@@ -134,7 +134,6 @@ async def test_elastic_workers_get_a_transport_when_they_are_served(api: Api, li
 
 
 async def test_old_messages_and_duplicates_in_the_channel_are_never_taken(api: Api, lines: Board) -> None:
-
     class Stuttering(BoardTransport):
         """Everything comes twice."""
 
@@ -220,7 +219,6 @@ async def test_what_fails_in_receive_weights_reaches_send(api: Api, lines: Board
 async def test_receive_weights_that_blocks_is_given_up_at_the_deadline(
     api: Api, lines: Board, timeouts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-
     class Declaring(BoardTransport):
         supports_timeout = timeouts
 
@@ -349,7 +347,6 @@ async def test_a_setup_that_fails_fails_connect(api: Api, lines: Board, side: st
 
 @pytest.mark.requirement(41)
 async def test_a_setup_that_blocks_is_named_and_connect_may_be_called_again(api: Api, lines: Board) -> None:
-
     class Waiting(BoardTransport):
         def setup_connection_and_weights_on_sender(self) -> None:
             self.line.calls.append("sender")
