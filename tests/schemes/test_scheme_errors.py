@@ -6,6 +6,7 @@ import asyncio
 import errno
 import os
 import re
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -446,6 +447,16 @@ async def test_a_host_name_that_cannot_be_bound_is_not_said_to_be_in_use(api: Ap
 async def test_localhost_can_be_bound_and_connected(api: Api, unused_tcp_port: int) -> None:
     async with api.crew(1, scheme=api.scheme(endpoint=f"tcp://localhost:{unused_tcp_port}")) as everybody:
         assert everybody.read == [{0}]
+
+
+@pytest.mark.requirement(188)
+@pytest.mark.parametrize("name", ["é" * 40, os.fsdecode(b"caf\xe9")], ids=["long in bytes", "not UTF-8"])
+async def test_any_temporary_directory_will_do(api: Api, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="t") as short:
+        os.mkdir(there := os.path.join(short, name))
+        monkeypatch.setattr(tempfile, "tempdir", there)
+        async with api.crew(1) as everybody:
+            await everybody.sender.send_async(timeout=10)
 
 
 @pytest.mark.parametrize("host", ["no-such-host.invalid", "localhost"])
