@@ -323,10 +323,8 @@ async def test_one_that_fails_or_is_cancelled_makes_way_and_one_that_waits_has_a
         sender.may[1] = asyncio.Event()
         first = asyncio.create_task(sender.publish(Model(1)))
         await asyncio.sleep(0)
-        with pytest.raises(PartialSendError) as raised:
+        with pytest.raises(PartialSendError, match=r"worker 0: AckTimeout: .*prepare_weights"):
             await sender.send_async(Model(2), timeout=0.05)
-        assert isinstance(raised.value.failed[0], AckTimeout)
-        assert "prepare_weights" in str(raised.value.failed[0])
         assert sender.version == 1
         following = asyncio.create_task(sender.send_async(Model(3)))
         await asyncio.sleep(0)
