@@ -95,19 +95,29 @@ def test_a_scheme_tells_where_it_stands(name: str) -> None:
         assert not pickle.loads(pickle.dumps(sender)).initialized_on_sender
 
 
+class Recorder:
+    """A context that keeps the numbers of what it is given."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, set[float]]] = []
+
+    def update_policy_weights_(self, weights: Any, *, model_id: str) -> None:
+        self.calls.append((model_id, read(weights)))
+
+
 @pytest.mark.requirement(229)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("width", [64, 5 << 20], ids=["copied", "re-pointed"])
-def test_another_model_takes_the_place_with_the_current_weights(name: str, width: int) -> None:
+def test_another_model_takes_the_place_with_the_current_weights_and_so_may_a_context(name: str, width: int) -> None:
     source, old, new = Model(1, width), Model(0, width), Model(0, width)
     with pair(name, source, old) as (sender, receiver):
         for value in (2, 3, 4):  # the fast path, if any, has begun
             sender.send(fill(source, value))
-        receiver.model = new
+        receiver.model, receiver.context = new, (context := Recorder())
         assert receiver.model is new
         assert read(new) == {4}
         sender.send(fill(source, 5))
-        assert (read(new), read(old)) == ({5}, {4})
+        assert (read(new), read(old), context.calls) == ({5}, {4}, [("policy", {5})])
         with receiver.hold():
             sender.publish(fill(source, 6))
             assert new() == {5}, "the new model's calls are readers"
@@ -153,28 +163,6 @@ def test_model_and_context_and_worker_idx_may_be_set_before_init() -> None:
         sender.model = Model(7)
         sender.send()
         assert read(model) == {7}
-
-
-class Recorder:
-    """A context that keeps the numbers of what it is given."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, set[float]]] = []
-
-    def update_policy_weights_(self, weights: Any, *, model_id: str) -> None:
-        self.calls.append((model_id, read(weights)))
-
-
-@pytest.mark.requirement(229)
-@pytest.mark.parametrize("name", NAMES)
-def test_a_context_that_comes_later_learns_of_the_next_update(name: str) -> None:
-    source = Model(1)
-    with pair(name, source, Model()) as (sender, receiver):
-        for value in (2, 3, 4):
-            sender.send(fill(source, value))
-        receiver.context = context = Recorder()
-        sender.send(fill(source, 5))
-        assert context.calls == [("policy", {5})]
 
 
 # -- arguments
