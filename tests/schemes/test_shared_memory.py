@@ -596,9 +596,8 @@ def test_slots_and_map_above_travel_with_a_pickle_and_a_conversion(api: Api) -> 
     assert inspect.signature(type(other)).parameters["map_above"].default == 4 << 20
     for each in (scheme, passed_on(scheme), other, passed_on(other)):
         each.init_on_sender(model_id="policy", model=Model(), num_workers=1)
-        transport = each.shared_transport
-        assert getattr(transport, "pool", transport).map_above == 123
-        assert not api.has_slots or transport.pool.slots_allowed == 7
+        assert (pool(each) if api.has_slots else each.shared_transport).map_above == 123
+        assert not api.has_slots or pool(each).slots_allowed == 7
         assert each.strategy.extract_as == "state_dict"
 
 
