@@ -91,10 +91,7 @@ BIND = {"endpoint": "tcp://127.0.0.1:5017"}
         ([{"num_workers": 3}, {"num_workers": 2}], r"num_workers, but these have \[2, 3\].*Bus\(num_workers=…\)"),
         ([{}, {"num_workers": 3, "min_workers": 2}, {"min_workers": 3}], "share its min_workers"),
         ([BIND, {"endpoint": "tcp://127.0.0.1:5019"}], r"several endpoints .*5017, .*5019.*Bus\(endpoint=…\)"),
-        (
-            [{**BIND, "connect": "tcp://localhost:1"}, {**BIND, "connect": "tcp://127.0.0.1:2"}],
-            r"its connect, .*:2.*:1",
-        ),
+        ([{**BIND, "connect": "tcp://localhost:1"}, {**BIND, "connect": "tcp://127.0.0.1:2"}], r"connect, .*:2.*:1"),
     ],
 )
 def test_settings_that_disagree_are_refused_and_nothing_is_changed(options: list[dict[str, Any]], message: str) -> None:
