@@ -283,15 +283,19 @@ async def test_a_transport_of_no_scheme_says_how_to_get_one(api: Api) -> None:
             await call(api, getattr(transport, name), **arguments)
 
 
-@pytest.mark.schemes("some")
-async def test_a_transport_knows_its_role_and_keeps_no_scheme_alive(api: Api) -> None:
-    sender = bare(api.scheme())
-    sender.init_on_sender(model_id="policy", model=Model(), num_workers=1)
-    transport = sender.shared_transport
+@pytest.mark.schemes("zmq")
+async def test_a_transport_knows_its_role(api: Api) -> None:
+    sender = api.sender(Model(), num_workers=1)
     with pytest.raises(RuntimeError, match="sender"):
-        await call(api, transport.receive_weights)
+        await call(api, sender.shared_transport.receive_weights)
     with pytest.raises(NotConnected, match="connect"):
-        await call(api, transport.send_weights)
+        await call(api, sender.shared_transport.send_weights)
+
+
+@pytest.mark.schemes("some")
+async def test_a_transport_keeps_no_scheme_alive(api: Api) -> None:
+    sender = bare(api.sender(Model(), num_workers=1))
+    transport = sender.shared_transport
     del sender
     gc.collect()
     with pytest.raises(NotConnected, match="scheme"):
