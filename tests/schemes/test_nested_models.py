@@ -15,7 +15,7 @@ from asyncsync import PartialSendError, SchemaMismatch
 from helpers.apis import Api
 from helpers.pairs import receiver_of
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.schemes("some")]
 
 
 class Statistics:
@@ -36,7 +36,6 @@ def pair(api: Api, source: Any, model: Any) -> Any:
     return api.crew(1, source=source, models=[model], sender={"weights": source})
 
 
-@pytest.mark.schemes("some")
 @pytest.mark.parametrize("kind", [dict, TensorDict, lambda content: TensorDictParams(TensorDict(content))])
 async def test_a_part_that_was_replaced_gets_the_next_update(api: Api, kind: Callable[[Any], Any]) -> None:
     source, model = tree(1.0), kind(tree(0.0))
@@ -56,7 +55,6 @@ async def test_a_part_that_was_replaced_gets_the_next_update(api: Api, kind: Cal
         assert read(model) == {4.0, 0.0}
 
 
-@pytest.mark.schemes("some")
 async def test_an_object_with_arrays_that_was_replaced_gets_the_next_update(api: Api) -> None:
     source, model = {"statistics": Statistics(1)}, {"statistics": Statistics(0)}
     async with pair(api, source, model) as everybody:
@@ -65,7 +63,6 @@ async def test_an_object_with_arrays_that_was_replaced_gets_the_next_update(api:
         assert model["statistics"].mean.tolist() == [2, 2]
 
 
-@pytest.mark.schemes("some")
 async def test_a_replaced_part_of_a_tensordict_inside_a_module_gets_the_next_update(api: Api) -> None:
     def make(value: float) -> Any:
         module = nn.Linear(1, 1)
@@ -83,7 +80,6 @@ def lazy_stack(value: float) -> LazyStackedTensorDict:
     return LazyStackedTensorDict(TensorDict(tree(value)), TensorDict(tree(value)))
 
 
-@pytest.mark.schemes("some")
 async def test_a_lazy_stack_is_sent_and_cannot_receive(api: Api) -> None:
     """Its tensors are made when they are read."""
     for model in (lazy_stack(0.0), {"part": lazy_stack(0.0)}):
@@ -97,7 +93,6 @@ async def test_a_lazy_stack_is_sent_and_cannot_receive(api: Api) -> None:
             await everybody.sender.send_async(source)
 
 
-@pytest.mark.schemes("some")
 async def test_a_list_of_texts_in_a_tensordict_arrives_as_one(api: Api) -> None:
     def make(*names: str) -> TensorDict:
         made = TensorDict({"w": torch.full((2,), float(len(names)))})

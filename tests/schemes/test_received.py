@@ -4,9 +4,7 @@ they were received."""
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
-import pickle
 from typing import Any
 
 import pytest
@@ -16,8 +14,9 @@ from torch import nn
 from asyncsync import PartialSendError, RemoteError
 from helpers import planted
 from helpers.apis import Api, bare
-from helpers.memory import files
-from helpers.pairs import Clock, Model, connected, fill, held, read, receiver_of, until
+from helpers.pairs import Clock, Model, fill, held, read, until
+
+pytestmark = pytest.mark.schemes("received")
 
 WIDTH = 1 << 19  # of a Model: comes in chunks
 
@@ -31,7 +30,6 @@ def lie_in_slabs(model: nn.Module) -> set[bool]:
     return {planted.lies_in_a_slab(parameter) for parameter in model.parameters()}
 
 
-@pytest.mark.schemes("received")
 @pytest.mark.parametrize("width", [64, WIDTH], ids=["eager", "chunked"])
 async def test_parameters_get_their_memory_where_they_are_received(api: Api, width: int) -> None:
     source, models = Model(0, width), [Model(width=width) for _ in range(2)]
@@ -53,7 +51,6 @@ async def test_parameters_get_their_memory_where_they_are_received(api: Api, wid
         assert read(await everybody.receivers[0].fetch(timeout=5)) == {7}
 
 
-@pytest.mark.schemes("received")
 @pytest.mark.parametrize(
     ("above", "options"),
     [(0, {}), (-1, {"inplace": True}), (-1, {"inplace": False}), (-1, {"gate": "hold"})],
@@ -63,10 +60,8 @@ async def test_they_do_not_up_to_map_above_nor_if_the_worker_says_how(
     api: Api, above: int, options: dict[str, Any]
 ) -> None:
     source, model = Model(0), Model()
-    sender = api.scheme(num_workers=1, map_above=planted.nbytes(source.state_dict()) + above)
-    sender.init_on_sender(model_id="policy", model=source)
-    receiver = receiver_of(sender, 0, model, **options)
-    async with connected(sender, receiver):
+    scheme = api.scheme(map_above=planted.nbytes(source.state_dict()) + above)
+    async with api.crew(1, scheme=scheme, source=source, models=[model], receiver=options) as (sender, (receiver,), _):
         for value in (1, 2, 3):
             await sender.send_async(fill(source, value))
             assert read(model) == {value}
@@ -74,7 +69,6 @@ async def test_they_do_not_up_to_map_above_nor_if_the_worker_says_how(
         assert received(receiver).peak == 2 * ("gate" in options)
 
 
-@pytest.mark.schemes("received")
 async def test_what_is_half_there_shows_nowhere(api: Api) -> None:
     """The trainer is gone in the middle of a transfer: the model shows the slab before."""
     source, model = Model(0, 4 << 20), Model(width=4 << 20)
@@ -103,7 +97,6 @@ async def test_what_is_half_there_shows_nowhere(api: Api) -> None:
         assert read(model) == read(receiver.weights) == {2}
 
 
-@pytest.mark.schemes("received")
 async def test_one_that_waits_for_a_reader_is_not_overwritten(api: Api) -> None:
     source, model = Model(0, WIDTH), Model(width=WIDTH)
     async with api.crew(1, source=source, models=[model]) as (sender, (receiver,), _):
@@ -122,21 +115,6 @@ async def test_one_that_waits_for_a_reader_is_not_overwritten(api: Api) -> None:
         assert received(receiver).slabs == 2
 
 
-@pytest.mark.promise(33)
-@pytest.mark.schemes("received")
-async def test_what_was_received_stays_as_it_was_sent_whatever_the_worker_writes(api: Api) -> None:
-    source, model = Model(0, WIDTH), Model(width=WIDTH)
-    async with api.crew(1, source=source, models=[model]) as (sender, (receiver,), _):
-        for value in range(1, 6):
-            await sender.send_async(fill(source, value))
-            assert read(model) == {value}
-            fill(model, 100 + value)
-            assert read(model) == {100 + value}
-            assert read(receiver.weights) == read(await receiver.fetch(timeout=5)) == {value}
-            assert read(model) == {100 + value}
-
-
-@pytest.mark.schemes("received")
 async def test_several_models_of_a_bus_have_two_slabs_each_and_switch_together(api: Api) -> None:
     async with api.family(model=lambda value: Model(value, WIDTH)) as everybody:
         bus, names = everybody.bus, [*everybody.schemes]
@@ -155,12 +133,10 @@ class Wide(nn.Module):
         self.last = nn.Parameter(torch.zeros(7))
 
 
-@pytest.mark.schemes("received")
 async def test_what_is_cast_is_copied_beside_what_is_not(api: Api) -> None:
     source, model = Wide(), Wide(torch.bfloat16)
-    sender = api.sender(source, num_workers=1)
-    receiver = receiver_of(sender, 0, model, cast=True, gate="hold")
-    async with connected(sender, receiver):
+    options = {"cast": True, "gate": "hold"}
+    async with api.crew(1, source=source, models=[model], receiver=options) as (sender, _, _):
         where = model.first.data_ptr()
         for value in (1, 2, 3):
             await sender.send_async(fill(source, value))
@@ -169,7 +145,6 @@ async def test_what_is_cast_is_copied_beside_what_is_not(api: Api) -> None:
             assert model.first.data_ptr() == where
 
 
-@pytest.mark.schemes("received")
 async def test_a_model_that_is_given_other_memory_gets_the_next_version_all_the_same(api: Api) -> None:
     source, model = Model(0, WIDTH), Model(width=WIDTH)
     async with api.crew(1, source=source, models=[model]) as (sender, _, _):
@@ -183,43 +158,9 @@ async def test_a_model_that_is_given_other_memory_gets_the_next_version_all_the_
         assert read(model) == {20}
 
 
-@pytest.mark.schemes("received")
-async def test_a_layout_that_does_not_fit_changes_nothing_and_one_that_does_comes(api: Api) -> None:
-    model = Model(width=WIDTH)
-    async with api.crew(1, source=Model(0, WIDTH), models=[model]) as (sender, _, _):
-        await sender.send_async(Model(1, WIDTH))
-        with pytest.raises(PartialSendError):
-            await sender.send_async(Model(2, WIDTH + 1), timeout=5)
-        assert (read(model), lie_in_slabs(model)) == ({1}, {True})
-        await sender.send_async(Model(3, WIDTH))
-        assert read(model) == {3}
-
-
-@pytest.mark.schemes("received")
-async def test_a_model_outlives_the_memory_that_is_free(api: Api) -> None:
-    gc.collect()
-    before = files()
-    source, model = Model(0, WIDTH), Model(width=WIDTH)
-    async with api.crew(1, source=source, models=[model]) as (sender, (receiver,), _):
-        for value in range(1, 4):
-            await sender.send_async(fill(source, value))
-        assert len(files() - before) == 2
-        await receiver.shutdown()
-        await until(lambda: len(files() - before) == 1)
-        assert read(model) == {3}
-        fill(model, 4)
-        assert read(model) == {4}
-        again = receiver_of(sender, 0, model)
-        await again.connect(timeout=5)
-        await sender.send_async(fill(source, 5))
-        assert read(model) == {5}
-        await again.shutdown()
-
-
 # -- where there is no such memory
 
 
-@pytest.mark.schemes("received")
 async def test_without_memory_files_weights_are_copied(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     planted.no_memory_files(monkeypatch)
     source, model = Model(0, WIDTH), Model(width=WIDTH)
@@ -232,20 +173,19 @@ async def test_without_memory_files_weights_are_copied(api: Api, monkeypatch: py
 
 
 @pytest.mark.promise(32)
-@pytest.mark.schemes("received")
 async def test_memory_that_runs_out_in_the_middle_fails_this_update_only(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    reserve = os.posix_fallocate
+
+    def refuse(file: int, offset: int, length: int) -> None:
+        if offset:
+            raise OSError(12, "Cannot allocate memory")
+        reserve(file, offset, length)
+
     source, model = Model(0, 4 << 20), Model(width=4 << 20)
     async with api.crew(1, source=source, models=[model]) as (sender, (receiver,), _):
         with monkeypatch.context() as patch:
-            reserve = os.posix_fallocate
-
-            def refuse(file: int, offset: int, length: int) -> None:
-                if offset:
-                    raise OSError(12, "Cannot allocate memory")
-                reserve(file, offset, length)
-
             patch.setattr("os.posix_fallocate", refuse)
             with Clock(5), pytest.raises(PartialSendError) as caught:
                 await sender.send_async(fill(source, 1), timeout=10)
@@ -255,15 +195,3 @@ async def test_memory_that_runs_out_in_the_middle_fails_this_update_only(
         for value in (2, 3):
             await sender.send_async(fill(source, value))
             assert read(model) == {value}
-
-
-@pytest.mark.requirement(13)
-@pytest.mark.schemes("received")
-def test_map_above_travels_with_a_pickle_and_a_conversion(api: Api) -> None:
-    scheme = api.scheme(map_above=123)
-    converted = bare(scheme).aio if api.is_blocking else bare(scheme).blocking
-    for each in (scheme, pickle.loads(pickle.dumps(scheme)), converted):
-        receiver = pickle.loads(pickle.dumps(each))
-        receiver.init_on_receiver("policy", model=Model(), worker_idx=0)
-        assert receiver.receiver_transport.map_above == 123
-    assert api.make(api.scheme_class).create_transport().map_above == 4 << 20

@@ -45,13 +45,8 @@ async def test_a_server_follows_the_next_trainer_after_a_shutdown(api: Api, tmp_
     assert server.status()[0].state == "live"
     assert read(await server.fetch()) == {14}
 
-    waiting = None if api.is_instant else asyncio.create_task(server.receive())
-    await asyncio.sleep(0)
     await server.shutdown()
     assert server.closed
-    if waiting is not None:
-        with pytest.raises(ClosedError):
-            await waiting
     assert await second.send_async(fill(second.model, 20), worker_ids=1) == 6
     await replacement.shutdown()
     await worker.shutdown()

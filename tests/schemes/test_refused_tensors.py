@@ -3,7 +3,6 @@ travel."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import nn
 from asyncsync import NotConnected, PartialSendError, SchemaMismatch
 from helpers.apis import Api
 from helpers.odd_tensors import Quantised, Rounding, Wrapper, distributed, noted, refusing, scaled
-from helpers.pairs import passed_on
+from helpers.pairs import Model, fill, read, receiver_of, refusals
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.schemes("all")]
 
@@ -25,10 +24,10 @@ LARGE = 40_000  # elements: copied as bytes, and before the small tensors
 class Net(nn.Module):
     """A large plain tensor, and another."""
 
-    def __init__(self, value: float, odd: Any = None, numel: int = 16) -> None:
+    def __init__(self, value: float, odd: Any = None) -> None:
         super().__init__()
         self.first = nn.Parameter(torch.full((LARGE,), value))
-        data = torch.full((numel,), value)
+        data = torch.full((16,), value)
         made = nn.Parameter(data) if odd is None else odd(data)
         if isinstance(made, nn.Parameter):
             self.odd = made
@@ -58,27 +57,17 @@ async def test_a_source_that_has_lost_its_memory_is_named(
     api: Api, lose: Callable[[torch.Tensor], None], numel: int
 ) -> None:
     """Also after several updates, which may have come by the fast path; with its memory back, it goes on."""
-    source = Net(0.0, numel=numel)
-    del source.first
-    source.other = nn.Parameter(torch.zeros(3))
-    model = Net(9.0, numel=numel)
-    del model.first
-    model.other = nn.Parameter(torch.zeros(3))
+    source, model = Model(0, numel), Model(9, numel)
     async with api.crew(1, source=source, models=[model]) as (sender, _, _):
-        for value in (1.0, 2.0, 3.0):
-            with torch.no_grad():
-                source.odd.fill_(value)
-            version = await sender.send_async(timeout=10)
-        lose(source.odd)
-        with pytest.raises(ValueError, match=r"'odd'.*memory"):
+        for value in (1, 2, 3):
+            version = await sender.send_async(fill(source, value), timeout=10)
+        lose(source.first)
+        with pytest.raises(ValueError, match=r"'first'.*memory"):
             await sender.send_async(timeout=10)
-        assert sender.version == version
-        assert set(model.odd.tolist()) == {3.0}
-        source.odd.untyped_storage().resize_(4 * numel)
-        with torch.no_grad():
-            source.odd.fill_(4.0)
-        await sender.send_async(timeout=10)
-        assert set(model.odd.tolist()) == {4.0}
+        assert (sender.version, read(model)) == (version, {3})
+        source.first.untyped_storage().resize_(4 * numel)
+        await sender.send_async(fill(source, 4), timeout=10)
+        assert read(model) == {4}
 
 
 @pytest.mark.requirement(237)
@@ -104,20 +93,12 @@ DESTINATIONS: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
 @pytest.mark.parametrize("kind", DESTINATIONS)
 async def test_a_destination_that_takes_no_copy_is_refused_at_connect(api: Api, kind: str, inplace: bool) -> None:
     odd, words = DESTINATIONS[kind]
-    sender = api.scheme()
-    sender.init_on_sender(model_id="policy", model=Net(2.5), num_workers=1)
-    receiver, model = passed_on(sender), Net(0.0, odd)
-    receiver.init_on_receiver("policy", model=model, worker_idx=0, inplace=inplace)
-    try:
-        ends = await asyncio.gather(sender.connect(timeout=10), receiver.connect(timeout=10), return_exceptions=True)
-        assert isinstance(ends[1], SchemaMismatch), ends
-        with pytest.raises(SchemaMismatch, match=f"odd.*{words}.*WeightStrategy"):
-            raise ends[1]
-        assert isinstance(ends[0], SchemaMismatch | NotConnected | PartialSendError)
-        assert model.values() == {0.0}
-    finally:
-        await receiver.shutdown()
-        await sender.shutdown()
+    sender, model = api.sender(Net(2.5), num_workers=1), Net(0.0, odd)
+    here, there = await refusals(sender, receiver_of(sender, 0, model, inplace=inplace))
+    with pytest.raises(SchemaMismatch, match=f"odd.*{words}.*WeightStrategy"):
+        raise there
+    assert isinstance(here, SchemaMismatch | NotConnected | PartialSendError)
+    assert model.values() == {0.0}
 
 
 @pytest.mark.requirement(237)
@@ -125,10 +106,8 @@ async def test_a_destination_that_changes_its_class_later_is_refused_with_nothin
     async with api.crew(1, source=(source := Net(1.0)), models=[model := Net(0.0)]) as (sender, _, _):
         del model.odd
         model.register_buffer("odd", Quantised(torch.full((16,), 1.0)))
-        with torch.no_grad():
-            source.first.fill_(2.0)
         with pytest.raises(PartialSendError, match=r"odd.*Quantised"):
-            await sender.send_async(timeout=10)
+            await sender.send_async(fill(source, 2.0), timeout=10)
         assert model.values() == {1.0}
 
 
@@ -190,20 +169,11 @@ async def test_tensors_and_arrays_in_extra_state_travel(api: Api, strategy: str)
 
 @pytest.mark.requirement(232)
 async def test_extra_state_that_cannot_travel_is_named_with_the_way_to_leave_it_out(api: Api) -> None:
-    source = Normaliser()
-    sender = api.scheme()
-    sender.init_on_sender(model_id="policy", model=source, num_workers=1)
-    receiver = passed_on(sender)
-    receiver.init_on_receiver("policy", model=Normaliser(), worker_idx=0)
+    sender = api.sender(source := Normaliser(), num_workers=1)
     source.state = {"lock": object()}
-    waiting = asyncio.create_task(receiver.connect(timeout=10))
-    try:
+    async with sender:
         with pytest.raises(TypeError, match=r"'_extra_state'.*object.*exclude='_extra_state'"):
             await sender.connect(timeout=10)
-    finally:
-        await sender.shutdown()
-        await asyncio.gather(waiting, return_exceptions=True)
-        await receiver.shutdown()
 
 
 @pytest.mark.requirement(232)
@@ -238,10 +208,7 @@ async def test_modules_whose_parameters_are_swapped_work_as_without_a_scheme(api
     async with api.crew(1, source=(source := Net(1.0)), models=[model := Net(0.0)]) as (sender, _, _):
         one = source if who == "trainer" else model
         for value in (2.0, 3.0, 4.0):
-            with torch.no_grad():
-                source.first.fill_(value)
-                source.odd.fill_(value)
-            await sender.send_async(timeout=10)
+            await sender.send_async(fill(source, value), timeout=10)
             assert model.values() == {value}
             one.load_state_dict({name: tensor.clone() for name, tensor in one.state_dict().items()})
             one.double().float()

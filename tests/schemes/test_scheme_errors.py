@@ -6,8 +6,7 @@ import asyncio
 import errno
 import os
 import re
-import subprocess
-import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,17 +27,7 @@ from asyncsync import (
     ZMQTransport,
 )
 from helpers.apis import ASYNCIO, Api
-from helpers.pairs import (
-    Clock,
-    Model,
-    connected,
-    crew,
-    fill,
-    held,
-    read,
-    receiver_of,
-    refusals,
-)
+from helpers.pairs import Clock, Model, connected, crew, fill, read, receiver_of, refusals
 
 
 def sender_of(api: Api, **options: Any) -> Any:
@@ -141,6 +130,7 @@ async def test_each_sides_connect_refuses_the_others_argument(api: Api) -> None:
         *[({"num_workers": wrong}, ValueError, "num_workers") for wrong in (0, True, 2.0)],
         *[({"min_workers": wrong}, ValueError, "min_workers") for wrong in (-1, None)],
         ({"num_workers": 2, "min_workers": 3}, ValueError, "min_workers"),
+        *[({"map_above": wrong}, ValueError, "map_above") for wrong in (-1, "16M", True, 1.5)],
         ({"unknown": 1}, TypeError, "unknown"),
         ({"endpoint": "ipc://relative/path"}, ValueError, "absolute"),
         ({"endpoint": "ipc://"}, ValueError, "absolute"),
@@ -370,7 +360,6 @@ async def test_a_model_that_does_not_fit_is_described_on_both_sides(api: Api, ot
 @pytest.mark.promise(9)
 @pytest.mark.schemes("every")
 async def test_a_later_mismatch_fails_that_update_only_and_a_model_may_fit_later(api: Api) -> None:
-    """As with an adapter that the trainer has added a moment before the worker."""
     async with api.crew(2, models=[Model(), Model()]) as everybody:
         for _ in range(2):
             with Clock(1.0), pytest.raises(PartialSendError) as caught:
@@ -420,26 +409,6 @@ async def test_a_late_worker_whose_model_fits_by_now_connects_without_a_publicat
 # -- the endpoint
 
 
-HOLD_ENDPOINT = """
-import asyncio, sys
-from asyncsync import Bus, ZMQWeightSyncScheme
-async def main():
-    scheme = ZMQWeightSyncScheme(endpoint=sys.argv[1])
-    scheme.init_on_sender(model_id="policy", num_workers=1)
-    connecting = asyncio.create_task(scheme.connect())
-    await asyncio.sleep(0)
-    print("bound", flush=True)
-    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
-    connecting.cancel()
-    await scheme.shutdown()
-asyncio.run(main())
-"""
-
-
-def started(command: list[str]) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-
-
 @pytest.mark.parametrize("endpoint", ["ipc", "tcp"], indirect=True)
 async def test_an_endpoint_in_use_is_left_to_its_owner(api: Api, endpoint: str) -> None:
     async with api.crew(1, scheme=api.scheme(endpoint=endpoint)) as everybody:
@@ -448,21 +417,6 @@ async def test_an_endpoint_in_use_is_left_to_its_owner(api: Api, endpoint: str) 
                 await other.connect()
         await everybody.sender.send_async(fill(everybody.source, 3))
         assert everybody.read == [{3}]
-
-
-async def test_an_endpoint_of_another_live_process_is_refused_until_that_has_died(api: Api, endpoint: str) -> None:
-    command = [sys.executable, "-c", HOLD_ENDPOINT, endpoint]
-    scheme = sender_of(api, scheme={"endpoint": endpoint})
-    with started(command) as other:
-        try:
-            assert other.stdout is not None
-            assert await asyncio.to_thread(other.stdout.readline) == b"bound\n"
-            with Clock(0.5), pytest.raises(NotConnected, match="in use"):
-                await scheme.connect(timeout=5)
-        finally:
-            other.kill()
-    async with connected(scheme, receiver_of(scheme, 0, model := Model())):
-        assert read(model) == {1}
 
 
 def test_a_sender_that_was_given_only_where_workers_connect_is_told_what_is_missing(api: Api) -> None:
@@ -480,23 +434,29 @@ async def test_an_ipc_endpoint_that_cannot_be_is_an_error_of_ours_and_files_are_
     async with sender_of(api, scheme={"endpoint": f"ipc://{tmp_path}/{where}"}) as scheme:
         with Clock(0.5), pytest.raises(NotConnected, match=where):
             await scheme.connect(timeout=5)
-    assert await asyncio.to_thread(lambda: ((tmp_path / "notes").read_text(), os.listdir(tmp_path))) == (
-        "mine",
-        ["notes"],
-    )
+    assert ((tmp_path / "notes").read_text(), os.listdir(tmp_path)) == ("mine", ["notes"])
 
 
 async def test_a_host_name_that_cannot_be_bound_is_not_said_to_be_in_use(api: Api, unused_tcp_port: int) -> None:
     options = {"endpoint": f"tcp://example.invalid:{unused_tcp_port}", "allow_plaintext": True}
     async with sender_of(api, scheme=options) as scheme:
-        with Clock(0.5), pytest.raises(NotConnected, match=r"example\.invalid") as caught:
+        with Clock(0.5), pytest.raises(NotConnected, match=r"^(?!.*another sender).*example\.invalid"):
             await scheme.connect(timeout=5)
-        assert "another sender" not in str(caught.value)
 
 
 async def test_localhost_can_be_bound_and_connected(api: Api, unused_tcp_port: int) -> None:
     async with api.crew(1, scheme=api.scheme(endpoint=f"tcp://localhost:{unused_tcp_port}")) as everybody:
         assert everybody.read == [{0}]
+
+
+@pytest.mark.requirement(188)
+@pytest.mark.parametrize("name", ["é" * 40, os.fsdecode(b"caf\xe9")], ids=["long in bytes", "not UTF-8"])
+async def test_any_temporary_directory_will_do(api: Api, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="t") as short:
+        os.mkdir(there := os.path.join(short, name))
+        monkeypatch.setattr(tempfile, "tempdir", there)
+        async with api.crew(1) as everybody:
+            await everybody.sender.send_async(timeout=10)
 
 
 @pytest.mark.parametrize("host", ["no-such-host.invalid", "localhost"])
@@ -512,7 +472,6 @@ async def test_a_name_that_this_host_does_not_know_is_told_from_an_address_that_
 
 
 async def test_a_publication_that_waits_for_another_is_told_what_that_waits_for() -> None:
-    """Whose weights are being copied: that is no lack of slots."""
     large, model = {"w": torch.zeros(1 << 26)}, {"w": torch.zeros(1 << 26)}
     sender = Api("asyncio", ASYNCIO.module, "SharedMem").scheme()
     sender.init_on_sender(model_id="policy", model=large, num_workers=1)
@@ -528,7 +487,6 @@ async def test_a_publication_that_waits_for_another_is_told_what_that_waits_for(
 async def test_a_connect_that_finds_no_descriptors_leaves_nothing_and_may_be_called_again(
     api: Api, missing: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At the limit itself libzmq aborts the process; just below, a socket is refused."""
     original, left = zmq.Context.socket, missing
 
     def socket(self: Any, *args: Any, **options: Any) -> Any:
@@ -554,54 +512,39 @@ async def test_a_connect_that_finds_no_descriptors_leaves_nothing_and_may_be_cal
 # -- what is sent, and to whom
 
 
-@pytest.mark.parametrize(
-    ("weights", "error", "word"),
-    [
-        ("policy.pt", ValueError, "'policy.pt'"),
-        (3.5, TypeError, "float"),
-        ([torch.zeros(2)], TypeError, "list"),
-        (torch.zeros(2), TypeError, "Tensor"),
-        ({"w": object()}, TypeError, "w"),
-        ({"w": torch.zeros(2).to_sparse()}, (TypeError, ValueError), "w"),
-        ({5: Model()}, ValueError, r"\[5\]"),
-    ],
-)
-async def test_weights_that_cannot_be_sent_are_refused_and_nothing_is_published(
-    api: Api, weights: Any, error: Any, word: str
-) -> None:
-    async with api.crew(1) as everybody:
-        with Clock(0.5), pytest.raises(error, match=word):
-            await everybody.sender.send_async(weights)
-        assert (everybody.sender.version, everybody.read) == (1, [{0}])
-        await everybody.sender.send_async(fill(everybody.source, 1))
-        assert everybody.read == [{1}]
+UNSENDABLE: list[tuple[Any, Any, str]] = [
+    ("policy.pt", ValueError, "'policy.pt'"),
+    (3.5, TypeError, "float"),
+    ([torch.zeros(2)], TypeError, "list"),
+    (torch.zeros(2), TypeError, "Tensor"),
+    ({"w": object()}, TypeError, "w"),
+    ({"w": torch.zeros(2).to_sparse()}, (TypeError, ValueError), "w"),
+    ({5: Model()}, ValueError, r"\[5\]"),
+]
+NOBODY: list[tuple[Any, Any, str]] = [
+    (2, ValueError, "num_workers=2"),
+    (-1, ValueError, "-1"),
+    ([0, 7], ValueError, "7"),
+    ([], ValueError, "worker_ids"),
+    *[(wrong, TypeError, "int") for wrong in (True, [True], "0", 1.0, [None])],
+]
 
 
-async def test_without_a_source_a_bare_publish_says_what_to_pass(api: Api) -> None:
-    async with api.crew(1, sender={"weights": None, "model": None}) as (sender, _, _):
-        with pytest.raises(ValueError, match="no weights"):
-            await sender.publish()
-
-
-@pytest.mark.parametrize(
-    ("worker_ids", "error", "word"),
-    [
-        (2, ValueError, "num_workers=2"),
-        (-1, ValueError, "-1"),
-        ([0, 7], ValueError, "7"),
-        ([], ValueError, "worker_ids"),
-        *[(wrong, TypeError, "int") for wrong in (True, [True], "0", 1.0, [None])],
-    ],
-)
-async def test_worker_ids_that_cannot_be_are_refused(api: Api, worker_ids: Any, error: Any, word: str) -> None:
-    async with api.crew(2) as (sender, _, models):
-        for call in (sender.publish, sender.send_async):
+async def test_what_cannot_be_sent_and_whom_there_is_not_are_refused_and_nothing_is_published(api: Api) -> None:
+    async with api.crew(2) as everybody:
+        sender = everybody.sender
+        for weights, error, word in UNSENDABLE:
             with Clock(0.5), pytest.raises(error, match=word):
-                await call(Model(5), worker_ids=worker_ids)
-        with pytest.raises(error, match=word):
-            await sender.wait_version(1, worker_ids)
-        assert sender.version == 1
-        assert [read(m) for m in models] == [{0}, {0}]
+                await sender.send_async(weights)
+        for worker_ids, error, word in NOBODY:
+            for call in (sender.publish, sender.send_async):
+                with Clock(0.5), pytest.raises(error, match=word):
+                    await call(Model(5), worker_ids=worker_ids)
+            with pytest.raises(error, match=word):
+                await sender.wait_version(1, worker_ids)
+        assert (sender.version, everybody.read) == (1, [{0}, {0}])
+        await sender.send_async(fill(everybody.source, 1))
+        assert everybody.read == [{1}, {1}]
 
 
 async def test_what_there_is_not_can_neither_be_waited_for_nor_be_published(api: Api) -> None:
@@ -616,41 +559,32 @@ async def test_what_there_is_not_can_neither_be_waited_for_nor_be_published(api:
         assert (sender.version, read(models[0])) == (1, {0})
 
 
-async def test_apply_weights_without_a_model_says_so(api: Api) -> None:
+def test_apply_weights_without_a_model_says_so(api: Api) -> None:
     scheme = api.scheme()
     scheme.init_on_receiver("policy", worker_idx=0)
     with pytest.raises(RuntimeError, match="init_on_receiver"):
         scheme.apply_weights({"w": torch.zeros(1)})
-    await scheme.shutdown()
 
 
 # -- the end
 
 
-@pytest.mark.schemes("waiting")
-async def test_one_scheme_of_a_shared_bus_can_be_shut_down_alone(api: Api) -> None:
+async def test_a_sender_of_a_shared_bus_can_be_shut_down_alone(api: Api) -> None:
     async with api.family() as everybody:
-        senders, (receivers,) = everybody.schemes, everybody.workers
-        waiting = asyncio.create_task(receivers["value"].receive())
-        await asyncio.sleep(0)
-        await receivers["value"].shutdown()
-        with Clock(0.5), pytest.raises(ClosedError):
-            await waiting
-        with pytest.raises(ClosedError):
-            await receivers["value"].receive(0)
+        senders = everybody.schemes
         await senders["value"].shutdown()
         with pytest.raises(ClosedError):
             await senders["value"].publish()
         assert not senders["policy"].closed
         await senders["policy"].send_async(fill(everybody.sources["policy"], 2))
         assert everybody.read[0]["policy"] == {2}
-        await asyncio.gather(senders["policy"].shutdown(), receivers["policy"].shutdown())
+        await senders["policy"].shutdown()
         assert everybody.bus.closed
 
 
 @pytest.mark.schemes("waiting")
 @pytest.mark.both_loops
-async def test_shutdown_ends_whoever_waits(api: Api) -> None:
+async def test_shutdown_ends_whoever_connects(api: Api) -> None:
     sender = sender_of(api, num_workers=2)
     receiver = receiver_of(sender, 0, Model())
     connecting = [asyncio.create_task(sender.connect()), asyncio.create_task(receiver.connect())]
@@ -660,14 +594,6 @@ async def test_shutdown_ends_whoever_waits(api: Api) -> None:
         for task in connecting:
             with pytest.raises(ClosedError):
                 await task
-    async with api.crew(1) as (sender, (receiver,), _):
-        receiving = asyncio.create_task(receiver.receive())
-        await asyncio.sleep(0)
-        await receiver.shutdown()
-        with Clock(0.5), pytest.raises(ClosedError):
-            await receiving
-        (after,) = receiver.status().values()
-        assert (after.state, after.reason) == ("lost", "this receiver was shut down")
 
 
 async def test_a_shutdown_with_no_time_left_still_releases_everything(api: Api) -> None:
@@ -721,124 +647,6 @@ def test_a_scheme_whose_loop_has_ended_can_still_be_shut_down(run: Callable[[Any
     run(end(*schemes))
 
 
-FORGETFUL = """
-import asyncio
-from helpers.pairs import Model, receiver_of
-from asyncsync import ZMQWeightSyncScheme
-async def main():
-    global sender, receiver
-    sender = ZMQWeightSyncScheme()
-    sender.init_on_sender(model_id="policy", model=Model(width=4 << 20), num_workers=1)
-    receiver = receiver_of(sender, 0, Model(width=4 << 20))
-    await asyncio.gather(sender.connect(), receiver.connect())
-    await sender.publish()
-asyncio.run(main())
-print("done", flush=True)
-"""
-
-
-FORGETFUL_TOO = """
-import threading
-from asyncsync.sync import ZMQWeightSyncScheme
-from helpers.pairs import Model, receiver_of
-sender = ZMQWeightSyncScheme()
-sender.init_on_sender(model_id="policy", model=Model(width=4 << 20), num_workers=1)
-receiver = receiver_of(sender, 0, Model(width=4 << 20))
-connecting = threading.Thread(target=receiver.connect)
-connecting.start()
-sender.connect()
-connecting.join()
-sender.publish()
-threading.Thread(target=receiver.wait_version, args=(9,), daemon=True).start()
-print("done", flush=True)
-"""
-
-
-def run_script(code: str) -> subprocess.CompletedProcess[str]:
-    tests = str(Path(__file__).parents[1])
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([tests, *sys.path])}
-    command = [sys.executable, "-W", "ignore", "-c", code]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=40, check=False)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("code", [FORGETFUL, FORGETFUL_TOO], ids=["asyncio", "blocking"])
-def test_a_program_that_forgets_shutdown_still_ends(code: str) -> None:
-    done = run_script(code)
-    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
-
-
-AFTER_FORK = """
-import asyncio, os, sys
-import torch
-from asyncsync import ZMQWeightSyncScheme
-from helpers.pairs import crew
-
-async def child(sender, receiver):
-    calls = [sender.publish, sender.send_async, sender.connect, receiver.receive, receiver.fetch, receiver.connect]
-    calls += [lambda: sender.wait_version(1)]
-    for call in calls:
-        try:
-            await asyncio.wait_for(call(), 3)
-        except RuntimeError as error:
-            assert "before the fork" in str(error), error
-        else:
-            raise AssertionError(call)
-    await sender.shutdown()
-    await receiver.shutdown()
-    try:
-        sender.init_on_sender(model_id="policy", model=receiver.model, num_workers=1)
-    except RuntimeError as error:
-        assert "before the fork" in str(error), error
-    else:
-        raise AssertionError("init")
-    fresh = ZMQWeightSyncScheme()
-    fresh.init_on_sender(model_id="policy", model=receiver.model, num_workers=1)
-    await fresh.shutdown()
-
-async def main():
-    async with crew(1) as everybody:
-        read, write = os.pipe()
-        pid = os.fork()
-        if not pid:
-            code = 1
-            try:
-                asyncio.set_event_loop(None)
-                asyncio.events._set_running_loop(None)
-                asyncio.run(child(everybody.sender, everybody.receivers[0]))
-                code = 0
-            finally:
-                sys.stderr.flush()
-                os._exit(code)
-        _, status = await asyncio.to_thread(os.waitpid, pid, 0)
-        assert os.waitstatus_to_exitcode(status) == 0
-        await everybody.sender.send_async(timeout=5)  # the parent's connection is untouched
-        assert os.path.exists(everybody.sender.bus.endpoint.removeprefix("ipc://"))
-
-asyncio.run(main())
-"""
-
-
-@pytest.mark.thorough
-def test_a_connected_scheme_cannot_be_used_after_a_fork() -> None:
-    done = run_script(AFTER_FORK)
-    assert done.returncode == 0, done.stderr
-
-
-# -- the model is used while it is updated
-
-
-@pytest.mark.schemes("every")
-async def test_a_hold_that_is_never_left_times_the_update_out_with_the_reason(api: Api) -> None:
-    async with api.crew(1) as (sender, (receiver,), models):
-        with held(receiver):
-            with Clock(0.3), pytest.raises(PartialSendError, match=r"worker 0 .*version 2.* 0\.3 s"):
-                await sender.send_async(Model(7), timeout=0.3)
-            assert read(models[0]) == {0}
-        await receiver.wait_version(2, timeout=5)
-        assert read(models[0]) == {7}, "late, not lost"
-
-
 # -- time limits
 
 
@@ -853,25 +661,18 @@ LIMITED: dict[str, Callable[[Any, Any], Any]] = {
 
 
 @pytest.mark.promise(15)
-@pytest.mark.parametrize(
-    ("timeout", "error", "word"),
-    [
-        (None, TypeError, "receive"),
-        ("1", TypeError, "'1'"),
-        (True, TypeError, "True"),
-        (-1, ValueError, "timeout"),
-        (float("nan"), ValueError, "timeout"),
-    ],
-)
-async def test_every_wait_but_receive_has_a_deadline(api: Api, timeout: Any, error: type[Exception], word: str) -> None:
+async def test_every_wait_but_receive_has_a_deadline(api: Api) -> None:
+    wrong = {None: (TypeError, "receive"), "1": (TypeError, "'1'"), True: (TypeError, "True")}
+    wrong |= dict.fromkeys((-1, float("nan")), (ValueError, "timeout"))
     async with api.crew(1) as (sender, (receiver,), (model,)):
-        for name, call in LIMITED.items():
-            with Clock(0.5), pytest.raises(error, match=word):
-                await call(receiver if name == "fetch" else sender, timeout)
+        for timeout, (error, word) in wrong.items():
+            for name, call in LIMITED.items():
+                with Clock(0.5), pytest.raises(error, match=word):
+                    await call(receiver if name == "fetch" else sender, timeout)
+            if timeout is not None:
+                with pytest.raises(error, match="timeout"):
+                    await receiver.receive(timeout=timeout)
         assert sender.version == 1, "nothing was published"
-        if timeout is not None:
-            with pytest.raises(error, match="timeout"):
-                await receiver.receive(timeout=timeout)
         await sender.send_async(fill(Model(), 2.0))
         assert read(model) == {2.0}
         assert read(await receiver.receive(timeout=None)) == {2.0}
@@ -880,18 +681,16 @@ async def test_every_wait_but_receive_has_a_deadline(api: Api, timeout: Any, err
 async def test_a_private_directory_that_somebody_else_has_made_anew_is_not_talked_to(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """After a trainer's crash and a sweep, its directory's name is free for any user of the host."""
     sender = sender_of(ASYNCIO)
     receiver = receiver_of(sender, 0, Model())
     own = os.getuid()
-    connecting = asyncio.create_task(sender.connect(timeout=5))
-    await asyncio.sleep(0)
-    monkeypatch.setattr("asyncsync.net.endpoint.os.getuid", lambda: own + 1)
-    with pytest.raises(NotConnected, match="ipc"):
-        await receiver.connect(timeout=0.3)
-    assert os.path.dirname(sender.bus.endpoint.removeprefix("ipc://")) in caplog.text
-    monkeypatch.undo()
-    connecting.cancel()
-    await asyncio.wait([connecting])
-    await receiver.shutdown()
-    await sender.shutdown()
+    async with sender, receiver:
+        connecting = asyncio.create_task(sender.connect(timeout=5))
+        await asyncio.sleep(0)
+        monkeypatch.setattr("asyncsync.net.endpoint.os.getuid", lambda: own + 1)
+        with pytest.raises(NotConnected, match="ipc"):
+            await receiver.connect(timeout=0.3)
+        monkeypatch.undo()
+        assert os.path.dirname(sender.bus.endpoint.removeprefix("ipc://")) in caplog.text
+        connecting.cancel()
+        await asyncio.wait([connecting])

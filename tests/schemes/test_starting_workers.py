@@ -17,12 +17,6 @@ from helpers.apis import Api
 from helpers.pairs import Clock, Model, fill, read, receiver_of
 
 
-def sender_of(api: Api) -> Any:
-    scheme = api.scheme()
-    scheme.init_on_sender(model_id="policy", model=Model(1), num_workers=1)
-    return scheme
-
-
 def python(code: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
 
@@ -58,9 +52,7 @@ async def test_init_may_say_the_count_and_say_another_before_connecting(api: Api
 @pytest.mark.requirement(212)
 @pytest.mark.schemes("some")
 async def test_with_min_workers_0_a_trainer_starts_alone(api: Api) -> None:
-    """Of 212: another number than the default."""
-    sender = api.scheme(min_workers=0)
-    sender.init_on_sender(model_id="policy", model=(source := Model(1)))
+    sender = api.sender(source := Model(1), scheme={"min_workers": 0})
     async with sender:
         with Clock(0.5):
             await sender.connect(timeout=5)
@@ -75,17 +67,13 @@ async def test_with_min_workers_0_a_trainer_starts_alone(api: Api) -> None:
 
 @pytest.mark.parametrize("kind", ["multiprocessing", "subprocess"])
 async def test_connect_ends_when_a_workers_process_has_ended(api: Api, kind: str) -> None:
-    sender = sender_of(api)
-    async with sender:
+    async with api.sender(Model(1), num_workers=1) as sender:
         if kind == "subprocess":
             process: Any = python("raise SystemExit(3)")
         else:
             process = multiprocessing.get_context("fork").Process(target=os._exit, args=(3,))
             process.start()
-        with (
-            Clock(2),
-            pytest.raises(NotConnected, match="exit code 3"),
-        ):
+        with Clock(2), pytest.raises(NotConnected, match="exit code 3"):
             await sender.connect(timeout=60, processes=[process])
         if kind == "subprocess":
             process.communicate()
@@ -100,9 +88,8 @@ async def test_connect_ends_when_a_workers_process_has_ended(api: Api, kind: str
             await receiver.connect(processes=[process])
 
 
-@pytest.mark.schemes("zmq")
 async def test_a_process_that_goes_on_does_not_end_connect(api: Api) -> None:
-    async with sender_of(api) as sender, receiver_of(sender, 0, Model()) as receiver:
+    async with api.sender(Model(1), num_workers=1) as sender, receiver_of(sender, 0, Model()) as receiver:
         with python("input()") as process:
             await asyncio.gather(sender.connect(timeout=10, processes=[process]), receiver.connect(timeout=10))
             process.kill()

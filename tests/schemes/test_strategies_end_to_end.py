@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
@@ -12,9 +11,9 @@ from torch import nn
 
 from asyncsync import WeightStrategy
 from helpers.apis import Api
-from helpers.pairs import Model, fill, read, receiver_of
+from helpers.pairs import Model, connected, fill, read, receiver_of
 
-pytestmark = pytest.mark.schemes("some")
+pytestmark = [pytest.mark.schemes("some"), pytest.mark.requirement(207)]
 
 
 class Renamed(WeightStrategy):
@@ -57,53 +56,28 @@ class Quantised(nn.Module):
         self.register_buffer("bias_scale", torch.zeros(1))
 
 
-class Actor(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.policy = Model()
-
-
-@pytest.mark.requirement(207)
-async def test_a_strategy_may_rename(api: Api) -> None:
-    options = {"gate": "hold"}  # nobody calls it
-    async with api.crew(2, scheme=api.scheme(Renamed()), models=[Actor(), Actor()], receiver=options) as everybody:
-        await everybody.sender.send_async(fill(everybody.source, 2))
-        assert everybody.read == [{2}, {2}]
-
-
-@pytest.mark.requirement(207)
 @pytest.mark.both_loops
 async def test_a_strategy_may_cast_on_the_wire(api: Api) -> None:
-    async with api.crew(
-        1, scheme=api.scheme(BFloat16()), source=Model(1.5, 1 << 16), models=[Model(width=1 << 16)]
-    ) as e:
+    source, models = Model(1.5, 1 << 16), [Model(width=1 << 16)]
+    async with api.crew(1, scheme=api.scheme(BFloat16()), source=source, models=models) as e:
         assert e.models[0].first.dtype == torch.float32
         assert e.read == [{1.5}]
         await e.sender.send_async(fill(e.source, 1.0009765625))
         assert e.read == [{1.0}], "rounded to bf16 on its way"
-        received = await api.receive(e.receivers[0], 0)
-        assert received is not None
-        assert received["first"].dtype == torch.bfloat16, "receive returns what was sent"
+        assert (await api.receive(e.receivers[0], 0))["first"].dtype == torch.bfloat16, "receive returns what was sent"
         assert e.sender.status()[0].bytes_sent < 2 * (2 * (1 << 16) + 4096)
 
 
-@pytest.mark.requirement(207)
 async def test_a_strategy_may_quantise_into_another_model(api: Api) -> None:
-    source = nn.Linear(4, 3)
-    options = {"gate": "hold"}  # nobody calls it
-    async with api.crew(
-        1, scheme=api.scheme(Int8()), source=source, models=[Quantised()], receiver=options
-    ) as everybody:
+    source, model, options = nn.Linear(4, 3), Quantised(), {"gate": "hold"}  # nobody calls it
+    async with api.crew(1, scheme=api.scheme(Int8()), source=source, models=[model], receiver=options) as everybody:
         for _ in range(3):
-            with torch.no_grad():
-                source.weight.normal_()
+            nn.init.normal_(source.weight)
             await everybody.sender.send_async()
-            model = everybody.models[0]
             restored = model.weight_q.float() * model.weight_scale
             assert torch.allclose(restored, source.weight, atol=float(model.weight_scale))
 
 
-@pytest.mark.requirement(207)
 async def test_cast_converts_dtypes_that_differ(api: Api) -> None:
     models = [Model().bfloat16(), Model().double()]
     async with api.crew(2, source=Model(1), models=models, receiver={"cast": True}) as everybody:
@@ -112,13 +86,11 @@ async def test_cast_converts_dtypes_that_differ(api: Api) -> None:
         assert [m.first.dtype for m in models] == [torch.bfloat16, torch.float64]
 
 
-@pytest.mark.requirement(207)
-async def test_each_side_may_have_a_half_of_its_own(api: Api) -> None:
+async def test_each_side_may_have_a_half_of_its_own_which_may_rename(api: Api) -> None:
     sender = api.sender(source := Model(1), num_workers=2)
     plain, renaming = receiver_of(sender, 0, Model()), api.scheme(Renamed(), endpoint=sender.bus.endpoint)
     wrapped = nn.ModuleDict({"policy": Model()})
     renaming.init_on_receiver("policy", model=wrapped, worker_idx=1, gate="hold")
-    async with sender, plain, renaming:
-        await asyncio.gather(*(s.connect(timeout=5) for s in (sender, plain, renaming)))
+    async with connected(sender, plain, renaming):
         await sender.send_async(fill(source, 2))
         assert read(plain.model) == read(wrapped) == {2}

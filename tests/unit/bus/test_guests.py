@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from asyncsync import NotConnected, SharedMemWeightSyncScheme, ZMQWeightSyncScheme
+from asyncsync import SharedMemWeightSyncScheme, ZMQWeightSyncScheme
 from asyncsync.bus.guest import Guest
 from asyncsync.commands import fetch
 from asyncsync.errors import ProtocolError
@@ -21,15 +20,10 @@ from asyncsync.transports import SharedMemTransport, ZMQTransport
 from asyncsync.wire import messages
 from asyncsync.wire.fields import FIRST_GUEST
 from helpers.machines import EPOCH, Desk, layout, nonce, through_the_wire
-from helpers.pairs import Model, fill, read, receiver_of
+from helpers.pairs import Model, crew, fill, read
 
 GUEST = FIRST_GUEST + 7
 F64 = torch.float64
-
-
-@pytest.fixture
-def endpoint(tmp_path: Path) -> str:
-    return f"ipc://{tmp_path}/bus"
 
 
 def join(desk: Desk, role: str = "guest") -> None:
@@ -53,28 +47,21 @@ def test_a_guest_is_no_worker_and_is_sent_what_everybody_is(num_workers: int | N
     assert desk.publisher.peers[GUEST].hello.role == role
 
 
-def test_nobody_waits_for_a_guest_to_accept_a_layout_and_it_gets_no_weights_of_single_workers() -> None:
+@pytest.mark.parametrize("refuses", [False, True], ids=["silent", "refusing"])
+def test_nobody_waits_for_a_guest_to_accept_a_layout_and_it_gets_no_weights_of_single_workers(refuses: bool) -> None:
     desk = Desk(1)
     desk.join(0)
     desk.publish(1)
-    desk.hello(GUEST, incarnation=99, role="guest")  # and then it is silent
+    desk.hello(GUEST, incarnation=99, role="guest")
     desk.take()
     version = desk.publish(2, dtype=F64)
+    if refuses:
+        desk.refuse(GUEST, F64)
     desk.ready(0, F64)
     assert desk.publisher.published == version
     join(desk)
     desk.publish(4, workers=[0])
     assert not desk.take(messages.Update, b"%d" % GUEST)
-
-
-def test_a_guest_that_refuses_stops_nobody() -> None:
-    desk = Desk(1)
-    desk.join(0)
-    join(desk)
-    version = desk.publish(2, dtype=F64)
-    desk.refuse(GUEST, F64)
-    desk.ready(0, F64)
-    assert desk.publisher.published == version
 
 
 @pytest.mark.parametrize("guests", [False, True])
@@ -91,15 +78,13 @@ def test_nothing_takes_the_short_form_while_a_guest_is_there(guests: bool) -> No
     assert [type(one) for one in sent] == [messages.Update if guests else messages.Again]
 
 
-@pytest.mark.parametrize(("worker", "role"), [(GUEST, "worker"), (3, "guest"), (3, "relay")])
-def test_a_role_and_its_index_have_to_fit(worker: int, role: str) -> None:
-    with pytest.raises(ProtocolError, match="index"):
+@pytest.mark.parametrize(
+    ("worker", "role", "word"),
+    [(GUEST, "worker", "index"), (3, "guest", "index"), (3, "relay", "index"), (3, "king", "expected one of")],
+)
+def test_a_role_is_known_and_fits_its_index(worker: int, role: str, word: str) -> None:
+    with pytest.raises(ProtocolError, match=word):
         Desk(None).hello(worker, role=role)
-
-
-def test_an_unknown_role_is_refused() -> None:
-    with pytest.raises(ProtocolError, match="expected one of"):
-        Desk(None).hello(3, role="king")
 
 
 def test_a_guest_that_has_gone_is_forgotten_by_trainers_of_fixed_workers_too() -> None:
@@ -127,52 +112,35 @@ def test_a_guest_takes_whatever_models_the_trainer_has() -> None:
     assert [one for one, _ in guest.outbox] == [messages.Ready(EPOCH, {"policy": layout().digest})]
 
 
-@pytest.mark.parametrize("width", [10, 300_000], ids=["eager", "in chunks"])
-async def test_a_guest_fetches_every_model_and_nobody_waits_for_it(endpoint: str, width: int) -> None:
-    sender = ZMQWeightSyncScheme(endpoint=endpoint, num_workers=1)
+@pytest.mark.parametrize(
+    ("kind", "transport", "width"),
+    [
+        (ZMQWeightSyncScheme, ZMQTransport, 10),
+        (ZMQWeightSyncScheme, ZMQTransport, 300_000),
+        (SharedMemWeightSyncScheme, SharedMemTransport, 2_000_000),
+    ],
+    ids=["eager", "in chunks", "slots"],
+)
+async def test_a_guest_fetches_every_model_and_nobody_waits_for_it(
+    endpoint: str, kind: type[Any], transport: type[Any], width: int
+) -> None:
     source = Model(1.0, width)
-    sender.init_on_sender(model_id="policy", model=source)
-    receiver = receiver_of(sender, 0, Model(0.0, width))
-    await asyncio.gather(sender.connect(), receiver.connect())
-    guest = Guest(endpoint, ZMQTransport())
-    try:
-        found = (await guest.weights(10))["policy"]
-        assert found.version == sender.version
-        assert read(found.slab.weights()) == {1.0}
-        version = await sender.send_async(fill(source, 2.0), metadata={"step": 5})
-        assert sorted(one.role for one in sender.status().values()) == ["guest", "worker"]
-        assert await guest.link.wait(lambda: guest.link.version(["policy"]) == version, 10)
-        found = (await guest.weights(10))["policy"]
-        assert found.metadata == {"step": 5}
-        assert read(found.slab.weights()) == {2.0}
-    finally:
-        await guest.shutdown()
-        await sender.shutdown()
-        await receiver.shutdown()
-
-
-async def test_a_guest_of_shared_memory_takes_its_transport(endpoint: str) -> None:
-    sender = SharedMemWeightSyncScheme(endpoint=endpoint, min_workers=0)
-    source = Model(3.0, 2_000_000)
-    sender.init_on_sender(model_id="policy", model=source)
-    await sender.connect()
-    guest = Guest(endpoint, transport := SharedMemTransport())
-    try:
-        await sender.publish()
-        assert read((await guest.weights(10))["policy"].slab.weights()) == {3.0}
-    finally:
-        await guest.shutdown()
-        transport.close()
-        await sender.shutdown()
-
-
-async def test_a_guest_without_a_sender_says_so(endpoint: str) -> None:
-    guest = Guest(endpoint, ZMQTransport())
-    try:
-        with pytest.raises(NotConnected, match="there is no connection"):
-            await guest.weights(0.1)
-    finally:
-        await guest.shutdown()
+    async with crew(1, scheme=kind(endpoint=endpoint), source=source, models=[Model(0.0, width)]) as (sender, _, _):
+        guest = Guest(endpoint, own := transport())
+        try:
+            found = (await guest.weights(10))["policy"]
+            assert found.version == sender.version
+            assert read(found.slab.weights()) == {1.0}
+            version = await sender.send_async(fill(source, 2.0), metadata={"step": 5})
+            assert sorted(one.role for one in sender.status().values()) == ["guest", "worker"]
+            assert await guest.link.wait(lambda: guest.link.version(["policy"]) == version, 10)
+            found = (await guest.weights(10))["policy"]
+            assert found.metadata == {"step": 5}
+            assert read(found.slab.weights()) == {2.0}
+            del found
+        finally:
+            await guest.shutdown()
+            own.close()
 
 
 def test_keys_that_are_no_texts_are_written_as_json_has_them() -> None:

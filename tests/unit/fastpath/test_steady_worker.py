@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ import pytest
 import asyncsync.model.update
 from asyncsync.wire import codec, messages
 from helpers.apis import Api, bare
-from helpers.pairs import Clock, Crew, fill, read
+from helpers.pairs import Clock, Crew, fill
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.schemes("copied")]
 
@@ -19,12 +21,24 @@ class Interrupt(BaseException):
     """As Ctrl-C, which would end the tests."""
 
 
-def link_of(everybody: Crew, worker: int = 0) -> Any:
-    return bare(everybody.receivers[worker]).bus._link
+def link_of(everybody: Crew) -> Any:
+    return bare(everybody.receivers[0]).bus._link
 
 
-def fast_path_of(everybody: Crew, worker: int = 0) -> Any:
-    return link_of(everybody, worker).subscriber.fast_path
+def fast_path_of(everybody: Crew) -> Any:
+    return link_of(everybody).subscriber.fast_path
+
+
+def interrupt_copying(monkeypatch: pytest.MonkeyPatch, *, after: int) -> None:
+    """The next update is interrupted when so many of its tensors have been copied."""
+    copy = asyncsync.model.update.copy_bytes
+
+    def copying(destinations: list[memoryview], sources: list[memoryview]) -> None:
+        monkeypatch.undo()
+        copy(destinations[:after], sources[:after])
+        raise Interrupt
+
+    monkeypatch.setattr(asyncsync.model.update, "copy_bytes", copying)
 
 
 def interruptible(link: Any) -> list[Interrupt]:
@@ -42,13 +56,16 @@ def interruptible(link: Any) -> list[Interrupt]:
     return caught
 
 
-async def begin(everybody: Crew) -> Any:
-    """Some updates; then all workers have a fast path. That of the first."""
-    for value in (1, 2, 3, 3, 3):  # (a PING may just have ended it)
-        await everybody.sender.send_async(fill(everybody.source, value))
-        if value == 3 and all(fast_path_of(everybody, worker) for worker in range(len(everybody.receivers))):
-            return fast_path_of(everybody)
-    raise AssertionError("no fast path")
+@asynccontextmanager
+async def begun(api: Api) -> AsyncIterator[Crew]:
+    """One worker, some updates later: it has a fast path."""
+    async with api.crew(1) as everybody:
+        for value in (1, 2, 3, 3, 3):  # (a PING may just have ended it)
+            await everybody.sender.send_async(fill(everybody.source, value))
+            if value == 3 and fast_path_of(everybody):
+                break
+        assert fast_path_of(everybody), "no fast path"
+        yield everybody
 
 
 async def send(everybody: Crew, *values: float) -> None:
@@ -58,27 +75,8 @@ async def send(everybody: Crew, *values: float) -> None:
         assert everybody.read == [{value}] * len(everybody.receivers)
 
 
-async def test_a_worker_stays_on_its_fast_path(api: Api) -> None:
-    async with api.crew(2) as everybody:
-        await begin(everybody)
-        subscriber, seen = link_of(everybody).subscriber, []
-        received = subscriber.incoming.bytes_received
-        for value in range(10, 40):
-            await send(everybody, value)
-            seen.append(fast_path_of(everybody))
-        assert sum(one is not seen[0] for one in seen) < 10  # only a PING, or a timer of the sender's, ends it
-        assert subscriber.incoming.bytes_received - received == 30 * subscriber.holdings.held.get("policy")[2].nbytes
-        assert subscriber.pool.slabs <= 2
-
-
-async def begin_again(everybody: Crew, value: float) -> None:
-    await send(everybody, value, value, value)
-    assert fast_path_of(everybody) is not None
-
-
 async def test_what_receive_is_still_copying_from_is_not_written_by_the_fast_path(api: Api) -> None:
-    async with api.crew(1) as everybody:
-        await begin(everybody)
+    async with begun(api) as everybody:
         kept: list[tuple[Any, bytes]] = []
         for value in range(10, 16):
             await send(everybody, value)
@@ -87,27 +85,21 @@ async def test_what_receive_is_still_copying_from_is_not_written_by_the_fast_pat
             assert all(bytes(one.memory) == content for one, content in kept)
         for slab, _ in kept:
             slab.release()
-        await begin_again(everybody, 20)
+        await send(everybody, 20, 20, 20)
+        assert fast_path_of(everybody) is not None
 
 
-async def test_whatever_else_a_worker_hears_or_does_ends_its_fast_path(api: Api) -> None:
-    async with api.crew(1) as everybody:
-        await begin(everybody)
-        assert read(await everybody.receivers[0].fetch()) == {3}
-        assert fast_path_of(everybody) is None
-        await begin_again(everybody, 10)
-        link, fast = link_of(everybody), fast_path_of(everybody)
+async def test_a_shutdown_lets_go_of_what_the_fast_path_has(api: Api) -> None:
+    async with begun(api) as everybody:
+        fast = fast_path_of(everybody)
         newest, other = fast._newest, fast._next
         await everybody.receivers[0].shutdown()
-        assert link.subscriber.fast_path is None
         assert newest.references == other.references == 0
 
 
 @pytest.mark.requirement(202)
 async def test_a_packet_that_no_sender_sends_is_dropped_on_the_fast_path(api: Api) -> None:
-    """Of 202: malformed, and changes nothing else."""
-    async with api.crew(1) as everybody:
-        await begin(everybody)
+    async with begun(api) as everybody:
         link, fast = link_of(everybody), fast_path_of(everybody)
         subscriber = link.subscriber
         packets: list[bytes] = []
@@ -143,8 +135,7 @@ async def test_a_packet_that_no_sender_sends_is_dropped_on_the_fast_path(api: Ap
 
 
 async def test_what_goes_wrong_on_the_fast_path_goes_the_long_way(api: Api) -> None:
-    async with api.crew(1) as everybody:
-        await begin(everybody)
+    async with begun(api) as everybody:
         link = link_of(everybody)
         (transport,) = link._fetches.transports.values()
         transport._slot_window = 32  # a user's own attribute, by bad luck
@@ -154,23 +145,14 @@ async def test_what_goes_wrong_on_the_fast_path_goes_the_long_way(api: Api) -> N
 
 
 @pytest.mark.requirement(194)
-@pytest.mark.parametrize("before", [True, False], ids=["nothing copied", "half copied"])
+@pytest.mark.parametrize("copied", [0, 2])
 async def test_an_update_that_is_interrupted_on_the_fast_path_is_applied_whole(
-    api: Api, before: bool, monkeypatch: pytest.MonkeyPatch
+    api: Api, copied: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 194: whole, whatever interrupts it."""
-    async with api.crew(1) as everybody:
-        await begin(everybody)
-        link, copy = link_of(everybody), asyncsync.model.update.copy_bytes
+    async with begun(api) as everybody:
+        link = link_of(everybody)
         caught = interruptible(link)
-
-        def copying(destinations: list[memoryview], sources: list[memoryview]) -> None:
-            monkeypatch.undo()
-            if not before:
-                copy(destinations[:2], sources[:2])
-            raise Interrupt
-
-        monkeypatch.setattr(asyncsync.model.update, "copy_bytes", copying)
+        interrupt_copying(monkeypatch, after=copied)
         slabs = link.subscriber.pool.slabs
         await everybody.sender.send_async(fill(everybody.source, 10))
         assert len(caught) == 1
@@ -186,16 +168,10 @@ async def test_who_reads_after_an_interrupt_on_the_fast_path_reads_a_whole_model
     api: Api, changed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Quicker than the long way, in another thread, and with a Parameter that was moved just then."""
-    async with api.crew(1) as everybody:
-        await begin(everybody)
+    async with begun(api) as everybody:
         link, model, read_by_thread = link_of(everybody), everybody.models[0], []
-        take_in, copy = link._take_in, asyncsync.model.update.copy_bytes
+        take_in = link._take_in
         interruptible(link)
-
-        def copying(destinations: list[memoryview], sources: list[memoryview]) -> None:
-            monkeypatch.undo()
-            copy(destinations[:2], sources[:2])
-            raise Interrupt
 
         def taking_in(packet: memoryview) -> None:
             if not read_by_thread:
@@ -207,15 +183,14 @@ async def test_who_reads_after_an_interrupt_on_the_fast_path_reads_a_whole_model
             take_in(packet)
 
         link._take_in = taking_in
-        monkeypatch.setattr(asyncsync.model.update, "copy_bytes", copying)
+        interrupt_copying(monkeypatch, after=2)
         await everybody.sender.send_async(fill(everybody.source, 10))
         assert read_by_thread == [{10}]
         await send(everybody, 11, 12)
 
 
 async def test_an_interrupt_before_the_answer_of_the_fast_path_does_not_lose_it(api: Api) -> None:
-    async with api.crew(1) as everybody:
-        await begin(everybody)
+    async with begun(api) as everybody:
         link, interrupts = link_of(everybody), [Interrupt()]
         repeated = link._acknowledge
         interruptible(link)
