@@ -35,7 +35,6 @@ def ended(*arguments: str) -> int:
     ],
 )
 def test_every_command_has_help(command: list[str], words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """Of 205: demo, bench, keygen and top; fetch, too."""
     assert ended(*command, "--help") == 0
     out = capsys.readouterr().out
     for word in words:
@@ -69,6 +68,12 @@ def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None
         (["bench", "--json", "/no/such/directory/b.json"], "/no/such/directory"),
         (["bench", "--size", "64"], "'64'"),
         (["bench", "--reach", "moon"], "--reach"),
+        (["keygen"], "required: DIR"),
+        (["keygen", "d", "--workers", "0"], "must be between 1 and"),
+        (["keygen", "d", "--name", "../escape"], "'../escape' is no name"),
+        (["keygen", "d", "--name", ".hidden"], "'.hidden' is no name"),
+        (["keygen", "d", "--name", "host="], "workers = '' is not a list"),
+        (["keygen", "d", "--name", "host=3-1"], "backwards"),
     ],
 )
 def test_wrong_arguments_end_with_2_and_are_named(
@@ -85,9 +90,13 @@ def test_wrong_arguments_end_with_2_and_are_named(
         (["tcp://0.0.0.0:5556", "tcp://127.0.0.1:5555"], "--allow-plaintext"),
         (["tcp://127.0.0.1:5556", "tcp://127.0.0.1:5555", "--bind-key", "k"], "--bind-key"),
         (["tcp://127.0.0.1:5556", "tcp://127.0.0.1:5555", "--server-key", "k"], "--server-key"),
+        (["ipc:///tmp/x", "tcp://192.0.2.1:5"], "reachable from other hosts"),
+        (["tcp://127.0.0.1:5", "ipc:///tmp/up", "--shared"], "workers of this host"),
+        (["ipc:///tmp/x", "ipc:///tmp/up", "--client-key", "k"], "--server-key"),
+        (["ipc:///nowhere/at/all", "ipc:///tmp/up"], "cannot bind"),
     ],
 )
-def test_a_relay_names_options_as_they_are_given(
+def test_a_relay_that_cannot_work_names_options_as_they_are_given(
     given: list[str], word: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bind, upstream, *rest = given

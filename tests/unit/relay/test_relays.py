@@ -479,23 +479,6 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path, content: bytes) -> 
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--upstream", "tcp://192.0.2.1:5", "--bind", "ipc:///tmp/x"], "reachable from other hosts"),
-        (["--upstream", "ipc:///tmp/up", "--bind", "tcp://127.0.0.1:5", "--shared"], "workers of this host"),
-        (["--upstream", "ipc:///tmp/up", "--bind", "ipc:///tmp/x", "--client-key", "k"], "--server-key"),
-        (["--upstream", "ipc:///tmp/up", "--bind", "ipc:///nowhere/at/all"], "cannot bind"),
-    ],
-    ids=["plaintext", "shared over tcp", "half of the keys", "nowhere"],
-)
-def test_the_command_refuses_what_cannot_work(
-    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["relay", *arguments]) == 1
-    assert words in capsys.readouterr().err
-
-
 async def test_keys_above_and_below(tmp_path: Path) -> None:
     keys, below = tmp_path / "keys", tmp_path / "below"
     assert main(["keygen", str(keys), "--name", "relay"]) == 0
