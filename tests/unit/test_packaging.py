@@ -17,7 +17,10 @@ PACKAGES = {"asyncsync": "asyncsync", "transports": "asyncsync/transports", "col
 OPTIONAL = ("gymnasium", "matplotlib", "ray", "rich", "submitit", "torchrl", "uvloop")
 
 WHERE = """
-import json, asyncsync, asyncsync.transports, asyncsync.collectors
+import json, sys, asyncsync, asyncsync.transports, asyncsync.collectors
+for name in asyncsync.collectors.__all__:
+    getattr(asyncsync.collectors, name)
+assert not {"gymnasium", "torchrl"} & {*sys.modules}, "before they are needed"
 files = [module.__file__ for module in (asyncsync, asyncsync.transports, asyncsync.collectors)]
 print(json.dumps({"files": files, "path": list(asyncsync.__path__), "version": asyncsync.__version__}))
 """

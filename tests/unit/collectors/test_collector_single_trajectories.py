@@ -21,7 +21,7 @@ def collector(env: Any, **kwargs: Any) -> Any:
     return Collector(env, Actor(), **({"frames_per_batch": 24} | kwargs))
 
 
-@pytest.mark.requirement(108)
+@pytest.mark.requirement(108, 110)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [(), (2,), (2, 2)])
 def test_every_frame_has_an_id_that_no_other_trajectory_has(kind: str, size: tuple[int, ...]) -> None:
@@ -40,41 +40,18 @@ def test_every_frame_has_an_id_that_no_other_trajectory_has(kind: str, size: tup
 
 @pytest.mark.requirement(109)
 def test_the_pool_belongs_to_the_collector_or_is_given() -> None:
-    with collector(WalkEnv()) as one, collector(WalkEnv()) as other:
-        assert isinstance(one._rollouts.traj_pool, _TrajectoryPool)
-        assert one._rollouts.traj_pool is one._rollouts.traj_pool
-        assert one._rollouts.traj_pool is not other._rollouts.traj_pool
-    shared = _TrajectoryPool()
-    with collector(WalkEnv(), traj_pool=shared) as one, collector(WalkEnv(), traj_pool=shared) as other:
-        assert one._rollouts.traj_pool is shared
-        assert not set(one.rollout()[IDS].tolist()) & set(other.rollout()[IDS].tolist())
+    for shared in (None, _TrajectoryPool()):
+        with collector(WalkEnv(), traj_pool=shared) as one, collector(WalkEnv(), traj_pool=shared) as other:
+            ids, others = ({*each.rollout()[IDS].tolist()} for each in (one, other))
+            assert (ids & others == set()) is (shared is not None)
+    assert shared is not None
     assert shared.get_traj_and_increment(3).tolist() == list(range(shared._next - 3, shared._next))
 
 
 @pytest.mark.requirement(110)
-def test_one_fresh_id_per_environment_that_has_finished() -> None:
-    with collector(WalkEnv((4,))) as c:
-        assert c._rollouts.metadata["traj_ids"].tolist() == [0, 1, 2, 3]
-        before = c._rollouts.metadata["traj_ids"]
-        done = torch.tensor([[False], [True], [False], [True]])
-        c._rollouts._update_traj_ids(TensorDict({"next": {"done": done}}, [4]))
-        assert c._rollouts.metadata["traj_ids"].tolist() == [0, 4, 2, 5]
-        assert before.tolist() == [0, 1, 2, 3]  # of earlier frames
-        c._rollouts._update_traj_ids(TensorDict({"next": {"done": torch.zeros(4, 1, dtype=torch.bool)}}, [4]))
-        assert c._rollouts.metadata["traj_ids"].tolist() == [0, 4, 2, 5]
-
-
-@pytest.mark.requirement(110)
 def test_the_end_of_a_trajectory_is_that_of_any_of_its_flags() -> None:
-    data = TensorDict(
-        {
-            "done": torch.tensor([[False], [True], [False]]),
-            "agents": TensorDict(
-                {"done": torch.tensor([[[False], [False]], [[True], [False]], [[False], [True]]])}, [3]
-            ),
-        },
-        [3],
-    )
+    agents = torch.tensor([[[False], [False]], [[True], [False]], [[False], [True]]])
+    data = TensorDict({"done": torch.tensor([[False], [True], [False]]), "agents": {"done": agents}}, [3])
     assert _aggregate_end_of_traj(data, ["done"]).tolist() == [False, True, False]
     assert _aggregate_end_of_traj(data, ["done", ("agents", "done")]).tolist() == [False, True, True]
     assert _aggregate_end_of_traj(data, []).tolist() == [False] * 3
