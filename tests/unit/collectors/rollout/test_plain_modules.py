@@ -20,9 +20,7 @@ from tensordict.nn import (
 from tensordict.nn.probabilistic import interaction_type
 from torch import nn
 
-from asyncsync.collectors import Collector
 from asyncsync.collectors.rollout.plain_modules import plainly_called
-from helpers.collecting_single import Actor, WalkEnv
 
 
 class Scaled(nn.Module):
@@ -215,45 +213,9 @@ def test_a_module_is_called_once_whatever_it_returns() -> None:
         assert len(calls) == count
 
 
-def test_no_detour_is_made() -> None:
-    """What they call is the network, and of an actor its last part, which samples."""
-    called: list[str] = []
-    forward = TensorDictModule.forward
-
-    def noted(module: Any, *args: Any, **kwargs: Any) -> Any:
-        called.append(type(module).__name__)
-        return forward(module, *args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch, set_interaction_type(InteractionType.RANDOM):
-        for kind in (TensorDictModule, TensorDictSequential, ProbabilisticTensorDictSequential):
-            forward = kind.forward
-            quick = [plainly_called(made()) for made in (network, sequence, actor, hooked_part)]
-            patch.setattr(kind, "forward", noted)
-            for call in quick:
-                call(given())
-            patch.undo()
-    assert called == ["TensorDictModule"], "the part that has a hook"
-
-
 def test_a_sequence_whose_parts_are_changed_later() -> None:
     made = sequence()
     quick = plainly_called(made)
     assert quick(given())["out"].tolist() == [[0, 2], [2, 2]]
     made.module[1] = TensorDictModule(Scaled(3.0), ["logits"], ["out"])
     assert quick(given())["out"].tolist() == [[0, 3], [3, 3]]
-
-
-@pytest.mark.parametrize("trusted", [False, True])
-def test_collectors_call_them_so_unless_they_trust_the_policy(trusted: bool) -> None:
-    calls: list[int] = []
-
-    policy = TensorDictModule(Actor(), in_keys=["observation"], out_keys=["action"])
-    forward = TensorDictModule.forward
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TensorDictModule, "forward", lambda *args, **kwargs: calls.append(1) or forward(*args, **kwargs))
-        with Collector(WalkEnv((2,)), policy, frames_per_batch=8, trust_policy=trusted) as collector:
-            batch = collector.rollout()
-    assert len(calls) == (4 if trusted else 0)
-    with Collector(WalkEnv((2,)), Actor(), frames_per_batch=8) as collector:
-        expected = collector.rollout()
-    assert batch["action"].tolist() == expected["action"].tolist()
