@@ -91,29 +91,21 @@ def imported(module: str, path: Path) -> Iterator[str]:
         yield from (name for name in names if name in modules())
 
 
-def floor(module: str, package: str, order: list[list[str]]) -> int | None:
-    """Where in an order a module of a package belongs; 0 is the top."""
-    name = module.removeprefix(package).removeprefix(".").partition(".")[0]
-    return next((i for i, names in enumerate(order) if name in names), None)
+def room(module: str, package: str) -> str:
+    return module.removeprefix(package).removeprefix(".").partition(".")[0]
 
 
 def upwards(package: str, order: list[list[str]], skipped: str) -> list[str]:
-    """Imports within a package against its order."""
+    """Imports within a package against its order, in which each module must have a place."""
+    floors = {name: floor for floor, names in enumerate(order) for name in names}
     found = []
     for module, others in imports().items():
-        for other in others:
-            if not all(m == package or m.startswith(f"{package}.") for m in (module, other)) or other == skipped:
-                continue
-            of, on = floor(module, package, order), floor(other, package, order)
-            if of is None or on is None:
-                found.append(f"{module} or {other} has no place in the order")
-            elif on < of or (on == of and room(module, package) != room(other, package)):
-                found.append(f"{module} → {other}")
-    return sorted(set(found))
-
-
-def room(module: str, package: str) -> str:
-    return module.removeprefix(package).removeprefix(".").partition(".")[0]
+        for other in others - {skipped}:
+            if all(f"{m}.".startswith(f"{package}.") for m in (module, other)):
+                of, on = room(module, package), room(other, package)
+                if floors[on] < floors[of] or (floors[on] == floors[of] and on != of):
+                    found.append(f"{module} → {other}")
+    return sorted(found)
 
 
 def test_no_modules_import_each_other() -> None:

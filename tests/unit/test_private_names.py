@@ -30,24 +30,13 @@ from asyncsync.weights import torch_private as weights_private
 from helpers.collecting_single import needs_torchrl, torchrl
 
 
-class Own(nn.Module):
-    """A module of a class that is not torch's."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + 1
-
-
 def test_every_module_of_private_names_is_in_here() -> None:
-    found = {
-        module.name
-        for paths, prefix in (
-            (asyncsync.__path__[:1], "asyncsync."),
-            (collectors.__path__, "asyncsync.collectors."),
-            (transports.__path__, "asyncsync.transports."),
-        )
-        for module in pkgutil.walk_packages(paths, prefix)
-        if module.name.endswith("_private")
-    }
+    packages = (asyncsync.__path__[:1], collectors.__path__, transports.__path__)
+    prefixes = ("asyncsync.", "asyncsync.collectors.", "asyncsync.transports.")
+    walked = [
+        each for paths, prefix in zip(packages, prefixes, strict=True) for each in pkgutil.walk_packages(paths, prefix)
+    ]
+    found = {module.name for module in walked if module.name.endswith("_private")}
     modules = (
         asyncio_private, gym_private, model_private, ray_private, rpc_private, torchrl_private, transports_private,
         weights_private, zmq_private,
@@ -56,15 +45,14 @@ def test_every_module_of_private_names_is_in_here() -> None:
 
 
 def test_many_tensors_are_copied_by_one_call() -> None:
-    """``torch._foreach_copy_``. Without it every update copies tensor by tensor, which takes twice as long."""
+    """``torch._foreach_copy_``. Without it an update copies tensor by tensor, which takes twice as long."""
     destinations, sources = [torch.zeros(2), torch.zeros(3)], [torch.ones(2), torch.ones(3, dtype=torch.int64)]
     weights_private.foreach_copy(destinations, sources)
     assert all(bool((tensor == 1).all()) for tensor in destinations)
 
 
 def test_inference_mode_can_be_entered_without_its_decorators() -> None:
-    """``torch._C._InferenceMode``. Without it, models that were made in inference mode cannot be written;
-    ``torch.inference_mode()`` does the same in three times the time."""
+    """``torch._C._InferenceMode``. Remedy: ``torch.inference_mode()``, which takes three times as long."""
     with torch.inference_mode():
         model = torch.zeros(1)
     with weights_private.InferenceMode(True):
@@ -80,22 +68,16 @@ def test_a_compiled_module_has_the_original_under_the_name_that_is_left_out_of_p
     assert f"{weights_private.COMPILED}.weight" in compiled.state_dict()
 
 
-def test_a_module_says_which_buffers_its_state_dict_leaves_out() -> None:
-    """Without it, a refused buffer is not called non-persistent."""
-    module = nn.Module()
-    module.register_buffer("kept", torch.zeros(1))
-    module.register_buffer("left", torch.zeros(1), persistent=False)
-    assert model_private.non_persistent(module) == {"left"}
-
-
 def test_a_module_has_its_tensors_and_children_in_dictionaries() -> None:
-    """``Module._parameters``, ``_buffers``, ``_modules``. Without them neither half of a strategy finds the tensors;
-    ``named_parameters()`` and the like take three times as long, and do not tell where a tensor is to be replaced."""
+    """``Module._parameters``, ``_buffers``, ``_modules``, ``_non_persistent_buffers_set``. Without them a strategy does
+    not find the tensors, nor where one is to be replaced; ``named_parameters()`` takes three times as long."""
     model = nn.Sequential(nn.BatchNorm1d(2))
+    model[0].register_buffer("left", torch.zeros(1), persistent=False)
     parameters, buffers, children = model_private.tensors_and_children(model[0])
     assert (parameters["weight"], children) == (model[0].weight, {})
     assert buffers["running_mean"] is model[0].running_mean
     assert model_private.tensors_and_children(model)[2] == {"0": model[0]}
+    assert model_private.non_persistent(model[0]) == {"left"}
 
 
 def test_parametrizations_are_cached_in_a_dictionary() -> None:
@@ -108,21 +90,15 @@ def test_parametrizations_are_cached_in_a_dictionary() -> None:
         assert module.weight is not before
 
 
-def test_hooks_are_in_dictionaries_by_the_key_of_their_handle() -> None:
-    """``Module._forward_pre_hooks``, ``_forward_hooks``, ``_forward_hooks_always_called``. Without them a gate counts a
-    module twice that is attached twice, and a copy of a gated module has hooks that do nothing."""
-    module = nn.Linear(1, 1)
-    before = module.register_forward_pre_hook(print)
-    after = module.register_forward_hook(print, always_call=True)
+def test_hooks_are_in_dictionaries_and_run_below_the_frame_of_call_impl() -> None:
+    """``Module._forward_pre_hooks``, ``_forward_hooks``, ``_forward_hooks_always_called``, ``_call_impl``. Without them
+    a gate counts a module twice that is attached twice, and cannot tell when a hook's forward ends."""
+    module, found = nn.Linear(1, 1), []
+    before = module.register_forward_pre_hook(lambda *_: found.extend(one.frame.f_code for one in inspect.stack(0)))
+    after = module.register_forward_hook(lambda *_: None, always_call=True)
     pre_hooks, hooks, always_called = model_private.call_hooks(module)
     assert (list(pre_hooks), list(hooks), list(always_called)) == ([before.id], [after.id], [after.id])
     assert model_private.forward_hooks(module) is hooks
-
-
-def test_hooks_run_below_the_frame_of_call_impl() -> None:
-    """``Module._call_impl``. Without it the gate cannot tell when the forward ends that a hook belongs to."""
-    module, found = nn.Linear(1, 1), []
-    module.register_forward_pre_hook(lambda *_: found.extend(one.frame.f_code for one in inspect.stack(0)))
     module(torch.zeros(1, 1))
     assert found.count(model_private.CALL_IMPL) == 1
 
@@ -140,6 +116,11 @@ def test_what_was_compiled_can_be_told() -> None:
 def test_compiled_code_that_runs_no_hooks_can_be_found() -> None:
     """``torch._dynamo.utils.counters``, ``OptimizedModule.forward``, ``_torchdynamo_orig_callable``. Without them
     there is no warning of a module that was compiled before it was registered."""
+
+    class Own(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + 1
+
     of_torch, own = nn.Linear(1, 1), Own()
     for module, has_hooks in ((of_torch, False), (own, True)):
         compiled = torch.compile(module, backend="eager")
@@ -150,15 +131,13 @@ def test_compiled_code_that_runs_no_hooks_can_be_found() -> None:
 
 
 async def test_the_running_loop_can_be_told_where_none_runs() -> None:
-    """``asyncio._get_running_loop``. Without it a hold() takes a microsecond longer where no loop runs: the remedy is
-    to catch the RuntimeError of ``asyncio.get_running_loop``."""
+    """``asyncio._get_running_loop``. Remedy: catch the RuntimeError of ``asyncio.get_running_loop``."""
     assert asyncio_private.running_loop() is asyncio.get_running_loop()
     assert await asyncio.to_thread(asyncio_private.running_loop) is None
 
 
 def test_sockets_are_used_below_their_options_and_enums() -> None:
-    """``zmq.backend.Socket.get``, ``recv``, ``send``. Without them a small message costs three times as much: the
-    remedy is to use the methods of ``zmq.Socket`` of the same names."""
+    """``zmq.backend.Socket.get``, ``recv``, ``send``. Remedy: those of ``zmq.Socket``, at three times the cost."""
     with zmq.Context() as context, context.socket(zmq.PAIR) as a, context.socket(zmq.PAIR) as b:
         a.bind("inproc://private-names")
         b.connect("inproc://private-names")
@@ -200,9 +179,8 @@ def test_an_rpc_agent_can_be_started_with_a_store_that_is_given() -> None:
     assert not rpc_private.has_agent()
     for owner, name in ((rpc, "_init_rpc_backend"), (rpc, "_set_profiler_node_id"), (autograd, "_init")):
         assert callable(getattr(owner, name))
-    assert list(inspect.signature(rpc._init_rpc_backend).parameters)[:5] == [
-        "backend", "store", "name", "rank", "world_size",
-    ]  # fmt: skip
+    parameters = inspect.signature(rpc._init_rpc_backend).parameters
+    assert list(parameters)[:5] == ["backend", "store", "name", "rank", "world_size"]
 
 
 def test_a_gloo_group_of_two_can_be_bound_to_an_address() -> None:
@@ -211,16 +189,10 @@ def test_a_gloo_group_of_two_can_be_bound_to_an_address() -> None:
     from torch.distributed import HashStore
 
     store, made = HashStore(), []
-    threads = [
-        threading.Thread(
-            target=lambda rank: made.append(transports_private.gloo_pair(store, rank, "127.0.0.1", 10)), args=(rank,)
-        )
-        for rank in range(2)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    other = threading.Thread(target=lambda: made.append(transports_private.gloo_pair(store, 1, "127.0.0.1", 10)))
+    other.start()
+    made.append(transports_private.gloo_pair(store, 0, "127.0.0.1", 10))
+    other.join()
     assert [group.size() for group in made] == [2, 2]
 
 
@@ -238,8 +210,7 @@ def test_a_process_group_has_a_store_by_which_its_processes_have_met() -> None:
 
 
 def test_a_sync_vector_knows_which_environments_wait_for_a_reset() -> None:
-    """``SyncVectorEnv._autoreset_envs``. Without it the environments of one cannot be reset one by one; its own reset
-    with a mask takes 45 µs more in each step by which one of 64 finishes."""
+    """``SyncVectorEnv._autoreset_envs``. Remedy: its own reset with a mask, which takes 45 µs more."""
     gymnasium = pytest.importorskip("gymnasium")
     vector = gymnasium.vector
     made = {"autoreset_mode": vector.AutoresetMode.DISABLED}
