@@ -125,6 +125,19 @@ def lose(group: NodeGroup, family: Family, rank: int) -> None:
     group.wait(lambda: len(family.launched[rank]) > before, 20)
 
 
+def launch_again(group: NodeGroup, family: Family, rank: int = 0) -> None:
+    """Lose it, and have it come again."""
+    lose(group, family, rank)
+    family.begin(rank)
+    group.wait(lambda: group.connected, 20)
+
+
+def ask(group: NodeGroup, name: str, *arguments: Any) -> Any:
+    """What node 0 answers."""
+    number = group.call(0, name, dumps(arguments))
+    return group.wait(lambda: group.replies[number], 20)
+
+
 def let_pass(group: NodeGroup) -> None:
     """What was to be done on the loop thread has been."""
     done: list[int] = []
@@ -178,8 +191,7 @@ def test_a_node_that_is_launched_again_has_the_hooks_that_were_set_last(groups: 
     family = Family(restarts=2)
     group = groups(family)
     for name in ("pre_hook", "post_hook", "post_hook", "state"):
-        number = group.call(0, name, dumps((name,)))
-        group.wait(lambda number=number: group.replies[number], 20)
+        ask(group, name, name)
     for _ in range(2):
         lose(group, family, 0)
         group.request(0, RolloutRequest(1, False, None))
@@ -195,41 +207,34 @@ def test_a_node_that_is_launched_again_is_recorded_anew_unless_its_recording_has
     family = Family(restarts=5)
     group = groups(family)
 
-    def do(name: str, *arguments: Any) -> None:
-        number = group.call(0, name, dumps(arguments))
-        group.wait(lambda: group.replies[number], 20)
-
     def roll_out(count: int) -> None:
         for _ in range(count):
             group.call_soon(group.request, 0, RolloutRequest(1, False, None))
             group.wait(lambda: group.results and group.results.popleft(), 20)
 
     def again() -> bool:
-        lose(group, family, 0)
-        family.begin(0)
-        do("state")
+        launch_again(group, family)
+        ask(group, "state")
         return "profile" in family.kinds(0)
 
     roll_out(5)
     assert not again()
-    do("profile", ProfileConfig(num_rollouts=3), "0")
+    ask(group, "profile", ProfileConfig(num_rollouts=3), "0")
     roll_out(2)
     assert again()
     roll_out(2)
     assert again(), "what was recorded is lost, and it has begun anew"
     roll_out(3)
     assert not again(), "its trace is written"
-    do("profile", ProfileConfig(num_rollouts=3), "0")
-    do("profile", None, "0")
+    ask(group, "profile", ProfileConfig(num_rollouts=3), "0")
+    ask(group, "profile", None, "0")
     assert not again()
 
 
 def test_trajectories_of_a_node_that_is_launched_again_are_others(groups: Groups) -> None:
     def rollout(number: int, *, ends: bool) -> TensorDict:
-        done = torch.zeros(2, 1, dtype=torch.bool)
-        done[-1] = ends
-        entries = {"next": {"done": done}, "collector": {"traj_ids": torch.full((2,), number)}}
-        return TensorDict(entries, [2])
+        done = torch.tensor([[False], [ends]])
+        return TensorDict({"next": {"done": done}, "collector": {"traj_ids": torch.full((2,), number)}}, [2])
 
     family = Family(restarts=2)
     whole = WholeTrajectories(1, 9, is_padded=False)
@@ -247,9 +252,7 @@ def test_trajectories_of_a_node_that_is_launched_again_are_others(groups: Groups
     group.wait(lambda: group.connected, 20)
     assert family.sent[0][0][-1] == APART
     group.trajectory_pool()._advance(0, 7)  # loaded
-    lose(group, family, 0)
-    family.begin(0)
-    group.wait(lambda: group.connected, 20)
+    launch_again(group, family)
     assert family.sent[0][0][-1] == 2 * APART + 7
 
 
@@ -266,9 +269,7 @@ def test_a_node_that_does_not_connect_in_time_when_launched_again_is_lost(groups
 def test_a_node_that_has_connected_in_time_is_not_late(groups: Groups) -> None:
     family = Family()
     group = groups(family, 0.2)
-    lose(group, family, 0)
-    family.begin(0)
-    group.wait(lambda: group.connected, 20)
+    launch_again(group, family)
     with pytest.raises(AckTimeout):
         group.wait(lambda: None, 0.3)
     assert group.failure is None
@@ -299,9 +300,7 @@ def test_a_node_that_has_finished_has_so_when_it_is_launched_again(groups: Group
     let_pass(group)
     family.answer(0, "rollout", Answer(None, (0, 8, 8)))
     group.wait(lambda: group.states[0] == "finished", 20)
-    lose(group, family, 0)
-    family.begin(0)
-    group.wait(lambda: group.connected, 20)
+    launch_again(group, family)
     assert not group.finished, "the other one works"
     family.answer(1, "rollout", Answer(None, (0, 8, 8)))
     group.wait(lambda: group.finished, 20)
