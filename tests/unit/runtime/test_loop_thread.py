@@ -444,22 +444,6 @@ async def test_an_awaitable_is_cancelled_at_any_await_and_in_the_tick_of_its_res
     assert "cancelled" in outcomes
 
 
-def test_awaitables_of_several_loops_in_several_threads() -> None:
-    async def many(base: int) -> list[Any]:
-        return await asyncio.gather(*(loop_thread.awaitable(lambda i=i: answer(base + i)) for i in range(100)))
-
-    results: dict[int, Any] = {}
-    threads = [
-        threading.Thread(target=lambda base=base: results.update({base: asyncio.run(many(base))}))
-        for base in (0, 1000, 2000)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == {base: [base + i for i in range(100)] for base in (0, 1000, 2000)}
-
-
 def test_a_loop_that_is_closed_while_it_waits_disturbs_nobody() -> None:
     patient = Patient()
     loop = asyncio.new_event_loop()
