@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import io
 import json
 import os
@@ -10,12 +9,11 @@ import pty
 import re
 import select
 import signal
-import struct
 import sys
 import termios
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -239,13 +237,11 @@ class Terminal:
 
     def __init__(self, width: int, height: int, *command: str) -> None:
         self.pid, self._descriptor = pty.fork()
-        size = struct.pack("HHHH", height, width, 0, 0)
         if not self.pid:
-            fcntl.ioctl(0, termios.TIOCSWINSZ, size)
+            termios.tcsetwinsize(0, (height, width))
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # this test run may be a background job, which ignores it
             environment = {n: v for n, v in os.environ.items() if n not in ("COLUMNS", "LINES")}
             os.execve(sys.executable, [sys.executable, *command], environment | {"TERM": "xterm-256color"})
-        fcntl.ioctl(self._descriptor, termios.TIOCSWINSZ, size)
         self._text = ""
 
     def until(self, words: str, seconds: float = 40) -> list[str]:
@@ -253,9 +249,14 @@ class Terminal:
         end = time.monotonic() + seconds
         while not re.search(words, "\n".join(lines := self.lines())):
             assert time.monotonic() < end, lines
-            if select.select([self._descriptor], [], [], 0.2)[0]:
-                self._text += os.read(self._descriptor, 1 << 16).decode(errors="replace")
+            self._read()
         return lines
+
+    def _read(self) -> None:
+        """What comes within a fifth of a second, if it has not ended."""
+        if select.select([self._descriptor], [], [], 0.2)[0]:
+            with suppress(OSError):
+                self._text += os.read(self._descriptor, 1 << 16).decode(errors="replace")
 
     def lines(self) -> list[str]:
         whole = self._text.split("\x1b[H")[1:]  # each is a screen, from its upper left corner
@@ -268,11 +269,7 @@ class Terminal:
         end = time.monotonic() + 20
         while (found := os.waitpid(self.pid, os.WNOHANG))[0] == 0:
             assert time.monotonic() < end
-            if select.select([self._descriptor], [], [], 0.05)[0]:
-                try:
-                    os.read(self._descriptor, 1 << 16)
-                except OSError:
-                    pass
+            self._read()
         self.pid = 0
         return os.waitstatus_to_exitcode(found[1])
 
