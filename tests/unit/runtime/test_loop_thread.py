@@ -9,7 +9,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -267,8 +267,17 @@ def test_a_blocking_call_on_its_own_thread_is_refused() -> None:
 # -- interrupts -------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(params=[False, True], ids=["it must be started", "it runs"])
+def busy(request: pytest.FixtureRequest) -> Iterator[bool]:
+    keeper = Bus()
+    if request.param:
+        keeper.open()
+    yield request.param
+    if request.param:
+        keeper.close()
+
+
 @pytest.mark.requirement(192)
-@pytest.mark.parametrize("busy", [False, True], ids=["it must be started", "it runs"])
 @pytest.mark.parametrize("kind", ["answer", "fail", "open and close"])
 def test_a_caller_struck_at_any_moment_leaves_it_usable(busy: bool, kind: str) -> None:
     before = descriptors()
@@ -278,9 +287,6 @@ def test_a_caller_struck_at_any_moment_leaves_it_usable(busy: bool, kind: str) -
         "fail": lambda: loop_thread.run(fail),
         "open and close": lambda: (bus.open(), bus.close()),
     }
-    keeper = Bus()
-    if busy:
-        keeper.open()
 
     def strike() -> None:
         raise Strike
@@ -293,16 +299,10 @@ def test_a_caller_struck_at_any_moment_leaves_it_usable(busy: bool, kind: str) -
         # A caller that was struck where it waits for the thread's end has not waited.
         assert soon(1 if busy else 0), places
     assert places > 15
-    if busy:
-        keeper.close()
     assert descriptors() == before
 
 
-@pytest.mark.parametrize("busy", [False, True], ids=["it must be started", "it runs"])
 def test_a_signal_handler_that_calls_it_at_any_moment_gets_its_answer(busy: bool) -> None:
-    keeper = Bus()
-    if busy:
-        keeper.open()
     answers = []
     for k, result, raised in strike_everywhere(
         [loop_thread],
@@ -312,22 +312,18 @@ def test_a_signal_handler_that_calls_it_at_any_moment_gets_its_answer(busy: bool
         assert (result, raised) == (42, None), k
         assert alive() == ([NAME] if busy else [])
     assert set(answers) == {"handler's"}
-    if busy:
-        keeper.close()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # it ends with the thread
-@pytest.mark.parametrize("busy", [False, True], ids=["alone", "with an open bus"])
-def test_a_call_that_ends_the_loop_keeps_no_later_one_waiting(busy: bool) -> None:
+@pytest.mark.usefixtures("busy")
+def test_a_call_that_ends_the_loop_keeps_no_later_one_waiting() -> None:
     async def leave() -> None:
         raise SystemExit(3)
 
     async def loop() -> asyncio.AbstractEventLoop:
         return asyncio.get_running_loop()
 
-    patient, keeper = Patient(), Bus()
-    if busy:
-        keeper.open()
+    patient = Patient()
     other, raised = blocked(patient)
     with pytest.raises(SystemExit):
         loop_thread.run(leave)
@@ -337,8 +333,6 @@ def test_a_call_that_ends_the_loop_keeps_no_later_one_waiting(busy: bool) -> Non
     other.join(5)
     assert [type(error) for error in raised] == [asyncio.CancelledError]
     assert loop_thread.run(answer) == 42
-    keeper.close()
-    assert soon(0)
 
 
 @pytest.mark.requirement(192)
