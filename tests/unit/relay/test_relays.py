@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import socket
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -275,9 +274,11 @@ async def test_a_relay_that_is_killed_after_many_versions_serves_its_workers_at_
                 assert read(model) == {value}
 
 
-async def test_the_port_of_what_goes_to_all_is_that_of_the_address_where_the_sender_is() -> None:
+async def test_the_port_of_what_goes_to_all_is_that_of_the_address_where_the_sender_is(
+    unused_tcp_port_factory: Callable[[], int],
+) -> None:
     """At the next address nobody is subscribed to before its sender says where."""
-    ports = free_ports(2)
+    ports = [unused_tcp_port_factory() for _ in range(2)]
     sender = trainer(Model(4.0), endpoint=f"tcp://127.0.0.1:{ports[0]}", fanout="pull")
     receiver = worker(Model(0.0), connect=f"tcp://127.0.0.1:{ports[0]},tcp://localhost:{ports[1]}", reconnect=True)
     async with receiver:
@@ -318,9 +319,11 @@ async def test_a_process_of_this_host_is_not_watched_for_one_of_the_same_pid_on_
         assert link._watch is None
 
 
-async def test_a_sender_that_is_at_no_address_is_lost_however_many_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_sender_that_is_at_no_address_is_lost_however_many_are_tried(
+    monkeypatch: pytest.MonkeyPatch, unused_tcp_port_factory: Callable[[], int]
+) -> None:
     monkeypatch.setattr("asyncsync.bus.whereabouts.AWAY_SECONDS", 2.0)
-    addresses = [f"tcp://127.0.0.1:{port}" for port in free_ports(3)]
+    addresses = [f"tcp://127.0.0.1:{unused_tcp_port_factory()}" for _ in range(3)]
     sender = trainer(Model(4.0), endpoint=addresses[0])
     receiver = worker(Model(0.0), connect=",".join(addresses), reconnect=True)
     async with receiver:
@@ -434,11 +437,11 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path, content: bytes) -> 
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
-async def test_keys_above_and_below(tmp_path: Path) -> None:
+async def test_keys_above_and_below(tmp_path: Path, unused_tcp_port_factory: Callable[[], int]) -> None:
     keys, below = tmp_path / "keys", tmp_path / "below"
     assert main(["keygen", str(keys), "--name", "relay"]) == 0
     assert main(["keygen", str(below), "--workers", "1"]) == 0
-    up, down = (f"tcp://127.0.0.1:{port}" for port in free_ports(2))
+    up, down = (f"tcp://127.0.0.1:{unused_tcp_port_factory()}" for _ in range(2))
     sender = trainer(Model(3.0), endpoint=up, server_key=keys / "server.key_secret", clients=keys / "clients")
     of_below = KeyFiles.given(below / "server.key_secret", below / "clients", None)
     receiver = worker(
@@ -458,12 +461,12 @@ def above(keys: Path, name: str) -> Callable[[], Any]:
 
 
 async def test_the_keys_of_a_list_of_addresses_are_for_those_by_tcp(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unused_tcp_port_factory: Callable[[], int]
 ) -> None:
     """From an address with keys to a relay without, and from there to the trainer, which has keys."""
     monkeypatch.setattr("asyncsync.bus.whereabouts.UNREACHED_SECONDS", 0.2)
     assert main(["keygen", str(tmp_path), "--name", "host"]) == 0
-    nobody, up = (f"tcp://127.0.0.1:{port}" for port in free_ports(2))
+    nobody, up = (f"tcp://127.0.0.1:{unused_tcp_port_factory()}" for _ in range(2))
     down = f"ipc://{tmp_path}/down"
     keys = {"server_key": tmp_path / "server.key", "client_key": tmp_path / "client_secrets" / "host.key_secret"}
     source, model = Model(1.0), Model(0.0)
@@ -477,14 +480,6 @@ async def test_the_keys_of_a_list_of_addresses_are_for_those_by_tcp(
         await until(lambda: sender.status()[0].relay is None and sender.status()[0].state == "live")
         await sender.send_async(fill(source, 3.0), timeout=20)
         assert read(model) == {3.0}
-
-
-def free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
 
 
 async def test_a_relay_without_a_trainer_is_told_from_one_that_does_not_answer(
