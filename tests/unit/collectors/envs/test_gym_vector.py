@@ -1,4 +1,4 @@
-"""GymEnv's arguments and errors, and which vector environments it makes and refuses."""
+"""GymEnv: its arguments and errors, which vector environments it makes and refuses, and what has no tensor form."""
 
 from __future__ import annotations
 
@@ -347,3 +347,58 @@ def test_what_a_policy_writes_into_the_environments_groups_stays() -> None:
     assert after["inner", "mine"] == 1
     assert torch.equal(after["inner", "x"], step["next", "inner", "x"])
     assert not torch.equal(after["inner", "x"], step["inner", "x"])
+
+
+# -- what has no tensor form ------------------------------------------------------------------------------------------
+
+BOX = gymnasium.spaces.Box(-1, 1, (2,), np.float32)
+Dict = gymnasium.spaces.Dict
+
+
+def made(env: Any, vector: bool) -> GymEnv:
+    return GymEnv(SyncVectorEnv([lambda: env], autoreset_mode=AutoresetMode.DISABLED) if vector else env)
+
+
+@pytest.mark.requirement(239)
+@pytest.mark.parametrize("vector", [False, True], ids=["single", "vector"])
+@pytest.mark.parametrize(
+    ("action", "observation", "message"),
+    [
+        (Dict(), BOX, "'action': a Dict space without entries"),
+        (Dict(a=BOX, inner=Dict()), BOX, "'inner': a Dict space without entries"),
+        (Dict({0: BOX, 1: BOX}), BOX, "'action': .* must be str, not 0"),
+        (Dict(inner=Dict({("a", "b"): BOX})), BOX, r"'inner': .* str, not \('a', 'b'\)"),
+        (BOX, Dict({0: BOX, 1: BOX}), "'observation': .* must be str, not 0"),
+    ],
+    ids=str,
+)
+def test_a_dictionary_that_has_no_tensor_form_is_named(
+    action: Any, observation: Any, message: str, vector: bool
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        made(Spaces(action, observation), vector)
+
+
+@pytest.mark.requirement(239)
+@pytest.mark.parametrize("vector", [False, True], ids=["single", "vector"])
+@pytest.mark.parametrize("key", ["action", ("arm", "move")], ids=str)
+def test_an_action_of_a_dtype_that_numpy_lacks_is_named(key: Any, vector: bool) -> None:
+    env = made(Spaces(BOX if key == "action" else Dict(arm=Dict(move=BOX)), BOX), vector)
+    td = env.reset()
+    td[key] = torch.zeros(*td.batch_size, 2, dtype=torch.bfloat16)
+    with pytest.raises(TypeError, match=r"action .*(action|move).* is torch\.bfloat16, .*float\(\)"):
+        env.step_and_maybe_reset(td)
+
+
+@pytest.mark.requirement(239)
+@pytest.mark.parametrize("result", [None, (np.zeros(2, np.float32), 0.0, False, {})], ids=["None", "four"])
+def test_a_later_reset_that_returns_something_else_names_the_environment(result: Any) -> None:
+    class WrongReset(Counting):
+        def reset(self, **kwargs: Any) -> Any:
+            return super().reset(**kwargs) if self.episode < 1 else result
+
+    env = GymEnv(WrongReset(length=1))
+    td = env.rand_action(env.reset())
+    for call in (lambda: env.step_and_maybe_reset(td), env.reset):
+        with pytest.raises(TypeError, match=r"WrongReset: reset\(\) must return \(observation, info\), not"):
+            call()
