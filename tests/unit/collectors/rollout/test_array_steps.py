@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
 import gymnasium
@@ -79,12 +81,17 @@ def batches(kind: type[GymEnv], made: dict[str, Any], policy: Any, count: int = 
         return [collector.rollout() for _ in range(count)]
 
 
-def same(one: list[Any], other: list[Any]) -> None:
-    assert len(one) == len(other)
-    for first, second in zip(one, other, strict=True):
+def same_either_way(made: dict[str, Any], policy: Callable[[], Any], **kwargs: Any) -> list[Any]:
+    """The batches of both kinds, which are the same."""
+    each = []
+    for kind in (GymEnv, General):
+        torch.manual_seed(0)
+        each.append(batches(kind, dict(made), policy(), **kwargs))
+    for first, second in zip(*each, strict=True):
         assert {*first.keys(True, True)} == {*second.keys(True, True)}
         assert bool((first == second).all())
         assert first.names == second.names
+    return each[0]
 
 
 @pytest.mark.parametrize(
@@ -104,16 +111,15 @@ def same(one: list[Any], other: list[Any]) -> None:
     ids=["one", "sync", "a vector of its own", "device", "same step", "large", "one, large"],
 )  # fmt: skip
 def test_batches_are_the_same_either_way(made: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    general, dims, known = [], 3 if made["env"] is PICTURES else 1, GymEnv.step_and_maybe_reset
+    general, known = [], GymEnv.step_and_maybe_reset
 
     def step_and_maybe_reset(env: GymEnv, td: Any) -> Any:
-        general.append(td)
+        general.append(type(env))
         return known(env, td)
 
     monkeypatch.setattr(GymEnv, "step_and_maybe_reset", step_and_maybe_reset)
-    direct = batches(GymEnv, dict(made), Act(dims))
-    assert len(general) == 1, "the first step shows the layout; those after it go the way that is tested here"
-    same(direct, batches(General, dict(made), Act(dims)))
+    direct = same_either_way(made, partial(Act, 3 if made["env"] is PICTURES else 1))
+    assert general.count(GymEnv) == 1, "the first step shows the layout; those after it go the way that is tested here"
     ids = torch.cat([batch["collector", "traj_ids"].flatten() for batch in direct])
     assert len(ids.unique()) > 4
     assert bool(direct[0]["next", "done"].any())
@@ -129,27 +135,27 @@ def test_batches_are_the_same_either_way(made: dict[str, Any], monkeypatch: pyte
     ids=str,
 )  # fmt: skip
 def test_batches_are_the_same_with_any_option(options: dict[str, Any]) -> None:
-    results = []
-    for kind in (GymEnv, General):
-        torch.manual_seed(0)
-        results.append(batches(kind, VECTOR, Act(), **options))
-    same(*results)
+    same_either_way(VECTOR, Act, **options)
 
 
-def test_a_policy_that_writes_more_at_some_steps() -> None:
-    class Moody(Act):
-        def forward(self, tensordict: TensorDict) -> TensorDict:  # type: ignore[override]
-            tensordict["action"] = super().forward(tensordict["observation"])
-            kind = self.calls % 50
-            if kind < 10:
-                tensordict["extra"] = tensordict["observation"] * 2
-            elif kind < 20:
-                tensordict["next", "state"] = tensordict["observation"] + 1
-            elif kind < 30:
-                tensordict["observation"].add_(1)  # its own: no other entry is changed
-            return tensordict
+def test_batches_are_the_same_without_fast_paths(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ASYNCSYNC_FAST", "0")
+    same_either_way(VECTOR, actor)
 
-    same(*(batches(kind, VECTOR, Moody(), frames_per_batch=36) for kind in (GymEnv, General)))
+
+class Moody(Act):
+    """Writes more at some steps."""
+
+    def forward(self, tensordict: TensorDict) -> TensorDict:  # type: ignore[override]
+        tensordict["action"] = super().forward(tensordict["observation"])
+        kind = self.calls % 50
+        if kind < 10:
+            tensordict["extra"] = tensordict["observation"] * 2
+        elif kind < 20:
+            tensordict["next", "state"] = tensordict["observation"] + 1
+        elif kind < 30:
+            tensordict["observation"].add_(1)  # its own: no other entry is changed
+        return tensordict
 
 
 class Wandering(nn.Module):
@@ -172,14 +178,8 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-@pytest.mark.parametrize("is_module", [False, True])
-def test_a_policy_that_returns_something_else_at_some_steps(change: Any, is_module: bool) -> None:
-    def policy() -> Any:
-        bare = Wandering(change)
-        return TensorDictModule(bare, ["observation"], ["action"]) if is_module else bare
-
-    same(*(batches(kind, VECTOR, policy(), frames_per_batch=36) for kind in (GymEnv, General)))
+def wandering(change: Any) -> TensorDictModule:
+    return TensorDictModule(Wandering(change), ["observation"], ["action"])
 
 
 def actor() -> ProbabilisticTensorDictSequential:
@@ -193,7 +193,10 @@ def actor() -> ProbabilisticTensorDictSequential:
     return ProbabilisticTensorDictSequential(network, draw)
 
 
-POLICIES: dict[str, Any] = {
+POLICIES: dict[str, Callable[[], Any]] = {
+    "writes more at some steps": Moody,
+    **{f"{name} at some steps": partial(Wandering, change) for name, change in CHANGES.items()},
+    **{f"a module, {name} at some steps": partial(wandering, change) for name, change in CHANGES.items()},
     "an actor": actor,
     "in half precision": lambda: TensorDictSequential(
         TensorDictModule(lambda o: o[..., :2].bfloat16(), ["observation"], ["logits"]),
@@ -212,15 +215,8 @@ POLICIES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-@pytest.mark.parametrize("is_fast", [True, False])
-def test_policies_that_take_a_tensordict(policy: Any, is_fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not is_fast:
-        monkeypatch.setenv("ASYNCSYNC_FAST", "0")
-    results = []
-    for kind in (GymEnv, General):
-        torch.manual_seed(0)
-        results.append(batches(kind, VECTOR, policy()))
-    same(*results)
+def test_batches_are_the_same_with_any_policy(policy: Callable[[], Any]) -> None:
+    same_either_way(VECTOR, policy, count=14, frames_per_batch=36)
 
 
 def test_a_policy_sees_the_trajectories_and_versions_that_are_stored() -> None:
