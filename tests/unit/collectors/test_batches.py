@@ -80,6 +80,7 @@ def test_what_was_not_stored_in_the_slot_is_copied_there_if_it_fits() -> None:
     slots, slot, writer = opened()
     assert writer.close(rollout(7.0))[0]
     assert slots.batch(slot)["a"][0, 0] == 7.0
+    slots, slot, writer = opened()
     other = rollout().set("c", torch.zeros(3))
     assert writer.allocate(layout_of(other)) is None  # type: ignore[arg-type]
     assert writer.close(other) == (False, layout_of(other)), "it comes by value"

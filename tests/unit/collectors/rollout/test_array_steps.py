@@ -140,7 +140,7 @@ def test_batches_are_the_same_with_any_option(options: dict[str, Any]) -> None:
 
 def test_batches_are_the_same_without_fast_paths(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ASYNCSYNC_FAST", "0")
-    same_either_way(VECTOR, actor)
+    same_either_way(VECTOR, Act)
 
 
 class Moody(Act):
