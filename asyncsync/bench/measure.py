@@ -12,7 +12,7 @@ import statistics
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from multiprocessing import Pipe, get_context
 from multiprocessing.connection import Connection
@@ -117,33 +117,37 @@ async def measure(workers: int, sizes: Sequence[int], progress: Callable[[str], 
         WorkerDied: a worker process has ended.
     """
     figures = []
-    async with _started(workers) as pipes:
+    # What ends the measurement ends the workers before the scheme: one that still connects would show a traceback.
+    async with AsyncExitStack() as connected, _started(workers) as pipes:
         for nbytes in sizes:
             for candidate in CANDIDATES:
                 progress(f"{candidate.name}, {nbytes} bytes")
-                figures.append(await _measure(candidate, nbytes, pipes))
+                figures.append(await _measure(candidate, nbytes, pipes, connected))
     return figures
 
 
-async def _measure(candidate: Candidate, nbytes: int, pipes: list[Connection]) -> Figure:
+async def _measure(
+    candidate: Candidate, nbytes: int, pipes: list[Connection], connected: AsyncExitStack[Any]
+) -> Figure:
     model, scheme = _model(nbytes), candidate.new(len(pipes))
     scheme.init_on_sender(model_id="policy", model=model)
-    async with scheme:
-        for pipe in pipes:
-            pipe.send((scheme, nbytes))
-        await scheme.connect(timeout=PATIENCE)
-        seconds: list[float] = []
-        cpu, end = 0.0, float("inf")
-        while len(seconds) < WARM + FEWEST or (time.perf_counter() < end and len(seconds) < WARM + MOST):
-            if len(seconds) == WARM:
-                cpu = await _cpu_seconds(pipes)
-                end = time.perf_counter() + SECONDS
-            model.weights.fill_(float(len(seconds)))
-            start = time.perf_counter()
-            await scheme.send_async(timeout=PATIENCE)
-            seconds.append(time.perf_counter() - start)
-            await asyncio.sleep(PAUSE)
-        cpu = await _cpu_seconds(pipes) - cpu
+    await connected.enter_async_context(scheme)
+    for pipe in pipes:
+        pipe.send((scheme, nbytes))
+    await scheme.connect(timeout=PATIENCE)
+    seconds: list[float] = []
+    cpu, end = 0.0, float("inf")
+    while len(seconds) < WARM + FEWEST or (time.perf_counter() < end and len(seconds) < WARM + MOST):
+        if len(seconds) == WARM:
+            cpu = await _cpu_seconds(pipes)
+            end = time.perf_counter() + SECONDS
+        model.weights.fill_(float(len(seconds)))
+        start = time.perf_counter()
+        await scheme.send_async(timeout=PATIENCE)
+        seconds.append(time.perf_counter() - start)
+        await asyncio.sleep(PAUSE)
+    cpu = await _cpu_seconds(pipes) - cpu
+    await connected.aclose()
     for pipe in pipes:
         pipe.send("close")
         await _answer(pipe)
@@ -193,7 +197,8 @@ async def _started(workers: int) -> AsyncIterator[list[Connection]]:
         loop.remove_reader(process.sentinel)
         died.append(process)
         assert here is not None
-        here.cancel()
+        if len(died) == 1:
+            here.cancel()
 
     try:
         for index in range(workers):

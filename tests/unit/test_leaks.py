@@ -40,23 +40,9 @@ def _zombie() -> Callable[[], object]:
     return process.wait
 
 
-def _socket() -> Callable[[], object]:
-    return socket.socket().close
-
-
-def _pipe() -> Callable[[], object]:
-    ends = os.pipe()
-    return lambda: [os.close(end) for end in ends]
-
-
-def _memfd() -> Callable[[], object]:
-    fd = os.memfd_create("left-over")
-    return lambda: os.close(fd)
-
-
-def _pidfd() -> Callable[[], object]:
-    fd = os.pidfd_open(os.getpid())
-    return lambda: os.close(fd)
+def _descriptors() -> Callable[[], object]:
+    left = [*os.pipe(), os.memfd_create("left-over"), os.pidfd_open(os.getpid()), socket.socket().detach()]
+    return lambda: [os.close(fd) for fd in left]
 
 
 def _segment() -> Callable[[], object]:
@@ -75,10 +61,7 @@ def _directory() -> Callable[[], object]:
         (_thread, "thread: .*left-over"),
         (_process, "child process: .*sleep"),
         (_zombie, "child process: .*zombie"),
-        (_socket, "file descriptor: .*socket:"),
-        (_pipe, "file descriptor: .*pipe:"),
-        (_memfd, "file descriptor: .*memfd:left-over"),
-        (_pidfd, "file descriptor: .*pidfd"),
+        *((_descriptors, f"file descriptor: [^\n]*{kind}") for kind in ("socket:", "pipe:", "memfd:left", "pidfd")),
         (_segment, "segment in /dev/shm: psm_"),
         (_directory, "private directory: asyncsync-"),
     ],

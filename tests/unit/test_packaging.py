@@ -17,7 +17,10 @@ PACKAGES = {"asyncsync": "asyncsync", "transports": "asyncsync/transports", "col
 OPTIONAL = ("gymnasium", "matplotlib", "ray", "rich", "submitit", "torchrl", "uvloop")
 
 WHERE = """
-import json, asyncsync, asyncsync.transports, asyncsync.collectors
+import json, sys, asyncsync, asyncsync.transports, asyncsync.collectors
+for name in asyncsync.collectors.__all__:
+    getattr(asyncsync.collectors, name)
+assert not {"gymnasium", "torchrl"} & {*sys.modules}, "before they are needed"
 files = [module.__file__ for module in (asyncsync, asyncsync.transports, asyncsync.collectors)]
 print(json.dumps({"files": files, "path": list(asyncsync.__path__), "version": asyncsync.__version__}))
 """
@@ -38,9 +41,9 @@ print("it goes on")
 """
 
 
-def run(python: Path | str, code: str, *arguments: str, cwd: Path, **environment: str) -> str:
+def run(python: Path | str, *arguments: str, cwd: Path | None = None, **environment: str) -> str:
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")} | environment
-    command = [str(python), "-c", code, *arguments]
+    command = [str(python), *arguments]
     done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=50, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -48,27 +51,16 @@ def run(python: Path | str, code: str, *arguments: str, cwd: Path, **environment
 
 def pip_install(python: Path, *arguments: str) -> None:
     """Install with this environment's pip into another one; setuptools comes from here, nothing is downloaded."""
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", f"--python={python}", "install", "--quiet"]
-    options = ["--no-deps", "--no-build-isolation", "--no-index"]
-    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    done = subprocess.run(
-        [*pip, *options, *arguments], env=env, capture_output=True, text=True, timeout=50, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    pip = ["-m", "pip", "--disable-pip-version-check", f"--python={python}", "install", "--quiet"]
+    run(sys.executable, *pip, "--no-deps", "--no-build-isolation", "--no-index", *arguments)
 
 
 @pytest.fixture(scope="session")
 def source() -> Path:
     """The checkout. `make test` runs a copy of the tests and names it; otherwise it is the directory above tests/."""
-    named = os.environ.get("ASYNCSYNC_SOURCE")
-    candidates = [Path(named)] if named else []
-    candidates.append(Path(__file__).resolve().parents[2])
-    for path in candidates:
-        if (path / "pyproject.toml").is_file() and (path / "asyncsync").is_dir():
-            return path
-    pytest.fail(
-        f"no checkout of asyncsync at {' or '.join(map(str, candidates))}: run `make test`, or set ASYNCSYNC_SOURCE"
-    )
+    path = Path(os.environ.get("ASYNCSYNC_SOURCE", Path(__file__).resolve().parents[2]))
+    assert (path / "pyproject.toml").is_file(), "run `make test`, or set ASYNCSYNC_SOURCE"
+    return path
 
 
 @pytest.fixture
@@ -107,7 +99,7 @@ def site_packages(python: Path) -> Path:
 
 def where(python: Path, cwd: Path, **environment: str) -> tuple[list[Path], list[Path]]:
     """The files of asyncsync, asyncsync.transports and asyncsync.collectors, and asyncsync's search path."""
-    answer = json.loads(run(python, WHERE, cwd=cwd, **environment))
+    answer = json.loads(run(python, "-c", WHERE, cwd=cwd, **environment))
     assert answer["version"]
     return [Path(file).resolve().parent for file in answer["files"]], [
         Path(entry).resolve() for entry in answer["path"]
@@ -120,9 +112,20 @@ def in_the_clone(clone: Path) -> list[Path]:
 
 @pytest.mark.requirement(215)
 @pytest.mark.thorough
-def test_a_plain_install_works_elsewhere_and_from_the_clones_root(clone: Path, python: Path, tmp_path: Path) -> None:
+def test_pythonpath_and_a_plain_install_work_elsewhere_and_from_the_clones_root(
+    clone: Path, python: Path, tmp_path: Path
+) -> None:
+    assert where(python, tmp_path, PYTHONPATH=str(clone))[0] == in_the_clone(clone)
     pip_install(python, str(clone))
     site = site_packages(python).resolve()
+    wanted = {
+        Path(target) / file.relative_to(clone / name)
+        for name, target in PACKAGES.items()
+        for file in (*(clone / name).rglob("*.py"), *(clone / name).rglob("py.typed"))
+    }
+    installed = {path.relative_to(site) for path in (site / "asyncsync").rglob("*")}
+    assert Path("asyncsync/py.typed") in installed
+    assert wanted - installed == set(), "a package that is missing from [tool.setuptools] packages in pyproject.toml?"
     assert not (site / "transports").exists()
     assert not (site / "collectors").exists()
     for name in ("transports", "collectors"):  # a stranger's top-level packages are not taken for ours
@@ -138,26 +141,6 @@ def test_a_plain_install_works_elsewhere_and_from_the_clones_root(clone: Path, p
 def test_an_editable_install_works_elsewhere(clone: Path, python: Path, tmp_path: Path) -> None:
     pip_install(python, "--editable", str(clone))
     assert where(python, tmp_path)[0] == in_the_clone(clone)
-
-
-@pytest.mark.requirement(215)
-@pytest.mark.thorough
-def test_pythonpath_alone_works(clone: Path, python: Path, tmp_path: Path) -> None:
-    assert where(python, tmp_path, PYTHONPATH=str(clone))[0] == in_the_clone(clone)
-
-
-@pytest.mark.thorough
-def test_every_module_of_the_checkout_is_installed(clone: Path, python: Path) -> None:
-    pip_install(python, str(clone))
-    wanted = {
-        Path(target) / file.relative_to(clone / name)
-        for name, target in PACKAGES.items()
-        for file in (*(clone / name).rglob("*.py"), *(clone / name).rglob("py.typed"))
-    }
-    site = site_packages(python)
-    installed = {path.relative_to(site) for path in (site / "asyncsync").rglob("*")}
-    assert Path("asyncsync/py.typed") in installed
-    assert wanted - installed == set(), "a package that is missing from [tool.setuptools] packages in pyproject.toml?"
 
 
 IMPORTS = """
@@ -200,7 +183,7 @@ assert state() == before, (state(), before)
 @pytest.mark.requirement(188)
 @pytest.mark.thorough
 def test_import_starts_no_thread_process_socket_or_loop_and_needs_no_optional_library(tmp_path: Path) -> None:
-    run(sys.executable, IMPORTS, *OPTIONAL, cwd=tmp_path)
+    run(sys.executable, "-c", IMPORTS, *OPTIONAL, cwd=tmp_path)
 
 
 def test_ctrl_c_while_numpy_is_imported_is_not_lost(source: Path) -> None:

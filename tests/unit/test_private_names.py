@@ -4,230 +4,95 @@ where they are needed."""
 
 from __future__ import annotations
 
-import asyncio
-import gc
-import inspect
 import pkgutil
-import threading
 
 import pytest
-import torch
-import zmq
-from torch import nn
-from torch.nn.utils import parametrizations, parametrize
+from torch import distributed, nn
 
 import asyncsync
 from asyncsync import collectors, transports
-from asyncsync.collectors.distributed import rpc_private
-from asyncsync.collectors.envs import gym_private
-from asyncsync.collectors.multi import torchrl_private
-from asyncsync.model import torch_private as model_private
-from asyncsync.net import zmq_private
-from asyncsync.runtime import asyncio_private
-from asyncsync.transports import ray_private
 from asyncsync.transports import torch_private as transports_private
-from asyncsync.weights import torch_private as weights_private
 from helpers.collecting_single import needs_torchrl, torchrl
 
-
-class Own(nn.Module):
-    """A module of a class that is not torch's."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + 1
+NAMES = {
+    "asyncsync.weights.torch_private": {
+        "torch:_foreach_copy_": "An update copies tensor by tensor, which takes twice as long.",
+        "torch._C:_InferenceMode": "Models that were made in inference mode cannot be written. Remedy: "
+        "torch.inference_mode() does the same in three times the time.",
+    },
+    "asyncsync.model.torch_private": {
+        "torch.nn:Module._call_impl": "The gate cannot tell when the forward ends that a hook belongs to.",
+        "torch.nn:Module._compiled_call_impl": "A gate accepts modules that do not run its hooks, and Parameters whose "
+        "addresses are in compiled code are given other memory.",
+        "torch._dynamo.eval_frame:OptimizedModule": "The same; and a compiled trainer's names, which have its "
+        "_orig_mod, do not fit an eager worker's model.",
+        "torch._dynamo.utils:counters": "There is no warning of a module that was compiled before it was registered; "
+        "nor without _torchdynamo_orig_callable of OptimizedModule.forward.",
+        "torch.nn.utils.parametrize:_cache": "An update is not seen inside of parametrize.cached().",
+    },
+    "asyncsync.runtime.asyncio_private": {
+        "asyncio:_get_running_loop": "A hold() takes a microsecond longer where no loop runs. Remedy: catch the "
+        "RuntimeError of asyncio.get_running_loop.",
+    },
+    "asyncsync.net.zmq_private": {
+        "zmq.backend:Socket.get": "A small message costs three times as much. Remedy: the same methods of zmq.Socket.",
+        "zmq.backend:Socket.recv": "The same.",
+        "zmq.backend:Socket.send": "The same.",
+        "zmq:Context._socket_class": "A bus that is forgotten is terminated before its sockets are closed, which waits "
+        "for ever.",
+        "zmq:Context.__del__": "The same.",
+        "zmq:Socket.__del__": "The same.",
+    },
+    "asyncsync.collectors.distributed.rpc_private": {
+        "torch.distributed.rpc:_init_rpc_backend": "An RPCCollector has to call rpc.init_rpc, which works once per "
+        "process.",
+        "torch.distributed.rpc:_is_current_rpc_agent_set": "The same.",
+        "torch.distributed.rpc:_set_profiler_node_id": "The same.",
+        "torch.distributed.autograd:_init": "The same.",
+    },
+    "asyncsync.transports.torch_private": {
+        "torch.distributed:ProcessGroupGloo._Options": "Gloo listens where the host's name leads to, which is often a "
+        "loopback address: its _timeout, _devices and _threads are set.",
+        "torch.distributed.distributed_c10d:_get_default_store": "A scheme in a process group must be given "
+        "store_info=.",
+    },
+    # Tried in a cluster by tests/schemes/test_called_schemes.py: ray._private.worker.global_worker.core_worker has
+    # serialize_object_ref and deserialize_and_register_object_ref. Without them an object can be named in no message
+    # but Ray's own; pickled by anybody else, it would be pinned for ever.
+    "asyncsync.transports.ray_private": {},
+    # Tried by tests/unit/collectors/envs: SyncVectorEnv has _autoreset_envs. Without it the environments of one cannot
+    # be reset one by one; its own reset with a mask takes 45 µs more in each step by which one of 64 finishes.
+    "asyncsync.collectors.envs.gym_private": {},
+    # LazyTensorStorage has _init_lock, _init_event and _make_init_directory(): see the last test.
+    "asyncsync.collectors.multi.torchrl_private": {},
+}
 
 
 def test_every_module_of_private_names_is_in_here() -> None:
-    found = {
-        module.name
-        for paths, prefix in (
-            (asyncsync.__path__[:1], "asyncsync."),
-            (collectors.__path__, "asyncsync.collectors."),
-            (transports.__path__, "asyncsync.transports."),
-        )
-        for module in pkgutil.walk_packages(paths, prefix)
-        if module.name.endswith("_private")
-    }
-    modules = (
-        asyncio_private, gym_private, model_private, ray_private, rpc_private, torchrl_private, transports_private,
-        weights_private, zmq_private,
-    )  # fmt: skip
-    assert found == {module.__name__ for module in modules}
+    found = set()
+    for paths, prefix in (
+        (asyncsync.__path__[:1], "asyncsync."),
+        (collectors.__path__, "asyncsync.collectors."),
+        (transports.__path__, "asyncsync.transports."),
+    ):
+        found |= {module.name for module in pkgutil.walk_packages(paths, prefix) if module.name.endswith("_private")}
+    assert found == NAMES.keys()
 
 
-def test_many_tensors_are_copied_by_one_call() -> None:
-    """``torch._foreach_copy_``. Without it every update copies tensor by tensor, which takes twice as long."""
-    destinations, sources = [torch.zeros(2), torch.zeros(3)], [torch.ones(2), torch.ones(3, dtype=torch.int64)]
-    weights_private.foreach_copy(destinations, sources)
-    assert all(bool((tensor == 1).all()) for tensor in destinations)
+@pytest.mark.parametrize("name", [name for names in NAMES.values() for name in names])
+def test_a_name_is_there(name: str) -> None:
+    pkgutil.resolve_name(name)
 
 
-def test_inference_mode_can_be_entered_without_its_decorators() -> None:
-    """``torch._C._InferenceMode``. Without it, models that were made in inference mode cannot be written;
-    ``torch.inference_mode()`` does the same in three times the time."""
-    with torch.inference_mode():
-        model = torch.zeros(1)
-    with weights_private.InferenceMode(True):
-        model.fill_(1)
-    assert model.item() == 1
-
-
-def test_a_compiled_module_has_the_original_under_the_name_that_is_left_out_of_paths() -> None:
-    """``OptimizedModule._orig_mod``. Without it a compiled trainer's names do not fit an eager worker's model."""
-    module = nn.Linear(1, 1)
-    compiled = torch.compile(module, backend="eager")
-    assert getattr(compiled, weights_private.COMPILED) is module
-    assert f"{weights_private.COMPILED}.weight" in compiled.state_dict()
-
-
-def test_a_module_says_which_buffers_its_state_dict_leaves_out() -> None:
-    """Without it, a refused buffer is not called non-persistent."""
-    module = nn.Module()
-    module.register_buffer("kept", torch.zeros(1))
-    module.register_buffer("left", torch.zeros(1), persistent=False)
-    assert model_private.non_persistent(module) == {"left"}
-
-
-def test_a_module_has_its_tensors_and_children_in_dictionaries() -> None:
-    """``Module._parameters``, ``_buffers``, ``_modules``. Without them neither half of a strategy finds the tensors;
-    ``named_parameters()`` and the like take three times as long, and do not tell where a tensor is to be replaced."""
-    model = nn.Sequential(nn.BatchNorm1d(2))
-    parameters, buffers, children = model_private.tensors_and_children(model[0])
-    assert (parameters["weight"], children) == (model[0].weight, {})
-    assert buffers["running_mean"] is model[0].running_mean
-    assert model_private.tensors_and_children(model)[2] == {"0": model[0]}
-
-
-def test_parametrizations_are_cached_in_a_dictionary() -> None:
-    """``parametrize._cache``. Without it an update is not seen inside of ``parametrize.cached()``."""
-    module = parametrizations.weight_norm(nn.Linear(2, 2))
-    with parametrize.cached():
-        before = module.weight
-        assert module.weight is before
-        model_private.forget_computed()
-        assert module.weight is not before
-
-
-def test_hooks_are_in_dictionaries_by_the_key_of_their_handle() -> None:
-    """``Module._forward_pre_hooks``, ``_forward_hooks``, ``_forward_hooks_always_called``. Without them a gate counts a
-    module twice that is attached twice, and a copy of a gated module has hooks that do nothing."""
-    module = nn.Linear(1, 1)
-    before = module.register_forward_pre_hook(print)
-    after = module.register_forward_hook(print, always_call=True)
-    pre_hooks, hooks, always_called = model_private.call_hooks(module)
-    assert (list(pre_hooks), list(hooks), list(always_called)) == ([before.id], [after.id], [after.id])
-    assert model_private.forward_hooks(module) is hooks
-
-
-def test_hooks_run_below_the_frame_of_call_impl() -> None:
-    """``Module._call_impl``. Without it the gate cannot tell when the forward ends that a hook belongs to."""
-    module, found = nn.Linear(1, 1), []
-    module.register_forward_pre_hook(lambda *_: found.extend(one.frame.f_code for one in inspect.stack(0)))
-    module(torch.zeros(1, 1))
-    assert found.count(model_private.CALL_IMPL) == 1
-
-
-def test_what_was_compiled_can_be_told() -> None:
-    """``torch._dynamo.eval_frame.OptimizedModule``, ``Module._compiled_call_impl``. Without them a gate accepts modules
-    that do not run its hooks, and Parameters whose addresses are in compiled code are given other memory."""
-    eager, itself = nn.Linear(1, 1), nn.Linear(1, 1)
-    around = torch.compile(nn.Linear(1, 1), backend="eager")
-    itself.compile(backend="eager")
-    assert [model_private.is_compiled(each) for each in (eager, itself, around)] == [False, True, True]
-    assert [model_private.is_optimized(each) for each in (eager, itself, around)] == [False, False, True]
-
-
-def test_compiled_code_that_runs_no_hooks_can_be_found() -> None:
-    """``torch._dynamo.utils.counters``, ``OptimizedModule.forward``, ``_torchdynamo_orig_callable``. Without them
-    there is no warning of a module that was compiled before it was registered."""
-    of_torch, own = nn.Linear(1, 1), Own()
-    for module, has_hooks in ((of_torch, False), (own, True)):
-        compiled = torch.compile(module, backend="eager")
-        compiled(torch.zeros(1, 1))
-        assert any(one is compiled and original is module for one, original in model_private.optimized_modules())
-        assert model_private.wraps_as_it_is(compiled, module) is has_hooks
-    assert model_private.has_compiled_anything()
-
-
-async def test_the_running_loop_can_be_told_where_none_runs() -> None:
-    """``asyncio._get_running_loop``. Without it a hold() takes a microsecond longer where no loop runs: the remedy is
-    to catch the RuntimeError of ``asyncio.get_running_loop``."""
-    assert asyncio_private.running_loop() is asyncio.get_running_loop()
-    assert await asyncio.to_thread(asyncio_private.running_loop) is None
-
-
-def test_sockets_are_used_below_their_options_and_enums() -> None:
-    """``zmq.backend.Socket.get``, ``recv``, ``send``. Without them a small message costs three times as much: the
-    remedy is to use the methods of ``zmq.Socket`` of the same names."""
-    with zmq.Context() as context, context.socket(zmq.PAIR) as a, context.socket(zmq.PAIR) as b:
-        a.bind("inproc://private-names")
-        b.connect("inproc://private-names")
-        zmq_private.send(a, b"message", zmq.DONTWAIT)
-        assert zmq_private.get(b, zmq.EVENTS) & zmq.POLLIN
-        assert bytes(zmq_private.recv(b, zmq.DONTWAIT)) == b"message"
-
-
-def test_the_garbage_collection_closes_neither_a_context_nor_its_sockets() -> None:
-    """``Context._socket_class``, and that pyzmq ends both in their ``__del__``. Without it a bus that is forgotten is
-    terminated before its sockets are closed, which waits for ever."""
-    context = zmq_private.Context()
-    socket = context.socket(zmq.PAIR)
-    assert type(socket) is context._socket_class is zmq_private._Socket
-    for ours, theirs in ((zmq_private.Context, zmq.Context), (zmq_private._Socket, zmq.Socket)):
-        assert "__del__" in vars(theirs)
-        assert vars(ours)["__del__"] is not vars(theirs)["__del__"]
-    number = socket.underlying
-    del socket
-    gc.collect()
-    forgotten = zmq.Socket(shadow=number)
-    assert forgotten.get(zmq.TYPE) == zmq.PAIR, "it is open"
-    forgotten.close(linger=0)
-    context.destroy(linger=0)
-
-
-def test_the_private_names_of_ray_are_tried_in_a_cluster() -> None:
-    """``ray._private.worker.global_worker.core_worker``: ``serialize_object_ref`` and
-    ``deserialize_and_register_object_ref``. Without them an object can be named in no message but Ray's own; pickled by
-    anybody else, it would be pinned for ever. tests/schemes/test_called_schemes.py has the test."""
-    assert {name for name in ray_private.__all__ if name != "the_ray"} == {"describe", "find"}
-
-
-def test_an_rpc_agent_can_be_started_with_a_store_that_is_given() -> None:
-    """``rpc._init_rpc_backend``, ``rpc._is_current_rpc_agent_set``, ``rpc._set_profiler_node_id`` and
-    ``autograd._init``. Without them an RPCCollector has to call ``rpc.init_rpc``, which works once per process."""
-    from torch.distributed import autograd, rpc
-
-    assert not rpc_private.has_agent()
-    for owner, name in ((rpc, "_init_rpc_backend"), (rpc, "_set_profiler_node_id"), (autograd, "_init")):
-        assert callable(getattr(owner, name))
-    assert list(inspect.signature(rpc._init_rpc_backend).parameters)[:5] == [
-        "backend", "store", "name", "rank", "world_size",
-    ]  # fmt: skip
-
-
-def test_a_gloo_group_of_two_can_be_bound_to_an_address() -> None:
-    """``ProcessGroupGloo._Options`` with ``_timeout``, ``_devices``, ``_threads``. Without them gloo listens where the
-    host's name leads to, which is often a loopback address."""
-    from torch.distributed import HashStore
-
-    store, made = HashStore(), []
-    threads = [
-        threading.Thread(
-            target=lambda rank: made.append(transports_private.gloo_pair(store, rank, "127.0.0.1", 10)), args=(rank,)
-        )
-        for rank in range(2)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [group.size() for group in made] == [2, 2]
+def test_a_module_has_its_parts_in_dictionaries() -> None:
+    """Without them neither half of a strategy finds the tensors, nor where one is to be replaced; a refused buffer is
+    not called non-persistent; and a gate counts a module twice that is attached twice."""
+    tensors = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"}
+    hooks = {"_forward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called"}
+    assert tensors | hooks <= vars(nn.Linear(1, 1)).keys()
 
 
 def test_a_process_group_has_a_store_by_which_its_processes_have_met() -> None:
-    """``distributed_c10d._get_default_store``. Without it a scheme in a process group must be given ``store_info=``."""
-    from torch import distributed
-
     assert transports_private.default_store() is None
     distributed.init_process_group("gloo", store=(store := distributed.HashStore()), rank=0, world_size=1)
     try:
@@ -237,27 +102,9 @@ def test_a_process_group_has_a_store_by_which_its_processes_have_met() -> None:
         distributed.destroy_process_group()
 
 
-def test_a_sync_vector_knows_which_environments_wait_for_a_reset() -> None:
-    """``SyncVectorEnv._autoreset_envs``. Without it the environments of one cannot be reset one by one; its own reset
-    with a mask takes 45 µs more in each step by which one of 64 finishes."""
-    gymnasium = pytest.importorskip("gymnasium")
-    vector = gymnasium.vector
-    made = {"autoreset_mode": vector.AutoresetMode.DISABLED}
-    env = gymnasium.make_vec("CartPole-v1", 2, "sync", vector_kwargs=made, max_episode_steps=1)
-    env.reset()
-    _, _, _, finished, _ = env.step(env.action_space.sample())
-    assert finished.all()
-    with pytest.raises(AssertionError):
-        env.step(env.action_space.sample())
-    assert [index for index, _ in gym_private.reset_these(env, finished)] == [0, 1]
-    env.step(env.action_space.sample())
-    env.close()
-
-
 @needs_torchrl
 def test_a_lazy_storage_of_torchrls_can_be_made_by_the_process_that_writes_first() -> None:
-    """``LazyTensorStorage._init_lock``, ``._init_event``, ``._make_init_directory()``. Without them, a lazy storage
-    that workers share needs ``shared_init=True``."""
+    """Without these, a lazy storage that workers share needs ``shared_init=True``."""
     kind = torchrl().data.LazyTensorStorage
     assert hasattr(kind, "_make_init_directory")
     assert {"_init_lock", "_init_event"} <= {*kind.__init__.__code__.co_names}

@@ -40,6 +40,15 @@ def make(parts: list[TensorDict], dim: int | None) -> Slots:
     return Slots(arrangement)
 
 
+def opened(*part: TensorDict) -> tuple[Slots, Any, BatchWriter]:
+    """Slots for the batches of one worker, one that is lent, and the worker's writer, which has it open."""
+    slots, writer = make([*part] or [rollout()], -1), BatchWriter()
+    slot, lease = slots.lease()
+    writer.learn(slots.arrangement, 0)
+    writer.open(lease)
+    return slots, slot, writer
+
+
 def handed_out(slots: Slots, slot: Any) -> Any:
     batch = slots.batch(slot)
     slots.release(slot)
@@ -68,20 +77,13 @@ def test_the_parts_of_several_workers_make_one_batch(batch: tuple[int, ...], dim
 
 
 def test_what_was_not_stored_in_the_slot_is_copied_there_if_it_fits() -> None:
-    slots = make([rollout()], -1)
-    slot, lease = slots.lease()
-    writer = BatchWriter()
-    writer.learn(slots.arrangement, 0)
-    writer.open(lease)
+    slots, slot, writer = opened()
     assert writer.close(rollout(7.0))[0]
     assert slots.batch(slot)["a"][0, 0] == 7.0
-
-
-def opened(slots: Slots, writer: BatchWriter) -> Any:
-    slot, lease = slots.lease()
-    writer.learn(slots.arrangement, 0)
-    writer.open(lease)
-    return slot
+    slots, slot, writer = opened()
+    other = rollout().set("c", torch.zeros(3))
+    assert writer.allocate(layout_of(other)) is None  # type: ignore[arg-type]
+    assert writer.close(other) == (False, layout_of(other)), "it comes by value"
 
 
 def test_entries_that_are_other_views_of_the_slot_are_what_arrives() -> None:
@@ -99,8 +101,7 @@ def test_entries_that_are_other_views_of_the_slot_are_what_arrives() -> None:
         lambda batch: batch.set("a", batch["a"].transpose(-1, -2)),
         lambda batch: batch.set("a", batch["a"].flip(0)).set("b", batch["a"][:1].expand(2, 2, 2)),
     ):
-        slots, writer = make([wide(BatchWriter())], -1), BatchWriter()
-        slot = opened(slots, writer)
+        slots, slot, writer = opened(wide(BatchWriter()))
         batch = wide(writer)
         change(batch)
         expected = batch.clone()
@@ -109,8 +110,7 @@ def test_entries_that_are_other_views_of_the_slot_are_what_arrives() -> None:
 
 
 def test_what_a_worker_keeps_is_its_own() -> None:
-    slots, writer = make([rollout()], -1), BatchWriter()
-    slot = opened(slots, writer)
+    slots, slot, writer = opened()
     batch: Any = rollout(1.0, writer=writer)
     assert writer.close(batch)[0]
     kept = batch["a"][1:]
@@ -142,25 +142,8 @@ def test_a_slot_that_was_handed_out_twice_is_read_until_both_have_gone() -> None
     assert slots.lease()[0] is slot
 
 
-def test_what_does_not_fit_comes_by_value() -> None:
-    slots = make([rollout()], -1)
-    _slot, lease = slots.lease()
-    writer = BatchWriter()
-    writer.learn(slots.arrangement, 0)
-    writer.open(lease)
-    other = rollout().set("c", torch.zeros(3))
-    assert writer.allocate(layout_of(other)) is None  # type: ignore[arg-type]
-    written, layout = writer.close(other)
-    assert not written
-    assert layout == layout_of(other)
-
-
 def test_a_rollout_that_was_cut_lies_at_the_beginning() -> None:
-    slots = make([rollout()], -1)
-    slot, lease = slots.lease()
-    writer = BatchWriter()
-    writer.learn(slots.arrangement, 0)
-    writer.open(lease)
+    slots, slot, writer = opened()
     written, layout = writer.close(rollout(4.0, writer=writer)[:2])
     assert written
     assert layout is not None
@@ -186,16 +169,6 @@ def test_a_slot_is_written_again_only_when_its_last_tensor_has_gone() -> None:
     assert slots.lease()[0] is first
 
 
-def test_batches_outlive_the_slots_and_can_be_written() -> None:
-    slots = make([rollout()], -1)
-    slot, _ = slots.lease()
-    batch = slots.batch(slot)
-    del slots, slot
-    gc.collect()
-    batch["a"].fill_(3.0)
-    assert batch["a"].eq(3.0).all()
-
-
 def test_who_keeps_many_batches_gets_copies() -> None:
     slots = make([rollout()], -1)
     before = len(os.listdir("/proc/self/fd"))
@@ -205,16 +178,15 @@ def test_who_keeps_many_batches_gets_copies() -> None:
     del kept
 
 
-def test_no_descriptor_is_left() -> None:
+def test_batches_outlive_the_slots_and_can_be_written_and_no_descriptor_is_left() -> None:
     before = len(os.listdir("/proc/self/fd"))
-    slots = make([rollout()], -1)
-    slot, lease = slots.lease()
-    writer = BatchWriter()
-    writer.learn(slots.arrangement, 0)
-    writer.open(lease)
+    slots, slot, writer = opened()
     writer.close(rollout(writer=writer))
     batch = slots.batch(slot)
     del slots, slot, writer
+    gc.collect()
+    batch["a"].fill_(3.0)
+    assert batch["a"].eq(3.0).all()
     del batch
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) == before
@@ -238,9 +210,6 @@ def test_no_layout_describes_lazy_stacks_and_other_things() -> None:
     assert layout_of(rollout().set("text", NonTensorData("hello"))) is None
     assert Arrangement.of([layout_of(rollout()), layout_of(rollout(steps=4))], None) is None
     assert Arrangement.of([layout_of(rollout()), layout_of(rollout(steps=4))], -1) is not None
-
-
-def test_a_dimension_that_is_not_there_is_refused() -> None:
     with pytest.raises(ValueError, match="not a dimension of a batch with 1"):
         Arrangement.of([layout_of(rollout())], 1)
 
@@ -248,12 +217,10 @@ def test_a_dimension_that_is_not_there_is_refused() -> None:
 def test_the_layout_of_a_batch_is_that_of_its_steps() -> None:
     seen: list[Any] = []
     store = RolloutBuffer(2, torch.Size([2]))
-    private = store.allocate
+    private, zeros = store.allocate, torch.zeros(2)
     store.allocate = lambda layout: (seen.append(layout), private(layout))[1]
     store.begin()
     for _ in range(2):
-        inner = TensorDict(
-            {"z": torch.zeros(2, 3), "in": TensorDict({"y": torch.zeros(2)}, [2]), "x": torch.ones(2)}, [2]
-        )
-        store.append(TensorDict({"next": inner, "b": torch.zeros(2), "a": TensorDict({"q": torch.zeros(2)}, [2])}, [2]))
+        inner = {"z": torch.zeros(2, 3), "in": {"y": zeros}, "x": zeros}
+        store.append(TensorDict({"next": inner, "b": zeros, "a": {"q": zeros}}, [2]))
     assert layout_of(store.finish()) == seen[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -15,7 +14,6 @@ import pytest
 import asyncsync.collectors
 from asyncsync import sync
 from asyncsync.collectors import Collector
-from asyncsync.collectors.base import BaseCollector
 from asyncsync.errors import AckTimeout
 from helpers.collecting_single import WalkEnv
 from helpers.collecting_weights import Acting, Env, reading, step, update
@@ -42,83 +40,36 @@ def step_under_way(leaf: Collector) -> Iterator[None]:
         thread.join()
 
 
-def values(batches: Any) -> list[float]:
-    return [batch["action"][0, 0].item() for batch in batches]
-
-
-def test_both_styles_and_next_give_the_same_batches() -> None:
-    def make() -> Collector:
-        return reading(2, total_frames=3)
-
-    async def asynchronously() -> list[float]:
-        return values([batch async for batch in make()])
-
-    one = make()
-    taken = [one.next(), one.next(), one.next()]
-    assert values(make()) == values(taken) == asyncio.run(asynchronously()) == [2, 2, 2]
-    assert one.next() is None
-    assert one.next() is None
-
-
-def test_leaving_a_loop_early_ends_nothing() -> None:
-    leaf = reading(total_frames=3)
-    for _ in leaf:
-        break
-    assert leaf.next() is not None
-    assert not leaf.closed
-
-
 @pytest.mark.requirement(208)
-def test_context_managers_shut_down_off_the_loop() -> None:
-    class Slow(Collector):
+def test_context_managers_shut_down_off_the_loop_and_raise_what_that_raises() -> None:
+    class Noting(Collector):
         def shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
             self.thread = threading.current_thread()
             super().shutdown(timeout, close_env)
 
+            if raises:
+                raise OSError("not ended")
+
     async def asynchronously() -> None:
         async with leaf as entered:
             assert entered is leaf
-        assert leaf.thread is not threading.main_thread()
-        assert leaf.thread.daemon
 
-    with Slow(WalkEnv, frames_per_batch=1) as leaf:
+    raises = False
+    with Noting(WalkEnv, frames_per_batch=1) as leaf:
         assert not leaf.closed
     assert leaf.closed
     assert leaf.thread is threading.main_thread()
-    leaf = Slow(WalkEnv, frames_per_batch=1)
-    asyncio.run(asynchronously())
-    assert leaf.closed
-
-
-@pytest.mark.requirement(208)
-def test_an_end_that_raises_does_so_after_the_block() -> None:
-    class Broken(Collector):
-        def shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
-            super().shutdown(timeout, close_env)
-            raise OSError("not ended")
-
-    async def asynchronously() -> None:
-        async with Broken(WalkEnv, frames_per_batch=1):
-            pass
-
+    leaf, raises = Noting(WalkEnv, frames_per_batch=1), True
     with pytest.raises(OSError, match="not ended"):
         asyncio.run(asynchronously())
-
-
-@pytest.mark.requirement(165)
-def test_without_a_replay_buffer_there_is_no_collection_in_the_background() -> None:
-    leaf = reading()
-    with pytest.raises(NotImplementedError, match=r"Collector\.start\(\) needs a replay buffer"):
-        leaf.start()
-    leaf.async_shutdown(1.0, close_env=False)  # r155
     assert leaf.closed
+    assert leaf.thread is not threading.main_thread()
+    assert leaf.thread.daemon
 
 
 def test_hooks_can_be_read_and_replaced() -> None:
-    def first() -> None: ...
-
-    leaf = reading(pre_collect_hook=first)
-    assert (leaf.pre_collect_hook, leaf.post_collect_hook) == (first, None)
+    leaf = reading(pre_collect_hook=print)
+    assert (leaf.pre_collect_hook, leaf.post_collect_hook) == (print, None)
     leaf.pre_collect_hook, leaf.post_collect_hook = None, print
     assert (leaf.pre_collect_hook, leaf.post_collect_hook) == (None, print)
 
@@ -152,22 +103,12 @@ class Scheme:
 
 @pytest.mark.requirement(156)
 def test_cascade_execute_follows_a_path_and_calls() -> None:
-    """Not shown: Ray's and RPC's ``_set_dist_connection_info``, which these schemes have not yet."""
-
-    class Nested(Collector):
-        table: Any = None
-
-    leaf = Nested(Env, Acting(-1), frames_per_batch=1)
+    leaf: Any = Collector(Env, Acting(-1), frames_per_batch=1, worker_idx=2)
     leaf.table = {"policy": Scheme(), "env.transform[0].module": Scheme(), 3: Scheme(), 'a"b': Scheme()}
     for key in ("'policy'", '"policy"', "'env.transform[0].module'", "3", "'a\"b'"):
         assert leaf.cascade_execute(f"table[{key}]._set_dist_connection_info", "info", worker_idx=0) == ("info", 0)
     assert leaf.cascade_execute("env.transform[0].module.state_dict").keys() == Model().state_dict().keys()
     assert leaf.cascade_execute("env.transform[-1].module.forward") == {-1.0}
-
-
-@pytest.mark.requirement(156)
-def test_cascade_execute_on_receiver_schemes() -> None:
-    leaf = reading(worker_idx=2)
     leaf.register_scheme_receiver({"policy": sync.NoWeightSyncScheme()})
     assert leaf.cascade_execute("_receiver_schemes['policy'].status") == {}
     leaf.shutdown()
@@ -189,27 +130,21 @@ def test_a_path_that_leads_nowhere_or_to_no_method() -> None:
 
 @pytest.mark.requirement(209)
 def test_the_package_has_its_names() -> None:
-    """Of 209: asyncsync.collectors."""
     names = set(asyncsync.collectors.__all__)
-    assert {"WeightUpdaterBase", "VanillaWeightUpdater", "MultiProcessedWeightUpdater"} <= names
-    assert "RayWeightUpdater" in names
-    assert names >= {"Collector", "MultiCollector", "MultiSyncCollector", "MultiAsyncCollector"}
-    assert names >= {"RandomPolicy", "GymEnv", "ExplorationType", "split_trajectories"}
+    assert names >= {
+        "Collector",
+        "MultiCollector",
+        "MultiSyncCollector",
+        "MultiAsyncCollector",
+        "RandomPolicy",
+        "GymEnv",
+    }
+    assert names >= {"ExplorationType", "split_trajectories", "WeightUpdaterBase", "VanillaWeightUpdater"}
+    assert names >= {"MultiProcessedWeightUpdater", "RayWeightUpdater"}
     assert names <= set(dir(asyncsync.collectors))
-    for name in names:
-        assert getattr(asyncsync.collectors, name) is not None
+    assert all(getattr(asyncsync.collectors, name) is not None for name in names)
     with pytest.raises(AttributeError, match="no attribute 'Nonsense'"):
         asyncsync.collectors.Nonsense  # noqa: B018
-
-
-@pytest.mark.requirement(188)
-def test_importing_the_package_imports_neither_torchrl_nor_gymnasium() -> None:
-    code = (
-        "import asyncsync.collectors as c, sys; [getattr(c, n) for n in c.__all__]; "
-        "print(sorted({'torchrl', 'gymnasium'} & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.strip() == "[]"
 
 
 # -- updates of a collector's own models ------------------------------------------------------------------------------
@@ -272,9 +207,3 @@ def test_an_interrupted_update_is_done_again_before_anybody_reads() -> None:
         leaf._weights.apply(interrupted)
     assert step(leaf)[0] >= {5.0}
     assert len(calls) == 2
-
-
-def test_what_a_subclass_must_have() -> None:
-    iterating = {"iterator", "__anext__", "_set_free", "is_running", "pause", "shutdown", "_profile"}
-    as_a_worker = {"_attach", "_rollout_for_parent", "_interrupt", "_policy_devices"}
-    assert BaseCollector.__abstractmethods__ == iterating | as_a_worker

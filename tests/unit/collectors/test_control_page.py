@@ -44,11 +44,6 @@ def test_a_place_that_is_gone_is_an_error() -> None:
         ControlPage(MemoryPlace(place.pid, 987654, place.device, place.inode, place.size))
 
 
-def test_a_page_is_opened_once_per_process() -> None:
-    page = ControlPage()
-    assert page_at(page.place) is page_at(page.place)
-
-
 @pytest.mark.requirement(109)
 def test_identifiers_are_unique_over_processes() -> None:
     page = ControlPage()
@@ -80,25 +75,20 @@ def test_a_killed_process_does_not_keep_the_counter_locked() -> None:
 
 
 def test_the_pool_is_saved_and_restored() -> None:
-    pool = SharedPool(ControlPage())
+    pool, other = SharedPool(ControlPage()), SharedPool(ControlPage())
     pool.get_traj_and_increment(4)
-    state = pool.state_dict()
-    other = SharedPool(ControlPage())
-    other.load_state_dict(state)
+    other.load_state_dict(pool.state_dict())
     assert other.get_traj_and_increment(2).tolist() == [4, 5]
 
 
-def test_nothing_stays_open() -> None:
+def test_a_page_is_opened_once_per_process_and_can_be_read_when_it_was_closed() -> None:
     before = len(os.listdir("/proc/self/fd"))
     page = ControlPage()
+    assert page_at(page.place) is page_at(page.place)
     assert len(os.listdir("/proc/self/fd")) > before
-    del page
-    assert len(os.listdir("/proc/self/fd")) == before
-
-
-def test_a_page_that_was_closed_can_be_read() -> None:
-    page = ControlPage()
     page.publish(3, [1])
     page.close()
     page.close()
     assert page.newest(1) == 3
+    del page
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-from pathlib import Path
 
 import pytest
 
 from asyncsync import __version__
 from asyncsync.cli import main
-from helpers.command import run
-
-pytestmark = pytest.mark.timeout(120)  # several processes, each of which imports torch
 
 
 def ended(*arguments: str) -> int:
@@ -35,7 +31,6 @@ def ended(*arguments: str) -> int:
     ],
 )
 def test_every_command_has_help(command: list[str], words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """Of 205: demo, bench, keygen and top; fetch, too."""
     assert ended(*command, "--help") == 0
     out = capsys.readouterr().out
     for word in words:
@@ -69,6 +64,12 @@ def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None
         (["bench", "--json", "/no/such/directory/b.json"], "/no/such/directory"),
         (["bench", "--size", "64"], "'64'"),
         (["bench", "--reach", "moon"], "--reach"),
+        (["keygen"], "required: DIR"),
+        (["keygen", "d", "--workers", "0"], "must be between 1 and"),
+        (["keygen", "d", "--name", "../escape"], "'../escape' is no name"),
+        (["keygen", "d", "--name", ".hidden"], "'.hidden' is no name"),
+        (["keygen", "d", "--name", "host="], "workers = '' is not a list"),
+        (["keygen", "d", "--name", "host=3-1"], "backwards"),
     ],
 )
 def test_wrong_arguments_end_with_2_and_are_named(
@@ -85,9 +86,13 @@ def test_wrong_arguments_end_with_2_and_are_named(
         (["tcp://0.0.0.0:5556", "tcp://127.0.0.1:5555"], "--allow-plaintext"),
         (["tcp://127.0.0.1:5556", "tcp://127.0.0.1:5555", "--bind-key", "k"], "--bind-key"),
         (["tcp://127.0.0.1:5556", "tcp://127.0.0.1:5555", "--server-key", "k"], "--server-key"),
+        (["ipc:///tmp/x", "tcp://192.0.2.1:5"], "reachable from other hosts"),
+        (["tcp://127.0.0.1:5", "ipc:///tmp/up", "--shared"], "workers of this host"),
+        (["ipc:///tmp/x", "ipc:///tmp/up", "--client-key", "k"], "--server-key"),
+        (["ipc:///nowhere/at/all", "ipc:///tmp/up"], "cannot bind"),
     ],
 )
-def test_a_relay_names_options_as_they_are_given(
+def test_a_relay_that_cannot_work_names_options_as_they_are_given(
     given: list[str], word: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bind, upstream, *rest = given
@@ -95,30 +100,26 @@ def test_a_relay_names_options_as_they_are_given(
     assert word in capsys.readouterr().err
 
 
-WITHOUT = """
-import sys
-import time
+@pytest.mark.parametrize(
+    ("arguments", "missing", "extras"),
+    [(["demo"], {"rich", "gymnasium"}, "cli,gym"), (["demo", "--uvloop"], {"uvloop"}, "uvloop")],
+)
+def test_missing_libraries_are_named_with_the_extras_that_have_them(
+    arguments: list[str],
+    missing: set[str],
+    extras: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def find_spec(name: str) -> object:
+        if name not in missing:
+            return object()
+        if name == "rich":
+            raise ModuleNotFoundError  # as finders may, of which there are others than Python's
+        return None
 
-class Missing:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {missing!r}:
-            raise ModuleNotFoundError(f"No module named {{name!r}}")
-
-sys.meta_path.insert(0, Missing())
-from asyncsync.cli import main
-sys.exit(main({arguments!r}))
-"""
-
-
-@pytest.mark.thorough
-def test_missing_libraries_are_named_with_the_extras_that_have_them(tmp_path: Path) -> None:
-    code, out, err = run("-c", WITHOUT.format(missing=["rich", "gymnasium"], arguments=["demo"]), cwd=tmp_path)
-    assert (code, out) == (1, "")
-    for word in ("gymnasium", "rich", '"asyncsync[cli,gym]"'):
+    monkeypatch.setattr(importlib.util, "find_spec", find_spec)
+    assert main(arguments) == 1
+    err = capsys.readouterr().err
+    for word in (*missing, f'"asyncsync[{extras}]"'):
         assert word in err
-
-
-def test_uvloop_is_an_extra_of_its_own(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "uvloop" else object())
-    assert main(["demo", "--uvloop"]) == 1
-    assert '"asyncsync[uvloop]"' in capsys.readouterr().err

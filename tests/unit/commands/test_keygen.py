@@ -22,7 +22,6 @@ def snapshot(directory: Path) -> dict[str, bytes]:
 def test_keygen_makes_what_both_sides_need_and_says_what_goes_where(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of 205: keygen."""
     keys = tmp_path / "keys"
     os.umask(before := os.umask(0))
     try:
@@ -94,21 +93,3 @@ def test_where_others_may_write_no_keys_are_made(tmp_path: Path, capsys: pytest.
     (tmp_path / "file").touch()
     assert main(["keygen", str(tmp_path / "file" / "keys")]) == 1
     assert "Not a directory" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "required: DIR"),
-        (["d", "--workers", "0"], "must be between 1 and"),
-        (["d", "--name", "../escape"], "'../escape' is no name"),
-        (["d", "--name", ".hidden"], "'.hidden' is no name"),
-        (["d", "--name", "host="], "workers = '' is not a list"),
-        (["d", "--name", "host=3-1"], "backwards"),
-    ],
-)
-def test_wrong_arguments_are_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        main(["keygen", *arguments])
-    assert end.value.code == 2
-    assert message in capsys.readouterr().err

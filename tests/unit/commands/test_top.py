@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import io
 import json
 import os
@@ -10,12 +9,11 @@ import pty
 import re
 import select
 import signal
-import struct
 import sys
 import termios
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +28,7 @@ from asyncsync.cli import main
 from asyncsync.commands.samples import Samples, as_json
 from asyncsync.commands.screen import line, screen
 from asyncsync.weights.safetensors import read
-from asyncsync.wire.report import Report
+from asyncsync.wire.report import Report, WorkerReport
 from helpers.pairs import Model, fill, receiver_of
 from helpers.reports import report_of
 
@@ -71,7 +69,7 @@ def test_the_screen_has_the_trainer_its_models_and_its_workers(width: int, heigh
 def test_everything_fits_and_what_is_in_trouble_is_shown_first(width: int, height: int) -> None:
     report = report_of(9, 250)
     workers = list(report.workers)
-    workers[77] = replace(workers[77], state="lost", reason="its process (4077) has ended")
+    workers[77] = replace(workers[77], state="lost", reason="its process (4077) has ended" + " …" * 100)
     workers[99] = replace(workers[99], state="slow", lag=3, version=6)
     workers[240] = replace(workers[240], reason="worker 240, model 'policy': these keys are missing: a, b, c and d")
     relay = replace(workers[0], index=1 << 30, role="relay")
@@ -96,19 +94,23 @@ def test_several_relays_are_numbered_and_a_wide_screen_tells_who_is_behind_which
     worker = report_of(9, 1).workers[0]
     relays = [replace(worker, index=(1 << 30) + i, role="relay", pid=5000 + i) for i in range(2)]
     behind = [replace(worker, index=i, pid=0, relay=relays[i].index) for i in range(2)]
-    report = replace(report_of(9, 3), workers=(*relays, *behind, replace(worker, index=2)))
-    wide, narrow = (drawn(samples_of(report), *size)[-5:] for size in reversed(SIZES))
-    assert [text.split()[:3] for text in narrow] == [
-        ["relay", "1", "live"], ["relay", "2", "live"], ["0", "live", "9"], ["1", "live", "9"], ["2", "live", "9"],
-    ]  # fmt: skip
-    assert [" ".join(text.split()[-2:]) for text in wide[2:4]] == ["relay 1", "relay 2"]
-    assert [text.split()[-1] for text in (*wide[:2], wide[4])] == ["5000", "5001", "4000"]
-    long = replace(report, workers=(replace(worker, reason="it does not fit " * 20), *report.workers))
-    assert [text.split()[:3] for text in drawn(samples_of(long), *SIZES[1])[-5:]][:2] == [
-        text.split()[:3] for text in wide[:2]
+    everybody = (*relays, *behind, replace(worker, index=2))
+    wide, narrow = ([text.split() for text in drawn_of(everybody, *size)] for size in reversed(SIZES))
+    assert [text[:2] for text in narrow] == [
+        ["relay", "1"],
+        ["relay", "2"],
+        ["0", "live"],
+        ["1", "live"],
+        ["2", "live"],
     ]
-    alone = replace(report, workers=(relays[0], behind[0], replace(worker, index=2)))
-    assert [text.split()[0] for text in drawn(samples_of(alone), *SIZES[1])[-3:]] == ["relay", "0", "2"]
+    assert [text[-1] for text in wide] == ["5000", "5001", "1", "2", "4000"]
+    assert [text[-3:] for text in wide[2:4]] == [["via", "relay", "1"], ["via", "relay", "2"]]
+    alone = drawn_of((relays[0], behind[0], replace(worker, index=2)), *SIZES[1])
+    assert [text.split()[0] for text in alone] == ["relay", "0", "2"]
+
+
+def drawn_of(workers: tuple[WorkerReport, ...], width: int, height: int) -> list[str]:
+    return drawn(samples_of(replace(report_of(9, 3), workers=workers)), width, height)[-len(workers) :]
 
 
 def test_without_a_height_what_was_refused_and_what_keeps_workers_is_shown_whole() -> None:
@@ -116,10 +118,8 @@ def test_without_a_height_what_was_refused_and_what_keeps_workers_is_shown_whole
     why = "these keys are missing: " + ", ".join(f"layer_{n}.weight" for n in range(12))
     report = report_of(9, 5, refused=refused)
     report = replace(report, workers=tuple(replace(worker, reason=why) for worker in report.workers))
-    text = " ".join(drawn(samples_of(report), 80, None))
-    assert "refused 3 × a key that was taken off the list · 2 × the index of another worker · 1 × an" in " ".join(
-        text.split()
-    )
+    text = " ".join(" ".join(drawn(samples_of(report), 80, None)).split())
+    assert "refused 3 × a key that was taken off the list · 2 × the index of another worker · 1 × an" in text
     assert text.count("layer_11.weight") == 5
     assert "…" not in text
     assert all(len(one) <= 80 for one in drawn(samples_of(report), 80, 24))
@@ -133,14 +133,12 @@ def test_a_trainer_that_is_away_is_said_to_be() -> None:
     assert "no sender has answered" in text
     assert "tcp://trainer:5555" in text
     samples = samples_of(report_of(7, 250))
-    samples.fail(
-        "no sender has answered at tcp://trainer:5555 within 3 s: it has refused this key, whose file is k.key"
-    )
+    samples.fail("no sender has answered at tcp://trainer:5555 within 3 s: it has refused this key, which is k.key")
     lines = drawn(samples, 80, 24)
     assert "no answer" in lines[-3]
     assert " ".join(lines[-2:]) == samples.failure
     assert len(lines) <= 24
-    assert "worker  state" in "\n".join(drawn(samples, 80, 24)), "what was known last stays"
+    assert "worker  state" in "\n".join(lines), "what was known last stays"
     assert as_json(samples)["answered"] is False
 
 
@@ -178,11 +176,6 @@ def trainer(endpoint: str, **models: nn.Module) -> Iterator[Any]:
         yield next(iter(schemes.values()))
 
 
-@pytest.fixture
-def endpoint(tmp_path: Path) -> str:
-    return f"ipc://{tmp_path}/bus"
-
-
 def test_top_once_as_json_and_as_a_screen(endpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
     with trainer(endpoint) as scheme, receiver_of(scheme, 3, model := Model()) as receiver:
         receiver.connect()
@@ -191,9 +184,8 @@ def test_top_once_as_json_and_as_a_screen(endpoint: str, capsys: pytest.CaptureF
         [text] = capsys.readouterr().out.splitlines()
         told = json.loads(text)
         assert (told["answered"], told["endpoint"], told["version"]) == (True, endpoint, version)
-        assert (told["pid"], told["num_workers"], told["states"]) == (
-            os.getpid(), None, {"live": 1, "slow": 0, "lost": 0, "relays": 0, "guests": 0},
-        )  # fmt: skip
+        assert (told["pid"], told["num_workers"]) == (os.getpid(), None)
+        assert told["states"] == {"live": 1, "slow": 0, "lost": 0, "relays": 0, "guests": 0}
         [worker] = told["workers"]
         assert (worker["index"], worker["state"], worker["versions"]) == (3, "live", {"policy": version})
         assert worker["bytes_sent"] == scheme.status()[3].bytes_sent
@@ -215,15 +207,13 @@ def test_top_once_without_a_trainer_ends_with_1(
 
 
 def test_top_and_fetch_come_in_with_keys_and_say_what_is_missing_without(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, unused_tcp_port: int
 ) -> None:
     monkeypatch.setattr("asyncsync.commands.top.PATIENCE", 2.0)
     keys = tmp_path / "keys"
     assert main(["keygen", str(keys), "--name", "watcher"]) == 0
-    bus = asyncsync.sync.Bus(
-        address := f"tcp://127.0.0.1:{free_port()}", min_workers=0,
-        server_key=keys / "server.key_secret", clients=keys / "clients",
-    )  # fmt: skip
+    address, accepted = f"tcp://127.0.0.1:{unused_tcp_port}", {"clients": keys / "clients"}
+    bus = asyncsync.sync.Bus(address, min_workers=0, server_key=keys / "server.key_secret", **accepted)
     scheme = asyncsync.sync.ZMQWeightSyncScheme(bus=bus)
     scheme.init_on_sender(model_id="policy", model=Model(2.0))
     given = ["--server-key", str(keys / "server.key"), "--client-key", str(keys / "client_secrets/watcher.key_secret")]
@@ -233,19 +223,10 @@ def test_top_and_fetch_come_in_with_keys_and_say_what_is_missing_without(
         assert main(["top", address, "--once", "--json", *given]) == 0
         assert json.loads(capsys.readouterr().out)["answered"] is True
         assert main(["fetch", address, "--out", str(tmp_path / "w.safetensors"), *given]) == 0
-        assert main(["top", address, "--once", "--json"]) == 1
-        assert "--client-key" in capsys.readouterr().err
-        assert main(["top", address, "--once", *given[:2]]) == 1
-        assert "--client-key" in capsys.readouterr().err
+        for missing in (["--json"], given[:2]):
+            assert main(["top", address, "--once", *missing]) == 1
+            assert "--client-key" in capsys.readouterr().err
     assert read(tmp_path / "w.safetensors")[0]["scale"].tolist() == [2.0] * 5
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 # -- in a terminal -----------------------------------------------------------------------------------------------------
@@ -256,13 +237,11 @@ class Terminal:
 
     def __init__(self, width: int, height: int, *command: str) -> None:
         self.pid, self._descriptor = pty.fork()
-        size = struct.pack("HHHH", height, width, 0, 0)
         if not self.pid:
-            fcntl.ioctl(0, termios.TIOCSWINSZ, size)
+            termios.tcsetwinsize(0, (height, width))
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # this test run may be a background job, which ignores it
             environment = {n: v for n, v in os.environ.items() if n not in ("COLUMNS", "LINES")}
             os.execve(sys.executable, [sys.executable, *command], environment | {"TERM": "xterm-256color"})
-        fcntl.ioctl(self._descriptor, termios.TIOCSWINSZ, size)
         self._text = ""
 
     def until(self, words: str, seconds: float = 40) -> list[str]:
@@ -270,9 +249,14 @@ class Terminal:
         end = time.monotonic() + seconds
         while not re.search(words, "\n".join(lines := self.lines())):
             assert time.monotonic() < end, lines
-            if select.select([self._descriptor], [], [], 0.2)[0]:
-                self._text += os.read(self._descriptor, 1 << 16).decode(errors="replace")
+            self._read()
         return lines
+
+    def _read(self) -> None:
+        """What comes within a fifth of a second, if it has not ended."""
+        if select.select([self._descriptor], [], [], 0.2)[0]:
+            with suppress(OSError):
+                self._text += os.read(self._descriptor, 1 << 16).decode(errors="replace")
 
     def lines(self) -> list[str]:
         whole = self._text.split("\x1b[H")[1:]  # each is a screen, from its upper left corner
@@ -285,11 +269,7 @@ class Terminal:
         end = time.monotonic() + 20
         while (found := os.waitpid(self.pid, os.WNOHANG))[0] == 0:
             assert time.monotonic() < end
-            if select.select([self._descriptor], [], [], 0.05)[0]:
-                try:
-                    os.read(self._descriptor, 1 << 16)
-                except OSError:
-                    pass
+            self._read()
         self.pid = 0
         return os.waitstatus_to_exitcode(found[1])
 
@@ -303,10 +283,9 @@ class Terminal:
 @pytest.mark.requirement(205)
 @pytest.mark.thorough
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(("width", "height"), SIZES)
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
-def test_top_in_a_terminal_follows_the_trainer_and_its_successor(endpoint: str, width: int, height: int) -> None:
-    """Of 205: top."""
+def test_top_in_a_terminal_follows_the_trainer_and_its_successor(endpoint: str) -> None:
+    width, height = SIZES[1]
     terminal = Terminal(width, height, "-m", "asyncsync", "top", endpoint, "--interval", "0.2")
     try:
         with trainer(endpoint) as scheme, receiver_of(scheme, 0, Model(), reconnect=True) as receiver:
@@ -316,13 +295,12 @@ def test_top_in_a_terminal_follows_the_trainer_and_its_successor(endpoint: str, 
             assert len(lines) <= height
             assert max(map(len, lines)) <= width
             assert "workers    1 live" in lines
-            assert ("problem" in "\n".join(lines)) == (width >= 120)
+            assert "problem" in "\n".join(lines), "it is as wide as the terminal"
             receiver.shutdown()
             terminal.until("it has left")
         terminal.until("no answer for")
         with trainer(endpoint):
-            lines = terminal.until("no worker is connected")
-            assert "workers    0 live" in lines
+            terminal.until("workers    0 live")
         assert terminal.interrupt() == 130
     finally:
         terminal.close()
@@ -383,20 +361,14 @@ def test_fetch_wants_to_know_which_of_several_models(
     assert read(path)[0].keys() == {"weight", "bias"}
 
 
-def test_fetch_without_a_trainer_ends_with_1_and_leaves_the_file_alone(
-    endpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "w.safetensors"
-    path.write_text("what was there before")
-    assert main(["fetch", endpoint, "--out", str(path), "--timeout", "0.3"]) == 1
-    assert endpoint in capsys.readouterr().err
-    assert path.read_text() == "what was there before"
-
-
-def test_fetch_says_what_it_waits_for(
+def test_fetch_without_a_trainer_says_what_it_waits_for_ends_with_1_and_leaves_the_file_alone(
     endpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("asyncsync.commands.fetch.PATIENCE", 0.05)
-    assert main(["fetch", endpoint, "--out", str(tmp_path / "w.safetensors"), "--timeout", "0.5"]) == 1
-    first, _ = capsys.readouterr().err.splitlines()
+    path = tmp_path / "w.safetensors"
+    path.write_text("what was there before")
+    assert main(["fetch", endpoint, "--out", str(path), "--timeout", "0.5"]) == 1
+    first, last = capsys.readouterr().err.splitlines()
     assert "waiting" in first
+    assert endpoint in last
+    assert path.read_text() == "what was there before"

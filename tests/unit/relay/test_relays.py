@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import socket
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +27,7 @@ from asyncsync.weights.packing import pack
 from asyncsync.weights.slab import Slab
 from asyncsync.weights.tree import FlatWeights
 from helpers.command import start
-from helpers.pairs import Model, fill, read, until
+from helpers.pairs import Model, connected, fill, read, until
 
 LARGE = 300_000  # elements: more than one chunk's credit at once is not needed to see them stream
 
@@ -49,27 +48,37 @@ async def relaying(options: RelayOptions) -> AsyncIterator[Relay]:
 
 
 @asynccontextmanager
-async def connected(
-    tmp_path: Path, *, workers: int = 2, width: int = 64, **options: Any
+async def relayed(
+    tmp_path: Path, *, workers: int = 2, width: int = 64, given: dict[str, Any] | None = None, **options: Any
 ) -> AsyncIterator[tuple[Any, Relay, list[Any], list[Model], Model]]:
-    """A trainer, a relay, and workers behind it."""
+    """A trainer, of these arguments, a relay, and workers behind it."""
     up, down = f"ipc://{tmp_path}/up", f"ipc://{tmp_path}/down"
     cls = SharedMemWeightSyncScheme if options.get("shared") else ZMQWeightSyncScheme
-    async with AsyncExitStack() as stack:
-        sender = ZMQWeightSyncScheme(endpoint=up, num_workers=workers)
-        source = Model(1.0, width)
-        sender.init_on_sender(model_id="policy", model=source)
-        stack.push_async_callback(sender.shutdown)
-        relay = await stack.enter_async_context(relaying(RelayOptions(up, down, **options)))
-        models, receivers = [], []
-        for i in range(workers):
-            receiver = cls(connect=down)
-            models.append(Model(0.0, width))
-            receiver.init_on_receiver("policy", model=models[-1], worker_idx=i, reconnect=True)
-            stack.push_async_callback(receiver.shutdown)
-            receivers.append(receiver)
-        await asyncio.gather(sender.connect(timeout=20), *(one.connect(timeout=20) for one in receivers))
+    source = Model(1.0, width)
+    sender = trainer(source, num_workers=workers, endpoint=up, **(given or {}))
+    models = [Model(0.0, width) for _ in range(workers)]
+    receivers = [worker(model, i, cls, connect=down, reconnect=True) for i, model in enumerate(models)]
+    async with relaying(RelayOptions(up, down, **options)) as relay, connected(sender, *receivers, timeout=20):
         yield sender, relay, receivers, models, source
+
+
+def trainer(source: Model | None, *, num_workers: int = 1, **options: Any) -> ZMQWeightSyncScheme:
+    sender = ZMQWeightSyncScheme(num_workers=num_workers, **options)
+    sender.init_on_sender(model_id="policy", **({} if source is None else {"model": source}))
+    return sender
+
+
+def worker(
+    model: Model,
+    index: int = 0,
+    cls: Callable[..., Any] = ZMQWeightSyncScheme,
+    *,
+    reconnect: bool = False,
+    **options: Any,
+) -> Any:
+    receiver = cls(**options)
+    receiver.init_on_receiver("policy", model=model, worker_idx=index, reconnect=reconnect)
+    return receiver
 
 
 @pytest.mark.requirement(206)
@@ -79,7 +88,7 @@ async def connected(
 async def test_a_relay_fans_out_one_subscription_to_the_workers_of_its_host(
     tmp_path: Path, shared: bool, width: int
 ) -> None:
-    async with connected(tmp_path, width=width, shared=shared) as (sender, relay, receivers, models, source):
+    async with relayed(tmp_path, width=width, shared=shared) as (sender, relay, receivers, models, source):
         for value in (2.0, 3.0, 4.0):
             version = await sender.send_async(fill(source, value), metadata={"step": value})
             assert [read(model) for model in models] == [{value}, {value}]
@@ -96,7 +105,7 @@ async def test_a_relay_fans_out_one_subscription_to_the_workers_of_its_host(
 
 
 async def test_weights_of_single_workers_are_refused_where_they_are_behind_a_relay(tmp_path: Path) -> None:
-    async with connected(tmp_path) as (sender, relay, _, _, source):
+    async with relayed(tmp_path) as (sender, relay, _, _, source):
         place = relay.upstream.subscriber.worker
         with pytest.raises(ValueError, match=f"worker 1 is behind relay {place}.*publish without worker_ids"):
             await sender.publish(source, worker_ids=[1])
@@ -108,7 +117,7 @@ async def test_weights_of_single_workers_are_refused_where_they_are_behind_a_rel
 
 @pytest.mark.promise(20)
 async def test_a_failure_is_named_and_the_others_have_it(tmp_path: Path) -> None:
-    async with connected(tmp_path) as (sender, _, receivers, models, source):
+    async with relayed(tmp_path) as (sender, _, receivers, models, source):
         with receivers[1].hold(), pytest.raises(PartialSendError) as late:
             await sender.send_async(fill(source, 2.0), timeout=0.3)
         assert (sorted(late.value.acked), sorted(late.value.failed)) == ([0], [1])
@@ -120,7 +129,7 @@ async def test_a_failure_is_named_and_the_others_have_it(tmp_path: Path) -> None
 
 async def test_a_trainer_that_says_goodbye_ends_the_workers_unless_the_relay_keeps_the_weights(tmp_path: Path) -> None:
     for keep, closed in ((None, True), (tmp_path / "kept.safetensors", False)):
-        async with connected(tmp_path, workers=1, keep=keep) as (sender, relay, (receiver,), _, _):
+        async with relayed(tmp_path, workers=1, keep=keep) as (sender, relay, (receiver,), _, _):
             receiver._bus._link.subscriber.session.reconnects = False
             await sender.shutdown()
             await asyncio.sleep(0.2)
@@ -132,9 +141,8 @@ async def test_a_trainer_that_says_goodbye_ends_the_workers_unless_the_relay_kee
 async def test_a_store_serves_the_last_version_while_the_trainer_is_away_and_after_its_own_restart(
     tmp_path: Path,
 ) -> None:
-    """Of 4: the store."""
     up, down, keep = f"ipc://{tmp_path}/up", f"ipc://{tmp_path}/down", tmp_path / "kept.safetensors"
-    async with connected(tmp_path, workers=1, width=LARGE, keep=keep) as (sender, _, (first,), _, source):
+    async with relayed(tmp_path, workers=1, width=LARGE, keep=keep) as (sender, _, (first,), _, source):
         version = await sender.send_async(fill(source, 5.0), metadata={"step": 7})
         await sender.shutdown()
         await first.shutdown()
@@ -150,14 +158,13 @@ async def test_a_store_serves_the_last_version_while_the_trainer_is_away_and_aft
         before = relay.downstream.publisher.epoch
         newer = ZMQWeightSyncScheme(endpoint=up, min_workers=0)
         newer.init_on_sender(model_id="policy", model=fill(source, 6.0))
-        await newer.connect()
-        await newer.publish()
-        publisher = relay.downstream.publisher
-        assert await relay.downstream.wait(
-            lambda: publisher.epoch > before and publisher.published == newer.version, 20
-        )
-        assert await served(f"ipc://{tmp_path}/shared", 6.0, newer.version, SharedMemWeightSyncScheme) == {}
-        await newer.shutdown()
+        async with connected(newer):
+            await newer.publish()
+            down = relay.downstream
+            assert await down.wait(
+                lambda: down.publisher.epoch > before and down.publisher.published == newer.version, 20
+            )
+            assert await served(f"ipc://{tmp_path}/shared", 6.0, newer.version, SharedMemWeightSyncScheme) == {}
 
 
 async def test_what_is_kept_is_of_one_trainer(tmp_path: Path) -> None:
@@ -192,73 +199,46 @@ async def test_what_is_kept_is_of_one_trainer(tmp_path: Path) -> None:
 
 
 async def served(endpoint: str, value: float, version: int, cls: Callable[..., Any] = ZMQWeightSyncScheme) -> Any:
-    late = cls(connect=endpoint)
-    model = Model(0.0, LARGE)
-    late.init_on_receiver("policy", model=model, worker_idx=40)
-    try:
-        await late.connect(timeout=20)
+    late = worker(model := Model(0.0, LARGE), 40, cls, connect=endpoint)
+    async with connected(late, timeout=20):
         assert (read(model), late.version) == ({value}, version)
         return late.metadata
-    finally:
-        await late.shutdown()
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["frames", "shared memory"])
 async def test_a_relay_is_sent_what_has_changed_only(tmp_path: Path, shared: bool) -> None:
-    up, down = f"ipc://{tmp_path}/up", f"ipc://{tmp_path}/down"
-    sender = ZMQWeightSyncScheme(endpoint=up, num_workers=1, delta=True)
-    receiver = (SharedMemWeightSyncScheme if shared else ZMQWeightSyncScheme)(connect=down)
-    source, model = Model(1.0, 1_000_000), Model(0.0, 1_000_000)
-    sender.init_on_sender(model_id="policy", model=source)
-    receiver.init_on_receiver("policy", model=model, worker_idx=0)
-    async with relaying(RelayOptions(up, down, shared=shared)) as relay:
-        try:
-            await asyncio.gather(sender.connect(timeout=20), receiver.connect(timeout=20))
-            before = sender.status()[relay.upstream.subscriber.worker].bytes_sent
-            with torch.no_grad():
-                next(source.parameters()).view(-1)[0] = 5.0
-            await sender.send_async(source, timeout=20)
-            assert all(map(torch.equal, model.state_dict().values(), source.state_dict().values()))
-            sent = sender.status()[relay.upstream.subscriber.worker].bytes_sent - before
-            assert 0 < sent <= 1 << 20, "one piece has changed, of four"
-        finally:
-            await sender.shutdown()
-            await receiver.shutdown()
+    there = relayed(tmp_path, workers=1, width=1_000_000, given={"delta": True}, shared=shared)
+    async with there as (sender, relay, _, (model,), source):
+        before = sender.status()[relay.upstream.subscriber.worker].bytes_sent
+        with torch.no_grad():
+            next(source.parameters()).view(-1)[0] = 5.0
+        await sender.send_async(source, timeout=20)
+        assert all(map(torch.equal, model.state_dict().values(), source.state_dict().values()))
+        sent = sender.status()[relay.upstream.subscriber.worker].bytes_sent - before
+        assert 0 < sent <= 1 << 20, "one piece has changed, of four"
 
 
 async def test_workers_connect_before_there_are_weights(tmp_path: Path) -> None:
     up, down = f"ipc://{tmp_path}/up", f"ipc://{tmp_path}/down"
-    sender, receiver = ZMQWeightSyncScheme(endpoint=up, num_workers=1), ZMQWeightSyncScheme(connect=down)
-    sender.init_on_sender(model_id="policy")
-    model = Model(0.0)
-    receiver.init_on_receiver("policy", model=model, worker_idx=0)
-    async with relaying(RelayOptions(up, down)):
-        try:
-            await asyncio.gather(sender.connect(timeout=20), receiver.connect(timeout=20))
-            await sender.send_async(Model(2.0), timeout=20)
-            assert read(model) == {2.0}
-        finally:
-            await sender.shutdown()
-            await receiver.shutdown()
+    sender, receiver = trainer(None, endpoint=up), worker(model := Model(0.0), connect=down)
+    async with relaying(RelayOptions(up, down)), connected(sender, receiver, timeout=20):
+        await sender.send_async(Model(2.0), timeout=20)
+        assert read(model) == {2.0}
 
 
-async def test_a_worker_goes_on_to_the_next_address_when_the_first_is_away(tmp_path: Path) -> None:
-    up = f"ipc://{tmp_path}/up"
-    sender = ZMQWeightSyncScheme(endpoint=up, num_workers=1)
-    sender.init_on_sender(model_id="policy", model=Model(4.0))
-    receiver = ZMQWeightSyncScheme(connect=f"ipc://{tmp_path}/nobody,{up}")
-    model = Model(0.0)
-    receiver.init_on_receiver("policy", model=model, worker_idx=0)
-    try:
-        await asyncio.gather(sender.connect(timeout=20), receiver.connect(timeout=20))
+async def test_workers_and_relays_go_on_to_the_next_address_when_the_first_is_away(tmp_path: Path) -> None:
+    up, down = f"ipc://{tmp_path}/up", f"ipc://{tmp_path}/down"
+    sender = trainer(Model(4.0), endpoint=up)
+    receiver = worker(model := Model(0.0), connect=f"ipc://{tmp_path}/nobody,{up}")
+    async with connected(sender, receiver, timeout=20):
         assert read(model) == {4.0}
-    finally:
-        await sender.shutdown()
-        await receiver.shutdown()
+        async with relaying(RelayOptions(f"ipc://{tmp_path}/nobody,{up}", down)) as relay:
+            session = relay.upstream.subscriber.session
+            assert await relay.upstream.wait(lambda: session.welcomed, 20)
 
 
 async def test_a_lag_is_behind_the_trainer_which_a_relay_asks_and_not_behind_the_relay(tmp_path: Path) -> None:
-    async with connected(tmp_path, keep=tmp_path / "kept.safetensors") as (sender, _, receivers, models, source):
+    async with relayed(tmp_path, keep=tmp_path / "kept.safetensors") as (sender, _, receivers, models, source):
         for value in (2.0, 3.0):
             with receivers[0].hold():
                 version = await sender.publish(fill(source, value))
@@ -278,10 +258,9 @@ async def test_a_relay_that_is_killed_after_many_versions_serves_its_workers_at_
 ) -> None:
     up, down = f"ipc://{tmp_path}/up", f"ipc://{tmp_path}/down"
     command = "-m", "asyncsync", "relay", "--upstream", up, "--bind", down, *(["--shared"] if shared else [])
-    sender = ZMQWeightSyncScheme(endpoint=up, num_workers=1)
-    sender.init_on_sender(model_id="policy", model=(source := Model(0.0)))
-    receiver = (SharedMemWeightSyncScheme if shared else ZMQWeightSyncScheme)(connect=down)
-    receiver.init_on_receiver("policy", model=(model := Model()), worker_idx=0, reconnect=True)
+    sender = trainer(source := Model(0.0), endpoint=up)
+    kind = SharedMemWeightSyncScheme if shared else ZMQWeightSyncScheme
+    receiver = worker(model := Model(), 0, kind, connect=down, reconnect=True)
     async with sender, receiver:
         with start(*command, cwd=tmp_path):
             await asyncio.gather(sender.connect(timeout=60), receiver.connect(timeout=60))
@@ -295,13 +274,13 @@ async def test_a_relay_that_is_killed_after_many_versions_serves_its_workers_at_
                 assert read(model) == {value}
 
 
-async def test_the_port_of_what_goes_to_all_is_that_of_the_address_where_the_sender_is() -> None:
+async def test_the_port_of_what_goes_to_all_is_that_of_the_address_where_the_sender_is(
+    unused_tcp_port_factory: Callable[[], int],
+) -> None:
     """At the next address nobody is subscribed to before its sender says where."""
-    ports = free_ports(2)
-    sender = ZMQWeightSyncScheme(endpoint=f"tcp://127.0.0.1:{ports[0]}", num_workers=1, fanout="pull")
-    sender.init_on_sender(model_id="policy", model=Model(4.0))
-    receiver = ZMQWeightSyncScheme(connect=f"tcp://127.0.0.1:{ports[0]},tcp://localhost:{ports[1]}")
-    receiver.init_on_receiver("policy", model=Model(0.0), worker_idx=0, reconnect=True)
+    ports = [unused_tcp_port_factory() for _ in range(2)]
+    sender = trainer(Model(4.0), endpoint=f"tcp://127.0.0.1:{ports[0]}", fanout="pull")
+    receiver = worker(Model(0.0), connect=f"tcp://127.0.0.1:{ports[0]},tcp://localhost:{ports[1]}", reconnect=True)
     async with receiver:
         async with sender:
             await asyncio.gather(sender.connect(timeout=20), receiver.connect(timeout=20))
@@ -315,10 +294,8 @@ async def test_the_port_of_what_goes_to_all_is_that_of_the_address_where_the_sen
 
 async def test_a_welcome_that_is_read_when_the_connection_has_ended_keeps_nobody_there(tmp_path: Path) -> None:
     first, second = f"ipc://{tmp_path}/first", f"ipc://{tmp_path}/second"
-    sender = ZMQWeightSyncScheme(endpoint=first, num_workers=1)
-    sender.init_on_sender(model_id="policy", model=Model(4.0))
-    receiver = ZMQWeightSyncScheme(connect=f"{first},{second}")
-    receiver.init_on_receiver("policy", model=Model(0.0), worker_idx=0, reconnect=True)
+    sender = trainer(Model(4.0), endpoint=first)
+    receiver = worker(Model(0.0), connect=f"{first},{second}", reconnect=True)
     async with receiver:
         await asyncio.gather(sender.connect(timeout=20), receiver.connect(timeout=20))
         link = receiver.bus._link
@@ -331,12 +308,9 @@ async def test_a_welcome_that_is_read_when_the_connection_has_ended_keeps_nobody
 
 async def test_a_process_of_this_host_is_not_watched_for_one_of_the_same_pid_on_another(tmp_path: Path) -> None:
     """As it is where each has a container of its own, and a worker has gone on to the next address."""
-    sender = ZMQWeightSyncScheme(endpoint=f"ipc://{tmp_path}/up", num_workers=1)
-    sender.init_on_sender(model_id="policy", model=Model(4.0))
-    receiver = ZMQWeightSyncScheme(connect=f"ipc://{tmp_path}/up,ipc://{tmp_path}/next")
-    receiver.init_on_receiver("policy", model=Model(0.0), worker_idx=0)
-    async with sender, receiver:
-        await asyncio.gather(sender.connect(timeout=20), receiver.connect(timeout=20))
+    sender = trainer(Model(4.0), endpoint=f"ipc://{tmp_path}/up")
+    receiver = worker(Model(0.0), connect=f"ipc://{tmp_path}/up,ipc://{tmp_path}/next")
+    async with connected(sender, receiver, timeout=20):
         link = receiver.bus._link
         assert link._watch is not None
         session = link.subscriber.session
@@ -345,13 +319,13 @@ async def test_a_process_of_this_host_is_not_watched_for_one_of_the_same_pid_on_
         assert link._watch is None
 
 
-async def test_a_sender_that_is_at_no_address_is_lost_however_many_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_sender_that_is_at_no_address_is_lost_however_many_are_tried(
+    monkeypatch: pytest.MonkeyPatch, unused_tcp_port_factory: Callable[[], int]
+) -> None:
     monkeypatch.setattr("asyncsync.bus.whereabouts.AWAY_SECONDS", 2.0)
-    addresses = [f"tcp://127.0.0.1:{port}" for port in free_ports(3)]
-    sender = ZMQWeightSyncScheme(endpoint=addresses[0], num_workers=1)
-    sender.init_on_sender(model_id="policy", model=Model(4.0))
-    receiver = ZMQWeightSyncScheme(connect=",".join(addresses))
-    receiver.init_on_receiver("policy", model=Model(0.0), worker_idx=0, reconnect=True)
+    addresses = [f"tcp://127.0.0.1:{unused_tcp_port_factory()}" for _ in range(3)]
+    sender = trainer(Model(4.0), endpoint=addresses[0])
+    receiver = worker(Model(0.0), connect=",".join(addresses), reconnect=True)
     async with receiver:
         await asyncio.gather(sender.connect(timeout=20), receiver.connect(timeout=20))
         link = receiver.bus._link
@@ -362,33 +336,17 @@ async def test_a_sender_that_is_at_no_address_is_lost_however_many_are_tried(mon
         await until(lambda: link.whereabouts.is_away(link.loop.time()), 4)
 
 
-def test_a_list_of_addresses_may_have_spaces_and_repetitions() -> None:
+def test_a_list_of_addresses_may_have_spaces_and_repetitions_and_each_is_checked() -> None:
     assert several("tcp://a:5") == ("tcp://a:5",)
     assert several("tcp://a:5,tcp://a:5, ipc:///tmp/x,y ,tcp://b:6") == ("tcp://a:5", "ipc:///tmp/x,y", "tcp://b:6")
-
-
-async def test_a_relay_goes_on_to_the_next_address_when_the_first_is_away(tmp_path: Path) -> None:
-    up = f"ipc://{tmp_path}/up"
-    sender = ZMQWeightSyncScheme(endpoint=up, min_workers=0)
-    sender.init_on_sender(model_id="policy", model=Model(4.0))
-    await sender.connect()
-    try:
-        async with relaying(RelayOptions(f"ipc://{tmp_path}/nobody,{up}", f"ipc://{tmp_path}/down")) as relay:
-            session = relay.upstream.subscriber.session
-            assert await relay.upstream.wait(lambda: session.welcomed, 20)
-    finally:
-        await sender.shutdown()
+    with pytest.raises(ValueError, match=r"'tcp://192\.0\.2\.1:5' is reachable"):
+        ZMQWeightSyncScheme(connect="tcp://127.0.0.1:5,tcp://192.0.2.1:5")
 
 
 async def test_a_signal_ends_it_from_the_moment_on_that_it_is_ready(tmp_path: Path) -> None:
     options = RelayOptions(f"ipc://{tmp_path}/up", f"ipc://{tmp_path}/down")
     async with asyncio.timeout(20):
         await run(options, lambda relay: signal.raise_signal(signal.SIGINT))
-
-
-def test_each_address_of_a_list_is_checked() -> None:
-    with pytest.raises(ValueError, match=r"'tcp://192\.0\.2\.1:5' is reachable"):
-        ZMQWeightSyncScheme(connect="tcp://127.0.0.1:5,tcp://192.0.2.1:5")
 
 
 async def test_an_address_in_use_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
@@ -479,90 +437,49 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path, content: bytes) -> 
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--upstream", "tcp://192.0.2.1:5", "--bind", "ipc:///tmp/x"], "reachable from other hosts"),
-        (["--upstream", "ipc:///tmp/up", "--bind", "tcp://127.0.0.1:5", "--shared"], "workers of this host"),
-        (["--upstream", "ipc:///tmp/up", "--bind", "ipc:///tmp/x", "--client-key", "k"], "--server-key"),
-        (["--upstream", "ipc:///tmp/up", "--bind", "ipc:///nowhere/at/all"], "cannot bind"),
-    ],
-    ids=["plaintext", "shared over tcp", "half of the keys", "nowhere"],
-)
-def test_the_command_refuses_what_cannot_work(
-    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["relay", *arguments]) == 1
-    assert words in capsys.readouterr().err
-
-
-async def test_keys_above_and_below(tmp_path: Path) -> None:
+async def test_keys_above_and_below(tmp_path: Path, unused_tcp_port_factory: Callable[[], int]) -> None:
     keys, below = tmp_path / "keys", tmp_path / "below"
     assert main(["keygen", str(keys), "--name", "relay"]) == 0
     assert main(["keygen", str(below), "--workers", "1"]) == 0
-    up, down = (f"tcp://127.0.0.1:{port}" for port in free_ports(2))
-    sender = ZMQWeightSyncScheme(
-        endpoint=up, num_workers=1, server_key=keys / "server.key_secret", clients=keys / "clients"
-    )
-    sender.init_on_sender(model_id="policy", model=Model(3.0))
-    above = KeyFiles.given(keys / "server.key", None, keys / "client_secrets" / "relay.key_secret")
-    assert above is not None
-    options = RelayOptions(
-        up,
-        down,
-        credentials=partial(above.receiver, 0),
-        keys=KeyFiles.given(below / "server.key_secret", below / "clients", None),
-    )
-    receiver = ZMQWeightSyncScheme(
-        connect=down, server_key=below / "server.key", client_key=below / "client_secrets" / "worker-0.key_secret"
-    )
-    model = Model(0.0)
-    receiver.init_on_receiver("policy", model=model, worker_idx=0)
-    async with relaying(options):
-        try:
-            await asyncio.gather(sender.connect(timeout=20), receiver.connect(timeout=20))
-            assert read(model) == {3.0}
-        finally:
-            await sender.shutdown()
-            await receiver.shutdown()
+    up, down = (f"tcp://127.0.0.1:{unused_tcp_port_factory()}" for _ in range(2))
+    sender = trainer(Model(3.0), endpoint=up, server_key=keys / "server.key_secret", clients=keys / "clients")
+    of_below = KeyFiles.given(below / "server.key_secret", below / "clients", None)
+    receiver = worker(
+        model := Model(0.0), connect=down, server_key=below / "server.key",
+        client_key=below / "client_secrets" / "worker-0.key_secret",
+    )  # fmt: skip
+    options = RelayOptions(up, down, credentials=above(keys, "relay"), keys=of_below)
+    async with relaying(options), connected(sender, receiver, timeout=20):
+        assert read(model) == {3.0}
+
+
+def above(keys: Path, name: str) -> Callable[[], Any]:
+    """The credentials of a relay of this name."""
+    files = KeyFiles.given(keys / "server.key", None, keys / "client_secrets" / f"{name}.key_secret")
+    assert files is not None
+    return partial(files.receiver, 0)
 
 
 async def test_the_keys_of_a_list_of_addresses_are_for_those_by_tcp(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unused_tcp_port_factory: Callable[[], int]
 ) -> None:
     """From an address with keys to a relay without, and from there to the trainer, which has keys."""
     monkeypatch.setattr("asyncsync.bus.whereabouts.UNREACHED_SECONDS", 0.2)
     assert main(["keygen", str(tmp_path), "--name", "host"]) == 0
-    nobody, up = (f"tcp://127.0.0.1:{port}" for port in free_ports(2))
+    nobody, up = (f"tcp://127.0.0.1:{unused_tcp_port_factory()}" for _ in range(2))
     down = f"ipc://{tmp_path}/down"
     keys = {"server_key": tmp_path / "server.key", "client_key": tmp_path / "client_secrets" / "host.key_secret"}
-    sender = ZMQWeightSyncScheme(
-        endpoint=up, num_workers=1, server_key=tmp_path / "server.key_secret", clients=tmp_path / "clients"
-    )
     source, model = Model(1.0), Model(0.0)
-    sender.init_on_sender(model_id="policy", model=source)
-    receiver = ZMQWeightSyncScheme(connect=f"{nobody},{down},{up}", **keys)
-    receiver.init_on_receiver("policy", model=model, worker_idx=0, reconnect=True)
-    above = KeyFiles.given(keys["server_key"], None, keys["client_key"])
-    assert above is not None
-    async with AsyncExitStack() as stack:
-        stack.push_async_callback(sender.shutdown)
-        stack.push_async_callback(receiver.shutdown)
-        async with relaying(RelayOptions(up, down, credentials=partial(above.receiver, 0))) as relay:
+    sender = trainer(source, endpoint=up, server_key=tmp_path / "server.key_secret", clients=tmp_path / "clients")
+    receiver = worker(model, connect=f"{nobody},{down},{up}", reconnect=True, **keys)
+    async with sender, receiver:
+        async with relaying(RelayOptions(up, down, credentials=above(tmp_path, "host"))) as relay:
             await asyncio.gather(sender.connect(timeout=20), receiver.connect(timeout=20))
             assert sender.status()[0].relay == relay.upstream.subscriber.worker
             await sender.send_async(fill(source, 2.0), timeout=20)
         await until(lambda: sender.status()[0].relay is None and sender.status()[0].state == "live")
         await sender.send_async(fill(source, 3.0), timeout=20)
         assert read(model) == {3.0}
-
-
-def free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
 
 
 async def test_a_relay_without_a_trainer_is_told_from_one_that_does_not_answer(

@@ -41,35 +41,22 @@ def test_the_wait_under_way_is_cancelled_and_none_after_it() -> None:
         assert loop_thread.run(answer) == 42
 
 
-def test_between_two_waits_it_is_the_next_one() -> None:
-    interruption = Interruption()
-    with interruption.of_this_thread():
-        assert loop_thread.run(answer) == 42
-        interruption.interrupt()
-        with pytest.raises(asyncio.CancelledError):
-            loop_thread.run(without_end)
-        assert loop_thread.run(answer) == 42
-
-
-def test_other_threads_and_later_calls_go_on() -> None:
+def test_between_two_waits_it_is_the_next_one_of_this_thread_that_may_be_cut_short() -> None:
     interruption, found = Interruption(), []
     with interruption.of_this_thread():
+        assert loop_thread.run(answer) == 42
         interruption.interrupt()
         other = threading.Thread(target=lambda: found.append(loop_thread.run(answer)))
         other.start()
         other.join(10)
-    assert found == [42]
-    assert loop_thread.run(answer) == 42
-
-
-def test_what_ends_something_is_not_cut_short() -> None:
-    interruption = Interruption()
-    with interruption.of_this_thread():
-        interruption.interrupt()
+        assert found == [42]
         with uninterrupted():
             assert loop_thread.run(answer) == 42
         with pytest.raises(asyncio.CancelledError):
             loop_thread.run(without_end)
+        assert loop_thread.run(answer) == 42
+        interruption.interrupt()
+    assert loop_thread.run(answer) == 42, "it is over"
 
 
 async def test_a_function_elsewhere_ends_soon_after_the_cancellation() -> None:

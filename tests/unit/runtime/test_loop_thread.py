@@ -17,6 +17,8 @@ import pytest
 from asyncsync.runtime import loop_thread
 from helpers.blocking_interrupts import Strike, sigint_raises, strike_everywhere
 
+pytestmark = pytest.mark.requirement(201)
+
 NAME = "asyncsync-loop"
 
 
@@ -88,10 +90,46 @@ class Patient:
             self.cleaned.set()
 
 
+def blocked(patient: Patient) -> tuple[threading.Thread, list[BaseException]]:
+    """A thread that waits for the patient, and what is raised there."""
+    raised: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            loop_thread.run(patient)
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    assert patient.begun.wait(5)
+    return thread, raised
+
+
+def ctrl_c() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def run_with_ctrl_c(patient: Patient, *cleaning_up: Callable[[], object]) -> None:
+    """Ctrl-C when it has begun; what is to be done while it cleans up."""
+
+    def interrupt() -> None:
+        assert patient.begun.wait(5)
+        ctrl_c()
+        assert patient.cancelled.wait(5)
+        for deed in cleaning_up:
+            deed()
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with sigint_raises(), pytest.raises(KeyboardInterrupt):
+        loop_thread.run(patient)
+    thread.join()
+
+
 # -- its life ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.requirement(201)
 def test_it_starts_with_the_first_call_and_ends_with_the_last_open_bus() -> None:
     before = descriptors()
     for _ in range(3):
@@ -108,35 +146,23 @@ def test_it_starts_with_the_first_call_and_ends_with_the_last_open_bus() -> None
         assert descriptors() == before
 
 
-@pytest.mark.requirement(201)
 def test_without_an_open_bus_it_ends_with_the_call() -> None:
     before = descriptors()
     assert loop_thread.run(answer) == 42
     assert alive() == []
     with pytest.raises(LookupError):
         loop_thread.run(fail)
-    assert alive() == []
-    assert descriptors() == before
+    assert (alive(), descriptors()) == ([], before)
 
 
-@pytest.mark.requirement(201)
 def test_it_ends_with_the_last_of_several_calls() -> None:
     patient = Patient()
     patient.clean.set()
-    raised: list[BaseException] = []
-
-    def blocked() -> None:
-        try:
-            loop_thread.run(patient)
-        except BaseException as error:
-            raised.append(error)
 
     async def cancel() -> None:
         patient.task.cancel()
 
-    thread = threading.Thread(target=blocked)
-    thread.start()
-    assert patient.begun.wait(5)
+    thread, raised = blocked(patient)
     assert loop_thread.run(answer) == 42
     assert alive() == [NAME]
     loop_thread.run(cancel)
@@ -145,7 +171,6 @@ def test_it_ends_with_the_last_of_several_calls() -> None:
     assert alive() == []
 
 
-@pytest.mark.requirement(201)
 @pytest.mark.thorough
 @pytest.mark.timeout(60)
 def test_threads_racing_through_its_start_and_its_end() -> None:
@@ -181,24 +206,29 @@ def test_threads_racing_through_its_start_and_its_end() -> None:
     assert soon(0)  # `awaitable` does not wait for its end
 
 
-@pytest.mark.requirement(201)
-def test_if_no_thread_can_be_started_the_call_says_so_and_the_next_one_works(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("what", "error"),
+    [
+        ("threading.Thread.start", RuntimeError("can't start new thread")),
+        ("asyncio.new_event_loop", OSError("too many")),
+    ],
+)
+def test_if_it_cannot_start_the_call_says_so_and_the_next_one_works(
+    what: str, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(self: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
+    def refuse(*_: Any) -> Any:
+        raise error
 
     before = descriptors()
     with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
-        with pytest.raises(RuntimeError, match="can't start new thread"):
+        patch.setattr(what, refuse)
+        with pytest.raises(type(error), match=str(error)):
             loop_thread.run(answer)
     assert descriptors() == before
     assert loop_thread.run(answer) == 42
     assert alive() == []
 
 
-@pytest.mark.requirement(201)
 def test_what_the_coroutine_raises_is_raised_and_keeps_nothing_alive() -> None:
     import gc
     import weakref
@@ -219,23 +249,9 @@ def test_what_the_coroutine_raises_is_raised_and_keeps_nothing_alive() -> None:
         gc.enable()
 
 
-@pytest.mark.requirement(201)
-def test_if_no_loop_can_be_made_the_call_says_so_and_the_next_one_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse() -> asyncio.AbstractEventLoop:
-        raise OSError("Too many open files")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(asyncio, "new_event_loop", refuse)
-        with pytest.raises(OSError, match="Too many open files"):
-            loop_thread.run(answer)
-    assert loop_thread.run(answer) == 42
-    assert alive() == []
-
-
 # -- calls from its own thread ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.requirement(201)
 def test_a_blocking_call_on_its_own_thread_is_refused() -> None:
     async def inner() -> Any:
         assert loop_thread.is_here()
@@ -251,14 +267,17 @@ def test_a_blocking_call_on_its_own_thread_is_refused() -> None:
 # -- interrupts -------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def _sigint() -> Iterator[None]:
-    with sigint_raises():
-        yield
+@pytest.fixture(params=[False, True], ids=["it must be started", "it runs"])
+def busy(request: pytest.FixtureRequest) -> Iterator[bool]:
+    keeper = Bus()
+    if request.param:
+        keeper.open()
+    yield request.param
+    if request.param:
+        keeper.close()
 
 
 @pytest.mark.requirement(192)
-@pytest.mark.parametrize("busy", [False, True], ids=["it must be started", "it runs"])
 @pytest.mark.parametrize("kind", ["answer", "fail", "open and close"])
 def test_a_caller_struck_at_any_moment_leaves_it_usable(busy: bool, kind: str) -> None:
     before = descriptors()
@@ -268,9 +287,6 @@ def test_a_caller_struck_at_any_moment_leaves_it_usable(busy: bool, kind: str) -
         "fail": lambda: loop_thread.run(fail),
         "open and close": lambda: (bus.open(), bus.close()),
     }
-    keeper = Bus()
-    if busy:
-        keeper.open()
 
     def strike() -> None:
         raise Strike
@@ -283,17 +299,10 @@ def test_a_caller_struck_at_any_moment_leaves_it_usable(busy: bool, kind: str) -
         # A caller that was struck where it waits for the thread's end has not waited.
         assert soon(1 if busy else 0), places
     assert places > 15
-    if busy:
-        keeper.close()
     assert descriptors() == before
 
 
-@pytest.mark.requirement(201)
-@pytest.mark.parametrize("busy", [False, True], ids=["it must be started", "it runs"])
 def test_a_signal_handler_that_calls_it_at_any_moment_gets_its_answer(busy: bool) -> None:
-    keeper = Bus()
-    if busy:
-        keeper.open()
     answers = []
     for k, result, raised in strike_everywhere(
         [loop_thread],
@@ -303,107 +312,57 @@ def test_a_signal_handler_that_calls_it_at_any_moment_gets_its_answer(busy: bool
         assert (result, raised) == (42, None), k
         assert alive() == ([NAME] if busy else [])
     assert set(answers) == {"handler's"}
-    if busy:
-        keeper.close()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # it ends with the thread
-@pytest.mark.parametrize("busy", [False, True], ids=["alone", "with an open bus"])
-def test_a_call_that_ends_the_loop_keeps_no_later_one_waiting(busy: bool) -> None:
+@pytest.mark.usefixtures("busy")
+def test_a_call_that_ends_the_loop_keeps_no_later_one_waiting() -> None:
     async def leave() -> None:
         raise SystemExit(3)
 
     async def loop() -> asyncio.AbstractEventLoop:
         return asyncio.get_running_loop()
 
-    patient, keeper = Patient(), Bus()
-    if busy:
-        keeper.open()
-    cancelled: list[BaseException] = []
-
-    def call() -> None:
-        try:
-            loop_thread.run(patient)
-        except asyncio.CancelledError as error:
-            cancelled.append(error)
-
-    other = threading.Thread(target=call)
-    other.start()
-    assert patient.begun.wait(5)
+    patient = Patient()
+    other, raised = blocked(patient)
     with pytest.raises(SystemExit):
         loop_thread.run(leave)
     assert patient.cancelled.wait(5)  # the ended loop cleans up, which takes time
     assert loop_thread.run(loop) is not patient.task.get_loop()
     patient.clean.set()
     other.join(5)
-    assert len(cancelled) == 1
+    assert [type(error) for error in raised] == [asyncio.CancelledError]
     assert loop_thread.run(answer) == 42
-    keeper.close()
-    assert soon(0)
 
 
 @pytest.mark.requirement(192)
-@pytest.mark.usefixtures("_sigint")
 def test_ctrl_c_waits_for_the_clean_up() -> None:
     patient = Patient()
-
-    def interrupt() -> None:
-        assert patient.begun.wait(5)
-        os.kill(os.getpid(), signal.SIGINT)
-        assert patient.cancelled.wait(5)
-        patient.clean.set()
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    with pytest.raises(KeyboardInterrupt):
-        loop_thread.run(patient)
+    run_with_ctrl_c(patient, patient.clean.set)
     assert patient.cleaned.is_set()
-    thread.join()
     assert alive() == []
 
 
 @pytest.mark.requirement(192)
-@pytest.mark.usefixtures("_sigint")
 def test_a_second_ctrl_c_during_the_clean_up_ends_at_once_and_the_clean_up_goes_on() -> None:
     patient = Patient()
-
-    def interrupt() -> None:
-        assert patient.begun.wait(5)
-        os.kill(os.getpid(), signal.SIGINT)
-        assert patient.cancelled.wait(5)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
     begin = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
-        loop_thread.run(patient)
+    run_with_ctrl_c(patient, ctrl_c)
     assert time.monotonic() - begin < 2  # and not CLEANUP_SECONDS
     assert not patient.cleaned.is_set()
     assert loop_thread.run(answer) == 42
     assert alive() == [NAME]  # the call has not ended
     patient.clean.set()
     assert patient.cleaned.wait(5)
-    thread.join()
 
 
 @pytest.mark.requirement(192)
-@pytest.mark.usefixtures("_sigint")
 def test_a_clean_up_that_takes_too_long_is_left_behind(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(loop_thread, "CLEANUP_SECONDS", 0.05)
     patient = Patient()
-
-    def interrupt() -> None:
-        assert patient.begun.wait(5)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    with pytest.raises(KeyboardInterrupt):
-        loop_thread.run(patient)
-    thread.join()
+    run_with_ctrl_c(patient)
     assert "still running" in caplog.text
     patient.clean.set()
     assert patient.cleaned.wait(5)
@@ -450,6 +409,8 @@ async def test_an_awaitable_in_a_timeout() -> None:
             await loop_thread.awaitable(patient)
     await expiring
     assert patient.cleaned.is_set()
+    with pytest.raises(LookupError):
+        await loop_thread.awaitable(fail)
     assert await loop_thread.awaitable(answer) == 42
 
 
@@ -477,30 +438,6 @@ async def test_an_awaitable_is_cancelled_at_any_await_and_in_the_tick_of_its_res
     assert "cancelled" in outcomes
 
 
-@pytest.mark.requirement(201)
-def test_awaitables_of_several_loops_in_several_threads() -> None:
-    async def many(base: int) -> list[Any]:
-        return await asyncio.gather(*(loop_thread.awaitable(lambda i=i: answer(base + i)) for i in range(100)))
-
-    results: dict[int, Any] = {}
-    threads = [
-        threading.Thread(target=lambda base=base: results.update({base: asyncio.run(many(base))}))
-        for base in (0, 1000, 2000)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == {base: [base + i for i in range(100)] for base in (0, 1000, 2000)}
-
-
-@pytest.mark.requirement(201)
-async def test_what_an_awaited_coroutine_raises_is_raised() -> None:
-    with pytest.raises(LookupError):
-        await loop_thread.awaitable(fail)
-
-
-@pytest.mark.requirement(201)
 def test_a_loop_that_is_closed_while_it_waits_disturbs_nobody() -> None:
     patient = Patient()
     loop = asyncio.new_event_loop()

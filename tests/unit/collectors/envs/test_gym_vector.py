@@ -1,11 +1,9 @@
-"""GymEnv's arguments and errors, and which vector environments it makes and refuses."""
+"""GymEnv: its arguments and errors, which vector environments it makes and refuses, and what has no tensor form."""
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -13,33 +11,17 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
-from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
-from tensordict import TensorDict
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-import asyncsync
 from asyncsync.collectors import GymEnv
 from asyncsync.collectors.envs.gym_vector import make_vector
 from helpers.collecting_gym import Counting, CountingVector, Spaces, counting
 
 
-@pytest.mark.thorough
-def test_without_gymnasium_the_error_names_the_extra(tmp_path: Path) -> None:
-    (tmp_path / "gymnasium.py").write_text("raise ImportError")  # found first
-    program = (
-        "from asyncsync.collectors import GymEnv\n"
-        "import asyncsync.collectors.envs.gym_specs, asyncsync.collectors.envs.gym_vector\n"
-        "try:\n    GymEnv('CartPole-v1')\nexcept ImportError as error:\n    print(error)"
-    )
-    path = f"{tmp_path}:{Path(asyncsync.__file__).resolve().parent.parent}"
-    out = subprocess.run(
-        [sys.executable, "-c", program],
-        env={"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=50,
-        check=True,
-    )
-    assert out.stdout.strip() == 'GymEnv needs gymnasium; install it with: pip install "asyncsync[gym]"'
+def test_without_gymnasium_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gymnasium", None)  # importing it raises ImportError
+    with pytest.raises(ImportError, match=r'GymEnv needs gymnasium; install it with: pip install "asyncsync\[gym\]"'):
+        GymEnv("CartPole-v1")
 
 
 # -- which vector -----------------------------------------------------------------------------------------------------
@@ -82,15 +64,6 @@ class NextStep(CountingVector):
     metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}  # noqa: RUF012
 
 
-def test_processes_are_made_with_resets_in_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: dict[str, Any] = {}
-    monkeypatch.setattr(gymnasium, "make_vec", lambda *args, **kwargs: given.update(kwargs, args=args))
-    make_vector("CartPole-v1", 2, "async", {"vector_kwargs": {"context": "spawn"}})
-    assert given["args"] == ("CartPole-v1", 2, "async")
-    assert given["vector_kwargs"] == {"copy": False, "autoreset_mode": AutoresetMode.SAME_STEP, "context": "spawn"}
-    assert AsyncVectorEnv  # what gymnasium makes of it is in tests/collectors/test_gym_env.py
-
-
 @pytest.mark.parametrize(
     "make",
     [
@@ -129,22 +102,23 @@ def test_a_same_step_vector_without_last_observations_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("env", "arguments", "error", "message"),
     [
-        ({"num_envs": 2}, "num_envs"),
-        ({"vectorization_mode": "sync"}, "vectorization_mode"),
-        ({"render_mode": "rgb_array"}, "render_mode"),
+        (Counting(), {"num_envs": 2}, ValueError, "num_envs"),
+        (Counting(), {"vectorization_mode": "sync"}, ValueError, "vectorization_mode"),
+        (Counting(), {"render_mode": "rgb_array"}, ValueError, "render_mode"),
+        ("CartPole-v1", {"vectorization_mode": "sync"}, ValueError, "vectorization_mode needs num_envs"),
+        (None, {}, TypeError, "GymEnv takes a Gymnasium id, an environment, or a vector environment, not None"),
+        (Counting, {}, TypeError, "not the class Counting: call it to make one"),
+        (lambda: Counting(), {}, TypeError, "not <function"),
+        (gymnasium.Env(), {}, TypeError, "Env has no observation_space"),
     ],
-    ids=str,
 )
-def test_what_needs_an_id_is_refused_beside_an_environment(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        GymEnv(Counting(), **arguments)
-
-
-def test_a_vectorization_mode_needs_num_envs() -> None:
-    with pytest.raises(ValueError, match="vectorization_mode needs num_envs"):
-        GymEnv("CartPole-v1", vectorization_mode="sync")
+def test_what_is_no_environment_or_needs_an_id_is_refused(
+    env: Any, arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        GymEnv(env, **arguments)
 
 
 def test_an_environment_specification_and_arguments_for_make() -> None:
@@ -180,15 +154,6 @@ def test_actions_that_do_not_fit(num_envs: int) -> None:
     env.close()
 
 
-def test_numbers_of_another_shape_are_given_no_hint_about_choices() -> None:
-    env = GymEnv("Pendulum-v1")
-    td = env.reset()
-    td["action"] = torch.zeros(2)
-    with pytest.raises(ValueError, match=r"'action' has shape \(2,\), but .* takes \(1,\): BoxSpec\(.*\)$"):
-        env.step_and_maybe_reset(td)
-    env.close()
-
-
 @pytest.mark.parametrize("num_envs", [None, 3])
 def test_actions_that_are_no_choice(num_envs: int | None) -> None:
     env = GymEnv("CartPole-v1", num_envs=num_envs, categorical_action_encoding=True)
@@ -197,14 +162,10 @@ def test_actions_that_are_no_choice(num_envs: int | None) -> None:
     with pytest.raises(ValueError, match=r"'action' has shape .*Categorical.* policy .* return \.argmax\(-1\)") as told:
         env.step_and_maybe_reset(td)
     assert "one-hot" not in str(told.value)
-    td["action"] = torch.full(env.batch_size, 0.7)
-    with pytest.raises(ValueError, match=r"'action' has dtype float32"):
-        env.step_and_maybe_reset(td)
-    for index in (7, 2, -1):
+    wrong = {0.7: "'action' has dtype float32", 2: "has the index 2, but .* 0 to 1: .*CartPole", -1: "has the index -1"}
+    for index, message in wrong.items():
         td["action"] = torch.full(env.batch_size, index)
-        with pytest.raises(
-            ValueError, match=rf"'action' has the index {index}, but the 2 choices are 0 to 1: .*CartPole"
-        ):
+        with pytest.raises(ValueError, match=message):
             env.step_and_maybe_reset(td)
     for dtype in (torch.bool, torch.int32, torch.uint8):
         td["action"] = torch.ones(env.batch_size, dtype=dtype)
@@ -212,10 +173,12 @@ def test_actions_that_are_no_choice(num_envs: int | None) -> None:
     env.close()
 
 
-def test_actions_of_a_box_may_be_of_another_dtype() -> None:
+def test_actions_of_a_box_may_be_of_another_dtype_but_not_of_another_shape() -> None:
     env = GymEnv("Pendulum-v1", num_envs=2)
     for dtype in (torch.float64, torch.float16, torch.int64):
         env.step_and_maybe_reset(env.reset().set("action", torch.zeros(2, 1, dtype=dtype)))
+    with pytest.raises(ValueError, match=r"'action' has shape \(2, 2\), but .* takes \(2, 1\): BoxSpec\(.*\)$"):
+        env.step_and_maybe_reset(env.reset().set("action", torch.zeros(2, 2)))  # no hint about choices
     env.close()
 
 
@@ -261,23 +224,16 @@ def run(env: GymEnv) -> None:
         (Wrong("reset", FOUR), TypeError, r"Wrong: reset\(\) must return \(observation, info\), not array"),
         (Wrong("reset", (FOUR[:1], {})), ValueError, r"Wrong: .*'observation' .* has shape \(1,\), not \(4,\)"),
         (Old(), TypeError, "unexpected keyword argument 'seed'"),
+        (Wrong("step", None), TypeError, r"Wrong: step\(\) must return \(observation, reward, term"),
         (Wrong("step", (FOUR, 1.0, False, {})), TypeError, r"Wrong: step\(\) must return \(observation, reward, term"),
         (Wrong("step", (None, 1.0, False, False, {})), TypeError, "Wrong: .*'observation' .* it is None"),
-        (
-            Wrong("step", (FOUR[:1], 1.0, False, False, {})),
-            ValueError,
-            r"Wrong: .*'observation' .* has shape \(1,\), not \(4,\)",
-        ),
-        (
-            Wrong("step", (None, 1.0, False, False, {}), DICT),
-            TypeError,
-            r"Wrong: .*\('a', 'b'\) does not fit its space",
-        ),
+        (Wrong("step", (FOUR[:1], 1.0, False, False, {})), ValueError, r"Wrong: .*'observation' .* has shape \(1,\)"),
+        (Wrong("step", (None, 1.0, False, False, {}), DICT), TypeError, r"Wrong: .*\('a', 'b'\) does not fit"),
         (Wrong("step", ({"a": {"c": 3}}, 1.0, False, False, {}), DICT), ValueError, r"Wrong: .*\('a', 'b'\) does not"),
         (
             Wrong("step", (FOUR, None, False, False, {})),
             TypeError,
-            r"Wrong: step\(\) must return one number as reward, not None",
+            r"Wrong: step\(\) .* one number as reward, not None",
         ),
         (Wrong("step", (FOUR, "1", False, False, {})), TypeError, "one number as reward, not '1'"),
         (Wrong("step", (FOUR, FOUR, False, False, {})), ValueError, r"number as reward, .* array of shape \(4,\)"),
@@ -331,6 +287,7 @@ def test_numbers_of_other_types_are_numbers(result: Any) -> None:
     assert step["next", "done"].tolist() == [False]
     listed = GymEnv(WrongVector({1: [1, 1], 2: False, 3: [False, True]}))
     after = listed.step_and_maybe_reset(listed.rand_action(listed.reset()))[0]["next"]
+    assert after["reward"].dtype == torch.float32
     assert after["reward"].tolist() == [[1.0], [1.0]]
     assert after["done"].tolist() == [[False], [True]]
 
@@ -354,20 +311,6 @@ def test_an_environments_own_errors_stay_as_they_are(error: Exception) -> None:
     with pytest.raises(type(error)) as raised:
         env.reset()
     assert raised.value is error
-
-
-@pytest.mark.parametrize(
-    ("env", "message"),
-    [
-        (None, "GymEnv takes a Gymnasium id, an environment, or a vector environment, not None"),
-        (Counting, "not the class Counting: call it to make one"),
-        (lambda: Counting(), "not <function"),
-        (gymnasium.Env(), "Env has no observation_space"),
-    ],
-)
-def test_what_is_no_environment_is_refused(env: Any, message: str) -> None:
-    with pytest.raises(TypeError, match=message):
-        GymEnv(env)
 
 
 def test_results_are_on_the_device_that_was_asked_for() -> None:
@@ -395,10 +338,56 @@ def test_what_a_policy_writes_into_the_environments_groups_stays() -> None:
     assert not torch.equal(after["inner", "x"], step["inner", "x"])
 
 
-def test_rewards_of_any_numeric_dtype() -> None:
-    env = GymEnv(CountingVector(2))
+# -- what has no tensor form ------------------------------------------------------------------------------------------
+
+BOX = gymnasium.spaces.Box(-1, 1, (2,), np.float32)
+Dict = gymnasium.spaces.Dict
+
+
+def made(env: Any, vector: bool) -> GymEnv:
+    return GymEnv(SyncVectorEnv([lambda: env], autoreset_mode=AutoresetMode.DISABLED) if vector else env)
+
+
+@pytest.mark.requirement(239)
+@pytest.mark.parametrize("vector", [False, True], ids=["single", "vector"])
+@pytest.mark.parametrize(
+    ("action", "observation", "message"),
+    [
+        (Dict(), BOX, "'action': a Dict space without entries"),
+        (Dict(a=BOX, inner=Dict()), BOX, "'inner': a Dict space without entries"),
+        (Dict({0: BOX, 1: BOX}), BOX, "'action': .* must be str, not 0"),
+        (Dict(inner=Dict({("a", "b"): BOX})), BOX, r"'inner': .* str, not \('a', 'b'\)"),
+        (BOX, Dict({0: BOX, 1: BOX}), "'observation': .* must be str, not 0"),
+    ],
+    ids=str,
+)
+def test_a_dictionary_that_has_no_tensor_form_is_named(
+    action: Any, observation: Any, message: str, vector: bool
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        made(Spaces(action, observation), vector)
+
+
+@pytest.mark.requirement(239)
+@pytest.mark.parametrize("vector", [False, True], ids=["single", "vector"])
+@pytest.mark.parametrize("key", ["action", ("arm", "move")], ids=str)
+def test_an_action_of_a_dtype_that_numpy_lacks_is_named(key: Any, vector: bool) -> None:
+    env = made(Spaces(BOX if key == "action" else Dict(arm=Dict(move=BOX)), BOX), vector)
     td = env.reset()
-    step, _ = env.step_and_maybe_reset(TensorDict({"action": torch.tensor([[1, 0], [0, 1]])}, [2]))
-    assert step["next", "reward"].dtype == torch.float32
-    assert td["done"].dtype == torch.bool
-    assert np.asarray(step["next", "reward"]).shape == (2, 1)
+    td[key] = torch.zeros(*td.batch_size, 2, dtype=torch.bfloat16)
+    with pytest.raises(TypeError, match=r"action .*(action|move).* is torch\.bfloat16, .*float\(\)"):
+        env.step_and_maybe_reset(td)
+
+
+@pytest.mark.requirement(239)
+@pytest.mark.parametrize("result", [None, (np.zeros(2, np.float32), 0.0, False, {})], ids=["None", "four"])
+def test_a_later_reset_that_returns_something_else_names_the_environment(result: Any) -> None:
+    class WrongReset(Counting):
+        def reset(self, **kwargs: Any) -> Any:
+            return super().reset(**kwargs) if self.episode < 1 else result
+
+    env = GymEnv(WrongReset(length=1))
+    td = env.rand_action(env.reset())
+    for call in (lambda: env.step_and_maybe_reset(td), env.reset):
+        with pytest.raises(TypeError, match=r"WrongReset: reset\(\) must return \(observation, info\), not"):
+            call()

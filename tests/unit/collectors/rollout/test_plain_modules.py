@@ -20,9 +20,7 @@ from tensordict.nn import (
 from tensordict.nn.probabilistic import interaction_type
 from torch import nn
 
-from asyncsync.collectors import Collector
 from asyncsync.collectors.rollout.plain_modules import plainly_called
-from helpers.collecting_single import Actor, WalkEnv
 
 
 class Scaled(nn.Module):
@@ -47,18 +45,22 @@ def with_hook(module: Any) -> Any:
     return module
 
 
-def hooked() -> TensorDictModule:
-    return with_hook(TensorDictModule(Scaled(), ["a"], ["out"]))  # type: ignore[no-any-return]
-
-
 def with_own_forward() -> TensorDictModule:
-    module = TensorDictModule(Scaled(), ["a"], ["out"])
+    module = one()
     module.forward = lambda td: td.set("forwarded", torch.ones(2))
     return module
 
 
+def one(given: Any = "a", out: str = "out", **options: Any) -> TensorDictModule:
+    return TensorDictModule(Scaled(), [given], [out], **options)
+
+
 def network(out: str = "logits") -> TensorDictModule:
     return TensorDictModule(lambda a, b: torch.stack([a, b], -1), ["a", ("in", "b")], [out])
+
+
+def then() -> TensorDictModule:
+    return one("logits")
 
 
 def actor(*parts: TensorDictModule, **options: Any) -> ProbabilisticTensorDictSequential:
@@ -72,30 +74,13 @@ def sequence(*parts: TensorDictModule, **options: Any) -> TensorDictSequential:
     return TensorDictSequential(*(parts or (network(), then())), **options)
 
 
-def then() -> TensorDictModule:
-    return TensorDictModule(Scaled(), ["logits"], ["out"])
-
-
-def repeated() -> TensorDictSequential:
-    once = TensorDictModule(Scaled(), ["a"], ["a"])
-    return TensorDictSequential(once, once)
-
-
-def hooked_part() -> TensorDictSequential:
-    return sequence(hooked(), network(), then())
-
-
 class OwnSequence(TensorDictSequential):  # type: ignore[misc]
     def _run_module(self, *args: Any, **kwargs: Any) -> Any:
         return super()._run_module(*args, **kwargs).set("ran", torch.ones(2))
 
 
-def selected() -> TensorDictModule:
-    return TensorDictModule(lambda a: (a, a + 1), ["a"], ["x", "y"]).select_out_keys("y")
-
-
 MODULES: dict[str, Callable[[], TensorDictModule]] = {
-    "one tensor": lambda: TensorDictModule(Scaled(), ["a"], ["out"]),
+    "one tensor": one,
     "no module": lambda: TensorDictModule(lambda a: a + 1, ["a"], ["out"]),
     "two of each": lambda: TensorDictModule(lambda a, b: (b, a), ["a", ("in", "b")], ["x", ("new", "y")]),
     "a list": lambda: TensorDictModule(lambda a: [a, a], ["a"], ["x"]),
@@ -108,31 +93,31 @@ MODULES: dict[str, Callable[[], TensorDictModule]] = {
     "too many": lambda: TensorDictModule(lambda a: (a, a), ["a"], ["x"]),
     "another batch": lambda: TensorDictModule(lambda a: a.sum(), ["a"], ["x"]),
     "by name": lambda: TensorDictModule(lambda *, given: given + 1, {"given": "a"}, ["x"]),
-    "a method": lambda: TensorDictModule(Scaled(), ["a"], ["x"], method="other"),
+    "a method": lambda: one(method="other"),
     "options": lambda: TensorDictModule(torch.add, ["a", "a"], ["x"], method_kwargs={"alpha": 3}),
     "options of inputs": lambda: TensorDictModule(
         lambda x: x.sum(-1), [("lazy", "x")], ["x"], get_kwargs={"as_padded_tensor": True}
     ),
-    "not in place": lambda: TensorDictModule(Scaled(), ["a"], ["x"], inplace=False),
-    "empty": lambda: TensorDictModule(Scaled(), ["a"], ["x"], inplace="empty"),
+    "not in place": lambda: one(inplace=False),
+    "empty": lambda: one(inplace="empty"),
     "missing": lambda: TensorDictModule(lambda a, c: a if c is None else c, ["a", "c"], ["x"]),
     "strictly missing": lambda: TensorDictModule(lambda c: c, ["c"], ["x"], strict=True),
     "missed": lambda: TensorDictModule(lambda c: c + 1, ["c"], ["x"]),
     "no tensor": lambda: TensorDictModule(lambda text: torch.full((2,), len(text)), ["text"], ["x"]),
     "a nested one": lambda: TensorDictModule(lambda td: td["b"] + 1, ["in"], ["x"]),
-    "hooked": hooked,
+    "hooked": lambda: with_hook(one()),
     "with a forward of its own": with_own_forward,
     "a class of its own": lambda: Own(Scaled(), ["a"], ["x"]),
-    "selected": selected,
+    "selected": lambda: TensorDictModule(lambda a: (a, a + 1), ["a"], ["x", "y"]).select_out_keys("y"),
     "a sequence": sequence,
     "a sequence of one": lambda: sequence(network()),
     "a sequence of sequences": lambda: sequence(sequence(), actor()),
-    "twice the same": repeated,
-    "a part with a hook": hooked_part,
+    "twice the same": lambda: sequence(*[one("a", "a")] * 2),
+    "a part with a hook": lambda: sequence(with_hook(one()), network(), then()),
     "a sequence with a hook": lambda: with_hook(sequence()),
     "an actor with a hook": lambda: with_hook(actor()),
-    "a tolerant sequence": lambda: sequence(network(), TensorDictModule(Scaled(), ["c"], ["x"]), partial_tolerant=True),
-    "a sequence in which a part fails": lambda: sequence(network(), TensorDictModule(Scaled(), ["c"], ["x"])),
+    "a tolerant sequence": lambda: sequence(network(), one("c"), partial_tolerant=True),
+    "a sequence in which a part fails": lambda: sequence(network(), one("c")),
     "a selection of a sequence": lambda: sequence().select_out_keys("out"),
     "a selection at once": lambda: sequence(selected_out_keys=["out"]),
     "a sequence into another": lambda: sequence(inplace=False),
@@ -181,7 +166,7 @@ def test_what_comes_of_it_is_the_same(name: str, mode: InteractionType | None) -
 
 
 def test_what_is_changed_later_counts() -> None:
-    module = TensorDictModule(Scaled(), ["a"], ["out"])
+    module = one()
     quick = plainly_called(module)
     assert quick(given())["out"].tolist() == [0, 2]
     with set_skip_existing(True):
@@ -215,45 +200,9 @@ def test_a_module_is_called_once_whatever_it_returns() -> None:
         assert len(calls) == count
 
 
-def test_no_detour_is_made() -> None:
-    """What they call is the network, and of an actor its last part, which samples."""
-    called: list[str] = []
-    forward = TensorDictModule.forward
-
-    def noted(module: Any, *args: Any, **kwargs: Any) -> Any:
-        called.append(type(module).__name__)
-        return forward(module, *args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch, set_interaction_type(InteractionType.RANDOM):
-        for kind in (TensorDictModule, TensorDictSequential, ProbabilisticTensorDictSequential):
-            forward = kind.forward
-            quick = [plainly_called(made()) for made in (network, sequence, actor, hooked_part)]
-            patch.setattr(kind, "forward", noted)
-            for call in quick:
-                call(given())
-            patch.undo()
-    assert called == ["TensorDictModule"], "the part that has a hook"
-
-
 def test_a_sequence_whose_parts_are_changed_later() -> None:
     made = sequence()
     quick = plainly_called(made)
     assert quick(given())["out"].tolist() == [[0, 2], [2, 2]]
     made.module[1] = TensorDictModule(Scaled(3.0), ["logits"], ["out"])
     assert quick(given())["out"].tolist() == [[0, 3], [3, 3]]
-
-
-@pytest.mark.parametrize("trusted", [False, True])
-def test_collectors_call_them_so_unless_they_trust_the_policy(trusted: bool) -> None:
-    calls: list[int] = []
-
-    policy = TensorDictModule(Actor(), in_keys=["observation"], out_keys=["action"])
-    forward = TensorDictModule.forward
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TensorDictModule, "forward", lambda *args, **kwargs: calls.append(1) or forward(*args, **kwargs))
-        with Collector(WalkEnv((2,)), policy, frames_per_batch=8, trust_policy=trusted) as collector:
-            batch = collector.rollout()
-    assert len(calls) == (4 if trusted else 0)
-    with Collector(WalkEnv((2,)), Actor(), frames_per_batch=8) as collector:
-        expected = collector.rollout()
-    assert batch["action"].tolist() == expected["action"].tolist()

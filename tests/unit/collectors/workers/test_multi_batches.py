@@ -23,22 +23,6 @@ from helpers.pairs import until
 IDS, MASK = ("collector", "traj_ids"), ("collector", "mask")
 
 
-def test_frames_that_a_preempted_rollout_lacks_are_in_no_trajectory() -> None:
-    factories = [make(length=99), make(length=4, delay=0.05)]
-    given = options(frames_per_batch=20, preemptive_threshold=0.5, split_trajs=True)
-    with MultiSyncCollector(factories, policy(), **given) as collector:
-        frames = 0
-        for _ in range(3):
-            batch: Any = collector.next()
-            mask = batch[MASK]
-            assert mask[:, 0].all(), "each row is a trajectory"
-            assert (batch[IDS][mask] >= 0).all()
-            assert (batch["action"][mask] == 1).all()
-            assert all(row[IDS][row[MASK]].unique().numel() == 1 for row in batch)
-            frames += int(mask.sum())
-        assert frames < 3 * 20
-
-
 def test_splitting_leaves_padding_out() -> None:
     ids = torch.tensor([[0, 0, 1, 1], [2, 3, -1, -1]])
     batch = TensorDict({"collector": {"traj_ids": ids, "mask": ids >= 0}, "value": ids.clone()}, [2, 4])

@@ -99,15 +99,22 @@ class Groups:
         self.made: list[NodeGroup] = []
 
     def __call__(
-        self, family: Family, connect_timeout: float = 60.0, replay_buffer: Any = None, **given: Any
-    ) -> NodeGroup:
+        self,
+        connect_timeout: float = 60.0,
+        replay_buffer: Any = None,
+        *,
+        restarts: int = 1,
+        family: Family | None = None,
+        **given: Any,
+    ) -> tuple[Family, NodeGroup]:
+        family = Family(restarts) if family is None else family
         group = NodeGroup(family, "Test", connect_timeout, **given)
         self.made.append(group)
         group.start([b"", b""], {}, replay_buffer)
         for rank in range(2):
             family.begin(rank)
         group.wait(lambda: group.connected, 20)
-        return group
+        return family, group
 
 
 @pytest.fixture
@@ -125,6 +132,19 @@ def lose(group: NodeGroup, family: Family, rank: int) -> None:
     group.wait(lambda: len(family.launched[rank]) > before, 20)
 
 
+def launch_again(group: NodeGroup, family: Family, rank: int = 0) -> None:
+    """Lose it, and have it come again."""
+    lose(group, family, rank)
+    family.begin(rank)
+    group.wait(lambda: group.connected, 20)
+
+
+def ask(group: NodeGroup, name: str, *arguments: Any) -> Any:
+    """What node 0 answers."""
+    number = group.call(0, name, dumps(arguments))
+    return group.wait(lambda: group.replies[number], 20)
+
+
 def let_pass(group: NodeGroup) -> None:
     """What was to be done on the loop thread has been."""
     done: list[int] = []
@@ -135,8 +155,7 @@ def let_pass(group: NodeGroup) -> None:
 
 
 def test_what_is_wanted_while_a_node_is_launched_again_is_no_second_loss(groups: Groups) -> None:
-    family = Family()
-    group = groups(family)
+    family, group = groups()
     lose(group, family, 0)
     sent = len(family.sent[0])
     group.announce(3, None)
@@ -163,8 +182,7 @@ def test_what_is_wanted_while_a_node_is_launched_again_is_no_second_loss(groups:
 
 
 def test_a_call_that_a_lost_node_has_not_answered_is_told_so(groups: Groups) -> None:
-    family = Family()
-    group = groups(family)
+    family, group = groups()
     family.silent.add("call")
     asked = group.call(0, "state", dumps(()))
     let_pass(group)
@@ -175,11 +193,9 @@ def test_a_call_that_a_lost_node_has_not_answered_is_told_so(groups: Groups) -> 
 
 
 def test_a_node_that_is_launched_again_has_the_hooks_that_were_set_last(groups: Groups) -> None:
-    family = Family(restarts=2)
-    group = groups(family)
+    family, group = groups(restarts=2)
     for name in ("pre_hook", "post_hook", "post_hook", "state"):
-        number = group.call(0, name, dumps((name,)))
-        group.wait(lambda number=number: group.replies[number], 20)
+        ask(group, name, name)
     for _ in range(2):
         lose(group, family, 0)
         group.request(0, RolloutRequest(1, False, None))
@@ -192,12 +208,7 @@ def test_a_node_that_is_launched_again_has_the_hooks_that_were_set_last(groups: 
 
 
 def test_a_node_that_is_launched_again_is_recorded_anew_unless_its_recording_has_ended(groups: Groups) -> None:
-    family = Family(restarts=5)
-    group = groups(family)
-
-    def do(name: str, *arguments: Any) -> None:
-        number = group.call(0, name, dumps(arguments))
-        group.wait(lambda: group.replies[number], 20)
+    family, group = groups(restarts=5)
 
     def roll_out(count: int) -> None:
         for _ in range(count):
@@ -205,35 +216,31 @@ def test_a_node_that_is_launched_again_is_recorded_anew_unless_its_recording_has
             group.wait(lambda: group.results and group.results.popleft(), 20)
 
     def again() -> bool:
-        lose(group, family, 0)
-        family.begin(0)
-        do("state")
+        launch_again(group, family)
+        ask(group, "state")
         return "profile" in family.kinds(0)
 
     roll_out(5)
     assert not again()
-    do("profile", ProfileConfig(num_rollouts=3), "0")
+    ask(group, "profile", ProfileConfig(num_rollouts=3), "0")
     roll_out(2)
     assert again()
     roll_out(2)
     assert again(), "what was recorded is lost, and it has begun anew"
     roll_out(3)
     assert not again(), "its trace is written"
-    do("profile", ProfileConfig(num_rollouts=3), "0")
-    do("profile", None, "0")
+    ask(group, "profile", ProfileConfig(num_rollouts=3), "0")
+    ask(group, "profile", None, "0")
     assert not again()
 
 
 def test_trajectories_of_a_node_that_is_launched_again_are_others(groups: Groups) -> None:
     def rollout(number: int, *, ends: bool) -> TensorDict:
-        done = torch.zeros(2, 1, dtype=torch.bool)
-        done[-1] = ends
-        entries = {"next": {"done": done}, "collector": {"traj_ids": torch.full((2,), number)}}
-        return TensorDict(entries, [2])
+        done = torch.tensor([[False], [ends]])
+        return TensorDict({"next": {"done": done}, "collector": {"traj_ids": torch.full((2,), number)}}, [2])
 
-    family = Family(restarts=2)
     whole = WholeTrajectories(1, 9, is_padded=False)
-    group = groups(family, trajectories=whole)
+    family, group = groups(trajectories=whole, restarts=2)
     assert family.sent[0][0][-1] == 0
     for number in (4, 5):
         whole.take(rollout(number, ends=False))
@@ -247,15 +254,12 @@ def test_trajectories_of_a_node_that_is_launched_again_are_others(groups: Groups
     group.wait(lambda: group.connected, 20)
     assert family.sent[0][0][-1] == APART
     group.trajectory_pool()._advance(0, 7)  # loaded
-    lose(group, family, 0)
-    family.begin(0)
-    group.wait(lambda: group.connected, 20)
+    launch_again(group, family)
     assert family.sent[0][0][-1] == 2 * APART + 7
 
 
 def test_a_node_that_does_not_connect_in_time_when_launched_again_is_lost(groups: Groups) -> None:
-    family = Family(restarts=2)
-    group = groups(family, 0.05)
+    family, group = groups(0.05, restarts=2)
     lose(group, family, 0)
     with pytest.raises(PeerLost, match=r"node 0 .* within 0\.05 s") as raised:
         group.wait(lambda: None, 20)
@@ -264,11 +268,8 @@ def test_a_node_that_does_not_connect_in_time_when_launched_again_is_lost(groups
 
 
 def test_a_node_that_has_connected_in_time_is_not_late(groups: Groups) -> None:
-    family = Family()
-    group = groups(family, 0.2)
-    lose(group, family, 0)
-    family.begin(0)
-    group.wait(lambda: group.connected, 20)
+    family, group = groups(0.2)
+    launch_again(group, family)
     with pytest.raises(AckTimeout):
         group.wait(lambda: None, 0.3)
     assert group.failure is None
@@ -276,8 +277,7 @@ def test_a_node_that_has_connected_in_time_is_not_late(groups: Groups) -> None:
 
 @pytest.mark.parametrize("total", [0, 8])
 def test_nodes_run_free_although_one_is_being_launched_again(groups: Groups, total: int) -> None:
-    family = Family()
-    group = groups(family, replay_buffer="a buffer")
+    family, group = groups(replay_buffer="a buffer")
     lose(group, family, 0)
     sent = len(family.sent[0])
     group.run_free(total, 0)
@@ -292,16 +292,13 @@ def test_nodes_run_free_although_one_is_being_launched_again(groups: Groups, tot
 
 
 def test_a_node_that_has_finished_has_so_when_it_is_launched_again(groups: Groups) -> None:
-    family = Family()
-    group = groups(family, replay_buffer="a buffer")
+    family, group = groups(replay_buffer="a buffer")
     family.silent.add("rollout")
     group.run_free(8, 0)
     let_pass(group)
     family.answer(0, "rollout", Answer(None, (0, 8, 8)))
     group.wait(lambda: group.states[0] == "finished", 20)
-    lose(group, family, 0)
-    family.begin(0)
-    group.wait(lambda: group.connected, 20)
+    launch_again(group, family)
     assert not group.finished, "the other one works"
     family.answer(1, "rollout", Answer(None, (0, 8, 8)))
     group.wait(lambda: group.finished, 20)
@@ -309,8 +306,7 @@ def test_a_node_that_has_finished_has_so_when_it_is_launched_again(groups: Group
 
 
 def test_an_answer_to_an_earlier_pause_is_none_to_this_one(groups: Groups) -> None:
-    family = Family()
-    group = groups(family)
+    family, group = groups()
     family.silent |= {"rollout", "stand_still"}
     group.call_soon(group.request, 0, RolloutRequest(1, False, None))
     group.pause()
@@ -326,8 +322,7 @@ def test_an_answer_to_an_earlier_pause_is_none_to_this_one(groups: Groups) -> No
 
 
 def test_a_pause_waits_for_a_node_that_has_run_free_before(groups: Groups) -> None:
-    family = Family()
-    group = groups(family, replay_buffer="a buffer")
+    family, group = groups(replay_buffer="a buffer")
     group.run_free(4, 0)
     group.wait(lambda: group.finished, 20)
     family.silent |= {"rollout", "stand_still"}
@@ -347,7 +342,7 @@ def test_a_node_that_does_not_answer_is_ended_without_a_word(groups: Groups, cap
 
     family = Stopped(restarts=0)
     family.silent.add("stop")
-    groups(family).end(0.2)
+    groups(family=family)[1].end(0.2)
     while loop_thread._current is not None:
         time.sleep(0.001)
     gc.collect()
@@ -357,7 +352,7 @@ def test_a_node_that_does_not_answer_is_ended_without_a_word(groups: Groups, cap
 def test_what_cannot_be_pickled_is_no_lost_node(groups: Groups) -> None:
     family = Family()
     with pytest.raises(TypeError, match="pickle") as raised:
-        groups(family, replay_buffer=threading.Lock())
+        groups(replay_buffer=threading.Lock(), family=family)
     assert "buffer must pickle as a handle" in raised.value.__notes__[0]
     assert not family.launched
 

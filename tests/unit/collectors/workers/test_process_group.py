@@ -61,12 +61,6 @@ def test_what_is_waited_for_is_looked_at_when_somebody_says_so(group: ProcessGro
     timer.join()
 
 
-def test_a_workers_timeout_is_no_timeout_of_the_wait(group: ProcessGroup) -> None:
-    group.failure = TimeoutError("of an environment")
-    with pytest.raises(TimeoutError, match="of an environment"):
-        group.wait(lambda: None, 20)
-
-
 def test_a_call_that_cannot_be_made_leaves_nothing_behind(group: ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     def post(worker: int, message: Any) -> None:
         if worker == 1:

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from asyncsync.collectors.distributed import rpc_family
+from asyncsync.collectors.distributed import rpc_family, rpc_private
 from asyncsync.collectors.distributed.launched_family import Meeting
 from asyncsync.collectors.distributed.rpc_family import RPCFamily
 from asyncsync.transports.store import OwnStore
@@ -17,6 +17,7 @@ def test_a_node_waits_for_those_before_it_as_long_as_the_collector_does() -> Non
     store.open()
     family = RPCFamily("mp", None, None, options={}, devices=None, connect_timeout=0.2)
     program, arguments = family.program()
+    assert not rpc_private.has_agent()
     begun = time.monotonic()
     with pytest.raises(RuntimeError):  # node 0 does not come
         program(Meeting(*store.address, "a collector", b"key"), 1, *arguments)
