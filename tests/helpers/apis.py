@@ -32,21 +32,6 @@ import asyncsync
 import asyncsync.sync
 from helpers.pairs import Clock, Crew, Model, connected, crew, passed_on, read
 
-__all__ = [
-    "ASYNCIO",
-    "BLOCKING",
-    "QUICK",
-    "SETS",
-    "Api",
-    "Face",
-    "Family",
-    "bare",
-    "face",
-    "free_port",
-    "in_thread",
-    "is_instant",
-]
-
 
 async def in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a function in a thread of its own, in this context. (asyncio.to_thread has few threads, on a small machine.)

@@ -28,20 +28,6 @@ from asyncsync.sync import MultiProcessWeightSyncScheme, SharedMemWeightSyncSche
 from helpers import processes
 from helpers.processes import Filled
 
-__all__ = [
-    "KINDS",
-    "connect",
-    "crew",
-    "idle",
-    "idle_soon",
-    "in_fork",
-    "in_process",
-    "in_threads",
-    "new_receiver",
-    "new_sender",
-    "start",
-]
-
 assert processes  # its import has the fork server load what we need
 
 

@@ -11,9 +11,6 @@ from collections.abc import Callable, Iterator
 from types import FrameType, ModuleType
 from typing import Any
 
-__all__ = ["Interrupter", "Strike", "sigint_elsewhere", "sigint_raises", "strike_everywhere"]
-
-
 # Destructors and weak references' callbacks: what strikes there the interpreter reports, and goes on.
 IGNORED = ("__del__", "_remove")
 

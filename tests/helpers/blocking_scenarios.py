@@ -15,8 +15,6 @@ from helpers.blocking_crew import connect, crew, idle_soon, in_threads, new_rece
 from helpers.blocking_interrupts import Interrupter, sigint_raises
 from helpers.processes import value_of
 
-__all__ = ["connecting", "fetching", "receiving", "sending", "shutting_down", "waiting"]
-
 
 def works(sender: Any, receiver: Any) -> None:
     """Everything that can be done with a scheme can be done."""

@@ -10,8 +10,6 @@ from asyncsync.model import update
 from asyncsync.sync import ClosedError
 from helpers.processes import BrokenGate, Filled, _copy_one_by_one, value_of
 
-__all__ = ["compute", "follow", "forwards", "until_closed"]
-
 
 def follow(scheme: Any, index: int, numel: int, connection: Connection | None = None) -> None:
     """Connect; tell of each update, until the sender says goodbye."""

@@ -17,8 +17,6 @@ from helpers.apis import Api
 from helpers.called_workers import PROMPT, SMALL, Lab, Worker, case
 from helpers.processes import LARGE, Filled, eventually, value_of
 
-__all__ = ["OF_KILLED_WORKERS", "OF_TORN_READS", "a_trainer_killed_amid_a_transfer_is_noticed"]
-
 AMID = 16 << 20  # float32 elements, 64 MiB: more than sockets hold
 VERSIONS = 30
 

@@ -28,19 +28,6 @@ import asyncsync.sync
 from helpers.apis import Api, in_thread
 from helpers.processes import LARGE, Filled, eventually, value_of
 
-__all__ = [
-    "APIS",
-    "CASES",
-    "PROGRAM",
-    "PROGRAM_SECONDS",
-    "Lab",
-    "Outcomes",
-    "Worker",
-    "cancel_waits",
-    "case",
-    "run_cases",
-]
-
 SMALL = 8
 PROMPT = 5.0  # seconds in which the loss of a worker is to be known
 PROGRAM_SECONDS = 400.0

@@ -18,8 +18,6 @@ import torch
 from asyncsync import WeightSyncScheme, sync
 from helpers.pairs import Model, read
 
-__all__ = ["BOARDS", "BlockingBoardScheme", "Board", "BoardScheme", "Line", "PipeScheme", "board", "pipe_worker"]
-
 
 class Line:
     """One worker's channel; a test tells here how it is to behave.

@@ -28,30 +28,6 @@ from torch import nn
 
 from asyncsync.runtime import loop_thread
 
-__all__ = [
-    "BadPolicy",
-    "CannotTravel",
-    "Counting",
-    "Marked",
-    "RandomFrames",
-    "Scaled",
-    "SharedBuffer",
-    "Unpicklable",
-    "WithModel",
-    "acted",
-    "alive",
-    "ask",
-    "draw_many",
-    "draw_one_and_die",
-    "gone_within",
-    "make",
-    "note_random_state",
-    "options",
-    "policy",
-    "trainer",
-    "versions",
-]
-
 multiprocessing.get_context("forkserver").set_forkserver_preload(
     ["torch", "tensordict", "zmq", "uvloop", "cloudpickle", "asyncsync.sync", "asyncsync.collectors.workers.main",
      "asyncsync.collectors.single", "asyncsync.collectors.multi.multi_sync", "asyncsync.collectors.distributed"]

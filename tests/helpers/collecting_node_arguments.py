@@ -26,8 +26,6 @@ from helpers.apis import free_port
 from helpers.collecting_multi import Counting, Scaled, SharedBuffer, acted, make, policy, versions
 from helpers.collecting_nodes import RAY, _prepare
 
-__all__ = ["documented"]
-
 Makes = Callable[..., Any]
 
 KINDS = list(InteractionType)

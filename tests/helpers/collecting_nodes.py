@@ -23,8 +23,6 @@ import torch
 from asyncsync import sync
 from helpers.collecting_multi import acted, make, policy
 
-__all__ = ["Kept", "by_gloo", "by_jobs", "by_ranks", "by_ray", "by_rpc", "killed_trainer", "with_actors"]
-
 Makes = Callable[..., Any]
 
 MANY = 1 << 21

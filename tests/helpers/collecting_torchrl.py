@@ -14,16 +14,6 @@ import torch
 from tensordict.nn import TensorDictModule
 from torch import nn
 
-__all__ = [
-    "Programs",
-    "evaluated",
-    "in_their_buffer",
-    "in_their_collector",
-    "make_env",
-    "make_policy",
-    "with_their_interruptor",
-]
-
 
 def make_env() -> Any:
     from torchrl.envs import GymEnv

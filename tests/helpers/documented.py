@@ -17,8 +17,6 @@ from tensordict import TensorDict
 from asyncsync.sync import SharedMemWeightSyncScheme
 from helpers import processes
 
-__all__ = ["ask", "main", "read", "worker_fn"]
-
 assert processes  # its import has the fork server load what a worker needs
 
 

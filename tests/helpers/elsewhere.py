@@ -17,8 +17,6 @@ from asyncsync.protocol.settings import Identity
 from asyncsync.protocol.subscriber import Subscriber
 from helpers.processes import Worker
 
-__all__ = ["FarWorker", "claim_another_host"]
-
 
 def claim_another_host(monkeypatch: pytest.MonkeyPatch, is_far: Callable[[int], bool]) -> None:
     """Have the workers of this process for which that is true claim it."""

@@ -23,8 +23,6 @@ from typing import Any
 
 from helpers.processes import Filled
 
-__all__ = ["FarHost", "far_host"]
-
 
 class _Worker:
     def __init__(self, process: asyncio.subprocess.Process) -> None:

@@ -23,8 +23,6 @@ from asyncsync.weights.slab import Slab, SlabPool
 from asyncsync.weights.tree import flatten
 from helpers.apis import in_thread
 
-__all__ = ["Fetcher", "Offerer", "filled", "layout_of"]
-
 
 def layout_of(nbytes: int) -> Layout:
     """Of one tensor of so many bytes."""

@@ -26,8 +26,6 @@ import torch
 
 import asyncsync
 
-__all__ = ["Host", "Hosts", "Process", "hosts", "until"]
-
 TESTS, PACKAGE = (Path(file).resolve().parent.parent for file in (__file__, asyncsync.__file__))
 LARGE = 2_000_000  # elements: some MB, which take several chunks
 

@@ -19,8 +19,6 @@ from helpers.called_workers import Worker
 from helpers.processes import LARGE, Filled
 from helpers.rpc_program import join, serve
 
-__all__ = ["killed_program"]
-
 Call = Callable[[str], Callable[[], Any]]
 """``call(method)`` calls the worker, and returns what waits for its answer."""
 

@@ -21,8 +21,6 @@ from asyncsync.weights.tree import FlatWeights
 from asyncsync.wire import codec, fields, messages
 from asyncsync.wire.messages import Instruction
 
-__all__ = ["EPOCH", "SMALL", "TICK", "Borrowed", "Desk", "Station", "layout", "nonce", "slab_of", "through_the_wire"]
-
 EPOCH = (1000, 1)
 SHAPES = {("a",): (15,), ("b",): (2, 5)}  # 128 bytes as float32
 SMALL = Settings(eager_bytes=0, chunk_bytes=40, window_bytes=80)

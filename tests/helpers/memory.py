@@ -6,8 +6,6 @@ import contextlib
 import os
 from pathlib import Path
 
-__all__ = ["files", "mappings"]
-
 
 def files() -> set[int]:
     """The inodes of slots that this process has open; each twice, as mmap.mmap keeps a descriptor of its own."""

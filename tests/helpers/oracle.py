@@ -9,8 +9,6 @@ from asyncsync.protocol.publisher import Publisher
 from asyncsync.weights.slab import Slab
 from helpers.simulated import Record, Trainer, Worker, World
 
-__all__ = ["Oracle"]
-
 
 class Oracle:
     world: World

@@ -35,19 +35,6 @@ from asyncsync.model import update
 from asyncsync.model.gate import Gate, Writer
 from helpers.apis import Face, in_thread
 
-__all__ = [
-    "LARGE",
-    "Filled",
-    "Remote",
-    "Schemes",
-    "Trainer",
-    "Worker",
-    "eventually",
-    "impatient",
-    "processes",
-    "value_of",
-]
-
 LARGE = 5 << 18  # float32 elements, 5 MiB: chunks; packed and copied by the work thread
 STOP_PATIENCE = 10.0  # seconds for a process to end by itself
 

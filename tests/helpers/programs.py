@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["in_program"]
-
 
 def in_program(function: Callable[..., Any], *args: Any, seconds: float = 55, start_method: str = "spawn") -> Any:
     """What a function returns in a program of its own, which may have processes. ``start_method``: of that program."""

@@ -20,10 +20,9 @@ import torch
 from torch import distributed
 
 from asyncsync import DistributedWeightSyncScheme, sync
-from helpers.apis import face, free_port, in_thread
+from helpers.apis import face, in_thread
+from helpers.apis import free_port as free_port
 from helpers.processes import Filled
-
-__all__ = ["Rank", "free_port"]
 
 
 def _scheme(is_blocking: bool) -> Any:

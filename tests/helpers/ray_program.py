@@ -27,8 +27,6 @@ from helpers.called_faults import OF_KILLED_WORKERS, a_trainer_killed_amid_a_tra
 from helpers.called_workers import CASES, LARGE, PROGRAM_SECONDS, Lab, Worker, cancel_waits, run_cases
 from helpers.processes import Filled, eventually, value_of
 
-__all__ = ["ONCE", "ONCE_WITH_GLOO", "WITH_GLOO", "run_with_ray"]
-
 STORE_BYTES = 700 << 20
 HOSTS = 4
 

@@ -20,8 +20,6 @@ from helpers.called_faults import OF_KILLED_WORKERS, a_trainer_killed_amid_a_tra
 from helpers.called_workers import APIS, CASES, Lab, Worker, cancel_waits, run_cases
 from helpers.processes import value_of
 
-__all__ = ["join", "run_with_rpc", "serve"]
-
 WORKERS = 5  # of which three are killed
 
 

@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["six_first_calls_at_once"]
-
 COUNT = 6
 
 

@@ -28,17 +28,6 @@ from asyncsync.weights.slab import is_foreign
 from helpers.processes import BrokenGate, Filled, Trainer, Worker, _copy_one_by_one, value_of
 from helpers.stalls import longest_stall
 
-__all__ = [
-    "MIB",
-    "BatchNormed",
-    "SharedTrainer",
-    "SharedWorker",
-    "forwards",
-    "is_repointed",
-    "slots_in_sight",
-    "trains",
-]
-
 MIB = 1 << 18  # float32 elements in a MiB
 WRITTEN = -77.0
 

@@ -29,8 +29,6 @@ from asyncsync.weights.tree import FlatWeights
 from asyncsync.wire import fields, messages
 from helpers.machines import Borrowed
 
-__all__ = ["DTYPES", "Connection", "Message", "Record", "Trainer", "Use", "Worker", "World", "draw_world", "layout_of"]
-
 # Five layouts: one more than a worker remembers. A stubborn worker accepts the first only.
 DTYPES = (torch.float32, torch.float64, torch.int32, torch.int64, torch.int16)
 SHAPES = {("a",): (15,), ("b",): (2, 5)}

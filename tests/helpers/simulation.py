@@ -42,11 +42,11 @@ from helpers.simulated import (
     Trainer,
     Worker,
     World,
-    draw_world,
     layout_of,
 )
-
-__all__ = ["ALWAYS", "OPERATIONS", "Simulation", "World", "draw_operations", "draw_world"]
+from helpers.simulated import (
+    draw_world as draw_world,
+)
 
 STEPS = (0.1, 0.3, 1.0, 2.0, 5.0, 11.0)
 ENOUGH = 90.0  # virtual seconds: several rounds of everything that is repeated

@@ -12,8 +12,6 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-__all__ = ["TICK", "Stall", "longest_stall"]
-
 TICK = 1e-3  # seconds that the watching coroutine sleeps
 
 

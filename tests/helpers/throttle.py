@@ -14,8 +14,6 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-__all__ = ["Network", "throttled"]
-
 PIECE = 16 << 10
 FAST = 1e9  # no limit
 _hosts = itertools.count(2)

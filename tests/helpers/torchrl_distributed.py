@@ -16,8 +16,6 @@ from typing import Any
 from helpers.collecting_torchrl import make_env
 from helpers.torchrl_programs import policy_of, shown
 
-__all__ = ["by_their_nodes"]
-
 SCHEMES = {
     "DistributedCollector": "DistributedWeightSyncScheme",
     "RPCCollector": "RPCWeightSyncScheme",

@@ -15,8 +15,6 @@ from asyncsync import NotConnected, PartialSendError, SchemaMismatch, sync
 from helpers.collecting_torchrl import make_env
 from helpers.torchrl_programs import collector_of, policy_of
 
-__all__ = ["fails_to_start", "killed", "killed_at_start", "mismatched"]
-
 
 def _broken() -> Any:
     raise FloatingPointError("this environment cannot be made")

@@ -18,8 +18,6 @@ from torch import nn
 from asyncsync import sync
 from helpers.collecting_torchrl import make_env
 
-__all__ = ["Showing", "collector_of", "policy_of", "shown"]
-
 
 class Showing(nn.Module):
     """Goes where the pole leans to, and shows its weights, and in which process it does."""

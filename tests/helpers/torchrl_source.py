@@ -6,8 +6,6 @@ import ast
 import importlib.util
 from pathlib import Path
 
-__all__ = ["fields", "parameters"]
-
 
 def _class(module: str, name: str) -> ast.ClassDef:
     """A class of a module below torchrl, such as ``collectors/_base.py``."""

@@ -30,8 +30,6 @@ from asyncsync.wire import codec
 from asyncsync.wire.fields import FIRST_GUEST, Buffer
 from asyncsync.wire.messages import Instruction
 
-__all__ = ["Node", "Tree"]
-
 SETTINGS = Settings(eager_bytes=0, chunk_bytes=40, window_bytes=80)
 MODEL = "policy"
 
