@@ -66,8 +66,7 @@ async def in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 def free_port() -> int:
     """One on loopback, at this moment."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
+        return probe.getsockname()[1]
 
 
 _faces: weakref.WeakValueDictionary[int, Face] = weakref.WeakValueDictionary()
@@ -107,8 +106,7 @@ class Face:
         return await in_thread(self.bare.wait_version, *args, **kwargs)
 
     async def wait_lag(self, *args: Any, **kwargs: Any) -> int:
-        version: int = await in_thread(self.bare.wait_lag, *args, **kwargs)
-        return version
+        return await in_thread(self.bare.wait_lag, *args, **kwargs)
 
     async def send_async(self, *args: Any, **kwargs: Any) -> int:
         """``send``, which returns nothing; the version is right where nobody else sends meanwhile."""

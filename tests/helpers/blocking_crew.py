@@ -4,8 +4,6 @@ Usage::
 
     with crew(1000, workers=2) as (sender, receivers):
         sender.send(sender.model.fill(2))
-
-    in_process(function, 1, 2)        # what function(1, 2) returns in a process of its own
 """
 
 from __future__ import annotations
@@ -17,9 +15,7 @@ import pickle
 import signal
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -27,6 +23,7 @@ import torch
 from asyncsync.sync import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme, ZMQWeightSyncScheme
 from helpers import processes
 from helpers.processes import Filled
+from helpers.programs import report
 
 assert processes  # its import has the fork server load what we need
 
@@ -110,29 +107,6 @@ def start(function: Callable[..., Any], *args: Any, method: str = "forkserver", 
     return process
 
 
-def in_process(function: Callable[..., Any], *args: Any, method: str = "forkserver", timeout: float = 50.0) -> Any:
-    """What the function returns in a process of its own; its failure is one here."""
-    here, there = multiprocessing.Pipe()
-    process = start(_report, there, function, args, method=method)
-    there.close()
-    try:
-        assert here.poll(timeout), "it hangs"
-        try:
-            result, failure = here.recv()
-        except EOFError:
-            process.join(timeout)
-            raise AssertionError(f"the process has ended with {process.exitcode}") from None
-        process.join(10)
-        assert process.exitcode == 0, "it does not end"
-    finally:
-        process.kill()
-        process.join()
-        process.close()
-        here.close()
-    assert failure is None, failure
-    return result
-
-
 def in_fork(function: Callable[[], Any], timeout: float = 30.0) -> Any:
     """What the function returns in a child made by ``os.fork()``, which ends by ``os._exit``."""
     here, there = multiprocessing.Pipe()
@@ -141,7 +115,7 @@ def in_fork(function: Callable[[], Any], timeout: float = 30.0) -> Any:
         status = 1
         try:
             here.close()
-            _report(there, function, ())
+            report(there, function, ())
             status = 0
         finally:
             os._exit(status)
@@ -160,12 +134,3 @@ def in_fork(function: Callable[[], Any], timeout: float = 30.0) -> Any:
 def _one_thread(function: Callable[..., Any], args: Any) -> None:
     torch.set_num_threads(1)
     function(*args)
-
-
-def _report(connection: Connection, function: Callable[..., Any], args: Any) -> None:
-    try:
-        result, failure = function(*args), None
-    except BaseException:
-        result, failure = None, traceback.format_exc()
-    connection.send((result, failure))
-    connection.close()

@@ -113,7 +113,6 @@ class Interrupter:
 
     def _run(self) -> None:
         main = threading.main_thread().ident
-        assert main is not None
         while True:
             self._armed.acquire()
             if self._delay is None:

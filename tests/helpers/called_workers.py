@@ -72,8 +72,7 @@ class Worker:
         }
 
     def version(self) -> int:
-        version: int = self.scheme.version
-        return version
+        return self.scheme.version
 
     def wait(self, timeout: float | None) -> float | None:
         """What a ``receive_weights`` of the transport's returns."""
@@ -168,8 +167,7 @@ class Crew:
 
     async def send(self, value: float, *args: Any, **kwargs: Any) -> int:
         self.model.fill(value)
-        version: int = await self.sender.send_async(*args, **kwargs)
-        return version
+        return await self.sender.send_async(*args, **kwargs)
 
     async def states(self, what: str) -> list[Any]:
         return [(await self.call(i, "state"))[what] for i in range(len(self.workers))]
@@ -480,7 +478,6 @@ class Outcomes:
         here, there = context.Pipe()
         process = context.Process(target=_run_program, args=(program, there))
         process.start()
-        assert process.pid is not None
         self.pid = process.pid
         there.close()
         deadline = time.monotonic() + PROGRAM_SECONDS

@@ -27,6 +27,9 @@ from tensordict.nn import TensorDictModule
 from torch import nn
 
 from asyncsync.runtime import loop_thread
+from helpers.memory import descriptors
+from helpers.programs import alive as alive
+from helpers.programs import gone_within as gone_within
 
 multiprocessing.get_context("forkserver").set_forkserver_preload(
     ["torch", "tensordict", "zmq", "uvloop", "cloudpickle", "asyncsync.sync", "asyncsync.collectors.workers.main",
@@ -275,26 +278,6 @@ def trainer(pipe: Any, kind: str, end: str, delay: float, arguments: dict[str, A
         pipe.send("interrupted")
 
 
-def alive(pids: list[int]) -> list[int]:
-    """Those of these processes that run; zombies do not."""
-    found = []
-    for pid in pids:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            continue
-        if state not in "ZX":
-            found.append(pid)
-    return found
-
-
-def gone_within(pids: list[int], seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while alive(pids) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return not alive(pids)
-
-
 class SharedBuffer:
     """A replay buffer of several processes: notes in a file what comes."""
 
@@ -342,13 +325,8 @@ def settled(*collectors: Any) -> Iterator[None]:
     raise AssertionError(f"it opens files with each batch: {_memory_files()}")
 
 
-def _memory_files() -> set[str]:
-    found = set()
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # the descriptor that listed the directory
-            if os.readlink(f"/proc/self/fd/{name}").startswith("/memfd:"):
-                found.add(name)
-    return found
+def _memory_files() -> set[int]:
+    return {number for number, target in descriptors().items() if target.startswith("/memfd:")}
 
 
 class Scaled(nn.Module):

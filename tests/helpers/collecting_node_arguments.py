@@ -47,8 +47,7 @@ class Placed(Counting):
     def group(self) -> str:
         import ray
 
-        found: str = ray.util.get_current_placement_group().id.hex()
-        return found
+        return ray.util.get_current_placement_group().id.hex()
 
 
 class Named(Collector):

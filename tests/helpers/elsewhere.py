@@ -34,4 +34,4 @@ class FarWorker(Worker):
 
     def __init__(self, emit: Callable[[Any], None]) -> None:
         super().__init__(emit)
-        receiver.this_process = lambda: Identity(os.getpid(), "another host", 1)  # type: ignore[assignment]
+        receiver.this_process = lambda: Identity(os.getpid(), "another host", 1)

@@ -29,8 +29,6 @@ class _Worker:
         self._process = process
 
     async def ask(self, question: str) -> str:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         self._process.stdin.write(question.encode() + b"\n")
         return (await asyncio.wait_for(self._process.stdout.readline(), 30)).decode().strip()
 
@@ -39,7 +37,6 @@ class _Worker:
         return float(await self.ask("value"))
 
     async def end(self) -> None:
-        assert self._process.stdin is not None
         self._process.stdin.close()
         await asyncio.wait_for(self._process.wait(), 30)
 
@@ -61,7 +58,6 @@ class FarHost:
             env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
         )
         worker = _Worker(process)
-        assert process.stdin is not None
         process.stdin.write(base64.b64encode(pickle.dumps((scheme, index, numel))) + b"\n")
         return worker
 

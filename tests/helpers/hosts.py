@@ -131,7 +131,6 @@ class Host:
         self.ready = asyncio.Event()
 
     def send(self, **request: Any) -> None:
-        assert self.process.stdin is not None
         self.process.stdin.write((json.dumps(request) + "\n").encode())
 
     def start(self, **what: Any) -> Process:
@@ -147,7 +146,6 @@ class Host:
         return self.start(relay=["--upstream", upstream, "--bind", bind, "--allow-plaintext", *options])
 
     async def listen(self) -> None:
-        assert self.process.stdout is not None
         while line := await self.process.stdout.readline():
             if not line.startswith(b"{"):
                 continue  # the relay's own words

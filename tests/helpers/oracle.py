@@ -110,7 +110,6 @@ class Oracle:
         for staging in subscriber.staged:
             seen += [(staging.epoch, part.version, part.slab, m) for m, part in staging.parts.items()]
         if (incoming := subscriber.incoming.update) is not None:
-            assert subscriber.session.epoch is not None
             parts = zip(incoming.parts, incoming.slabs, strict=True)
             seen += [(subscriber.session.epoch, p.version, slab, p.model_id) for p, slab in parts if slab is not None]
         for epoch, version, slab, model in seen:
@@ -125,9 +124,7 @@ class Oracle:
     def _number(self, worker: Worker, epoch: tuple[int, int], version: int, model: str) -> int:
         """What this version of a model is for this worker."""
         trainer = next(t for t in self.trainers if t.epoch == epoch)
-        number = trainer.records[version - 1].number_for(worker.index, "" if self.world.models == ("",) else model)
-        assert number is not None
-        return number
+        return trainer.records[version - 1].number_for(worker.index, "" if self.world.models == ("",) else model)
 
     def _observe(self, worker: Worker) -> None:
         """After something was applied: is it what it must be?"""

@@ -89,7 +89,6 @@ def pack_half(monkeypatch: pytest.MonkeyPatch, wait: threading.Event) -> None:
     """Each slab is packed to its half; then, once ``wait`` is set, MemoryError is raised."""
 
     def packing(slab: Any, flat: Any, progress: Callable[[], None] | None, tensors: Any) -> None:
-        assert progress is not None
         slab.packed = slab.nbytes // 2
         progress()
         assert wait.wait(10)
@@ -151,8 +150,7 @@ def broadcast_of(sender: Any) -> Any:
 
 def subscribed(sender: Any) -> set[bytes]:
     """The workers that hear what is sent to all."""
-    found: set[bytes] = bare(sender).bus._link.publisher.fanout.subscribed
-    return found
+    return bare(sender).bus._link.publisher.fanout.subscribed
 
 
 @contextmanager
@@ -300,6 +298,4 @@ def newest_target_of(collector: Any) -> int:
 
 def batch_bytes(batch: Any) -> int:
     """How much memory workers and trainer share for such a batch."""
-    layout = layout_of(batch)
-    assert layout is not None
-    return layout.nbytes
+    return layout_of(batch).nbytes

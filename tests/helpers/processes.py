@@ -28,6 +28,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+import uvloop
 from torch import nn
 
 from asyncsync import WorkerStatus, ZMQWeightSyncScheme
@@ -130,7 +131,7 @@ def impatient(scheme: ZMQWeightSyncScheme, **changes: Any) -> None:
     """Have the liveness times of a scheme's own process pass ten times as fast."""
     times: dict[str, Any] = {"ping_interval": 0.1, "slow_after": 0.3, "retry_interval": 0.5, **changes}
     settings = replace(scheme.bus._settings(), **times)
-    scheme.bus._settings = lambda: settings  # type: ignore[method-assign]
+    scheme.bus._settings = lambda: settings
 
 
 class Remote:
@@ -239,15 +240,10 @@ async def processes() -> AsyncIterator[Callable[..., Remote]]:
 # -- the process's side ------------------------------------------------------------------------------------------------
 
 
-def _main(connection: Connection, kind: type, uvloop: bool) -> None:
+def _main(connection: Connection, kind: type, on_uvloop: bool) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest, which stops us
     torch.set_num_threads(1)
-    factory = None
-    if uvloop:
-        import uvloop as module
-
-        factory = module.new_event_loop
-    with asyncio.Runner(loop_factory=factory) as runner:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop if on_uvloop else None) as runner:
         runner.run(_serve(connection, kind))
 
 
@@ -305,15 +301,12 @@ class _Party:
         self.emit = emit
 
     async def version(self) -> int:
-        assert self.scheme is not None
         return self.scheme.version
 
     async def status(self) -> dict[int, WorkerStatus]:
-        assert self.scheme is not None
         return self.scheme.status()
 
     async def closed(self) -> bool:
-        assert self.scheme is not None
         return self.scheme.closed
 
     async def shutdown(self) -> None:
@@ -342,11 +335,9 @@ class Trainer(_Party):
         return scheme.version
 
     async def publish(self, value: float) -> int:
-        assert self.scheme is not None
         return await self.scheme.publish(self.model.fill(value))
 
     async def send(self, value: float, timeout: float = 30.0) -> int:
-        assert self.scheme is not None
         return await self.scheme.send_async(self.model.fill(value), timeout=timeout)
 
     async def fork(self) -> int:
@@ -366,43 +357,35 @@ class Worker(_Party):
         worker_idx: int,
         numel: int,
         *,
-        elsewhere: bool = False,
         broken_gate: bool = False,
         fast: bool = True,
         reconnect: bool = False,
         timeout: float = 30.0,
         settings: dict[str, Any] | None = None,
     ) -> int:
-        """Args: ``elsewhere``: look like a process of another host; ``broken_gate``: updates wait for nobody;
-        ``fast``: False: every update goes the general way."""
+        """``fast``: False: every update goes the general way."""
         if not fast:
             os.environ["ASYNCSYNC_FAST"] = "0"
-        if elsewhere:
-            from asyncsync.bus import receiver
-            from asyncsync.protocol.settings import Identity
-
-            receiver.this_process = lambda: Identity(os.getpid(), "another host", 1)
         self.model = Filled(numel, -1.0)
         self.applied: list[int] = []
         self.scheme = scheme
         scheme.init_on_receiver("policy", model=self.model, worker_idx=worker_idx, reconnect=reconnect)
         if broken_gate:
-            scheme.bus._gate = BrokenGate()
-            update.copy_tensors = _copy_one_by_one
+            break_gate(scheme)
         if settings is not None:
             impatient(scheme, **settings)
 
         async def register() -> None:
             await scheme._meet(worker_idx, timeout)
             scheme._register()
-            subscriber = scheme.bus._link.subscriber  # type: ignore[union-attr]
+            subscriber = scheme.bus._link.subscriber
             original = subscriber.applied
 
             def applied(staging: Any) -> None:
                 original(staging)
                 self.applied += staging.versions.values()
 
-            subscriber.applied = applied  # type: ignore[method-assign, union-attr]
+            subscriber.applied = applied
 
         if isinstance(scheme, Face):
             await in_thread(scheme.bus._run, register)  # on the loop of the blocking API
@@ -412,17 +395,14 @@ class Worker(_Party):
         return scheme.version
 
     async def receive(self, timeout: float | None = None) -> float | None:
-        assert self.scheme is not None
         weights = await self.scheme.receive(timeout)
         return None if weights is None else value_of(weights)
 
     async def fetch(self, timeout: float = 30.0) -> float:
-        assert self.scheme is not None
         return value_of(await self.scheme.fetch(timeout))
 
     async def wait_version(self, version: int, timeout: float = 30.0) -> float:
         """Returns what the model holds then."""
-        assert self.scheme is not None
         await self.scheme.wait_version(version, timeout=timeout)
         return self.model.value
 
@@ -433,8 +413,7 @@ class Worker(_Party):
         return self.applied
 
     async def slabs(self) -> int:
-        assert self.scheme is not None
-        return self.scheme.bus._link.subscriber.pool.slabs  # type: ignore[union-attr]
+        return self.scheme.bus._link.subscriber.pool.slabs
 
     async def halt_in(self, point: str, nth: int = 1) -> None:
         """Emit a point's name and stop this process there (SIGSTOP): in the ``nth`` chunk, or half way in an apply."""
@@ -443,9 +422,8 @@ class Worker(_Party):
             self.emit(point)
             os.kill(os.getpid(), signal.SIGSTOP)
 
-        assert self.scheme is not None
         if point == "transfer":
-            incoming = self.scheme.bus._link.subscriber.incoming  # type: ignore[union-attr]
+            incoming = self.scheme.bus._link.subscriber.incoming
             original, count = incoming.chunk, 0
 
             def on_chunk(*args: Any) -> None:
@@ -455,7 +433,7 @@ class Worker(_Party):
                     halt()
                 original(*args)
 
-            incoming.chunk = on_chunk  # type: ignore[method-assign]
+            incoming.chunk = on_chunk
         else:
 
             def copy_half(destinations: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
@@ -474,7 +452,7 @@ class Worker(_Party):
 
             repoint = update.ModelUpdate._repoint
             update.copy_tensors = copy_half
-            update.ModelUpdate._repoint = repoint_half  # type: ignore[method-assign]
+            update.ModelUpdate._repoint = repoint_half
 
     async def forwards(self, count: int) -> tuple[int, int]:
         """Half on the loop, some in a ``hold()``, half in threads; returns how many were torn, and values seen."""
@@ -487,7 +465,6 @@ class Worker(_Party):
             seen.update(values)
 
         async def on_the_loop() -> None:
-            assert self.scheme is not None
             for i in range(count // 2):
                 if i % 10:
                     note(*self.model())
@@ -513,6 +490,12 @@ def _copy_one_by_one(destinations: Iterable[torch.Tensor], sources: Iterable[tor
     for destination, source in zip(destinations, sources, strict=True):
         _copy([destination], [source])
         time.sleep(0)
+
+
+def break_gate(scheme: Any) -> None:
+    """From now on a receiver's updates wait for nobody, and take longer."""
+    scheme.bus._gate = BrokenGate()
+    update.copy_tensors = _copy_one_by_one
 
 
 class BrokenGate(Gate):

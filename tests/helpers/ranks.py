@@ -59,8 +59,7 @@ class Rank:
         return self.scheme.worker_idx, self.model.value
 
     async def send(self, value: float, timeout: float = 30.0) -> int:
-        version: int = await self.scheme.send_async(self.model.fill(value), timeout=timeout)
-        return version
+        return await self.scheme.send_async(self.model.fill(value), timeout=timeout)
 
     async def value(self) -> float:
         return self.model.value
@@ -73,8 +72,7 @@ class Rank:
         await self.scheme.fetch(timeout)
 
     async def state(self, worker: int) -> str:
-        state: str = self.scheme.status()[worker].state
-        return state
+        return self.scheme.status()[worker].state
 
     async def all_reduce(self) -> float:
         """The program's own collective."""

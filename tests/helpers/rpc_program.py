@@ -43,7 +43,6 @@ def serve(rank: int, port: int, size: int = WORKERS + 1) -> None:
     torch.set_num_threads(1)
     join(rank, port, size)
     parent = multiprocessing.parent_process()
-    assert parent is not None
     parent.join()
     os._exit(0)  # RPC's own end would wait for the others
 

@@ -225,7 +225,7 @@ class Trainer:
             self.publisher.serve(model, 0.0)
         # Only the publisher knows whether a refusal came in time; what follows from it is checked.
         self._reject = self.publisher.targets.reject
-        self.publisher.targets.reject = self.rejected  # type: ignore[method-assign]
+        self.publisher.targets.reject = self.rejected
 
     @property
     def publisher(self) -> Publisher:
@@ -260,7 +260,7 @@ class Trainer:
         slab.descriptor = self.slots.describe(slab, mapped=False)
         workers = [(peer, channels[peer.route]) for peer in peers]
         known = SourceCache(slab.layout)
-        self.fast_path = SteadySender(publisher, model, known, (target.slab.retain(), slab), workers)  # type: ignore[arg-type]
+        self.fast_path = SteadySender(publisher, model, known, (target.slab.retain(), slab), workers)
         return self.fast_path
 
     def rejected(self, publication: Publication, refusals: dict[int, SchemaMismatch]) -> None:
@@ -385,10 +385,8 @@ class Worker:
 
     def _attach(self, part: messages.Part, layout: Layout) -> Slab | None:
         """As transports.attachments do it."""
-        assert part.descriptor is not None
         if not part.descriptor.startswith(b"slot "):
             return None
-        assert self.connection is not None
         number, index, mapped = map(int, part.descriptor.split()[1:])
         trainer = self.connection.trainer
         assert trainer.number == number
@@ -413,7 +411,6 @@ class Worker:
         """What :meth:`_attach` would copy."""
         if not descriptor.startswith(b"slot ") or descriptor.endswith(b"1"):
             return None
-        assert self.connection is not None
         _, index, _ = map(int, descriptor.split()[1:])
         return memoryview(self.connection.trainer.slots.made[index].buffer.numpy())
 
@@ -428,7 +425,6 @@ class Worker:
             return
         model, part = steady
         held = subscriber.holdings.held.get(model)
-        assert held is not None
         newest, binding = held[2], subscriber.models[model]
         prepared = binding.cached(newest)
         if prepared is None or not prepared.is_known or newest.leased:
@@ -456,7 +452,7 @@ class Worker:
         if use.kind == "reader":
             use.slab.release()
         elif use.kind == "fork" and not any(u.kind == "fork" and u.slab is use.slab for u in self.uses):
-            use.slab.forked = False  # type: ignore[attr-defined]
+            use.slab.forked = False
 
     def look(self, model: str) -> int:
         """The number that this model holds."""

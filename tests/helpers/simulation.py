@@ -772,14 +772,12 @@ class Simulation(Oracle):
 
     def _finish(self, worker: Worker) -> None:
         staging, worker.running = worker.running, None
-        assert staging is not None
         trainer = next(t for t in self.trainers if t.publisher.epoch == staging.epoch)
         for part in staging.parts.values():
             assert part.metadata == trainer.records[part.version - 1].metadata
         worker.subscriber.applied(staging)
 
     def _fetch(self, worker: Worker, serial: int, index: int, part: messages.Part, slab: Slab) -> None:
-        assert part.descriptor is not None
         source = next(
             (t.shared[part.descriptor] for t in self.trainers if t.alive and part.descriptor in t.shared), None
         )
@@ -821,7 +819,6 @@ class Simulation(Oracle):
 
         for model in models:
             if each:
-                assert workers is not None
                 kinds = [dtype if w % 2 == 0 else DTYPES[0] for w in workers]
                 parts[model] = {w: make(model, [w], kind) for w, kind in zip(workers, kinds, strict=True)}
             else:

@@ -55,7 +55,7 @@ async def throttled(ports: Iterable[int], rate: float) -> AsyncIterator[Network]
             task.add_done_callback(tasks.discard)
 
     servers = [
-        await asyncio.start_server(lambda r, w, port=port: serve(r, w, port), network.host, port, limit=PIECE)  # type: ignore[misc]
+        await asyncio.start_server(lambda r, w, port=port: serve(r, w, port), network.host, port, limit=PIECE)
         for port in ports
     ]
     try:

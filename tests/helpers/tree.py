@@ -155,7 +155,6 @@ class Tree:
         if parent.alive:
             node.parent, node.route = parent, self._nonce()
             parent.children[node.route] = node
-            assert node.subscriber is not None
             node.subscriber.connected(self.now)
 
     def cut(self, node: Node) -> None:
@@ -163,7 +162,6 @@ class Tree:
         if node.parent is not None:
             node.parent.children.pop(node.route, None)
             node.parent, node.route = None, b""
-            assert node.subscriber is not None
             node.subscriber.disconnected()
 
     def kill(self, node: Node) -> None:
@@ -209,7 +207,6 @@ class Tree:
 
     def publish(self) -> int:
         publisher = self.root.publisher
-        assert publisher is not None
         number = len(self.numbers) + 1
         slab = self.root.pool.acquire(LAYOUT)
         pack(slab, flat(number))
@@ -290,10 +287,8 @@ class Tree:
             instruction, payload = codec.decode(frames)
             try:
                 if up:
-                    assert receiver.publisher is not None
                     receiver.publisher.receive(route, instruction, payload, self.now)
                 else:
-                    assert receiver.subscriber is not None
                     receiver.subscriber.receive(instruction, payload, self.now)
             except ProtocolError:
                 pass
@@ -301,7 +296,6 @@ class Tree:
 
     def look(self, node: Node) -> None:
         """A worker holds nothing torn, nothing older, and what was published under its version."""
-        assert node.subscriber is not None
         epoch, version, slab = node.subscriber.holdings.held[MODEL]
         assert (epoch, version) >= node.seen, f"{node} has gone back from {node.seen} to {(epoch, version)}"
         assert content(slab) == self.numbers[epoch, version], f"{node} has other weights than version {version}"
@@ -332,13 +326,11 @@ class Tree:
 
     @property
     def newest(self) -> tuple[tuple[int, int], int]:
-        assert self.root.publisher is not None
         return self.root.publisher.epoch, self.root.publisher.published
 
     def is_everywhere(self) -> bool:
         """Everybody has the newest version, and the trainer knows of each."""
         publisher = self.root.publisher
-        assert publisher is not None
         if any(node.seen != self.newest for node in self.workers):
             return False
         outcome = publisher.progress.of(publisher.version, range(self.count), [MODEL])
@@ -347,7 +339,6 @@ class Tree:
     def missing(self) -> str:
         """For people: who lacks what."""
         publisher = self.root.publisher
-        assert publisher is not None
         late = [f"{n} has {n.seen}, parent {n.parent}" for n in self.workers if n.seen != self.newest]
         outcome = publisher.progress.of(publisher.version, range(self.count), [MODEL])
         return f"newest {self.newest}; {late[:5]}; waiting {sorted(outcome.waiting)[:9]}, failed {outcome.failed}"
