@@ -15,7 +15,7 @@ import multiprocessing
 import os
 import time
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from types import ModuleType
 from typing import Any
 
@@ -25,8 +25,9 @@ from torch import nn
 
 import asyncsync
 import asyncsync.sync
-from helpers.apis import Api, in_thread
+from helpers.apis import Api, bare, in_thread
 from helpers.processes import LARGE, Filled, eventually, value_of
+from helpers.stalls import longest_stall
 
 SMALL = 8
 PROMPT = 5.0  # seconds in which the loss of a worker is to be known
@@ -46,10 +47,8 @@ class Worker:
         self.failing = ""
         scheme.init_on_receiver("policy", model=self.model, worker_idx=index, **options)
 
-    def connect(self) -> float:
-        begun = time.monotonic()
+    def connect(self) -> None:
         self.scheme.connect()
-        return time.monotonic() - begun
 
     def _receive_weights_scheme(self) -> None:
         self.calls += 1
@@ -63,13 +62,8 @@ class Worker:
     def state(self) -> dict[str, Any]:
         """What the test looks at."""
         received = None if self.received is None else value_of(self.received)
-        return {
-            "calls": self.calls,
-            "value": self.model.value,
-            "received": received,
-            "version": self.scheme.version,
-            "pid": os.getpid(),
-        }
+        own = {"calls": self.calls, "value": self.model.value, "received": received}
+        return {**own, "version": self.scheme.version, "pid": os.getpid()}
 
     def version(self) -> int:
         return self.scheme.version
@@ -81,17 +75,18 @@ class Worker:
 
     def take(self, timeout: float) -> list[float]:
         """What a ``receive_weights`` of the transport's fills, applies, and leaves alone."""
-        transport, buffer, other = self.scheme.receiver_transport, Filled(SMALL, -2.0).state_dict(), Filled(SMALL, -3.0)
-        before = dict(vars(transport))
-        assert transport.receive_weights(timeout, weights=buffer, model=other, strategy="state_dict") is buffer
-        assert vars(transport) == before
-        return [value_of(buffer), other.value, self.model.value]
+        before = dict(vars(self.scheme.receiver_transport))
+        found = self._fill(self.scheme.receiver_transport.receive_weights, timeout=timeout)
+        assert vars(self.scheme.receiver_transport) == before
+        return found
 
     def set_up(self, index: int) -> list[float] | None:
-        """What the transport's half of ``connect`` fills and applies."""
-        transport, buffer, other = self.scheme.receiver_transport, Filled(SMALL, -2.0).state_dict(), Filled(SMALL, -3.0)
-        set_up = transport.setup_connection_and_weights_on_receiver
-        if (returned := set_up(worker_idx=index, weights=buffer, model=other, strategy="state_dict")) is None:
+        """The same of the transport's half of ``connect``."""
+        return self._fill(self.scheme.receiver_transport.setup_connection_and_weights_on_receiver, worker_idx=index)
+
+    def _fill(self, method: Callable[..., Any], **given: Any) -> list[float] | None:
+        buffer, other = Filled(SMALL, -2.0).state_dict(), Filled(SMALL, -3.0)
+        if (returned := method(weights=buffer, model=other, strategy="state_dict", **given)) is None:
             return None
         assert returned is buffer
         return [value_of(buffer), other.value, self.model.value]
@@ -148,7 +143,7 @@ class Crew:
     def __init__(self, lab: Lab, api: Api, numel: int, count: int, kind: type[Worker], options: dict[str, Any]) -> None:
         self.lab, self.model = lab, Filled(numel, 1.0)
         self.sender = api.scheme(**lab.options)
-        blocking = getattr(self.sender, "bare", self.sender).blocking
+        blocking = bare(self.sender).blocking
         self.workers = [lab.start(kind, i, blocking, i, numel, **options) for i in range(count)]
         self.sender.init_on_sender(model_id="policy", model=self.model, remotes=self.workers)
 
@@ -169,56 +164,61 @@ class Crew:
         self.model.fill(value)
         return await self.sender.send_async(*args, **kwargs)
 
+    async def publish(self, value: float) -> int:
+        return await self.sender.publish(self.model.fill(value))
+
+    async def fails(self, worker: int, value: float, **options: Any) -> BaseException:
+        """Send, which fails for one of two workers: why."""
+        with pytest.raises(asyncsync.PartialSendError) as caught:
+            await self.send(value, **options)
+        assert caught.value.acked.keys() == {1 - worker}
+        return caught.value.failed[worker]
+
     async def states(self, what: str) -> list[Any]:
         return [(await self.call(i, "state"))[what] for i in range(len(self.workers))]
 
 
 Case = Callable[[Lab, Api], Awaitable[None]]
-CASES: dict[str, Case] = {}
+CASES: list[Case] = []
 
 
 def case(function: Case) -> Case:
     """A case of every family."""
-    CASES[function.__name__] = function
+    CASES.append(function)
     return function
-
-
-@case
-async def connect_does_what_is_documented(lab: Lab, api: Api) -> None:
-    async with lab.crew(api) as crew:
-        assert await crew.states("value") == ([1.0, 1.0] if lab.connects else [-1.0, -1.0])
-        assert await crew.states("calls") == [0, 0]
-        assert await crew.send(2.0) == (2 if lab.connects else 1)
-        assert await crew.states("value") == [2.0, 2.0]
 
 
 @case
 async def sends_call_each_worker(lab: Lab, api: Api) -> None:
     for numel in (SMALL, LARGE):
         async with lab.crew(api, numel) as crew:
-            for value in (2.0, 3.0, 4.0):
+            assert await crew.states("value") == ([1.0, 1.0] if lab.connects else [-1.0, -1.0])
+            assert await crew.states("calls") == [0, 0]
+            assert await crew.send(2.0) == (2 if lab.connects else 1)
+            await crew.call(0, "spoil")
+            assert await crew.states("value") == [2.0, 2.0], "what was received is the caller's own"
+            for value in (3.0, 4.0):
                 version = await crew.send(value)
+                assert await crew.states("received") == [value, value]
             assert await crew.states("calls") == [3, 3]
             assert await crew.states("value") == [4.0, 4.0]
-            assert await crew.states("received") == [4.0, 4.0]
             assert await crew.states("version") == [version, version]
 
 
 @case
 async def transports_and_objects_are_registered_by_init(lab: Lab, api: Api) -> None:
-    objects = ["one", "two"]
+    given: dict[str, Any] = {"model_id": "policy", "model": nn.Linear(1, 1)}
     scheme = api.scheme(**lab.options)
-    scheme.init_on_sender(model_id="policy", model=nn.Linear(1, 1), remotes=objects)
-    assert scheme.remotes == {0: "one", 1: "two"}
+    scheme.init_on_sender(remotes=["one", "two"], **given)
     assert scheme.sender_transports.keys() == {0, 1}
     assert {type(transport) for transport in scheme.sender_transports.values()} == {api.transport_class}
     twin = scheme.aio.blocking if not api.is_blocking else scheme.blocking
-    assert twin.remotes == {0: "one", 1: "two"}
+    assert scheme.remotes == twin.remotes == {0: "one", 1: "two"}
     scheme = api.scheme(**lab.options)
     with pytest.raises(ValueError, match="remotes"):
-        scheme.init_on_sender(model_id="policy", model=nn.Linear(1, 1))
+        scheme.init_on_sender(**given)
     with pytest.raises(ValueError, match="num_workers=3"):
-        scheme.init_on_sender(model_id="policy", model=nn.Linear(1, 1), remotes=objects, num_workers=3)
+        scheme.init_on_sender(remotes=["one", "two"], num_workers=3, **given)
     await scheme.shutdown()
 
 
@@ -226,75 +226,48 @@ async def transports_and_objects_are_registered_by_init(lab: Lab, api: Api) -> N
 async def without_a_call_nothing_is_applied(lab: Lab, api: Api) -> None:
     async with lab.crew(api) as crew:
         await crew.send(2.0)
-        uncalled = crew.sender.remotes.pop(1)
-        crew.model.fill(3.0)
-        version = await crew.sender.publish()
-        await crew.sender.wait_version(version, 0)
-        assert await crew.states("value") == [3.0, 2.0]
-        crew.sender.remotes[1] = uncalled
-        await crew.call(1, "_receive_weights_scheme")  # anybody may call it
-        assert await crew.states("value") == [3.0, 3.0]
-        assert await crew.states("calls") == [2, 2]
-
-
-@case
-async def only_the_chosen_worker_is_called(lab: Lab, api: Api) -> None:
-    async with lab.crew(api) as crew:
-        await crew.send(2.0)
         await crew.send(3.0, worker_ids=1)
         assert await crew.states("value") == [2.0, 3.0]
         assert await crew.states("calls") == [1, 2]
+        uncalled = crew.sender.remotes.pop(1)
+        version = await crew.publish(4.0)
+        await crew.sender.wait_version(version, 0)
+        assert await crew.states("value") == [4.0, 3.0]
+        crew.sender.remotes[1] = uncalled
+        await crew.call(1, "_receive_weights_scheme")  # anybody may call it
+        assert await crew.states("value") == [4.0, 4.0]
+        assert await crew.states("calls") == [2, 3]
 
 
 @case
-async def an_object_in_the_place_of_another_is_named(lab: Lab, api: Api) -> None:
+async def whoever_does_not_take_an_update_is_named(lab: Lab, api: Api) -> None:
     async with lab.crew(api) as crew:
         await crew.send(2.0)
         right = crew.sender.remotes[1]
         crew.sender.remotes[1] = crew.sender.remotes[0]
-        with pytest.raises(asyncsync.PartialSendError) as caught:
-            await crew.send(3.0)
-        assert list(caught.value.acked) == [0]
-        assert "this object is worker 0, but its sender calls it as worker 1" in str(caught.value.failed[1])
+        error = await crew.fails(1, 3.0)
+        assert "this object is worker 0, but its sender calls it as worker 1" in str(error)
         crew.sender.remotes[1] = right
-        await crew.send(4.0)
-        assert await crew.states("value") == [4.0, 4.0]
-
-
-@case
-async def what_a_worker_raises_is_its_failure(lab: Lab, api: Api) -> None:
-    async with lab.crew(api) as crew:
         await crew.call(0, "fail", "the sensor is wet")
-        with pytest.raises(asyncsync.PartialSendError) as caught:
-            await crew.send(2.0)
-        assert caught.value.acked.keys() == {1}
-        error = caught.value.failed[0]
+        error = await crew.fails(0, 4.0)
         assert isinstance(error, asyncsync.RemoteError)
         assert "the sensor is wet" in str(error)
         assert "_receive_weights_scheme" in error.remote_traceback
         await crew.call(0, "fail", "")
-        await crew.send(3.0)
-        assert await crew.states("value") == [3.0, 3.0]
-
-
-@case
-async def weights_that_do_not_fit_are_refused_by_name(lab: Lab, api: Api) -> None:
-    async with lab.crew(api) as crew:
-        await crew.send(2.0)
+        await crew.send(5.0)
         with pytest.raises(asyncsync.PartialSendError) as caught:
-            await crew.sender.send_async(Filled(16, 3.0))
+            await crew.sender.send_async(Filled(16, 6.0))
         assert all(isinstance(error, asyncsync.SchemaMismatch) for error in caught.value.failed.values())
-        assert await crew.states("value") == [2.0, 2.0]
-        await crew.send(4.0)
-        assert await crew.states("value") == [4.0, 4.0]
+        assert await crew.states("value") == [5.0, 5.0]
+        await crew.send(7.0)
+        assert await crew.states("value") == [7.0, 7.0]
 
 
 @case
 async def of_many_publications_the_newest_is_applied(lab: Lab, api: Api) -> None:
     async with lab.crew(api, LARGE) as crew:
         for value in range(2, 12):
-            crew.model.fill(value)
-            version = await crew.sender.publish()
+            version = await crew.publish(value)
         await crew.sender.wait_version(version)
         assert await crew.states("value") == [11.0, 11.0]
         assert max(await crew.states("calls")) <= 10
@@ -310,8 +283,7 @@ async def receive_takes_a_timeout(lab: Lab, api: Api) -> None:
         assert 0.15 < time.monotonic() - begun < 5.0
         waiting = asyncio.ensure_future(crew.call(1, "wait", None if lab.kind == "RPC" else 20.0))
         crew.sender.remotes.pop(1)  # it has its hands full
-        crew.model.fill(3.0)
-        await crew.sender.publish()
+        await crew.publish(3.0)
         assert await waiting == 3.0
 
 
@@ -354,22 +326,10 @@ async def a_worker_may_pull_and_wait_for_a_version(lab: Lab, api: Api) -> None:
         assert await crew.call(0, "reach", version, 0.0) == "it is there"
         assert await crew.call(0, "reach", version + 1, 0.1) == "AckTimeout"
         crew.sender.remotes.pop(1)
-        crew.model.fill(3.0)
-        version = await crew.sender.publish()
+        version = await crew.publish(3.0)
         assert await crew.call(1, "fetch") == 3.0
         assert await crew.call(1, "reach", version, 5.0) == "it is there"
         assert await crew.states("value") == [3.0, 3.0]
-
-
-@case
-async def received_weights_are_the_callers_own(lab: Lab, api: Api) -> None:
-    async with lab.crew(api, LARGE) as crew:
-        await crew.send(2.0)
-        await crew.call(0, "spoil")
-        assert await crew.states("value") == [2.0, 2.0]
-        for value in (3.0, 4.0, 5.0):
-            await crew.send(value)
-            assert await crew.states("received") == [value, value]
 
 
 @case
@@ -389,24 +349,11 @@ async def a_cancelled_send_loses_nothing(lab: Lab, api: Api) -> None:
 async def the_loop_is_not_blocked_by_a_large_update(lab: Lab, api: Api) -> None:
     async with lab.crew(api, 256 << 18, 1) as crew:  # 256 MiB
         await crew.send(2.0)
-        longest, done = 0.0, False
-
-        async def watch() -> None:
-            nonlocal longest
-            while not done:
-                begun = time.monotonic()
-                await asyncio.sleep(0.001)
-                longest = max(longest, time.monotonic() - begun)
-
         crew.model.fill(3.0)
-        watching = asyncio.ensure_future(watch())
-        await crew.sender.send_async()
-        done = True
-        await watching
-        assert longest < 0.1, f"{longest:.3f} s"
+        stall = await longest_stall(crew.sender.send_async)
+        assert stall.raw < 0.1, stall
 
 
-@case
 async def a_killed_worker_is_named_and_the_others_go_on(lab: Lab, api: Api) -> None:
     async with lab.crew(api) as crew:
         await crew.send(2.0)
@@ -414,11 +361,8 @@ async def a_killed_worker_is_named_and_the_others_go_on(lab: Lab, api: Api) -> N
         os.kill(pid, 9)
         for value in (3.0, 4.0):  # while it is found out, and afterwards
             begun = time.monotonic()
-            with pytest.raises(asyncsync.PartialSendError) as caught:
-                await crew.send(value)
+            assert isinstance(await crew.fails(1, value), asyncsync.PeerLost)
             assert time.monotonic() - begun < PROMPT
-            assert isinstance(caught.value.failed[1], asyncsync.PeerLost)
-            assert caught.value.acked.keys() == {0}
         await crew.send(5.0, worker_ids=0)
         assert (await crew.call(0, "state"))["value"] == 5.0
         await eventually(lambda: crew.sender.status()[1].state == "lost")
@@ -442,38 +386,35 @@ async def cancel_waits(scheme: Any) -> None:
 
 
 APIS: tuple[ModuleType, ...] = (asyncsync, asyncsync.sync)
+Tell = Callable[[str, str, str], None]
+"""``tell(case, api, failure)``"""
 
 
 def run_cases(
     lab: Lab,
-    cases: dict[str, Any],
-    tell: Callable[[str, str | None], None],
+    cases: Iterable[Any],
+    tell: Tell,
     prefix: str = "",
     modules: tuple[ModuleType, ...] = APIS,
 ) -> None:
-    """Each case with these APIs; ``tell`` gets its name, and the traceback if it has failed."""
+    """Each case with these APIs."""
     for module in modules:
         api = Api(module.__name__, module, lab.kind)
-        for name, function in cases.items():
-            failure = None
+        for function in cases:
+            failure = ""
             try:
-                asyncio.run(_within(function(lab, api)))
+                asyncio.run(asyncio.wait_for(function(lab, api), 60))
             except BaseException:
                 failure = traceback.format_exc()
-            tell(f"{prefix}{name} {module.__name__}", failure)
-
-
-async def _within(made: Awaitable[None]) -> None:
-    async with asyncio.timeout(60):
-        await made
+            tell(prefix + function.__name__, module.__name__, failure)
 
 
 class Outcomes:
-    """What a program's cases have come to."""
+    """What a program's cases have come to, by their names and APIs."""
 
-    def __init__(self, program: Callable[[Callable[[str, str | None], None]], None]) -> None:
+    def __init__(self, program: Callable[[Tell], None]) -> None:
         faulthandler.cancel_dump_traceback_later()  # pytest's: it takes longer than a test
-        self._found: dict[str, str | None] = {}
+        self._found: dict[str, dict[str, str]] = {}
         context = multiprocessing.get_context("spawn")
         here, there = context.Pipe()
         process = context.Process(target=_run_program, args=(program, there))
@@ -483,10 +424,10 @@ class Outcomes:
         deadline = time.monotonic() + PROGRAM_SECONDS
         try:
             while here.poll(max(0.0, deadline - time.monotonic())):
-                name, failure = here.recv()
+                name, api, failure = here.recv()
                 if not name:
                     break
-                self._found[name] = failure
+                self._found.setdefault(name, {})[api] = failure
         except EOFError:
             pass
         finally:
@@ -497,17 +438,15 @@ class Outcomes:
             process.close()
             here.close()
 
-    def check(self, name: str, modules: tuple[ModuleType, ...] = APIS) -> None:
-        """Raise if a case has failed, with any of these APIs, or has not been run."""
-        both = [f"{name} {module.__name__}" for module in modules]
-        missing = [one for one in both if one not in self._found]
-        assert not missing, f"not run: {missing}; run: {self._found}"
-        failures = [f"{one}:\n{self._found[one]}" for one in both if self._found[one]]
+    def check(self, name: str) -> None:
+        """Raise if a case has failed, with any API, or has not been run."""
+        assert name in self._found, f"not run; run: {self._found}"
+        failures = [f"{api}:\n{failure}" for api, failure in self._found[name].items() if failure]
         assert not failures, "\n".join(failures)
 
 
-def _run_program(program: Callable[[Callable[[str, str | None], None]], None], pipe: Any) -> None:
+def _run_program(program: Callable[[Tell], None], pipe: Any) -> None:
     torch.set_num_threads(1)
     os.environ[PROGRAM] = str(os.getpid())
-    program(lambda name, failure: pipe.send((name, failure)))
-    pipe.send(("", None))
+    program(lambda *outcome: pipe.send(outcome))
+    pipe.send(("", "", ""))

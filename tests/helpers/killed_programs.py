@@ -10,13 +10,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from asyncsync import sync
 from helpers.apis import free_port
 from helpers.called_workers import Worker
 from helpers.processes import LARGE, Filled
+from helpers.programs import gone_within
 from helpers.rpc_program import join, serve
 
 Call = Callable[[str], Callable[[], Any]]
@@ -48,20 +48,11 @@ def _killed(program: Callable[..., None], *args: Any) -> dict[str, Any]:
     first.kill()
     first.join()
     os.kill(worker, signal.SIGCONT)
-    until = time.monotonic() + 15
-    while _runs(worker) and time.monotonic() < until:
-        time.sleep(0.05)
+    gone = gone_within([worker], 15)
     again = context.Process(target=program, args=(*args, None))
     again.start()
     again.join(60)
-    return {"value": value, "gone": not _runs(worker), "again": again.exitcode}
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    return {"value": value, "gone": gone, "again": again.exitcode}
 
 
 def _train(scheme: Any, worker: Any, call: Call, pipe: Any) -> None:

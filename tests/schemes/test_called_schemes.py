@@ -13,10 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from helpers.called_faults import OF_TORN_READS
-from helpers.called_workers import APIS, PROGRAM, Outcomes
+from helpers.called_workers import PROGRAM, Outcomes
 from helpers.programs import in_program
-from helpers.ray_program import ONCE, ONCE_WITH_GLOO, WITH_GLOO, run_with_ray
+from helpers.ray_program import ONCE_WITH_GLOO, WITH_GLOO, run_with_ray
 from helpers.rpc_program import run_with_rpc
 from helpers.rpc_unimported import six_first_calls_at_once
 
@@ -25,13 +24,9 @@ pytestmark = [pytest.mark.thorough, pytest.mark.timeout(500)]
 # Each case, and the requirements that it shows.
 OF_BOTH: dict[str, pytest.MarkDecorator] = {
     "transports_and_objects_are_registered_by_init": pytest.mark.requirement(14),
-    "connect_does_what_is_documented": pytest.mark.requirement(19, 20, 32),
-    "sends_call_each_worker": pytest.mark.requirement(22, 31, 32),
-    "without_a_call_nothing_is_applied": pytest.mark.requirement(21, 22),
-    "only_the_chosen_worker_is_called": pytest.mark.requirement(71),
-    "an_object_in_the_place_of_another_is_named": pytest.mark.requirement(195),
-    "what_a_worker_raises_is_its_failure": pytest.mark.requirement(195),
-    "weights_that_do_not_fit_are_refused_by_name": pytest.mark.requirement(195),
+    "sends_call_each_worker": pytest.mark.requirement(19, 20, 22, 31, 32, 218),
+    "without_a_call_nothing_is_applied": pytest.mark.requirement(21, 22, 71),
+    "whoever_does_not_take_an_update_is_named": pytest.mark.requirement(195),
     "a_killed_worker_is_named_and_the_others_go_on": pytest.mark.requirement(195),
     "a_worker_killed_amid_a_transfer_is_named_at_once": pytest.mark.requirement(194, 195),
     "a_trainer_killed_amid_a_transfer_is_noticed": pytest.mark.requirement(195),
@@ -40,13 +35,13 @@ OF_BOTH: dict[str, pytest.MarkDecorator] = {
     "transports_get_weights_model_and_strategy_with_each_call": pytest.mark.requirement(39, 40),
     "the_transports_setup_methods_are_the_two_sides_of_connect": pytest.mark.requirement(41),
     "a_worker_may_pull_and_wait_for_a_version": pytest.mark.requirement(4),
-    "received_weights_are_the_callers_own": pytest.mark.requirement(218),
     "a_cancelled_send_loses_nothing": pytest.mark.requirement(192),
     "the_loop_is_not_blocked_by_a_large_update": pytest.mark.requirement(191),
     "weights_for_each_worker_are_its_own": pytest.mark.requirement(71),
     "several_models_are_applied_in_one_call": pytest.mark.requirement(199),
     "a_worker_that_is_late_is_named_and_not_lost": pytest.mark.requirement(195),
-    **dict.fromkeys(OF_TORN_READS, pytest.mark.requirement(194)),
+    "no_hold_is_torn_while_calls_apply_at_full_speed": pytest.mark.requirement(194),
+    "no_forward_is_torn_while_updates_apply_as_they_come": pytest.mark.requirement(194),
 }
 OF_RPC: dict[str, pytest.MarkDecorator] = {
     **OF_BOTH,
@@ -61,25 +56,11 @@ OF_RAY: dict[str, pytest.MarkDecorator] = {
     "a_connect_that_is_cancelled_may_be_called_again": pytest.mark.requirement(192),
     "the_page_of_rpc_collector_connects_a_receiver": pytest.mark.requirement(156),
     "only_the_sender_of_a_transform_connects": pytest.mark.requirement(33),
-    "torchrls_transform_is_updated": pytest.mark.requirement(33),
     "a_collector_updates_torchrls_transform": pytest.mark.requirement(33),
     "a_collector_may_be_an_actor": pytest.mark.thorough,
     "nothing_stays_in_the_store": pytest.mark.thorough,
     "tensors_of_all_kinds_go_through_the_store": pytest.mark.requirement(32),
-    # serialize_object_ref and deserialize_and_register_object_ref: see tests/unit/test_private_names.py.
-    "a_described_object_is_found_and_not_pinned": pytest.mark.thorough,
-    **{f"gloo {name}": pytest.mark.requirement(32, 33) for name in (*WITH_GLOO, *ONCE_WITH_GLOO)},
-}
-
-# To what these show, the API of the sender makes no difference.
-OF_ONE_API = {
-    "a_killed_worker_is_named_and_the_others_go_on": APIS[:1],
-    "a_worker_killed_amid_a_transfer_is_named_at_once": APIS[1:],
-    "a_trainer_killed_amid_a_transfer_is_noticed": APIS[1:],
-}
-OF_ONE_API_OF_RAY = {
-    **{name: (module,) for name, (_, module) in ONCE.items()},
-    **{f"gloo {name}": (module,) for name, (_, module) in ONCE_WITH_GLOO.items()},
+    **{f"gloo {case.__name__}": pytest.mark.requirement(32, 33) for case in (*WITH_GLOO, *dict(ONCE_WITH_GLOO))},
 }
 
 
@@ -122,12 +103,12 @@ def cases(table: dict[str, pytest.MarkDecorator]) -> pytest.MarkDecorator:
 
 @cases(OF_RAY)
 def test_ray(ray: Outcomes, name: str) -> None:
-    ray.check(name, OF_ONE_API_OF_RAY.get(name, APIS))
+    ray.check(name)
 
 
 @cases(OF_RPC)
 def test_rpc(rpc: Outcomes, name: str) -> None:
-    rpc.check(name, OF_ONE_API.get(name, APIS))
+    rpc.check(name)
 
 
 def test_first_calls_that_come_at_once_may_find_nothing_imported() -> None:
