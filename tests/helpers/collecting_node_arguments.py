@@ -24,7 +24,8 @@ from asyncsync import sync
 from asyncsync.collectors import Collector
 from helpers.apis import free_port
 from helpers.collecting_multi import Counting, Scaled, SharedBuffer, acted, make, policy, versions
-from helpers.collecting_nodes import RAY, _prepare
+from helpers.collecting_nodes import _prepare
+from helpers.programs import cluster
 
 Makes = Callable[..., Any]
 
@@ -333,12 +334,8 @@ def family(name: str) -> Iterator[tuple[Makes, Any]]:
     elif name == "by_gloo":
         yield partial(distributed.DistributedCollector, launcher="mp"), distributed.DistributedWeightUpdater
     else:
-        import ray
-
-        with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as folder:
-            ray.init(**RAY, _temp_dir=folder)
+        with cluster():
             yield partial(distributed.RayCollector, remote_configs={"num_cpus": 0.5}), RayWeightUpdater
-            ray.shutdown()
 
 
 def documented(name: str) -> dict[str, Any]:

@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +15,7 @@ from asyncsync import sync
 from helpers.apis import free_port
 from helpers.called_workers import Worker
 from helpers.processes import LARGE, Filled
-from helpers.programs import gone_within
+from helpers.programs import cluster, gone_within
 from helpers.rpc_program import join, serve
 
 Call = Callable[[str], Callable[[], Any]]
@@ -30,13 +29,8 @@ def killed_program(kind: str) -> dict[str, Any]:
     endpoint = f"tcp://127.0.0.1:{free_port()}"
     if kind == "RPC":
         return _killed(_with_rpc, endpoint, free_port())
-    import ray
-
-    with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as folder:
-        ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, _temp_dir=folder)
-        found = _killed(_with_ray, endpoint, ray.get_runtime_context().gcs_address)
-        ray.shutdown()
-    return found
+    with cluster() as ray:
+        return _killed(_with_ray, endpoint, ray.get_runtime_context().gcs_address)
 
 
 def _killed(program: Callable[..., None], *args: Any) -> dict[str, Any]:

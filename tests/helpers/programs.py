@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing
+import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,22 @@ def report(pipe: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> No
     except BaseException:
         result, failure = None, traceback.format_exc()
     pipe.send((result, failure))
+
+
+RAY: dict[str, Any] = {"num_cpus": 4, "include_dashboard": False, "logging_level": "error", "log_to_driver": False}
+
+
+@contextmanager
+def cluster(**options: Any) -> Iterator[Any]:
+    """Ray, with a cluster of its own that leaves nothing behind."""
+    import ray
+
+    with tempfile.TemporaryDirectory(prefix="r-", dir="/tmp", ignore_cleanup_errors=True) as folder:  # short: Ray makes Unix sockets there
+        try:
+            ray.init(**RAY, _temp_dir=folder, **options)
+            yield ray
+        finally:
+            ray.shutdown()
 
 
 def alive(pids: Iterable[int]) -> list[int]:

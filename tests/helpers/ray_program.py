@@ -7,9 +7,7 @@ import asyncio
 import contextlib
 import os
 import pickle
-import shutil
 import sys
-import tempfile
 import threading
 import time
 import warnings
@@ -40,8 +38,8 @@ from helpers.called_workers import (
     sends_call_each_worker,
 )
 from helpers.processes import Filled, eventually, value_of
+from helpers.programs import cluster
 
-RAY: dict[str, Any] = {"num_cpus": 4, "include_dashboard": False, "logging_level": "error", "log_to_driver": False}
 STORE_BYTES = 700 << 20
 HOSTS = 4
 
@@ -484,13 +482,8 @@ ONCE_WITH_GLOO = (
 def run_with_ray(tell: Tell) -> None:
     """All cases, in a cluster that leaves nothing behind."""
     warnings.simplefilter("ignore")
-    import ray
-
-    torch.set_num_threads(1)
-    directory = tempfile.mkdtemp(prefix="r-", dir="/tmp")  # short: Ray makes Unix sockets there
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
-    try:
-        ray.init(**RAY, _temp_dir=directory, object_store_memory=STORE_BYTES)
+    with cluster(object_store_memory=STORE_BYTES):
         lab = RayLab("object_store")
         run_cases(lab, (*CASES, *OWN), tell)
         for case, module in ONCE:
@@ -499,6 +492,3 @@ def run_with_ray(tell: Tell) -> None:
         run_cases(lab, WITH_GLOO, tell, "gloo ")
         for case, module in ONCE_WITH_GLOO:
             run_cases(lab, [case], tell, "gloo ", (module,))
-    finally:
-        ray.shutdown()
-        shutil.rmtree(directory, ignore_errors=True)

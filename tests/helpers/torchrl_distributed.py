@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import Any
 
 from helpers.collecting_torchrl import make_env
+from helpers.programs import RAY
 from helpers.torchrl_programs import policy_of, shown
 
 SCHEMES = {
@@ -22,7 +23,6 @@ SCHEMES = {
     "RayCollector": "RayWeightSyncScheme",
 }
 PORTS = {"DistributedCollector": 29951, "RPCCollector": 29961}
-RAY = {"num_cpus": 2, "include_dashboard": False, "logging_level": "error", "log_to_driver": False}
 
 
 @contextmanager
@@ -37,7 +37,7 @@ def _collector_of(kind: str, scheme: Any, policy: Any, **options: Any) -> Iterat
         return
     import ray
 
-    with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as folder:
+    with tempfile.TemporaryDirectory(prefix="r-", dir="/tmp") as folder:
         remote = {"num_cpus": 1, "num_gpus": 0, "memory": 1 << 28}
         init = {**RAY, "_temp_dir": folder}
         yield theirs.RayCollector([make_env] * 2, policy, ray_init_config=init, remote_configs=remote, **options)
