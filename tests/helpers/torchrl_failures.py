@@ -11,59 +11,44 @@ from typing import Any
 from tensordict.nn import TensorDictModule
 from torch import nn
 
-from asyncsync import NotConnected, PartialSendError, SchemaMismatch, sync
+from asyncsync import PartialSendError, sync
 from helpers.collecting_torchrl import make_env
 from helpers.torchrl_programs import collector_of, policy_of
+
+
+def _failure(name: str, **options: Any) -> tuple[str, str]:
+    """What is raised where a collector cannot begin."""
+    schemes = {"policy": getattr(sync, name)()}
+    try:
+        collector_of("MultiSyncCollector", policy=policy_of(), weight_sync_schemes=schemes, **options)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
 
 
 def _broken() -> Any:
     raise FloatingPointError("this environment cannot be made")
 
 
-def fails_to_start(name: str) -> tuple[str, str]:
-    """A worker raises while it makes its environment: what the trainer gets, and within the time."""
-    try:
-        collector_of(
-            "MultiSyncCollector",
-            create_env_fn=[make_env, _broken],
-            policy=policy_of(),
-            weight_sync_schemes={"policy": getattr(sync, name)()},
-        )
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", ""
-
-
 def _killed() -> Any:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def fails_to_start(name: str) -> tuple[str, str]:
+    """A worker raises while it makes its environment."""
+    return _failure(name, create_env_fn=[make_env, _broken])
+
+
 def killed_at_start(name: str) -> tuple[str, str]:
     """A worker is killed before it is connected."""
-    try:
-        collector_of(
-            "MultiSyncCollector",
-            create_env_fn=[make_env, _killed],
-            policy=policy_of(),
-            weight_sync_schemes={"policy": getattr(sync, name)()},
-        )
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", ""
+    return _failure(name, create_env_fn=[make_env, _killed])
 
 
 def mismatched(name: str) -> tuple[str, str]:
     """The workers' policies cannot take the trainer's weights."""
-    try:
-        collector_of(
-            "MultiSyncCollector",
-            policy_factory=lambda: TensorDictModule(nn.Linear(4, 2), in_keys=["observation"], out_keys=["action"]),
-            policy=policy_of(),
-            weight_sync_schemes={"policy": getattr(sync, name)()},
-        )
-    except (NotConnected, PartialSendError, SchemaMismatch) as error:
-        return type(error).__name__, str(error)
-    return "", ""
+    return _failure(
+        name, policy_factory=lambda: TensorDictModule(nn.Linear(4, 2), in_keys=["observation"], out_keys=["action"])
+    )
 
 
 def killed(name: str, kind: str) -> dict[str, Any]:
