@@ -19,12 +19,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import functools
 import socket
 import sys
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -72,6 +74,9 @@ def free_port() -> int:
 _faces: weakref.WeakValueDictionary[int, Face] = weakref.WeakValueDictionary()
 
 
+WAITS = {"connect", "publish", "wait_version", "wait_lag", "receive", "fetch", "shutdown"}
+
+
 class Face:
     """A blocking scheme or bus whose methods that wait are awaited."""
 
@@ -81,7 +86,8 @@ class Face:
         object.__setattr__(self, "bare", bare)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.bare, name)
+        found = getattr(self.bare, name)
+        return functools.partial(in_thread, found) if name in WAITS else found
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self.bare, name, value)
@@ -96,32 +102,11 @@ class Face:
     def bus(self) -> Any:
         return face(self.bare.bus)
 
-    async def connect(self, *args: Any, **kwargs: Any) -> None:
-        return await in_thread(self.bare.connect, *args, **kwargs)
-
-    async def publish(self, *args: Any, **kwargs: Any) -> int:
-        return await in_thread(self.bare.publish, *args, **kwargs)
-
-    async def wait_version(self, *args: Any, **kwargs: Any) -> None:
-        return await in_thread(self.bare.wait_version, *args, **kwargs)
-
-    async def wait_lag(self, *args: Any, **kwargs: Any) -> int:
-        return await in_thread(self.bare.wait_lag, *args, **kwargs)
-
     async def send_async(self, *args: Any, **kwargs: Any) -> int:
         """``send``, which returns nothing; the version is right where nobody else sends meanwhile."""
         nothing = await in_thread(self.bare.send, *args, **kwargs)
         assert nothing is None
         return self.bare.version
-
-    async def receive(self, *args: Any, **kwargs: Any) -> Any:
-        return await in_thread(self.bare.receive, *args, **kwargs)
-
-    async def fetch(self, *args: Any, **kwargs: Any) -> Any:
-        return await in_thread(self.bare.fetch, *args, **kwargs)
-
-    async def shutdown(self, *args: Any, **kwargs: Any) -> None:
-        return await in_thread(self.bare.shutdown, *args, **kwargs)
 
     async def __aenter__(self) -> Face:
         entered = await in_thread(self.bare.__enter__)
@@ -149,31 +134,20 @@ def is_instant(scheme: Any) -> bool:
     return isinstance(bare(scheme), asyncsync.sync.SharedMemWeightSyncScheme)
 
 
+@dataclass
 class Family:
-    """A bus with several models, and its workers' schemes and models.
+    """A bus with several models, and its workers' schemes and models."""
 
-    Args:
-        bus: the sender's.
-        schemes: the sender's, by model id.
-        sources: its models.
-        workers: of each worker its schemes.
-        models: of each worker its models.
-    """
+    bus: Any
+    schemes: dict[str, Any]
+    sources: dict[str, Any]
+    workers: list[dict[str, Any]]
+    models: list[dict[str, Any]]
 
-    def __init__(
-        self,
-        bus: Any,
-        schemes: dict[str, Any],
-        sources: dict[str, Any],
-        workers: list[dict[str, Any]],
-        models: list[dict[str, Any]],
-    ) -> None:
-        self.bus = bus
-        self.schemes = schemes
-        self.sources = sources
-        self.workers = workers
-        self.models = models
-        self.buses = [next(iter(worker.values())).bus for worker in workers]
+    @property
+    def buses(self) -> list[Any]:
+        """The workers'."""
+        return [next(iter(worker.values())).bus for worker in self.workers]
 
     @property
     def read(self) -> list[dict[str, set[float]]]:
@@ -203,12 +177,8 @@ class Api:
         is_far: bool = False,
         **options: Any,
     ) -> None:
-        self.name = name
-        self.is_far = is_far
-        self.is_fast = is_fast
-        self.module = module
-        self.kind = kind
-        self.options = options
+        self.name, self.module, self.kind, self.options = name, module, kind, options
+        self.is_fast, self.is_far = is_fast, is_far
         self.is_blocking = module is asyncsync.sync
         self.scheme_class: Any = getattr(module, f"{kind}WeightSyncScheme")
         self.transport_class: Any = getattr(module, f"{kind.replace('MultiProcess', 'MP')}Transport")
@@ -221,7 +191,6 @@ class Api:
 
     @property
     def is_instant(self) -> bool:
-        """As :func:`is_instant`."""
         return self.is_blocking and self.kind == "SharedMem"
 
     @property
@@ -249,8 +218,7 @@ class Api:
 
     @property
     def place(self) -> dict[str, Any]:
-        """Options by which a scheme's workers find it before it has been initialised; an address is drawn, a store is
-        not."""
+        """Options by which a scheme's workers find it before it has been initialised."""
         return {"store_info": ("127.0.0.1", free_port())} if self.kind == "Distributed" else {}
 
     def beside(self, sender: Any, *args: Any) -> Any:
@@ -266,7 +234,7 @@ class Api:
         return face(made) if self.is_blocking else made
 
     def scheme(self, *args: Any, **options: Any) -> Any:
-        """A scheme of this kind. Those without slots have this option left out."""
+        """A scheme of this kind; the option ``slots`` is for those that have some."""
         if not self.has_slots:
             options.pop("slots", None)
         return self.make(self.scheme_class, *args, **{**self.options, **self.place, **options})
@@ -278,7 +246,6 @@ class Api:
         return made
 
     def bus(self, *args: Any, **options: Any) -> Any:
-        """A Bus."""
         return self.make(self.module.Bus, *args, **options)
 
     def crew(self, workers: int = 2, *, scheme: Any = None, **options: Any) -> AbstractAsyncContextManager[Crew]:
