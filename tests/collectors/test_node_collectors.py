@@ -148,6 +148,11 @@ def test_rpcs_references_reach_the_nodes_collectors_and_an_agent_serves_one_coll
     assert found["still"] == [2.0]
 
 
+@pytest.mark.requirement(51, 152)
+def test_an_updater_pushes_to_nodes() -> None:
+    assert seen("by_rpc")["pushed"] == [8.0]
+
+
 @pytest.mark.parametrize("family", ["by_gloo", pytest.param("with_actors", marks=needs_ray)])
 def test_a_node_that_is_lost_is_launched_again_where_that_is_asked_for(family: str) -> None:
     assert seen(family)["again"] == [[2.0], [2.0], [6.0]]

@@ -10,10 +10,9 @@ import pytest
 
 from helpers import blocking_scenarios as scenarios
 from helpers import planted
-from helpers.blocking_crew import crew, idle
+from helpers.blocking_crew import crew, idle, in_process
 from helpers.blocking_interrupts import Strike, strike_everywhere
 from helpers.processes import LARGE, value_of
-from helpers.programs import in_program
 
 HUGE = 32 << 20  # float32 elements, 128 MiB
 BOUND = 2.0  # seconds, for a copy to end that cannot be taken back; asserted at five times that
@@ -40,7 +39,7 @@ BOUND = 2.0  # seconds, for a copy to end that cannot be taken back; asserted at
 def test_a_call_ends_soon_after_ctrl_c_and_loses_nothing(
     scenario: Callable[..., list[float]], arguments: tuple[Any, ...], record_property: Callable[[str, object], None]
 ) -> None:
-    took = in_program(scenario, *arguments, start_method="forkserver", must_end=True)
+    took = in_process(scenario, *arguments)
     record_property("seconds to KeyboardInterrupt, longest", max(took))
     assert max(took) < 5 * BOUND
 

@@ -14,7 +14,6 @@ import pytest
 
 from asyncsync import AckTimeout, DistributedWeightSyncScheme, PartialSendError, PeerLost, ZMQWeightSyncScheme
 from helpers import planted
-from helpers.elsewhere import FarWorker
 from helpers.processes import Filled, Remote, Schemes, Worker, eventually, impatient
 
 pytestmark = pytest.mark.timeout(90)
@@ -95,8 +94,8 @@ async def test_a_worker_killed_on_another_host_is_lost_when_its_connection_stays
 ) -> None:
     sender = schemes.sender(100, num_workers=2)
     impatient(sender)
-    workers = [start(FarWorker), start(FarWorker)]
-    await asyncio.gather(sender.connect(), *(w.connect(sender, i, 100) for i, w in enumerate(workers)))
+    workers = [start(Worker), start(Worker)]
+    await asyncio.gather(sender.connect(), *(w.connect(sender, i, 100, elsewhere=True) for i, w in enumerate(workers)))
     workers[1].signal(signal.SIGSTOP)
     sending = asyncio.create_task(sender.send_async(sender.model.fill(2)))
     await eventually(lambda: sender.status()[0].version == 2)

@@ -23,7 +23,7 @@ import torch
 from asyncsync.sync import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme, ZMQWeightSyncScheme
 from helpers import processes
 from helpers.processes import Filled
-from helpers.programs import report
+from helpers.programs import in_program, report
 
 assert processes  # its import has the fork server load what we need
 
@@ -105,6 +105,11 @@ def start(function: Callable[..., Any], *args: Any, method: str = "forkserver", 
     process = multiprocessing.get_context(method).Process(target=_one_thread, args=(function, args), daemon=daemon)
     process.start()
     return process
+
+
+def in_process(function: Callable[..., Any], *args: Any) -> Any:
+    """What the function returns in a process of its own, which has to end by itself then."""
+    return in_program(function, *args, start_method="forkserver", must_end=True)
 
 
 def in_fork(function: Callable[[], Any], timeout: float = 30.0) -> Any:

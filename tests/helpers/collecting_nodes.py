@@ -268,9 +268,10 @@ def by_rpc() -> dict[str, Any]:
     _prepare()
     options = {"num_worker_threads": 4, "_transports": ["uv"]}
     makes = partial(distributed.RPCCollector, launcher="mp", tensorpipe_options=options, tcp_port="29871")
-    found: dict[str, Any] = {}
+    source, found = policy(2.0), {}
     # The first, as torch binds RRefs to a process's first agent.
-    collector = makes([make()], policy(2.0), frames_per_batch=4, visible_devices=["cpu"])
+    updater = distributed.RPCWeightUpdater
+    collector = makes([make()], source, frames_per_batch=4, visible_devices=["cpu"], weight_updater=updater)
     [reference] = collector.collector_rrefs.values()
     found["remote"] = reference.rpc_sync().cascade_execute("env.set_seed", 5)
     try:
@@ -278,6 +279,10 @@ def by_rpc() -> dict[str, Any]:
     except RuntimeError as error:
         found["second"] = str(error)
     found["still"] = acted(collector.next())
+    source.module.fill(8.0)
+    collector.update_policy_weights_()
+    collector.next()
+    found["pushed"] = acted(collector.next())
     collector.shutdown()
     return found | _all_of(makes)
 

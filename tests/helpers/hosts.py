@@ -39,11 +39,10 @@ def tell(**event: Any) -> None:
 
 async def work(name: str, kind: str, connect: str, index: int, width: int) -> None:
     """A worker that looks at its model all the time, from another thread than the loop's."""
-    from asyncsync import SharedMemWeightSyncScheme, ZMQWeightSyncScheme
     from helpers.pairs import Model
 
-    cls = {"zmq": ZMQWeightSyncScheme, "shared": SharedMemWeightSyncScheme}[kind]
-    scheme = cls(connect=connect, allow_plaintext=True)
+    classes = {"zmq": "ZMQWeightSyncScheme", "shared": "SharedMemWeightSyncScheme", "auto": "AutoWeightSyncScheme"}
+    scheme = getattr(asyncsync, classes[kind])(connect=connect, allow_plaintext=True)
     model = Model(-1.0, width)
     scheme.init_on_receiver("policy", model=model, worker_idx=index, reconnect=True)
     last = -1.0
