@@ -18,26 +18,10 @@ import torch
 
 import asyncsync
 import asyncsync.sync
+from helpers import called_workers as called
 from helpers.apis import Api, bare, in_thread
-from helpers.called_faults import (
-    a_trainer_killed_amid_a_transfer_is_noticed,
-    a_worker_killed_amid_a_transfer_is_named_at_once,
-    no_forward_is_torn_while_updates_apply_as_they_come,
-)
-from helpers.called_workers import (
-    CASES,
-    LARGE,
-    PROGRAM_SECONDS,
-    Lab,
-    Tell,
-    Worker,
-    a_killed_worker_is_named_and_the_others_go_on,
-    cancel_waits,
-    of_many_publications_the_newest_is_applied,
-    run_cases,
-    sends_call_each_worker,
-)
-from helpers.processes import Filled, eventually, value_of
+from helpers.called_workers import PROGRAM_SECONDS, Lab, Tell, Worker, cancel_waits, run_cases
+from helpers.processes import LARGE, Filled, eventually, value_of
 from helpers.programs import cluster
 
 STORE_BYTES = 700 << 20
@@ -455,9 +439,9 @@ OWN = (
     a_shutdown_ends_a_connect_that_waits,
 )
 WITH_GLOO = (
-    sends_call_each_worker,
-    of_many_publications_the_newest_is_applied,
-    no_forward_is_torn_while_updates_apply_as_they_come,
+    called.sends_call_each_worker,
+    called.of_many_publications_the_newest_is_applied,
+    called.no_forward_is_torn_while_updates_apply_as_they_come,
 )
 
 # To what these show, the API of the sender makes no difference.
@@ -468,14 +452,14 @@ ONCE = (
     (a_collector_may_be_an_actor, asyncsync.sync),
     (nothing_stays_in_the_store, asyncsync),
     (tensors_of_all_kinds_go_through_the_store, asyncsync),
-    (a_killed_worker_is_named_and_the_others_go_on, asyncsync.sync),
-    (a_worker_killed_amid_a_transfer_is_named_at_once, asyncsync),
-    (a_trainer_killed_amid_a_transfer_is_noticed, asyncsync.sync),
+    (called.a_killed_worker_is_named_and_the_others_go_on, asyncsync.sync),
+    (called.a_worker_killed_amid_a_transfer_is_named_at_once, asyncsync),
+    (called.a_trainer_killed_amid_a_transfer_is_noticed, asyncsync.sync),
 )
 ONCE_WITH_GLOO = (
     (only_the_sender_of_a_transform_connects, asyncsync.sync),
-    (a_worker_killed_amid_a_transfer_is_named_at_once, asyncsync),
-    (a_trainer_killed_amid_a_transfer_is_noticed, asyncsync.sync),
+    (called.a_worker_killed_amid_a_transfer_is_named_at_once, asyncsync),
+    (called.a_trainer_killed_amid_a_transfer_is_noticed, asyncsync.sync),
 )
 
 
@@ -485,7 +469,7 @@ def run_with_ray(tell: Tell) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
     with cluster(object_store_memory=STORE_BYTES):
         lab = RayLab("object_store")
-        run_cases(lab, (*CASES, *OWN), tell)
+        run_cases(lab, (*called.CASES, *OWN), tell)
         for case, module in ONCE:
             run_cases(lab, [case], tell, modules=(module,))
         lab.options = {"backend": "gloo"}

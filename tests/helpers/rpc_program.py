@@ -14,40 +14,29 @@ import torch
 import asyncsync
 import asyncsync.sync
 from asyncsync.runtime.threads import settle
+from helpers import called_workers as called
 from helpers.apis import Api, free_port
-from helpers.called_faults import (
-    a_trainer_killed_amid_a_transfer_is_noticed,
-    a_worker_killed_amid_a_transfer_is_named_at_once,
-)
-from helpers.called_workers import (
-    CASES,
-    Lab,
-    Tell,
-    Worker,
-    a_killed_worker_is_named_and_the_others_go_on,
-    cancel_waits,
-    run_cases,
-)
+from helpers.called_workers import Lab, Tell, Worker, cancel_waits, run_cases
 from helpers.processes import value_of
 from helpers.programs import alive
 
 WORKERS = 5  # of which three are killed
 
 
-def join(rank: int, port: int, size: int = WORKERS + 1) -> None:
-    """Begin RPC in this process, one of so many."""
+def join(rank: int, port: int) -> None:
+    """Begin RPC in this process."""
     from torch.distributed import rpc
 
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     options = rpc.TensorPipeRpcBackendOptions(num_worker_threads=8, rpc_timeout=30, _transports=["uv"])
-    rpc.init_rpc(f"rank{rank}", rank=rank, world_size=size, rpc_backend_options=options)
+    rpc.init_rpc(f"rank{rank}", rank=rank, world_size=WORKERS + 1, rpc_backend_options=options)
 
 
-def serve(rank: int, port: int, size: int = WORKERS + 1) -> None:
+def serve(rank: int, port: int) -> None:
     """In a process: be called until the process that has started this one ends."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    join(rank, port, size)
+    join(rank, port)
     parent = multiprocessing.parent_process()
     parent.join()
     os._exit(0)  # RPC's own end would wait for the others
@@ -134,10 +123,10 @@ def run_with_rpc(tell: Tell) -> None:
     try:
         join(0, port)
         lab = RPCLab({rank: process.pid or 0 for rank, process in enumerate(processes, 1)})
-        run_cases(lab, (*CASES, coroutines_receive_in_a_loop_of_the_workers), tell)
-        run_cases(lab, [a_killed_worker_is_named_and_the_others_go_on], tell, modules=(asyncsync,))
-        run_cases(lab, [a_worker_killed_amid_a_transfer_is_named_at_once], tell, modules=(asyncsync.sync,))
-        run_cases(lab, [a_trainer_killed_amid_a_transfer_is_noticed], tell, modules=(asyncsync.sync,))
+        run_cases(lab, (*called.CASES, coroutines_receive_in_a_loop_of_the_workers), tell)
+        run_cases(lab, [called.a_killed_worker_is_named_and_the_others_go_on], tell, modules=(asyncsync,))
+        run_cases(lab, [called.a_worker_killed_amid_a_transfer_is_named_at_once], tell, modules=(asyncsync.sync,))
+        run_cases(lab, [called.a_trainer_killed_amid_a_transfer_is_noticed], tell, modules=(asyncsync.sync,))
     finally:
         for process in processes:
             process.kill()
