@@ -124,22 +124,18 @@ class Oracle:
     def _number(self, worker: Worker, epoch: tuple[int, int], version: int, model: str) -> int:
         """What this version of a model is for this worker."""
         trainer = next(t for t in self.trainers if t.epoch == epoch)
-        return trainer.records[version - 1].number_for(worker.index, "" if self.world.models == ("",) else model)
+        return trainer.records[version - 1].number_for(worker.index, self.world.topic(model))
 
     def _observe(self, worker: Worker) -> None:
         """After something was applied: is it what it must be?"""
-        changed = []
-        for model in worker.models:
-            number = worker.look(model)
-            if number != worker.contents[model]:
-                changed.append(model)
-                worker.contents[model] = number
+        found = {model: worker.look(model) for model in worker.models}
+        changed = [model for model, number in found.items() if number != worker.contents[model]]
+        worker.contents.update(found)
         for model in changed:
             number = worker.contents[model]
-            topic = "" if self.world.models == ("",) else model
             record = self.records.get(number)
             assert record is not None, f"{worker} holds {number}, which nobody has published"
-            owner = record.number_for(worker.index, topic)
+            owner = record.number_for(worker.index, self.world.topic(model))
             assert owner == number, f"{worker} holds the weights of another worker or model in {model!r}: {record}"
             assert not record.rejected, f"{worker} holds a publication that was rejected: {record}"
             mark = (record.trainer.epoch, record.version)
@@ -151,12 +147,8 @@ class Oracle:
                 if self._overtaken(record, objector.index):
                     continue
                 peer = publisher.peers.get(objector.index)
-                steady = (
-                    peer is not None
-                    and peer.nonce == objector.subscriber.session.nonce
-                    and not peer.lost
-                    and not peer.slow
-                )
+                is_known = peer is not None and peer.nonce == objector.subscriber.session.nonce
+                steady = is_known and not peer.lost and not peer.slow
                 early = self.now < record.time + self.world.settings.layout_patience
                 assert not (steady and early), (
                     f"{worker} has {record}, which {objector} cannot take and has not been asked about"

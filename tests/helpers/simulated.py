@@ -94,6 +94,10 @@ class World:
         """Whether this worker shares the trainer's host."""
         return self.local and worker not in self.apart
 
+    def topic(self, model: str) -> str:
+        """What the trainer calls a worker's model."""
+        return "" if self.models == ("",) else model
+
     @property
     def names(self) -> tuple[str, ...]:
         """The models as the workers call them."""
@@ -242,15 +246,9 @@ class Trainer:
     def begin_fast_path(self, model: str, channels: dict[bytes, SimulatedSideChannel]) -> SteadySender | None:
         publisher = self.publisher
         target = publisher.targets.models[model].common.current
-        if (
-            not publisher.settings.fast
-            or not self.usable
-            or target is None
-            or target.slab not in self.slots
-            or target.slab.in_place
-        ):
+        if not publisher.settings.fast or not self.usable or target is None:
             return None
-        if target.slab.references > 1:
+        if target.slab not in self.slots or target.slab.in_place or target.slab.references > 1:
             return None
         peers = publisher.announcer.steady(model, target.slab)
         if not peers or any(p.unsettled or p.slow for p in peers):
@@ -417,11 +415,9 @@ class Worker:
     def begin_fast_path(self, serial: int) -> None:
         """As a receiver's link does it."""
         subscriber = self.subscriber
-        if (
-            not subscriber.settings.fast
-            or subscriber.fast_path is not None
-            or (steady := subscriber.steady(serial)) is None
-        ):
+        if not subscriber.settings.fast or subscriber.fast_path is not None:
+            return
+        if (steady := subscriber.steady(serial)) is None:
             return
         model, part = steady
         held = subscriber.holdings.held.get(model)
