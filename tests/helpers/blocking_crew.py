@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-import pickle
 import signal
 import threading
 import time
@@ -21,28 +20,14 @@ from typing import Any
 import torch
 
 from asyncsync.sync import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme, ZMQWeightSyncScheme
-from helpers import processes
-from helpers.processes import Filled
+from helpers.processes import filled_sender, new_receiver  # which have the fork server load what we need
 from helpers.programs import in_program, report
-
-assert processes  # its import has the fork server load what we need
-
 
 KINDS: list[type[Any]] = [ZMQWeightSyncScheme, SharedMemWeightSyncScheme, MultiProcessWeightSyncScheme]
 
 
 def new_sender(numel: int, value: float = 1.0, *, of: type[Any] = ZMQWeightSyncScheme, **arguments: Any) -> Any:
-    scheme = of(**arguments)
-    scheme.init_on_sender(model_id="policy", model=Filled(numel, value))
-    return scheme
-
-
-def new_receiver(sender: Any, worker_idx: int = 0, kind: type | None = None, **arguments: Any) -> Any:
-    """The sender's scheme as a worker gets it, initialised there; or one of another class on the same endpoint."""
-    scheme = pickle.loads(pickle.dumps(sender)) if kind is None else kind(endpoint=sender.bus.endpoint)
-    numel = sum(p.numel() for p in sender.model.parameters())
-    scheme.init_on_receiver("policy", model=Filled(numel, -1.0), worker_idx=worker_idx, **arguments)
-    return scheme
+    return filled_sender(of, numel, value, **arguments)
 
 
 def in_threads(*calls: Callable[[], Any], timeout: float = 50.0) -> list[Any]:

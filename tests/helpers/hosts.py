@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager, suppress
 from importlib import import_module
 from pathlib import Path
@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 import asyncsync
+from helpers.pairs import Model
 
 TESTS, PACKAGE = (Path(file).resolve().parent.parent for file in (__file__, asyncsync.__file__))
 LARGE = 2_000_000  # elements: some MB, which take several chunks
@@ -39,8 +40,6 @@ def tell(**event: Any) -> None:
 
 async def work(name: str, kind: str, connect: str, index: int, width: int) -> None:
     """A worker that looks at its model all the time, from another thread than the loop's."""
-    from helpers.pairs import Model
-
     classes = {"zmq": "ZMQWeightSyncScheme", "shared": "SharedMemWeightSyncScheme", "auto": "AutoWeightSyncScheme"}
     scheme = getattr(asyncsync, classes[kind])(connect=connect, allow_plaintext=True)
     model = Model(-1.0, width)
@@ -260,14 +259,6 @@ async def _program(name: str) -> asyncio.subprocess.Process:
 
 def _die_with_the_test() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-
-
-async def until(met: Callable[[], bool], seconds: float, what: Callable[[], object] = str) -> None:
-    """Wait until this is so; AssertionError, with ``what`` there was instead, after so many seconds."""
-    deadline = asyncio.get_running_loop().time() + seconds
-    while not met():
-        assert asyncio.get_running_loop().time() < deadline, what()
-        await asyncio.sleep(0.01)
 
 
 def values(processes: Iterable[Process]) -> list[float]:

@@ -175,12 +175,17 @@ def held(receiver: Any) -> Iterator[None]:
         thread.join()
 
 
-async def until(predicate: Callable[[], bool], timeout: float = 5.0) -> None:
-    """Wait for what has no event of its own; fails when it does not come true."""
+async def eventually(condition: Callable[[], Any], timeout: float = 20.0, why: Callable[[], Any] = lambda: "") -> None:
+    """Wait for what no event tells: a counter, or a state that others change."""
     deadline = time.monotonic() + timeout
-    while not predicate():
-        assert time.monotonic() < deadline, "did not come true"
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout:g} s: {why()}"
         await asyncio.sleep(0.001)
+
+
+async def until(condition: Callable[[], Any], timeout: float = 5.0) -> None:
+    """The same for what comes soon."""
+    await eventually(condition, timeout)
 
 
 class Clock:

@@ -37,6 +37,8 @@ from asyncsync.model import update
 from asyncsync.model.gate import Gate, Writer
 from asyncsync.protocol.settings import Identity
 from helpers.apis import Face, in_thread
+from helpers.pairs import eventually as eventually
+from helpers.pairs import passed_on
 
 LARGE = 5 << 18  # float32 elements, 5 MiB: chunks; packed and copied by the work thread
 STOP_PATIENCE = 10.0  # seconds for a process to end by itself
@@ -86,6 +88,20 @@ def value_of(weights: Any) -> float:
 # -- the test's side ---------------------------------------------------------------------------------------------------
 
 
+def filled_sender(kind: type[Any], numel: int, value: float, **arguments: Any) -> Any:
+    scheme = kind(**arguments)
+    scheme.init_on_sender(model_id="policy", model=Filled(numel, value))
+    return scheme
+
+
+def new_receiver(sender: Any, worker_idx: int = 0, kind: type | None = None, **arguments: Any) -> Any:
+    """The sender's scheme as a worker gets it, initialised there; or one of another class on the same endpoint."""
+    scheme = passed_on(sender) if kind is None else kind(endpoint=sender.bus.endpoint)
+    numel = sum(p.numel() for p in sender.model.parameters())
+    scheme.init_on_receiver("policy", model=Filled(numel, -1.0), worker_idx=worker_idx, **arguments)
+    return scheme
+
+
 class Schemes:
     """Makes senders and receivers of :class:`Filled` weights in this loop."""
 
@@ -95,17 +111,12 @@ class Schemes:
     def sender(
         self, numel: int, value: float = 1.0, kind: type[ZMQWeightSyncScheme] = ZMQWeightSyncScheme, **arguments: Any
     ) -> ZMQWeightSyncScheme:
-        scheme = kind(**arguments)
-        scheme.init_on_sender(model_id="policy", model=Filled(numel, value))
-        self.made.append(scheme)
-        return scheme
+        self.made.append(filled_sender(kind, numel, value, **arguments))
+        return self.made[-1]
 
     def receiver(self, sender: ZMQWeightSyncScheme, worker_idx: int = 0, **arguments: Any) -> ZMQWeightSyncScheme:
-        scheme: ZMQWeightSyncScheme = pickle.loads(pickle.dumps(sender))
-        numel = sum(p.numel() for p in sender.model.parameters())
-        scheme.init_on_receiver("policy", model=Filled(numel, -1.0), worker_idx=worker_idx, **arguments)
-        self.made.append(scheme)
-        return scheme
+        self.made.append(new_receiver(sender, worker_idx, **arguments))
+        return self.made[-1]
 
     async def connected(
         self, numel: int, workers: int = 1, value: float = 1.0, **arguments: Any
@@ -119,14 +130,6 @@ class Schemes:
         made, self.made = self.made, []
         for scheme in made:
             await scheme.shutdown()
-
-
-async def eventually(condition: Callable[[], Any], timeout: float = 20.0, why: Callable[[], Any] = lambda: "") -> None:
-    """Wait for what no event tells: a counter, or a state that others change."""
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {timeout:g} s: {why()}"
-        await asyncio.sleep(0.002)
 
 
 def impatient(scheme: ZMQWeightSyncScheme, **changes: Any) -> None:
@@ -316,6 +319,9 @@ class _Party:
     async def closed(self) -> bool:
         return self.scheme.closed
 
+    async def value(self) -> float:
+        return self.model.value
+
     async def shutdown(self) -> None:
         if self.scheme is not None:
             await self.scheme.shutdown()
@@ -328,7 +334,7 @@ class _Party:
         try:
             await self.shutdown()
         finally:
-            asyncio.get_running_loop().call_soon(finish)
+            await self.leave(finish)
 
 
 class Trainer(_Party):
@@ -414,9 +420,6 @@ class Worker(_Party):
     async def wait_version(self, version: int, timeout: float = 30.0) -> float:
         """Returns what the model holds then."""
         await self.scheme.wait_version(version, timeout=timeout)
-        return self.model.value
-
-    async def value(self) -> float:
         return self.model.value
 
     async def applied_versions(self) -> list[int]:

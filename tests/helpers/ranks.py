@@ -10,7 +10,6 @@ Usage::
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -22,19 +21,15 @@ from torch import distributed
 from asyncsync import DistributedWeightSyncScheme, sync
 from helpers.apis import face, in_thread
 from helpers.apis import free_port as free_port
-from helpers.processes import Filled
+from helpers.processes import Filled, Trainer
 
 
 def _scheme(is_blocking: bool) -> Any:
     return face(sync.DistributedWeightSyncScheme()) if is_blocking else DistributedWeightSyncScheme()
 
 
-class Rank:
-    """One process, with a scheme of either API."""
-
-    def __init__(self, emit: Callable[[Any], None]) -> None:
-        self.emit = emit
-        self.scheme: Any = None
+class Rank(Trainer):
+    """One process, with a scheme of either API, that sends or follows."""
 
     async def begin(self, port: int, rank: int, world: int) -> None:
         """As torchrun starts it."""
@@ -58,12 +53,6 @@ class Rank:
         await self.scheme.connect(timeout=30)
         return self.scheme.worker_idx, self.model.value
 
-    async def send(self, value: float, timeout: float = 30.0) -> int:
-        return await self.scheme.send_async(self.model.fill(value), timeout=timeout)
-
-    async def value(self) -> float:
-        return self.model.value
-
     async def receive(self, timeout: float) -> bool:
         """Whether something came."""
         return await self.scheme.receive(timeout) is not None
@@ -81,8 +70,7 @@ class Rank:
         return float(number)
 
     async def stop(self, finish: Callable[[], Any]) -> None:
-        if self.scheme is not None:
-            await self.scheme.shutdown()
+        await self.shutdown()
         with suppress(Exception):
             distributed.destroy_process_group()
-        asyncio.get_running_loop().call_soon(finish)
+        await self.leave(finish)

@@ -13,6 +13,7 @@ import resource
 import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -141,12 +142,10 @@ class SharedTrainer(_Hurt, Trainer):
 class SharedWorker(_Hurt, Worker):
     """A receiver of them."""
 
-    _children: dict[int, tuple[int, int]]
-
     async def connect(
         self, scheme: Any, worker_idx: int, numel: int, *, inplace: bool | None = None, **options: Any
     ) -> int:
-        self._children = {}
+        self._children: dict[int, Connection] = {}
         if inplace is not None:
             scheme.init_on_receiver = functools.partial(scheme.init_on_receiver, inplace=inplace)
         return await super().connect(scheme, worker_idx, numel, **options)
@@ -210,47 +209,37 @@ class SharedWorker(_Hurt, Worker):
 
     async def fork(self) -> int:
         """A child that answers :meth:`ask`; returns its pid."""
-        there, mine = os.pipe()
-        here, its = os.pipe()
-        pid = os.fork()
-        if pid == 0:
+        here, there = Pipe()
+        if (pid := os.fork()) == 0:
             status = 1
             try:
-                for number in (mine, here, *sum(self._children.values(), ())):
-                    os.close(number)
+                for connection in (here, *self._children.values()):
+                    connection.close()
                 signal.alarm(60)  # no test lasts so long
-                while os.read(there, 1):
-                    try:
-                        answer = repr(value_of(dict(self.model.named_parameters())))
-                    except AssertionError as error:
-                        answer = str(error)
-                    os.write(its, f"{answer:<200}".encode())
+                with contextlib.suppress(EOFError):
+                    while there.recv():
+                        try:
+                            there.send(repr(self.model.value))
+                        except AssertionError as error:
+                            there.send(str(error))
                 status = 0
             finally:
                 os._exit(status)
-        os.close(there)
-        os.close(its)
-        self._children[pid] = (mine, here)
+        there.close()
+        self._children[pid] = here
         return pid
 
     async def ask(self, pid: int) -> str:
         """What the child's model holds."""
-        mine, here = self._children[pid]
-
-        def ask() -> str:
-            os.write(mine, b"?")
-            return os.read(here, 200).decode().strip()
-
-        return await asyncio.to_thread(ask)
+        self._children[pid].send(True)
+        return await asyncio.to_thread(self._children[pid].recv)
 
     async def end(self, pid: int, how: signal.Signals | None = None) -> int:
         """End a child; returns its exit code."""
-        mine, here = self._children.pop(pid)
         if how is not None:
             os.kill(pid, how)
-        os.close(mine)
+        self._children.pop(pid).close()
         _, status = await asyncio.to_thread(os.waitpid, pid, 0)
-        os.close(here)
         return os.waitstatus_to_exitcode(status)
 
     async def fork_often(self, count: int) -> tuple[list[str], list[str]]:
