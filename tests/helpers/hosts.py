@@ -16,8 +16,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,10 @@ from typing import Any
 import torch
 
 import asyncsync
-from helpers.pairs import Model
+from helpers.pairs import Model, eventually
 
 TESTS, PACKAGE = (Path(file).resolve().parent.parent for file in (__file__, asyncsync.__file__))
+until = eventually
 LARGE = 2_000_000  # elements: some MB, which take several chunks
 
 
@@ -40,8 +41,8 @@ def tell(**event: Any) -> None:
 
 async def work(name: str, kind: str, connect: str, index: int, width: int) -> None:
     """A worker that looks at its model all the time, from another thread than the loop's."""
-    classes = {"zmq": "ZMQWeightSyncScheme", "shared": "SharedMemWeightSyncScheme", "auto": "AutoWeightSyncScheme"}
-    scheme = getattr(asyncsync, classes[kind])(connect=connect, allow_plaintext=True)
+    cls = {"zmq": asyncsync.ZMQWeightSyncScheme, "shared": asyncsync.SharedMemWeightSyncScheme}[kind]
+    scheme = cls(connect=connect, allow_plaintext=True)
     model = Model(-1.0, width)
     scheme.init_on_receiver("policy", model=model, worker_idx=index, reconnect=True)
     last = -1.0
@@ -119,11 +120,10 @@ class Process:
 
 
 class Host:
-    """One namespace. ``plugged`` is the trainer's end of its cable."""
+    """One namespace."""
 
-    def __init__(self, name: str, cable: str, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
         self.name = name
-        self.cable = cable
         self.process = process
         self.processes: dict[str, Process] = {}
         self.ready = asyncio.Event()
@@ -158,10 +158,10 @@ class Host:
                     process.torn.append(event["torn"])
 
     def unplug(self) -> None:
-        ip("link", "set", self.cable, "down")
+        ip("link", "set", cable_of(self.name), "down")
 
     def plug(self) -> None:
-        ip("link", "set", self.cable, "up")
+        ip("link", "set", cable_of(self.name), "up")
 
 
 class Hosts(list[Host]):
@@ -194,7 +194,7 @@ def remove(tag: str) -> None:
     """Whatever there is of the hosts of one test run. Their cables go first: with a namespace they would go, too, but
     only some time after it, and their names are used again."""
     names = [name for name in names_of("netns", "list") if name.startswith(f"ash{tag}")]
-    cables = [["link", "del", name.replace("ash", "asv")] for name in names]
+    cables = [["link", "del", cable_of(name)] for name in names]
     for command in (*cables, *(["netns", "del", name] for name in names), ["link", "del", f"asb{tag}"]):
         subprocess.run(["ip", *command], capture_output=True, timeout=20, check=False)
 
@@ -206,55 +206,64 @@ def sweep() -> None:
             remove(left)
 
 
-@asynccontextmanager
-async def hosts(count: int) -> AsyncIterator[Hosts]:
-    """Make them, and remove them whatever happens. AssertionError: this system lets nobody make namespaces."""
+@contextmanager
+def namespaces(count: int) -> Iterator[tuple[str, list[str]]]:
+    """Make them, and remove them whatever happens: this host's address for them, and their names. AssertionError: this
+    system lets nobody make namespaces."""
     tag, third = f"{os.getpid():06x}", 1 + secrets.randbelow(250)
     sweep()
-    bridge, found, listeners = f"asb{tag}", Hosts(), []
-    found.address = f"198.18.{third}.1"
-    names = [f"ash{tag}{i}" for i in range(count)]
+    bridge, address, names = f"asb{tag}", f"198.18.{third}.1", [f"ash{tag}{i}" for i in range(count)]
     try:
         ip("link", "add", bridge, "type", "bridge")
-        ip("addr", "add", f"{found.address}/24", "dev", bridge)
+        ip("addr", "add", f"{address}/24", "dev", bridge)
         ip("link", "set", bridge, "up")
         for i, name in enumerate(names):
-            cable = f"asv{tag}{i}"
             ip("netns", "add", name)
-            ip("link", "add", cable, "type", "veth", "peer", "name", "eth0", "netns", name)
-            ip("link", "set", cable, "master", bridge, "up")
-            for command in (
-                ["link", "set", "lo", "up"],
-                ["addr", "add", f"198.18.{third}.{10 + i}/24", "dev", "eth0"],
-                ["link", "set", "eth0", "up"],
-            ):
-                ip("-n", name, *command)
-            found.append(Host(name, cable, await _program(name)))
-        listeners = [asyncio.create_task(host.listen()) for host in found]
-        await asyncio.wait_for(asyncio.gather(*(host.ready.wait() for host in found)), 100)
-        yield found
-        found.check()
+            ip("link", "add", cable_of(name), "type", "veth", "peer", "name", "eth0", "netns", name)
+            ip("link", "set", cable_of(name), "master", bridge, "up")
+            ip("-n", name, "link", "set", "lo", "up")
+            ip("-n", name, "addr", "add", f"198.18.{third}.{10 + i}/24", "dev", "eth0")
+            ip("-n", name, "link", "set", "eth0", "up")
+        yield address, names
     finally:
-        for host in found:
-            with suppress(ProcessLookupError):
-                host.process.kill()
-            await host.process.wait()
-        await asyncio.gather(*listeners)
         remove(tag)
 
 
-async def _program(name: str) -> asyncio.subprocess.Process:
-    command = ["ip", "netns", "exec", name, "unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+def cable_of(name: str) -> str:
+    """The trainer's end of it."""
+    return name.replace("ash", "asv")
+
+
+async def program(name: str, module: str) -> asyncio.subprocess.Process:
+    """A module's, in a namespace and in a pid namespace of its own."""
+    command = ["ip", "netns", "exec", name, "unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--uts"]
     return await asyncio.create_subprocess_exec(
-        *command,
-        sys.executable,
-        "-m",
-        "helpers.hosts",
+        *(*command, sys.executable, "-m", module),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=os.environ | {"PYTHONPATH": f"{TESTS}{os.pathsep}{PACKAGE}"},
         preexec_fn=_die_with_the_test,
     )
+
+
+@asynccontextmanager
+async def hosts(count: int) -> AsyncIterator[Hosts]:
+    """So many, each with its program."""
+    listeners = []
+    with namespaces(count) as (address, names):
+        found = Hosts([Host(name, await program(name, "helpers.hosts")) for name in names])
+        found.address = address
+        try:
+            listeners = [asyncio.create_task(host.listen()) for host in found]
+            await asyncio.wait_for(asyncio.gather(*(host.ready.wait() for host in found)), 100)
+            yield found
+            found.check()
+        finally:
+            for host in found:
+                with suppress(ProcessLookupError):
+                    host.process.kill()
+                await host.process.wait()
+            await asyncio.gather(*listeners)
 
 
 def _die_with_the_test() -> None:
