@@ -249,11 +249,11 @@ async def program(name: str, module: str) -> asyncio.subprocess.Process:
 @asynccontextmanager
 async def hosts(count: int) -> AsyncIterator[Hosts]:
     """So many, each with its program."""
-    listeners = []
-    with namespaces(count) as (address, names):
-        found = Hosts([Host(name, await program(name, "helpers.hosts")) for name in names])
-        found.address = address
+    listeners, found = [], Hosts()
+    with namespaces(count) as (found.address, names):
         try:
+            for name in names:
+                found.append(Host(name, await program(name, "helpers.hosts")))
             listeners = [asyncio.create_task(host.listen()) for host in found]
             await asyncio.wait_for(asyncio.gather(*(host.ready.wait() for host in found)), 100)
             yield found
