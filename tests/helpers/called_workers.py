@@ -100,14 +100,6 @@ class Worker:
         weights = self.scheme.fetch(timeout=20.0)
         return None if weights is None else value_of(weights)
 
-    def reach(self, version: int, timeout: float) -> str:
-        """Whether the version comes in time."""
-        try:
-            self.scheme.wait_version(version, timeout=timeout)
-        except asyncsync.WeightSyncError as error:
-            return type(error).__name__
-        return "it is there"
-
     def spoil(self) -> None:
         """What was received is the caller's own."""
         for leaf in self.received.values(True, True):
@@ -234,13 +226,15 @@ async def without_a_call_nothing_is_applied(lab: Lab, api: Api) -> None:
         assert await crew.states("value") == [2.0, 3.0]
         assert await crew.states("calls") == [1, 2]
         uncalled = crew.sender.remotes.pop(1)
-        version = await crew.publish(4.0)
-        await crew.sender.wait_version(version, 0)
-        assert await crew.states("value") == [4.0, 3.0]
+        for value, before in ((4.0, 3.0), (5.0, 4.0)):
+            await crew.sender.wait_version(await crew.publish(value), 0)
+            assert await crew.states("value") == [value, before]
+            if value == 4.0:
+                assert await crew.call(1, "fetch") == value, "it may pull"
         crew.sender.remotes[1] = uncalled
         await crew.call(1, "_receive_weights_scheme")  # anybody may call it
-        assert await crew.states("value") == [4.0, 4.0]
-        assert await crew.states("calls") == [2, 3]
+        assert await crew.states("value") == [5.0, 5.0]
+        assert await crew.states("calls") == [3, 3]
 
 
 @case
@@ -321,19 +315,6 @@ async def the_transports_setup_methods_are_the_two_sides_of_connect(lab: Lab, ap
 
 async def _run(api: Api, method: Callable[..., Any], *args: Any) -> Any:
     return await (in_thread(method, *args) if api.is_blocking else method(*args))
-
-
-@case
-async def a_worker_may_pull_and_wait_for_a_version(lab: Lab, api: Api) -> None:
-    async with lab.crew(api) as crew:
-        version = await crew.send(2.0)
-        assert await crew.call(0, "reach", version, 0.0) == "it is there"
-        assert await crew.call(0, "reach", version + 1, 0.1) == "AckTimeout"
-        crew.sender.remotes.pop(1)
-        version = await crew.publish(3.0)
-        assert await crew.call(1, "fetch") == 3.0
-        assert await crew.call(1, "reach", version, 5.0) == "it is there"
-        assert await crew.states("value") == [3.0, 3.0]
 
 
 @case

@@ -169,9 +169,8 @@ class SharedWorker(_Hurt, Worker):
             self.model()
             await asyncio.sleep(0)
 
-    async def train(self, steps: int, *, own: bool = False) -> float:
-        """An optimizer's steps; returns what the model holds then. ``own``: with momentum, kept between calls."""
-        return trains(self.model, steps, momentum=0.9 if own else 0.0)
+    async def train(self, steps: int) -> float:
+        return trains(self.model, steps)
 
     async def train_under_fire(self, steps: int) -> int:
         """Train all the time, each step in a hold; returns how often a step began with what nobody has sent."""
@@ -189,10 +188,6 @@ class SharedWorker(_Hurt, Worker):
     async def shutdown_and_keep_the_model(self) -> list[bool]:
         await self.scheme.shutdown()
         return is_repointed(self.model)
-
-    async def abandon(self) -> None:
-        """Forget the scheme without a word."""
-        self.scheme = None
 
     async def resident(self) -> int:
         """Bytes of this process's resident memory; a page that is mapped twice counts once."""
@@ -271,9 +266,9 @@ class SharedWorker(_Hurt, Worker):
         return await asyncio.to_thread(in_fork, child)
 
 
-def trains(model: nn.Module, steps: int, momentum: float = 0.0) -> float:
+def trains(model: nn.Module, steps: int) -> float:
     """Steps of an optimizer that write every element; returns what they all hold then."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=momentum)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     for _ in range(steps):
         optimizer.zero_grad()
         sum(p.sum() for p in model.parameters()).backward()

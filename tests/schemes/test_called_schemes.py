@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.thorough, pytest.mark.timeout(500)]
 OF_BOTH: dict[str, pytest.MarkDecorator] = {
     "transports_and_objects_are_registered_by_init": pytest.mark.requirement(14),
     "sends_call_each_worker": pytest.mark.requirement(19, 20, 22, 31, 32, 218),
-    "without_a_call_nothing_is_applied": pytest.mark.requirement(21, 22, 71),
+    "without_a_call_nothing_is_applied": pytest.mark.requirement(4, 21, 22, 71),
     "whoever_does_not_take_an_update_is_named": pytest.mark.requirement(195),
     "a_killed_worker_is_named_and_the_others_go_on": pytest.mark.requirement(195),
     "a_worker_killed_amid_a_transfer_is_named_at_once": pytest.mark.requirement(194, 195),
@@ -34,7 +34,6 @@ OF_BOTH: dict[str, pytest.MarkDecorator] = {
     "receive_takes_a_timeout": pytest.mark.requirement(45, 46),
     "transports_get_weights_model_and_strategy_with_each_call": pytest.mark.requirement(39, 40),
     "the_transports_setup_methods_are_the_two_sides_of_connect": pytest.mark.requirement(41),
-    "a_worker_may_pull_and_wait_for_a_version": pytest.mark.requirement(4),
     "a_cancelled_send_loses_nothing": pytest.mark.requirement(192),
     "the_loop_is_not_blocked_by_a_large_update": pytest.mark.requirement(191),
     "weights_for_each_worker_are_its_own": pytest.mark.requirement(71),
