@@ -15,6 +15,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
 import torch
@@ -32,27 +33,11 @@ def new_sender(numel: int, value: float = 1.0, *, of: type[Any] = ZMQWeightSyncS
 
 def in_threads(*calls: Callable[[], Any], timeout: float = 50.0) -> list[Any]:
     """Make blocking calls at the same time; returns their results, or raises what the first of them raised."""
-    results: list[Any] = [None] * len(calls)
-    errors: list[BaseException] = []
-
-    def make(i: int) -> None:
-        try:
-            results[i] = calls[i]()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=make, args=(i,), daemon=True) for i in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout)
-        assert not thread.is_alive(), "it hangs"
-    try:
-        if errors:
-            raise errors[0]
-    finally:
-        errors.clear()
-    return results
+    with ThreadPoolExecutor(len(calls)) as pool:
+        futures = [pool.submit(call) for call in calls]
+        for future in as_completed(futures, timeout):
+            future.result()
+        return [future.result() for future in futures]
 
 
 def connect(sender: Any, *receivers: Any) -> None:

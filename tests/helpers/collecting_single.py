@@ -147,6 +147,7 @@ def torchrl_walk(batch_size: tuple[int, ...] = (), longest: int = 0) -> Any:
         def __init__(self) -> None:
             super().__init__(batch_size=size)
             self.own = WalkEnv(batch_size, longest)
+            self.walk = self.own.walk
             self.observation_spec = Composite(observation=Unbounded((*size, 3)), shape=size)
             self.action_spec = Bounded(10.0, 11.0, (*size, 1))
             self.reward_spec = Unbounded((*size, 1))

@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -103,30 +104,30 @@ def serve() -> None:
 # -- in the test -------------------------------------------------------------------------------------------------------
 
 
+@dataclass
 class Process:
     """A worker or relay in a host: the value and version of its model, as it last said; ``torn``: what it should never
     have seen."""
 
-    def __init__(self, host: Host, name: str) -> None:
-        self.host = host
-        self.name = name
-        self.value = -1.0
-        self.version = 0
-        self.torn: list[Any] = []
-        self.failed = ""
+    host: Host
+    name: str
+    value: float = -1.0
+    version: int = 0
+    torn: list[Any] = field(default_factory=list)
+    failed: str = ""
 
     def kill(self, number: int = signal.SIGKILL) -> None:
         self.host.send(name=self.name, signal=int(number))
 
 
+@dataclass
 class Host:
     """One namespace."""
 
-    def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
-        self.name = name
-        self.process = process
-        self.processes: dict[str, Process] = {}
-        self.ready = asyncio.Event()
+    name: str
+    process: asyncio.subprocess.Process
+    processes: dict[str, Process] = field(default_factory=dict)
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
 
     def send(self, **request: Any) -> None:
         self.process.stdin.write((json.dumps(request) + "\n").encode())

@@ -25,18 +25,12 @@ from asyncsync.protocol.targets import Publication
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab, SlabPool
 from asyncsync.weights.source_cache import SourceCache
-from asyncsync.weights.tree import FlatWeights
 from asyncsync.wire import fields, messages
-from helpers.machines import Borrowed
+from helpers.machines import SHAPES, Borrowed, layout
 
 # Five layouts: one more than a worker remembers. A stubborn worker accepts the first only.
 DTYPES = (torch.float32, torch.float64, torch.int32, torch.int64, torch.int16)
-SHAPES = {("a",): (15,), ("b",): (2, 5)}
-LAYOUTS = [
-    Layout.of(FlatWeights({path: torch.empty(shape, dtype=dtype) for path, shape in SHAPES.items()}))
-    for dtype in DTYPES
-]
-
+LAYOUTS = [layout(dtype) for dtype in DTYPES]
 BOOT = "one host"
 NOBODY: frozenset[int] = frozenset()
 

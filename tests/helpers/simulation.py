@@ -26,13 +26,12 @@ from asyncsync.net.side_channel import join
 from asyncsync.protocol.fanout import EVERYBODY
 from asyncsync.weights.packing import pack
 from asyncsync.weights.slab import Slab
-from asyncsync.weights.tree import FlatWeights
 from asyncsync.wire import codec, messages
 from asyncsync.wire.metadata import encode_metadata
+from helpers.machines import flat
 from helpers.oracle import Oracle
 from helpers.simulated import (
     DTYPES,
-    SHAPES,
     Connection,
     Message,
     Record,
@@ -229,8 +228,7 @@ class Simulation(Oracle):
                 self._do_hold(b, 0)
             number = len(self.records) + 1
             record = Record(fast.version + 1, trainer, self.now, {model: {None: number}}, {number: torch.float32})
-            flat = FlatWeights({path: torch.full(shape, float(number)) for path, shape in SHAPES.items()})
-            if self.network or fast.waiting or not fast.publish(flat, self.now):
+            if self.network or fast.waiting or not fast.publish(flat(number), self.now):
                 break
             trainer.records.append(record)
             self.records[number] = record
@@ -816,10 +814,9 @@ class Simulation(Oracle):
         self._settle()
 
     def _slab(self, trainer: Trainer, model: str, number: int, dtype: torch.dtype, *, copied: bool) -> Slab:
-        flat = FlatWeights({path: torch.full(shape, number, dtype=dtype) for path, shape in SHAPES.items()})
         lent = model in self.world.lent
         slab = (trainer.slots if lent else trainer.pool).acquire(layout_of(dtype))
-        pack(slab, flat)
+        pack(slab, flat(number, dtype))
         if lent:
             self.images[number] = bytes(slab.memory)
             slab.in_place = number % 3 > 0 and not copied

@@ -12,8 +12,6 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
-import torch
-
 from asyncsync.bus.link import TICK
 from asyncsync.errors import ProtocolError
 from asyncsync.model.binding import Binding
@@ -22,23 +20,13 @@ from asyncsync.protocol.publisher import Publisher
 from asyncsync.protocol.settings import Identity, Settings
 from asyncsync.protocol.subscriber import Subscriber
 from asyncsync.relay.passing import Passing
-from asyncsync.weights.layout import Layout
-from asyncsync.weights.packing import pack
 from asyncsync.weights.slab import Slab, SlabPool
-from asyncsync.weights.tree import FlatWeights
 from asyncsync.wire import codec
 from asyncsync.wire.fields import FIRST_GUEST, Buffer
 from asyncsync.wire.messages import Instruction
+from helpers.machines import SMALL, nonce, slab_of
 
-SETTINGS = Settings(eager_bytes=0, chunk_bytes=40, window_bytes=80)
 MODEL = "policy"
-
-
-def flat(number: int) -> FlatWeights:
-    return FlatWeights({("a",): torch.full((15,), float(number)), ("b",): torch.full((2, 5), float(number))})
-
-
-LAYOUT = Layout.of(flat(0))
 
 
 def content(slab: Slab) -> int:
@@ -82,7 +70,7 @@ class Tree:
         *,
         seed: int = 0,
         elastic: bool = False,
-        settings: Settings = SETTINGS,
+        settings: Settings = SMALL,
     ) -> None:
         self.random = random.Random(seed)
         self.settings = settings
@@ -113,7 +101,7 @@ class Tree:
 
     def _nonce(self) -> bytes:
         self.nonces += 1
-        return self.nonces.to_bytes(16, "big")
+        return nonce(self.nonces)
 
     def _trainer(self) -> Node:
         node = Node(f"trainer {self.trainers}", self.settings)
@@ -195,21 +183,19 @@ class Tree:
             self.connect(child, self.root)
 
     def parent_of(self, depth: int, i: int) -> Node:
+        """Of relay ``i`` of a level; of worker ``i`` below the last one."""
         if depth == 0:
             return self.root
         above = self.relays[depth - 1]
-        return above[i * len(above) // len(self.relays[depth])]
+        return above[i * len(above) // (self.count if depth == len(self.relays) else len(self.relays[depth]))]
 
     def home(self, i: int) -> Node:
-        if not self.relays:
-            return self.root
-        return self.relays[-1][i * len(self.relays[-1]) // self.count]
+        return self.parent_of(len(self.relays), i)
 
     def publish(self) -> int:
         publisher = self.root.publisher
         number = len(self.numbers) + 1
-        slab = self.root.pool.acquire(LAYOUT)
-        pack(slab, flat(number))
+        slab = slab_of(self.root.pool, number)
         version = publisher.publish({MODEL: slab}, None, self.now)
         slab.release()
         self.numbers[publisher.epoch, version] = number
@@ -331,10 +317,8 @@ class Tree:
     def is_everywhere(self) -> bool:
         """Everybody has the newest version, and the trainer knows of each."""
         publisher = self.root.publisher
-        if any(node.seen != self.newest for node in self.workers):
-            return False
         outcome = publisher.progress.of(publisher.version, range(self.count), [MODEL])
-        return len(outcome.acked) == self.count
+        return all(node.seen == self.newest for node in self.workers) and len(outcome.acked) == self.count
 
     def missing(self) -> str:
         """For people: who lacks what."""
