@@ -104,7 +104,7 @@ def serve() -> None:
 # -- in the test -------------------------------------------------------------------------------------------------------
 
 
-@dataclass
+@dataclass(eq=False)
 class Process:
     """A worker or relay in a host: the value and version of its model, as it last said; ``torn``: what it should never
     have seen."""
@@ -120,7 +120,7 @@ class Process:
         self.host.send(name=self.name, signal=int(number))
 
 
-@dataclass
+@dataclass(eq=False)
 class Host:
     """One namespace."""
 

@@ -24,9 +24,11 @@ from asyncsync.weights.slab import Slab, SlabPool
 from asyncsync.wire import codec
 from asyncsync.wire.fields import FIRST_GUEST, Buffer
 from asyncsync.wire.messages import Instruction
-from helpers.machines import SMALL, nonce, slab_of
+from helpers.machines import SMALL, layout, nonce, slab_of
+from helpers.machines import flat as flat
 
 MODEL = "policy"
+LAYOUT = layout()
 
 
 def content(slab: Slab) -> int:
