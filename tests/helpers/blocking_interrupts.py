@@ -77,8 +77,8 @@ def sigint_raises() -> Iterator[None]:
 
 
 def interrupted(call: Callable[[], Any], delay: float) -> tuple[Any, float]:
-    """Make a call, with a SIGINT to this thread after so many seconds: what the call has returned, if it was faster, and
-    how long after the interrupt it has ended (seconds)."""
+    """Make a call, with a SIGINT to this thread after so many seconds: what the call has returned, if that was faster,
+    and how long after the interrupt it has ended (seconds)."""
     result = None
     timer = threading.Timer(delay, signal.pthread_kill, (threading.get_ident(), signal.SIGINT))
     begin = time.monotonic()
