@@ -110,22 +110,15 @@ class Worker:
 
 
 class Lab:
-    """How one family starts workers, calls and ends them. ``kind``: of its schemes; ``connects``: its ``connect``
-    brings the initial weights."""
+    """How one family starts workers, each in a process of its own, calls and ends them: ``start(kind, place, *args)``,
+    ``await call(worker, method, *args)``, ``end(worker)``.
+
+    ``kind``: of its schemes; ``connects``: its ``connect`` brings the initial weights.
+    """
 
     kind: str
     connects: bool
     options: dict[str, Any]
-
-    def start(self, kind: type, place: int, *args: Any, **options: Any) -> Any:
-        """An object of this kind, in a process of its own: that of the place."""
-        raise NotImplementedError
-
-    async def call(self, worker: Any, method: str, *args: Any) -> Any:
-        raise NotImplementedError
-
-    def end(self, worker: Any) -> None:
-        raise NotImplementedError
 
     def crew(
         self, api: Api, numel: int = SMALL, count: int = 2, *, kind: type[Worker] = Worker, **options: Any
@@ -594,23 +587,19 @@ Tell = Callable[[str, str, str], None]
 """``tell(case, api, failure)``"""
 
 
-def run_cases(
-    lab: Lab,
-    cases: Iterable[Any],
-    tell: Tell,
-    prefix: str = "",
-    modules: tuple[ModuleType, ...] = APIS,
-) -> None:
-    """Each case with these APIs."""
-    for module in modules:
-        api = Api(module.__name__, module, lab.kind)
-        for function in cases:
-            failure = ""
-            try:
-                asyncio.run(asyncio.wait_for(function(lab, api), 60))
-            except BaseException:
-                failure = traceback.format_exc()
-            tell(prefix + function.__name__, module.__name__, failure)
+def run_cases(lab: Lab, cases: Iterable[Case], once: Iterable[tuple[Case, ModuleType]], tell: Tell) -> None:
+    """Each case with both APIs; and those once to which the API of the sender makes no difference."""
+    for case, module in [*((case, module) for module in APIS for case in cases), *once]:
+        failure = ""
+        try:
+            asyncio.run(asyncio.wait_for(case(lab, Api(module.__name__, module, lab.kind)), 60))
+        except BaseException:
+            failure = traceback.format_exc()
+        tell(case.__name__, module.__name__, failure)
+
+
+def names(cases: Iterable[Case], once: Iterable[tuple[Case, ModuleType]]) -> list[str]:
+    return [case.__name__ for case in (*cases, *dict(once))]
 
 
 class Outcomes:

@@ -368,7 +368,7 @@ def with_actors() -> dict[str, Any]:
 
     _prepare()
     found: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory(prefix="r-", dir="/tmp") as folder:
+    with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as folder:
         given: dict[str, Any] = {"ray_init_config": {**RAY, "_temp_dir": folder}, "restarts": 1}
         evaluator = Evaluator(make(), policy(1.0), num_trajectories=1, backend="ray", collector_kwargs=given)
         collector = Collector(

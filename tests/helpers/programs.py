@@ -63,11 +63,11 @@ RAY: dict[str, Any] = {"num_cpus": 4, "include_dashboard": False, "logging_level
 
 
 @contextmanager
-def cluster(**options: Any) -> Iterator[Any]:
+def cluster(prefix: str = "r", **options: Any) -> Iterator[Any]:
     """Ray, with a cluster of its own that leaves nothing behind, in a directory with a name that sockets can bear."""
     import ray
 
-    with tempfile.TemporaryDirectory(prefix="r-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+    with tempfile.TemporaryDirectory(prefix=prefix, dir="/tmp", ignore_cleanup_errors=True) as folder:
         try:
             ray.init(**RAY, _temp_dir=folder, **options)
             yield ray

@@ -20,7 +20,7 @@ import asyncsync
 import asyncsync.sync
 from helpers import called_workers as called
 from helpers.apis import Api, bare, in_thread
-from helpers.called_workers import PROGRAM_SECONDS, Lab, Tell, Worker, cancel_waits, run_cases
+from helpers.called_workers import PROGRAM_SECONDS, Lab, Tell, Worker, cancel_waits, names, run_cases
 from helpers.processes import LARGE, Filled, eventually, value_of
 from helpers.programs import cluster
 
@@ -431,20 +431,14 @@ async def tensors_of_all_kinds_go_through_the_store(lab: RayLab, api: Api) -> No
     lab.end(actor)
 
 
-OWN = (
+BOTH_APIS = (
+    *called.CASES,
     coroutines_receive_in_an_actors_loop,
     the_page_of_rpc_collector_connects_a_receiver,
     only_the_sender_of_a_transform_connects,
     elastic_actors_come_and_go,
     a_shutdown_ends_a_connect_that_waits,
 )
-WITH_GLOO = (
-    called.sends_call_each_worker,
-    called.of_many_publications_the_newest_is_applied,
-    called.no_forward_is_torn_while_updates_apply_as_they_come,
-)
-
-# To what these show, the API of the sender makes no difference.
 ONCE = (
     (a_connect_that_is_cancelled_may_be_called_again, asyncsync),
     (a_restarted_actor_finds_its_target, asyncsync),
@@ -456,23 +450,26 @@ ONCE = (
     (called.a_worker_killed_amid_a_transfer_is_named_at_once, asyncsync),
     (called.a_trainer_killed_amid_a_transfer_is_noticed, asyncsync.sync),
 )
-ONCE_WITH_GLOO = (
+# With gloo:
+BOTH_APIS_OF_GLOO = (
+    called.sends_call_each_worker,
+    called.of_many_publications_the_newest_is_applied,
+    called.no_forward_is_torn_while_updates_apply_as_they_come,
+)
+ONCE_OF_GLOO = (
     (only_the_sender_of_a_transform_connects, asyncsync.sync),
     (called.a_worker_killed_amid_a_transfer_is_named_at_once, asyncsync),
     (called.a_trainer_killed_amid_a_transfer_is_noticed, asyncsync.sync),
 )
+NAMES = [*names(BOTH_APIS, ONCE), *(f"gloo {name}" for name in names(BOTH_APIS_OF_GLOO, ONCE_OF_GLOO))]
 
 
 def run_with_ray(tell: Tell) -> None:
-    """All cases, in a cluster that leaves nothing behind."""
+    """All cases."""
     warnings.simplefilter("ignore")
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
-    with cluster(object_store_memory=STORE_BYTES):
+    with cluster("r-", object_store_memory=STORE_BYTES):
         lab = RayLab("object_store")
-        run_cases(lab, (*called.CASES, *OWN), tell)
-        for case, module in ONCE:
-            run_cases(lab, [case], tell, modules=(module,))
+        run_cases(lab, BOTH_APIS, ONCE, tell)
         lab.options = {"backend": "gloo"}
-        run_cases(lab, WITH_GLOO, tell, "gloo ")
-        for case, module in ONCE_WITH_GLOO:
-            run_cases(lab, [case], tell, "gloo ", (module,))
+        run_cases(lab, BOTH_APIS_OF_GLOO, ONCE_OF_GLOO, lambda name, *rest: tell(f"gloo {name}", *rest))

@@ -16,7 +16,7 @@ import asyncsync.sync
 from asyncsync.runtime.threads import settle
 from helpers import called_workers as called
 from helpers.apis import Api, free_port
-from helpers.called_workers import Lab, Tell, Worker, cancel_waits, run_cases
+from helpers.called_workers import Lab, Tell, Worker, cancel_waits, names, run_cases
 from helpers.processes import value_of
 from helpers.programs import alive
 
@@ -112,6 +112,15 @@ async def coroutines_receive_in_a_loop_of_the_workers(lab: Lab, api: Api) -> Non
         assert await crew.states("calls") == [2, 2]
 
 
+BOTH_APIS = (*called.CASES, coroutines_receive_in_a_loop_of_the_workers)
+ONCE = (
+    (called.a_killed_worker_is_named_and_the_others_go_on, asyncsync),
+    (called.a_worker_killed_amid_a_transfer_is_named_at_once, asyncsync.sync),
+    (called.a_trainer_killed_amid_a_transfer_is_noticed, asyncsync.sync),
+)
+NAMES = names(BOTH_APIS, ONCE)
+
+
 def run_with_rpc(tell: Tell) -> None:
     """All cases; nothing is left behind."""
     warnings.simplefilter("ignore")
@@ -123,10 +132,7 @@ def run_with_rpc(tell: Tell) -> None:
     try:
         join(0, port)
         lab = RPCLab({rank: process.pid or 0 for rank, process in enumerate(processes, 1)})
-        run_cases(lab, (*called.CASES, coroutines_receive_in_a_loop_of_the_workers), tell)
-        run_cases(lab, [called.a_killed_worker_is_named_and_the_others_go_on], tell, modules=(asyncsync,))
-        run_cases(lab, [called.a_worker_killed_amid_a_transfer_is_named_at_once], tell, modules=(asyncsync.sync,))
-        run_cases(lab, [called.a_trainer_killed_amid_a_transfer_is_noticed], tell, modules=(asyncsync.sync,))
+        run_cases(lab, BOTH_APIS, ONCE, tell)
     finally:
         for process in processes:
             process.kill()

@@ -37,7 +37,7 @@ def _collector_of(kind: str, scheme: Any, policy: Any, **options: Any) -> Iterat
         return
     import ray
 
-    with tempfile.TemporaryDirectory(prefix="r-", dir="/tmp") as folder:
+    with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as folder:
         remote = {"num_cpus": 1, "num_gpus": 0, "memory": 1 << 28}
         init = {**RAY, "_temp_dir": folder}
         yield theirs.RayCollector([make_env] * 2, policy, ray_init_config=init, remote_configs=remote, **options)
