@@ -1,7 +1,6 @@
 """One face for both APIs and every scheme, so that one test proves a requirement for all of them.
 
     @pytest.mark.schemes("every")
-    @pytest.mark.requirement(19)
     async def test_connect_delivers_the_initial_weights(api: Api) -> None:
         async with api.crew(2, source=Model(6)) as everybody:
             assert everybody.read == [{6}, {6}]

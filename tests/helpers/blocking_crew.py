@@ -1,10 +1,4 @@
-"""Blocking senders and receivers, in this process and in others, that hold :class:`~helpers.processes.Filled` weights.
-
-Usage::
-
-    with crew(1000, workers=2) as (sender, receivers):
-        sender.send(sender.model.fill(2))
-"""
+"""Blocking senders and receivers, here and in other processes, of :class:`~helpers.processes.Filled` weights."""
 
 from __future__ import annotations
 

@@ -2,9 +2,6 @@
 
 A family's program (:mod:`helpers.ray_program`, :mod:`helpers.rpc_program`) starts what it needs, which takes seconds,
 and runs many cases there, each with both APIs on the sender's side. A test asks for the outcome of one.
-
-    program = Outcomes(run_with_ray)          # in a process of its own
-    program.check("sends_call_each_worker")   # raises what it has raised there
 """
 
 from __future__ import annotations

@@ -38,29 +38,18 @@ multiprocessing.get_context("forkserver").set_forkserver_preload(
 
 
 class Counting:
-    """Counts its steps; a trajectory has ``length`` of them.
-
-    Args:
-        length: steps of a trajectory.
-        delay: seconds that a step takes.
-        batch: batch size.
-        fail_at: this step (of all, from 1) raises.
-        error: what it raises then.
-        width: additional uint8 entries per observation, "pixels".
-        log: a file to which this process's pid is appended, and "closed" by close().
-        slow_reset: seconds for a reset but the first.
-    """
+    """Counts its steps; a trajectory has ``length`` of them."""
 
     def __init__(
         self,
         length: int = 5,
-        delay: float = 0.0,
+        delay: float = 0.0,  # seconds that a step takes
         batch: tuple[int, ...] = (),
-        fail_at: int = 0,
+        fail_at: int = 0,  # this step (of all, from 1) raises
         error: Callable[[], BaseException] = lambda: ValueError("the environment has failed"),
-        width: int = 0,
-        log: str = "",
-        slow_reset: float = 0.0,
+        width: int = 0,  # additional uint8 entries per observation, "pixels"
+        log: str = "",  # a file to which this process's pid is appended, and "closed" by close()
+        slow_reset: float = 0.0,  # seconds for a reset but the first
         kill_at: int = 0,
         widen_at: int = 0,
     ) -> None:

@@ -1,12 +1,4 @@
-"""Both ends of a transport alone, without a bus, each in a process of its own.
-
-Usage::
-
-    async with processes() as start:
-        offerer, fetcher = start(Offerer), start(Fetcher)
-        await fetcher.begin(0)
-        assert await fetcher.fetch(await offerer.offer(1000, 3), 1000) == {3}
-"""
+"""Both ends of a transport alone, without a bus, each in a process of its own."""
 
 from __future__ import annotations
 

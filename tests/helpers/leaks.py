@@ -125,11 +125,9 @@ def no_leaks(what: str) -> Iterator[None]:
 
     found = leaked()
     deadline = time.monotonic() + GRACE
-    pause = 0.0005
     while found and time.monotonic() < deadline:
         gc.collect()
-        time.sleep(pause)
-        pause = min(2 * pause, 0.05)
+        time.sleep(0.005)
         found = leaked()
     if found:
         pytest.fail(f"{what} left behind:\n  " + "\n  ".join(found), pytrace=False)

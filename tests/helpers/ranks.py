@@ -1,12 +1,4 @@
-"""Processes of a torchrun-like program: each has joined a process group, and constructs its scheme apart.
-
-Usage::
-
-    async with processes() as start:
-        trainer, worker = start(Rank), start(Rank)
-        await asyncio.gather(trainer.begin(port, 0, 2), worker.begin(port, 1, 2))
-        await asyncio.gather(trainer.send_from(numel, 3.0), worker.follow(numel))
-"""
+"""Processes of a torchrun-like program: each has joined a process group, and constructs its scheme apart."""
 
 from __future__ import annotations
 

@@ -37,36 +37,22 @@ NOBODY: frozenset[int] = frozenset()
 
 @dataclass(frozen=True)
 class World:
-    """What does not change during a run.
+    """What does not change during a run."""
 
-    Args:
-        workers: how many, 1 to 4.
-        elastic: the trainer does not know how many.
-        models: of the trainer; ``("",)``: it gives its only model no name, while the workers call theirs "policy".
-        stubborn: workers that accept one layout only.
-        eager, descriptors: how bytes travel (neither: as chunks).
-        local: the workers share the trainer's host, so their death is noticed at once.
-        lent: these models travel in slots that workers map, or copy out at once; only if local.
-        fast: whether the steady state is shorter than the general way.
-        fanout: whether workers can subscribe to what is sent to all of them, and whether that is ``"push"``.
-        compress, delta: how bytes that travel are encoded.
-        apart: workers on another host, to which the bytes of slots travel.
-    """
-
-    workers: int = 2
-    elastic: bool = False
-    models: tuple[str, ...] = ("policy",)
-    stubborn: frozenset[int] = frozenset()
-    eager: bool = False
+    workers: int = 2  # 1 to 4
+    elastic: bool = False  # the trainer does not know how many
+    models: tuple[str, ...] = ("policy",)  # ("",): the trainer gives its only one no name; the workers' is "policy"
+    stubborn: frozenset[int] = frozenset()  # workers that accept one layout only
+    eager: bool = False  # this, or descriptors: how bytes travel; neither: as chunks
     checksum: bool = False
     descriptors: bool = False
-    local: bool = True
-    lent: frozenset[str] = frozenset()
-    fast: bool = True
-    fanout: str | None = None
+    local: bool = True  # the workers share the trainer's host, so their death is noticed at once
+    lent: frozenset[str] = frozenset()  # models in slots that workers map, or copy out at once; only if local
+    fast: bool = True  # the steady state is shorter than the general way
+    fanout: str | None = None  # workers can subscribe to what is sent to all, and whether that is "push"
     compress: str = ""
     delta: bool = False
-    apart: frozenset[int] = frozenset()
+    apart: frozenset[int] = frozenset()  # workers on another host, to which the bytes of slots travel
 
     @property
     def settings(self) -> Settings:
@@ -191,14 +177,9 @@ class Slots(SlabPool):
 
 @dataclass(eq=False)
 class Use:
-    """Somebody in a worker process, besides its subscriber, reads a slab that holds this number.
+    """Somebody in a worker process, besides its subscriber, reads a slab that holds this number."""
 
-    Attributes:
-        kind: ``"reader"`` (copies it), ``"fork"`` (a child that has not its own copy yet), ``"model"`` (of a worker
-            that has left while its Parameters lie there).
-    """
-
-    kind: str
+    kind: str  # "reader" (copies it), "fork" (has not its own copy yet), "model" (of a worker that has left)
     slab: Slab
     number: int
 

@@ -16,16 +16,10 @@ TICK = 1e-3  # seconds that the watching coroutine sleeps
 
 @dataclass(frozen=True)
 class Stall:
-    """The longest time between two turns of a coroutine that sleeps 1 ms, in seconds.
-
-    Attributes:
-        raw: as the coroutine sees it.
-        running: without the time for which the loop's thread was ready to run and waited for a CPU; None where the
-            kernel does not tell.
-    """
+    """The longest time between two turns of a coroutine that sleeps 1 ms, in seconds."""
 
     raw: float
-    running: float | None
+    running: float | None  # without the time for which the thread waited for a CPU; None: the kernel does not tell
 
 
 def _waited() -> float | None:
