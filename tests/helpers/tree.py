@@ -27,6 +27,7 @@ from asyncsync.wire.messages import Instruction
 from helpers.machines import SMALL, layout, nonce, slab_of
 from helpers.machines import flat as flat
 
+SETTINGS = SMALL
 MODEL = "policy"
 LAYOUT = layout()
 
@@ -72,7 +73,7 @@ class Tree:
         *,
         seed: int = 0,
         elastic: bool = False,
-        settings: Settings = SMALL,
+        settings: Settings = SETTINGS,
     ) -> None:
         self.random = random.Random(seed)
         self.settings = settings
