@@ -69,7 +69,7 @@ def cluster(prefix: str = "r", **options: Any) -> Iterator[Any]:
 
     with tempfile.TemporaryDirectory(prefix=prefix, dir="/tmp", ignore_cleanup_errors=True) as folder:
         try:
-            ray.init(**RAY, _temp_dir=folder, **options)
+            ray.init(**{**RAY, **options}, _temp_dir=folder)
             yield ray
         finally:
             ray.shutdown()

@@ -468,7 +468,7 @@ def run_with_ray(tell: Tell) -> None:
     """All cases."""
     warnings.simplefilter("ignore")
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
-    with cluster("r-", object_store_memory=STORE_BYTES):
+    with cluster("r-", num_cpus=2, object_store_memory=STORE_BYTES):
         lab = RayLab("object_store")
         run_cases(lab, BOTH_APIS, ONCE, tell)
         lab.options = {"backend": "gloo"}
