@@ -12,7 +12,6 @@ import asyncio
 import gc
 import os
 import shutil
-import socket
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import closing
@@ -25,7 +24,7 @@ import uvloop
 import zmq
 from torch.distributed import TCPStore
 
-from helpers.apis import QUICK, SETS, Api
+from helpers.apis import QUICK, SETS, Api, free_port
 from helpers.collecting_torchrl import Programs
 from helpers.elsewhere import claim_another_host
 from helpers.leaks import no_leaks, no_tasks
@@ -128,9 +127,7 @@ def endpoint(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """An explicit address: ipc, or tcp where the test is parametrised with it."""
     if getattr(request, "param", "ipc") == "ipc":
         return f"ipc://{tmp_path}/bus"
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    return f"tcp://127.0.0.1:{free_port()}"
 
 
 @pytest.fixture

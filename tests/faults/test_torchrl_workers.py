@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from helpers import torchrl_failures as programs
+from helpers import torchrl_programs as programs
 from helpers.collecting_single import needs_torchrl
 from helpers.collecting_torchrl import Programs
 

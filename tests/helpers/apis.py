@@ -1,7 +1,6 @@
 """One face for both APIs and every scheme, so that one test proves a requirement for all of them.
 
     @pytest.mark.schemes("every")
-    @pytest.mark.requirement(19)
     async def test_connect_delivers_the_initial_weights(api: Api) -> None:
         async with api.crew(2, source=Model(6)) as everybody:
             assert everybody.read == [{6}, {6}]
@@ -19,33 +18,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import functools
 import socket
 import sys
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 import asyncsync
 import asyncsync.sync
 from helpers.pairs import Clock, Crew, Model, connected, crew, passed_on, read
-
-__all__ = [
-    "ASYNCIO",
-    "BLOCKING",
-    "QUICK",
-    "SETS",
-    "Api",
-    "Face",
-    "Family",
-    "bare",
-    "face",
-    "free_port",
-    "in_thread",
-    "is_instant",
-]
 
 
 async def in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -81,11 +67,13 @@ async def in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 def free_port() -> int:
     """One on loopback, at this moment."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
+        return probe.getsockname()[1]
 
 
 _faces: weakref.WeakValueDictionary[int, Face] = weakref.WeakValueDictionary()
+
+
+WAITS = {"connect", "publish", "wait_version", "wait_lag", "receive", "fetch", "shutdown"}
 
 
 class Face:
@@ -97,7 +85,8 @@ class Face:
         object.__setattr__(self, "bare", bare)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.bare, name)
+        found = getattr(self.bare, name)
+        return functools.partial(in_thread, found) if name in WAITS else found
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self.bare, name, value)
@@ -112,33 +101,11 @@ class Face:
     def bus(self) -> Any:
         return face(self.bare.bus)
 
-    async def connect(self, *args: Any, **kwargs: Any) -> None:
-        return await in_thread(self.bare.connect, *args, **kwargs)
-
-    async def publish(self, *args: Any, **kwargs: Any) -> int:
-        return await in_thread(self.bare.publish, *args, **kwargs)
-
-    async def wait_version(self, *args: Any, **kwargs: Any) -> None:
-        return await in_thread(self.bare.wait_version, *args, **kwargs)
-
-    async def wait_lag(self, *args: Any, **kwargs: Any) -> int:
-        version: int = await in_thread(self.bare.wait_lag, *args, **kwargs)
-        return version
-
     async def send_async(self, *args: Any, **kwargs: Any) -> int:
         """``send``, which returns nothing; the version is right where nobody else sends meanwhile."""
         nothing = await in_thread(self.bare.send, *args, **kwargs)
         assert nothing is None
         return self.bare.version
-
-    async def receive(self, *args: Any, **kwargs: Any) -> Any:
-        return await in_thread(self.bare.receive, *args, **kwargs)
-
-    async def fetch(self, *args: Any, **kwargs: Any) -> Any:
-        return await in_thread(self.bare.fetch, *args, **kwargs)
-
-    async def shutdown(self, *args: Any, **kwargs: Any) -> None:
-        return await in_thread(self.bare.shutdown, *args, **kwargs)
 
     async def __aenter__(self) -> Face:
         entered = await in_thread(self.bare.__enter__)
@@ -166,31 +133,20 @@ def is_instant(scheme: Any) -> bool:
     return isinstance(bare(scheme), asyncsync.sync.SharedMemWeightSyncScheme)
 
 
+@dataclass
 class Family:
-    """A bus with several models, and its workers' schemes and models.
+    """A bus with several models, and its workers' schemes and models."""
 
-    Args:
-        bus: the sender's.
-        schemes: the sender's, by model id.
-        sources: its models.
-        workers: of each worker its schemes.
-        models: of each worker its models.
-    """
+    bus: Any
+    schemes: dict[str, Any]
+    sources: dict[str, Any]
+    workers: list[dict[str, Any]]
+    models: list[dict[str, Any]]
 
-    def __init__(
-        self,
-        bus: Any,
-        schemes: dict[str, Any],
-        sources: dict[str, Any],
-        workers: list[dict[str, Any]],
-        models: list[dict[str, Any]],
-    ) -> None:
-        self.bus = bus
-        self.schemes = schemes
-        self.sources = sources
-        self.workers = workers
-        self.models = models
-        self.buses = [next(iter(worker.values())).bus for worker in workers]
+    @property
+    def buses(self) -> list[Any]:
+        """The workers'."""
+        return [next(iter(worker.values())).bus for worker in self.workers]
 
     @property
     def read(self) -> list[dict[str, set[float]]]:
@@ -220,12 +176,8 @@ class Api:
         is_far: bool = False,
         **options: Any,
     ) -> None:
-        self.name = name
-        self.is_far = is_far
-        self.is_fast = is_fast
-        self.module = module
-        self.kind = kind
-        self.options = options
+        self.name, self.module, self.kind, self.options = name, module, kind, options
+        self.is_fast, self.is_far = is_fast, is_far
         self.is_blocking = module is asyncsync.sync
         self.scheme_class: Any = getattr(module, f"{kind}WeightSyncScheme")
         self.transport_class: Any = getattr(module, f"{kind.replace('MultiProcess', 'MP')}Transport")
@@ -238,7 +190,6 @@ class Api:
 
     @property
     def is_instant(self) -> bool:
-        """As :func:`is_instant`."""
         return self.is_blocking and self.kind == "SharedMem"
 
     @property
@@ -266,8 +217,7 @@ class Api:
 
     @property
     def place(self) -> dict[str, Any]:
-        """Options by which a scheme's workers find it before it has been initialised; an address is drawn, a store is
-        not."""
+        """Options by which a scheme's workers find it before it has been initialised."""
         return {"store_info": ("127.0.0.1", free_port())} if self.kind == "Distributed" else {}
 
     def beside(self, sender: Any, *args: Any) -> Any:
@@ -283,7 +233,7 @@ class Api:
         return face(made) if self.is_blocking else made
 
     def scheme(self, *args: Any, **options: Any) -> Any:
-        """A scheme of this kind. Those without slots have this option left out."""
+        """A scheme of this kind; the option ``slots`` is for those that have some."""
         if not self.has_slots:
             options.pop("slots", None)
         return self.make(self.scheme_class, *args, **{**self.options, **self.place, **options})
@@ -295,7 +245,6 @@ class Api:
         return made
 
     def bus(self, *args: Any, **options: Any) -> Any:
-        """A Bus."""
         return self.make(self.module.Bus, *args, **options)
 
     def crew(self, workers: int = 2, *, scheme: Any = None, **options: Any) -> AbstractAsyncContextManager[Crew]:

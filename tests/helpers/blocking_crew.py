@@ -1,90 +1,37 @@
-"""Blocking senders and receivers, in this process and in others, that hold :class:`~helpers.processes.Filled` weights.
-
-Usage::
-
-    with crew(1000, workers=2) as (sender, receivers):
-        sender.send(sender.model.fill(2))
-
-    in_process(function, 1, 2)        # what function(1, 2) returns in a process of its own
-"""
+"""Blocking senders and receivers, here and in other processes, of :class:`~helpers.processes.Filled` weights."""
 
 from __future__ import annotations
 
 import contextlib
 import multiprocessing
 import os
-import pickle
 import signal
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
 import torch
 
 from asyncsync.sync import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme, ZMQWeightSyncScheme
-from helpers import processes
-from helpers.processes import Filled
-
-__all__ = [
-    "KINDS",
-    "connect",
-    "crew",
-    "idle",
-    "idle_soon",
-    "in_fork",
-    "in_process",
-    "in_threads",
-    "new_receiver",
-    "new_sender",
-    "start",
-]
-
-assert processes  # its import has the fork server load what we need
-
+from helpers.processes import filled_sender, new_receiver  # which have the fork server load what we need
+from helpers.programs import in_program, report
 
 KINDS: list[type[Any]] = [ZMQWeightSyncScheme, SharedMemWeightSyncScheme, MultiProcessWeightSyncScheme]
 
 
 def new_sender(numel: int, value: float = 1.0, *, of: type[Any] = ZMQWeightSyncScheme, **arguments: Any) -> Any:
-    scheme = of(**arguments)
-    scheme.init_on_sender(model_id="policy", model=Filled(numel, value))
-    return scheme
-
-
-def new_receiver(sender: Any, worker_idx: int = 0, kind: type | None = None, **arguments: Any) -> Any:
-    """The sender's scheme as a worker gets it, initialised there; or one of another class on the same endpoint."""
-    scheme = pickle.loads(pickle.dumps(sender)) if kind is None else kind(endpoint=sender.bus.endpoint)
-    numel = sum(p.numel() for p in sender.model.parameters())
-    scheme.init_on_receiver("policy", model=Filled(numel, -1.0), worker_idx=worker_idx, **arguments)
-    return scheme
+    return filled_sender(of, numel, value, **arguments)
 
 
 def in_threads(*calls: Callable[[], Any], timeout: float = 50.0) -> list[Any]:
     """Make blocking calls at the same time; returns their results, or raises what the first of them raised."""
-    results: list[Any] = [None] * len(calls)
-    errors: list[BaseException] = []
-
-    def make(i: int) -> None:
-        try:
-            results[i] = calls[i]()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=make, args=(i,), daemon=True) for i in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout)
-        assert not thread.is_alive(), "it hangs"
-    try:
-        if errors:
-            raise errors[0]
-    finally:
-        errors.clear()
-    return results
+    with ThreadPoolExecutor(len(calls)) as pool:
+        futures = [pool.submit(call) for call in calls]
+        for future in as_completed(futures, timeout):
+            future.result()
+        return [future.result() for future in futures]
 
 
 def connect(sender: Any, *receivers: Any) -> None:
@@ -124,27 +71,9 @@ def start(function: Callable[..., Any], *args: Any, method: str = "forkserver", 
     return process
 
 
-def in_process(function: Callable[..., Any], *args: Any, method: str = "forkserver", timeout: float = 50.0) -> Any:
-    """What the function returns in a process of its own; its failure is one here."""
-    here, there = multiprocessing.Pipe()
-    process = start(_report, there, function, args, method=method)
-    there.close()
-    try:
-        assert here.poll(timeout), "it hangs"
-        try:
-            result, failure = here.recv()
-        except EOFError:
-            process.join(timeout)
-            raise AssertionError(f"the process has ended with {process.exitcode}") from None
-        process.join(10)
-        assert process.exitcode == 0, "it does not end"
-    finally:
-        process.kill()
-        process.join()
-        process.close()
-        here.close()
-    assert failure is None, failure
-    return result
+def in_process(function: Callable[..., Any], *args: Any) -> Any:
+    """What the function returns in a process of its own, which has to end by itself then."""
+    return in_program(function, *args, start_method="forkserver", must_end=True)
 
 
 def in_fork(function: Callable[[], Any], timeout: float = 30.0) -> Any:
@@ -155,7 +84,7 @@ def in_fork(function: Callable[[], Any], timeout: float = 30.0) -> Any:
         status = 1
         try:
             here.close()
-            _report(there, function, ())
+            report(there, function, ())
             status = 0
         finally:
             os._exit(status)
@@ -174,12 +103,3 @@ def in_fork(function: Callable[[], Any], timeout: float = 30.0) -> Any:
 def _one_thread(function: Callable[..., Any], args: Any) -> None:
     torch.set_num_threads(1)
     function(*args)
-
-
-def _report(connection: Connection, function: Callable[..., Any], args: Any) -> None:
-    try:
-        result, failure = function(*args), None
-    except BaseException:
-        result, failure = None, traceback.format_exc()
-    connection.send((result, failure))
-    connection.close()

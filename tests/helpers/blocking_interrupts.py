@@ -11,9 +11,6 @@ from collections.abc import Callable, Iterator
 from types import FrameType, ModuleType
 from typing import Any
 
-__all__ = ["Interrupter", "Strike", "sigint_elsewhere", "sigint_raises", "strike_everywhere"]
-
-
 # Destructors and weak references' callbacks: what strikes there the interpreter reports, and goes on.
 IGNORED = ("__del__", "_remove")
 
@@ -79,51 +76,21 @@ def sigint_raises() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-class Interrupter:
-    """``with Interrupter() as interrupted: …; interrupted(call, 0.01)`` sends this process a SIGINT after 0.01 s."""
-
-    def __init__(self) -> None:
-        self._delay: float | None = None
-        self._armed = threading.Semaphore(0)
-        self._sent = 0
-        self._thread = threading.Thread(target=self._run)
-
-    def __enter__(self) -> Interrupter:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._delay = None
-        self._armed.release()
-        self._thread.join()
-
-    def __call__(self, call: Callable[[], Any], delay: float) -> tuple[Any, float]:
-        """What the call returned, if it was faster, and how long after the interrupt it ended (seconds)."""
-        result = None
-        expected = self._sent + 1
-        self._delay = delay
-        begin = time.monotonic()
-        try:
-            self._armed.release()
-            result = call()
-            while True:
-                time.sleep(0.001)
-        except KeyboardInterrupt:
-            took = time.monotonic() - begin - delay
-        while self._sent < expected:
-            time.sleep(0.001)
-        return result, took
-
-    def _run(self) -> None:
-        main = threading.main_thread().ident
-        assert main is not None
+def interrupted(call: Callable[[], Any], delay: float) -> tuple[Any, float]:
+    """Make a call, with a SIGINT to this thread after so many seconds: what the call has returned, if that was faster,
+    and how long after the interrupt it has ended (seconds)."""
+    result = None
+    timer = threading.Timer(delay, signal.pthread_kill, (threading.get_ident(), signal.SIGINT))
+    begin = time.monotonic()
+    try:
+        timer.start()
+        result = call()
         while True:
-            self._armed.acquire()
-            if self._delay is None:
-                return
-            time.sleep(self._delay)
-            signal.pthread_kill(main, signal.SIGINT)
-            self._sent += 1
+            time.sleep(0.001)
+    except KeyboardInterrupt:
+        took = time.monotonic() - begin - delay
+    timer.join()
+    return result, took
 
 
 @contextlib.contextmanager

@@ -12,10 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from helpers.blocking_crew import connect, crew, idle_soon, in_threads, new_receiver, new_sender
-from helpers.blocking_interrupts import Interrupter, sigint_raises
+from helpers.blocking_interrupts import interrupted, sigint_raises
 from helpers.processes import value_of
-
-__all__ = ["connecting", "fetching", "receiving", "sending", "shutting_down", "waiting"]
 
 
 def works(sender: Any, receiver: Any) -> None:
@@ -32,7 +30,7 @@ def works(sender: Any, receiver: Any) -> None:
 def connecting(side: str, rounds: int, span: float) -> list[float]:
     """The sender's, or the receiver's, connect; the loop thread is started by it."""
     took = []
-    with sigint_raises(), Interrupter() as interrupted:
+    with sigint_raises():
         for i in range(rounds):
             assert idle_soon()
             sender = new_sender(1000, num_workers=1)
@@ -50,7 +48,7 @@ def connecting(side: str, rounds: int, span: float) -> list[float]:
 
 def sending(numel: int, rounds: int, span: float) -> list[float]:
     took = []
-    with sigint_raises(), Interrupter() as interrupted, crew(numel) as (sender, [receiver]):
+    with sigint_raises(), crew(numel) as (sender, [receiver]):
         sender.send()
         for i in range(rounds):
             version = sender.version
@@ -72,7 +70,7 @@ def _delivering(
 ) -> list[float]:
     took = []
     lost = 0
-    with sigint_raises(), Interrupter() as interrupted, crew(numel) as (sender, [receiver]):
+    with sigint_raises(), crew(numel) as (sender, [receiver]):
         assert receiver.receive(0) is None
         for i in range(rounds):
             sender.model.fill(i + 2)
@@ -114,7 +112,7 @@ def fetching(numel: int, rounds: int, span: float) -> list[float]:
 def waiting(rounds: int, span: float) -> list[float]:
     """wait_version on both sides, and receive(None), for what does not come."""
     took = []
-    with sigint_raises(), Interrupter() as interrupted, crew() as (sender, [receiver]):
+    with sigint_raises(), crew() as (sender, [receiver]):
         assert receiver.receive(0) is None
         for i in range(rounds):
             delay = span * i / rounds
@@ -131,7 +129,7 @@ def waiting(rounds: int, span: float) -> list[float]:
 
 def shutting_down(rounds: int, span: float) -> list[float]:
     took = []
-    with sigint_raises(), Interrupter() as interrupted:
+    with sigint_raises():
         for i in range(rounds):
             sender = new_sender(1000, num_workers=1)
             receiver = new_receiver(sender)

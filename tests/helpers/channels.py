@@ -18,36 +18,23 @@ import torch
 from asyncsync import WeightSyncScheme, sync
 from helpers.pairs import Model, read
 
-__all__ = ["BOARDS", "BlockingBoardScheme", "Board", "BoardScheme", "Line", "PipeScheme", "board", "pipe_worker"]
-
 
 class Line:
-    """One worker's channel; a test tells here how it is to behave.
-
-    Attributes:
-        sent, received: the numbers that went in and came out.
-        fail_send, fail_receive: raised once, then forgotten.
-        nothing: how often receive_weights returns None at once.
-        can_send: send_weights waits for it.
-        sending: set while it does.
-        calls: what else was called: "close" and the two setups.
-    """
+    """One worker's channel; a test tells here how it is to behave."""
 
     def __init__(self) -> None:
         self.messages: queue.Queue[dict[str, Any]] = queue.Queue()
-        self.sent: list[float] = []
-        self.received: list[float] = []
+        self.sent: list[float] = []  # the numbers that went in, and
+        self.received: list[float] = []  # came out
         self.timeouts: list[float | None] = []
-        self.fail_send: BaseException | None = None
+        self.fail_send: BaseException | None = None  # raised once, then forgotten
         self.fail_receive: BaseException | None = None
-        self.nothing = 0
-        self.can_send = threading.Event()
+        self.nothing = 0  # how often receive_weights returns None at once
+        self.can_send, self.can_receive = threading.Event(), threading.Event()  # they wait for it
         self.can_send.set()
-        self.sending = threading.Event()
-        self.can_receive = threading.Event()
         self.can_receive.set()
-        self.receiving = threading.Event()
-        self.calls: list[str] = []
+        self.sending, self.receiving = threading.Event(), threading.Event()  # set while they do
+        self.calls: list[str] = []  # what else was called: "close" and the two setups
         self.threads: set[str] = set()
 
 

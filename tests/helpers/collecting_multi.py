@@ -27,30 +27,9 @@ from tensordict.nn import TensorDictModule
 from torch import nn
 
 from asyncsync.runtime import loop_thread
-
-__all__ = [
-    "BadPolicy",
-    "CannotTravel",
-    "Counting",
-    "Marked",
-    "RandomFrames",
-    "Scaled",
-    "SharedBuffer",
-    "Unpicklable",
-    "WithModel",
-    "acted",
-    "alive",
-    "ask",
-    "draw_many",
-    "draw_one_and_die",
-    "gone_within",
-    "make",
-    "note_random_state",
-    "options",
-    "policy",
-    "trainer",
-    "versions",
-]
+from helpers.memory import descriptors
+from helpers.programs import alive as alive
+from helpers.programs import gone_within as gone_within
 
 multiprocessing.get_context("forkserver").set_forkserver_preload(
     ["torch", "tensordict", "zmq", "uvloop", "cloudpickle", "asyncsync.sync", "asyncsync.collectors.workers.main",
@@ -59,29 +38,18 @@ multiprocessing.get_context("forkserver").set_forkserver_preload(
 
 
 class Counting:
-    """Counts its steps; a trajectory has ``length`` of them.
-
-    Args:
-        length: steps of a trajectory.
-        delay: seconds that a step takes.
-        batch: batch size.
-        fail_at: this step (of all, from 1) raises.
-        error: what it raises then.
-        width: additional uint8 entries per observation, "pixels".
-        log: a file to which this process's pid is appended, and "closed" by close().
-        slow_reset: seconds for a reset but the first.
-    """
+    """Counts its steps; a trajectory has ``length`` of them."""
 
     def __init__(
         self,
         length: int = 5,
-        delay: float = 0.0,
+        delay: float = 0.0,  # seconds that a step takes
         batch: tuple[int, ...] = (),
-        fail_at: int = 0,
+        fail_at: int = 0,  # this step (of all, from 1) raises
         error: Callable[[], BaseException] = lambda: ValueError("the environment has failed"),
-        width: int = 0,
-        log: str = "",
-        slow_reset: float = 0.0,
+        width: int = 0,  # additional uint8 entries per observation, "pixels"
+        log: str = "",  # a file to which this process's pid is appended, and "closed" by close()
+        slow_reset: float = 0.0,  # seconds for a reset but the first
         kill_at: int = 0,
         widen_at: int = 0,
     ) -> None:
@@ -299,26 +267,6 @@ def trainer(pipe: Any, kind: str, end: str, delay: float, arguments: dict[str, A
         pipe.send("interrupted")
 
 
-def alive(pids: list[int]) -> list[int]:
-    """Those of these processes that run; zombies do not."""
-    found = []
-    for pid in pids:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            continue
-        if state not in "ZX":
-            found.append(pid)
-    return found
-
-
-def gone_within(pids: list[int], seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while alive(pids) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return not alive(pids)
-
-
 class SharedBuffer:
     """A replay buffer of several processes: notes in a file what comes."""
 
@@ -366,13 +314,8 @@ def settled(*collectors: Any) -> Iterator[None]:
     raise AssertionError(f"it opens files with each batch: {_memory_files()}")
 
 
-def _memory_files() -> set[str]:
-    found = set()
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # the descriptor that listed the directory
-            if os.readlink(f"/proc/self/fd/{name}").startswith("/memfd:"):
-                found.add(name)
-    return found
+def _memory_files() -> set[int]:
+    return {number for number, target in descriptors().items() if target.startswith("/memfd:")}
 
 
 class Scaled(nn.Module):

@@ -24,9 +24,8 @@ from asyncsync import sync
 from asyncsync.collectors import Collector
 from helpers.apis import free_port
 from helpers.collecting_multi import Counting, Scaled, SharedBuffer, acted, make, policy, versions
-from helpers.collecting_nodes import RAY, _prepare
-
-__all__ = ["documented"]
+from helpers.collecting_nodes import _prepare
+from helpers.programs import cluster
 
 Makes = Callable[..., Any]
 
@@ -49,8 +48,7 @@ class Placed(Counting):
     def group(self) -> str:
         import ray
 
-        found: str = ray.util.get_current_placement_group().id.hex()
-        return found
+        return ray.util.get_current_placement_group().id.hex()
 
 
 class Named(Collector):
@@ -336,12 +334,8 @@ def family(name: str) -> Iterator[tuple[Makes, Any]]:
     elif name == "by_gloo":
         yield partial(distributed.DistributedCollector, launcher="mp"), distributed.DistributedWeightUpdater
     else:
-        import ray
-
-        with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as folder:
-            ray.init(**RAY, _temp_dir=folder)
+        with cluster():
             yield partial(distributed.RayCollector, remote_configs={"num_cpus": 0.5}), RayWeightUpdater
-            ray.shutdown()
 
 
 def documented(name: str) -> dict[str, Any]:

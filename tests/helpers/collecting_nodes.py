@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -15,15 +16,16 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 
 from asyncsync import sync
+from asyncsync.collectors import Collector, Evaluator, distributed
 from helpers.collecting_multi import acted, make, policy
-
-__all__ = ["Kept", "by_gloo", "by_jobs", "by_ranks", "by_ray", "by_rpc", "killed_trainer", "with_actors"]
+from helpers.programs import RAY, cluster, gone_within
 
 Makes = Callable[..., Any]
 
@@ -39,17 +41,6 @@ def _prepare() -> None:
 
 def _pids(collector: Any) -> list[int]:
     return [int(where.split()[1]) for _, where in sorted(collector._nodes._where.items())]
-
-
-def _gone(pids: list[int], seconds: float = 15.0) -> bool:
-    """Whether these processes end in time, a zombie counting as ended."""
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        alive = [pid for pid in pids if psutil.pid_exists(pid)]
-        if not [pid for pid in alive if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]:
-            return True
-        time.sleep(0.1)
-    return False
 
 
 def _killed_during(pid: int, work: Callable[[], Any]) -> tuple[str, str, float]:
@@ -92,7 +83,7 @@ def asynchronous(makes: Makes) -> dict[str, Any]:
     asyncio.run(others())
     collector.shutdown()
     own = {"scheme": type(scheme).__name__, "address": address}
-    return {"sizes": sizes, "values": values, "nodes": nodes, "gone": _gone(pids), **own}
+    return {"sizes": sizes, "values": values, "nodes": nodes, "gone": gone_within(pids, 15), **own}
 
 
 def synchronous(makes: Makes) -> dict[str, Any]:
@@ -130,7 +121,7 @@ def synchronous(makes: Makes) -> dict[str, Any]:
     except NotImplementedError as error:
         found["start"] = str(error)
     found["lost"] = _killed_during(pids[1], collector.next)
-    found["closed"], found["pid"], found["gone"] = collector.closed, pids[1], _gone(pids)
+    found["closed"], found["pid"], found["gone"] = collector.closed, pids[1], gone_within(pids, 15)
     return found
 
 
@@ -145,7 +136,7 @@ def updating(makes: Makes) -> dict[str, Any]:
         found = {"lost": lost, "pid": pids[1], "again": None}
         if collector._nodes.restarts:
             found["again"] = acted(collector.next())
-    return found | {"gone": _gone([*pids, *_pids(collector)])}
+    return found | {"gone": gone_within([*pids, *_pids(collector)], 15)}
 
 
 def going_on(makes: Makes) -> dict[bool, Any]:
@@ -182,7 +173,7 @@ def failing(makes: Makes) -> dict[str, Any]:
         for batch in collector:
             values.append(acted(batch))
     except ValueError as error:
-        return {"values": values, "error": str(error), "notes": error.__notes__, "gone": _gone(pids)}
+        return {"values": values, "error": str(error), "notes": error.__notes__, "gone": gone_within(pids, 15)}
     finally:
         collector.shutdown()
     return {}
@@ -209,7 +200,7 @@ def nested(makes: Makes) -> dict[str, Any]:
     found["ids"] = len({*batch["collector", "traj_ids"][:, 0].tolist()})
     collector.shutdown()
     above.shutdown()
-    return found | {"gone": _gone(pids + below)}
+    return found | {"gone": gone_within(pids + below, 15)}
 
 
 def made_there(makes: Makes) -> dict[str, Any]:
@@ -229,8 +220,6 @@ CASES = (asynchronous, synchronous, updating, failing, nested, made_there)
 
 
 def _trainer(kind: str, options: dict[str, Any], pipe: Any) -> None:
-    from asyncsync.collectors import distributed
-
     with getattr(distributed, kind)([make(delay=0.01)] * 2, policy(2.0, MANY), frames_per_batch=40, **options) as own:
         acts = acted(own.next())
         pids = _pids(own)
@@ -249,15 +238,10 @@ def killed_trainer(kind: str) -> dict[str, Any]:
     _prepare()
     if kind != "RayCollector":
         return _killed_trainer(kind, {"launcher": "mp", "tcp_port": 29873})
-    import ray
-
-    with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as folder:
-        ray.init(**RAY, _temp_dir=folder)
+    with cluster() as ray:
         address = ray.get_runtime_context().gcs_address
         found = _killed_trainer(kind, {"ray_init_config": {"address": address, "log_to_driver": False}})
-        found["all gone"] = found["all gone"] and not ray.util.list_named_actors()
-        ray.shutdown()
-    return found
+        return found | {"all gone": found["all gone"] and not ray.util.list_named_actors()}
 
 
 def _killed_trainer(kind: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -269,7 +253,7 @@ def _killed_trainer(kind: str, options: dict[str, Any]) -> dict[str, Any]:
     trainer.kill()
     trainer.join()
     os.kill(pids[1], signal.SIGCONT)
-    found = {"acts": acts, "gone": len(pids) == 2 and _gone(pids), "all gone": _gone(below)}
+    found = {"acts": acts, "gone": len(pids) == 2 and gone_within(pids, 15), "all gone": gone_within(below, 15)}
     again = multiprocessing.Process(target=_trainer, args=(kind, options, None))
     again.start()
     again.join(100)
@@ -281,18 +265,13 @@ def _all_of(makes: Makes) -> dict[str, Any]:
 
 
 def by_rpc() -> dict[str, Any]:
-    from asyncsync.collectors.distributed import RPCCollector, RPCWeightUpdater
-
     _prepare()
     options = {"num_worker_threads": 4, "_transports": ["uv"]}
-
-    def makes(*args: Any, **given: Any) -> Any:
-        return RPCCollector(*args, launcher="mp", tensorpipe_options=options, tcp_port="29871", **given)
-
-    source = policy(2.0)
-    found: dict[str, Any] = {}
+    makes = partial(distributed.RPCCollector, launcher="mp", tensorpipe_options=options, tcp_port="29871")
+    source, found = policy(2.0), {}
     # The first, as torch binds RRefs to a process's first agent.
-    collector = makes([make()], source, frames_per_batch=4, visible_devices=["cpu"], weight_updater=RPCWeightUpdater)
+    updater = distributed.RPCWeightUpdater
+    collector = makes([make()], source, frames_per_batch=4, visible_devices=["cpu"], weight_updater=updater)
     [reference] = collector.collector_rrefs.values()
     found["remote"] = reference.rpc_sync().cascade_execute("env.set_seed", 5)
     try:
@@ -309,30 +288,28 @@ def by_rpc() -> dict[str, Any]:
 
 
 def by_gloo() -> dict[str, Any]:
-    from asyncsync.collectors import Collector
-    from asyncsync.collectors.distributed import DistributedCollector
-
     _prepare()
-    found = _all_of(partial(DistributedCollector, launcher="mp"))
-    found["updating again"] = updating(partial(DistributedCollector, launcher="mp", restarts=1))
     options = {"launcher": "mp", "restarts": 1}
-    found["going on"] = going_on(partial(DistributedCollector, launcher="mp", restarts=1))
+    found = _all_of(partial(distributed.DistributedCollector, launcher="mp"))
+    found["updating again"] = updating(partial(distributed.DistributedCollector, **options))
+    found["going on"] = going_on(partial(distributed.DistributedCollector, **options))
     with Collector(
         [make()] * 2, policy(2.0), frames_per_batch=4, backend="distributed", sync=True, backend_options=options
     ) as collector:
-        found["kind"] = type(collector).__name__
         collector.next()
-        os.kill(_pids(collector)[0], signal.SIGKILL)
-        found["again"] = [acted(collector.next()) for _ in range(2)]
-        collector.update_policy_weights_(policy(6.0))
-        found["again"].append(acted(collector.next()))
-    return found
+        return found | {"again": _again(collector)}
+
+
+def _again(collector: Any) -> list[list[float]]:
+    """How the policies act after a node was killed, and after an update."""
+    os.kill(_pids(collector)[0], signal.SIGKILL)
+    found = [acted(collector.next()) for _ in range(2)]
+    collector.update_policy_weights_(policy(6.0))
+    return [*found, acted(collector.next())]
 
 
 def by_jobs() -> dict[str, Any]:
     """Nodes as jobs of submitit's, which are processes of this host here."""
-    from asyncsync.collectors import Collector
-
     _prepare()
     with tempfile.TemporaryDirectory() as folder:
         options = {"slurm_kwargs": {"folder": folder, "cluster": "local", "timeout_min": 5}}
@@ -344,28 +321,24 @@ def by_jobs() -> dict[str, Any]:
 
 def by_ranks() -> list[Any]:
     """Two ranks, as torchrun starts them: rank 0 makes a collector twice."""
-    import subprocess
-
     _prepare()
     with tempfile.TemporaryDirectory() as folder:
         log = os.path.join(folder, "log")
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=29877"]
         done = subprocess.run([*command, __file__, log], capture_output=True, text=True, timeout=150, check=False)
         assert done.returncode == 0, done.stderr
-        with open(log) as file:
-            return file.read().split()
+        return Path(log).read_text().split()
 
 
 def _rank(log: str) -> None:
-    from asyncsync.collectors.distributed import DistributedCollector, serve_node
-
     if os.environ["RANK"] != "0":
         for _ in range(2):
-            serve_node(timeout=100)
+            distributed.serve_node(timeout=100)
         return
     with open(log, "w") as file:
         for value in (2.0, 3.0):
-            with DistributedCollector([make()], policy(value), frames_per_batch=4, launcher="torchrun") as collector:
+            given = {"frames_per_batch": 4, "launcher": "torchrun"}
+            with distributed.DistributedCollector([make()], policy(value), **given) as collector:
                 file.write(f"{acted(collector.next())[0]}\n")
 
 
@@ -383,27 +356,15 @@ class Kept:
         return sum(self.sizes)
 
 
-RAY: dict[str, Any] = {"num_cpus": 4, "include_dashboard": False, "logging_level": "error", "log_to_driver": False}
-
-
 def by_ray() -> dict[str, Any]:
-    import ray
-
-    from asyncsync.collectors.distributed import RayCollector
-
     _prepare()
-    with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as folder:
-        ray.init(**RAY, _temp_dir=folder)
-        found = _all_of(partial(RayCollector, remote_configs={"num_cpus": 0.5}))
-        ray.shutdown()
-    return found
+    with cluster():
+        return _all_of(partial(distributed.RayCollector, remote_configs={"num_cpus": 0.5}))
 
 
 def with_actors() -> dict[str, Any]:
     """What only Ray's nodes have: restarts, buffers that are actors, calls of the actors; and Ray's own start."""
     import ray
-
-    from asyncsync.collectors import Collector, Evaluator
 
     _prepare()
     found: dict[str, Any] = {}
@@ -418,15 +379,11 @@ def with_actors() -> dict[str, Any]:
         collector.next()
         found["evaluated again"] = _evaluated_again(evaluator)
         evaluator.shutdown()  # it has begun Ray, which the collector uses, too
-        os.kill(_pids(collector)[0], signal.SIGKILL)
-        found["again"] = [acted(collector.next()) for _ in range(2)]
-        collector.update_policy_weights_(policy(6.0))
-        found["again"].append(acted(collector.next()))
+        found["again"] = _again(collector)
         ray_is_there = ray.is_initialized()
         collector.shutdown()
         found["ray"] = (ray_is_there, ray.is_initialized())
-
-        ray.init(**RAY, _temp_dir=folder)
+    with cluster():
         buffer = ray.remote(num_cpus=0)(Kept).remote()
         options = {"replay_buffer": buffer, "remote_configs": [{"num_cpus": 1}, {"num_cpus": 0.5}]}
         with Collector([make()] * 2, policy(), frames_per_batch=6, total_frames=30, backend="ray",
@@ -444,9 +401,7 @@ def with_actors() -> dict[str, Any]:
                 found["paused"] = ray.get(buffer.__len__.remote()) == still
             found["running"] = collector.is_running()
             collector.async_shutdown()
-        found["evaluated"] = _evaluated()
-        ray.shutdown()
-    return found
+        return found | {"evaluated": _evaluated()}
 
 
 def _begin() -> None:
@@ -468,8 +423,6 @@ def _evaluated_again(evaluator: Any) -> list[float]:
 
 def _evaluated() -> dict[str, Any]:
     """Evaluations by an actor, which is killed in the end; and by one that makes its own policy."""
-    from asyncsync.collectors import Evaluator
-
     given: dict[str, Any] = {"backend": "ray", "num_trajectories": 3, "collector_kwargs": {"remote_configs": {}}}
     source, found = policy(1.0), {}
     with Evaluator(make(), source, init_fn=_begin, metrics_fn=_where, **given) as evaluator:

@@ -103,12 +103,14 @@ class WalkEnv:
         if self.steps == self.fail_at:
             raise RuntimeError("the environment broke")
         self.seen |= set(td.keys())
-        observation, reward, terminated = self.walk.step(td.get("action"))
-        after = self._root(observation)
-        after.update({"reward": reward, "done": terminated, "terminated": terminated.clone()})
-        ended = terminated.squeeze(-1)
-        root = self._root(self.walk.begin(ended)) if ended.any() else self._root(observation.clone())
+        after = self.after(td)
+        ended = after["terminated"].squeeze(-1)
+        root = self._root(self.walk.begin(ended) if ended.any() else after["observation"].clone())
         return TensorDict({"next": after}, self.batch_size), root
+
+    def after(self, td: TensorDictBase) -> TensorDict:
+        observation, reward, terminated = self.walk.step(td.get("action"))
+        return self._root(observation).update({"reward": reward, "done": terminated, "terminated": terminated.clone()})
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         self.walk.seed = seed
@@ -135,42 +137,30 @@ class Agents(WalkEnv):
 def torchrl_walk(batch_size: tuple[int, ...] = (), longest: int = 0) -> Any:
     """TorchRL's counterpart of :class:`WalkEnv`."""
     torchrl()
-    from torchrl.data import Bounded, Composite, Unbounded
+    from torchrl.data import Binary, Bounded, Composite, Unbounded
     from torchrl.envs import EnvBase
+
+    size = torch.Size(batch_size)
+    flags = {name: Binary(1, (*size, 1), dtype=torch.bool) for name in ("done", "terminated", "truncated")}
 
     class TorchRLWalk(EnvBase):
         def __init__(self) -> None:
-            size = torch.Size(batch_size)
             super().__init__(batch_size=size)
-            self.walk = Walk(batch_size, longest)
+            self.own = WalkEnv(batch_size, longest)
+            self.walk = self.own.walk
             self.observation_spec = Composite(observation=Unbounded((*size, 3)), shape=size)
             self.action_spec = Bounded(10.0, 11.0, (*size, 1))
             self.reward_spec = Unbounded((*size, 1))
-            self.auto_specs_done()
-
-        def auto_specs_done(self) -> None:
-            from torchrl.data import Binary
-
-            flag = Binary(1, (*self.batch_size, 1), dtype=torch.bool)
-            self.done_spec = Composite(
-                done=flag.clone(), terminated=flag.clone(), truncated=flag.clone(), shape=self.batch_size
-            )
+            self.done_spec = Composite(**flags, shape=size)
 
         def _reset(self, tensordict: TensorDictBase | None, **kwargs: Any) -> TensorDict:
-            mask = None if tensordict is None else tensordict.get("_reset", None)
-            where = torch.ones(self.batch_size, dtype=torch.bool) if mask is None else mask.reshape(self.batch_size)
-            flag = torch.zeros((*self.batch_size, 1), dtype=torch.bool)
-            flags = {name: flag.clone() for name in ("done", "terminated", "truncated")}
-            return TensorDict({"observation": self.walk.begin(where), **flags}, self.batch_size)
+            return self.own.reset(tensordict)
 
         def _step(self, tensordict: TensorDictBase) -> TensorDict:
-            observation, reward, terminated = self.walk.step(tensordict.get("action"))
-            flags = {"done": terminated, "terminated": terminated.clone(), "truncated": torch.zeros_like(terminated)}
-            return TensorDict({"observation": observation, "reward": reward, **flags}, self.batch_size)
+            return self.own.after(tensordict)
 
         def _set_seed(self, seed: int | None) -> None:
-            self.walk.seed = seed or 0
-            self.walk.episode.fill_(-1)
+            self.own.set_seed(seed or 0)
 
     return TorchRLWalk()
 

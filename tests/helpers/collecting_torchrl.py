@@ -14,15 +14,7 @@ import torch
 from tensordict.nn import TensorDictModule
 from torch import nn
 
-__all__ = [
-    "Programs",
-    "evaluated",
-    "in_their_buffer",
-    "in_their_collector",
-    "make_env",
-    "make_policy",
-    "with_their_interruptor",
-]
+from helpers.programs import in_program
 
 
 def make_env() -> Any:
@@ -84,34 +76,20 @@ def _serve(pipe: Any) -> None:
     torch.set_num_threads(1)
     for name in PRELOADED:
         import_module(name)
-    context = multiprocessing.get_context("fork")
     while True:
         call = pipe.recv()
-        here, there = context.Pipe(duplex=False)
-        process = context.Process(target=_report, args=(there, call))
-        process.start()
-        there.close()
         try:
-            answer = here.recv() if here.poll(55) else (None, "it hangs")
-            process.join(10)
-        except EOFError:
-            answer = None, "it has ended without a result"
-        finally:
-            process.kill()
-            process.join()
-            process.close()
-            here.close()
+            answer = in_program(_call, call, start_method="fork"), None
+        except Exception:
+            answer = None, traceback.format_exc()
         pipe.send(answer)
 
 
-def _report(pipe: Any, call: bytes) -> None:
-    try:
-        start_method, function, args = pickle.loads(call)
-        multiprocessing.set_start_method(start_method, force=True)
-        multiprocessing.set_forkserver_preload(PRELOADED)
-        pipe.send((function(*args), None))
-    except Exception:
-        pipe.send((None, traceback.format_exc()))
+def _call(call: bytes) -> Any:
+    start_method, function, args = pickle.loads(call)
+    multiprocessing.set_start_method(start_method, force=True)
+    multiprocessing.set_forkserver_preload(PRELOADED)
+    return function(*args)
 
 
 def in_their_collector(arguments: dict[str, Any]) -> list[Any]:
@@ -162,7 +140,7 @@ def evaluated(ours: bool) -> dict[str, float]:
     if ours:
         from asyncsync.collectors import Evaluator
     else:
-        from torchrl.collectors import Evaluator  # type: ignore[assignment]
+        from torchrl.collectors import Evaluator
 
     policy, came = make_policy(), []
     evaluator = Evaluator(make_env, policy_factory=lambda env: make_policy(), max_steps=7, on_result=came.append)

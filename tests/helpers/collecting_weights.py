@@ -29,7 +29,7 @@ def span(model: nn.Module) -> torch.Tensor:
 class Acting(Model):
     """A policy whose action tells its weights."""
 
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:  # type: ignore[override]
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         return tensordict.set("action", span(self))
 
 
@@ -75,7 +75,7 @@ def update(collector: BaseCollector, style: str, *arguments: Any, **keywords: An
     if style == "async":
         asyncio.run(collector.update_policy_weights_async(*arguments, **keywords))
     else:
-        assert collector.update_policy_weights_(*arguments, **keywords) is None  # type: ignore[func-returns-value]
+        assert collector.update_policy_weights_(*arguments, **keywords) is None
 
 
 def schemes_on(bus: Any, *models: str, kind: str = "ZMQWeightSyncScheme", module: Any = sync) -> dict[str, Any]:

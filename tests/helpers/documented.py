@@ -16,15 +16,9 @@ from tensordict import TensorDict
 
 from asyncsync.sync import SharedMemWeightSyncScheme
 from helpers import processes
-
-__all__ = ["ask", "main", "read", "worker_fn"]
+from helpers.pairs import read
 
 assert processes  # its import has the fork server load what a worker needs
-
-
-def read(model: nn.Module) -> set[float]:
-    """The numbers in a model: one, unless it is torn."""
-    return {float(end) for p in model.parameters() for end in p.detach().aminmax()}
 
 
 def ask(pipe: Connection) -> Any:

@@ -5,7 +5,6 @@ The claim is what a worker says of itself in HELLO, and the trainer goes by it. 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -15,9 +14,7 @@ import pytest
 from asyncsync.bus import receiver
 from asyncsync.protocol.settings import Identity
 from asyncsync.protocol.subscriber import Subscriber
-from helpers.processes import Worker
-
-__all__ = ["FarWorker", "claim_another_host"]
+from helpers.processes import Worker, seem_elsewhere
 
 
 def claim_another_host(monkeypatch: pytest.MonkeyPatch, is_far: Callable[[int], bool]) -> None:
@@ -36,4 +33,4 @@ class FarWorker(Worker):
 
     def __init__(self, emit: Callable[[Any], None]) -> None:
         super().__init__(emit)
-        receiver.this_process = lambda: Identity(os.getpid(), "another host", 1)  # type: ignore[assignment]
+        seem_elsewhere()

@@ -1,12 +1,4 @@
-"""Both ends of a transport alone, without a bus, each in a process of its own.
-
-Usage::
-
-    async with processes() as start:
-        offerer, fetcher = start(Offerer), start(Fetcher)
-        await fetcher.begin(0)
-        assert await fetcher.fetch(await offerer.offer(1000, 3), 1000) == {3}
-"""
+"""Both ends of a transport alone, without a bus, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -22,8 +14,6 @@ from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab, SlabPool
 from asyncsync.weights.tree import flatten
 from helpers.apis import in_thread
-
-__all__ = ["Fetcher", "Offerer", "filled", "layout_of"]
 
 
 def layout_of(nbytes: int) -> Layout:
@@ -55,9 +45,7 @@ class Offerer(_End):
     """A sender's transport."""
 
     async def offer(self, nbytes: int, value: int) -> bytes:
-        descriptor = await self.transport.offer(filled(self.pool, nbytes, value), None)
-        assert descriptor is not None
-        return descriptor
+        return await self.transport.offer(filled(self.pool, nbytes, value), None)
 
 
 class Fetcher(_End):

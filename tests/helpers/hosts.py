@@ -16,8 +16,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -25,10 +26,10 @@ from typing import Any
 import torch
 
 import asyncsync
-
-__all__ = ["Host", "Hosts", "Process", "hosts", "until"]
+from helpers.pairs import Model, eventually
 
 TESTS, PACKAGE = (Path(file).resolve().parent.parent for file in (__file__, asyncsync.__file__))
+until = eventually
 LARGE = 2_000_000  # elements: some MB, which take several chunks
 
 
@@ -41,10 +42,7 @@ def tell(**event: Any) -> None:
 
 async def work(name: str, kind: str, connect: str, index: int, width: int) -> None:
     """A worker that looks at its model all the time, from another thread than the loop's."""
-    from asyncsync import SharedMemWeightSyncScheme, ZMQWeightSyncScheme
-    from helpers.pairs import Model
-
-    cls = {"zmq": ZMQWeightSyncScheme, "shared": SharedMemWeightSyncScheme}[kind]
+    cls = {"zmq": asyncsync.ZMQWeightSyncScheme, "shared": asyncsync.SharedMemWeightSyncScheme}[kind]
     scheme = cls(connect=connect, allow_plaintext=True)
     model = Model(-1.0, width)
     scheme.init_on_receiver("policy", model=model, worker_idx=index, reconnect=True)
@@ -106,34 +104,32 @@ def serve() -> None:
 # -- in the test -------------------------------------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class Process:
     """A worker or relay in a host: the value and version of its model, as it last said; ``torn``: what it should never
     have seen."""
 
-    def __init__(self, host: Host, name: str) -> None:
-        self.host = host
-        self.name = name
-        self.value = -1.0
-        self.version = 0
-        self.torn: list[Any] = []
-        self.failed = ""
+    host: Host
+    name: str
+    value: float = -1.0
+    version: int = 0
+    torn: list[Any] = field(default_factory=list)
+    failed: str = ""
 
     def kill(self, number: int = signal.SIGKILL) -> None:
         self.host.send(name=self.name, signal=int(number))
 
 
+@dataclass(eq=False)
 class Host:
-    """One namespace. ``plugged`` is the trainer's end of its cable."""
+    """One namespace."""
 
-    def __init__(self, name: str, cable: str, process: asyncio.subprocess.Process) -> None:
-        self.name = name
-        self.cable = cable
-        self.process = process
-        self.processes: dict[str, Process] = {}
-        self.ready = asyncio.Event()
+    name: str
+    process: asyncio.subprocess.Process
+    processes: dict[str, Process] = field(default_factory=dict)
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
 
     def send(self, **request: Any) -> None:
-        assert self.process.stdin is not None
         self.process.stdin.write((json.dumps(request) + "\n").encode())
 
     def start(self, **what: Any) -> Process:
@@ -149,7 +145,6 @@ class Host:
         return self.start(relay=["--upstream", upstream, "--bind", bind, "--allow-plaintext", *options])
 
     async def listen(self) -> None:
-        assert self.process.stdout is not None
         while line := await self.process.stdout.readline():
             if not line.startswith(b"{"):
                 continue  # the relay's own words
@@ -164,10 +159,10 @@ class Host:
                     process.torn.append(event["torn"])
 
     def unplug(self) -> None:
-        ip("link", "set", self.cable, "down")
+        ip("link", "set", cable_of(self.name), "down")
 
     def plug(self) -> None:
-        ip("link", "set", self.cable, "up")
+        ip("link", "set", cable_of(self.name), "up")
 
 
 class Hosts(list[Host]):
@@ -200,7 +195,7 @@ def remove(tag: str) -> None:
     """Whatever there is of the hosts of one test run. Their cables go first: with a namespace they would go, too, but
     only some time after it, and their names are used again."""
     names = [name for name in names_of("netns", "list") if name.startswith(f"ash{tag}")]
-    cables = [["link", "del", name.replace("ash", "asv")] for name in names]
+    cables = [["link", "del", cable_of(name)] for name in names]
     for command in (*cables, *(["netns", "del", name] for name in names), ["link", "del", f"asb{tag}"]):
         subprocess.run(["ip", *command], capture_output=True, timeout=20, check=False)
 
@@ -212,50 +207,39 @@ def sweep() -> None:
             remove(left)
 
 
-@asynccontextmanager
-async def hosts(count: int) -> AsyncIterator[Hosts]:
-    """Make them, and remove them whatever happens. AssertionError: this system lets nobody make namespaces."""
+@contextmanager
+def namespaces(count: int) -> Iterator[tuple[str, list[str]]]:
+    """Make them, and remove them whatever happens: this host's address for them, and their names. AssertionError: this
+    system lets nobody make namespaces."""
     tag, third = f"{os.getpid():06x}", 1 + secrets.randbelow(250)
     sweep()
-    bridge, found, listeners = f"asb{tag}", Hosts(), []
-    found.address = f"198.18.{third}.1"
-    names = [f"ash{tag}{i}" for i in range(count)]
+    bridge, address, names = f"asb{tag}", f"198.18.{third}.1", [f"ash{tag}{i}" for i in range(count)]
     try:
         ip("link", "add", bridge, "type", "bridge")
-        ip("addr", "add", f"{found.address}/24", "dev", bridge)
+        ip("addr", "add", f"{address}/24", "dev", bridge)
         ip("link", "set", bridge, "up")
         for i, name in enumerate(names):
-            cable = f"asv{tag}{i}"
             ip("netns", "add", name)
-            ip("link", "add", cable, "type", "veth", "peer", "name", "eth0", "netns", name)
-            ip("link", "set", cable, "master", bridge, "up")
-            for command in (
-                ["link", "set", "lo", "up"],
-                ["addr", "add", f"198.18.{third}.{10 + i}/24", "dev", "eth0"],
-                ["link", "set", "eth0", "up"],
-            ):
-                ip("-n", name, *command)
-            found.append(Host(name, cable, await _program(name)))
-        listeners = [asyncio.create_task(host.listen()) for host in found]
-        await asyncio.wait_for(asyncio.gather(*(host.ready.wait() for host in found)), 100)
-        yield found
-        found.check()
+            ip("link", "add", cable_of(name), "type", "veth", "peer", "name", "eth0", "netns", name)
+            ip("link", "set", cable_of(name), "master", bridge, "up")
+            ip("-n", name, "link", "set", "lo", "up")
+            ip("-n", name, "addr", "add", f"198.18.{third}.{10 + i}/24", "dev", "eth0")
+            ip("-n", name, "link", "set", "eth0", "up")
+        yield address, names
     finally:
-        for host in found:
-            with suppress(ProcessLookupError):
-                host.process.kill()
-            await host.process.wait()
-        await asyncio.gather(*listeners)
         remove(tag)
 
 
-async def _program(name: str) -> asyncio.subprocess.Process:
-    command = ["ip", "netns", "exec", name, "unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+def cable_of(name: str) -> str:
+    """The trainer's end of it."""
+    return name.replace("ash", "asv")
+
+
+async def program(name: str, module: str) -> asyncio.subprocess.Process:
+    """A module's, in a namespace and in a pid namespace of its own."""
+    command = ["ip", "netns", "exec", name, "unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--uts"]
     return await asyncio.create_subprocess_exec(
-        *command,
-        sys.executable,
-        "-m",
-        "helpers.hosts",
+        *(*command, sys.executable, "-m", module),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=os.environ | {"PYTHONPATH": f"{TESTS}{os.pathsep}{PACKAGE}"},
@@ -263,16 +247,28 @@ async def _program(name: str) -> asyncio.subprocess.Process:
     )
 
 
+@asynccontextmanager
+async def hosts(count: int) -> AsyncIterator[Hosts]:
+    """So many, each with its program."""
+    listeners, found = [], Hosts()
+    with namespaces(count) as (found.address, names):
+        try:
+            for name in names:
+                found.append(Host(name, await program(name, "helpers.hosts")))
+            listeners = [asyncio.create_task(host.listen()) for host in found]
+            await asyncio.wait_for(asyncio.gather(*(host.ready.wait() for host in found)), 100)
+            yield found
+            found.check()
+        finally:
+            for host in found:
+                with suppress(ProcessLookupError):
+                    host.process.kill()
+                await host.process.wait()
+            await asyncio.gather(*listeners)
+
+
 def _die_with_the_test() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-
-
-async def until(met: Callable[[], bool], seconds: float, what: Callable[[], object] = str) -> None:
-    """Wait until this is so; AssertionError, with ``what`` there was instead, after so many seconds."""
-    deadline = asyncio.get_running_loop().time() + seconds
-    while not met():
-        assert asyncio.get_running_loop().time() < deadline, what()
-        await asyncio.sleep(0.01)
 
 
 def values(processes: Iterable[Process]) -> list[float]:

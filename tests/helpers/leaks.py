@@ -25,6 +25,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from helpers.memory import descriptors
+
 GRACE = 2.0  # seconds; spent only on the way to a failure
 
 Finder = Callable[[], Set[object]]
@@ -54,17 +56,12 @@ def _children() -> Set[object]:
 def _descriptors() -> Set[object]:
     """Open files as "number -> target". A socket's or pipe's target has its inode: a number used again is noticed."""
     helpers = {resource_tracker._resource_tracker._fd, forkserver._forkserver._forkserver_alive_fd}
-    found = set()
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            target = os.readlink(f"/proc/self/fd/{name}")
-        except FileNotFoundError:  # the descriptor that listed the directory
-            continue
-        # Devices (/dev/urandom, a GPU) are opened once by some library and kept; /dev/shm holds files, not devices.
-        device = target.startswith("/dev/") and not target.startswith("/dev/shm/")
-        if not device and int(name) not in helpers:
-            found.add(f"{name} -> {target}")
-    return found
+    # Devices (/dev/urandom, a GPU) are opened once by some library and kept; /dev/shm holds files, not devices.
+    return {
+        f"{number} -> {target}"
+        for number, target in descriptors().items()
+        if number not in helpers and (not target.startswith("/dev/") or target.startswith("/dev/shm/"))
+    }
 
 
 def _segments() -> Set[object]:
@@ -128,11 +125,9 @@ def no_leaks(what: str) -> Iterator[None]:
 
     found = leaked()
     deadline = time.monotonic() + GRACE
-    pause = 0.0005
     while found and time.monotonic() < deadline:
         gc.collect()
-        time.sleep(pause)
-        pause = min(2 * pause, 0.05)
+        time.sleep(0.005)
         found = leaked()
     if found:
         pytest.fail(f"{what} left behind:\n  " + "\n  ".join(found), pytrace=False)

@@ -21,8 +21,6 @@ from asyncsync.weights.tree import FlatWeights
 from asyncsync.wire import codec, fields, messages
 from asyncsync.wire.messages import Instruction
 
-__all__ = ["EPOCH", "SMALL", "TICK", "Borrowed", "Desk", "Station", "layout", "nonce", "slab_of", "through_the_wire"]
-
 EPOCH = (1000, 1)
 SHAPES = {("a",): (15,), ("b",): (2, 5)}  # 128 bytes as float32
 SMALL = Settings(eager_bytes=0, chunk_bytes=40, window_bytes=80)
@@ -142,7 +140,7 @@ class Desk:
                 slab.release()
 
     def staged(self, worker: int, update: Instruction, last: int = 0, in_use: fields.InUse = ()) -> None:
-        self.receive(worker, messages.Staged(self.publisher.epoch, update.serial, last, in_use))  # type: ignore[attr-defined]
+        self.receive(worker, messages.Staged(self.publisher.epoch, update.serial, last, in_use))
 
     def applied(self, worker: int, last: int = 0, in_use: fields.InUse = (), **versions: int) -> None:
         self.receive(worker, messages.Applied(self.publisher.epoch, versions, last, in_use))
@@ -150,7 +148,7 @@ class Desk:
     def finish(self, worker: int, update: Instruction) -> None:
         """The worker stages and applies this update."""
         self.staged(worker, update)
-        self.applied(worker, **{p.model_id: p.version for p in update.parts})  # type: ignore[attr-defined]
+        self.applied(worker, **{p.model_id: p.version for p in update.parts})
 
     def finish_all(self) -> None:
         """Worker 0, 1, … stages and applies the update that it was sent."""
@@ -166,13 +164,11 @@ class Desk:
 
     def target(self, worker: int) -> int:
         """The version of "policy" that this worker is to have."""
-        target = self.publisher.targets.target(worker, "policy")
-        assert target is not None
-        return target.version
+        return self.publisher.targets.target(worker, "policy").version
 
     def failed(self, worker: int, update: Instruction, *, serial: int | None = None) -> None:
-        versions = {p.model_id: p.version for p in update.parts}  # type: ignore[attr-defined]
-        serial = update.serial if serial is None else serial  # type: ignore[attr-defined]
+        versions = {p.model_id: p.version for p in update.parts}
+        serial = update.serial if serial is None else serial
         self.receive(
             worker,
             messages.Failed(self.publisher.epoch, serial, versions, False, "builtins.OSError", "no", "Traceback: no"),
@@ -310,7 +306,6 @@ class Station:
                 slab.memory[:] = b"\xaa" * slab.nbytes
 
     def _attach(self, part: messages.Part, layout: Layout) -> Slab | None:
-        assert part.descriptor is not None
         if part.model_id in self.unavailable:
             raise OSError("it is not here")
         if part.descriptor not in self.offered:

@@ -13,8 +13,6 @@ import textwrap
 
 import pytest
 
-__all__ = ["mutate"]
-
 
 def mutate(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, old: str, new: str) -> None:
     """Replace the one occurrence of ``old`` in the source of a method or property."""

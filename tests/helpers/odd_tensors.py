@@ -14,7 +14,7 @@ class Wrapper(torch.Tensor):
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> Any:
-        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
 
     def __init__(self, inner: torch.Tensor) -> None:
         self.held = inner
@@ -84,7 +84,7 @@ def scaled(data: torch.Tensor, scale: Any = 0.5) -> Scaled:
 
 def noted(data: torch.Tensor) -> Noted:
     made = Noted(data, requires_grad=False)
-    made.output_dim, made.weight_loader, made.ds_id = 0, noted, "fc.weight"  # type: ignore[attr-defined]
+    made.output_dim, made.weight_loader, made.ds_id = 0, noted, "fc.weight"
     return made
 
 

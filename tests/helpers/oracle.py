@@ -9,8 +9,6 @@ from asyncsync.protocol.publisher import Publisher
 from asyncsync.weights.slab import Slab
 from helpers.simulated import Record, Trainer, Worker, World
 
-__all__ = ["Oracle"]
-
 
 class Oracle:
     world: World
@@ -112,7 +110,6 @@ class Oracle:
         for staging in subscriber.staged:
             seen += [(staging.epoch, part.version, part.slab, m) for m, part in staging.parts.items()]
         if (incoming := subscriber.incoming.update) is not None:
-            assert subscriber.session.epoch is not None
             parts = zip(incoming.parts, incoming.slabs, strict=True)
             seen += [(subscriber.session.epoch, p.version, slab, p.model_id) for p, slab in parts if slab is not None]
         for epoch, version, slab, model in seen:
@@ -127,24 +124,18 @@ class Oracle:
     def _number(self, worker: Worker, epoch: tuple[int, int], version: int, model: str) -> int:
         """What this version of a model is for this worker."""
         trainer = next(t for t in self.trainers if t.epoch == epoch)
-        number = trainer.records[version - 1].number_for(worker.index, "" if self.world.models == ("",) else model)
-        assert number is not None
-        return number
+        return trainer.records[version - 1].number_for(worker.index, self.world.topic(model))
 
     def _observe(self, worker: Worker) -> None:
         """After something was applied: is it what it must be?"""
-        changed = []
-        for model in worker.models:
-            number = worker.look(model)
-            if number != worker.contents[model]:
-                changed.append(model)
-                worker.contents[model] = number
+        found = {model: worker.look(model) for model in worker.models}
+        changed = [model for model, number in found.items() if number != worker.contents[model]]
+        worker.contents.update(found)
         for model in changed:
             number = worker.contents[model]
-            topic = "" if self.world.models == ("",) else model
             record = self.records.get(number)
             assert record is not None, f"{worker} holds {number}, which nobody has published"
-            owner = record.number_for(worker.index, topic)
+            owner = record.number_for(worker.index, self.world.topic(model))
             assert owner == number, f"{worker} holds the weights of another worker or model in {model!r}: {record}"
             assert not record.rejected, f"{worker} holds a publication that was rejected: {record}"
             mark = (record.trainer.epoch, record.version)
@@ -156,12 +147,8 @@ class Oracle:
                 if self._overtaken(record, objector.index):
                     continue
                 peer = publisher.peers.get(objector.index)
-                steady = (
-                    peer is not None
-                    and peer.nonce == objector.subscriber.session.nonce
-                    and not peer.lost
-                    and not peer.slow
-                )
+                is_known = peer is not None and peer.nonce == objector.subscriber.session.nonce
+                steady = is_known and not peer.lost and not peer.slow
                 early = self.now < record.time + self.world.settings.layout_patience
                 assert not (steady and early), (
                     f"{worker} has {record}, which {objector} cannot take and has not been asked about"

@@ -6,8 +6,9 @@ import asyncio
 import pickle
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -46,16 +47,10 @@ def fill(model: nn.Module, value: float) -> nn.Module:
 def read(weights: Any) -> set[float]:
     """The numbers that a model, TensorDict or dict holds: one, unless it is torn."""
     if isinstance(weights, nn.Module):
-        tensors: Iterable[torch.Tensor] = [*weights.parameters(), *weights.buffers()]
-    elif isinstance(weights, dict):
-        tensors = weights.values()
+        tensors = [*weights.parameters(), *weights.buffers()]
     else:
-        tensors = weights.values(True, True)
-    found: set[float] = set()
-    for tensor in tensors:
-        low, high = torch.aminmax(tensor.detach())
-        found |= {float(low), float(high)}
-    return found
+        tensors = weights.values() if isinstance(weights, dict) else weights.values(True, True)
+    return {float(end) for tensor in tensors for end in tensor.detach().aminmax()}
 
 
 class Context:
@@ -80,16 +75,14 @@ def receiver_of(sender: Any, index: int | None, model: Any, model_id: str = "pol
     return scheme
 
 
+@dataclass
 class Crew:
     """A connected sender and its receivers, with their models."""
 
-    def __init__(
-        self, sender: WeightSyncScheme, source: Any, receivers: list[WeightSyncScheme], models: list[Any]
-    ) -> None:
-        self.sender = sender
-        self.source = source
-        self.receivers = receivers
-        self.models = models
+    sender: Any
+    source: Any
+    receivers: list[Any]
+    models: list[Any]
 
     def __iter__(self) -> Any:
         return iter((self.sender, self.receivers, self.models))
@@ -182,12 +175,17 @@ def held(receiver: Any) -> Iterator[None]:
         thread.join()
 
 
-async def until(predicate: Callable[[], bool], timeout: float = 5.0) -> None:
-    """Wait for what has no event of its own; fails when it does not come true."""
+async def eventually(condition: Callable[[], Any], timeout: float = 20.0, why: Callable[[], Any] = lambda: "") -> None:
+    """Wait for what no event tells: a counter, or a state that others change."""
     deadline = time.monotonic() + timeout
-    while not predicate():
-        assert time.monotonic() < deadline, "did not come true"
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout:g} s: {why()}"
         await asyncio.sleep(0.001)
+
+
+async def until(condition: Callable[[], Any], timeout: float = 5.0) -> None:
+    """The same for what comes soon."""
+    await eventually(condition, timeout)
 
 
 class Clock:

@@ -23,10 +23,11 @@ import asyncsync.runtime.loop_thread
 import asyncsync.schemes.blocking
 import asyncsync.schemes.sources
 import asyncsync.weights.encoding
-from asyncsync.collectors.base import SHUTDOWN_SECONDS, BaseCollector
+from asyncsync.collectors.base import SHUTDOWN_SECONDS as SHUTDOWN_SECONDS
+from asyncsync.collectors.base import BaseCollector as BaseCollector
 from asyncsync.collectors.batch_layout import layout_of
-from asyncsync.collectors.trajectories import _TrajectoryPool as TrajectoryPool
-from asyncsync.collectors.workers.shared_batches import SharedPlace
+from asyncsync.collectors.trajectories import _TrajectoryPool as TrajectoryPool  # noqa: F401
+from asyncsync.collectors.workers.shared_batches import SharedPlace as SharedPlace
 from asyncsync.fastpath.sender import SteadySender
 from asyncsync.model.gate import Gate
 from asyncsync.net.endpoint import INTRODUCED
@@ -34,7 +35,7 @@ from asyncsync.net.keys import SOON
 from asyncsync.net.processes import free_descriptors
 from asyncsync.protocol.leases import Leases
 from asyncsync.protocol.settings import Identity
-from asyncsync.runtime.interruption import Interruption
+from asyncsync.runtime.interruption import Interruption as Interruption
 from asyncsync.transports.slots import Place, SlotPool
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.packing import pack
@@ -43,48 +44,6 @@ from asyncsync.weights.tree import flatten
 from asyncsync.wire import codec, messages
 from helpers.apis import bare
 from helpers.pairs import until
-
-__all__ = [
-    "BLOCKING_CALLS",
-    "DRIVER",
-    "SHUTDOWN_SECONDS",
-    "BaseCollector",
-    "Interruption",
-    "SharedPlace",
-    "TrajectoryPool",
-    "another_file",
-    "another_namespace",
-    "batch_bytes",
-    "between_looks",
-    "blocked_after",
-    "break_side_channel",
-    "broadcast_of",
-    "counted",
-    "descriptors_left",
-    "encode_fails_once",
-    "fetch_deadline",
-    "forget_the_fast_path",
-    "introduced",
-    "lies_in_a_slab",
-    "message",
-    "mute_worker",
-    "nbytes",
-    "newest_target_of",
-    "no_boot_id",
-    "no_codecs",
-    "no_loop_thread",
-    "no_memory_files",
-    "no_permission",
-    "note_device_events",
-    "on_leaving_the_gate",
-    "pack_by",
-    "pack_half",
-    "pending",
-    "pool",
-    "release_slots_too_early",
-    "subscribed",
-    "unsent",
-]
 
 BLOCKING_CALLS: list[ModuleType] = [asyncsync.schemes.blocking, asyncsync.runtime.loop_thread]
 """The modules through which each blocking call goes, for an interrupt at each of their lines."""
@@ -130,7 +89,6 @@ def pack_half(monkeypatch: pytest.MonkeyPatch, wait: threading.Event) -> None:
     """Each slab is packed to its half; then, once ``wait`` is set, MemoryError is raised."""
 
     def packing(slab: Any, flat: Any, progress: Callable[[], None] | None, tensors: Any) -> None:
-        assert progress is not None
         slab.packed = slab.nbytes // 2
         progress()
         assert wait.wait(10)
@@ -192,8 +150,7 @@ def broadcast_of(sender: Any) -> Any:
 
 def subscribed(sender: Any) -> set[bytes]:
     """The workers that hear what is sent to all."""
-    found: set[bytes] = bare(sender).bus._link.publisher.fanout.subscribed
-    return found
+    return bare(sender).bus._link.publisher.fanout.subscribed
 
 
 @contextmanager
@@ -341,6 +298,4 @@ def newest_target_of(collector: Any) -> int:
 
 def batch_bytes(batch: Any) -> int:
     """How much memory workers and trainer share for such a batch."""
-    layout = layout_of(batch)
-    assert layout is not None
-    return layout.nbytes
+    return layout_of(batch).nbytes

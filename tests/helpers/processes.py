@@ -28,25 +28,17 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+import uvloop
 from torch import nn
 
 from asyncsync import WorkerStatus, ZMQWeightSyncScheme
+from asyncsync.bus import receiver
 from asyncsync.model import update
 from asyncsync.model.gate import Gate, Writer
+from asyncsync.protocol.settings import Identity
 from helpers.apis import Face, in_thread
-
-__all__ = [
-    "LARGE",
-    "Filled",
-    "Remote",
-    "Schemes",
-    "Trainer",
-    "Worker",
-    "eventually",
-    "impatient",
-    "processes",
-    "value_of",
-]
+from helpers.pairs import eventually as eventually
+from helpers.pairs import passed_on
 
 LARGE = 5 << 18  # float32 elements, 5 MiB: chunks; packed and copied by the work thread
 STOP_PATIENCE = 10.0  # seconds for a process to end by itself
@@ -96,6 +88,20 @@ def value_of(weights: Any) -> float:
 # -- the test's side ---------------------------------------------------------------------------------------------------
 
 
+def filled_sender(kind: type[Any], numel: int, value: float, **arguments: Any) -> Any:
+    scheme = kind(**arguments)
+    scheme.init_on_sender(model_id="policy", model=Filled(numel, value))
+    return scheme
+
+
+def new_receiver(sender: Any, worker_idx: int = 0, kind: type | None = None, **arguments: Any) -> Any:
+    """The sender's scheme as a worker gets it, initialised there; or one of another class on the same endpoint."""
+    scheme = passed_on(sender) if kind is None else kind(endpoint=sender.bus.endpoint)
+    numel = sum(p.numel() for p in sender.model.parameters())
+    scheme.init_on_receiver("policy", model=Filled(numel, -1.0), worker_idx=worker_idx, **arguments)
+    return scheme
+
+
 class Schemes:
     """Makes senders and receivers of :class:`Filled` weights in this loop."""
 
@@ -105,17 +111,12 @@ class Schemes:
     def sender(
         self, numel: int, value: float = 1.0, kind: type[ZMQWeightSyncScheme] = ZMQWeightSyncScheme, **arguments: Any
     ) -> ZMQWeightSyncScheme:
-        scheme = kind(**arguments)
-        scheme.init_on_sender(model_id="policy", model=Filled(numel, value))
-        self.made.append(scheme)
-        return scheme
+        self.made.append(filled_sender(kind, numel, value, **arguments))
+        return self.made[-1]
 
     def receiver(self, sender: ZMQWeightSyncScheme, worker_idx: int = 0, **arguments: Any) -> ZMQWeightSyncScheme:
-        scheme: ZMQWeightSyncScheme = pickle.loads(pickle.dumps(sender))
-        numel = sum(p.numel() for p in sender.model.parameters())
-        scheme.init_on_receiver("policy", model=Filled(numel, -1.0), worker_idx=worker_idx, **arguments)
-        self.made.append(scheme)
-        return scheme
+        self.made.append(new_receiver(sender, worker_idx, **arguments))
+        return self.made[-1]
 
     async def connected(
         self, numel: int, workers: int = 1, value: float = 1.0, **arguments: Any
@@ -131,19 +132,11 @@ class Schemes:
             await scheme.shutdown()
 
 
-async def eventually(condition: Callable[[], Any], timeout: float = 20.0, why: Callable[[], Any] = lambda: "") -> None:
-    """Wait for what no event tells: a counter, or a state that others change."""
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {timeout:g} s: {why()}"
-        await asyncio.sleep(0.002)
-
-
 def impatient(scheme: ZMQWeightSyncScheme, **changes: Any) -> None:
     """Have the liveness times of a scheme's own process pass ten times as fast."""
     times: dict[str, Any] = {"ping_interval": 0.1, "slow_after": 0.3, "retry_interval": 0.5, **changes}
     settings = replace(scheme.bus._settings(), **times)
-    scheme.bus._settings = lambda: settings  # type: ignore[method-assign]
+    scheme.bus._settings = lambda: settings
 
 
 class Remote:
@@ -252,15 +245,10 @@ async def processes() -> AsyncIterator[Callable[..., Remote]]:
 # -- the process's side ------------------------------------------------------------------------------------------------
 
 
-def _main(connection: Connection, kind: type, uvloop: bool) -> None:
+def _main(connection: Connection, kind: type, on_uvloop: bool) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest, which stops us
     torch.set_num_threads(1)
-    factory = None
-    if uvloop:
-        import uvloop as module
-
-        factory = module.new_event_loop
-    with asyncio.Runner(loop_factory=factory) as runner:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop if on_uvloop else None) as runner:
         runner.run(_serve(connection, kind))
 
 
@@ -309,6 +297,11 @@ def _portable(error: BaseException | None) -> BaseException | None:
     return error
 
 
+def seem_elsewhere() -> None:
+    """This process claims to be on another host: its workers open nobody's memory, and nobody watches it."""
+    receiver.this_process = lambda: Identity(os.getpid(), "another host", 1)
+
+
 class _Party:
     """What trainers and workers have in common."""
 
@@ -318,16 +311,16 @@ class _Party:
         self.emit = emit
 
     async def version(self) -> int:
-        assert self.scheme is not None
         return self.scheme.version
 
     async def status(self) -> dict[int, WorkerStatus]:
-        assert self.scheme is not None
         return self.scheme.status()
 
     async def closed(self) -> bool:
-        assert self.scheme is not None
         return self.scheme.closed
+
+    async def value(self) -> float:
+        return self.model.value
 
     async def shutdown(self) -> None:
         if self.scheme is not None:
@@ -341,7 +334,7 @@ class _Party:
         try:
             await self.shutdown()
         finally:
-            asyncio.get_running_loop().call_soon(finish)
+            await self.leave(finish)
 
 
 class Trainer(_Party):
@@ -355,11 +348,9 @@ class Trainer(_Party):
         return scheme.version
 
     async def publish(self, value: float) -> int:
-        assert self.scheme is not None
         return await self.scheme.publish(self.model.fill(value))
 
     async def send(self, value: float, timeout: float = 30.0) -> int:
-        assert self.scheme is not None
         return await self.scheme.send_async(self.model.fill(value), timeout=timeout)
 
     async def fork(self) -> int:
@@ -386,36 +377,31 @@ class Worker(_Party):
         timeout: float = 30.0,
         settings: dict[str, Any] | None = None,
     ) -> int:
-        """Args: ``elsewhere``: look like a process of another host; ``broken_gate``: updates wait for nobody;
-        ``fast``: False: every update goes the general way."""
+        """``elsewhere``: look like a process of another host; ``fast``: False: every update goes the general way."""
         if not fast:
             os.environ["ASYNCSYNC_FAST"] = "0"
         if elsewhere:
-            from asyncsync.bus import receiver
-            from asyncsync.protocol.settings import Identity
-
-            receiver.this_process = lambda: Identity(os.getpid(), "another host", 1)
+            seem_elsewhere()
         self.model = Filled(numel, -1.0)
         self.applied: list[int] = []
         self.scheme = scheme
         scheme.init_on_receiver("policy", model=self.model, worker_idx=worker_idx, reconnect=reconnect)
         if broken_gate:
-            scheme.bus._gate = BrokenGate()
-            update.copy_tensors = _copy_one_by_one
+            break_gate(scheme)
         if settings is not None:
             impatient(scheme, **settings)
 
         async def register() -> None:
             await scheme._meet(worker_idx, timeout)
             scheme._register()
-            subscriber = scheme.bus._link.subscriber  # type: ignore[union-attr]
+            subscriber = scheme.bus._link.subscriber
             original = subscriber.applied
 
             def applied(staging: Any) -> None:
                 original(staging)
                 self.applied += staging.versions.values()
 
-            subscriber.applied = applied  # type: ignore[method-assign, union-attr]
+            subscriber.applied = applied
 
         if isinstance(scheme, Face):
             await in_thread(scheme.bus._run, register)  # on the loop of the blocking API
@@ -425,29 +411,22 @@ class Worker(_Party):
         return scheme.version
 
     async def receive(self, timeout: float | None = None) -> float | None:
-        assert self.scheme is not None
         weights = await self.scheme.receive(timeout)
         return None if weights is None else value_of(weights)
 
     async def fetch(self, timeout: float = 30.0) -> float:
-        assert self.scheme is not None
         return value_of(await self.scheme.fetch(timeout))
 
     async def wait_version(self, version: int, timeout: float = 30.0) -> float:
         """Returns what the model holds then."""
-        assert self.scheme is not None
         await self.scheme.wait_version(version, timeout=timeout)
-        return self.model.value
-
-    async def value(self) -> float:
         return self.model.value
 
     async def applied_versions(self) -> list[int]:
         return self.applied
 
     async def slabs(self) -> int:
-        assert self.scheme is not None
-        return self.scheme.bus._link.subscriber.pool.slabs  # type: ignore[union-attr]
+        return self.scheme.bus._link.subscriber.pool.slabs
 
     async def halt_in(self, point: str, nth: int = 1) -> None:
         """Emit a point's name and stop this process there (SIGSTOP): in the ``nth`` chunk, or half way in an apply."""
@@ -456,9 +435,8 @@ class Worker(_Party):
             self.emit(point)
             os.kill(os.getpid(), signal.SIGSTOP)
 
-        assert self.scheme is not None
         if point == "transfer":
-            incoming = self.scheme.bus._link.subscriber.incoming  # type: ignore[union-attr]
+            incoming = self.scheme.bus._link.subscriber.incoming
             original, count = incoming.chunk, 0
 
             def on_chunk(*args: Any) -> None:
@@ -468,7 +446,7 @@ class Worker(_Party):
                     halt()
                 original(*args)
 
-            incoming.chunk = on_chunk  # type: ignore[method-assign]
+            incoming.chunk = on_chunk
         else:
 
             def copy_half(destinations: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
@@ -487,7 +465,7 @@ class Worker(_Party):
 
             repoint = update.ModelUpdate._repoint
             update.copy_tensors = copy_half
-            update.ModelUpdate._repoint = repoint_half  # type: ignore[method-assign]
+            update.ModelUpdate._repoint = repoint_half
 
     async def forwards(self, count: int) -> tuple[int, int]:
         """Half on the loop, some in a ``hold()``, half in threads; returns how many were torn, and values seen."""
@@ -500,7 +478,6 @@ class Worker(_Party):
             seen.update(values)
 
         async def on_the_loop() -> None:
-            assert self.scheme is not None
             for i in range(count // 2):
                 if i % 10:
                     note(*self.model())
@@ -526,6 +503,12 @@ def _copy_one_by_one(destinations: Iterable[torch.Tensor], sources: Iterable[tor
     for destination, source in zip(destinations, sources, strict=True):
         _copy([destination], [source])
         time.sleep(0)
+
+
+def break_gate(scheme: Any) -> None:
+    """From now on a receiver's updates wait for nobody, and take longer."""
+    scheme.bus._gate = BrokenGate()
+    update.copy_tensors = _copy_one_by_one
 
 
 class BrokenGate(Gate):

@@ -3,28 +3,43 @@
 from __future__ import annotations
 
 import multiprocessing
+import tempfile
+import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 
-__all__ = ["in_program"]
 
+def in_program(
+    function: Callable[..., Any],
+    *args: Any,
+    seconds: float = 55,
+    start_method: str = "spawn",
+    must_end: bool = False,
+) -> Any:
+    """What a function returns in a program of its own, which may have processes; its failure is one here.
 
-def in_program(function: Callable[..., Any], *args: Any, seconds: float = 55, start_method: str = "spawn") -> Any:
-    """What a function returns in a program of its own, which may have processes. ``start_method``: of that program."""
+    ``start_method``: of that program. ``must_end``: it is a failure, too, if the program does not end by itself then.
+    """
     context: Any = multiprocessing.get_context(start_method)
     here, there = context.Pipe()
-    process = context.Process(target=_report, args=(there, function, args))
+    process = context.Process(target=report, args=(there, function, args))
     process.start()
     there.close()
     try:
         assert here.poll(seconds), "it hangs"
-        result, failure = here.recv()
+        try:
+            result, failure = here.recv()
+        except EOFError:
+            raise AssertionError("it has ended without a result") from None
         assert failure is None, failure
         process.join(10)
+        assert not must_end or process.exitcode == 0, f"it does not end: {process.exitcode}"
     finally:
         process.kill()
         process.join()
@@ -33,10 +48,48 @@ def in_program(function: Callable[..., Any], *args: Any, seconds: float = 55, st
     return result
 
 
-def _report(pipe: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def report(pipe: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """In a process: send what a function returns, or how it has failed."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     try:
-        pipe.send((function(*args), None))
-    except Exception:
-        pipe.send((None, traceback.format_exc()))
+        result, failure = function(*args), None
+    except BaseException:
+        result, failure = None, traceback.format_exc()
+    pipe.send((result, failure))
+
+
+RAY: dict[str, Any] = {"num_cpus": 4, "include_dashboard": False, "logging_level": "error", "log_to_driver": False}
+
+
+@contextmanager
+def cluster(prefix: str = "r", **options: Any) -> Iterator[Any]:
+    """Ray, with a cluster of its own that leaves nothing behind, in a directory with a name that sockets can bear."""
+    import ray
+
+    with tempfile.TemporaryDirectory(prefix=prefix, dir="/tmp", ignore_cleanup_errors=True) as folder:
+        try:
+            ray.init(**{**RAY, **options}, _temp_dir=folder)
+            yield ray
+        finally:
+            ray.shutdown()
+
+
+def alive(pids: Iterable[int]) -> list[int]:
+    """Those of these processes that run; zombies do not."""
+    found = []
+    for pid in pids:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+        if state not in "ZX":
+            found.append(pid)
+    return found
+
+
+def gone_within(pids: Iterable[int], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while (running := alive(pids)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not running

@@ -1,16 +1,7 @@
-"""Processes of a torchrun-like program: each has joined a process group, and constructs its scheme apart.
-
-Usage::
-
-    async with processes() as start:
-        trainer, worker = start(Rank), start(Rank)
-        await asyncio.gather(trainer.begin(port, 0, 2), worker.begin(port, 1, 2))
-        await asyncio.gather(trainer.send_from(numel, 3.0), worker.follow(numel))
-"""
+"""Processes of a torchrun-like program: each has joined a process group, and constructs its scheme apart."""
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,22 +11,17 @@ import torch
 from torch import distributed
 
 from asyncsync import DistributedWeightSyncScheme, sync
-from helpers.apis import face, free_port, in_thread
-from helpers.processes import Filled
-
-__all__ = ["Rank", "free_port"]
+from helpers.apis import face, in_thread
+from helpers.apis import free_port as free_port
+from helpers.processes import Filled, Trainer
 
 
 def _scheme(is_blocking: bool) -> Any:
     return face(sync.DistributedWeightSyncScheme()) if is_blocking else DistributedWeightSyncScheme()
 
 
-class Rank:
-    """One process, with a scheme of either API."""
-
-    def __init__(self, emit: Callable[[Any], None]) -> None:
-        self.emit = emit
-        self.scheme: Any = None
+class Rank(Trainer):
+    """One process, with a scheme of either API, that sends or follows."""
 
     async def begin(self, port: int, rank: int, world: int) -> None:
         """As torchrun starts it."""
@@ -59,13 +45,6 @@ class Rank:
         await self.scheme.connect(timeout=30)
         return self.scheme.worker_idx, self.model.value
 
-    async def send(self, value: float, timeout: float = 30.0) -> int:
-        version: int = await self.scheme.send_async(self.model.fill(value), timeout=timeout)
-        return version
-
-    async def value(self) -> float:
-        return self.model.value
-
     async def receive(self, timeout: float) -> bool:
         """Whether something came."""
         return await self.scheme.receive(timeout) is not None
@@ -74,8 +53,7 @@ class Rank:
         await self.scheme.fetch(timeout)
 
     async def state(self, worker: int) -> str:
-        state: str = self.scheme.status()[worker].state
-        return state
+        return self.scheme.status()[worker].state
 
     async def all_reduce(self) -> float:
         """The program's own collective."""
@@ -84,8 +62,7 @@ class Rank:
         return float(number)
 
     async def stop(self, finish: Callable[[], Any]) -> None:
-        if self.scheme is not None:
-            await self.scheme.shutdown()
+        await self.shutdown()
         with suppress(Exception):
             distributed.destroy_process_group()
-        asyncio.get_running_loop().call_soon(finish)
+        await self.leave(finish)

@@ -7,27 +7,22 @@ import asyncio
 import contextlib
 import os
 import pickle
-import shutil
-import tempfile
+import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 import asyncsync
 import asyncsync.sync
-from helpers.apis import Api, in_thread
-from helpers.called_faults import OF_KILLED_WORKERS, a_trainer_killed_amid_a_transfer_is_noticed
-from helpers.called_workers import CASES, LARGE, PROGRAM_SECONDS, Lab, Worker, cancel_waits, run_cases
-from helpers.processes import Filled, eventually, value_of
-
-__all__ = ["ONCE", "ONCE_WITH_GLOO", "WITH_GLOO", "run_with_ray"]
+from helpers import called_workers as called
+from helpers.apis import Api, bare, in_thread
+from helpers.called_workers import PROGRAM_SECONDS, Lab, Tell, Worker, cancel_waits, names, run_cases
+from helpers.processes import LARGE, Filled, eventually, value_of
+from helpers.programs import cluster
 
 STORE_BYTES = 700 << 20
 HOSTS = 4
@@ -222,7 +217,7 @@ async def a_connect_that_is_cancelled_may_be_called_again(lab: RayLab, api: Api)
 
 async def coroutines_receive_in_an_actors_loop(lab: RayLab, api: Api) -> None:
     sender, model = api.scheme(**lab.options), Filled(8, 1.0)
-    there = getattr(sender, "bare", sender).aio
+    there = bare(sender).aio
     actor = lab.coroutines
     sender.init_on_sender(model_id="policy", model=model, remotes=[actor])
     await asyncio.gather(sender.connect(), lab.result(actor.connect.remote(there, 0, 8)))
@@ -237,7 +232,7 @@ async def coroutines_receive_in_an_actors_loop(lab: RayLab, api: Api) -> None:
 
 async def the_page_of_rpc_collector_connects_a_receiver(lab: RayLab, api: Api) -> None:
     sender, model = api.scheme(**lab.options), Filled(8, 1.0)
-    collector = lab.start(Collector, 0, getattr(sender, "bare", sender).blocking)
+    collector = lab.start(Collector, 0, bare(sender).blocking)
     sender.init_on_sender(model_id="policy", model=model, remotes=[collector])
     connection_info_ref = lab.ray.put(sender.connection_info)
     there = collector.cascade_execute.remote(
@@ -264,29 +259,6 @@ async def only_the_sender_of_a_transform_connects(lab: RayLab, api: Api) -> None
         lab.end(actor)
     with pytest.raises(ValueError, match="which transform"):
         api.make(api.RayModuleTransformScheme).init_on_sender(model_id="transform_module")
-
-
-async def torchrls_transform_is_updated(lab: RayLab, api: Api) -> None:
-    """By its own class, which connects the scheme; that is a blocking one."""
-    from tensordict import TensorDict
-    from tensordict.nn import TensorDictModule
-    from torch import nn
-    from torchrl.envs.transforms.module import RayModuleTransform
-
-    def make() -> TensorDictModule:
-        return TensorDictModule(nn.Linear(2, 1), in_keys=["observation"], out_keys=["seen"])
-
-    def transform_once(weights: Any) -> RayModuleTransform:
-        transform = RayModuleTransform(module=make(), weight_sync_scheme=scheme, num_cpus=0)
-        scheme.send(TensorDict.from_module(weights))
-        return transform
-
-    scheme, mine = api.RayModuleTransformScheme(**lab.options), make()
-    transform = await in_thread(transform_once, mine)
-    data = TensorDict(observation=torch.ones(2))
-    assert torch.equal(transform(data.clone())["seen"], mine(data.clone())["seen"])
-    await in_thread(scheme.shutdown)
-    lab.ray.kill(transform._actor)
 
 
 async def a_collector_updates_torchrls_transform(lab: RayLab, api: Api) -> None:
@@ -366,7 +338,7 @@ class Restarting(Worker):
 
 async def elastic_actors_come_and_go(lab: RayLab, api: Api) -> None:
     sender, model = api.scheme(**lab.options), Filled(8, 1.0)
-    blocking = getattr(sender, "bare", sender).blocking
+    blocking = bare(sender).blocking
     first = lab.start(Worker, 0, blocking, 0, 8)
     sender.init_on_sender(model_id="policy", model=model, remotes={0: first})
     await asyncio.gather(sender.connect(), lab.call(first, "connect"))
@@ -449,7 +421,7 @@ class Taker:
 
 async def tensors_of_all_kinds_go_through_the_store(lab: RayLab, api: Api) -> None:
     sender = api.scheme(**lab.options)
-    actor = lab.start(Taker, 0, getattr(sender, "bare", sender).blocking)
+    actor = lab.start(Taker, 0, bare(sender).blocking)
     sender.init_on_sender(model_id="policy", weights=sundry(1.0), remotes=[actor])
     await asyncio.gather(sender.connect(), lab.call(actor, "connect"))
     for value in (2.0, 3.0):
@@ -459,101 +431,45 @@ async def tensors_of_all_kinds_go_through_the_store(lab: RayLab, api: Api) -> No
     lab.end(actor)
 
 
-class Finder:
-    """Another process, which finds an object by its description."""
-
-    def total(self, description: bytes) -> int:
-        import ray
-
-        from asyncsync.transports.ray_private import find
-
-        return int(ray.get(find(description), timeout=20).sum())
-
-    def shutdown(self) -> None:
-        pass
-
-
-async def a_described_object_is_found_and_not_pinned(lab: RayLab, api: Api) -> None:
-    from asyncsync.transports.ray_private import describe
-
-    core = lab.ray._private.worker.global_worker.core_worker
-    before, reference = len(core.get_all_reference_counts()), lab.ray.put(np.ones(1 << 20, np.uint8))
-    actor = lab.start(Finder, 0)
-    assert await lab.call(actor, "total", describe(reference)) == 1 << 20
-    lab.end(actor)
-    del reference, actor
-    await eventually(lambda: len(core.get_all_reference_counts()) <= before, why=core.get_all_reference_counts)
-
-
-OWN = (
-    a_described_object_is_found_and_not_pinned,
+BOTH_APIS = (
+    *called.CASES,
     coroutines_receive_in_an_actors_loop,
     the_page_of_rpc_collector_connects_a_receiver,
     only_the_sender_of_a_transform_connects,
     elastic_actors_come_and_go,
     a_shutdown_ends_a_connect_that_waits,
 )
-
-WITH_GLOO = (
-    "sends_call_each_worker",
-    "of_many_publications_the_newest_is_applied",
-    "no_forward_is_torn_while_updates_apply_as_they_come",
+ONCE = (
+    (a_connect_that_is_cancelled_may_be_called_again, asyncsync),
+    (a_restarted_actor_finds_its_target, asyncsync),
+    (a_collector_updates_torchrls_transform, asyncsync.sync),
+    (a_collector_may_be_an_actor, asyncsync.sync),
+    (nothing_stays_in_the_store, asyncsync),
+    (tensors_of_all_kinds_go_through_the_store, asyncsync),
+    (called.a_killed_worker_is_named_and_the_others_go_on, asyncsync.sync),
+    (called.a_worker_killed_amid_a_transfer_is_named_at_once, asyncsync),
+    (called.a_trainer_killed_amid_a_transfer_is_noticed, asyncsync.sync),
 )
-
-# To what these show, the API of the sender makes no difference.
-ONCE: dict[str, tuple[Any, ModuleType]] = {
-    case.__name__: (case, module)
-    for case, module in (
-        (a_connect_that_is_cancelled_may_be_called_again, asyncsync),
-        (a_restarted_actor_finds_its_target, asyncsync),
-        (torchrls_transform_is_updated, asyncsync.sync),
-        (a_collector_updates_torchrls_transform, asyncsync.sync),
-        (a_collector_may_be_an_actor, asyncsync.sync),
-        (nothing_stays_in_the_store, asyncsync),
-        (tensors_of_all_kinds_go_through_the_store, asyncsync),
-        (CASES["a_killed_worker_is_named_and_the_others_go_on"], asyncsync.sync),
-        (CASES["a_worker_killed_amid_a_transfer_is_named_at_once"], asyncsync),
-        (a_trainer_killed_amid_a_transfer_is_noticed, asyncsync.sync),
-    )
-}
-ONCE_WITH_GLOO: dict[str, tuple[Any, ModuleType]] = {
-    case.__name__: (case, module)
-    for case, module in (
-        (only_the_sender_of_a_transform_connects, asyncsync.sync),
-        (CASES["a_worker_killed_amid_a_transfer_is_named_at_once"], asyncsync),
-        (a_trainer_killed_amid_a_transfer_is_noticed, asyncsync.sync),
-    )
-}
+# With gloo:
+BOTH_APIS_OF_GLOO = (
+    called.sends_call_each_worker,
+    called.of_many_publications_the_newest_is_applied,
+    called.no_forward_is_torn_while_updates_apply_as_they_come,
+)
+ONCE_OF_GLOO = (
+    (only_the_sender_of_a_transform_connects, asyncsync.sync),
+    (called.a_worker_killed_amid_a_transfer_is_named_at_once, asyncsync),
+    (called.a_trainer_killed_amid_a_transfer_is_noticed, asyncsync.sync),
+)
+NAMES = [*names(BOTH_APIS, ONCE), *(f"gloo {name}" for name in names(BOTH_APIS_OF_GLOO, ONCE_OF_GLOO))]
 
 
-def run_with_ray(tell: Callable[[str, str | None], None]) -> None:
-    """All cases, in a cluster that leaves nothing behind."""
+def run_with_ray(tell: Tell) -> None:
+    """All cases."""
     warnings.simplefilter("ignore")
-    import ray
-
-    torch.set_num_threads(1)
-    directory = tempfile.mkdtemp(prefix="r-", dir="/tmp")  # short: Ray makes Unix sockets there
-    os.environ["PYTHONPATH"] = os.pathsep.join(
-        filter(None, [os.path.dirname(os.path.dirname(__file__)), os.environ.get("PYTHONPATH")])
-    )
-    try:
-        ray.init(
-            num_cpus=2,
-            include_dashboard=False,
-            _temp_dir=directory,
-            object_store_memory=STORE_BYTES,
-            log_to_driver=False,
-            logging_level="ERROR",
-        )
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
+    with cluster("r-", num_cpus=2, object_store_memory=STORE_BYTES):
         lab = RayLab("object_store")
-        both = {name: function for name, function in CASES.items() if name not in OF_KILLED_WORKERS}
-        run_cases(lab, {**both, **{function.__name__: function for function in OWN}}, tell)
-        for name, (function, module) in ONCE.items():
-            run_cases(lab, {name: function}, tell, modules=(module,))
+        run_cases(lab, BOTH_APIS, ONCE, tell)
         lab.options = {"backend": "gloo"}
-        run_cases(lab, {name: CASES[name] for name in WITH_GLOO}, tell, "gloo ")
-        for name, (function, module) in ONCE_WITH_GLOO.items():
-            run_cases(lab, {name: function}, tell, "gloo ", (module,))
-    finally:
-        ray.shutdown()
-        shutil.rmtree(directory, ignore_errors=True)
+        run_cases(lab, BOTH_APIS_OF_GLOO, ONCE_OF_GLOO, lambda name, *rest: tell(f"gloo {name}", *rest))

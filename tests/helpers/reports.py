@@ -18,4 +18,4 @@ def report_of(version: int, workers: int = 2, *, sent: int = 0, **changes: Any) 
         "counts": {"live": workers, "lost": 0, "relays": 0, "guests": 0}, "refused": {}, "dropped": {},
         "models": (ModelReport("policy", 1 << 20, b"d" * 16, version),), "workers": tuple(everybody),
     }  # fmt: skip
-    return Report(**{**fields, **changes})  # type: ignore[arg-type]
+    return Report(**{**fields, **changes})

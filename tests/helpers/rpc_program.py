@@ -5,47 +5,39 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
-import socket
 import threading
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-import asyncsync.sync  # noqa: F401 - workers get its classes
+import asyncsync
+import asyncsync.sync
 from asyncsync.runtime.threads import settle
-from helpers.apis import Api
-from helpers.called_faults import OF_KILLED_WORKERS, a_trainer_killed_amid_a_transfer_is_noticed
-from helpers.called_workers import APIS, CASES, Lab, Worker, cancel_waits, run_cases
+from helpers import called_workers as called
+from helpers.apis import Api, free_port
+from helpers.called_workers import Lab, Tell, Worker, cancel_waits, names, run_cases
 from helpers.processes import value_of
-
-__all__ = ["join", "run_with_rpc", "serve"]
+from helpers.programs import alive
 
 WORKERS = 5  # of which three are killed
 
 
-def _options() -> Any:
-    from torch.distributed import rpc
-
-    return rpc.TensorPipeRpcBackendOptions(num_worker_threads=8, rpc_timeout=30, _transports=["uv"])
-
-
-def join(rank: int, port: int, size: int = WORKERS + 1) -> None:
-    """Begin RPC in this process, one of so many."""
+def join(rank: int, port: int) -> None:
+    """Begin RPC in this process."""
     from torch.distributed import rpc
 
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    rpc.init_rpc(f"rank{rank}", rank=rank, world_size=size, rpc_backend_options=_options())
+    options = rpc.TensorPipeRpcBackendOptions(num_worker_threads=8, rpc_timeout=30, _transports=["uv"])
+    rpc.init_rpc(f"rank{rank}", rank=rank, world_size=WORKERS + 1, rpc_backend_options=options)
 
 
-def serve(rank: int, port: int, size: int = WORKERS + 1) -> None:
+def serve(rank: int, port: int) -> None:
     """In a process: be called until the process that has started this one ends."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    join(rank, port, size)
+    join(rank, port)
     parent = multiprocessing.parent_process()
-    assert parent is not None
     parent.join()
     os._exit(0)  # RPC's own end would wait for the others
 
@@ -57,9 +49,9 @@ class RPCLab(Lab):
     connects = False
     options: dict[str, Any] = {}  # noqa: RUF012
 
-    def __init__(self) -> None:
-        self._first = 1
-        self._processes: dict[int, int] = {}
+    def __init__(self, processes: dict[int, int]) -> None:
+        """``processes``: the pid of each rank."""
+        self._processes = processes
 
     def start(self, kind: type, place: int, *args: Any, **options: Any) -> Any:
         from torch.distributed import rpc
@@ -68,11 +60,7 @@ class RPCLab(Lab):
 
     def _rank(self, index: int) -> int:
         """A process that runs."""
-        alive = [rank for rank, pid in self._processes.items() if _is_running(pid)]
-        return alive[index]
-
-    def know(self, processes: dict[int, int]) -> None:
-        self._processes = processes
+        return [rank for rank, pid in self._processes.items() if alive([pid])][index]
 
     async def call(self, worker: Any, method: str, *args: Any) -> Any:
         loop = asyncio.get_running_loop()
@@ -102,9 +90,8 @@ class InLoop(Worker):
     def run(self, doing: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(doing, self.loop).result(50)
 
-    def connect(self) -> float:
+    def connect(self) -> None:
         self.run(self.scheme.connect())
-        return 0.0
 
     def _receive_weights_scheme(self) -> None:
         self.calls += 1
@@ -125,41 +112,30 @@ async def coroutines_receive_in_a_loop_of_the_workers(lab: Lab, api: Api) -> Non
         assert await crew.states("calls") == [2, 2]
 
 
-OWN = coroutines_receive_in_a_loop_of_the_workers
+BOTH_APIS = (*called.CASES, coroutines_receive_in_a_loop_of_the_workers)
+ONCE = (
+    (called.a_killed_worker_is_named_and_the_others_go_on, asyncsync),
+    (called.a_worker_killed_amid_a_transfer_is_named_at_once, asyncsync.sync),
+    (called.a_trainer_killed_amid_a_transfer_is_noticed, asyncsync.sync),
+)
+NAMES = names(BOTH_APIS, ONCE)
 
 
-def _is_running(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def run_with_rpc(tell: Callable[[str, str | None], None]) -> None:
+def run_with_rpc(tell: Tell) -> None:
     """All cases; nothing is left behind."""
     warnings.simplefilter("ignore")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     context = multiprocessing.get_context("spawn")
     processes = [context.Process(target=serve, args=(rank, port)) for rank in range(1, WORKERS + 1)]
     for process in processes:
         process.start()
     try:
         join(0, port)
-        lab = RPCLab()
-        lab.know({rank: process.pid or 0 for rank, process in enumerate(processes, 1)})
-        both = {name: function for name, function in CASES.items() if name not in OF_KILLED_WORKERS}
-        run_cases(lab, {**both, OWN.__name__: OWN}, tell)
-        killed = {name: CASES[name] for name in OF_KILLED_WORKERS}
-        for name, module in zip(killed, APIS, strict=True):
-            run_cases(lab, {name: killed[name]}, tell, modules=(module,))
-        trainers = {a_trainer_killed_amid_a_transfer_is_noticed.__name__: a_trainer_killed_amid_a_transfer_is_noticed}
-        run_cases(lab, trainers, tell, modules=APIS[1:])
+        lab = RPCLab({rank: process.pid or 0 for rank, process in enumerate(processes, 1)})
+        run_cases(lab, BOTH_APIS, ONCE, tell)
     finally:
         for process in processes:
             process.kill()
             process.join()
-    tell("", None)
+    tell("", "", "")
     os._exit(0)  # as in the workers

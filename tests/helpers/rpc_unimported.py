@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["six_first_calls_at_once"]
-
 COUNT = 6
 
 
@@ -28,7 +26,6 @@ def _serve(port: int) -> None:
     assert not any(name.partition(".")[0] == "asyncsync" for name in sys.modules)
     _join(1, port)
     parent = multiprocessing.parent_process()
-    assert parent is not None
     parent.join()
     os._exit(0)  # RPC's own end would wait for the other
 

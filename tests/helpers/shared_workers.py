@@ -9,38 +9,27 @@ import asyncio
 import contextlib
 import functools
 import os
-import re
 import resource
 import signal
-import threading
-import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import nn
 
 from asyncsync.bus import publishing
-from asyncsync.model import update
 from asyncsync.weights.slab import is_foreign
-from helpers.processes import BrokenGate, Filled, Trainer, Worker, _copy_one_by_one, value_of
+from helpers.blocking_crew import in_fork
+from helpers.blocking_workers import begin, reads
+from helpers.memory import descriptors, files, mappings
+from helpers.processes import Filled, Trainer, Worker, value_of
 from helpers.stalls import longest_stall
 
-__all__ = [
-    "MIB",
-    "BatchNormed",
-    "SharedTrainer",
-    "SharedWorker",
-    "forwards",
-    "is_repointed",
-    "slots_in_sight",
-    "trains",
-]
-
 MIB = 1 << 18  # float32 elements in a MiB
-WRITTEN = -77.0
 
 
 def is_repointed(model: nn.Module) -> list[bool]:
@@ -53,26 +42,9 @@ def slots_in_sight(*pids: int) -> set[int]:
     found = set()
     for pid in pids or (os.getpid(),):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
-                if "/memfd:asyncsync" in line:
-                    found.add(int(line.split()[4]))
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            for entry in Path(f"/proc/{pid}/fd").iterdir():
-                with contextlib.suppress(FileNotFoundError):
-                    if "/memfd:asyncsync" in os.readlink(entry):
-                        found.add(entry.stat().st_ino)
+            found |= {int(line.split()[4]) for line in mappings(pid)}
+            found |= files(pid)
     return found
-
-
-def _address_space() -> int:
-    found = re.search(r"VmSize:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) * 1024
-
-
-def _resident() -> int:
-    (line,) = (x for x in Path("/proc/self/smaps_rollup").read_text().splitlines() if x.startswith("Pss:"))
-    return int(line.split()[1]) * 1024
 
 
 class BatchNormed(nn.Module):
@@ -99,8 +71,7 @@ class BatchNormed(nn.Module):
 
     def forward(self) -> tuple[float, float]:
         self.norm(torch.randn(8, 4096))
-        found: tuple[float, float] = self.filled()
-        return found
+        return self.filled()
 
 
 class _Hurt:
@@ -115,11 +86,7 @@ class _Hurt:
 
     async def descriptors(self) -> list[str]:
         """What they refer to; not those of the slots, which Python's mmap keeps."""
-        found = []
-        for name in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(FileNotFoundError):  # the descriptor that lists the directory
-                found.append(os.readlink(f"/proc/self/fd/{name}"))
-        return sorted(target for target in found if "/memfd:asyncsync" not in target)
+        return sorted(target for target in descriptors().values() if "/memfd:asyncsync" not in target)
 
     async def limit_memory(self, nbytes: int | None) -> None:
         """Have this process get no more than so many further bytes of address space (None: as many as it wants)."""
@@ -128,7 +95,7 @@ class _Hurt:
         if nbytes is None:
             resource.setrlimit(resource.RLIMIT_AS, self._limits)
             return
-        resource.setrlimit(resource.RLIMIT_AS, (_address_space() + nbytes, self._limits[1]))
+        resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + nbytes, self._limits[1]))
 
 
 class SharedTrainer(_Hurt, Trainer):
@@ -150,7 +117,7 @@ class SharedTrainer(_Hurt, Trainer):
                 view.copy_(tensor.detach())
             os.kill(os.getpid(), signal.SIGKILL)
 
-        publishing.pack = pack_half  # type: ignore[assignment]
+        publishing.pack = pack_half
         await self.scheme.publish(self.model.fill(value))
 
     async def slots(self) -> tuple[int, int]:
@@ -169,32 +136,28 @@ class SharedTrainer(_Hurt, Trainer):
                 found["error"] = str(error)
             return found
 
-        result: dict[str, Any] = await asyncio.to_thread(_in_fork, child)
-        return result
+        return await asyncio.to_thread(in_fork, child)
 
 
 class SharedWorker(_Hurt, Worker):
     """A receiver of them."""
 
-    _children: dict[int, tuple[int, int]]
-
     async def connect(
         self, scheme: Any, worker_idx: int, numel: int, *, inplace: bool | None = None, **options: Any
     ) -> int:
-        self._children = {}
+        self._children: dict[int, Connection] = {}
         if inplace is not None:
             scheme.init_on_receiver = functools.partial(scheme.init_on_receiver, inplace=inplace)
         return await super().connect(scheme, worker_idx, numel, **options)
 
     async def connect_normed(self, scheme: Any, worker_idx: int, numel: int, inplace: bool | None = None) -> None:
-        self.model = BatchNormed(numel, -1.0)  # type: ignore[assignment]
+        self.model = BatchNormed(numel, -1.0)
         self.scheme = scheme
         scheme.init_on_receiver("policy", model=self.model, worker_idx=worker_idx, inplace=inplace)
         await scheme.connect()
 
     async def contents(self) -> dict[str, list[float]]:
-        found: dict[str, list[float]] = self.model.contents  # type: ignore[attr-defined]
-        return found
+        return self.model.contents
 
     async def is_repointed(self) -> list[bool]:
         return is_repointed(self.model)
@@ -206,9 +169,8 @@ class SharedWorker(_Hurt, Worker):
             self.model()
             await asyncio.sleep(0)
 
-    async def train(self, steps: int, *, own: bool = False) -> float:
-        """An optimizer's steps; returns what the model holds then. ``own``: with momentum, kept between calls."""
-        return trains(self.model, steps, momentum=0.9 if own else 0.0)
+    async def train(self, steps: int) -> float:
+        return trains(self.model, steps)
 
     async def train_under_fire(self, steps: int) -> int:
         """Train all the time, each step in a hold; returns how often a step began with what nobody has sent."""
@@ -227,13 +189,9 @@ class SharedWorker(_Hurt, Worker):
         await self.scheme.shutdown()
         return is_repointed(self.model)
 
-    async def abandon(self) -> None:
-        """Forget the scheme without a word."""
-        self.scheme = None
-
     async def resident(self) -> int:
         """Bytes of this process's resident memory; a page that is mapped twice counts once."""
-        return _resident()
+        return psutil.Process().memory_full_info().pss
 
     async def stall_until(self, version: int) -> float:
         """Seconds for which this worker's loop stands still, at most, until it has this version; without the time for
@@ -246,47 +204,37 @@ class SharedWorker(_Hurt, Worker):
 
     async def fork(self) -> int:
         """A child that answers :meth:`ask`; returns its pid."""
-        there, mine = os.pipe()
-        here, its = os.pipe()
-        pid = os.fork()
-        if pid == 0:
+        here, there = Pipe()
+        if (pid := os.fork()) == 0:
             status = 1
             try:
-                for number in (mine, here, *sum(self._children.values(), ())):
-                    os.close(number)
+                for connection in (here, *self._children.values()):
+                    connection.close()
                 signal.alarm(60)  # no test lasts so long
-                while os.read(there, 1):
-                    try:
-                        answer = repr(value_of(dict(self.model.named_parameters())))
-                    except AssertionError as error:
-                        answer = str(error)
-                    os.write(its, f"{answer:<200}".encode())
+                with contextlib.suppress(EOFError):
+                    while there.recv():
+                        try:
+                            there.send(repr(self.model.value))
+                        except AssertionError as error:
+                            there.send(str(error))
                 status = 0
             finally:
                 os._exit(status)
-        os.close(there)
-        os.close(its)
-        self._children[pid] = (mine, here)
+        there.close()
+        self._children[pid] = here
         return pid
 
     async def ask(self, pid: int) -> str:
         """What the child's model holds."""
-        mine, here = self._children[pid]
-
-        def ask() -> str:
-            os.write(mine, b"?")
-            return os.read(here, 200).decode().strip()
-
-        return await asyncio.to_thread(ask)
+        self._children[pid].send(True)
+        return await asyncio.to_thread(self._children[pid].recv)
 
     async def end(self, pid: int, how: signal.Signals | None = None) -> int:
         """End a child; returns its exit code."""
-        mine, here = self._children.pop(pid)
         if how is not None:
             os.kill(pid, how)
-        os.close(mine)
+        self._children.pop(pid).close()
         _, status = await asyncio.to_thread(os.waitpid, pid, 0)
-        os.close(here)
         return os.waitstatus_to_exitcode(status)
 
     async def fork_often(self, count: int) -> tuple[list[str], list[str]]:
@@ -315,22 +263,15 @@ class SharedWorker(_Hurt, Worker):
                     found[name] = f"{type(error).__name__}: {error}"
             return found
 
-        result: dict[str, str] = await asyncio.to_thread(_in_fork, child)
-        return result
+        return await asyncio.to_thread(in_fork, child)
 
 
-def _in_fork(function: Callable[[], Any]) -> Any:
-    from helpers.blocking_crew import in_fork
-
-    return in_fork(function)
-
-
-def trains(model: nn.Module, steps: int, momentum: float = 0.0) -> float:
+def trains(model: nn.Module, steps: int) -> float:
     """Steps of an optimizer that write every element; returns what they all hold then."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=momentum)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     for _ in range(steps):
         optimizer.zero_grad()
-        sum(p.sum() for p in model.parameters()).backward()  # type: ignore[union-attr]
+        sum(p.sum() for p in model.parameters()).backward()
         optimizer.step()
     return value_of(dict(model.named_parameters()))
 
@@ -341,38 +282,12 @@ def trains(model: nn.Module, steps: int, momentum: float = 0.0) -> float:
 def forwards(
     scheme: Any, index: int, numel: int, count: int, inplace: bool | None, broken: bool, connection: Connection
 ) -> None:
-    """Forwards of the main thread and of another one, some of them in a hold; tells how many were torn, how many
-    versions they saw, how often they went back, and whether the Parameters lie in a slot."""
-    scheme.init_on_receiver("policy", model=Filled(numel, -1.0, parts=4), worker_idx=index, inplace=inplace)
-    if broken:
-        scheme.bus._gate = BrokenGate()
-        update.copy_tensors = _copy_one_by_one
-    scheme.connect(timeout=30)
-    connection.send("connected")
-    model = scheme.model
-    found: list[tuple[int, int, set[float]]] = []
-
-    def read(passes: int) -> None:
-        torn = back = 0
-        last, seen = 0.0, set()
-        for i in range(passes):
-            if i % 10:
-                values = {*model()}
-            else:
-                with scheme.hold():
-                    values = {*model()}
-                    time.sleep(0)
-                    values |= {*model()}
-            torn += len(values) > 1
-            back += min(values) < last
-            last = max(values)
-            seen |= values
-        found.append((torn, back, seen))
-
-    other = threading.Thread(target=read, args=(count // 3,))
-    other.start()
-    read(count - count // 3)
-    other.join()
-    torn, back = sum(t for t, _, _ in found), sum(b for _, b, _ in found)
-    connection.send((torn, len(set().union(*(s for _, _, s in found))), back, all(is_repointed(model))))
+    """Forwards of the main thread and of another one; tells how many were torn, how many versions they saw, how often
+    they went back, and whether the Parameters lie in a slot."""
+    model = begin(scheme, index, Filled(numel, -1.0, parts=4), broken, connection, inplace=inplace)
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(reads, scheme, count // 3)
+        found = [reads(scheme, count - count // 3), other.result()]
+    torn, back = sum(t for t, _, _ in found), sum(b for *_, b in found)
+    connection.send((torn, len(set().union(*(s for _, s, _ in found))), back, all(is_repointed(model))))
     scheme.shutdown()

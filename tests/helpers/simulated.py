@@ -25,56 +25,34 @@ from asyncsync.protocol.targets import Publication
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab, SlabPool
 from asyncsync.weights.source_cache import SourceCache
-from asyncsync.weights.tree import FlatWeights
 from asyncsync.wire import fields, messages
-from helpers.machines import Borrowed
-
-__all__ = ["DTYPES", "Connection", "Message", "Record", "Trainer", "Use", "Worker", "World", "draw_world", "layout_of"]
+from helpers.machines import SHAPES, Borrowed, layout
 
 # Five layouts: one more than a worker remembers. A stubborn worker accepts the first only.
 DTYPES = (torch.float32, torch.float64, torch.int32, torch.int64, torch.int16)
-SHAPES = {("a",): (15,), ("b",): (2, 5)}
-LAYOUTS = [
-    Layout.of(FlatWeights({path: torch.empty(shape, dtype=dtype) for path, shape in SHAPES.items()}))
-    for dtype in DTYPES
-]
-
+LAYOUTS = [layout(dtype) for dtype in DTYPES]
 BOOT = "one host"
 NOBODY: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
 class World:
-    """What does not change during a run.
+    """What does not change during a run."""
 
-    Args:
-        workers: how many, 1 to 4.
-        elastic: the trainer does not know how many.
-        models: of the trainer; ``("",)``: it gives its only model no name, while the workers call theirs "policy".
-        stubborn: workers that accept one layout only.
-        eager, descriptors: how bytes travel (neither: as chunks).
-        local: the workers share the trainer's host, so their death is noticed at once.
-        lent: these models travel in slots that workers map, or copy out at once; only if local.
-        fast: whether the steady state is shorter than the general way.
-        fanout: whether workers can subscribe to what is sent to all of them, and whether that is ``"push"``.
-        compress, delta: how bytes that travel are encoded.
-        apart: workers on another host, to which the bytes of slots travel.
-    """
-
-    workers: int = 2
-    elastic: bool = False
-    models: tuple[str, ...] = ("policy",)
-    stubborn: frozenset[int] = frozenset()
-    eager: bool = False
+    workers: int = 2  # 1 to 4
+    elastic: bool = False  # the trainer does not know how many
+    models: tuple[str, ...] = ("policy",)  # ("",): the trainer gives its only one no name; the workers' is "policy"
+    stubborn: frozenset[int] = frozenset()  # workers that accept one layout only
+    eager: bool = False  # this, or descriptors: how bytes travel; neither: as chunks
     checksum: bool = False
     descriptors: bool = False
-    local: bool = True
-    lent: frozenset[str] = frozenset()
-    fast: bool = True
-    fanout: str | None = None
+    local: bool = True  # the workers share the trainer's host, so their death is noticed at once
+    lent: frozenset[str] = frozenset()  # models in slots that workers map, or copy out at once; only if local
+    fast: bool = True  # the steady state is shorter than the general way
+    fanout: str | None = None  # workers can subscribe to what is sent to all, and whether that is "push"
     compress: str = ""
     delta: bool = False
-    apart: frozenset[int] = frozenset()
+    apart: frozenset[int] = frozenset()  # workers on another host, to which the bytes of slots travel
 
     @property
     def settings(self) -> Settings:
@@ -95,6 +73,10 @@ class World:
     def is_beside(self, worker: int) -> bool:
         """Whether this worker shares the trainer's host."""
         return self.local and worker not in self.apart
+
+    def topic(self, model: str) -> str:
+        """What the trainer calls a worker's model."""
+        return "" if self.models == ("",) else model
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -195,14 +177,9 @@ class Slots(SlabPool):
 
 @dataclass(eq=False)
 class Use:
-    """Somebody in a worker process, besides its subscriber, reads a slab that holds this number.
+    """Somebody in a worker process, besides its subscriber, reads a slab that holds this number."""
 
-    Attributes:
-        kind: ``"reader"`` (copies it), ``"fork"`` (a child that has not its own copy yet), ``"model"`` (of a worker
-            that has left while its Parameters lie there).
-    """
-
-    kind: str
+    kind: str  # "reader" (copies it), "fork" (has not its own copy yet), "model" (of a worker that has left)
     slab: Slab
     number: int
 
@@ -227,7 +204,7 @@ class Trainer:
             self.publisher.serve(model, 0.0)
         # Only the publisher knows whether a refusal came in time; what follows from it is checked.
         self._reject = self.publisher.targets.reject
-        self.publisher.targets.reject = self.rejected  # type: ignore[method-assign]
+        self.publisher.targets.reject = self.rejected
 
     @property
     def publisher(self) -> Publisher:
@@ -244,15 +221,9 @@ class Trainer:
     def begin_fast_path(self, model: str, channels: dict[bytes, SimulatedSideChannel]) -> SteadySender | None:
         publisher = self.publisher
         target = publisher.targets.models[model].common.current
-        if (
-            not publisher.settings.fast
-            or not self.usable
-            or target is None
-            or target.slab not in self.slots
-            or target.slab.in_place
-        ):
+        if not publisher.settings.fast or not self.usable or target is None:
             return None
-        if target.slab.references > 1:
+        if target.slab not in self.slots or target.slab.in_place or target.slab.references > 1:
             return None
         peers = publisher.announcer.steady(model, target.slab)
         if not peers or any(p.unsettled or p.slow for p in peers):
@@ -262,7 +233,7 @@ class Trainer:
         slab.descriptor = self.slots.describe(slab, mapped=False)
         workers = [(peer, channels[peer.route]) for peer in peers]
         known = SourceCache(slab.layout)
-        self.fast_path = SteadySender(publisher, model, known, (target.slab.retain(), slab), workers)  # type: ignore[arg-type]
+        self.fast_path = SteadySender(publisher, model, known, (target.slab.retain(), slab), workers)
         return self.fast_path
 
     def rejected(self, publication: Publication, refusals: dict[int, SchemaMismatch]) -> None:
@@ -387,10 +358,8 @@ class Worker:
 
     def _attach(self, part: messages.Part, layout: Layout) -> Slab | None:
         """As transports.attachments do it."""
-        assert part.descriptor is not None
         if not part.descriptor.startswith(b"slot "):
             return None
-        assert self.connection is not None
         number, index, mapped = map(int, part.descriptor.split()[1:])
         trainer = self.connection.trainer
         assert trainer.number == number
@@ -415,22 +384,18 @@ class Worker:
         """What :meth:`_attach` would copy."""
         if not descriptor.startswith(b"slot ") or descriptor.endswith(b"1"):
             return None
-        assert self.connection is not None
         _, index, _ = map(int, descriptor.split()[1:])
         return memoryview(self.connection.trainer.slots.made[index].buffer.numpy())
 
     def begin_fast_path(self, serial: int) -> None:
         """As a receiver's link does it."""
         subscriber = self.subscriber
-        if (
-            not subscriber.settings.fast
-            or subscriber.fast_path is not None
-            or (steady := subscriber.steady(serial)) is None
-        ):
+        if not subscriber.settings.fast or subscriber.fast_path is not None:
+            return
+        if (steady := subscriber.steady(serial)) is None:
             return
         model, part = steady
         held = subscriber.holdings.held.get(model)
-        assert held is not None
         newest, binding = held[2], subscriber.models[model]
         prepared = binding.cached(newest)
         if prepared is None or not prepared.is_known or newest.leased:
@@ -458,7 +423,7 @@ class Worker:
         if use.kind == "reader":
             use.slab.release()
         elif use.kind == "fork" and not any(u.kind == "fork" and u.slab is use.slab for u in self.uses):
-            use.slab.forked = False  # type: ignore[attr-defined]
+            use.slab.forked = False
 
     def look(self, model: str) -> int:
         """The number that this model holds."""

@@ -5,13 +5,11 @@
     simulation.do("flow", 9, 0)
     simulation.converge()                    # messages flow again
 
-Every tensor that is published holds one number, which nothing else that is published has. So a look at a worker's model
-tells whose weights these are, of which publication of which trainer, and whether they are torn. After each operation
-everything that must always hold is checked (:meth:`Simulation.check`); a violation is an AssertionError.
+Every tensor that is published holds one number of its own. So a look at a worker's model tells whose weights these are,
+and whether they are torn. After each operation everything that must always hold is checked.
 
 An operation is a name and two numbers that mean something in every state ("the message at this position, modulo how
-many there are"), so any list of operations is a run, and so is every part of it: hypothesis can shrink it, and so can a
-person.
+many there are"), so any list of operations is a run, and so is every part of it: hypothesis can shrink it.
 """
 
 from __future__ import annotations
@@ -28,13 +26,12 @@ from asyncsync.net.side_channel import join
 from asyncsync.protocol.fanout import EVERYBODY
 from asyncsync.weights.packing import pack
 from asyncsync.weights.slab import Slab
-from asyncsync.weights.tree import FlatWeights
 from asyncsync.wire import codec, messages
 from asyncsync.wire.metadata import encode_metadata
+from helpers.machines import flat
 from helpers.oracle import Oracle
 from helpers.simulated import (
     DTYPES,
-    SHAPES,
     Connection,
     Message,
     Record,
@@ -42,11 +39,11 @@ from helpers.simulated import (
     Trainer,
     Worker,
     World,
-    draw_world,
     layout_of,
 )
-
-__all__ = ["ALWAYS", "OPERATIONS", "Simulation", "World", "draw_operations", "draw_world"]
+from helpers.simulated import (
+    draw_world as draw_world,
+)
 
 STEPS = (0.1, 0.3, 1.0, 2.0, 5.0, 11.0)
 ENOUGH = 90.0  # virtual seconds: several rounds of everything that is repeated
@@ -182,11 +179,8 @@ class Simulation(Oracle):
             kind = type(codec.decode(message.frames)[0])
             frames = message.frames[1:] if kind is messages.Cast else message.frames
             is_update = kind in (messages.Update, messages.Cast)
-            if (
-                kind is messages.Chunk
-                or (kind is messages.Packed and len(message.frames) > 1)
-                or (is_update and len(frames) > 2 and frames[-1])
-            ):
+            is_packed = kind is messages.Packed and len(message.frames) > 1
+            if kind is messages.Chunk or is_packed or (is_update and len(frames) > 2 and frames[-1]):
                 damaged = bytearray(message.frames[-1])
                 damaged[b % len(damaged)] ^= 1 << b % 8
                 message.frames = [*message.frames[:-1], bytes(damaged)]
@@ -196,7 +190,7 @@ class Simulation(Oracle):
 
     def _do_publish(self, a: int, b: int) -> None:
         """For everybody: one model, or all of them together."""
-        self._publish(self._some_models(a), None, self._dtype(b), each=False)
+        self._publish(self._some_models(a), None, self._dtype(b))
 
     def _do_train(self, a: int, b: int) -> None:
         """A few turns of a training loop: everything arrives, is applied, and the same model is published again."""
@@ -209,7 +203,7 @@ class Simulation(Oracle):
                 self._settle()
                 if not self.network:
                     break
-            self._publish(models, None, torch.float32, each=False)
+            self._publish(models)
 
     def _do_steady(self, a: int, b: int) -> None:
         """Some turns of a training loop with one model, each begun when everybody has the last; in the end, not all
@@ -221,7 +215,7 @@ class Simulation(Oracle):
         self._do_assemble(a, b)
         for _ in range(2):
             self._flow_up_and_down()
-            self._publish([model], None, torch.float32, each=False, copied=True)
+            self._publish([model], copied=True)
         self._flow_up_and_down()
         routes = {c.route: SimulatedSideChannel(c, self.network, broken=False) for c in self.connections}
         if (fast := trainer.begin_fast_path(model, routes)) is None:
@@ -234,8 +228,7 @@ class Simulation(Oracle):
                 self._do_hold(b, 0)
             number = len(self.records) + 1
             record = Record(fast.version + 1, trainer, self.now, {model: {None: number}}, {number: torch.float32})
-            flat = FlatWeights({path: torch.full(shape, float(number)) for path, shape in SHAPES.items()})
-            if self.network or fast.waiting or not fast.publish(flat, self.now):
+            if self.network or fast.waiting or not fast.publish(flat(number), self.now):
                 break
             trainer.records.append(record)
             self.records[number] = record
@@ -263,7 +256,7 @@ class Simulation(Oracle):
 
     def _do_publish_some(self, a: int, b: int) -> None:
         """For some worker_ids."""
-        self._publish(self._some_models(a), self._some_workers(a // 2), self._dtype(b), each=False)
+        self._publish(self._some_models(a), self._some_workers(a // 2), self._dtype(b))
 
     def _do_publish_each(self, a: int, b: int) -> None:
         """To each its own."""
@@ -281,12 +274,7 @@ class Simulation(Oracle):
 
     def _do_begin(self, a: int, b: int) -> None:
         """The gate applies in another thread; the worker's loop hears of it later."""
-        worker = self._pick(a)
-        if worker.running is None and worker.subscriber.staged:
-            worker.running = worker.subscriber.staged[0]
-            worker.running.run()
-            worker.running.over = True
-            self._observe(worker)
+        self._begin(self._pick(a))
 
     def _do_finish(self, a: int, b: int) -> None:
         worker = self._pick(a)
@@ -397,10 +385,12 @@ class Simulation(Oracle):
 
     def _do_notice(self, a: int, b: int) -> None:
         """The operating system tells the trainer which of its local workers have died."""
-        if self.world.local:
-            for worker in self.workers:
-                if not worker.alive and self.world.is_beside(worker.index):
-                    self._lose(worker)
+        for worker in self.workers:
+            if not worker.alive and self.world.is_beside(worker.index):
+                nonce = worker.subscriber.session.nonce
+                for trainer in self.trainers:
+                    if trainer.alive:
+                        trainer.publisher.ended(worker.index, nonce, "its process has ended", self.now)
 
     def _do_assemble(self, a: int, b: int) -> None:
         """The trainer's connect() has returned."""
@@ -416,10 +406,7 @@ class Simulation(Oracle):
             old.publisher.close()
             self._settle()
         if b % 4 < 3:
-            old.alive = False
-            for connection in self.connections:
-                if connection.trainer is old and connection.open:
-                    self._disconnect(connection.worker)
+            self._end_trainer(old)
         count = len(self.trainers)
         self.trainer = self._start_trainer(1000 + 10 * count if a % 3 else 1000 - 10 * count)
 
@@ -441,13 +428,10 @@ class Simulation(Oracle):
         for trainer in self.trainers:
             if trainer is not self.trainer:
                 self._end_trainer(trainer)
-        if not self.trainer.usable:
-            self._end_trainer(self.trainer)
-            self.trainer = self._start_trainer(1000 + 10 * len(self.trainers))
         self._until(self._arrived, "the targets of before")
         self._until(self._returned, "what was lent before")
         self._check_progress()
-        self._publish(self.world.models, None, DTYPES[0], each=False)
+        self._publish(self.world.models)
         self._until(self._arrived, "a publication for everybody")
         self._until(self._returned, "what was lent")
         self._check_progress()
@@ -457,6 +441,7 @@ class Simulation(Oracle):
         assert set(progress.acked) == set(range(self.world.workers)), progress
 
     def _until(self, done: Callable[[], str | None], what: str) -> None:
+        self._need_trainer()
         self.trainer.pack()
         deadline = self.now + ENOUGH
         while True:
@@ -471,9 +456,7 @@ class Simulation(Oracle):
 
     def _repair(self) -> None:
         """Whoever has no connection gets one, whoever was turned away is started anew, and deaths are noticed."""
-        while not self.trainer.usable:
-            self._end_trainer(self.trainer)
-            self.trainer = self._start_trainer(1000 + 10 * len(self.trainers))
+        self._need_trainer()
         for index in range(self.world.workers):
             if not any(w.active for w in self.workers if w.index == index):
                 self._start_worker(index)
@@ -500,6 +483,11 @@ class Simulation(Oracle):
         self._do_notice(0, 0)
         self._settle()
 
+    def _need_trainer(self) -> None:
+        while not self.trainer.usable:
+            self._end_trainer(self.trainer)
+            self.trainer = self._start_trainer(1000 + 10 * len(self.trainers))
+
     def _drain(self) -> None:
         budget = 5000
         while self.network or any(trainer.publisher.wanted for trainer in self.trainers):
@@ -512,22 +500,14 @@ class Simulation(Oracle):
     def _serving(self, index: int) -> Worker | None:
         """The incarnation that the trainer takes for this worker_idx."""
         peer = self.trainer.publisher.peers.get(index)
-        found = [w for w in self.workers if peer is not None and w.subscriber.session.nonce == peer.nonce and w.active]
-        return found[0] if found else None
+        own = (w for w in self.workers if peer is not None and w.subscriber.session.nonce == peer.nonce and w.active)
+        return next(own, None)
 
     def _expected(self, worker: Worker, model: str) -> Record | None:
         """What this worker should have, from the publications alone."""
-        topic = "" if self.world.models == ("",) else model
-        common: Record | None = None
-        own: Record | None = None
-        for record in self.trainer.records:
-            if record.rejected or topic not in record.numbers:
-                continue
-            if None in record.numbers[topic]:
-                common = record
-            elif worker.index in record.numbers[topic]:
-                own = record
-        return max((r for r in (common, own) if r is not None), key=lambda r: r.version, default=None)
+        topic = self.world.topic(model)
+        meant = [r for r in self.trainer.records if not r.rejected and r.number_for(worker.index, topic) is not None]
+        return max(meant, key=lambda record: record.version, default=None)
 
     def _arrived(self) -> str | None:
         """None if everybody has what it should have or is known to be unable to; else who does not."""
@@ -546,7 +526,7 @@ class Simulation(Oracle):
                 record = self._expected(worker, model)
                 if record is None:
                     continue
-                topic = "" if self.world.models == ("",) else model
+                topic = self.world.topic(model)
                 wanted = record.number_for(index, topic)
                 progress = publisher.progress.of(record.version, [index], [topic])
                 if worker.contents[model] == wanted:
@@ -650,30 +630,19 @@ class Simulation(Oracle):
             model, epoch, version, slab = lent[b // 2 % len(lent)]
             worker.use(kind, slab, self._number(worker, epoch, version, model))
 
-    def _lose(self, worker: Worker) -> None:
-        for trainer in self.trainers:
-            if trainer.alive:
-                trainer.publisher.ended(
-                    worker.index, worker.subscriber.session.nonce, "its process has ended", self.now
-                )
-
     def _advance_to(self, now: float) -> None:
         self.now = now
         for trainer in self.trainers:
             if trainer.alive:
                 trainer.publisher.tick(self.now)
-                self._excuse(trainer)
+                # Nobody waits for the answer of a worker that has been silent, also if it speaks again.
+                silent = {peer.nonce for peer in trainer.publisher.peers.values() if peer.slow or peer.lost}
+                for record in trainer.records:
+                    record.objectors = [o for o in record.objectors if o.subscriber.session.nonce not in silent]
         for worker in self.workers:
             if worker.running_on:
                 worker.subscriber.tick(self.now)
         self._settle()
-
-    def _excuse(self, trainer: Trainer) -> None:
-        """Nobody waits for the answer of a worker that has been silent, also if it speaks again."""
-        silent = {peer.nonce for peer in trainer.publisher.peers.values() if peer.slow or peer.lost}
-        for record in trainer.records:
-            if record.objectors:
-                record.objectors = [o for o in record.objectors if o.subscriber.session.nonce not in silent]
 
     def _deliver(self, message: Message) -> None:
         connection = message.connection
@@ -724,22 +693,18 @@ class Simulation(Oracle):
                     continue
                 fanout, last = trainer.publisher.fanout, trainer.publisher.announcer.last
                 cast = fanout.gather(route, instruction, payload, last)
+                frames = [codec.encode(instruction), *map(bytes, payload)]
                 if cast is not None or route == EVERYBODY:
-                    frames = [codec.encode(instruction), *map(bytes, payload)]
-                    self._broadcast(trainer, frames if cast is None else [codec.encode(cast), *frames])
+                    frames = frames if cast is None else [codec.encode(cast), *frames]
+                    hearing = [w.hears for w in self.workers if w.hears is not None and w.hears.trainer is trainer]
+                    self.network += [Message(hears, False, frames) for hears in hearing]
+                    self.broadcast += len(hearing)
                     continue
                 connection = next(c for c in reversed(self.connections) if c.route == route)
                 if connection.open:
-                    frames = [codec.encode(instruction), *map(bytes, payload)]
                     self.network.append(Message(connection, False, frames))
                 else:
                     trainer.publisher.unreachable(route, self.now)
-
-    def _broadcast(self, trainer: Trainer, frames: list[bytes]) -> None:
-        for worker in self.workers:
-            if worker.hears is not None and worker.hears.trainer is trainer:
-                self.network.append(Message(worker.hears, False, frames))
-                self.broadcast += 1
 
     def _settle_workers(self) -> None:
         for worker in self.workers:
@@ -749,11 +714,7 @@ class Simulation(Oracle):
                 if not worker.held:
                     while worker.fetches:
                         self._fetch(worker, *worker.fetches.pop(0))
-                    while worker.running is None and worker.subscriber.staged:
-                        worker.running = worker.subscriber.staged[0]
-                        worker.running.run()
-                        worker.running.over = True
-                        self._observe(worker)
+                    while self._begin(worker):
                         self._finish(worker)
             self._send_up(worker)
             if worker.again and worker.active:
@@ -770,35 +731,36 @@ class Simulation(Oracle):
                 frames = [codec.encode(instruction), *map(bytes, payload)]
                 self.network.append(Message(worker.connection, True, frames))
 
+    def _begin(self, worker: Worker) -> bool:
+        if worker.running is not None or not worker.subscriber.staged:
+            return False
+        worker.running = worker.subscriber.staged[0]
+        worker.running.run()
+        worker.running.over = True
+        self._observe(worker)
+        return True
+
     def _finish(self, worker: Worker) -> None:
         staging, worker.running = worker.running, None
-        assert staging is not None
         trainer = next(t for t in self.trainers if t.publisher.epoch == staging.epoch)
         for part in staging.parts.values():
             assert part.metadata == trainer.records[part.version - 1].metadata
         worker.subscriber.applied(staging)
 
     def _fetch(self, worker: Worker, serial: int, index: int, part: messages.Part, slab: Slab) -> None:
-        assert part.descriptor is not None
-        source = next(
-            (t.shared[part.descriptor] for t in self.trainers if t.alive and part.descriptor in t.shared), None
-        )
-        error = None
-        if source is None:
-            error = RuntimeError("this slab is not offered any more")
-            slab.memory[:] = b"\x55" * slab.nbytes
-        else:
-            slab.memory[:] = source.memory
+        offers = [t.shared[part.descriptor] for t in self.trainers if t.alive and part.descriptor in t.shared]
+        error = None if offers else RuntimeError("this slab is not offered any more")
+        slab.memory[:] = offers[0].memory if offers else b"\x55" * slab.nbytes
         if worker.alive:
             worker.subscriber.incoming.fetched(serial, index, slab, error, self.now)
 
     def _publish(
         self,
         models: Iterable[str],
-        workers: list[int] | None,
-        dtype: torch.dtype,
+        workers: list[int] | None = None,
+        dtype: torch.dtype = DTYPES[0],
         *,
-        each: bool,
+        each: bool = False,
         copied: bool = False,
     ) -> None:
         trainer = self.trainer
@@ -821,7 +783,6 @@ class Simulation(Oracle):
 
         for model in models:
             if each:
-                assert workers is not None
                 kinds = [dtype if w % 2 == 0 else DTYPES[0] for w in workers]
                 parts[model] = {w: make(model, [w], kind) for w, kind in zip(workers, kinds, strict=True)}
             else:
@@ -853,10 +814,9 @@ class Simulation(Oracle):
         self._settle()
 
     def _slab(self, trainer: Trainer, model: str, number: int, dtype: torch.dtype, *, copied: bool) -> Slab:
-        flat = FlatWeights({path: torch.full(shape, number, dtype=dtype) for path, shape in SHAPES.items()})
         lent = model in self.world.lent
         slab = (trainer.slots if lent else trainer.pool).acquire(layout_of(dtype))
-        pack(slab, flat)
+        pack(slab, flat(number, dtype))
         if lent:
             self.images[number] = bytes(slab.memory)
             slab.in_place = number % 3 > 0 and not copied

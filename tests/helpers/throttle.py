@@ -14,8 +14,6 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-__all__ = ["Network", "throttled"]
-
 PIECE = 16 << 10
 FAST = 1e9  # no limit
 _hosts = itertools.count(2)
@@ -57,7 +55,7 @@ async def throttled(ports: Iterable[int], rate: float) -> AsyncIterator[Network]
             task.add_done_callback(tasks.discard)
 
     servers = [
-        await asyncio.start_server(lambda r, w, port=port: serve(r, w, port), network.host, port, limit=PIECE)  # type: ignore[misc]
+        await asyncio.start_server(lambda r, w, port=port: serve(r, w, port), network.host, port, limit=PIECE)
         for port in ports
     ]
     try:

@@ -10,13 +10,12 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from typing import Any
 
+from asyncsync import sync
 from helpers.collecting_torchrl import make_env
+from helpers.programs import RAY
 from helpers.torchrl_programs import policy_of, shown
-
-__all__ = ["by_their_nodes"]
 
 SCHEMES = {
     "DistributedCollector": "DistributedWeightSyncScheme",
@@ -24,7 +23,6 @@ SCHEMES = {
     "RayCollector": "RayWeightSyncScheme",
 }
 PORTS = {"DistributedCollector": 29951, "RPCCollector": 29961}
-RAY = {"num_cpus": 2, "include_dashboard": False, "logging_level": "error", "log_to_driver": False}
 
 
 @contextmanager
@@ -46,32 +44,30 @@ def _collector_of(kind: str, scheme: Any, policy: Any, **options: Any) -> Iterat
         ray.shutdown()
 
 
-def by_their_nodes(kind: str, sync: bool, ours: bool = True, updates: int = 4) -> dict[str, Any]:
+def by_their_nodes(kind: str, is_sync: bool) -> dict[str, Any]:
     """What the nodes' policies show after each of some updates, and what is raised when a node is killed: by an update,
     and within how many seconds."""
-    module = import_module("asyncsync.sync" if ours else "torchrl.weight_update")
-    scheme = getattr(module, SCHEMES[kind])()
+    scheme = getattr(sync, SCHEMES[kind])()
     policy, found = policy_of(1.0), {"shown": []}
-    with _collector_of(kind, scheme, policy, sync=sync) as collector:
+    with _collector_of(kind, scheme, policy, sync=is_sync) as collector:
         batches = iter(collector)
         if kind == "RayCollector":  # asks for that before anything else
             collector.update_policy_weights_()
         found["first"] = shown(next(batches))
         pids: set[int] = set()
-        for update in range(updates):
+        for update in range(4):
             policy.module.fill(update + 2.0)
             collector.update_policy_weights_()
-            for _ in range(1 if sync else 4):
+            for _ in range(1 if is_sync else 4):
                 batch = next(batches)
                 pids |= set(batch["process"].flatten().tolist())
             found["shown"].append(shown(batch))
         found["pids"] = len(pids)
-        if ours:
-            os.kill(min(pids), signal.SIGKILL)
-            begun = time.monotonic()
-            try:
-                collector.update_policy_weights_()
-            except Exception as error:
-                found["lost"] = type(error).__name__, str(error), time.monotonic() - begun
-            os.kill(max(pids), signal.SIGKILL)
+        os.kill(min(pids), signal.SIGKILL)
+        begun = time.monotonic()
+        try:
+            collector.update_policy_weights_()
+        except Exception as error:
+            found["lost"] = type(error).__name__, str(error), time.monotonic() - begun
+        os.kill(max(pids), signal.SIGKILL)
     return found

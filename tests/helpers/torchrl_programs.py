@@ -6,7 +6,10 @@ Their policy writes the sum of its weights into every frame, so a batch shows wi
 from __future__ import annotations
 
 import os
+import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import Any
 
@@ -15,10 +18,8 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn
 
-from asyncsync import sync
+from asyncsync import PartialSendError, sync
 from helpers.collecting_torchrl import make_env
-
-__all__ = ["Showing", "collector_of", "policy_of", "shown"]
 
 
 class Showing(nn.Module):
@@ -66,6 +67,20 @@ def collector_of(kind: str, **options: Any) -> Any:
     return getattr(torchrl.collectors, kind)(**options)
 
 
+@contextmanager
+def collecting(name: str, kind: str = "MultiSyncCollector", scheme: Any = None, **options: Any) -> Iterator[Any]:
+    """The same with a scheme of this name, or this scheme, and ended with the block."""
+    scheme = getattr(sync, name)() if scheme is None else scheme
+    collector = collector_of(kind, **{"weight_sync_schemes": {"policy": scheme}, **options})
+    yield collector, scheme
+    collector.shutdown()
+
+
+def sums(collector: Any) -> list[float]:
+    """The sum of weights of each worker; a MultiAsyncCollector's would lose their batches over the question."""
+    return collector.map_fn("policy.module.read")
+
+
 def begun(batches: list[int], batch: Any) -> int:
     """Of a MultiAsyncCollector: in answer to which of its batches a worker has begun this one, the next of them.
     ``batches`` has the workers of those before, and gets this one's."""
@@ -85,20 +100,16 @@ def applied(scheme: Any) -> set[int]:
 def trained(name: str, kind: str) -> list[dict[str, Any]]:
     """Train for 240 frames. Of each batch: what its frames show, and what the workers have after the update that
     follows it, the n-th of which sets all four weights to n."""
-    policy = policy_of()
-    scheme = getattr(sync, name)()
-    collector = collector_of(kind, policy=policy, weight_sync_schemes={"policy": scheme})
-    found: list[dict[str, Any]] = []
-    batches: list[int] = []
-    for i, batch in enumerate(collector):
-        policy.module.fill(i + 1.0)
-        collector.update_policy_weights_()
-        found.append({"shown": shown(batch), "lag": scheme.version - min(applied(scheme))})
-        if kind == "MultiSyncCollector":  # a worker of the other one loses its batch over a question
-            found[-1]["workers"] = collector.map_fn("policy.module.read")
-        else:
-            found[-1]["begun"] = begun(batches, batch)
-    collector.shutdown()
+    policy, found, batches = policy_of(), [], []
+    with collecting(name, kind, policy=policy) as (collector, scheme):
+        for i, batch in enumerate(collector):
+            policy.module.fill(i + 1.0)
+            collector.update_policy_weights_()
+            found.append({"shown": shown(batch), "lag": scheme.version - min(applied(scheme))})
+            if kind == "MultiSyncCollector":
+                found[-1]["workers"] = sums(collector)
+            else:
+                found[-1]["begun"] = begun(batches, batch)
     return found
 
 
@@ -146,28 +157,22 @@ def pages(library: str, is_sync: bool, frames: dict[str, int]) -> dict[str, Any]
 
 def distinct(name: str) -> list[tuple[Any, ...]]:
     """Each worker has a policy factory of its own, and weights of its own in each update."""
-    factories = [lambda: policy_of(1.0), lambda: policy_of(2.0)]
-    collector = collector_of(
-        "MultiSyncCollector", policy_factory=factories, weight_sync_schemes={"policy": getattr(sync, name)()}
-    )
     found: list[tuple[Any, ...]] = []
     updates: list[dict[str, Any]] = [
         {"policy_or_weights": {0: weights_of(10.0), 1: weights_of(20.0)}},
         {"policy_or_weights": {1: weights_of(30.0)}, "worker_ids": [1]},
         {"policy_or_weights": weights_of(40.0), "worker_ids": 0},
         {"policy_or_weights": policy_of(50.0)},
+        {},
     ]
-    for batch, update in zip(collector, [*updates, {}], strict=False):
-        before = shown(batch)
-        if update:
-            collector.update_policy_weights_(**update)
-            found.append((before, collector.map_fn("policy.module.read")))
-        else:
+    with collecting(name, policy_factory=[lambda: policy_of(1.0), lambda: policy_of(2.0)]) as (collector, _):
+        for batch, update in zip(collector, updates, strict=False):
+            before = shown(batch)
             try:
-                collector.update_policy_weights_()
+                collector.update_policy_weights_(**update)
+                found.append((before, sums(collector)))
             except ValueError as error:
                 found.append((before, str(error)))
-    collector.shutdown()
     return found
 
 
@@ -183,33 +188,21 @@ def alike(name: str) -> tuple[list[float], list[float], list[float]]:
         torch.manual_seed(os.getpid())  # or all of them make the same
         return TensorDictModule(Local(), in_keys=["observation"], out_keys=["action", "shown", "process"])
 
-    collector = collector_of(
-        "MultiSyncCollector", policy_factory=factory, weight_sync_schemes={"policy": getattr(sync, name)()}
-    )
-    begin = collector.map_fn("policy.module.read")
-    first = shown(next(iter(collector)))
-    collector.update_policy_weights_(policy_of(3.0))
-    after = collector.map_fn("policy.module.read")
-    collector.shutdown()
-    return begin, first, after
+    with collecting(name, policy_factory=factory) as (collector, _):
+        begin, first = sums(collector), shown(next(iter(collector)))
+        collector.update_policy_weights_(policy_of(3.0))
+        return begin, first, sums(collector)
 
 
 def beside(name: str) -> tuple[list[float], list[float], list[float]]:
     """A policy beside a policy factory is what is sent, and does not go to the workers itself."""
     policy = policy_of(5.0)
-    collector = collector_of(
-        "MultiSyncCollector",
-        policy=policy,
-        policy_factory=policy_of,
-        weight_sync_schemes={"policy": getattr(sync, name)()},
-    )
-    begin = collector.map_fn("policy.module.read")
-    policy.module.fill(6.0)
-    unsent = collector.map_fn("policy.module.read")
-    collector.update_policy_weights_()
-    after = collector.map_fn("policy.module.read")
-    collector.shutdown()
-    return begin, unsent, after
+    with collecting(name, policy=policy, policy_factory=policy_of) as (collector, _):
+        begin = sums(collector)
+        policy.module.fill(6.0)
+        unsent = sums(collector)
+        collector.update_policy_weights_()
+        return begin, unsent, sums(collector)
 
 
 def initialised(name: str, each: bool) -> list[list[float]]:
@@ -219,72 +212,51 @@ def initialised(name: str, each: bool) -> list[list[float]]:
         scheme.init_on_sender(model_id="policy", params_map={0: weights_of(1.0), 1: weights_of(2.0)})
     else:
         scheme.init_on_sender(model_id="policy", weights=weights_of(3.0), devices=[torch.device("cpu")] * 2)
-    collector = collector_of("MultiSyncCollector", policy_factory=policy_of, weight_sync_schemes={"policy": scheme})
-    found = [collector.map_fn("policy.module.read")]
-    collector.update_policy_weights_(policy_of(4.0))
-    found.append(collector.map_fn("policy.module.read"))
-    collector.shutdown()
-    return found
+    with collecting(name, scheme=scheme, policy_factory=policy_of) as (collector, _):
+        first = sums(collector)
+        collector.update_policy_weights_(policy_of(4.0))
+        return [first, sums(collector)]
 
 
 def unmoved() -> tuple[list[list[float]], int]:
     """A scheme that moves nothing: what the frames show, and its version."""
-    scheme = sync.NoWeightSyncScheme()
-    collector = collector_of(
-        "MultiSyncCollector", policy_factory=lambda: policy_of(1.0), weight_sync_schemes={"policy": scheme}
-    )
     found = []
-    for batch in collector:
-        found.append(shown(batch))
-        collector.update_policy_weights_()
-    collector.shutdown()
+    with collecting("NoWeightSyncScheme", policy_factory=lambda: policy_of(1.0)) as (collector, scheme):
+        for batch in collector:
+            found.append(shown(batch))
+            collector.update_policy_weights_()
     return found, scheme.version
 
 
 def cast(name: str) -> list[tuple[list[float], list[float]]]:
     """A policy that TorchRL copies to another device, in its workers: ``cpu:0``, which torch tells from ``cpu``."""
-    policy = policy_of(1.0)
-    collector = collector_of(
-        "MultiSyncCollector",
-        policy_factory=policy_of,
-        policy=policy,
-        policy_device="cpu:0",
-        weight_sync_schemes={"policy": getattr(sync, name)()},
-    )
-    found = []
-    for i, batch in zip(range(4), collector, strict=False):
-        policy.module.fill(i + 2.0)
-        collector.update_policy_weights_()
-        found.append((shown(batch), collector.map_fn("policy.module.read")))
-    collector.shutdown()
+    policy, found = policy_of(1.0), []
+    with collecting(name, policy=policy, policy_factory=policy_of, policy_device="cpu:0") as (collector, _):
+        for i, batch in zip(range(4), collector, strict=False):
+            policy.module.fill(i + 2.0)
+            collector.update_policy_weights_()
+            found.append((shown(batch), sums(collector)))
     return found
 
 
 def versions(name: str, kind: str) -> dict[str, Any]:
     """Policy versions in the frames, and restored from a state dict."""
-    policy = policy_of()
-    collector = collector_of(
-        kind,
-        policy=policy,
-        track_policy_version=True,
-        weight_sync_schemes={"policy": getattr(sync, name)()},
-    )
     found: dict[str, Any] = {"seen": [], "begun": []}
     batches: list[int] = []
-    for batch in collector:
-        found["seen"].append(sorted(set(map(int, batch["next", "policy_version"].flatten().tolist()))))
-        if kind == "MultiAsyncCollector":
-            found["begun"].append(begun(batches, batch))
-        collector.update_policy_weights_()
-        collector.increment_version()
-    found["trainer"] = int(collector.policy_version)
-    if kind == "MultiSyncCollector":
-        state = collector.state_dict()
-        collector.increment_version()
-        collector.load_state_dict(state)
-        found["restored"] = int(collector.policy_version)
-        found["workers"] = [int(version) for version in collector.get_distant_attr("policy_version")]
-    collector.shutdown()
+    with collecting(name, kind, policy=policy_of(), track_policy_version=True) as (collector, _):
+        for batch in collector:
+            found["seen"].append(sorted(set(map(int, batch["next", "policy_version"].flatten().tolist()))))
+            if kind == "MultiAsyncCollector":
+                found["begun"].append(begun(batches, batch))
+            collector.update_policy_weights_()
+            collector.increment_version()
+        found["trainer"] = int(collector.policy_version)
+        if kind == "MultiSyncCollector":
+            state = collector.state_dict()
+            collector.increment_version()
+            collector.load_state_dict(state)
+            found["restored"] = int(collector.policy_version)
+            found["workers"] = [int(version) for version in collector.get_distant_attr("policy_version")]
     return found
 
 
@@ -322,26 +294,22 @@ def _started(name: str) -> dict[str, Any]:
 
 def _awaited(buffer: Any, value: float) -> float:
     deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        if len(buffer) and value in shown(buffer[:]):
-            return value
+    while not len(buffer) or value not in shown(buffer[:]):
+        assert time.monotonic() < deadline, f"no frame shows {value}"
         time.sleep(0.02)
-    raise AssertionError(f"no frame shows {value}")
+    return value
 
 
 def two_models(name: str) -> list[tuple[list[float], list[float]]]:
     """A model beside the policy, by its path, with a scheme of its own."""
-    kind = getattr(sync, name)
-    policy = policy_of(1.0)
+    policy, found = policy_of(1.0), []
     policy.other = Showing(1.0)
-    collector = collector_of(
-        "MultiSyncCollector", policy=policy, weight_sync_schemes={"policy": kind(), "policy.other": kind()}
-    )
-    found = []
-    for i, _ in zip(range(3), collector, strict=False):
-        collector.update_policy_weights_(weights_dict={"policy.other": TensorDict.from_module(Showing(i + 2.0)).data})
-        found.append((collector.map_fn("policy.module.read"), collector.map_fn("policy.other.read")))
-    collector.shutdown()
+    schemes = {model_id: getattr(sync, name)() for model_id in ("policy", "policy.other")}
+    with collecting(name, policy=policy, weight_sync_schemes=schemes) as (collector, _):
+        for i, _ in zip(range(3), collector, strict=False):
+            other = TensorDict.from_module(Showing(i + 2.0)).data
+            collector.update_policy_weights_(weights_dict={"policy.other": other})
+            found.append((sums(collector), collector.map_fn("policy.other.read")))
     return found
 
 
@@ -385,4 +353,70 @@ def served(name: str) -> list[tuple[float, int]]:
             source.module.fill(update + 2.0)
             scheme.send()
         server.shutdown()
+    return found
+
+
+# -- workers that fail
+
+
+def _failure(name: str, **options: Any) -> tuple[str, str]:
+    """What is raised where a collector cannot begin."""
+    schemes = {"policy": getattr(sync, name)()}
+    try:
+        collector_of("MultiSyncCollector", policy=policy_of(), weight_sync_schemes=schemes, **options)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def _broken() -> Any:
+    raise FloatingPointError("this environment cannot be made")
+
+
+def _killed() -> Any:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fails_to_start(name: str) -> tuple[str, str]:
+    """A worker raises while it makes its environment."""
+    return _failure(name, create_env_fn=[make_env, _broken])
+
+
+def killed_at_start(name: str) -> tuple[str, str]:
+    """A worker is killed before it is connected."""
+    return _failure(name, create_env_fn=[make_env, _killed])
+
+
+def mismatched(name: str) -> tuple[str, str]:
+    """The workers' policies cannot take the trainer's weights."""
+    return _failure(
+        name, policy_factory=lambda: TensorDictModule(nn.Linear(4, 2), in_keys=["observation"], out_keys=["action"])
+    )
+
+
+def killed(name: str, kind: str) -> dict[str, Any]:
+    """A worker is killed between two batches: what an update raises, and how long that takes, and what collecting
+    raises then."""
+    scheme = getattr(sync, name)()
+    collector = collector_of(kind, policy=policy_of(), total_frames=-1, weight_sync_schemes={"policy": scheme})
+    batches = iter(collector)
+    next(batches)
+    process = collector.procs[0]
+    process.kill()
+    process.join()
+    found: dict[str, Any] = {}
+    begin = time.monotonic()
+    try:
+        collector.update_policy_weights_()
+    except PartialSendError as error:
+        found["update"] = {worker: type(reason).__name__ for worker, reason in error.failed.items()}
+        found["acked"] = list(error.acked)
+    found["seconds"] = time.monotonic() - begin
+    try:
+        for _ in range(20):
+            next(batches)
+    except Exception as error:
+        found["next"] = type(error).__name__
+    with suppress(Exception):
+        collector.shutdown(timeout=5)
     return found

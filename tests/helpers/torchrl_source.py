@@ -6,14 +6,10 @@ import ast
 import importlib.util
 from pathlib import Path
 
-__all__ = ["fields", "parameters"]
-
 
 def _class(module: str, name: str) -> ast.ClassDef:
     """A class of a module below torchrl, such as ``collectors/_base.py``."""
     root = importlib.util.find_spec("torchrl")
-    assert root is not None
-    assert root.origin is not None
     tree = ast.parse((Path(root.origin).parent / module).read_text())
     [found] = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name]
     return found

@@ -12,8 +12,6 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
-import torch
-
 from asyncsync.bus.link import TICK
 from asyncsync.errors import ProtocolError
 from asyncsync.model.binding import Binding
@@ -22,25 +20,16 @@ from asyncsync.protocol.publisher import Publisher
 from asyncsync.protocol.settings import Identity, Settings
 from asyncsync.protocol.subscriber import Subscriber
 from asyncsync.relay.passing import Passing
-from asyncsync.weights.layout import Layout
-from asyncsync.weights.packing import pack
 from asyncsync.weights.slab import Slab, SlabPool
-from asyncsync.weights.tree import FlatWeights
 from asyncsync.wire import codec
 from asyncsync.wire.fields import FIRST_GUEST, Buffer
 from asyncsync.wire.messages import Instruction
+from helpers.machines import SMALL, layout, nonce, slab_of
+from helpers.machines import flat as flat
 
-__all__ = ["Node", "Tree"]
-
-SETTINGS = Settings(eager_bytes=0, chunk_bytes=40, window_bytes=80)
+SETTINGS = SMALL
 MODEL = "policy"
-
-
-def flat(number: int) -> FlatWeights:
-    return FlatWeights({("a",): torch.full((15,), float(number)), ("b",): torch.full((2, 5), float(number))})
-
-
-LAYOUT = Layout.of(flat(0))
+LAYOUT = layout()
 
 
 def content(slab: Slab) -> int:
@@ -115,7 +104,7 @@ class Tree:
 
     def _nonce(self) -> bytes:
         self.nonces += 1
-        return self.nonces.to_bytes(16, "big")
+        return nonce(self.nonces)
 
     def _trainer(self) -> Node:
         node = Node(f"trainer {self.trainers}", self.settings)
@@ -157,7 +146,6 @@ class Tree:
         if parent.alive:
             node.parent, node.route = parent, self._nonce()
             parent.children[node.route] = node
-            assert node.subscriber is not None
             node.subscriber.connected(self.now)
 
     def cut(self, node: Node) -> None:
@@ -165,7 +153,6 @@ class Tree:
         if node.parent is not None:
             node.parent.children.pop(node.route, None)
             node.parent, node.route = None, b""
-            assert node.subscriber is not None
             node.subscriber.disconnected()
 
     def kill(self, node: Node) -> None:
@@ -199,22 +186,19 @@ class Tree:
             self.connect(child, self.root)
 
     def parent_of(self, depth: int, i: int) -> Node:
+        """Of relay ``i`` of a level; of worker ``i`` below the last one."""
         if depth == 0:
             return self.root
         above = self.relays[depth - 1]
-        return above[i * len(above) // len(self.relays[depth])]
+        return above[i * len(above) // (self.count if depth == len(self.relays) else len(self.relays[depth]))]
 
     def home(self, i: int) -> Node:
-        if not self.relays:
-            return self.root
-        return self.relays[-1][i * len(self.relays[-1]) // self.count]
+        return self.parent_of(len(self.relays), i)
 
     def publish(self) -> int:
         publisher = self.root.publisher
-        assert publisher is not None
         number = len(self.numbers) + 1
-        slab = self.root.pool.acquire(LAYOUT)
-        pack(slab, flat(number))
+        slab = slab_of(self.root.pool, number)
         version = publisher.publish({MODEL: slab}, None, self.now)
         slab.release()
         self.numbers[publisher.epoch, version] = number
@@ -292,10 +276,8 @@ class Tree:
             instruction, payload = codec.decode(frames)
             try:
                 if up:
-                    assert receiver.publisher is not None
                     receiver.publisher.receive(route, instruction, payload, self.now)
                 else:
-                    assert receiver.subscriber is not None
                     receiver.subscriber.receive(instruction, payload, self.now)
             except ProtocolError:
                 pass
@@ -303,7 +285,6 @@ class Tree:
 
     def look(self, node: Node) -> None:
         """A worker holds nothing torn, nothing older, and what was published under its version."""
-        assert node.subscriber is not None
         epoch, version, slab = node.subscriber.holdings.held[MODEL]
         assert (epoch, version) >= node.seen, f"{node} has gone back from {node.seen} to {(epoch, version)}"
         assert content(slab) == self.numbers[epoch, version], f"{node} has other weights than version {version}"
@@ -334,22 +315,17 @@ class Tree:
 
     @property
     def newest(self) -> tuple[tuple[int, int], int]:
-        assert self.root.publisher is not None
         return self.root.publisher.epoch, self.root.publisher.published
 
     def is_everywhere(self) -> bool:
         """Everybody has the newest version, and the trainer knows of each."""
         publisher = self.root.publisher
-        assert publisher is not None
-        if any(node.seen != self.newest for node in self.workers):
-            return False
         outcome = publisher.progress.of(publisher.version, range(self.count), [MODEL])
-        return len(outcome.acked) == self.count
+        return all(node.seen == self.newest for node in self.workers) and len(outcome.acked) == self.count
 
     def missing(self) -> str:
         """For people: who lacks what."""
         publisher = self.root.publisher
-        assert publisher is not None
         late = [f"{n} has {n.seen}, parent {n.parent}" for n in self.workers if n.seen != self.newest]
         outcome = publisher.progress.of(publisher.version, range(self.count), [MODEL])
         return f"newest {self.newest}; {late[:5]}; waiting {sorted(outcome.waiting)[:9]}, failed {outcome.failed}"

@@ -9,8 +9,6 @@ from typing import Any
 from asyncsync import ClosedError
 from helpers.pairs import Model, read
 
-__all__ = ["follow"]
-
 
 def follow(scheme: Any, index: int, connection: Connection) -> None:
     """Connect, tell what the model holds after connect and after each update, until the sender says goodbye."""

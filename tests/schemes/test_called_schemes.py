@@ -13,81 +13,19 @@ from pathlib import Path
 import psutil
 import pytest
 
-from helpers.called_faults import OF_TORN_READS
-from helpers.called_workers import APIS, PROGRAM, Outcomes
+from helpers import ray_program, rpc_program
+from helpers.called_workers import PROGRAM, Outcomes
 from helpers.programs import in_program
-from helpers.ray_program import ONCE, ONCE_WITH_GLOO, WITH_GLOO, run_with_ray
-from helpers.rpc_program import run_with_rpc
 from helpers.rpc_unimported import six_first_calls_at_once
 
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(650)]
-
-# Each case, and the requirements that it shows.
-OF_BOTH: dict[str, pytest.MarkDecorator] = {
-    "transports_and_objects_are_registered_by_init": pytest.mark.requirement(14),
-    "connect_does_what_is_documented": pytest.mark.requirement(19, 20, 32),
-    "sends_call_each_worker": pytest.mark.requirement(22, 31, 32),
-    "without_a_call_nothing_is_applied": pytest.mark.requirement(21, 22),
-    "only_the_chosen_worker_is_called": pytest.mark.requirement(71),
-    "an_object_in_the_place_of_another_is_named": pytest.mark.requirement(195),
-    "what_a_worker_raises_is_its_failure": pytest.mark.requirement(195),
-    "weights_that_do_not_fit_are_refused_by_name": pytest.mark.requirement(195),
-    "a_killed_worker_is_named_and_the_others_go_on": pytest.mark.requirement(195),
-    "a_worker_killed_amid_a_transfer_is_named_at_once": pytest.mark.requirement(194, 195),
-    "a_trainer_killed_amid_a_transfer_is_noticed": pytest.mark.requirement(195),
-    "of_many_publications_the_newest_is_applied": pytest.mark.requirement(198),
-    "receive_takes_a_timeout": pytest.mark.requirement(45, 46),
-    "transports_get_weights_model_and_strategy_with_each_call": pytest.mark.requirement(39, 40),
-    "the_transports_setup_methods_are_the_two_sides_of_connect": pytest.mark.requirement(41),
-    "a_worker_may_pull_and_wait_for_a_version": pytest.mark.requirement(4),
-    "received_weights_are_the_callers_own": pytest.mark.requirement(218),
-    "a_cancelled_send_loses_nothing": pytest.mark.requirement(192),
-    "the_loop_is_not_blocked_by_a_large_update": pytest.mark.requirement(191),
-    "weights_for_each_worker_are_its_own": pytest.mark.requirement(71),
-    "several_models_are_applied_in_one_call": pytest.mark.requirement(199),
-    "a_worker_that_is_late_is_named_and_not_lost": pytest.mark.requirement(195),
-    **dict.fromkeys(OF_TORN_READS, pytest.mark.requirement(194)),
-}
-OF_RPC: dict[str, pytest.MarkDecorator] = {
-    **OF_BOTH,
-    "coroutines_receive_in_a_loop_of_the_workers": pytest.mark.requirement(190, 192),
-}
-OF_RAY: dict[str, pytest.MarkDecorator] = {
-    **OF_BOTH,
-    "a_restarted_actor_finds_its_target": pytest.mark.requirement(196),
-    "a_shutdown_ends_a_connect_that_waits": pytest.mark.thorough,
-    "elastic_actors_come_and_go": pytest.mark.requirement(196, 212),
-    "coroutines_receive_in_an_actors_loop": pytest.mark.requirement(190, 192),
-    "a_connect_that_is_cancelled_may_be_called_again": pytest.mark.requirement(192),
-    "the_page_of_rpc_collector_connects_a_receiver": pytest.mark.requirement(156),
-    "only_the_sender_of_a_transform_connects": pytest.mark.requirement(33),
-    "torchrls_transform_is_updated": pytest.mark.requirement(33),
-    "a_collector_updates_torchrls_transform": pytest.mark.requirement(33),
-    "a_collector_may_be_an_actor": pytest.mark.thorough,
-    "nothing_stays_in_the_store": pytest.mark.thorough,
-    "tensors_of_all_kinds_go_through_the_store": pytest.mark.requirement(32),
-    # serialize_object_ref and deserialize_and_register_object_ref: see tests/unit/test_private_names.py.
-    "a_described_object_is_found_and_not_pinned": pytest.mark.thorough,
-    **{f"gloo {name}": pytest.mark.requirement(32, 33) for name in (*WITH_GLOO, *ONCE_WITH_GLOO)},
-}
-
-# To what these show, the API of the sender makes no difference.
-OF_ONE_API = {
-    "a_killed_worker_is_named_and_the_others_go_on": APIS[:1],
-    "a_worker_killed_amid_a_transfer_is_named_at_once": APIS[1:],
-    "a_trainer_killed_amid_a_transfer_is_noticed": APIS[1:],
-}
-OF_ONE_API_OF_RAY = {
-    **{name: (module,) for name, (_, module) in ONCE.items()},
-    **{f"gloo {name}": (module,) for name, (_, module) in ONCE_WITH_GLOO.items()},
-}
 
 
 @pytest.fixture(scope="module")
 def ray() -> Iterator[Outcomes]:
     """What the cases have come to."""
     left = set(Path("/tmp").glob("r-*"))
-    outcomes = Outcomes(run_with_ray)
+    outcomes = Outcomes(ray_program.run_with_ray)
     yield outcomes
     assert outcomes.ended_by_itself
     assert set(Path("/tmp").glob("r-*")) <= left
@@ -110,25 +48,24 @@ def processes_of(program: int) -> list[str]:
 @pytest.fixture(scope="module")
 def rpc() -> Iterator[Outcomes]:
     """What the cases have come to."""
-    outcomes = Outcomes(run_with_rpc)
+    outcomes = Outcomes(rpc_program.run_with_rpc)
     yield outcomes
     assert outcomes.ended_by_itself
 
 
-def cases(table: dict[str, pytest.MarkDecorator]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("name", [pytest.param(name, marks=mark) for name, mark in table.items()])
-
-
 @pytest.mark.ray
-@cases(OF_RAY)
+@pytest.mark.requirement(4, 14, 19, 20, 21, 22, 31, 32, 33, 39, 40, 41, 45, 46, 71, 156, 190, 191, 192, 194, 195, 196)
+@pytest.mark.requirement(198, 199, 212, 218)
+@pytest.mark.parametrize("name", ray_program.NAMES)
 def test_ray(ray: Outcomes, name: str) -> None:
-    ray.check(name, OF_ONE_API_OF_RAY.get(name, APIS))
+    ray.check(name)
 
 
 @pytest.mark.xdist_group("rpc")
-@cases(OF_RPC)
+@pytest.mark.requirement(4, 14, 19, 20, 21, 22, 31, 32, 39, 40, 41, 45, 46, 71, 190, 191, 192, 194, 195, 198, 199, 218)
+@pytest.mark.parametrize("name", rpc_program.NAMES)
 def test_rpc(rpc: Outcomes, name: str) -> None:
-    rpc.check(name, OF_ONE_API.get(name, APIS))
+    rpc.check(name)
 
 
 def test_first_calls_that_come_at_once_may_find_nothing_imported() -> None:
