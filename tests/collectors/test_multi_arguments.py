@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import multiprocessing
 import multiprocessing.managers
 import os
@@ -12,15 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule
 
 from asyncsync.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
-from asyncsync.sync import SharedMemWeightSyncScheme
-from helpers.collecting_multi import Counting, Marked, SharedBuffer, make, options, policy
+from helpers.collecting_multi import Counting, SharedBuffer, make, options, policy
 
 
 class Unshared:
@@ -55,25 +52,6 @@ class Sharing(Unshared):
 BOTH = pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
 
 
-@pytest.mark.requirement(120, 154)
-def test_documented_defaults() -> None:
-    """Of 120 and 154 what every collector has: the arguments that may be given by position, and the default."""
-    parameters = inspect.signature(MultiSyncCollector.__mro__[1].__init__).parameters
-    found = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
-    expected: dict[str, Any] = {
-        "policy": None, "policy_factory": None, "total_frames": -1, "device": None, "storing_device": None,
-        "env_device": None, "policy_device": None, "max_frames_per_traj": -1, "init_random_frames": -1,
-        "reset_at_each_iter": False, "postproc": None, "split_trajs": False, "update_at_each_batch": False,
-        "max_weight_update_interval": -1, "weight_updater": None, "weight_sync_schemes": None,
-        "weight_recv_schemes": None, "num_sub_threads": 1, "cat_results": None, "extend_buffer": True,
-        "start_method": "spawn",
-    }  # fmt: skip
-    assert found | expected == found
-    assert [p.name for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD] == [
-        "self", "create_env_fn", "policy"
-    ]  # fmt: skip
-
-
 @pytest.mark.requirement(34)
 @pytest.mark.thorough
 def test_the_documented_collector_under_spawn_with_lambdas() -> None:
@@ -95,86 +73,6 @@ def test_the_documented_collector_under_spawn_with_lambdas() -> None:
             source.module.fill(2.0 + i)
             collector.update_policy_weights_()
     assert frames == 120
-
-
-@pytest.mark.parametrize("sync", [True, False])
-def test_collector_with_num_collectors_is_a_multi_collector(sync: bool) -> None:
-    with Collector(make(), policy(), num_collectors=2, sync=sync, **options()) as collector:
-        assert type(collector) is (MultiSyncCollector if sync else MultiAsyncCollector)
-        assert collector.num_workers == 2
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"create_env_fn": make()}, "num_workers="),
-        ({"create_env_fn": []}, "create_env_fn is empty"),
-        ({"create_env_fn": [3]}, "create_env_fn"),
-        ({"num_workers": 3}, "2 entries, but num_workers=3"),
-        ({"frames_per_batch": [3]}, "frames_per_batch has 1 entries, but there are 2 workers"),
-        ({"frames_per_batch": 0}, "at least 1"),
-        ({"device": ["cpu"]}, "device has 1 entries"),
-        ({"create_env_kwargs": [{}]}, "create_env_kwargs has 1 entries"),
-        ({"policy_factory": [policy]}, "policy_factory has 1 entries"),
-        ({"policy_factory": policy, "policy": len}, "exclude each other"),
-        ({"start_method": "fork"}, "'spawn' or 'forkserver'"),
-        ({"preemptive_threshold": 1.5}, "between 0 and 1"),
-        ({"cat_results": "cat"}, "'stack' or a dimension"),
-        ({"split_trajs": True, "track_traj_ids": False}, "track_traj_ids"),
-        ({"max_lag": -1}, "at least 0"),
-        ({"policy": None, "update_at_each_batch": True}, "update_at_each_batch"),
-        ({"weight_updater": print, "weight_sync_schemes": {}}, "exclude each other"),
-        ({"frames_per_batch": None}, "frames_per_batch must be an int of at least 1, not None"),
-        ({"frames_per_batch": "64"}, "frames_per_batch must be an int of at least 1, not '64'"),
-        ({"frames_per_batch": 64.0}, "frames_per_batch must be an int of at least 1, not 64.0"),
-        ({"frames_per_batch": True}, "frames_per_batch must be an int of at least 1, not True"),
-        ({"frames_per_batch": [6, "6"]}, r"frames_per_batch\[1\] must be an int of at least 1, not '6'"),
-        ({"total_frames": "60"}, "total_frames must be an int, not '60'"),
-        ({"total_frames": 60.5}, "total_frames must be a whole number, or -1 for none, not 60.5"),
-        ({"max_lag": "1"}, "max_lag must be an int of at least 0, not '1'"),
-        ({"num_workers": "2"}, "num_workers must be an int of at least 1, not '2'"),
-        ({"create_env_fn": {"a": make()}}, r"list\(create_env_fn.values\(\)\)"),
-        ({"create_env_fn": [{"a": make()}]}, "create_env_fn is a dict"),
-        (
-            {"weight_sync_schemes": SharedMemWeightSyncScheme()},
-            r'not SharedMemWeightSyncScheme: pass {"policy": scheme}',
-        ),
-        ({"weight_recv_schemes": SharedMemWeightSyncScheme}, "weight_recv_schemes must be a dict"),
-        ({"policy": [policy(), policy()]}, "policy is a list of 2: .* policy_factory="),
-        ({"policy": Marked}, r"policy is the class Marked: .*policy_factory=Marked\?"),
-        ({"policy": lambda: policy()}, "policy_factory="),
-        ({"policy": "policy"}, "policy must be callable, not str"),
-        ({"policy": None, "policy_factory": policy()}, "policy_factory"),
-        ({"policy": None, "policy_factory": [policy, Marked()]}, r"policy_factory\[1\] is a policy, a Marked"),
-        ({"policy": None, "policy_factory": "policy"}, "policy_factory must be a callable"),
-        ({"device": "cuda:99"}, r"device='cuda:99', but torch finds \d+ cuda devices? here: leave device out"),
-        ({"env_device": ["cpu", "cuda:99"]}, r"env_device\[1\]='cuda:99', but"),
-        ({"storing_device": "cudaa"}, "storing_device='cudaa'"),
-        ({"collector_class": functools.partial(Collector, policy_device="cuda:99")}, "policy_device='cuda:99', but"),
-        (
-            {"collector_class": functools.partial(Collector, total_frames=16)},
-            "total_frames",
-        ),
-        (
-            {"collector_class": functools.partial(MultiAsyncCollector, replay_buffer=Unshared())},
-            "replay_buffer",
-        ),
-        ({"replay_buffer": []}, r"replay_buffer is a list, .*ReplayBuffer\(…, shared=True\)"),
-        ({"replay_buffer": Unshared()}, "replay_buffer is a Unshared, .*replay_buffer.shared = True"),
-    ],
-)
-def test_what_cannot_be_is_refused_before_anything_starts(given: dict[str, Any], message: str) -> None:
-    arguments = {"create_env_fn": [make()] * 2, "policy": policy(), **options(), **given}
-    before = set(multiprocessing.active_children())
-    with pytest.raises((ValueError, TypeError), match=message):
-        MultiSyncCollector(**arguments)
-    assert set(multiprocessing.active_children()) == before
-
-
-def test_what_is_for_batches_of_several_workers_is_not_for_the_asynchronous_one() -> None:
-    for given in ({"cat_results": -1}, {"preemptive_threshold": 0.5}):
-        with pytest.raises(ValueError, match="use MultiSyncCollector"):
-            MultiAsyncCollector([make()], policy(), **options(**given))
 
 
 @pytest.mark.parametrize(
@@ -307,14 +205,6 @@ def test_a_policy_factory_may_be_a_module_that_needs_no_arguments() -> None:
 
     with MultiSyncCollector([make()], policy_factory=Makes(), **options()) as collector:
         assert collector.next()["action"].unique().tolist() == [4.0]  # type: ignore[index]
-
-
-def test_numbers_of_frames_may_be_of_numpys_types_and_whole_floats() -> None:
-    given = options(frames_per_batch=np.int64(6), total_frames=1.2e1, max_frames_per_traj=2.0, max_lag=np.int32(1))
-    with MultiSyncCollector([make()], policy(), **given) as collector:
-        assert sum(batch.numel() for batch in collector if batch is not None) == 12
-    with MultiSyncCollector([make()] * 2, policy(), **options(frames_per_batch=[3, np.int64(6)])) as collector:
-        assert collector.requested_frames_per_batch == 9
 
 
 def nothing_comes(buffer: SharedBuffer) -> None:

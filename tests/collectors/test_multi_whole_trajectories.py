@@ -178,14 +178,6 @@ async def test_a_cancelled_wait_loses_no_trajectory_of_workers(kind: Any) -> Non
 
 
 @pytest.mark.requirement(219)
-def test_one_place_checks_the_arguments() -> None:
-    with pytest.raises(ValueError, match="trajs_per_write"):
-        MultiSyncCollector([make()] * 2, policy(), **options(trajs_per_batch=2, trajs_per_write=2))
-    with pytest.raises(ValueError, match="trajs_per_batch and split_trajs exclude each other"):
-        MultiAsyncCollector([make()] * 2, policy(), **options(trajs_per_batch=2, split_trajs=True))
-
-
-@pytest.mark.requirement(219)
 @pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore")
 def test_workers_give_torchrls_trajectories(in_program: collecting_torchrl.Programs) -> None:

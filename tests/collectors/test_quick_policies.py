@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from asyncsync.collectors import Collector, MultiAsyncCollector, MultiCollector, MultiSyncCollector
+from asyncsync.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
 from helpers.collecting_multi import acted, make, options, policy
 from helpers.collecting_single import Actor, WalkEnv, needs_torchrl, torchrl, torchrl_walk
 from helpers.collecting_torchrl import Programs
@@ -141,11 +140,3 @@ def test_a_cuda_graph_acts_with_the_newest_weights(given: Any) -> None:
         after = c.next().clone()
     for batch, gain in ((before, 0.1), (after, 0.7)):
         assert torch.allclose(batch["action"], gain * batch["observation"].sum(-1, keepdim=True))
-
-
-@pytest.mark.requirement(221)
-@pytest.mark.parametrize("kind", [Collector, MultiCollector])
-@pytest.mark.parametrize("name", ["compile_policy", "cudagraph_policy"])
-def test_the_arguments_are_documented(kind: Any, name: str) -> None:
-    assert inspect.signature(kind).parameters[name].default is None
-    assert name in (inspect.getdoc(kind) or "")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -80,19 +79,6 @@ def test_a_template_is_made_with_profiling_too(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("ASYNCSYNC_PROFILING", "1")
     with Collector(Episodes(), None, frames_per_batch=5) as collector:
         assert collector.fake_tensordict().shape == (5,)
-
-
-@pytest.mark.parametrize(("total", "warned"), [(24, []), (30, ["30", "36"])])
-def test_rounded_frames_are_those_that_are_collected(total: int, warned: list[str]) -> None:
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        env = GymEnv("CartPole-v1", num_envs=4)
-        with Collector(env, None, frames_per_batch=10, total_frames=total) as collector:
-            count = sum(batch.numel() for batch in collector)
-    assert count == (int(warned[1]) if warned else total)
-    of_total = [str(one.message) for one in found if "total_frames" in str(one.message)]
-    assert len(of_total) == bool(warned)
-    assert all(number in message for message in of_total for number in warned)
 
 
 class Numbers(Episodes):

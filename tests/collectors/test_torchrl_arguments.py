@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,20 +9,13 @@ import torch
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
 
-from asyncsync.collectors import Collector, MultiAsyncCollector, MultiCollector, MultiSyncCollector
+from asyncsync.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
 from helpers import collecting_torchrl
 from helpers.collecting_multi import make, options, policy
 from helpers.collecting_single import Actor, Buffer, WalkEnv, equal, needs_torchrl, torchrl, torchrl_walk
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
 
-OF_ALL = [
-    "use_buffers",
-    "reset_when_done",
-    "track_policy_version",
-    "auto_register_policy_transforms",
-    "local_init_rb",
-]
 both = pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
 
 
@@ -59,26 +50,6 @@ def test_workers_take_them_too(kind: Any) -> None:
     given = options(use_buffers=False, local_init_rb=False, reset_when_done=True)
     with kind([make()] * 2, policy(), **given) as collector:
         assert collector.next().numel() == 6
-
-
-WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"use_buffers": "yes"}, TypeError, "use_buffers"),
-    ({"local_init_rb": "yes"}, TypeError, "local_init_rb"),
-    ({"reset_when_done": False}, ValueError, "reset"),
-    ({"track_policy_version": "uuid"}, TypeError, "track_policy_version"),
-    ({"return_same_td": True, "replay_buffer": Buffer()}, TypeError, "return_same_td"),
-    ({"interruptor": object()}, TypeError, "interruptor"),
-]
-
-
-@pytest.mark.requirement(222)
-@pytest.mark.parametrize(("given", "error", "word"), WRONG)
-def test_what_cannot_be_is_refused(given: dict[str, Any], error: type[Exception], word: str) -> None:
-    with pytest.raises(error, match=word):
-        Collector(WalkEnv(), Actor(), frames_per_batch=4, **given)
-    if word in ("use_buffers", "local_init_rb", "reset"):
-        with pytest.raises(error, match=word):
-            MultiSyncCollector([make()] * 2, policy(), **options(**given))
 
 
 # -- return_same_td ----------------------------------------------------------------------------------------------------
@@ -274,15 +245,3 @@ def test_other_environments_and_policies_are_left_alone_with_a_word() -> None:
         collector = Collector(WalkEnv(), Actor(), frames_per_batch=4, auto_register_policy_transforms=True)
     with collector as c:
         assert c.rollout() is not None
-
-
-# -- all ---------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.requirement(222)
-@pytest.mark.parametrize("kind", [Collector, MultiCollector])
-def test_all_of_them_are_documented(kind: Callable[..., Any]) -> None:
-    names = OF_ALL + (["return_same_td", "interruptor"] if kind is Collector else [])
-    for name in names:
-        assert name in inspect.signature(kind).parameters
-        assert name in (inspect.getdoc(kind) or "")

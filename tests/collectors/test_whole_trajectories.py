@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDict
 
-from asyncsync.collectors import Collector, MultiAsyncCollector, MultiSyncCollector, whole_trajectories
+from asyncsync.collectors import Collector, whole_trajectories
 from helpers.collecting_single import (
     KINDS,
     Actor,
@@ -271,39 +270,8 @@ def test_a_batch_belongs_to_whoever_got_it() -> None:
 
 
 @pytest.mark.requirement(219)
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"trajs_per_batch": 0}, "trajs_per_batch must be at least 1"),
-        ({"trajs_per_batch": 2, "traj_format": "stacked"}, "traj_format must be 'padded' or 'cat', not 'stacked'"),
-        ({"traj_format": "cat"}, "traj_format .* pass trajs_per_batch="),
-        ({"trajs_per_write": 2}, "trajs_per_write .* pass trajs_per_batch="),
-        ({"trajs_per_batch": 2, "trajs_per_write": 2}, "pass replay_buffer="),
-        ({"trajs_per_batch": 2, "split_trajs": True}, "trajs_per_batch and split_trajs exclude each other"),
-        ({"trajs_per_batch": 2, "track_traj_ids": False}, "track_traj_ids"),
-        (
-            {"trajs_per_batch": 2, "replay_buffer": Buffer(), "extend_buffer": False},
-            "trajs_per_batch writes whole trajectories.*leave extend_buffer out",
-        ),
-    ],
-    ids=lambda value: value if isinstance(value, str) else " ".join(value),
-)
-def test_arguments_that_do_not_go_together(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Collector(WalkEnv(), Actor(), frames_per_batch=4, **given)
-
-
-@pytest.mark.requirement(219)
 def test_a_postproc_that_takes_the_ids_away_is_refused() -> None:
     postproc = lambda batch: batch.exclude("collector")  # noqa: E731
     with Collector(WalkEnv(), Actor(), frames_per_batch=4, trajs_per_batch=1, postproc=postproc) as c:
         with pytest.raises(KeyError, match="postproc"):
             c.next()
-
-
-@pytest.mark.requirement(219)
-@pytest.mark.parametrize("kind", [Collector, MultiSyncCollector, MultiAsyncCollector])
-@pytest.mark.parametrize("name", ["trajs_per_batch", "trajs_per_write", "traj_format"])
-def test_the_arguments_are_documented(kind: Any, name: str) -> None:
-    assert name in inspect.signature(kind).parameters
-    assert f"{name}:" in (inspect.getdoc(kind) or "") or "MultiCollector` for the arguments" in inspect.getdoc(kind)
