@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -115,50 +114,3 @@ async def test_a_pause_of_a_collector_that_runs_free_does_not_block_the_loop(sev
                 assert buffer.count() == before
         assert ticking.longest < 0.3
         await until(lambda: buffer.count() > before)
-
-
-def test_start_in_a_pause_sets_workers_free_after_their_rollouts(tmp_path: Path) -> None:
-    buffer = SharedBuffer(tmp_path)
-    given = options(replay_buffer=buffer, frames_per_batch=8, total_frames=32)
-    with MultiAsyncCollector([make(delay=0.02)] * 2, policy(), **given) as collector:
-        collector.next()  # both roll out
-        with collector.pause():
-            collector.start()
-        ended(collector)
-        assert collector.state_dict()["frames"] == buffer.count() >= 32
-        collector.reset()
-
-
-@pytest.mark.parametrize("again", ["total_frames", "load_state_dict"])
-def test_a_collector_that_has_run_free_pauses_as_before(again: str, tmp_path: Path) -> None:
-    buffer = SharedBuffer(tmp_path)
-    given = options(replay_buffer=buffer, extend_buffer=False, frames_per_batch=4, total_frames=4)
-    with MultiAsyncCollector([make(delay=0.05)], policy(), **given) as collector:
-        begin = collector.state_dict()
-        collector.start()
-        ended(collector)
-        if again == "total_frames":
-            collector.total_frames = 100
-        else:
-            collector.load_state_dict(begin)
-        before = buffer.count()
-        thread = threading.Thread(target=collector.next)
-        thread.start()
-        wait_for(lambda: buffer.count() > before)  # it rolls out
-        with collector.pause():
-            before = buffer.count()
-            time.sleep(0.15)
-            assert buffer.count() == before
-        thread.join(20)
-
-
-def ended(collector: Any) -> None:
-    """Wait for the end of collection in the background."""
-    wait_for(lambda: not collector.is_running())
-
-
-def wait_for(met: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not met():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)

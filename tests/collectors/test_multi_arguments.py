@@ -6,7 +6,6 @@ import functools
 import multiprocessing
 import multiprocessing.managers
 import os
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,11 +54,8 @@ BOTH = pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector]
 @pytest.mark.requirement(34)
 @pytest.mark.thorough
 def test_the_documented_collector_under_spawn_with_lambdas() -> None:
-    """Of 34: three workers, lambdas under spawn, and the warning."""
     source = policy()
-    with pytest.warns(
-        UserWarning, match="total_frames \\(100\\) is not exactly divisible by frames_per_batch \\(24\\)"
-    ):
+    with pytest.warns(UserWarning, match=r"total_frames \(100\) is not exactly divisible"):
         collector = MultiSyncCollector(
             [lambda: Counting(length=4)] * 3, source, frames_per_batch=24, total_frames=100, start_method="spawn"
         )
@@ -75,26 +71,10 @@ def test_the_documented_collector_under_spawn_with_lambdas() -> None:
     assert frames == 120
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"cat_results": 2}, "cat_results=2"),
-        ({"cat_results": 0, "preemptive_threshold": 0.5}, "preemptive_threshold"),
-    ],
-)
-def test_what_the_environments_do_not_allow_is_refused_when_they_are_there(given: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize("given", [{"cat_results": 2}, {"preemptive_threshold": 0.5, "cat_results": 0}])
+def test_what_the_environments_do_not_allow_is_refused_when_they_are_there(given: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(given))):
         MultiSyncCollector([make(batch=(2,))], policy(), **options(**given))
-
-
-@pytest.mark.requirement(125)
-def test_each_worker_may_make_its_own_policy() -> None:
-    factories = [lambda: policy(4.0), lambda: policy(5.0)]
-    with MultiSyncCollector([make()] * 2, None, policy_factory=factories, **options()) as collector:
-        assert [part["action"].unique().tolist() for part in collector.next()] == [[4.0], [5.0]]
-    source = policy(6.0)  # with a factory, it is the source of weights only
-    with MultiSyncCollector([make()] * 2, source, policy_factory=policy, **options()) as collector:
-        assert collector.next()["action"].unique().tolist() == [6.0]  # type: ignore[index]
 
 
 @pytest.mark.requirement(129)
@@ -106,14 +86,6 @@ def test_lists_of_devices() -> None:
         assert collector.storing_device == [torch.device("cpu")] * 2
         for _ in range(2):
             assert collector.next().device == torch.device("cpu")  # type: ignore[union-attr]
-        collector.policy.module.fill(3.0)
-        collector.update_policy_weights_(worker_ids=torch.device("cpu"))
-        for wrong in ("cpu", 1.5):
-            with pytest.raises(TypeError, match=f"worker_ids must be None, an int or a list of ints, not .{wrong!r}"):
-                collector.update_policy_weights_(worker_ids=wrong)  # type: ignore[arg-type]
-        assert collector.next()["action"].unique().tolist() == [3.0]  # type: ignore[index]
-        with pytest.raises(ValueError, match="no worker"):
-            collector.update_policy_weights_(worker_ids=torch.device("meta"))
 
 
 def test_arguments_reach_the_environments_and_init_fn_comes_first(tmp_path: Path) -> None:
@@ -196,113 +168,6 @@ def test_a_replay_buffer_that_can_be_shared_is() -> None:
     buffer = Sharing()
     with MultiAsyncCollector([make()], policy(), **options(replay_buffer=buffer)):
         assert buffer.shared
-
-
-def test_a_policy_factory_may_be_a_module_that_needs_no_arguments() -> None:
-    class Makes(torch.nn.Module):
-        def forward(self, value: float = 4.0) -> TensorDictModule:
-            return policy(value)
-
-    with MultiSyncCollector([make()], policy_factory=Makes(), **options()) as collector:
-        assert collector.next()["action"].unique().tolist() == [4.0]  # type: ignore[index]
-
-
-def nothing_comes(buffer: SharedBuffer) -> None:
-    before = buffer.count()
-    time.sleep(0.1)
-    assert buffer.count() == before
-
-
-@pytest.mark.requirement(155, 158, 165)
-def test_running_free(tmp_path: Path) -> None:
-    buffer = SharedBuffer(tmp_path)
-    with MultiAsyncCollector([make(delay=0.001)] * 2, policy(), **options(replay_buffer=buffer)) as collector:
-        collector.start()
-        collector.start()
-        assert collector.is_running()
-        for _ in range(3):
-            wait_for(buffer, 12)
-            with collector.pause():
-                nothing_comes(buffer)
-        with pytest.raises(ZeroDivisionError), collector.pause():
-            raise ZeroDivisionError
-        wait_for(buffer, 12)  # it goes on all the same
-        assert set(collector.state_dict()) == {"worker0", "worker1", "frames", "iter", "versions"}
-        collector.policy.module.fill(9.0)
-        collector.update_policy_weights_()
-        with pytest.raises(RuntimeError, match="background"):
-            collector.next()
-        pids = collector._group.pids
-        collector.async_shutdown(timeout=3.0)
-        assert collector.closed
-        assert len(pids) == 2
-    with MultiSyncCollector([make()], policy(), **options()) as without:
-        with pytest.raises(NotImplementedError, match="replay_buffer="):
-            without.start()
-
-
-def test_pauses_may_be_nested(tmp_path: Path) -> None:
-    buffer = SharedBuffer(tmp_path)
-    with MultiAsyncCollector([make(delay=0.001)] * 2, policy(), **options(replay_buffer=buffer)) as collector:
-        collector.start()
-        wait_for(buffer, 12)
-        with collector.pause():
-            with collector.pause():
-                pass
-            nothing_comes(buffer)
-        wait_for(buffer, 12)
-        with pytest.raises(RuntimeError, match="background"):
-            collector.next()
-        assert not collector.closed  # a caller's mistake ends nothing
-        wait_for(buffer, 12)
-
-
-@pytest.mark.thorough
-def test_a_tree_that_is_paused_adds_nothing(tmp_path: Path) -> None:
-    buffer = SharedBuffer(tmp_path)
-    nested = functools.partial(MultiAsyncCollector, start_method="forkserver")
-    given = options(replay_buffer=buffer, collector_class=nested)
-    with MultiAsyncCollector([[make(delay=0.001)] * 2], policy(), **given) as collector:
-        collector.start()
-        for _ in range(3):
-            wait_for(buffer, 12)
-            with collector.pause():
-                nothing_comes(buffer)
-
-
-def test_running_free_ends_with_the_total(tmp_path: Path) -> None:
-    buffer = SharedBuffer(tmp_path)
-    given = options(replay_buffer=buffer, total_frames=60, init_random_frames=24)
-    with MultiAsyncCollector([make()] * 2, policy(), **given) as collector:
-        collector.start()
-        wait_for_its_end(collector)
-        assert not collector.is_running()
-        assert 60 <= buffer.count() <= 66
-        assert collector.state_dict()["frames"] == buffer.count()
-        assert list(collector) == []
-        collector.total_frames += 30  # all is as before it was started
-        before = buffer.count()
-        assert collector.next() is None
-        assert buffer.count() >= before + 6
-        collector.start()
-        wait_for_its_end(collector)
-        assert buffer.count() >= 90
-        assert collector.state_dict()["frames"] == buffer.count()
-
-
-def wait_for_its_end(collector: Any) -> None:
-    """Of collection in the background."""
-    deadline = time.monotonic() + 20
-    while collector.is_running():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def wait_for(buffer: Any, more: int) -> None:
-    goal, deadline = buffer.count() + more, time.monotonic() + 20
-    while buffer.count() < goal:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_a_plain_callable_is_a_policy() -> None:

@@ -167,6 +167,9 @@ def test_worker_ids_an_index_several_a_device_or_devices(style: str) -> None:
             update(collector, style, policy(9.0), worker_ids=torch.device("cuda:3"))
         with pytest.raises(ValueError, match="worker"):
             update(collector, style, policy(9.0), worker_ids=2)
+        for wrong in ("cpu", 1.5):
+            with pytest.raises(TypeError, match=f"worker_ids .*{wrong!r}"):
+                update(collector, style, policy(9.0), worker_ids=wrong)
         assert acted(collector.next()) == [6.0]
         update(collector, style, {0: policy(7.0), 1: policy(8.0)})
         assert [acted(part) for part in collector.next()] == [[7.0], [8.0]]  # type: ignore[union-attr]

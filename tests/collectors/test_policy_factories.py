@@ -56,9 +56,17 @@ def test_weights_reach_policies_that_workers_have_made(kind: Any, style: str) ->
             update(collector, style)
 
 
-@pytest.mark.requirement(130)
+class Makes(torch.nn.Module):
+    """A factory that is a module, and needs no arguments."""
+
+    def forward(self, value: float = 4.0) -> Any:
+        return policy(value)
+
+
+@pytest.mark.requirement(125, 130)
 def test_policies_without_weights_or_of_several_kinds_need_no_scheme() -> None:
-    for factories, expected in ((lambda: constant, [7.0]), ([policy, partial(policy, 2.0, 6)], [1.0, 2.0])):
+    cases = ((lambda: constant, [7.0]), ([policy, partial(policy, 2.0, 6)], [1.0, 2.0]), (Makes(), [4.0]))
+    for factories, expected in cases:
         with MultiSyncCollector([make()] * 2, policy_factory=factories, **options()) as collector:
             assert acted(collector.next()) == expected
 
