@@ -271,22 +271,6 @@ def test_frames_that_act_with_pushed_weights_have_their_version_whatever_hooks_t
         assert one.policy_version == 2
 
 
-@pytest.mark.requirement(152, 175)
-@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
-def test_with_a_vanilla_updater_made_from_its_policy() -> None:
-    source = Level(3)
-    with collector(weight_updater=VanillaWeightUpdater) as one:
-        one.update_policy_weights_(source)
-        assert levels(one.next()) == {(3, -1, 1)}
-    policy = Level(0)
-    updater = VanillaWeightUpdater(weight_getter=lambda: source, policy_weights=policy)
-    with Collector(LevelEnv, policy, frames_per_batch=10, weight_updater=updater) as one:
-        with torch.no_grad():
-            source.level.fill_(4)
-        one.update_policy_weights_()
-        assert levels(one.next()) == {(4, -1, 1)}
-
-
 class Reading(Level):
     """Reads its weights at both ends of a while."""
 
