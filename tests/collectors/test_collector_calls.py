@@ -228,7 +228,7 @@ def test_an_error_of_a_worker_is_raised_or_logged(tmp_path: Any, caplog: pytest.
     assert "shutdown(raise_on_error=False)" in caplog.text
 
 
-# -- frames_per_batch_worker(), load_state_dict(strict=) ---------------------------------------------------------------
+# -- frames_per_batch_worker() -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.requirement(226)
@@ -242,36 +242,6 @@ def test_the_frames_of_each_worker(kind: Any) -> None:
         assert [collector.frames_per_batch_worker(worker_idx=w) for w in (0, 1)] == [2, 4]
         with pytest.raises(ValueError, match="worker_idx"):
             collector.frames_per_batch_worker()
-
-
-@pytest.mark.requirement(226)
-def test_a_state_that_lacks_a_part() -> None:
-    with Collector(WalkEnv(), Actor(0.5), frames_per_batch=4) as c:
-        state = {k: v for k, v in c.state_dict().items() if k != "env_state_dict"}
-    with Collector(WalkEnv(), actor := Actor(), frames_per_batch=4) as c:
-        with pytest.raises(KeyError, match="env_state_dict"):
-            c.load_state_dict(state)
-        c.load_state_dict(state, strict=False)
-        assert actor.gain.item() == 0.5
-
-
-@pytest.mark.requirement(226)
-@both
-def test_a_state_that_lacks_a_worker(kind: Any) -> None:
-    with kind([make()] * 2, policy(1.0), **options()) as collector:
-        collector.set_seed(50)
-        collector.next()
-        state = collector.state_dict()
-    del state["worker1"], state["iter"]
-    with kind([make()] * 2, policy(1.0), **options()) as collector:
-        with pytest.raises(KeyError, match=r"\['worker1', 'iter'\]"):
-            collector.load_state_dict(state)
-        collector.load_state_dict(state, strict=False)
-        assert [one["env_state_dict"]["seed"] for one in _workers(collector.state_dict())] == [50, 0]
-
-
-def _workers(state: dict[str, Any]) -> list[dict[str, Any]]:
-    return [state["worker0"], state["worker1"]]
 
 
 # -- an iterable data set ----------------------------------------------------------------------------------------------

@@ -21,37 +21,24 @@ from helpers.pairs import Clock, Model, fill, read
 # -- receive_weights --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.requirement(159)
-def test_without_schemes_it_mirrors_the_registered_policy() -> None:
+@pytest.mark.requirement(159, 160, 161)
+def test_without_schemes_it_applies_what_is_given_or_mirrors_the_registered_policy() -> None:
     leaf = reading(1)
     fill(leaf.policy, 4)
     leaf.receive_weights()
     assert step(leaf) == ({1, 4}, 1)
-
-
-@pytest.mark.requirement(160)
-@pytest.mark.parametrize("given", ["positional", "weights", "policy", "a dict"])
-def test_it_applies_what_is_given(given: str) -> None:
-    leaf, source = reading(1), Model(7)
-    if given == "positional":
-        leaf.receive_weights(source)
-    elif given == "weights":
-        leaf.receive_weights(weights=TensorDict.from_module(source).data)
-    elif given == "policy":
-        leaf.receive_weights(policy=source)
-    else:
-        leaf.receive_weights(source.state_dict())
+    leaf.receive_weights(Model(5))
+    assert read(leaf.policy) == {5}
+    leaf.receive_weights(Model(6).state_dict())
+    assert read(leaf.policy) == {6}
+    leaf.receive_weights(weights=TensorDict.from_module(Model(7)).data)
     assert read(leaf.policy) == {7}
-
-
-@pytest.mark.requirement(161)
-def test_several_sources_conflict() -> None:
-    leaf = reading(1)
+    leaf.receive_weights(policy=Model(8))
     for arguments in ({"weights": Model(2), "policy": Model(2)}, {"weights": Model(2)}, {"policy": Model(2)}):
         positional = [Model(3)] if len(arguments) == 1 else []
         with pytest.raises(ValueError, match="exclude each other"):
             leaf.receive_weights(*positional, **arguments)
-    assert read(leaf.policy) == {1}
+    assert read(leaf.policy) == {8}
 
 
 @pytest.mark.requirement(159, 162)

@@ -476,20 +476,6 @@ def test_reset_of_some_workers(waiting: Any) -> None:
         waiting.reset([True])
 
 
-def test_state_dicts_are_saved_and_restored(waiting: Any) -> None:
-    waiting.set_seed(7)
-    waiting.next()
-    state = waiting.state_dict()
-    assert set(state) == {"worker0", "worker1", "frames", "iter", "versions"}
-    assert state["frames"] == waiting._driver.frames
-    waiting.set_seed(1)
-    waiting.load_state_dict(state)
-    waiting.reset()
-    assert waiting.next()["observation"][:, 0, 0].tolist() == [7, 17]
-    with pytest.raises(KeyError, match="worker1"):
-        waiting.load_state_dict({"worker0": state["worker0"]})
-
-
 @pytest.mark.parametrize("sync", [True, False])
 def test_multi_collector_makes_one_or_the_other(sync: bool) -> None:
     kind = MultiSyncCollector if sync else MultiAsyncCollector
