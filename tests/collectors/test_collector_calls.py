@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from asyncsync.collectors import Collector, GymEnv, MultiAsyncCollector, MultiSyncCollector
 from helpers import planted
-from helpers.collecting_multi import make, options, policy
+from helpers.collecting_multi import SharedBuffer, make, options, policy
 from helpers.collecting_single import (
     KINDS,
     Actor,
@@ -212,8 +212,6 @@ def test_an_error_at_the_end_is_raised_or_logged(caplog: pytest.LogCaptureFixtur
 
 @pytest.mark.requirement(226)
 def test_an_error_of_a_worker_is_raised_or_logged(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
-    from helpers.collecting_multi import SharedBuffer
-
     def failed() -> MultiAsyncCollector:
         given = options(replay_buffer=SharedBuffer(tmp_path))
         collector = MultiAsyncCollector([make(fail_at=8)], policy(), **given)
@@ -226,22 +224,6 @@ def test_an_error_of_a_worker_is_raised_or_logged(tmp_path: Any, caplog: pytest.
     caplog.clear()
     failed().shutdown(raise_on_error=False)
     assert "shutdown(raise_on_error=False)" in caplog.text
-
-
-# -- frames_per_batch_worker() -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.requirement(226)
-@both
-def test_the_frames_of_each_worker(kind: Any) -> None:
-    with kind([make()] * 2, policy(), **options(frames_per_batch=6)) as collector:
-        each = 3 if kind is MultiSyncCollector else 6
-        assert collector.frames_per_batch_worker() == each
-        assert [collector.frames_per_batch_worker(worker_idx=w) for w in (None, 0, 1)] == [each] * 3
-    with kind([make()] * 2, policy(), **options(frames_per_batch=[2, 4])) as collector:
-        assert [collector.frames_per_batch_worker(worker_idx=w) for w in (0, 1)] == [2, 4]
-        with pytest.raises(ValueError, match="worker_idx"):
-            collector.frames_per_batch_worker()
 
 
 # -- an iterable data set ----------------------------------------------------------------------------------------------

@@ -124,8 +124,6 @@ def test_what_takes_tensors_is_wrapped_from_observations_to_actions(kind: str, p
 def test_a_policy_that_fits_no_observation_is_refused() -> None:
     with pytest.raises(TypeError, match=r"_wrong takes .* does not fit the observations \['observation'\]"):
         collector(WalkEnv(), _wrong)
-    with pytest.raises(TypeError, match="must be callable"):
-        collector(WalkEnv(), 3)
     with collector(WalkEnv(), lambda observation: (observation, observation)) as c:
         with pytest.raises(RuntimeError, match="returned 2 values, but the environment takes 1"):
             c.rollout()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -38,11 +40,25 @@ CASES: dict[str, dict[str, Any]] = {
     "one step": {"frames_per_batch": 2, "total_frames": 10},
     "storing device": {"storing_device": "cpu"},
     "device": {"device": "cpu"},
+    "compact": {"compact_obs": True},
+    "compact, limit": {"compact_obs": True, "max_frames_per_traj": 3},
+    "compact, truncated": {"compact_obs": True, "set_truncated": True},
+    "compact, split": {"compact_obs": True, "split_trajs": True},
+    "compact, device": {"compact_obs": True, "device": "cpu"},
+    "whole": {"trajs_per_batch": 3, "traj_format": "padded"},
+    "whole, one after another": {"trajs_per_batch": 3, "traj_format": "cat"},
+    "whole, one at a time": {"trajs_per_batch": 1, "traj_format": "cat"},
+    "whole, longer than a rollout": {"trajs_per_batch": 3, "frames_per_batch": 2},
+    "whole, reset": {"trajs_per_batch": 3, "reset_at_each_iter": True},
+    "whole, truncated": {"trajs_per_batch": 3, "traj_format": "cat", "set_truncated": True},
+    "whole, truncated and reset": {"trajs_per_batch": 3, "set_truncated": True, "reset_at_each_iter": True},
+    "whole, limit": {"trajs_per_batch": 3, "max_frames_per_traj": 3},
+    "whole, compact": {"trajs_per_batch": 3, "compact_obs": True},
 }
 
 
 def batches(made: Any, env: Any, **kwargs: Any) -> list[Any]:
-    options = {"frames_per_batch": 10, "total_frames": 40} | kwargs
+    options = {"frames_per_batch": 10, "total_frames": 120 if "trajs_per_batch" in kwargs else 40} | kwargs
     env.set_seed(2)  # not the collector's: ours resets, so that the first frame too is of the seed
     collector = made(env, Actor(), **options)
     try:
@@ -51,52 +67,43 @@ def batches(made: Any, env: Any, **kwargs: Any) -> list[Any]:
         collector.shutdown()
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("environment", ["one", "batch", "serial"])
+def serial() -> Any:
+    return torchrl().envs.SerialEnv(2, torchrl_walk)
+
+
+ENVIRONMENTS = [
+    pytest.param(WalkEnv, id="one's own"),
+    pytest.param(partial(WalkEnv, (2,)), id="one's own, a batch"),
+    pytest.param(torchrl_walk, id="TorchRL's", marks=pytest.mark.thorough),
+    pytest.param(partial(torchrl_walk, (2,)), id="TorchRL's, a batch", marks=pytest.mark.thorough),
+    pytest.param(serial, id="TorchRL's, several", marks=pytest.mark.thorough),
+]
+
+
+@pytest.mark.requirement(86, 90, 93, 219, 220)
+@pytest.mark.parametrize("environment", ENVIRONMENTS)
 @pytest.mark.parametrize("case", CASES)
-def test_the_trajectories_are_torchrls(case: str, environment: str) -> None:
-    rl = torchrl()
-
-    def make() -> Any:
-        if environment == "serial":
-            return rl.envs.SerialEnv(2, torchrl_walk)
-        return torchrl_walk((2,) if environment == "batch" else ())
-
-    ours, theirs = batches(Collector, make(), **CASES[case]), batches(rl.collectors.Collector, make(), **CASES[case])
+def test_the_trajectories_are_torchrls(case: str, environment: Callable[[], Any]) -> None:
+    mine = environment()
+    counterpart = torchrl_walk(tuple(mine.batch_size)) if isinstance(mine, WalkEnv) else environment()
+    ours = batches(Collector, mine, **CASES[case])
+    theirs = batches(torchrl().collectors.Collector, counterpart, **CASES[case])
     assert len(ours) == len(theirs) > 1
-    for mine, other in zip(ours, theirs, strict=True):
-        equal(mine, other)
+    for one, other in zip(ours, theirs, strict=True):
+        equal(one, other)
+
+
+BY_IDS: list[dict[str, Any]] = [{}, {"prefix": "collector"}, {"trajectory_key": ("collector", "traj_ids")}]
+BY_DONE: list[dict[str, Any]] = [{}, {"done_key": "terminated"}]
 
 
 @pytest.mark.parametrize("size", [(), (2,)])
-@pytest.mark.parametrize("case", CASES)
-def test_an_environment_of_ones_own_gives_the_trajectories_of_torchrls_counterpart(
-    case: str, size: tuple[int, ...]
-) -> None:
-    ours = batches(Collector, WalkEnv(size), **CASES[case])
-    theirs = batches(torchrl().collectors.Collector, torchrl_walk(size), **CASES[case])
-    assert len(ours) == len(theirs) > 1
-    for mine, other in zip(ours, theirs, strict=True):
-        equal(mine, other)
-
-
-@pytest.mark.parametrize("keys", [{}, {"prefix": "collector"}, {"trajectory_key": ("collector", "traj_ids")}])
-def test_trajectories_are_split_as_by_torchrl(keys: dict[str, Any]) -> None:
-    for size in ((), (2,)):
-        (batch,) = batches(Collector, WalkEnv(size), total_frames=10)
-        equal_split(batch, keys)
-
-
-@pytest.mark.parametrize("size", [(), (2,)])
-def test_trajectories_are_told_apart_by_done_as_by_torchrl(size: tuple[int, ...]) -> None:
-    (batch,) = batches(Collector, WalkEnv(size), total_frames=10)
-    equal_split(batch.exclude("collector"), {})
-    equal_split(batch.exclude("collector"), {"done_key": "terminated"})
-
-
-def equal_split(batch: Any, keys: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("keys", "has_ids"), [*((k, True) for k in BY_IDS), *((k, False) for k in BY_DONE)], ids=str)
+def test_trajectories_are_split_as_by_torchrl(keys: dict[str, Any], has_ids: bool, size: tuple[int, ...]) -> None:
     from torchrl.collectors.utils import split_trajectories as theirs
 
+    (batch,) = batches(Collector, WalkEnv(size), total_frames=10)
+    batch = batch if has_ids else batch.exclude("collector")
     before = batch.clone()
     mine, other = split_trajectories(batch, **keys), theirs(batch, **keys)
     assert set(mine.keys(True, True)) == set(other.keys(True, True))
@@ -109,18 +116,16 @@ def equal_split(batch: Any, keys: dict[str, Any]) -> None:
 
 
 def test_cartpole_gives_torchrls_trajectories() -> None:
-    rl = torchrl()
-    kinds = {}
+    rl, found = torchrl(), []
     for made in (Collector, rl.collectors.Collector):
         torch.manual_seed(0)
         env = rl.envs.GymEnv("CartPole-v1")
         env.set_seed(3)
         policy = TensorDictModule(torch.nn.Linear(4, 2), in_keys=["observation"], out_keys=["action"])
         collector = made(env, policy, frames_per_batch=30, total_frames=90, split_trajs=True)
-        kinds[made] = [batch.clone() for batch in collector]
+        found.append([batch.clone() for batch in collector])
         collector.shutdown()
-    ours, theirs = kinds.values()
-    for mine, other in zip(ours, theirs, strict=True):
+    for mine, other in zip(*found, strict=True):
         equal(mine, other)
 
 

@@ -11,17 +11,9 @@ from tensordict import TensorDict, TensorDictBase
 from asyncsync.collectors import Collector, GymEnv, MultiAsyncCollector, MultiSyncCollector
 from helpers import planted
 from helpers.collecting_multi import make, options, policy
-from helpers.collecting_single import Actor, Buffer, WalkEnv, equal, needs_torchrl, torchrl, torchrl_walk
+from helpers.collecting_single import Actor, Buffer, WalkEnv
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
-
-CASES: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "limit": {"max_frames_per_traj": 3},
-    "truncated": {"set_truncated": True},
-    "split": {"split_trajs": True},
-    "device": {"device": "cpu"},
-}
 
 
 def collected(made: Any, env: Any, **kwargs: Any) -> list[Any]:
@@ -30,17 +22,6 @@ def collected(made: Any, env: Any, **kwargs: Any) -> list[Any]:
         return [None if batch is None else batch.clone() for batch in collector]
     finally:
         collector.shutdown()
-
-
-@pytest.mark.requirement(220)
-@needs_torchrl
-@pytest.mark.parametrize("size", [(), (2,)])
-@pytest.mark.parametrize("case", CASES)
-def test_the_batches_are_torchrls(case: str, size: tuple[int, ...]) -> None:
-    theirs = collected(torchrl().collectors.Collector, torchrl_walk(size), **CASES[case])
-    for env in (WalkEnv(size), torchrl_walk(size)):
-        for mine, other in zip(collected(Collector, env, **CASES[case]), theirs, strict=True):
-            equal(mine, other)
 
 
 @pytest.mark.requirement(220)
@@ -78,22 +59,17 @@ def test_frames_for_a_replay_buffer_too() -> None:
     assert all("observation" in frame.keys() for frame in buffer.added)  # noqa: SIM118
 
 
-class Keeping(WalkEnv):
-    """Keeps what it has returned."""
-
-    kept: TensorDictBase
-
-    def step_and_maybe_reset(self, td: TensorDictBase) -> tuple[TensorDict, TensorDict]:
-        output, root = super().step_and_maybe_reset(td)
-        self.kept = output["next"]
-        return output, root
-
-
 @pytest.mark.requirement(220)
 def test_what_the_environment_has_returned_is_left_as_it_is() -> None:
-    env = Keeping()
-    collected(Collector, env)
-    assert "observation" in env.kept.keys()  # noqa: SIM118
+    class Keeping(WalkEnv):
+        def step_and_maybe_reset(self, td: TensorDictBase) -> tuple[TensorDict, TensorDict]:
+            output, root = super().step_and_maybe_reset(td)
+            kept.append(output["next"])
+            return output, root
+
+    kept: list[TensorDictBase] = []
+    collected(Collector, Keeping())
+    assert all("observation" in one.keys() for one in kept)  # noqa: SIM118
 
 
 class Remembering(torch.nn.Module):

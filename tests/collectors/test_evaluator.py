@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -78,27 +79,19 @@ def test_an_evaluation_is_of_complete_episodes_with_the_weights_as_they_are(shar
     assert (again["eval/reward"], again["eval/policy_version"]) == (40.0, version + 1)
 
 
-@pytest.mark.requirement(228)
-@pytest.mark.parametrize("form", ["module", "TensorDict", "state dict", "weights_dict"])
-def test_weights_are_given_in_any_form(shared: Any, form: str) -> None:
-    evaluator, _ = shared
-    other = policy(7.0)
-    given = {
-        "module": {"weights": other},
-        "TensorDict": {"weights": TensorDict.from_module(other)},
-        "state dict": {"weights": other.state_dict()},
-        "weights_dict": {"weights_dict": {"policy": other}},
-    }[form]
-    assert rewards(evaluator.evaluate(**given)) == [70.0]  # type: ignore[arg-type]
-
-
-@pytest.mark.requirement(228)
-def test_weights_that_do_not_fit_are_refused_and_the_next_ones_are_evaluated(shared: Any) -> None:
+@pytest.mark.requirement(170, 228)
+def test_weights_are_given_in_any_form_but_once_and_those_that_do_not_fit_are_refused(shared: Any) -> None:
     evaluator, source = shared
+    other = policy(7.0)
+    for weights in (other, TensorDict.from_module(other), other.state_dict()):
+        assert rewards(evaluator.evaluate(weights=weights)) == [70.0]
+    assert rewards(evaluator.evaluate(weights_dict={"policy": policy(6.0)})) == [60.0]
     with pytest.raises(SchemaMismatch):
         evaluator.evaluate(policy(1.0, numel=4))
     with pytest.raises(ValueError, match="value"):
         evaluator.evaluate(weights_dict={"value": policy()})
+    with pytest.raises(ValueError, match="weights_dict"):
+        evaluator.evaluate(source, weights_dict={"policy": source})
     source.module.fill(2.0)
     assert rewards(evaluator.evaluate()) == [20.0]
 
@@ -178,6 +171,10 @@ def test_all_weights_are_evaluated_in_their_order(tmp_path: Path) -> None:
         assert all(evaluator.trigger_eval(policy(float(value))) for value in range(4))
         (tmp_path / "go").touch()
         assert rewards(*(evaluator.wait() for _ in range(4))) == [0.0, 10.0, 20.0, 30.0]
+        with ThreadPoolExecutor(3) as threads:  # each of those who wait gets a result
+            assert all(evaluator.trigger_eval(policy(float(value))) for value in range(3))
+            assert sorted(rewards(*threads.map(lambda _: evaluator.wait(20), range(3)))) == [0.0, 10.0, 20.0]
+        assert evaluator.wait() is None
         assert evaluator.trigger_eval(policy(9.0))
         assert rewards(evaluator.evaluate(policy(8.0))) == [80.0], "a caller waits for its own"
         assert rewards(evaluator.wait()) == [90.0]
@@ -432,10 +429,9 @@ def test_what_the_worker_raises_before_it_is_ready_is_raised_by_the_constructor(
 
 @pytest.mark.requirement(228)
 def test_it_has_the_names_of_torchrls() -> None:
-    """But for those of its Ray actor, and the choice of a collector."""
     theirs = parameters("collectors/_evaluator.py", "Evaluator")
     left = theirs.pop("__init__") - set(inspect.signature(Evaluator.__init__).parameters)
-    assert left == {"collector_cls", "num_gpus", "ray_kwargs"}
+    assert left == {"collector_cls", "num_gpus", "ray_kwargs"}, "those of its Ray actor, and a collector's choice"
     for name, wanted in theirs.items():
         own = inspect.getattr_static(Evaluator, name)
         own = own.fget if isinstance(own, property) else getattr(own, "__func__", own)
@@ -461,25 +457,3 @@ def test_metrics_get_the_episodes_that_done_keys_tell() -> None:
     with Evaluator(lambda: Lives(length=6), policy(1.0), **arguments) as evaluator:
         found = evaluator.evaluate()
     assert (found["eval/num_episodes"], found["eval/rows"]) == (3, [2, 2, 2])
-
-
-def test_each_of_those_who_wait_gets_a_result(tmp_path: Path) -> None:
-    with gated(tmp_path / "go", busy_policy="queue") as evaluator:
-        for step in range(3):
-            evaluator.trigger_eval(step=step)
-        found: list[Any] = []
-        waiting = [threading.Thread(target=lambda: found.append(evaluator.wait())) for _ in range(3)]
-        for thread in waiting:
-            thread.start()
-        (tmp_path / "go").touch()
-        for thread in waiting:
-            thread.join(20)
-        assert sorted(result["eval/step"] for result in found) == [0, 1, 2]
-        assert evaluator.wait() is None
-
-
-@pytest.mark.requirement(170)
-def test_weights_of_the_policy_are_given_once(shared: tuple[Evaluator, TensorDictModule]) -> None:
-    evaluator, source = shared
-    with pytest.raises(ValueError, match="weights_dict"):
-        evaluator.evaluate(source, weights_dict={"policy": source})

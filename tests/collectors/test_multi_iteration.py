@@ -83,13 +83,6 @@ def test_a_batch_has_every_workers_rollout_and_goes_on_from_the_last(waiting: An
         assert follows(before[1], after[1], 3)
 
 
-@pytest.mark.requirement(93)
-def test_no_rollout_of_an_asynchronous_collector_is_lost(running: Any) -> None:
-    running.set_seed(0)
-    running.next(), running.next()  # rolled out before that
-    assert_continuous([running.next() for _ in range(10)])
-
-
 def assert_continuous(batches: list[Any], lengths: tuple[int, int] = (5, 3)) -> None:
     """Each worker's rollouts, told apart by their environment's seed, one after another without a gap."""
     by_worker: dict[int, list[Any]] = {}
@@ -173,7 +166,6 @@ def test_threads_take_turns(waiting: Any) -> None:
 def test_an_interrupt_loses_no_rollout_and_mixes_none(
     kind: Any, waiting: Any, running: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C while workers are asked, and while a batch is assembled."""
     is_sync = kind is MultiSyncCollector
     collector = waiting if is_sync else running
     collector.set_seed(0)
@@ -260,6 +252,7 @@ def test_the_next_rollout_is_under_way_when_a_batch_is_handed_out() -> None:
             assert set(collector._driver.busy) == {0}
 
 
+@pytest.mark.requirement(93)
 def test_calls_come_between_two_rollouts_and_none_is_thrown_away(running: Any) -> None:
     running.set_seed(0)
     batches = [running.next() for _ in range(4)]
@@ -319,16 +312,13 @@ async def test_a_stop_iteration_of_the_users_code_is_an_error() -> None:
         assert collector.closed
 
 
-async def test_async_iteration_ends_with_the_total() -> None:
-    async with MultiAsyncCollector(FACTORIES, policy(), total_frames=18, **options()) as collector:
-        assert len([batch async for batch in collector]) == 3
-
-
+@pytest.mark.requirement(226)
 def test_frames_per_batch_is_split_by_the_synchronous_one() -> None:
     with pytest.warns(UserWarning, match="frames_per_batch \\(5\\) is not exactly divisible by the number of workers"):
         collector = MultiSyncCollector(FACTORIES, policy(), **options(frames_per_batch=5))
     with collector:
         assert collector.requested_frames_per_batch == 6
+        assert [collector.frames_per_batch_worker(worker_idx=w) for w in (None, 0, 1)] == [3, 3, 3]
         assert collector.next().batch_size == (2, 3)  # type: ignore[union-attr]
 
 
@@ -344,17 +334,19 @@ def test_workers_may_have_rollouts_of_different_lengths(cat_results: int) -> Non
             assert batch.names == ["time"]
 
 
+@pytest.mark.requirement(226)
 def test_each_worker_of_an_asynchronous_one_has_its_own_length() -> None:
     with MultiAsyncCollector(FACTORIES, policy(), **options(frames_per_batch=[2, 4])) as collector:
+        assert [collector.frames_per_batch_worker(worker_idx=w) for w in (0, 1)] == [2, 4]
+        with pytest.raises(ValueError, match="worker_idx"):
+            collector.frames_per_batch_worker()
         collector.set_seed(0)
         for _ in range(6):
             batch: Any = collector.next()
             assert batch.numel() == {0: 2, 10: 4}[int(batch["observation"][0, 0])]
 
 
-@pytest.mark.parametrize(
-    ("cat_results", "shape"), [(None, (2, 4, 3)), ("stack", (2, 4, 3)), (0, (8, 3)), (1, (4, 6)), (-1, (4, 6))]
-)
+@pytest.mark.parametrize(("cat_results", "shape"), [("stack", (2, 4, 3)), (0, (8, 3)), (1, (4, 6)), (-1, (4, 6))])
 def test_cat_results_with_batches_of_environments(cat_results: Any, shape: tuple[int, ...]) -> None:
     given = options(frames_per_batch=24, cat_results=cat_results)
     with MultiSyncCollector([make(batch=(4,))] * 2, policy(), **given) as collector:

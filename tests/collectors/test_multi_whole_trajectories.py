@@ -16,8 +16,7 @@ from helpers.collecting_multi import Counting, SharedBuffer, make, options, poli
 
 IDS = ("collector", "traj_ids")
 MASK = ("collector", "mask")
-KINDS = [MultiSyncCollector, MultiAsyncCollector]
-both = pytest.mark.parametrize("kind", KINDS)
+both = pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
 
 
 def assert_whole(trajectory: Any, length: int = 5) -> None:
@@ -27,13 +26,14 @@ def assert_whole(trajectory: Any, length: int = 5) -> None:
     assert trajectory["next", "done"].flatten().tolist() == [False] * (length - 1) + [True]
 
 
-def seeds(trajectories: list[Any]) -> dict[float, list[float]]:
-    """Of each worker's environment, the trajectories that came, by their numbers."""
+def assert_none_is_lost(trajectories: list[Any], lengths: dict[float, int]) -> None:
+    """All are whole, and of each worker's environment, by its seed, none is lost and none comes twice."""
     found: dict[float, list[float]] = {}
     for trajectory in trajectories:
         seed, number, _ = trajectory["observation"][0].tolist()
+        assert_whole(trajectory, lengths[seed])
         found.setdefault(seed, []).append(number)
-    return found
+    assert found == {seed: list(range(1, len(found[seed]) + 1)) for seed in lengths}
 
 
 class Seeded(Counting):
@@ -66,50 +66,33 @@ def test_batches_of_all_workers_trajectories(kind: Any, traj_format: str | None)
                 trajectories = [row[row[MASK]] for row in batch]
             assert len(trajectories) == 4
             found += [trajectory.clone() for trajectory in trajectories]
-    for trajectory in found:
-        assert_whole(trajectory, 5 if trajectory["observation"][0, 0] == 1 else 3)
-    for numbers in seeds(found).values():
-        assert numbers == list(range(1, len(numbers) + 1))  # none is lost, none comes twice
-    assert len(seeds(found)) == 2
+    assert_none_is_lost(found, {1: 5, 2: 3})
     assert len(found) >= 4 * ((160 - 2 * 8) // (4 * 5))
 
 
 @pytest.mark.requirement(219)
-@both
-@pytest.mark.parametrize("given", [{}, {"trajs_per_write": 1}, {"trajs_per_write": 2}], ids=str)
-def test_workers_write_whole_trajectories(kind: Any, given: dict[str, int], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "given", "free"),
+    [
+        (MultiSyncCollector, {}, False),
+        (MultiSyncCollector, {"trajs_per_write": 1}, False),
+        (MultiAsyncCollector, {"trajs_per_write": 2}, False),
+        (MultiAsyncCollector, {}, True),
+    ],
+)
+def test_workers_write_whole_trajectories(kind: Any, given: dict[str, int], free: bool, tmp_path: Path) -> None:
     buffer = SharedBuffer(tmp_path)
     arguments = options(frames_per_batch=14, total_frames=140, trajs_per_batch=2, replay_buffer=buffer, **given)
     with kind([make()] * 2, policy(), **arguments) as collector:
-        assert set(collector) == {None}
+        if free:
+            collector.start()
+            collector._group.wait(lambda: collector._group.finished, 60)
+        else:
+            assert set(collector) == {None}
     sizes = buffer.sizes()
     assert all(size % 5 == 0 for size in sizes)
     assert max(sizes) <= 5 * given.get("trajs_per_write", 100)
     assert 140 - 2 * 5 < buffer.count() <= 140
-
-
-@pytest.mark.requirement(219)
-def test_workers_that_run_free_write_whole_trajectories(tmp_path: Path) -> None:
-    buffer = SharedBuffer(tmp_path)
-    arguments = options(frames_per_batch=14, total_frames=140, trajs_per_batch=2, replay_buffer=buffer)
-    with MultiAsyncCollector([make()] * 2, policy(), **arguments) as collector:
-        collector.start()
-        collector._group.wait(lambda: collector._group.finished, 60)
-    assert all(size % 5 == 0 for size in buffer.sizes())
-    assert buffer.count() >= 140 - 2 * 5
-
-
-@pytest.mark.requirement(219)
-@both
-async def test_coroutines_get_whole_trajectories(kind: Any) -> None:
-    given = options(frames_per_batch=12, total_frames=120, trajs_per_batch=3)
-    found = []
-    async with await kind.create([seeded(1), seeded(2)], policy(), **given) as collector:
-        found = [row[row[MASK]] async for batch in collector for row in batch.clone()]
-    for trajectory in found:
-        assert_whole(trajectory)
-    for numbers in seeds(found).values():
-        assert numbers == list(range(1, len(numbers) + 1))
 
 
 @pytest.mark.requirement(219)
@@ -134,20 +117,7 @@ def test_rollouts_that_are_cut_lose_no_frame_of_a_trajectory() -> None:
     found = []
     with MultiCollector([seeded(1), seeded(2, delay=0.01)], policy(), sync=True, **given) as collector:
         found = [row[row[MASK]].clone() for batch in collector for row in batch]
-    for trajectory in found:
-        assert_whole(trajectory)
-    for numbers in seeds(found).values():
-        assert numbers == list(range(1, len(numbers) + 1))
-
-
-@pytest.mark.requirement(219)
-@both
-def test_a_postproc_that_takes_the_ids_away_is_refused(kind: Any) -> None:
-    given = options(trajs_per_batch=1, postproc=lambda batch: batch.exclude("collector"))
-    with kind([make()] * 2, policy(), **given) as collector:
-        with pytest.raises(KeyError, match="postproc"):
-            collector.next()
-        assert collector.closed
+    assert_none_is_lost(found, {1: 5, 2: 5})
 
 
 @pytest.mark.requirement(219)
@@ -170,10 +140,7 @@ async def test_a_cancelled_wait_loses_no_trajectory_of_workers(kind: Any) -> Non
                 await asyncio.wait([waiting])
                 if not waiting.cancelled() and waiting.result() is not None:
                     found.append(waiting.result()[0].clone())
-    for trajectory in found:
-        assert_whole(trajectory, 5 if trajectory["observation"][0, 0] == 1 else 3)
-    for numbers in seeds(found).values():
-        assert numbers == list(range(1, len(numbers) + 1))
+    assert_none_is_lost(found, {1: 5, 2: 3})
     assert len(found) > 40
 
 

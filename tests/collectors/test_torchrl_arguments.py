@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import gymnasium
 import pytest
 import torch
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
 
-from asyncsync.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
+from asyncsync.collectors import Collector, GymEnv, MultiAsyncCollector, MultiSyncCollector
 from helpers import collecting_torchrl
 from helpers.collecting_multi import make, options, policy
 from helpers.collecting_single import Actor, Buffer, WalkEnv, equal, needs_torchrl, torchrl, torchrl_walk
@@ -195,6 +197,7 @@ def test_frames_of_workers_have_the_version(kind: Any) -> None:
 
 
 def recurrent() -> TensorDictSequential:
+    torchrl()
     from torchrl.modules import GRUModule
 
     torch.manual_seed(0)
@@ -230,13 +233,33 @@ def test_transforms_that_are_there_are_not_added_again() -> None:
 
 
 @pytest.mark.requirement(222)
+WITHOUT_TRANSFORMS: dict[str, Callable[[], Any]] = {
+    "single": lambda: GymEnv("Pendulum-v1"),
+    "vector": lambda: GymEnv("Pendulum-v1", num_envs=2),
+    "given": lambda: gymnasium.make("Pendulum-v1"),
+    "own": WalkEnv,
+}
+
+
+@pytest.mark.requirement(222)
 @needs_torchrl
-@pytest.mark.parametrize("value", [None, False])
-def test_without_it_the_environment_is_left_alone(value: bool | None) -> None:
-    torchrl()
-    with Collector(torchrl_walk(), recurrent(), frames_per_batch=4, auto_register_policy_transforms=value) as c:
-        with pytest.raises(KeyError, match="is_init"):
-            c.rollout()
+@pytest.mark.parametrize("kind", WITHOUT_TRANSFORMS)
+def test_transforms_that_cannot_be_registered_are_an_error(kind: str) -> None:
+    with pytest.raises(ValueError, match=r"not to (GymEnv|WalkEnv).*GRUModule .*torchrl\.envs\.GymEnv"):
+        Collector(WITHOUT_TRANSFORMS[kind](), recurrent(), frames_per_batch=4, auto_register_policy_transforms=True)
+
+
+@pytest.mark.requirement(222)
+@needs_torchrl
+@pytest.mark.parametrize("random", [-1, 4])
+@pytest.mark.parametrize("kind", [*WITHOUT_TRANSFORMS, "torchrl"])
+def test_a_policy_that_misses_is_init_says_what_to_do(kind: str, random: int) -> None:
+    env = torchrl_walk() if kind == "torchrl" else WITHOUT_TRANSFORMS[kind]()
+    with Collector(env, recurrent(), frames_per_batch=4, init_random_frames=random) as collector:
+        if random > 0:
+            collector.next()
+        with pytest.raises(KeyError, match=r"is_init[\s\S]*auto_register_policy_transforms=True"):
+            collector.next()
 
 
 @pytest.mark.requirement(222)
