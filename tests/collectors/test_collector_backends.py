@@ -9,6 +9,8 @@ import pytest
 from asyncsync.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
 from helpers.collecting_multi import acted, make, policy
 
+pytestmark = pytest.mark.requirement(223)
+
 OF_WORKERS = {"start_method": "forkserver"}
 
 
@@ -16,7 +18,6 @@ class Own(Collector):
     pass
 
 
-@pytest.mark.requirement(223)
 @pytest.mark.parametrize(
     ("given", "kind", "workers"),
     [
@@ -33,7 +34,6 @@ def test_the_process_backend_makes_a_collector_with_workers(given: Any, kind: An
         assert acted(collector.next()) == [3.0]
 
 
-@pytest.mark.requirement(223)
 def test_a_list_of_factories_says_how_many_workers_there_are() -> None:
     given: Any = {"frames_per_batch": 6, "backend": "process", "sync": True, "backend_options": OF_WORKERS}
     with Collector(create_env_fn=[make(), make(length=3)], policy=policy(), **given) as collector:
@@ -41,7 +41,6 @@ def test_a_list_of_factories_says_how_many_workers_there_are() -> None:
         assert collector.next().batch_size == (2, 3)
 
 
-@pytest.mark.requirement(223)
 @pytest.mark.parametrize("environment", [make(), [make()]])
 @pytest.mark.parametrize("given", [{}, {"backend": "direct"}, {"backend": "direct", "num_collectors": 1}])
 def test_the_direct_backend_is_the_collector_of_this_process(environment: Any, given: Any) -> None:
@@ -50,7 +49,6 @@ def test_the_direct_backend_is_the_collector_of_this_process(environment: Any, g
         assert acted(collector.next()) == [2.0]
 
 
-@pytest.mark.requirement(223)
 def test_a_subclass_is_what_it_is() -> None:
     with Own(make(), policy(), frames_per_batch=6) as collector:
         assert type(collector) is Own
@@ -59,7 +57,6 @@ def test_a_subclass_is_what_it_is() -> None:
             Own(make(), policy(), frames_per_batch=6, **given)  # type: ignore[arg-type]
 
 
-@pytest.mark.requirement(223)
 @pytest.mark.parametrize(
     ("given", "error", "word"),
     [
@@ -84,7 +81,6 @@ def test_choices_that_do_not_fit_are_refused(given: Any, error: Any, word: str) 
         Collector(**{"create_env_fn": make(), "policy": policy(), "frames_per_batch": 6, **given})
 
 
-@pytest.mark.requirement(223)
 def test_what_is_given_by_position_counts_where_there_is_a_choice() -> None:
     with pytest.raises(TypeError, match="create_env_fn"):
         Collector(num_collectors=2, frames_per_batch=6)

@@ -24,7 +24,10 @@ from helpers.collecting_single import (
     torchrl_walk,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+pytestmark = [
+    pytest.mark.requirement(226),
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"),
+]
 
 IDS = ("collector", "traj_ids")
 both = pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
@@ -53,7 +56,6 @@ FAKES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.requirement(226)
 @needs_torchrl
 @pytest.mark.parametrize("size", [(), (2,)])
 @pytest.mark.parametrize("case", FAKES)
@@ -71,7 +73,6 @@ def test_a_batch_of_zeros_is_torchrls(case: str, size: tuple[int, ...]) -> None:
     assert all(torch.equal(ours.get(key), theirs.get(key)) for key in theirs.keys(True, True))
 
 
-@pytest.mark.requirement(226)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", FAKES)
 def test_a_batch_of_zeros_is_like_those_that_follow(case: str, kind: str) -> None:
@@ -88,7 +89,6 @@ def test_a_batch_of_zeros_is_like_those_that_follow(case: str, kind: str) -> Non
         alike(c.rollout(), batch)
 
 
-@pytest.mark.requirement(226)
 @pytest.mark.parametrize("given", [{}, {"num_envs": 3}, {"categorical_action_encoding": True}], ids=str)
 def test_gymnasiums_environments_make_no_step_for_it(given: dict[str, Any]) -> None:
     pytest.importorskip("gymnasium")
@@ -101,7 +101,6 @@ def test_gymnasiums_environments_make_no_step_for_it(given: dict[str, Any]) -> N
         alike(fake, c.rollout())
 
 
-@pytest.mark.requirement(226)
 def test_it_is_split_and_postprocessed_as_batches_are() -> None:
     given = {"split_trajs": True, "postproc": lambda batch: batch.exclude("action")}
     with Collector(WalkEnv(), Actor(), frames_per_batch=10, **given) as c:
@@ -112,7 +111,6 @@ def test_it_is_split_and_postprocessed_as_batches_are() -> None:
     assert "action" not in fake.keys()  # noqa: SIM118
 
 
-@pytest.mark.requirement(226)
 def test_before_the_first_rollout_an_environment_has_to_tell() -> None:
     with Collector(WalkEnv(), Actor(), frames_per_batch=10) as c:
         with pytest.raises(TypeError, match=r"WalkEnv has neither fake_tensordict\(\) nor a reward_spec with zero\(\)"):
@@ -120,7 +118,6 @@ def test_before_the_first_rollout_an_environment_has_to_tell() -> None:
         alike(c.fake_tensordict() if c.rollout() is not None else None, c.rollout())
 
 
-@pytest.mark.requirement(226)
 @both
 def test_a_batch_of_zeros_of_workers(kind: Any) -> None:
     with kind([make()] * 2, policy(), **options(postproc=lambda batch: batch.exclude("done"))) as collector:
@@ -133,7 +130,6 @@ def test_a_batch_of_zeros_of_workers(kind: Any) -> None:
 # -- reset(index=) -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.requirement(226)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("index", [1, [1], [False, True, False], torch.tensor([1]), slice(1, 2)], ids=str)
 def test_some_environments_are_reset(kind: str, index: Any) -> None:
@@ -153,7 +149,6 @@ def test_some_environments_are_reset(kind: str, index: Any) -> None:
         assert c.rollout()["observation"][:, 0, 0].tolist() == [0.0] * 3
 
 
-@pytest.mark.requirement(226)
 def test_state_of_a_recurrent_policy_begins_anew_for_these() -> None:
     class Remembering(torch.nn.Module):
         def forward(self, td: Any) -> Any:
@@ -168,7 +163,6 @@ def test_state_of_a_recurrent_policy_begins_anew_for_these() -> None:
         assert c.rollout()["state"][:, 0, 0].tolist() == [0.0, 4.0]
 
 
-@pytest.mark.requirement(226)
 def test_gymnasiums_environments_are_reset_with_what_they_take() -> None:
     pytest.importorskip("gymnasium")
     with Collector(GymEnv("CartPole-v1"), frames_per_batch=4) as c:
@@ -179,7 +173,6 @@ def test_gymnasiums_environments_are_reset_with_what_they_take() -> None:
         assert torch.equal(*starts)
 
 
-@pytest.mark.requirement(226)
 def test_a_single_environment_has_no_index() -> None:
     with Collector(WalkEnv(), Actor(), frames_per_batch=4) as c:
         with pytest.raises(ValueError, match="index"):
@@ -195,7 +188,6 @@ class Stuck(WalkEnv):
         raise OSError("the environment does not close")
 
 
-@pytest.mark.requirement(226)
 def test_an_error_at_the_end_is_raised_or_logged(caplog: pytest.LogCaptureFixture) -> None:
     for given in ({}, {"raise_on_error": True}):
         collector = Collector(Stuck(), Actor(), frames_per_batch=4)
@@ -210,7 +202,6 @@ def test_an_error_at_the_end_is_raised_or_logged(caplog: pytest.LogCaptureFixtur
     assert "the environment does not close" in caplog.text
 
 
-@pytest.mark.requirement(226)
 def test_an_error_of_a_worker_is_raised_or_logged(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
     def failed() -> MultiAsyncCollector:
         given = options(replay_buffer=SharedBuffer(tmp_path))
@@ -229,7 +220,6 @@ def test_an_error_of_a_worker_is_raised_or_logged(tmp_path: Any, caplog: pytest.
 # -- an iterable data set ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.requirement(226)
 def test_a_collector_is_an_iterable_data_set() -> None:
     assert issubclass(planted.BaseCollector, IterableDataset)
     with Collector(WalkEnv(), Actor(), frames_per_batch=10, total_frames=40) as c:
@@ -241,7 +231,6 @@ def test_a_collector_is_an_iterable_data_set() -> None:
     assert all((mine == other).all() for mine, other in zip(found, expected, strict=True))
 
 
-@pytest.mark.requirement(226)
 @both
 def test_so_is_one_with_workers(kind: Any) -> None:
     with kind([make()] * 2, policy(), **options(total_frames=24)) as collector:

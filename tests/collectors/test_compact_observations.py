@@ -13,7 +13,10 @@ from helpers import planted
 from helpers.collecting_multi import make, options, policy
 from helpers.collecting_single import Actor, Buffer, WalkEnv
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+pytestmark = [
+    pytest.mark.requirement(220),
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"),
+]
 
 
 def collected(made: Any, env: Any, **kwargs: Any) -> list[Any]:
@@ -24,7 +27,6 @@ def collected(made: Any, env: Any, **kwargs: Any) -> list[Any]:
         collector.shutdown()
 
 
-@pytest.mark.requirement(220)
 @pytest.mark.parametrize("size", [(), (2,)])
 def test_only_what_the_next_step_has_is_left_out(size: tuple[int, ...]) -> None:
     compact, whole = (
@@ -40,7 +42,6 @@ def test_only_what_the_next_step_has_is_left_out(size: tuple[int, ...]) -> None:
         assert planted.batch_bytes(mine) < planted.batch_bytes(other)
 
 
-@pytest.mark.requirement(220)
 def test_gymnasiums_environments_too() -> None:
     pytest.importorskip("gymnasium")
     with Collector(GymEnv("CartPole-v1", num_envs=2), frames_per_batch=20, compact_obs=True) as c:
@@ -50,7 +51,6 @@ def test_gymnasiums_environments_too() -> None:
     assert batch["observation"].shape == (2, 10, 4)
 
 
-@pytest.mark.requirement(220)
 def test_frames_for_a_replay_buffer_too() -> None:
     buffer = Buffer()
     collected(Collector, WalkEnv(), replay_buffer=buffer, extend_buffer=False)
@@ -59,7 +59,6 @@ def test_frames_for_a_replay_buffer_too() -> None:
     assert all("observation" in frame.keys() for frame in buffer.added)  # noqa: SIM118
 
 
-@pytest.mark.requirement(220)
 def test_what_the_environment_has_returned_is_left_as_it_is() -> None:
     class Keeping(WalkEnv):
         def step_and_maybe_reset(self, td: TensorDictBase) -> tuple[TensorDict, TensorDict]:
@@ -82,7 +81,6 @@ class Remembering(torch.nn.Module):
         return td
 
 
-@pytest.mark.requirement(220)
 def test_recurrent_state_of_the_policy_stays() -> None:
     with Collector(WalkEnv(longest=20), Remembering(), frames_per_batch=5, compact_obs=True) as c:
         batch = c.rollout()
@@ -91,7 +89,6 @@ def test_recurrent_state_of_the_policy_stays() -> None:
     assert ("next", "observation") not in batch.keys(True)
 
 
-@pytest.mark.requirement(220)
 @pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
 def test_workers_leave_them_out(kind: Any) -> None:
     with kind([make()] * 2, policy(), **options(compact_obs=True)) as collector:

@@ -14,6 +14,8 @@ from asyncsync.collectors import MultiAsyncCollector, MultiCollector, MultiSyncC
 from helpers import collecting_torchrl
 from helpers.collecting_multi import Counting, SharedBuffer, make, options, policy
 
+pytestmark = pytest.mark.requirement(219)
+
 IDS = ("collector", "traj_ids")
 MASK = ("collector", "mask")
 both = pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
@@ -48,7 +50,6 @@ def seeded(seed: int, **arguments: Any) -> Callable[[], Seeded]:
     return lambda: Seeded(seed, **arguments)
 
 
-@pytest.mark.requirement(219)
 @both
 @pytest.mark.parametrize("traj_format", ["padded", "cat", None])
 def test_batches_of_all_workers_trajectories(kind: Any, traj_format: str | None) -> None:
@@ -70,7 +71,6 @@ def test_batches_of_all_workers_trajectories(kind: Any, traj_format: str | None)
     assert len(found) >= 4 * ((160 - 2 * 8) // (4 * 5))
 
 
-@pytest.mark.requirement(219)
 @pytest.mark.parametrize(
     ("kind", "given", "free"),
     [
@@ -95,7 +95,6 @@ def test_workers_write_whole_trajectories(kind: Any, given: dict[str, int], free
     assert 140 - 2 * 5 < buffer.count() <= 140
 
 
-@pytest.mark.requirement(219)
 @both
 def test_a_reset_breaks_trajectories_of_workers_off(kind: Any) -> None:
     given = options(frames_per_batch=12, trajs_per_batch=2, traj_format="cat")
@@ -111,7 +110,6 @@ def test_a_reset_breaks_trajectories_of_workers_off(kind: Any) -> None:
     assert batches[-1]["observation"][:, 0].min() >= 7
 
 
-@pytest.mark.requirement(219)
 def test_rollouts_that_are_cut_lose_no_frame_of_a_trajectory() -> None:
     given = options(frames_per_batch=16, total_frames=240, trajs_per_batch=1, preemptive_threshold=0.5)
     found = []
@@ -120,7 +118,6 @@ def test_rollouts_that_are_cut_lose_no_frame_of_a_trajectory() -> None:
     assert_none_is_lost(found, {1: 5, 2: 5})
 
 
-@pytest.mark.requirement(219)
 @both
 async def test_a_cancelled_wait_loses_no_trajectory_of_workers(kind: Any) -> None:
     given = options(frames_per_batch=16, total_frames=320, trajs_per_batch=1)
@@ -144,7 +141,6 @@ async def test_a_cancelled_wait_loses_no_trajectory_of_workers(kind: Any) -> Non
     assert len(found) > 40
 
 
-@pytest.mark.requirement(219)
 @pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore")
 def test_workers_give_torchrls_trajectories(in_program: collecting_torchrl.Programs) -> None:

@@ -14,7 +14,10 @@ from helpers.collecting_multi import acted, make, options, policy
 from helpers.collecting_single import Actor, WalkEnv, needs_torchrl, torchrl, torchrl_walk
 from helpers.collecting_torchrl import Programs
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+pytestmark = [
+    pytest.mark.requirement(221),
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"),
+]
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
 without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -55,7 +58,6 @@ def assert_close(ours: list[Any], theirs: list[Any]) -> None:
         assert torch.allclose(mine["next", "observation"], other["next", "observation"], atol=1e-5)
 
 
-@pytest.mark.requirement(221)
 def test_a_mapping_has_the_arguments_of_torch_compile() -> None:
     backend = Backend()
     found = collected(Collector, WalkEnv((2,)), compile_policy={"backend": backend})
@@ -63,7 +65,6 @@ def test_a_mapping_has_the_arguments_of_torch_compile() -> None:
     assert_close(found, collected(Collector, WalkEnv((2,))))
 
 
-@pytest.mark.requirement(221)
 def test_a_compiled_policy_acts_with_the_newest_weights() -> None:
     actor = Actor(0.1)
     given = {"frames_per_batch": 4, "compile_policy": {"backend": Backend()}, "policy_device": "cpu"}
@@ -83,7 +84,6 @@ def compiled_for_real() -> None:
     assert_close(ours, collected(torchrl().collectors.Collector, torchrl_walk(), compile_policy=True))
 
 
-@pytest.mark.requirement(221)
 @pytest.mark.thorough
 @needs_torchrl
 def test_compiled_for_real_as_by_torchrl(in_program: Programs) -> None:
@@ -91,7 +91,6 @@ def test_compiled_for_real_as_by_torchrl(in_program: Programs) -> None:
     in_program(compiled_for_real)
 
 
-@pytest.mark.requirement(221)
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
 def test_workers_compile_for_real_and_follow_updates(kind: Any) -> None:
@@ -107,7 +106,6 @@ def test_workers_compile_for_real_and_follow_updates(kind: Any) -> None:
                 assert set(acted(batch)) <= {1.0, 2.0, value}
 
 
-@pytest.mark.requirement(221)
 @without_cuda
 @pytest.mark.parametrize("given", [True, {"warmup": 3}])
 def test_a_cuda_graph_without_cuda_is_refused_at_once(given: Any) -> None:
@@ -121,14 +119,12 @@ def test_a_cuda_graph_without_cuda_is_refused_at_once(given: Any) -> None:
             kind([make()] * 2, policy(), **options(cudagraph_policy=given))
 
 
-@pytest.mark.requirement(221)
 @pytest.mark.parametrize("nothing", [None, False])
 def test_no_cuda_graph_is_wanted(nothing: Any) -> None:
     with Collector(WalkEnv(), Actor(), frames_per_batch=4, cudagraph_policy=nothing) as c:
         assert c.rollout() is not None
 
 
-@pytest.mark.requirement(221)
 @needs_cuda
 @pytest.mark.parametrize("given", [True, {"warmup": 3}])
 def test_a_cuda_graph_acts_with_the_newest_weights(given: Any) -> None:

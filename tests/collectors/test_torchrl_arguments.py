@@ -16,7 +16,10 @@ from helpers import collecting_torchrl
 from helpers.collecting_multi import make, options, policy
 from helpers.collecting_single import Actor, Buffer, WalkEnv, equal, needs_torchrl, torchrl, torchrl_walk
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+pytestmark = [
+    pytest.mark.requirement(222),
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"),
+]
 
 both = pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
 
@@ -32,7 +35,6 @@ def collected(made: Any, env: Any, **kwargs: Any) -> list[Any]:
 # -- no effect ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.requirement(222)
 @pytest.mark.parametrize("name", ["use_buffers", "local_init_rb"])
 @pytest.mark.parametrize("value", [True, False, None])
 def test_these_change_nothing(name: str, value: bool | None) -> None:
@@ -46,7 +48,6 @@ def test_these_change_nothing(name: str, value: bool | None) -> None:
     assert [len(batch) for batch in buffer.extended] == [10] * 4
 
 
-@pytest.mark.requirement(222)
 @both
 def test_workers_take_them_too(kind: Any) -> None:
     given = options(use_buffers=False, local_init_rb=False, reset_when_done=True)
@@ -57,7 +58,6 @@ def test_workers_take_them_too(kind: Any) -> None:
 # -- return_same_td ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.requirement(222)
 def test_the_same_tensordict_comes_again_with_new_values() -> None:
     expected = collected(Collector, WalkEnv())
     with Collector(WalkEnv(), Actor(), frames_per_batch=10, total_frames=40, return_same_td=True) as c:
@@ -71,7 +71,6 @@ def test_the_same_tensordict_comes_again_with_new_values() -> None:
             assert (batch == other).all()
 
 
-@pytest.mark.requirement(222)
 def test_what_was_done_to_the_same_tensordict_does_not_last() -> None:
     def private(batch: Any) -> Any:
         batch["_mine"] = batch["observation"]
@@ -102,7 +101,6 @@ class Interruptor:
         return self.asked % self.steps == 0
 
 
-@pytest.mark.requirement(222)
 @needs_torchrl
 @pytest.mark.parametrize("size", [(), (2,)])
 @pytest.mark.parametrize("steps", [1, 4, 50])
@@ -117,7 +115,6 @@ def test_an_interruptor_ends_rollouts_as_torchrls(size: tuple[int, ...], steps: 
     assert sum(batch.numel() for batch in ours) >= 40
 
 
-@pytest.mark.requirement(222)
 @needs_torchrl
 @pytest.mark.thorough
 def test_torchrls_own_interruptor(in_program: collecting_torchrl.Programs) -> None:
@@ -125,7 +122,6 @@ def test_torchrls_own_interruptor(in_program: collecting_torchrl.Programs) -> No
     assert in_program(collecting_torchrl.with_their_interruptor) == [10, 1, 1, 10]
 
 
-@pytest.mark.requirement(222)
 def test_an_interruptor_ends_rollouts_frame_by_frame_too() -> None:
     buffer = Buffer()
     with Collector(
@@ -139,7 +135,6 @@ def test_an_interruptor_ends_rollouts_frame_by_frame_too() -> None:
 # -- track_policy_version ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.requirement(222)
 @needs_torchrl
 @pytest.mark.parametrize("size", [(), (2,)])
 def test_frames_have_the_version_where_torchrl_has_it(size: tuple[int, ...]) -> None:
@@ -161,7 +156,6 @@ class Tracker:
     version = 0
 
 
-@pytest.mark.requirement(222)
 @pytest.mark.parametrize("size", [(), (2,)])
 def test_a_tracker_is_kept_up_to_date(size: tuple[int, ...]) -> None:
     tracker = Tracker()
@@ -174,7 +168,6 @@ def test_a_tracker_is_kept_up_to_date(size: tuple[int, ...]) -> None:
             c.update_policy_weights_()
 
 
-@pytest.mark.requirement(222)
 def test_a_policy_of_observations_does_not_get_the_version() -> None:
     with Collector(
         WalkEnv(), lambda observation: observation[..., :1], frames_per_batch=4, track_policy_version=True
@@ -182,7 +175,6 @@ def test_a_policy_of_observations_does_not_get_the_version() -> None:
         assert c.rollout() is not None
 
 
-@pytest.mark.requirement(222)
 @both
 def test_frames_of_workers_have_the_version(kind: Any) -> None:
     with kind([make()] * 2, policy(), **options(track_policy_version=True)) as collector:
@@ -207,7 +199,6 @@ def recurrent() -> TensorDictSequential:
     return TensorDictSequential(memory, TensorDictModule(nn.Linear(4, 1), in_keys=["features"], out_keys=["action"]))
 
 
-@pytest.mark.requirement(222)
 @needs_torchrl
 @pytest.mark.parametrize("size", [(), (2,)])
 def test_recurrent_policies_get_the_transforms_that_torchrl_gives(size: tuple[int, ...]) -> None:
@@ -222,7 +213,6 @@ def test_recurrent_policies_get_the_transforms_that_torchrl_gives(size: tuple[in
     assert found[0][-1]["hidden"].any()
 
 
-@pytest.mark.requirement(222)
 @needs_torchrl
 def test_transforms_that_are_there_are_not_added_again() -> None:
     rl = torchrl()
@@ -232,7 +222,6 @@ def test_transforms_that_are_there_are_not_added_again() -> None:
         assert len(c.env.transform) == 2
 
 
-@pytest.mark.requirement(222)
 WITHOUT_TRANSFORMS: dict[str, Callable[[], Any]] = {
     "single": lambda: GymEnv("Pendulum-v1"),
     "vector": lambda: GymEnv("Pendulum-v1", num_envs=2),
@@ -241,7 +230,6 @@ WITHOUT_TRANSFORMS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.requirement(222)
 @needs_torchrl
 @pytest.mark.parametrize("kind", WITHOUT_TRANSFORMS)
 def test_transforms_that_cannot_be_registered_are_an_error(kind: str) -> None:
@@ -249,7 +237,6 @@ def test_transforms_that_cannot_be_registered_are_an_error(kind: str) -> None:
         Collector(WITHOUT_TRANSFORMS[kind](), recurrent(), frames_per_batch=4, auto_register_policy_transforms=True)
 
 
-@pytest.mark.requirement(222)
 @needs_torchrl
 @pytest.mark.parametrize("random", [-1, 4])
 @pytest.mark.parametrize("kind", [*WITHOUT_TRANSFORMS, "torchrl"])
@@ -262,7 +249,6 @@ def test_a_policy_that_misses_is_init_says_what_to_do(kind: str, random: int) ->
             collector.next()
 
 
-@pytest.mark.requirement(222)
 def test_other_environments_and_policies_are_left_alone_with_a_word() -> None:
     with pytest.warns(UserWarning, match="auto_register_policy_transforms=True .*WalkEnv"):
         collector = Collector(WalkEnv(), Actor(), frames_per_batch=4, auto_register_policy_transforms=True)

@@ -15,7 +15,12 @@ from helpers.collecting_single import needs_torchrl
 from helpers.collecting_torchrl import Programs
 
 pytest.importorskip("gymnasium")
-pytestmark = [needs_torchrl, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(120)]
+pytestmark = [
+    pytest.mark.requirement(204),
+    needs_torchrl,
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.timeout(120),
+]
 
 SHARED, PROCESS, ZMQ = "SharedMemWeightSyncScheme", "MultiProcessWeightSyncScheme", "ZMQWeightSyncScheme"
 SYNC, ASYNC = "MultiSyncCollector", "MultiAsyncCollector"
@@ -34,7 +39,6 @@ def check_async(found: list[dict[str, Any]]) -> None:
         assert all(4.0 * batch["begun"] <= value <= 4.0 * i for value in batch["shown"]), found
 
 
-@pytest.mark.requirement(204)
 @thorough
 @pytest.mark.parametrize("name", [SHARED, PROCESS, ZMQ])
 def test_workers_of_a_multi_sync_collector_have_the_trainers_weights_after_each_update(
@@ -43,7 +47,6 @@ def test_workers_of_a_multi_sync_collector_have_the_trainers_weights_after_each_
     check_sync(in_program(programs.trained, name, SYNC))
 
 
-@pytest.mark.requirement(204)
 @pytest.mark.parametrize("name", [ZMQ, pytest.param(PROCESS, marks=thorough), pytest.param(SHARED, marks=thorough)])
 def test_workers_of_a_multi_async_collector_have_the_trainers_weights_after_each_update(
     in_program: Programs, name: str
@@ -51,7 +54,6 @@ def test_workers_of_a_multi_async_collector_have_the_trainers_weights_after_each
     check_async(in_program(programs.trained, name, ASYNC))
 
 
-@pytest.mark.requirement(204)
 @thorough
 @pytest.mark.parametrize(
     ("start_method", "name", "kind"),
@@ -62,7 +64,7 @@ def test_workers_that_are_not_forked(in_program: Programs, start_method: str, na
     (check_sync if kind == SYNC else check_async)(found)
 
 
-@pytest.mark.requirement(34, 204)
+@pytest.mark.requirement(34)
 @thorough
 @pytest.mark.parametrize("is_sync", [True, False], ids=["sync", "async"])
 @pytest.mark.parametrize("library", ["torchrl", "asyncsync"])
@@ -76,7 +78,6 @@ def test_the_pages_program_with_torchrls_environments(in_program: Programs, libr
         assert everywhere, name
 
 
-@pytest.mark.requirement(204)
 @thorough
 @pytest.mark.parametrize("name", [SHARED, PROCESS, ZMQ])
 def test_a_policy_factory_for_each_worker(in_program: Programs, name: str) -> None:
@@ -90,7 +91,6 @@ def test_a_policy_factory_for_each_worker(in_program: Programs, name: str) -> No
     assert "MultiSyncCollector has no model 'policy'" in found[4][1]
 
 
-@pytest.mark.requirement(204)
 @thorough
 def test_workers_with_one_policy_factory_begin_alike(in_program: Programs) -> None:
     begin, first, after = in_program(programs.alike, SHARED)
@@ -99,7 +99,6 @@ def test_workers_with_one_policy_factory_begin_alike(in_program: Programs) -> No
     assert after == [12.0, 12.0]
 
 
-@pytest.mark.requirement(204)
 @thorough
 def test_a_policy_beside_a_policy_factory_is_what_is_sent(in_program: Programs) -> None:
     begin, unsent, after = in_program(programs.beside, ZMQ)
@@ -107,7 +106,6 @@ def test_a_policy_beside_a_policy_factory_is_what_is_sent(in_program: Programs) 
     assert after == [24.0, 24.0]
 
 
-@pytest.mark.requirement(204)
 @thorough
 @pytest.mark.parametrize(("each", "first"), [(False, [12.0, 12.0]), (True, [4.0, 8.0])], ids=["all", "each"])
 @pytest.mark.parametrize("name", [SHARED, ZMQ])
@@ -117,7 +115,6 @@ def test_a_sender_that_was_initialised_before_the_collector(
     assert in_program(programs.initialised, name, each) == [first, [16.0, 16.0]]
 
 
-@pytest.mark.requirement(204)
 @thorough
 def test_a_scheme_that_moves_nothing(in_program: Programs) -> None:
     found, version = in_program(programs.unmoved)
@@ -125,7 +122,6 @@ def test_a_scheme_that_moves_nothing(in_program: Programs) -> None:
     assert version == 6
 
 
-@pytest.mark.requirement(204)
 @thorough
 @pytest.mark.parametrize("name", [SHARED, PROCESS, ZMQ])
 def test_a_policy_that_torchrl_has_copied_to_another_device(in_program: Programs, name: str) -> None:
@@ -133,7 +129,6 @@ def test_a_policy_that_torchrl_has_copied_to_another_device(in_program: Programs
     assert found == [([4.0 * (i + 1)], [4.0 * (i + 2)] * 2) for i in range(4)]
 
 
-@pytest.mark.requirement(204)
 @thorough
 @pytest.mark.parametrize("name", [SHARED, ZMQ])
 def test_policy_versions_in_the_frames_and_in_a_state_dict(in_program: Programs, name: str) -> None:
@@ -144,7 +139,6 @@ def test_policy_versions_in_the_frames_and_in_a_state_dict(in_program: Programs,
     assert found["workers"] == [6, 6]
 
 
-@pytest.mark.requirement(204)
 @thorough
 def test_policy_versions_of_a_multi_async_collector(in_program: Programs) -> None:
     found = in_program(programs.versions, PROCESS, ASYNC)
@@ -153,7 +147,6 @@ def test_policy_versions_of_a_multi_async_collector(in_program: Programs) -> Non
         assert all(begun <= version <= i for version in seen), found
 
 
-@pytest.mark.requirement(204)
 @thorough
 def test_updates_beside_start(in_program: Programs) -> None:
     # Workers that TorchRL forks have a memory of the replay buffer's of their own.
@@ -164,7 +157,6 @@ def test_updates_beside_start(in_program: Programs) -> None:
         assert set(found["all"]) <= wanted, f"{name}: no frame from before the first update"
 
 
-@pytest.mark.requirement(204)
 @thorough
 @pytest.mark.parametrize("name", [SHARED, ZMQ])
 def test_a_second_model_by_its_path(in_program: Programs, name: str) -> None:
@@ -172,14 +164,12 @@ def test_a_second_model_by_its_path(in_program: Programs, name: str) -> None:
     assert found == [([4.0, 4.0], [4.0 * (i + 2)] * 2) for i in range(3)]
 
 
-@pytest.mark.requirement(204)
 @thorough
 @pytest.mark.parametrize("name", [SHARED, PROCESS, ZMQ])
 def test_the_evaluator_evaluates_the_weights_that_it_is_given(in_program: Programs, name: str) -> None:
     assert in_program(programs.evaluated, name) == [[4.0], [8.0], [12.0]]
 
 
-@pytest.mark.requirement(204)
 @thorough
 @pytest.mark.parametrize("name", [SHARED, PROCESS, ZMQ])
 def test_an_inference_server_in_a_process_of_its_own(in_program: Programs, name: str) -> None:

@@ -22,7 +22,10 @@ from helpers.collecting_single import (
     torchrl_walk,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+pytestmark = [
+    pytest.mark.requirement(219),
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"),
+]
 
 IDS = ("collector", "traj_ids")
 MASK = ("collector", "mask")
@@ -49,7 +52,6 @@ def rows(batch: Any) -> list[Any]:
     return [row[row[MASK]] for row in batch]
 
 
-@pytest.mark.requirement(219)
 @needs_torchrl
 @pytest.mark.parametrize("given", [{}, {"trajs_per_write": 1}, {"trajs_per_write": 2}], ids=str)
 @pytest.mark.parametrize("size", [(), (4,)])
@@ -69,7 +71,6 @@ def test_a_replay_buffer_gets_what_torchrl_writes(size: tuple[int, ...], given: 
             assert torch.equal(mine.get(key), other.get(key)), key
 
 
-@pytest.mark.requirement(219)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [(), (2,), (2, 2)])
 def test_every_trajectory_is_whole(kind: str, size: tuple[int, ...]) -> None:
@@ -84,7 +85,6 @@ def test_every_trajectory_is_whole(kind: str, size: tuple[int, ...]) -> None:
     assert len(ids) == len(ids.unique())
 
 
-@pytest.mark.requirement(219)
 @pytest.mark.parametrize("given", [{"traj_format": "cat"}, {"trajs_per_batch": None, "split_trajs": True}], ids=str)
 def test_the_death_of_one_of_several_agents_cuts_no_trajectory(given: dict[str, Any]) -> None:
     batches = collected(Collector, Agents(), **{"trajs_per_batch": 1, "frames_per_batch": 120} | given)
@@ -95,7 +95,6 @@ def test_the_death_of_one_of_several_agents_cuts_no_trajectory(given: dict[str, 
         assert_whole(trajectory)
 
 
-@pytest.mark.requirement(219)
 def test_a_replay_buffer_gets_the_whole_trajectories_of_several_agents() -> None:
     buffer = Buffer()
     with Collector(
@@ -109,7 +108,6 @@ def test_a_replay_buffer_gets_the_whole_trajectories_of_several_agents() -> None
         assert_whole(trajectory)
 
 
-@pytest.mark.requirement(219)
 def test_next_goes_on_where_the_loop_stopped() -> None:
     with Collector(WalkEnv(), Actor(), frames_per_batch=50, total_frames=100, trajs_per_batch=2) as c:
         found = [c.next()]
@@ -123,7 +121,6 @@ def test_next_goes_on_where_the_loop_stopped() -> None:
     assert 100 - 12 <= sum(int(batch[MASK].sum()) for batch in found) <= 100  # but for the last, unfinished ones
 
 
-@pytest.mark.requirement(219)
 async def test_a_cancelled_wait_loses_no_trajectory() -> None:
     expected = collected(Collector, WalkEnv(), trajs_per_batch=1, traj_format="cat")
     found = []
@@ -146,7 +143,6 @@ async def test_a_cancelled_wait_loses_no_trajectory() -> None:
     assert all((mine == other).all() for mine, other in zip(found, expected, strict=True))
 
 
-@pytest.mark.requirement(219)
 def test_a_reset_breaks_trajectories_off() -> None:
     with Collector(WalkEnv((2,), longest=20), Actor(), frames_per_batch=20, trajs_per_batch=1) as c:
         c._iteration._processed_rollout()
@@ -160,7 +156,6 @@ def test_a_reset_breaks_trajectories_off() -> None:
     assert int(after[IDS].max()) > 2
 
 
-@pytest.mark.requirement(219)
 def test_trajectories_that_were_broken_off_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(whole_trajectories, "REMEMBERED", 5)
     with Collector(WalkEnv((2,), longest=6), Actor(), frames_per_batch=4, trajs_per_batch=1) as c:
@@ -174,7 +169,6 @@ def test_trajectories_that_were_broken_off_are_forgotten(monkeypatch: pytest.Mon
             assert_whole(rows(batch)[0])
 
 
-@pytest.mark.requirement(219)
 def test_one_that_was_broken_off_and_goes_on_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(whole_trajectories, "REMEMBERED", 5)
 
@@ -191,7 +185,6 @@ def test_one_that_was_broken_off_and_goes_on_is_remembered(monkeypatch: pytest.M
     assert not whole._state.broken
 
 
-@pytest.mark.requirement(219)
 def test_a_step_that_fails_leaves_no_trajectory_with_a_hole() -> None:
     env = WalkEnv((2,))
     env.fail_at = 13
@@ -206,7 +199,6 @@ def test_a_step_that_fails_leaves_no_trajectory_with_a_hole() -> None:
             assert_whole(row)
 
 
-@pytest.mark.requirement(219)
 def test_hooks_and_postproc_get_the_rollouts() -> None:
     seen: list[Any] = []
 
@@ -223,7 +215,6 @@ def test_hooks_and_postproc_get_the_rollouts() -> None:
         assert torch.equal(mine["next", "reward"], other["next", "reward"] * 2)
 
 
-@pytest.mark.requirement(219)
 def test_a_batch_belongs_to_whoever_got_it() -> None:
     options = {"frames_per_batch": 10, "total_frames": 120, "trajs_per_batch": 2}
     with Collector(WalkEnv(), Actor(), return_same_td=True, **options) as c:
@@ -232,7 +223,6 @@ def test_a_batch_belongs_to_whoever_got_it() -> None:
     assert all((mine == other).all() for mine, other in zip(found, expected, strict=True))
 
 
-@pytest.mark.requirement(219)
 def test_a_postproc_that_takes_the_ids_away_is_refused() -> None:
     postproc = lambda batch: batch.exclude("collector")  # noqa: E731
     with Collector(WalkEnv(), Actor(), frames_per_batch=4, trajs_per_batch=1, postproc=postproc) as c:
