@@ -80,10 +80,11 @@ def test_what_cannot_serve_is_said_at_once_and_leaves_nothing_open() -> None:
         return made[-1]
 
     own = WalkEnv()
-    for given in (make, own):
-        with pytest.raises(TypeError, match="must be callable"):
-            Collector(given, 3, frames_per_batch=4)
-    assert made[0].closed == 1
+    for limit in (-1, 5):
+        for given in (make, own, [own]):
+            with pytest.raises(TypeError, match="must be callable"):
+                Collector(given, 3, frames_per_batch=4, max_frames_per_traj=limit)
+    assert [env.closed for env in made] == [1, 1]
     assert own.closed == 0  # it is the caller's
 
 

@@ -90,8 +90,9 @@ def test_a_batch_of_zeros_is_like_those_that_follow(case: str, kind: str) -> Non
 
 
 @pytest.mark.parametrize("given", [{}, {"num_envs": 3}, {"categorical_action_encoding": True}], ids=str)
-def test_gymnasiums_environments_make_no_step_for_it(given: dict[str, Any]) -> None:
+def test_gymnasiums_environments_make_no_step_for_it(given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("gymnasium")
+    monkeypatch.setenv("ASYNCSYNC_PROFILING", "1")  # which names the parts of a step
     with Collector(GymEnv("CartPole-v1", **given), frames_per_batch=12, max_frames_per_traj=5) as c:
         state = torch.random.get_rng_state()
         before = c._rollouts.carrier.clone()
@@ -165,18 +166,19 @@ def test_state_of_a_recurrent_policy_begins_anew_for_these() -> None:
 
 def test_gymnasiums_environments_are_reset_with_what_they_take() -> None:
     pytest.importorskip("gymnasium")
-    with Collector(GymEnv("CartPole-v1"), frames_per_batch=4) as c:
-        starts = []
-        for _ in range(2):
-            c.reset(seed=5)
-            starts.append(c.rollout()["observation"][0])
-        assert torch.equal(*starts)
-
-
-def test_a_single_environment_has_no_index() -> None:
-    with Collector(WalkEnv(), Actor(), frames_per_batch=4) as c:
-        with pytest.raises(ValueError, match="index"):
-            c.reset(index=0)
+    for limit in (-1, 5):
+        with Collector(GymEnv("CartPole-v1"), frames_per_batch=4, max_frames_per_traj=limit) as c:
+            starts = []
+            for _ in range(2):
+                c.reset(seed=5)
+                starts.append(c.rollout()["observation"][0])
+            assert torch.equal(*starts)
+            with pytest.raises(ValueError, match="index"):
+                c.reset(index=0)
+    with Collector(GymEnv("Pendulum-v1", num_envs=2), frames_per_batch=4) as c:
+        with pytest.raises(ValueError, match="seed and options"):
+            c.reset(index=[0], seed=3)
+        c.reset(index=[0, 1], seed=3)
 
 
 # -- shutdown(raise_on_error=) -----------------------------------------------------------------------------------------

@@ -113,20 +113,3 @@ async def test_a_policy_factorys_receiver_is_initialised_with_its_model_and_with
     async with sender, receiver:
         policy, _ = await asyncio.gather(make_policy(), sender.connect())
         assert read(policy) == {3}
-
-
-@pytest.mark.requirement(5)
-async def test_a_single_collector_initialises_and_connects_one_scheme_after_the_other(api: Api) -> None:
-    """`_single.py`: the workers are there already."""
-    trainer, inner = Collector(4), InnerCollector(0)
-    schemes = {model_id: api.scheme(num_workers=1) for model_id in ("policy", TRANSFORM)}
-    worker = asyncio.create_task(inner.register_scheme_receiver(passed_on(schemes)))
-    try:
-        for model_id, scheme in schemes.items():
-            scheme.init_on_sender(model_id=model_id, context=trainer)
-            await scheme.connect(timeout=10)
-        await asyncio.wait_for(worker, 10)
-        assert inner.read == {4}
-    finally:
-        for scheme in (*inner.schemes.values(), *schemes.values()):
-            await scheme.shutdown()

@@ -74,7 +74,7 @@ def test_what_is_recorded_by_default_has_the_stack(tmp_path: Path) -> None:
         assert any("step_and_maybe_reset" in name for name in names)
 
 
-def test_a_profile_that_is_disabled_is_written_at_once(tmp_path: Path) -> None:
+def test_a_profile_that_is_disabled_or_that_the_end_finds_is_written(tmp_path: Path) -> None:
     with MultiSyncCollector([make()] * 2, policy(), **options()) as collector:
         collector.disable_profile()  # there is none
         collector.enable_profile(num_rollouts=100, warmup_rollouts=0, save_path=tmp_path / "{worker_idx}.json", **QUICK)
@@ -85,13 +85,9 @@ def test_a_profile_that_is_disabled_is_written_at_once(tmp_path: Path) -> None:
         collector.enable_profile(workers=[1], num_rollouts=1, warmup_rollouts=0, save_path=tmp_path / "again.json")
         collector.next()
         assert rollouts(tmp_path / "again.json") == [0]
-
-
-def test_a_profile_that_the_end_finds_is_written(tmp_path: Path) -> None:
-    with MultiSyncCollector([make()], policy(), **options()) as collector:
-        collector.enable_profile(num_rollouts=100, warmup_rollouts=0, save_path=tmp_path / "{worker_idx}.json", **QUICK)
+        collector.enable_profile(num_rollouts=100, warmup_rollouts=0, save_path=tmp_path / "end.json", **QUICK)
         collector.next()
-    assert rollouts(tmp_path / "0.json") == [0]
+    assert rollouts(tmp_path / "end.json") == [0]
     collector.disable_profile()
 
 
@@ -116,21 +112,13 @@ def test_workers_of_workers_are_recorded_each(tmp_path: Path) -> None:
         assert {path.name: rollouts(path) for path in tmp_path.iterdir()} == {"0_0.json": [0], "0_1.json": [0]}
 
 
-def test_a_function_of_the_users_gets_the_profile_where_the_rollouts_are(tmp_path: Path) -> None:
+def test_mistakes_are_told_where_they_are_made_and_a_function_of_the_users_is_called_there(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
     mine = tmp_path / "mine"
 
     def note(profile: Any) -> None:
         mine.write_text(" ".join(event.key for event in profile.key_averages()))
 
-    with MultiSyncCollector([make()], policy(), **options()) as collector:
-        collector.enable_profile(num_rollouts=1, warmup_rollouts=0, on_trace_ready=note, **QUICK)
-        collector.next()
-        assert "Collector.rollout 0" in mine.read_text()
-        assert list(tmp_path.iterdir()) == [mine]
-
-
-def test_mistakes_are_told_where_they_are_made(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
     with MultiSyncCollector([make()], policy(), **options()) as collector:
         with pytest.raises(ValueError, match=r"unknown workers \[1\]: this MultiSyncCollector has"):
             collector.enable_profile(workers=[0, 1])
@@ -138,7 +126,10 @@ def test_mistakes_are_told_where_they_are_made(tmp_path: Path) -> None:
             collector.enable_profile(num_rollouts=1)
         with pytest.raises(OSError, match="file"):
             collector.enable_profile(save_path=tmp_path / "file" / "trace.json")
+        collector.enable_profile(num_rollouts=1, warmup_rollouts=0, on_trace_ready=note, **QUICK)
         assert collector.next() is not None
+        assert "Collector.rollout 0" in mine.read_text()
+        assert {path.name for path in tmp_path.iterdir()} == {"file", "mine"}
 
 
 def test_the_collector_of_this_process_is_recorded(tmp_path: Path) -> None:

@@ -117,18 +117,23 @@ def sources(batches: list[Any]) -> dict[int, set[tuple[float, float]]]:
     return found
 
 
+@pytest.mark.requirement(109)
 @BOTH
 def test_a_loaded_collector_gives_each_trajectory_an_identifier_of_its_own(kind: Any) -> None:
+    under_way = 2 if kind is MultiAsyncCollector else 0
     with kind([make(length=3), make(length=40)], policy(), **options(frames_per_batch=8)) as collector:
         collector.set_seed(3)
         before = [collector.next() for _ in range(8)]
+        assert before[0][IDS].dtype == torch.int64
+        known = list(sources(before[under_way:]).values())
+        assert all(len(where) == 1 for where in known), "an identifier is one trajectory's"
+        assert len(set.union(*known)) == len(known), "and a trajectory has one"
         state = collector.state_dict()
         # As if the first worker had told its state a while before the others went on.
         state["worker0"]["traj_pool"] = {"traj_id": torch.tensor(4)}
     with kind([make(length=3), make(length=40)], policy(), **options(frames_per_batch=8)) as collector:
         collector.set_seed(3)
         collector.load_state_dict(state)
-        under_way = 2 if kind is MultiAsyncCollector else 0
         later = [collector.next() for _ in range(8)][under_way:]
         assert all(len(where) == 1 for where in sources(later).values())
         assert not sources(later).keys() & sources(before).keys()

@@ -13,9 +13,8 @@ from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from tensordict import TensorDict, TensorDictBase
 
-from asyncsync.collectors import Collector, GymEnv, MultiAsyncCollector, MultiSyncCollector
+from asyncsync.collectors import Collector, GymEnv
 from helpers.collecting_gym import Spaces
-from helpers.collecting_multi import options
 from helpers.collecting_single import Actor, WalkEnv
 
 pytestmark = pytest.mark.requirement(239)
@@ -67,15 +66,6 @@ def test_entries_that_collide_are_refused_by_name(collision: str, way: str) -> N
 
     with pytest.raises(ValueError, match=rf"^(Spaces|SyncVectorEnv): .*{name}.*rename .* wrapper"):
         WAYS[way](make)
-
-
-@pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
-def test_workers_refuse_them_too(kind: Any) -> None:
-    def make() -> Any:
-        return Spaces(BOX, of(plain=BOX, reward=BOX))
-
-    with pytest.raises(ValueError, match=r"'reward'.*rename"):
-        kind([make], **options())
 
 
 @pytest.mark.parametrize("way", ["single", "vector"])

@@ -441,6 +441,16 @@ def test_last_observations_of_any_space_are_those_of_a_vector_that_waits(
         assert_same(a, b)
 
 
+def test_a_choice_that_is_none_is_refused_as_an_observation_too() -> None:
+    class Off(Spaces):
+        def step(self, action: Any) -> Any:
+            return (3, *super().step(action)[1:])
+
+    with Collector(Off(spaces.Discrete(2), spaces.Discrete(3)), frames_per_batch=7) as collector:
+        with pytest.raises(ValueError, match=r"'observation' does not fit .* \[0, 1, 2\]: 3"):
+            collector.next()
+
+
 @pytest.mark.requirement(90)
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 def test_numbers_as_observations_of_environments_in_processes(make: Callable[..., GymEnv]) -> None:

@@ -265,22 +265,6 @@ def test_calls_come_between_two_rollouts_and_none_is_thrown_away(running: Any) -
     assert_continuous(list(batches[2:]))
 
 
-@pytest.mark.requirement(109)
-def test_trajectory_ids_are_unique_over_workers(running: Any) -> None:
-    seen: dict[int, set[tuple[float, float]]] = {}
-    running.set_seed(100)
-    for _ in range(2):
-        running.next()
-    for _ in range(12):
-        batch = running.next()
-        ids = batch["collector", "traj_ids"]
-        assert ids.dtype == torch.int64
-        for number, (seed, trajectory, _) in zip(ids.tolist(), batch["observation"].tolist(), strict=True):
-            seen.setdefault(number, set()).add((seed, trajectory))
-    assert all(len(where) == 1 for where in seen.values())
-    assert len({next(iter(where)) for where in seen.values()}) == len(seen)
-
-
 @pytest.mark.requirement(134)
 @BOTH
 def test_random_frames_are_counted_over_all_workers(kind: Any) -> None:

@@ -121,6 +121,8 @@ def test_several_sources_and_weights_that_do_not_fit_change_nothing(crew: Any) -
 @pytest.mark.requirement(159)
 def test_a_collector_whose_workers_get_no_weights_says_so() -> None:
     with MultiSyncCollector([make()], None, **options()) as collector:
+        assert collector._sender_schemes == {}
+        assert acted(collector.next()) == [-1.0]
         with pytest.raises(ValueError, match=r"has schemes for none.* weight_sync_schemes=\{model_id: scheme\}"):
             collector.receive_weights(policy(2.0))
 

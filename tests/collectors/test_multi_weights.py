@@ -290,12 +290,6 @@ def test_an_idle_worker_applies_at_once() -> None:
             assert time.monotonic() - began < 1.0
 
 
-def test_policies_without_weights_need_no_schemes() -> None:
-    with MultiSyncCollector(FACTORIES[:1], None, **options()) as collector:
-        assert collector._sender_schemes == {}
-        assert acted(collector.next()) == [-1.0]
-
-
 @pytest.mark.parametrize("kind", [SharedMemWeightSyncScheme, ZMQWeightSyncScheme])
 def test_a_scheme_serves_one_collector(kind: Any) -> None:
     scheme = kind()

@@ -67,7 +67,8 @@ def test_a_mapping_has_the_arguments_of_torch_compile() -> None:
 
 def test_a_compiled_policy_acts_with_the_newest_weights() -> None:
     actor = Actor(0.1)
-    given = {"frames_per_batch": 4, "compile_policy": {"backend": Backend()}, "policy_device": "cpu"}
+    given: dict[str, Any] = {"frames_per_batch": 4, "policy_device": "cpu", "cudagraph_policy": False}
+    given["compile_policy"] = {"backend": Backend()}
     with Collector(WalkEnv(longest=20), actor, **given) as c:
         before = c.next().clone()
         new = Actor(0.7)
@@ -117,12 +118,6 @@ def test_a_cuda_graph_without_cuda_is_refused_at_once(given: Any) -> None:
     for kind in (MultiSyncCollector, MultiAsyncCollector):
         with pytest.raises(ValueError, match=message):
             kind([make()] * 2, policy(), **options(cudagraph_policy=given))
-
-
-@pytest.mark.parametrize("nothing", [None, False])
-def test_no_cuda_graph_is_wanted(nothing: Any) -> None:
-    with Collector(WalkEnv(), Actor(), frames_per_batch=4, cudagraph_policy=nothing) as c:
-        assert c.rollout() is not None
 
 
 @needs_cuda

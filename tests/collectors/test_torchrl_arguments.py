@@ -8,11 +8,12 @@ from typing import Any
 import gymnasium
 import pytest
 import torch
+from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
 
 from asyncsync.collectors import Collector, GymEnv, MultiAsyncCollector, MultiSyncCollector
-from helpers import collecting_torchrl
+from helpers import collecting_torchrl, planted
 from helpers.collecting_multi import make, options, policy
 from helpers.collecting_single import Actor, Buffer, WalkEnv, equal, needs_torchrl, torchrl, torchrl_walk
 
@@ -46,13 +47,6 @@ def test_these_change_nothing(name: str, value: bool | None) -> None:
     buffer = Buffer()
     collected(Collector, WalkEnv(), replay_buffer=buffer, **{name: value})
     assert [len(batch) for batch in buffer.extended] == [10] * 4
-
-
-@both
-def test_workers_take_them_too(kind: Any) -> None:
-    given = options(use_buffers=False, local_init_rb=False, reset_when_done=True)
-    with kind([make()] * 2, policy(), **given) as collector:
-        assert collector.next().numel() == 6
 
 
 # -- return_same_td ----------------------------------------------------------------------------------------------------
@@ -177,7 +171,8 @@ def test_a_policy_of_observations_does_not_get_the_version() -> None:
 
 @both
 def test_frames_of_workers_have_the_version(kind: Any) -> None:
-    with kind([make()] * 2, policy(), **options(track_policy_version=True)) as collector:
+    others = {"use_buffers": False, "local_init_rb": False, "reset_when_done": True}  # they take them, too
+    with kind([make()] * 2, policy(), **options(track_policy_version=True, **others)) as collector:
         for _ in range(4):
             batch = collector.next()
             assert torch.equal(batch["next", "policy_version"], batch["collector", "policy_version"])
@@ -254,3 +249,77 @@ def test_other_environments_and_policies_are_left_alone_with_a_word() -> None:
         collector = Collector(WalkEnv(), Actor(), frames_per_batch=4, auto_register_policy_transforms=True)
     with collector as c:
         assert c.rollout() is not None
+
+
+# -- compact_obs -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.requirement(220)
+@pytest.mark.parametrize("size", [(), (2,)])
+def test_only_what_the_next_step_has_is_left_out(size: tuple[int, ...]) -> None:
+    compact, whole = (
+        collected(Collector, WalkEnv(size), max_frames_per_traj=3, compact_obs=each) for each in (True, False)
+    )
+    for mine, other in zip(compact, whole, strict=True):
+        left_out = set(other.keys(True, True)) - set(mine.keys(True, True))
+        assert left_out == {("next", "observation"), ("next", "step_count")}
+        goes_on = ~other["next", "done"][..., :-1, 0]
+        following = mine["observation"][..., 1:, :]
+        assert torch.equal(following[goes_on], other["next", "observation"][..., :-1, :][goes_on])
+        assert all(torch.equal(mine.get(key), other.get(key)) for key in mine.keys(True, True))
+        assert planted.batch_bytes(mine) < planted.batch_bytes(other)
+
+
+def test_what_the_next_step_of_gymnasiums_environments_has_is_left_out() -> None:
+    pytest.importorskip("gymnasium")
+    with Collector(GymEnv("CartPole-v1", num_envs=2), frames_per_batch=20, compact_obs=True) as c:
+        batch = c.rollout()
+    assert batch is not None
+    assert set(batch["next"].keys()) == {"reward", "done", "terminated", "truncated"}
+    assert batch["observation"].shape == (2, 10, 4)
+
+
+@pytest.mark.requirement(220)
+def test_frames_for_a_replay_buffer_lack_it_too_and_what_the_environment_has_returned_does_not() -> None:
+    class Keeping(WalkEnv):
+        def step_and_maybe_reset(self, td: TensorDictBase) -> tuple[TensorDict, TensorDict]:
+            output, root = super().step_and_maybe_reset(td)
+            kept.append(output["next"])
+            return output, root
+
+    kept: list[TensorDictBase] = []
+    buffer = Buffer()
+    collected(Collector, Keeping(), compact_obs=True, replay_buffer=buffer, extend_buffer=False)
+    assert len(buffer.added) == 40
+    assert all(("next", "observation") not in frame.keys(True) for frame in buffer.added)
+    assert all("observation" in frame.keys() for frame in buffer.added)  # noqa: SIM118
+    assert all("observation" in one.keys() for one in kept)  # noqa: SIM118
+
+
+class Remembering(torch.nn.Module):
+    """A recurrent policy: its state is no observation of the environment."""
+
+    def forward(self, td: TensorDictBase) -> TensorDictBase:
+        state = td.get("state", torch.zeros(*td.batch_size, 1))
+        td["action"] = state
+        td["next", "state"] = state + 1
+        return td
+
+
+@pytest.mark.requirement(220)
+def test_recurrent_state_of_the_policy_stays() -> None:
+    with Collector(WalkEnv(longest=20), Remembering(), frames_per_batch=5, compact_obs=True) as c:
+        batch = c.rollout()
+    assert batch is not None
+    assert batch["next", "state"].flatten().tolist() == [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert ("next", "observation") not in batch.keys(True)
+
+
+@pytest.mark.requirement(220)
+@both
+def test_workers_leave_out_what_the_next_step_has(kind: Any) -> None:
+    with kind([make()] * 2, policy(), **options(compact_obs=True)) as collector:
+        for _ in range(3):  # by value, then in shared memory
+            batch = collector.next()
+            assert set(batch["next"].keys()) == {"done", "terminated", "reward"}
+            assert "observation" in batch.keys()  # noqa: SIM118

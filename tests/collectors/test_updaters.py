@@ -79,15 +79,18 @@ def test_constructing_one_names_the_scheme_to_use_instead(make: Any, scheme: str
 # -- pushing ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.requirement(173, 179, 180)
-def test_push_reaches_the_one_nameless_place_then_the_hooks() -> None:
+@pytest.mark.requirement(173, 179, 180, 187)
+def test_push_reaches_the_one_nameless_place_then_the_hooks_with_weights_of_every_kind() -> None:
     updater, order = Recorder(), []
     updater.register_post_hook(lambda: order.append(len(updater.calls)))
-    assert updater.push_weights("weights") is None
-    assert updater.calls == [(None, "weights")]
-    assert order == [1]
+    given = [TensorDictModule(Model(), ["x"], ["y"]), TensorDict({"a": torch.ones(1)}), {"a": torch.ones(1)}]
+    for weights in given:
+        assert updater.push_weights(weights) is None
+        assert WeightUpdaterBase()._maybe_map_weights(weights) is weights
+    assert [id(weights) for _, weights in updater.calls] == [id(weights) for weights in given]
+    assert {worker for worker, _ in updater.calls} == {None}
+    assert order == [1, 2, 3]
     assert WeightUpdaterBase().all_worker_ids() is None
-    assert WeightUpdaterBase()._maybe_map_weights("weights") == "weights"
 
 
 CPU = torch.device("cpu")
@@ -155,16 +158,6 @@ def test_hooks_are_called_in_the_order_of_registration_also_when_removed_from_th
     updater.push_weights({})
     assert order == ["a", "b", "c", "a", "c"]
     assert Recorder().post_hooks == [], "each has its own"
-
-
-@pytest.mark.requirement(187)
-@pytest.mark.parametrize(
-    "weights", [TensorDictModule(Model(), ["x"], ["y"]), TensorDict({"a": torch.ones(1)}), {"a": torch.ones(1)}]
-)
-def test_modules_tensordicts_and_dicts_are_handed_on(weights: Any) -> None:
-    updater = Recorder()
-    updater.push_weights(weights)
-    assert updater.calls[0][1] is weights
 
 
 # -- and its collector ------------------------------------------------------------------------------------------------
