@@ -223,7 +223,7 @@ def test_an_error_of_a_worker_is_raised_or_logged(tmp_path: Any, caplog: pytest.
 
 
 def test_a_collector_is_an_iterable_data_set() -> None:
-    assert issubclass(planted.BaseCollector, IterableDataset)
+    assert all(issubclass(kind, IterableDataset) for kind in (planted.BaseCollector, MultiSyncCollector))
     with Collector(WalkEnv(), Actor(), frames_per_batch=10, total_frames=40) as c:
         expected = list(c)
     with Collector(WalkEnv(), Actor(), frames_per_batch=10, total_frames=40) as c:
@@ -231,11 +231,3 @@ def test_a_collector_is_an_iterable_data_set() -> None:
         found = list(DataLoader(c, batch_size=None, collate_fn=lambda batch: batch))
     assert len(found) == 4
     assert all((mine == other).all() for mine, other in zip(found, expected, strict=True))
-
-
-@both
-def test_so_is_one_with_workers(kind: Any) -> None:
-    with kind([make()] * 2, policy(), **options(total_frames=24)) as collector:
-        assert isinstance(collector, IterableDataset)
-        loader = DataLoader(collector, batch_size=None, collate_fn=lambda batch: batch)
-        assert sum(batch.numel() for batch in loader) == 24

@@ -114,21 +114,35 @@ async def test_an_error_in_a_rollout_that_nobody_awaits_is_the_next_callers() ->
         assert (await anext(c)).shape == (8,)
 
 
+class Telling(Buffer):
+    """Tells when anything has come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.came = threading.Event()
+
+    def extend(self, batch: TensorDictBase) -> None:
+        super().extend(batch)
+        self.came.set()
+
+    def add(self, frame: TensorDictBase) -> None:
+        super().add(frame)
+        self.came.set()
+
+    def wait(self) -> None:
+        """For anything more."""
+        self.came.clear()
+        assert self.came.wait(20)
+
+
 @pytest.mark.requirement(155, 165)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_started_collector_fills_the_buffer_until_its_shutdown(kind: str) -> None:
-    enough = threading.Event()
-
-    class Filling(Buffer):
-        def extend(self, batch: TensorDictBase) -> None:
-            super().extend(batch)
-            if len(self.extended) == 3:
-                enough.set()
-
-    buffer = Filling()
+    buffer = Telling()
     c = collector(environment(kind), replay_buffer=buffer)
     c.start()
-    assert enough.wait(20)
+    for _ in range(3):
+        buffer.wait()
     assert c.is_running()
     c.async_shutdown(timeout=10)
     assert not c.is_running()
@@ -155,29 +169,20 @@ def test_a_started_collector_ends_at_its_total() -> None:
 @pytest.mark.requirement(158)
 @pytest.mark.parametrize("extend", [True, False])
 def test_nothing_steps_or_is_written_while_a_free_collector_pauses(extend: bool) -> None:
-    first = threading.Event()
+    env, buffer = WalkEnv(), Telling()
 
-    class Counting(Buffer):
-        def extend(self, batch: TensorDictBase) -> None:
-            super().extend(batch)
-            first.set()
+    def counts() -> tuple[int, int, int]:
+        return env.steps, len(buffer.extended), len(buffer.added)
 
-        def add(self, frame: TensorDictBase) -> None:
-            super().add(frame)
-            first.set()
-
-    env, buffer = WalkEnv(), Counting()
     with collector(env, replay_buffer=buffer, extend_buffer=extend) as c:
         c.start()
-        assert first.wait(20)
         for _ in range(20):
+            buffer.wait()  # it goes on, also after an exception
             with pytest.raises(LookupError), c.pause():  # noqa: PT012
-                before = (env.steps, len(buffer.extended), len(buffer.added))
+                before = counts()
                 c.update_policy_weights_(Actor(0.5))
-                assert (env.steps, len(buffer.extended), len(buffer.added)) == before
+                assert counts() == before
                 raise LookupError
-            first.clear()
-            assert first.wait(20)  # it goes on, also after an exception
 
 
 @pytest.mark.requirement(158)

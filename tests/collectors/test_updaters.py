@@ -224,27 +224,22 @@ def test_init_updater_hands_its_arguments_on() -> None:
 @pytest.mark.requirement(152, 181)
 def test_an_instance_a_class_or_a_constructor() -> None:
     class FromPolicy(Recorder):
-        policy: Any = None
-
-        @classmethod
-        def from_policy(cls, policy: Any) -> Any:
-            made = cls()
-            made.policy = policy
-            return made
-
-    class NotFromPolicy(Recorder):
+        makes_one = True
         asked_for: Any = None
 
         @classmethod
         def from_policy(cls, policy: Any) -> Any:
             cls.asked_for = policy
-            return None
+            return cls(["made"]) if cls.makes_one else None
 
-    leaf = reading(weight_updater=FromPolicy)
-    assert leaf.weight_updater.policy is leaf.policy  # type: ignore[union-attr]
-    leaf = reading(weight_updater=NotFromPolicy)
-    assert type(leaf.weight_updater) is NotFromPolicy
-    assert NotFromPolicy.asked_for is leaf.policy
+    class NotFromPolicy(FromPolicy):
+        makes_one = False
+
+    for kind, workers in ((FromPolicy, ["made"]), (NotFromPolicy, None)):
+        leaf = reading(weight_updater=kind)
+        assert type(leaf.weight_updater) is kind
+        assert leaf.weight_updater.workers == workers
+        assert kind.asked_for is leaf.policy
     assert reading(weight_updater=lambda: Recorder([3])).weight_updater.workers == [3]  # type: ignore[union-attr]
     assert WeightUpdaterBase.from_policy(leaf.policy) is None
     for wrong in ("Vanilla", dict, object()):
