@@ -138,55 +138,46 @@ def test_a_scheme_that_moves_nothing_is_received_at_once() -> None:
 # -- further down -----------------------------------------------------------------------------------------------------
 
 
-class Chain:
-    """A trainer, a collector in the middle, and two leaves below that."""
-
-    def __init__(self, top: Any, middle: Any, leaves: list[Any]) -> None:
-        self.top = top
-        self.middle = middle
-        self.leaves = leaves
-
-
 @contextmanager
-def chain(*passed: str) -> Iterator[Chain]:
-    """The middle receives two models, and passes these on."""
+def chain(*passed: str) -> Iterator[tuple[Any, Any, list[Any]]]:
+    """A trainer, a collector in the middle, which receives two models and passes these on, and two leaves below."""
     with (
         tree(*passed, workers=2, value=-1, worker_idx=0) as (middle, leaves),
         tree("policy", VALUE, leaves=[middle]) as (top, _),
     ):
-        yield Chain(top, middle, leaves)
+        yield top, middle, leaves
 
 
 @pytest.mark.requirement(26, 74, 164)
 @pytest.mark.parametrize("style", ["blocking", "async"])
 def test_an_update_has_reached_the_leaves_when_it_returns(style: str) -> None:
-    with chain("policy", VALUE) as three:
-        assert [read(leaf.policy) for leaf in three.leaves] == [{1}, {1}], "the initial weights, too"
+    with chain("policy", VALUE) as (top, middle, leaves):
+        assert [read(leaf.policy) for leaf in leaves] == [{1}, {1}], "the initial weights, too"
         for value in (2, 3):
-            update(three.top, style, Model(value))
-            assert [read(each.policy) for each in (three.middle, *three.leaves)] == [{value}] * 3
-        assert three.middle.cascades
-        assert not three.leaves[0].cascades
+            update(top, style, Model(value))
+            assert [read(each.policy) for each in (middle, *leaves)] == [{value}] * 3
+        assert middle.cascades
+        assert not leaves[0].cascades
 
 
 @pytest.mark.requirement(26, 164, 199)
 def test_several_models_stay_one_update_all_the_way_down() -> None:
-    with chain("policy", VALUE) as three:
-        three.top.update_policy_weights_(weights_dict={"policy": Model(10), VALUE: Model(10)})
-        with Stepping(three.leaves[0]) as one, Stepping(three.middle) as middle:
+    with chain("policy", VALUE) as (top, middle, leaves):
+        top.update_policy_weights_(weights_dict={"policy": Model(10), VALUE: Model(10)})
+        with Stepping(leaves[0]) as one, Stepping(middle) as two:
             for value in range(11, 19):
-                three.top.update_policy_weights_(weights_dict={"policy": Model(value), VALUE: Model(value)})
-        assert {len(values) for values, _ in one.found | middle.found} == {1}
-        assert step(three.leaves[1])[0] == {18}
+                top.update_policy_weights_(weights_dict={"policy": Model(value), VALUE: Model(value)})
+        assert {len(values) for values, _ in one.found | two.found} == {1}
+        assert step(leaves[1])[0] == {18}
 
 
 @pytest.mark.requirement(164)
 def test_a_model_that_only_the_middle_has_ends_there() -> None:
-    with chain("policy") as three:
-        three.top.update_policy_weights_(weights_dict={"policy": Model(5), VALUE: Model(6)})
-        three.top.update_policy_weights_(Model(7), model_id=VALUE)
-        assert step(three.middle)[0] == {5, 7}
-        assert [step(leaf)[0] for leaf in three.leaves] == [{5, -1}, {5, -1}]
+    with chain("policy") as (top, middle, leaves):
+        top.update_policy_weights_(weights_dict={"policy": Model(5), VALUE: Model(6)})
+        top.update_policy_weights_(Model(7), model_id=VALUE)
+        assert step(middle)[0] == {5, 7}
+        assert [step(leaf)[0] for leaf in leaves] == [{5, -1}, {5, -1}]
 
 
 @pytest.mark.requirement(160, 164)
@@ -200,14 +191,14 @@ def test_what_a_collector_with_others_below_is_given_is_passed_on() -> None:
 
 @pytest.mark.requirement(74, 164)
 def test_a_leaf_that_is_lost_below_fails_the_update_above() -> None:
-    with chain("policy") as three:
-        three.leaves[1].shutdown()
+    with chain("policy") as (top, _, leaves):
+        leaves[1].shutdown()
         with pytest.raises(PartialSendError) as caught:
-            three.top.update_policy_weights_(Model(5), timeout=20)
+            top.update_policy_weights_(Model(5), timeout=20)
         failure = caught.value.failed[0]
         assert isinstance(failure, RemoteError)
         assert "worker 1: PeerLost" in str(failure)
-        assert read(three.leaves[0].policy) == {5}
+        assert read(leaves[0].policy) == {5}
 
 
 class Below(WeightUpdaterBase):
