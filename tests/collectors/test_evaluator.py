@@ -123,7 +123,6 @@ def test_a_trigger_returns_at_once_and_evaluates_the_weights_of_that_moment(tmp_
         assert not evaluator.trigger_eval(source), "one is under way: this one is skipped"
         (tmp_path / "go").touch()
         result = evaluator.wait()
-        assert result is not None
         assert (result["eval/reward"], result["eval/step"]) == (50.0, 1)
         assert not evaluator.pending
         assert evaluator.wait() is None, "nothing is pending"

@@ -62,7 +62,6 @@ def test_the_documented_collector_under_spawn_with_lambdas() -> None:
     with collector:
         frames = 0
         for i, batch in enumerate(collector):
-            assert batch is not None
             assert batch.batch_size == (3, 8)
             assert batch["action"].unique().tolist() == [1.0 + i]
             frames += batch.numel()

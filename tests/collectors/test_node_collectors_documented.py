@@ -27,49 +27,32 @@ def seen(family: str) -> Any:
     return in_program(documented, family, seconds=350, start_method="forkserver")
 
 
-@pytest.mark.parametrize(
-    ("case", "entry", "expected"),
-    [
-        # Random frames are whole batches of the total: of 13, two batches of 12 are made.
-        pytest.param("limits", "actions", [[-1.0]] * 2 + [[2.0]] * 3, marks=pytest.mark.requirement(126, 127, 134)),
-        pytest.param("limits", "device", "cpu", marks=pytest.mark.requirement(128)),
-        # Trajectories end at the limit that each node's collector has.
-        pytest.param(
-            "limits",
-            "steps",
-            {node: [float(step % length) for step in range(30)] for node, length in ((0, 3), (1, 4))},
-            marks=pytest.mark.requirement(133, 140),
-        ),
-        pytest.param("limits", "scaled", [[1.0]] * 5, marks=pytest.mark.requirement(136)),
-        pytest.param("divided", "devices", [["cpu", "cpu"]] * 2, marks=pytest.mark.requirement(129)),
-        # Environments begin anew with each batch, and trajectories are rows.
-        pytest.param("divided", "shapes", [[4, 3]] * 3, marks=pytest.mark.requirement(135, 137)),
-        pytest.param("divided", "masks", [[1, 1, 3, 3]] * 3, marks=pytest.mark.requirement(135, 137)),
-        pytest.param(
-            "divided", "steps", [[0.0] * 4 + [1.0, 1.0, 2.0, 2.0]] * 3, marks=pytest.mark.requirement(135, 137)
-        ),
-        # Overrides r146 where batches are of all nodes.
-        pytest.param("divided", "actions", [[1.0], [2.0], [3.0]], marks=pytest.mark.requirement(145)),
-        # Updaters, by their class and as an instance; for all nodes, and for a chosen one.
-        pytest.param(
-            "by_updaters",
-            "pushed",
-            [[[3.0], [4.0], [4.0], [5.0]], [[3.0], [4.0], [5.0]]],
-            marks=pytest.mark.requirement(152, 166, 167, 175),
-        ),
-        pytest.param("by_updaters", "initialised", ((1,), {"two": 3}), marks=pytest.mark.requirement(157)),
-        pytest.param("at_random", "updater", None, marks=pytest.mark.requirement(157)),
-        # The end closes environments if it is to.
-        pytest.param("at_random", "closed", [(True, True), (True, False)], marks=pytest.mark.requirement(155)),
-        pytest.param("at_random", "actions", [-1.0], marks=pytest.mark.requirement(121)),
-        pytest.param("updated", "index", 0, marks=pytest.mark.requirement(172)),
-        # Nodes run what is chosen.
-        pytest.param("classes", "async", ([[4]], [3.0], {0, 1}), marks=pytest.mark.requirement(139, 141)),
-        pytest.param("one_by_one", "kinds", ["Named", "Named"], marks=pytest.mark.requirement(139)),
-    ],
-)
-def test_what_the_page_says_of_an_argument(family: str, case: str, entry: str, expected: Any) -> None:
-    assert seen(family)[case][entry] == expected
+EXPECTED: dict[tuple[str, str], Any] = {
+    ("limits", "actions"): [[-1.0]] * 2 + [[2.0]] * 3,  # of 13 random frames, two batches of 12 are made
+    ("limits", "device"): "cpu",
+    ("limits", "steps"): {node: [float(step % length) for step in range(30)] for node, length in ((0, 3), (1, 4))},
+    ("limits", "scaled"): [[1.0]] * 5,
+    ("divided", "devices"): [["cpu", "cpu"]] * 2,
+    ("divided", "shapes"): [[4, 3]] * 3,  # environments begin anew with each batch, and trajectories are rows
+    ("divided", "masks"): [[1, 1, 3, 3]] * 3,
+    ("divided", "steps"): [[0.0] * 4 + [1.0, 1.0, 2.0, 2.0]] * 3,
+    ("divided", "actions"): [[1.0], [2.0], [3.0]],  # overrides r146 where batches are of all nodes
+    ("by_updaters", "pushed"): [[[3.0], [4.0], [4.0], [5.0]], [[3.0], [4.0], [5.0]]],  # to all, and to a chosen one
+    ("by_updaters", "initialised"): ((1,), {"two": 3}),
+    ("at_random", "updater"): None,
+    ("at_random", "closed"): [(True, True), (True, False)],  # the end closes environments if it is to
+    ("at_random", "actions"): [-1.0],
+    ("updated", "index"): 0,
+    ("classes", "async"): ([[4]], [3.0], {0, 1}),
+    ("one_by_one", "kinds"): ["Named", "Named"],
+}
+
+
+# Of 128: storing_device.
+@pytest.mark.requirement(121, 126, 127, 128, 129, 133, 134, 135, 136, 137, 139, 140, 141, 145, 152, 155, 157, 172, 175)
+@pytest.mark.parametrize(("case", "entry"), EXPECTED)
+def test_what_the_page_says_of_an_argument(family: str, case: str, entry: str) -> None:
+    assert seen(family)[case][entry] == EXPECTED[case, entry]
 
 
 @pytest.mark.requirement(146)

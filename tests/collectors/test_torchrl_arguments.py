@@ -56,7 +56,6 @@ def test_the_same_tensordict_comes_again_with_new_values() -> None:
     expected = collected(Collector, WalkEnv())
     with Collector(WalkEnv(), Actor(), frames_per_batch=10, total_frames=40, return_same_td=True) as c:
         first = c.next()
-        assert first is not None
         memory = first["observation"].data_ptr()
         assert (first == expected[0]).all()
         for batch, other in zip(c, expected[1:], strict=True):
@@ -156,7 +155,6 @@ def test_a_tracker_is_kept_up_to_date(size: tuple[int, ...]) -> None:
     with Collector(WalkEnv(size), Actor(), frames_per_batch=4, track_policy_version=tracker) as c:
         for version in range(3):
             batch = c.next()
-            assert batch is not None
             assert torch.equal(batch["next", "policy_version"], batch["collector", "policy_version"])
             assert batch["next", "policy_version"].unique().tolist() == [version] == [tracker.version]
             c.update_policy_weights_()
@@ -274,7 +272,6 @@ def test_what_the_next_step_of_gymnasiums_environments_has_is_left_out() -> None
     pytest.importorskip("gymnasium")
     with Collector(GymEnv("CartPole-v1", num_envs=2), frames_per_batch=20, compact_obs=True) as c:
         batch = c.rollout()
-    assert batch is not None
     assert set(batch["next"].keys()) == {"reward", "done", "terminated", "truncated"}
     assert batch["observation"].shape == (2, 10, 4)
 
@@ -310,7 +307,6 @@ class Remembering(torch.nn.Module):
 def test_recurrent_state_of_the_policy_stays() -> None:
     with Collector(WalkEnv(longest=20), Remembering(), frames_per_batch=5, compact_obs=True) as c:
         batch = c.rollout()
-    assert batch is not None
     assert batch["next", "state"].flatten().tolist() == [1.0, 2.0, 3.0, 4.0, 5.0]
     assert ("next", "observation") not in batch.keys(True)
 

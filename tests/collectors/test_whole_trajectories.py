@@ -175,7 +175,6 @@ def test_trajectories_that_were_broken_off_are_forgotten(monkeypatch: pytest.Mon
             c.reset(index=[True, False])
             c._iteration._processed_rollout()
         trajectories = c._iteration._trajectories
-        assert trajectories is not None
         assert len(trajectories._state.broken) <= 6, "one of each of the last rollouts"
         while (batch := trajectories.pop()) is not None:
             assert_whole(rows(batch)[0])
