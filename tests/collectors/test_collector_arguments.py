@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
 import multiprocessing
+import pydoc
+import re
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tensordict.nn import InteractionType
 
-from asyncsync.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
+from asyncsync.collectors import Collector, ExplorationType, MultiAsyncCollector, MultiCollector, MultiSyncCollector
 from asyncsync.sync import SharedMemWeightSyncScheme
-from helpers.collecting_multi import make, options, policy
+from helpers import planted
+from helpers.collecting_multi import acted, make, options, policy
 from helpers.collecting_single import Actor, Buffer, WalkEnv
 
 
@@ -89,7 +94,8 @@ def test_what_cannot_serve_is_said_at_once_and_leaves_nothing_open() -> None:
 
 
 # For one collector, and for one with workers.
-REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
+without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+REFUSED: list[Any] = [
     *[({"frames_per_batch": value}, TypeError, f"frames_per_batch.*{value}") for value in (None, "64", 64.0, True)],
     ({"frames_per_batch": torch.tensor(6.5)}, TypeError, "frames_per_batch.*6.5"),
     ({"frames_per_batch": 0}, ValueError, "frames_per_batch"),
@@ -120,10 +126,14 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"split_trajs": True, "track_traj_ids": False}, ValueError, "track_traj_ids"),
     ({"trajs_per_batch": 2, "split_trajs": True}, ValueError, "exclude each other"),
     ({"trajs_per_batch": 2, "trajs_per_write": 2}, ValueError, "trajs_per_write.* replay_buffer="),
+    *[
+        pytest.param({"cudagraph_policy": graph}, ValueError, "no CUDA device here", marks=without_cuda)
+        for graph in (True, {"warmup": 3})
+    ],
 ]
 
 
-@pytest.mark.requirement(112, 126, 219, 222)
+@pytest.mark.requirement(112, 126, 219, 221, 222)
 @pytest.mark.parametrize("kind", [Collector, MultiSyncCollector])
 @pytest.mark.parametrize(("given", "error", "word"), REFUSED)
 def test_what_no_collector_takes_is_named_before_anything_is_made(
@@ -234,3 +244,163 @@ def test_numbers_of_frames_may_be_of_numpys_types_and_whole_floats(kind: Any) ->
     workers = {"start_method": "forkserver"} if kind is MultiSyncCollector else {}
     with kind([make()], policy(), **given, **workers) as collector:
         assert sum(batch.numel() for batch in collector) == 12
+
+
+# -- backend=, backend_options=, num_collectors=, sync=: one constructor for every family ------------------------------
+
+FORKSERVER = {"start_method": "forkserver"}
+
+
+class Own(Collector):
+    pass
+
+
+@pytest.mark.requirement(223)
+@pytest.mark.parametrize(
+    ("given", "kind", "workers"),
+    [
+        ({"backend": "process", "num_collectors": 2, "backend_options": FORKSERVER}, MultiAsyncCollector, 2),
+        ({"backend": "process", "sync": True, "backend_options": FORKSERVER}, MultiSyncCollector, 1),
+        ({"num_collectors": 1, **FORKSERVER}, MultiAsyncCollector, 1),
+        ({"backend": "process", "create_env_fn": [make()] * 2, "backend_options": FORKSERVER}, MultiAsyncCollector, 2),
+    ],
+    ids=["process", "process, synchronous", "num_collectors alone", "a list"],
+)
+def test_the_process_backend_makes_a_collector_with_workers(given: Any, kind: Any, workers: int) -> None:
+    with Collector(**{"create_env_fn": make(), "policy": policy(3.0), "frames_per_batch": 6, **given}) as collector:
+        assert type(collector) is kind
+        assert collector.num_workers == workers
+        assert acted(collector.next()) == [3.0]
+
+
+@pytest.mark.requirement(223)
+@pytest.mark.parametrize("environment", [make(), [make()]])
+@pytest.mark.parametrize("given", [{}, {"backend": "direct"}, {"backend": "direct", "num_collectors": 1}])
+def test_the_direct_backend_is_the_collector_of_this_process(environment: Any, given: Any) -> None:
+    with Collector(environment, policy(2.0), frames_per_batch=6, **given) as collector:
+        assert type(collector) is Collector
+        assert acted(collector.next()) == [2.0]
+
+
+@pytest.mark.requirement(223)
+def test_a_subclass_is_what_it_is() -> None:
+    with Own(make(), policy(), frames_per_batch=6) as collector:
+        assert type(collector) is Own
+    for given in ({"backend": "direct"}, {"backend_options": {}}, {"num_collectors": 2}, {"sync": False}):
+        with pytest.raises(TypeError, match=rf"{next(iter(given))}=.*subclass Own"):
+            Own(make(), policy(), frames_per_batch=6, **given)  # type: ignore[arg-type]
+
+
+@pytest.mark.requirement(223)
+@pytest.mark.parametrize(
+    ("given", "error", "word"),
+    [
+        ({"backend": "thread"}, ValueError, "'thread'.*'direct', 'process'"),
+        ({"backend": "direct", "num_collectors": 2}, ValueError, "backend=.process."),
+        ({"backend": "direct", "sync": True}, TypeError, "num_collectors=n"),
+        ({"sync": True}, TypeError, "num_collectors=n"),
+        ({"backend": "direct", "backend_options": FORKSERVER}, ValueError, "start_method"),
+        ({"backend": "process", "sync": "yes"}, TypeError, "sync.*'yes'"),
+        ({"backend": "process", "num_collectors": True}, TypeError, "num_collectors"),
+        ({"num_collectors": 0}, ValueError, "num_collectors"),
+        ({"num_collectors": 2, "create_env_fn": [make()]}, ValueError, "a list of 1"),
+        ({"num_collectors": 2, "create_env_fn": {"a": make()}}, TypeError, "create_env_fn is a dict"),
+        ({"backend": "process", "backend_options": [1]}, TypeError, r"dict .* not \[1\]"),
+        ({"backend": "process", "backend_options": {"num_workers": 2}}, ValueError, "num_workers"),
+        ({"backend": "process", "backend_options": {"policy": 1}}, ValueError, "policy"),
+        ({"backend": "process", "backend_options": {"start_methode": "spawn"}}, TypeError, "start_methode"),
+    ],
+)
+def test_choices_that_do_not_fit_are_refused(given: Any, error: Any, word: str) -> None:
+    with pytest.raises(error, match=word):
+        Collector(**{"create_env_fn": make(), "policy": policy(), "frames_per_batch": 6, **given})
+
+
+@pytest.mark.requirement(223)
+def test_what_is_given_by_position_counts_where_there_is_a_choice() -> None:
+    with pytest.raises(TypeError, match="create_env_fn"):
+        Collector(num_collectors=2, frames_per_batch=6)
+    with pytest.raises(ValueError, match="give each once"):
+        Collector(make(), policy(), frames_per_batch=6, backend="process", backend_options={"policy": 1})
+
+
+# -- what help() and inspect.signature show ----------------------------------------------------------------------------
+
+KINDS = [Collector, MultiCollector, MultiSyncCollector, MultiAsyncCollector]
+DEFAULTS: dict[str, Any] = {
+    "policy": None, "policy_factory": None, "total_frames": -1, "device": None, "storing_device": None,
+    "policy_device": None, "env_device": None, "max_frames_per_traj": -1, "init_random_frames": -1,
+    "reset_at_each_iter": False, "postproc": None, "split_trajs": False, "track_traj_ids": True,
+    "exploration_type": InteractionType.RANDOM, "no_cuda_sync": False, "weight_updater": None,
+    "weight_sync_schemes": None, "weight_recv_schemes": None, "extend_buffer": True, "compact_obs": False,
+    "compile_policy": None, "cudagraph_policy": None, "trajs_per_batch": None, "trajs_per_write": None,
+    "traj_format": None, "use_buffers": None, "local_init_rb": None, "reset_when_done": True,
+    "track_policy_version": False, "auto_register_policy_transforms": None,
+}  # fmt: skip
+OF_ONE: dict[str, Any] = {
+    "backend": None, "backend_options": None, "num_collectors": None, "sync": None, "return_same_td": False,
+    "interruptor": None,
+}  # fmt: skip
+OF_WORKERS: dict[str, Any] = {
+    "update_at_each_batch": False, "max_weight_update_interval": -1, "num_sub_threads": 1, "cat_results": None,
+    "start_method": "spawn",
+}  # fmt: skip
+
+
+def variadic(function: Any) -> set[str]:
+    parameters = inspect.signature(function).parameters.values()
+    return {each.name for each in parameters if each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD)}
+
+
+# Of 120, 127 and 154, which are lines of RPCCollector's page, what every collector has.
+@pytest.mark.requirement(120, 127, 154, 219, 220, 221, 222, 223, 227)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_constructor_shows_its_parameters_and_documents_them(kind: Any) -> None:
+    signature = inspect.signature(kind)
+    expected = DEFAULTS | (OF_ONE if kind is Collector else OF_WORKERS)
+    assert {name: signature.parameters[name].default for name in expected} == expected
+    positional = [each.name for each in signature.parameters.values() if each.kind is not each.KEYWORD_ONLY]
+    assert positional == ["create_env_fn", "policy"]
+    assert not variadic(kind)
+    signature.bind(print, None, frames_per_batch=8, **({"sync": True} if kind is MultiCollector else {}))
+    assert ("sync" in signature.parameters) == (kind in (Collector, MultiCollector))
+    page = inspect.getdoc(kind) or ""
+    if kind in (Collector, MultiCollector):
+        assert [name for name in signature.parameters if not re.search(rf"\b{name}\b", page)] == []
+    else:
+        assert "MultiCollector` for the arguments" in page
+    arguments = " ".join(re.findall(r"^    (\w[\w, ]*):", page.partition("Raises:")[0], re.MULTILINE))
+    assert set(re.findall(r"\w+", arguments)) <= signature.parameters.keys()
+    assert "frames_per_batch" in pydoc.plain(pydoc.render_doc(kind)).split("\n\n", 2)[1]
+    assert ExplorationType is InteractionType
+
+
+@pytest.mark.requirement(227)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("method", ["update_policy_weights_", "update_policy_weights_async", "receive_weights"])
+def test_a_method_shows_its_parameters(kind: Any, method: str) -> None:
+    assert inspect.signature(getattr(kind, method)) == inspect.signature(getattr(planted.BaseCollector, method))
+    assert variadic(getattr(kind, method)) <= {"kwargs"}
+    assert "weights" in inspect.signature(getattr(kind, method)).parameters
+    assert inspect.getdoc(getattr(kind, method))
+
+
+@pytest.mark.requirement(227)
+@pytest.mark.parametrize("kind", [Collector, MultiSyncCollector, MultiAsyncCollector])
+def test_a_subclass_shows_its_own_and_mistakes_are_refused_in_the_name_of_the_class_that_was_called(kind: Any) -> None:
+    class Own(kind):  # type: ignore[misc]
+        pass
+
+    class Small(kind):  # type: ignore[misc]
+        def __init__(self, env: Any, *, size: int = 3) -> None: ...
+
+    assert list(inspect.signature(Small).parameters) == ["env", "size"]
+    for called in (kind, Own):
+        with pytest.raises(TypeError, match=rf"^{called.__name__}\(\): got an unexpected keyword argument 'frames'"):
+            called(print, frames=8, frames_per_batch=8)
+        with pytest.raises(TypeError, match=rf"^{called.__name__}\(\): missing a required argument: 'create_env_fn'"):
+            called(frames_per_batch=8)
+        for name, meant in {"frame_per_batch": "frames_per_batch", "max_lags": "max_lag"}.items():
+            message = rf"^{called.__name__}\(\): .*'{name}'; did you mean '{meant}'\?"
+            with pytest.raises(TypeError, match=message):
+                called(print, **{name: 1})
