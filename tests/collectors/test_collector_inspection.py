@@ -68,9 +68,6 @@ def test_every_collector_has_the_methods_of_torchrls(kind: Any) -> None:
     assert hasattr(kind, "get_cached_weights") == ("get_cached_weights" in own)
 
 
-# -- attributes and calls ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.requirement(224)
 def test_an_attribute_of_every_worker(crew: MultiSyncCollector) -> None:
     assert crew.get_distant_attr("env.names['own'][0]") == ["first", "second"]
@@ -146,9 +143,6 @@ def test_workers_of_workers_are_asked_in_their_turn() -> None:
         assert (found["worker_0/workers"], found["worker_0/frames"]) == (2, 4)
 
 
-# -- hooks, weights and versions ---------------------------------------------------------------------------------------
-
-
 def mark(batch: TensorDictBase) -> None:
     batch.set("marked", torch.ones(batch.batch_size))
 
@@ -189,9 +183,6 @@ def test_without_a_scheme_that_moves_weights_none_are_cached() -> None:
         assert collector.getattr_env("transform[0].module").weight.shape == (1, 1)
 
 
-# -- the number of batches ---------------------------------------------------------------------------------------------
-
-
 def test_a_collectors_length_is_how_many_batches_it_has_if_it_has_an_end(alone: Collector) -> None:
     assert len(alone) == 2 == len(list(alone))
     assert len(alone) == 2
@@ -206,9 +197,6 @@ def test_a_collectors_length_is_how_many_batches_it_has_if_it_has_an_end(alone: 
         pytest.raises(TypeError, match="batches of whole trajectories"),
     ):
         len(whole)
-
-
-# -- statistics --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.requirement(225)

@@ -59,15 +59,6 @@ def test_a_random_policy_draws_from_its_spec() -> None:
         RandomPolicy()(td)
 
 
-@pytest.mark.requirement(122)
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_tensordict_module_is_used_as_it_is(kind: str) -> None:
-    policy = TensorDictModule(Actor(), in_keys=["observation"], out_keys=["action"])
-    with collector(environment(kind), policy) as c:
-        assert c.policy is policy
-        c.rollout()
-
-
 def _tensordict(tensordict):  # type: ignore[no-untyped-def]
     return tensordict.set("action", tensordict["observation"][..., :1])
 
@@ -98,7 +89,18 @@ class Callable:
 
 
 @pytest.mark.requirement(122, 123)
-@pytest.mark.parametrize("policy", [_tensordict, _td, _annotated, _annotated_as_text, Module(), Callable()])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        _tensordict,
+        _td,
+        _annotated,
+        _annotated_as_text,
+        Module(),
+        Callable(),
+        TensorDictModule(lambda observation: observation[..., :1], ["observation"], ["action"]),
+    ],
+)
 def test_what_takes_a_tensordict_becomes_a_module_and_is_not_wrapped(policy: Any) -> None:
     with collector(WalkEnv(), policy) as c:
         assert isinstance(c.policy, nn.Module)
@@ -149,13 +151,11 @@ def _wrong(a, b):  # type: ignore[no-untyped-def]
 
 @pytest.mark.requirement(125)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_factory_makes_the_policy_and_excludes_one(kind: str) -> None:
+def test_a_factory_makes_the_policy(kind: str) -> None:
     policy = Actor()
     with collector(environment(kind), policy_factory=lambda: policy) as c:
         assert c.policy is policy
         c.rollout()
-    with pytest.raises(TypeError, match="policy and policy_factory exclude each other"):
-        collector(WalkEnv(), policy, policy_factory=lambda: policy)
 
 
 @pytest.mark.requirement(134)

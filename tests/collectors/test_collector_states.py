@@ -21,9 +21,6 @@ BOTH = pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector]
 IDS = ("collector", "traj_ids")
 
 
-# -- versions ----------------------------------------------------------------------------------------------------------
-
-
 def test_the_versions_of_a_collector_go_on() -> None:
     with Collector(LevelEnv, Level(0), frames_per_batch=4) as one:
         for value in range(1, 4):
@@ -103,9 +100,6 @@ def test_the_versions_of_policies_that_no_scheme_brings_go_on() -> None:
         assert versions(one.next()) == [2]
 
 
-# -- identifiers of trajectories ---------------------------------------------------------------------------------------
-
-
 def sources(batches: list[Any]) -> dict[int, set[tuple[float, float]]]:
     """The trajectories, by seed and number, that each identifier stands for."""
     found: dict[int, set[tuple[float, float]]] = {}
@@ -153,9 +147,6 @@ def test_a_pool_that_is_shared_never_goes_back() -> None:
         before = pool.state_dict()
         pool.load_state_dict(old)
         assert pool.state_dict() == before
-
-
-# -- what a state holds ------------------------------------------------------------------------------------------------
 
 
 def test_a_state_that_was_saved_is_not_changed_by_later_updates() -> None:

@@ -165,9 +165,6 @@ def test_other_keywords_are_ignored_but_not_an_old_name_nor_misspelt_ones(pair: 
             pair.top.update_policy_weights_(**{name: 0})
 
 
-# -- without workers --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.requirement(3, 6, 9, 11, 168, 171)
 @pytest.mark.parametrize("style", ["blocking", "async"])
 def test_a_collector_without_schemes_updates_its_own_models(style: str) -> None:
@@ -209,9 +206,6 @@ def test_an_update_from_within_a_step_is_refused() -> None:
         leaf.update_policy_weights_(Model(1))
     leaf.update_policy_weights_(Model(1))
     assert read(leaf.policy) == {1}
-
-
-# -- which schemes ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.requirement(11)

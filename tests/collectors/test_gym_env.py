@@ -41,14 +41,10 @@ def make() -> Iterator[Callable[..., GymEnv]]:
         made.pop().close()
 
 
-def flat(td: TensorDictBase) -> dict[Any, torch.Tensor]:
-    return dict(td.items(include_nested=True, leaves_only=True))
-
-
 def assert_same(ours: TensorDictBase, theirs: TensorDictBase) -> None:
     assert ours.batch_size == theirs.batch_size
     assert ours.device == theirs.device
-    a, b = flat(ours), flat(theirs)
+    a, b = (dict(td.items(include_nested=True, leaves_only=True)) for td in (ours, theirs))
     assert a.keys() == b.keys()
     for key, value in a.items():
         assert (value.shape, value.dtype) == (b[key].shape, b[key].dtype), key
