@@ -58,32 +58,33 @@ def fresh(collector: Any) -> Any:
 
 # -- receive_weights --------------------------------------------------------------------------------------------------
 
-FORMS: dict[str, Any] = {
-    "a module": lambda m: ((m,), {}),
-    "a TensorDict": lambda m: ((TensorDict.from_module(m).data,), {}),
-    "a dict": lambda m: ((m.state_dict(),), {}),
-    "weights": lambda m: ((), {"weights": TensorDict.from_module(m).data}),
-    "policy": lambda m: ((), {"policy": m}),
-}
+FORMS: list[Any] = [
+    lambda m: ((m,), {}),
+    lambda m: ((TensorDict.from_module(m).data,), {}),
+    lambda m: ((m.state_dict(),), {}),
+    lambda m: ((), {"weights": TensorDict.from_module(m).data}),
+    lambda m: ((), {"policy": m}),
+]
 
 
-@pytest.mark.requirement(160, 164)
-@pytest.mark.parametrize("form", FORMS)
-def test_what_is_given_becomes_the_policys_and_every_workers(crew: Any, form: str) -> None:
-    before, value = crew.policy_version, 20.0 + crew.policy_version
-    arguments, keywords = FORMS[form](policy(value))
-    crew.receive_weights(*arguments, **keywords)
-    assert crew.policy.module.weight.unique().tolist() == [value]
-    assert crew.policy_version == before + 1
-    batch = fresh(crew)
-    assert (acted(batch), versions(batch)) == ([value], [before + 1])
-
-
-@pytest.mark.requirement(159)
-def test_without_schemes_or_arguments_the_registered_policy_is_mirrored(crew: Any) -> None:
+@pytest.mark.requirement(159, 160, 161, 164)
+def test_what_is_given_becomes_the_policys_and_every_workers(crew: Any) -> None:
+    for value, form in enumerate(FORMS, 20):
+        before = crew.policy_version
+        arguments, keywords = form(policy(value))
+        crew.receive_weights(*arguments, **keywords)
+        assert crew.policy.module.weight.unique().tolist() == [value]
+        assert crew.policy_version == before + 1
+        batch = fresh(crew)
+        assert (acted(batch), versions(batch)) == ([value], [before + 1])
+    with pytest.raises(ValueError, match="exclude each other"):
+        crew.receive_weights(policy(2.0), weights=policy(3.0).state_dict())
+    with pytest.raises(SchemaMismatch):
+        crew.receive_weights({"module.weight": torch.zeros(9)})
+    assert (crew.policy_version, crew.policy.module.weight.unique().tolist()) == (before + 1, [value])
     crew.policy.module.fill(15.0)
     crew.receive_weights()
-    assert acted(fresh(crew)) == [15.0]
+    assert acted(fresh(crew)) == [15.0], "without arguments, the registered policy's"
 
 
 class Counted(Marked):
@@ -106,16 +107,6 @@ def test_extra_state_comes_with_the_weights() -> None:
         collector.receive_weights(source)
         assert collector.policy.module.updates == 3
         collector.next()
-
-
-@pytest.mark.requirement(161)
-def test_several_sources_and_weights_that_do_not_fit_change_nothing(crew: Any) -> None:
-    before = (crew.policy_version, crew.policy.module.weight.unique().tolist())
-    with pytest.raises(ValueError, match="exclude each other"):
-        crew.receive_weights(policy(2.0), weights=policy(3.0).state_dict())
-    with pytest.raises(SchemaMismatch):
-        crew.receive_weights({"module.weight": torch.zeros(9)})
-    assert (crew.policy_version, crew.policy.module.weight.unique().tolist()) == before
 
 
 @pytest.mark.requirement(159)
