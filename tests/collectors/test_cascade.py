@@ -43,8 +43,6 @@ class Recorder:
 
 
 class AsyncRecorder(Recorder):
-    """The same with a coroutine function."""
-
     async def update_policy_weights_(self, weights: Any, *, model_id: str) -> None:  # type: ignore[override]
         self.threads.add(threading.current_thread().name)
         self.begun.set()
@@ -171,8 +169,6 @@ async def test_a_context_that_takes_no_weights_is_left_alone(api: Api) -> None:
 
 
 class Several:
-    """Two models behind one context."""
-
     def __init__(self) -> None:
         self.models = {"actor": Model(), "critic": Model()}
         self.calls: list[dict[str, set[float]]] = []
@@ -190,7 +186,7 @@ class Several:
 async def test_several_models_of_one_update_are_passed_on_in_one_call(api: Api) -> None:
     bus = api.bus(num_workers=1)
     senders = {name: api.scheme(bus=bus) for name in ("actor", "critic")}
-    context, lone = Several(), Several()
+    context = Several()
     for k, (name, scheme) in enumerate(senders.items()):
         scheme.init_on_sender(model_id=name, model=Model(k + 1))
     receivers = [receiver_of(senders[name], 0, None, name, context=context) for name in senders]
@@ -202,7 +198,6 @@ async def test_several_models_of_one_update_are_passed_on_in_one_call(api: Api) 
         assert context.calls == [{"actor": {3}, "critic": {4}}]
         await bus.send_async({"critic": Model(5)}, timeout=10)
         assert context.calls[1:] == [{"critic": {5}}]
-        assert lone.calls == []
     finally:
         await there.shutdown()
         await bus.shutdown()
@@ -229,24 +224,17 @@ class AsyncMiddle(Middle):
         await self.scheme.send_async(weights, timeout=20)
 
 
-class Tree:
-    def __init__(self, trainer: Any, middle: Any, context: Any, below: Any, leaves: list[Any]) -> None:
-        self.trainer, self.middle, self.context, self.below, self.leaves = trainer, middle, context, below, leaves
-
-    def read(self) -> list[set[float]]:
-        return [read(self.context.model), *(read(leaf.model) for leaf in self.leaves)]
-
-
 @asynccontextmanager
-async def tree(api: Api, kind: Callable[[Any], Any]) -> AsyncIterator[Tree]:
+async def tree(api: Api, kind: Callable[[Any], Any]) -> AsyncIterator[tuple[Any, list[Any], Callable[[], list[Any]]]]:
+    """The trainer, the leaves, and what reads the models of the middle worker and of the leaves."""
     below = api.scheme(num_workers=2)
     below.init_on_sender(model_id="policy")
     leaves = [receiver_of(below, i, Model()) for i in range(2)]
     context = kind(below)
     try:
         await asyncio.gather(below.connect(timeout=10), *(leaf.connect(timeout=10) for leaf in leaves))
-        async with pair(api, context) as (trainer, middle):
-            yield Tree(trainer, middle, context, below, leaves)
+        async with pair(api, context) as (trainer, _):
+            yield trainer, leaves, lambda: [read(context.model), *(read(leaf.model) for leaf in leaves)]
     finally:
         for each in (*leaves, below):
             await each.shutdown()
@@ -260,26 +248,25 @@ def middles(api: Api) -> list[Callable[[Any], Any]]:
 @pytest.mark.both_loops
 async def test_send_returns_when_the_leaves_have_the_weights(api: Api) -> None:
     for kind in middles(api):
-        async with tree(api, kind) as made:
-            assert made.read() == [{1}] * 3, "connect's as well"
+        async with tree(api, kind) as (trainer, _, held):
+            assert held() == [{1}] * 3, "connect's as well"
             for value in range(2, 12):
-                await made.trainer.send_async(Model(value), timeout=20)
-                assert made.read() == [{value}] * 3
+                await trainer.send_async(Model(value), timeout=20)
+                assert held() == [{value}] * 3
 
 
 @pytest.mark.requirement(26)
 async def test_a_failure_in_a_leaf_names_its_cause_at_the_trainer(api: Api) -> None:
     for kind in middles(api):
-        async with tree(api, kind) as made:
-            leaf = bare(made.leaves[1])
-            binding = leaf._receiving.binding
+        async with tree(api, kind) as (trainer, leaves, held):
+            binding = bare(leaves[1])._receiving.binding
             original, binding.prepare = binding.prepare, _no_room
             with Clock(1.0), pytest.raises(PartialSendError, match=r"worker 1: RemoteError.*no room in this leaf"):
-                await made.trainer.send_async(Model(2), timeout=20)
-            assert made.read() == [{2}, {2}, {1}]
+                await trainer.send_async(Model(2), timeout=20)
+            assert held() == [{2}, {2}, {1}]
             binding.prepare = original
-            await made.trainer.send_async(Model(3), timeout=20)
-            assert made.read() == [{3}] * 3
+            await trainer.send_async(Model(3), timeout=20)
+            assert held() == [{3}] * 3
 
 
 def _no_room(slab: Any) -> Any:
@@ -303,7 +290,6 @@ async def test_a_cascade_that_blocks_is_an_ack_timeout_and_shutdown_is_bounded(a
 
 @pytest.mark.requirement(192)
 async def test_a_cascade_does_not_outlive_its_receiver(api: Api) -> None:
-    """Shut down during a cascade, nothing of it is told to anybody."""
     context = Recorder()
     async with pair(api, context) as (sender, receiver):
         context.may_go_on.clear()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from asyncsync.collectors import Collector, GymEnv, MultiAsyncCollector, MultiSyncCollector
 from helpers import planted
-from helpers.collecting_multi import make, options, policy
+from helpers.collecting_multi import SharedBuffer, make, options, policy
 from helpers.collecting_single import (
     KINDS,
     Actor,
@@ -25,7 +24,10 @@ from helpers.collecting_single import (
     torchrl_walk,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+pytestmark = [
+    pytest.mark.requirement(226),
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"),
+]
 
 IDS = ("collector", "traj_ids")
 both = pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
@@ -54,7 +56,6 @@ FAKES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.requirement(226)
 @needs_torchrl
 @pytest.mark.parametrize("size", [(), (2,)])
 @pytest.mark.parametrize("case", FAKES)
@@ -72,7 +73,6 @@ def test_a_batch_of_zeros_is_torchrls(case: str, size: tuple[int, ...]) -> None:
     assert all(torch.equal(ours.get(key), theirs.get(key)) for key in theirs.keys(True, True))
 
 
-@pytest.mark.requirement(226)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", FAKES)
 def test_a_batch_of_zeros_is_like_those_that_follow(case: str, kind: str) -> None:
@@ -89,10 +89,10 @@ def test_a_batch_of_zeros_is_like_those_that_follow(case: str, kind: str) -> Non
         alike(c.rollout(), batch)
 
 
-@pytest.mark.requirement(226)
 @pytest.mark.parametrize("given", [{}, {"num_envs": 3}, {"categorical_action_encoding": True}], ids=str)
-def test_gymnasiums_environments_make_no_step_for_it(given: dict[str, Any]) -> None:
+def test_gymnasiums_environments_make_no_step_for_it(given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("gymnasium")
+    monkeypatch.setenv("ASYNCSYNC_PROFILING", "1")  # which names the parts of a step
     with Collector(GymEnv("CartPole-v1", **given), frames_per_batch=12, max_frames_per_traj=5) as c:
         state = torch.random.get_rng_state()
         before = c._rollouts.carrier.clone()
@@ -102,7 +102,6 @@ def test_gymnasiums_environments_make_no_step_for_it(given: dict[str, Any]) -> N
         alike(fake, c.rollout())
 
 
-@pytest.mark.requirement(226)
 def test_it_is_split_and_postprocessed_as_batches_are() -> None:
     given = {"split_trajs": True, "postproc": lambda batch: batch.exclude("action")}
     with Collector(WalkEnv(), Actor(), frames_per_batch=10, **given) as c:
@@ -113,7 +112,6 @@ def test_it_is_split_and_postprocessed_as_batches_are() -> None:
     assert "action" not in fake.keys()  # noqa: SIM118
 
 
-@pytest.mark.requirement(226)
 def test_before_the_first_rollout_an_environment_has_to_tell() -> None:
     with Collector(WalkEnv(), Actor(), frames_per_batch=10) as c:
         with pytest.raises(TypeError, match=r"WalkEnv has neither fake_tensordict\(\) nor a reward_spec with zero\(\)"):
@@ -121,7 +119,6 @@ def test_before_the_first_rollout_an_environment_has_to_tell() -> None:
         alike(c.fake_tensordict() if c.rollout() is not None else None, c.rollout())
 
 
-@pytest.mark.requirement(226)
 @both
 def test_a_batch_of_zeros_of_workers(kind: Any) -> None:
     with kind([make()] * 2, policy(), **options(postproc=lambda batch: batch.exclude("done"))) as collector:
@@ -134,7 +131,6 @@ def test_a_batch_of_zeros_of_workers(kind: Any) -> None:
 # -- reset(index=) -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.requirement(226)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("index", [1, [1], [False, True, False], torch.tensor([1]), slice(1, 2)], ids=str)
 def test_some_environments_are_reset(kind: str, index: Any) -> None:
@@ -142,8 +138,6 @@ def test_some_environments_are_reset(kind: str, index: Any) -> None:
         before = c.rollout()
         c.reset(index=index)
         after = c.rollout()
-        assert before is not None
-        assert after is not None
         assert after["observation"][:, 0, 0].tolist() == [4.0, 0.0, 4.0]
         assert after["step_count"][:, 0, 0].tolist() == [4, 0, 4]
         assert after[IDS][:, 0].tolist() == [0, 3, 2]
@@ -154,7 +148,6 @@ def test_some_environments_are_reset(kind: str, index: Any) -> None:
         assert c.rollout()["observation"][:, 0, 0].tolist() == [0.0] * 3
 
 
-@pytest.mark.requirement(226)
 def test_state_of_a_recurrent_policy_begins_anew_for_these() -> None:
     class Remembering(torch.nn.Module):
         def forward(self, td: Any) -> Any:
@@ -169,22 +162,21 @@ def test_state_of_a_recurrent_policy_begins_anew_for_these() -> None:
         assert c.rollout()["state"][:, 0, 0].tolist() == [0.0, 4.0]
 
 
-@pytest.mark.requirement(226)
 def test_gymnasiums_environments_are_reset_with_what_they_take() -> None:
     pytest.importorskip("gymnasium")
-    with Collector(GymEnv("CartPole-v1"), frames_per_batch=4) as c:
-        starts = []
-        for _ in range(2):
-            c.reset(seed=5)
-            starts.append(c.rollout()["observation"][0])
-        assert torch.equal(*starts)
-
-
-@pytest.mark.requirement(226)
-def test_a_single_environment_has_no_index() -> None:
-    with Collector(WalkEnv(), Actor(), frames_per_batch=4) as c:
-        with pytest.raises(ValueError, match="index"):
-            c.reset(index=0)
+    for limit in (-1, 5):
+        with Collector(GymEnv("CartPole-v1"), frames_per_batch=4, max_frames_per_traj=limit) as c:
+            starts = []
+            for _ in range(2):
+                c.reset(seed=5)
+                starts.append(c.rollout()["observation"][0])
+            assert torch.equal(*starts)
+            with pytest.raises(ValueError, match="index"):
+                c.reset(index=0)
+    with Collector(GymEnv("Pendulum-v1", num_envs=2), frames_per_batch=4) as c:
+        with pytest.raises(ValueError, match="seed and options"):
+            c.reset(index=[0], seed=3)
+        c.reset(index=[0, 1], seed=3)
 
 
 # -- shutdown(raise_on_error=) -----------------------------------------------------------------------------------------
@@ -196,7 +188,6 @@ class Stuck(WalkEnv):
         raise OSError("the environment does not close")
 
 
-@pytest.mark.requirement(226)
 def test_an_error_at_the_end_is_raised_or_logged(caplog: pytest.LogCaptureFixture) -> None:
     for given in ({}, {"raise_on_error": True}):
         collector = Collector(Stuck(), Actor(), frames_per_batch=4)
@@ -211,10 +202,7 @@ def test_an_error_at_the_end_is_raised_or_logged(caplog: pytest.LogCaptureFixtur
     assert "the environment does not close" in caplog.text
 
 
-@pytest.mark.requirement(226)
 def test_an_error_of_a_worker_is_raised_or_logged(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
-    from helpers.collecting_multi import SharedBuffer
-
     def failed() -> MultiAsyncCollector:
         given = options(replay_buffer=SharedBuffer(tmp_path))
         collector = MultiAsyncCollector([make(fail_at=8)], policy(), **given)
@@ -229,58 +217,11 @@ def test_an_error_of_a_worker_is_raised_or_logged(tmp_path: Any, caplog: pytest.
     assert "shutdown(raise_on_error=False)" in caplog.text
 
 
-# -- frames_per_batch_worker(), load_state_dict(strict=) ---------------------------------------------------------------
-
-
-@pytest.mark.requirement(226)
-@both
-def test_the_frames_of_each_worker(kind: Any) -> None:
-    with kind([make()] * 2, policy(), **options(frames_per_batch=6)) as collector:
-        each = 3 if kind is MultiSyncCollector else 6
-        assert collector.frames_per_batch_worker() == each
-        assert [collector.frames_per_batch_worker(worker_idx=w) for w in (None, 0, 1)] == [each] * 3
-    with kind([make()] * 2, policy(), **options(frames_per_batch=[2, 4])) as collector:
-        assert [collector.frames_per_batch_worker(worker_idx=w) for w in (0, 1)] == [2, 4]
-        with pytest.raises(ValueError, match="worker_idx"):
-            collector.frames_per_batch_worker()
-
-
-@pytest.mark.requirement(226)
-def test_a_state_that_lacks_a_part() -> None:
-    with Collector(WalkEnv(), Actor(0.5), frames_per_batch=4) as c:
-        state = {k: v for k, v in c.state_dict().items() if k != "env_state_dict"}
-    with Collector(WalkEnv(), actor := Actor(), frames_per_batch=4) as c:
-        with pytest.raises(KeyError, match="env_state_dict"):
-            c.load_state_dict(state)
-        c.load_state_dict(state, strict=False)
-        assert actor.gain.item() == 0.5
-
-
-@pytest.mark.requirement(226)
-@both
-def test_a_state_that_lacks_a_worker(kind: Any) -> None:
-    with kind([make()] * 2, policy(1.0), **options()) as collector:
-        collector.set_seed(50)
-        collector.next()
-        state = collector.state_dict()
-    del state["worker1"], state["iter"]
-    with kind([make()] * 2, policy(1.0), **options()) as collector:
-        with pytest.raises(KeyError, match=r"\['worker1', 'iter'\]"):
-            collector.load_state_dict(state)
-        collector.load_state_dict(state, strict=False)
-        assert [one["env_state_dict"]["seed"] for one in _workers(collector.state_dict())] == [50, 0]
-
-
-def _workers(state: dict[str, Any]) -> list[dict[str, Any]]:
-    return [state["worker0"], state["worker1"]]
-
-
 # -- an iterable data set ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.requirement(226)
 def test_a_collector_is_an_iterable_data_set() -> None:
-    assert issubclass(planted.BaseCollector, IterableDataset)
+    assert all(issubclass(kind, IterableDataset) for kind in (planted.BaseCollector, MultiSyncCollector))
     with Collector(WalkEnv(), Actor(), frames_per_batch=10, total_frames=40) as c:
         expected = list(c)
     with Collector(WalkEnv(), Actor(), frames_per_batch=10, total_frames=40) as c:
@@ -288,24 +229,3 @@ def test_a_collector_is_an_iterable_data_set() -> None:
         found = list(DataLoader(c, batch_size=None, collate_fn=lambda batch: batch))
     assert len(found) == 4
     assert all((mine == other).all() for mine, other in zip(found, expected, strict=True))
-
-
-@pytest.mark.requirement(226)
-@both
-def test_so_is_one_with_workers(kind: Any) -> None:
-    with kind([make()] * 2, policy(), **options(total_frames=24)) as collector:
-        assert isinstance(collector, IterableDataset)
-        loader = DataLoader(collector, batch_size=None, collate_fn=lambda batch: batch)
-        assert sum(batch.numel() for batch in loader) == 24
-
-
-@pytest.mark.requirement(226)
-@pytest.mark.parametrize("kind", [Collector, MultiSyncCollector, MultiAsyncCollector])
-def test_the_arguments_show(kind: Any) -> None:
-    wanted = {"shutdown": "raise_on_error", "load_state_dict": "strict", "reset": "index"}
-    if kind is not Collector:
-        wanted |= {"frames_per_batch_worker": "worker_idx", "reset": "reset_idx"}
-    for method, name in wanted.items():
-        assert name in inspect.signature(getattr(kind, method)).parameters
-        assert name in (inspect.getdoc(getattr(kind, method)) or "") or method == "frames_per_batch_worker"
-    assert inspect.getdoc(kind.fake_tensordict)

@@ -68,9 +68,6 @@ def test_every_collector_has_the_methods_of_torchrls(kind: Any) -> None:
     assert hasattr(kind, "get_cached_weights") == ("get_cached_weights" in own)
 
 
-# -- attributes and calls ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.requirement(224)
 def test_an_attribute_of_every_worker(crew: MultiSyncCollector) -> None:
     assert crew.get_distant_attr("env.names['own'][0]") == ["first", "second"]
@@ -78,18 +75,14 @@ def test_an_attribute_of_every_worker(crew: MultiSyncCollector) -> None:
     with pytest.raises(AttributeError, match=r"has no 'env.nothing'") as caught:
         crew.get_distant_attr("env.nothing")
     assert any("worker 0" in note for note in caught.value.__notes__)
-    with pytest.raises(TypeError, match="lock"):  # it cannot be pickled: that ends nothing
-        crew.get_distant_attr("env.lock")
-    assert crew.next() is not None
-
-
-@pytest.mark.requirement(224)
-def test_a_tensor_that_is_asked_for_is_a_copy(crew: MultiSyncCollector) -> None:
     weights = crew.get_distant_attr("policy.module.weight")
     assert [weight.tolist() for weight in weights] == [[4.0, 4.0]] * 2
     with torch.no_grad():
         weights[0].fill_(9.0)
-    assert crew.getattr_policy("module").weight.tolist() == [4.0, 4.0]
+    assert crew.getattr_policy("module").weight.tolist() == [4.0, 4.0], "it was a copy"
+    with pytest.raises(TypeError, match="lock"):  # it cannot be pickled: that ends nothing
+        crew.get_distant_attr("env.lock")
+    assert crew.next() is not None
 
 
 @pytest.mark.requirement(224)
@@ -121,14 +114,6 @@ def test_attributes_of_the_first_worker(crew: MultiSyncCollector) -> None:
 
 
 @pytest.mark.requirement(224)
-@BOTH
-def test_attributes_of_the_replay_buffer_are_this_processs(kind: Any, tmp_path: Path) -> None:
-    buffer = SharedBuffer(tmp_path)
-    with kind([make()], policy(), replay_buffer=buffer, **options()) as collector:
-        assert collector.getattr_rb("_path") == tmp_path / "buffer"
-
-
-@pytest.mark.requirement(224)
 def test_the_collector_of_this_process_is_asked_directly(alone: Collector) -> None:
     assert alone.get_distant_attr("env.names['own']") == ["first"]
     assert alone.getattr_policy("module").weight is alone.policy.module.weight
@@ -156,9 +141,6 @@ def test_workers_of_workers_are_asked_in_their_turn() -> None:
         collector.next()
         found = collector.stats("per_worker")
         assert (found["worker_0/workers"], found["worker_0/frames"]) == (2, 4)
-
-
-# -- hooks, weights and versions ---------------------------------------------------------------------------------------
 
 
 def mark(batch: TensorDictBase) -> None:
@@ -193,24 +175,19 @@ def test_cached_weights_are_those_that_were_sent_last(kind: Any) -> None:
 
 @pytest.mark.requirement(224)
 def test_without_a_scheme_that_moves_weights_none_are_cached() -> None:
-    schemes = {"policy": NoWeightSyncScheme()}
-    with MultiSyncCollector([make()], policy(), weight_sync_schemes=schemes, **options()) as collector:
+    model = "env.transform[0].module"
+    schemes: Any = {"policy": NoWeightSyncScheme()}
+    with MultiSyncCollector([WithModel], policy(), weight_sync_schemes=schemes, **options()) as collector:
         assert collector.get_cached_weights("policy") is None
+        assert collector.get_distant_attr(f"{model}.in_features") == [1]
+        assert collector.getattr_env("transform[0].module").weight.shape == (1, 1)
 
 
-# -- the number of batches ---------------------------------------------------------------------------------------------
-
-
-def test_a_collectors_length_is_how_many_batches_it_has(alone: Collector) -> None:
+def test_a_collectors_length_is_how_many_batches_it_has_if_it_has_an_end(alone: Collector) -> None:
     assert len(alone) == 2 == len(list(alone))
     assert len(alone) == 2
-    with MultiSyncCollector(FACTORIES, policy(), **options(frames_per_batch=4, total_frames=12)) as together:
-        assert len(together) == 3 == len(list(together))
     with MultiAsyncCollector(FACTORIES, policy(), **options(frames_per_batch=4, total_frames=12)) as turns:
         assert len(turns) == 3 == len(list(turns))
-
-
-def test_what_has_no_end_or_whole_trajectories_has_no_length() -> None:
     with Collector(Spoken(), policy(), frames_per_batch=6) as endless:
         with pytest.raises(TypeError, match="this Collector has no length"):
             len(endless)
@@ -220,9 +197,6 @@ def test_what_has_no_end_or_whole_trajectories_has_no_length() -> None:
         pytest.raises(TypeError, match="batches of whole trajectories"),
     ):
         len(whole)
-
-
-# -- statistics --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.requirement(225)
@@ -240,6 +214,7 @@ def test_statistics_of_the_collector_of_this_process(alone: Collector) -> None:
 @pytest.mark.requirement(225)
 def test_statistics_of_workers() -> None:
     with MultiSyncCollector(FACTORIES, policy(), total_frames=12, **options()) as collector:
+        assert len(collector) == 2
         collector.next()
         own = {"frames": 6, "batches": 1, "total_frames": 12, "completed": False, "requested_frames_per_batch": 6}
         crew = {"workers": 2, "workers_alive": 2}
@@ -259,10 +234,11 @@ def test_statistics_of_workers() -> None:
 
 @pytest.mark.requirement(225)
 @BOTH
-def test_statistics_while_workers_run_free(kind: Any, tmp_path: Path) -> None:
+def test_statistics_and_the_replay_buffer_while_workers_run_free(kind: Any, tmp_path: Path) -> None:
     buffer = SharedBuffer(tmp_path)
     given = options(frames_per_batch=4, total_frames=40, replay_buffer=buffer)
     with kind([make(delay=0.001)] * 2, policy(), **given) as collector:
+        assert collector.getattr_rb("_path") == tmp_path / "buffer"
         collector.start()
         counts = [0.0]
         while not collector.stats()["completed"]:
@@ -277,11 +253,3 @@ def test_a_worker_that_has_died_is_not_alive() -> None:
         with pytest.raises(PeerLost):
             list(collector)
         assert collector.stats()["workers"] == 2
-
-
-def test_models_in_the_environment_are_asked_for_while_they_are_updated() -> None:
-    model = "env.transform[0].module"
-    schemes: Any = {"policy": NoWeightSyncScheme()}
-    with MultiSyncCollector([WithModel], policy(), weight_sync_schemes=schemes, **options()) as collector:
-        assert collector.get_distant_attr(f"{model}.in_features") == [1]
-        assert collector.getattr_env("transform[0].module").weight.shape == (1, 1)

@@ -1,8 +1,10 @@
-"""pause(): for threads and for coroutines, of collectors that are iterated or run free."""
+"""pause(), for threads and for coroutines, of collectors that are iterated or run free; and workers that fill a replay
+buffer in the background: they pause, go on, and end with ``total_frames`` exactly."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 import time
 from collections.abc import Callable
@@ -12,7 +14,7 @@ from typing import Any
 import pytest
 
 from asyncsync.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
-from helpers.collecting_multi import SharedBuffer, make, options, policy
+from helpers.collecting_multi import RandomFrames, SharedBuffer, make, options, policy
 from helpers.pairs import until
 
 
@@ -117,28 +119,100 @@ async def test_a_pause_of_a_collector_that_runs_free_does_not_block_the_loop(sev
         await until(lambda: buffer.count() > before)
 
 
-def test_start_in_a_pause_sets_workers_free_after_their_rollouts(tmp_path: Path) -> None:
-    buffer = SharedBuffer(tmp_path)
+# -- workers that fill a replay buffer in the background ---------------------------------------------------------------
+
+BOTH = pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
+# One worker is slow: the others begin rollouts while it does its last one.
+SLOW = make(delay=0.01)
+
+
+@pytest.fixture
+def buffer(tmp_path: Path) -> SharedBuffer:
+    return SharedBuffer(tmp_path)
+
+
+def wait_for(met: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 50
+    while not met():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def more_comes(buffer: SharedBuffer, count: int = 12) -> None:
+    goal = buffer.count() + count
+    wait_for(lambda: buffer.count() >= goal)
+
+
+def nothing_comes(buffer: SharedBuffer) -> None:
+    before = buffer.count()
+    time.sleep(0.1)
+    assert buffer.count() == before
+
+
+def run_to_its_end(collector: Any) -> None:
+    collector.start()
+    wait_for(lambda: not collector.is_running())
+
+
+@pytest.mark.requirement(155, 158, 165)
+def test_running_free(buffer: SharedBuffer) -> None:
+    with MultiAsyncCollector([make(delay=0.001)] * 2, policy(), **options(replay_buffer=buffer)) as collector:
+        collector.start()
+        collector.start()
+        assert collector.is_running()
+        for _ in range(3):
+            more_comes(buffer)
+            with collector.pause():
+                with collector.pause():
+                    pass
+                nothing_comes(buffer)
+        with pytest.raises(ZeroDivisionError), collector.pause():
+            raise ZeroDivisionError
+        more_comes(buffer)  # it goes on all the same
+        assert set(collector.state_dict()) == {"worker0", "worker1", "frames", "iter", "versions"}
+        collector.update_policy_weights_()
+        with pytest.raises(RuntimeError, match="background"):
+            collector.next()
+        assert not collector.closed  # a caller's mistake ends nothing
+        more_comes(buffer)
+        collector.async_shutdown(timeout=3.0)
+        assert collector.closed
+    with MultiSyncCollector([make()], policy(), **options()) as without:
+        with pytest.raises(NotImplementedError, match="replay_buffer="):
+            without.start()
+
+
+@pytest.mark.thorough
+def test_a_tree_that_is_paused_adds_nothing(buffer: SharedBuffer) -> None:
+    nested = functools.partial(MultiAsyncCollector, start_method="forkserver")
+    given = options(replay_buffer=buffer, collector_class=nested)
+    with MultiAsyncCollector([[make(delay=0.001)] * 2], policy(), **given) as collector:
+        collector.start()
+        for _ in range(3):
+            more_comes(buffer)
+            with collector.pause():
+                nothing_comes(buffer)
+
+
+def test_start_in_a_pause_sets_workers_free_after_their_rollouts(buffer: SharedBuffer) -> None:
     given = options(replay_buffer=buffer, frames_per_batch=8, total_frames=32)
     with MultiAsyncCollector([make(delay=0.02)] * 2, policy(), **given) as collector:
         collector.next()  # both roll out
         with collector.pause():
             collector.start()
-        ended(collector)
+        wait_for(lambda: not collector.is_running())
         assert collector.state_dict()["frames"] == buffer.count() >= 32
         collector.reset()
 
 
 @pytest.mark.parametrize("again", ["total_frames", "load_state_dict"])
-def test_a_collector_that_has_run_free_pauses_as_before(again: str, tmp_path: Path) -> None:
-    buffer = SharedBuffer(tmp_path)
+def test_a_collector_that_has_run_free_rolls_out_and_pauses_as_before(again: str, buffer: SharedBuffer) -> None:
     given = options(replay_buffer=buffer, extend_buffer=False, frames_per_batch=4, total_frames=4)
     with MultiAsyncCollector([make(delay=0.05)], policy(), **given) as collector:
         begin = collector.state_dict()
-        collector.start()
-        ended(collector)
+        run_to_its_end(collector)
         if again == "total_frames":
-            collector.total_frames = 100
+            collector.total_frames = 12
         else:
             collector.load_state_dict(begin)
         before = buffer.count()
@@ -146,19 +220,51 @@ def test_a_collector_that_has_run_free_pauses_as_before(again: str, tmp_path: Pa
         thread.start()
         wait_for(lambda: buffer.count() > before)  # it rolls out
         with collector.pause():
-            before = buffer.count()
-            time.sleep(0.15)
-            assert buffer.count() == before
+            nothing_comes(buffer)
         thread.join(20)
+        run_to_its_end(collector)
+        assert buffer.count() == (12 if again == "total_frames" else 8)
 
 
-def ended(collector: Any) -> None:
-    """Wait for the end of collection in the background."""
-    wait_for(lambda: not collector.is_running())
+@pytest.mark.requirement(158, 240)
+@pytest.mark.filterwarnings("ignore:total_frames .* is not exactly divisible")
+@pytest.mark.parametrize(
+    ("kind", "workers", "frames", "total", "expected"),
+    [
+        (MultiSyncCollector, 2, 12, 60, 60),
+        (MultiAsyncCollector, 3, 6, 60, 60),
+        (MultiSyncCollector, 2, 12, 41, 48),  # whole batches of all workers
+        (MultiAsyncCollector, 2, 12, 41, 48),  # whole rollouts
+        (MultiSyncCollector, 2, [4, 10], 42, 42),
+    ],
+)
+def test_workers_that_run_free_collect_the_total_and_no_more(
+    kind: Any, workers: int, frames: Any, total: int, expected: int, buffer: SharedBuffer
+) -> None:
+    given = options(replay_buffer=buffer, total_frames=total, frames_per_batch=frames)
+    with kind([make()] * (workers - 1) + [SLOW], policy(), **given) as collector:
+        run_to_its_end(collector)
+        assert (buffer.count(), collector.stats()["frames"]) == (expected, expected)
+        assert collector.state_dict()["frames"] == expected
 
 
-def wait_for(met: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not met():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+@pytest.mark.requirement(158, 240)
+@BOTH
+def test_frames_of_batches_before_count_and_there_is_nothing_to_do_at_the_end(kind: Any, buffer: SharedBuffer) -> None:
+    given = options(replay_buffer=buffer, total_frames=96, frames_per_batch=12)
+    with kind([make(), SLOW], policy(), **given) as collector:
+        for _ in range(3):  # an asynchronous one has begun the next rollouts by then
+            collector.next()
+        for _ in range(2):
+            run_to_its_end(collector)
+            assert buffer.count() == 96
+        assert list(collector) == []
+
+
+@pytest.mark.requirement(134, 240)
+@BOTH
+def test_so_many_frames_are_random_as_were_asked_for(kind: Any, tmp_path: Path) -> None:
+    buffer, given = RandomFrames(tmp_path), options(total_frames=96, init_random_frames=24, frames_per_batch=12)
+    with kind([make(), SLOW], policy(), replay_buffer=buffer, **given) as collector:
+        run_to_its_end(collector)
+        assert buffer.count() == 24

@@ -17,6 +17,8 @@ from asyncsync.collectors import Collector, MultiAsyncCollector, MultiSyncCollec
 from helpers.collecting_multi import SharedBuffer, make, options, policy
 from helpers.torchrl_source import fields
 
+pytestmark = pytest.mark.requirement(225)
+
 BOTH = pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
 QUICK: dict[str, Any] = {"with_stack": False, "record_shapes": False, "activities": ["cpu"]}
 
@@ -28,7 +30,6 @@ def rollouts(path: Path) -> list[int]:
     return sorted(int(name.split()[-1]) for name in names if name.startswith("Collector.rollout "))
 
 
-@pytest.mark.requirement(225)
 def test_a_configuration_says_what_is_recorded(tmp_path: Path) -> None:
     assert fields("collectors/_base.py", "ProfileConfig") == {field.name for field in dataclasses.fields(ProfileConfig)}
     config = ProfileConfig()
@@ -48,7 +49,6 @@ def test_a_configuration_says_what_is_recorded(tmp_path: Path) -> None:
         ProfileConfig(activities=["gpu"])
 
 
-@pytest.mark.requirement(225)
 @BOTH
 def test_each_worker_writes_a_trace_of_its_own(kind: Any, tmp_path: Path) -> None:
     where = tmp_path / "traces" / "worker_{worker_idx}.json"
@@ -65,7 +65,6 @@ def test_each_worker_writes_a_trace_of_its_own(kind: Any, tmp_path: Path) -> Non
         assert collector.profile_config is None
 
 
-@pytest.mark.requirement(225)
 def test_what_is_recorded_by_default_has_the_stack(tmp_path: Path) -> None:
     with MultiSyncCollector([make()], policy(), **options()) as collector:
         collector.enable_profile(save_path=tmp_path / "{worker_idx}.json")
@@ -75,8 +74,7 @@ def test_what_is_recorded_by_default_has_the_stack(tmp_path: Path) -> None:
         assert any("step_and_maybe_reset" in name for name in names)
 
 
-@pytest.mark.requirement(225)
-def test_a_profile_that_is_disabled_is_written_at_once(tmp_path: Path) -> None:
+def test_a_profile_that_is_disabled_or_that_the_end_finds_is_written(tmp_path: Path) -> None:
     with MultiSyncCollector([make()] * 2, policy(), **options()) as collector:
         collector.disable_profile()  # there is none
         collector.enable_profile(num_rollouts=100, warmup_rollouts=0, save_path=tmp_path / "{worker_idx}.json", **QUICK)
@@ -87,18 +85,12 @@ def test_a_profile_that_is_disabled_is_written_at_once(tmp_path: Path) -> None:
         collector.enable_profile(workers=[1], num_rollouts=1, warmup_rollouts=0, save_path=tmp_path / "again.json")
         collector.next()
         assert rollouts(tmp_path / "again.json") == [0]
-
-
-@pytest.mark.requirement(225)
-def test_a_profile_that_the_end_finds_is_written(tmp_path: Path) -> None:
-    with MultiSyncCollector([make()], policy(), **options()) as collector:
-        collector.enable_profile(num_rollouts=100, warmup_rollouts=0, save_path=tmp_path / "{worker_idx}.json", **QUICK)
+        collector.enable_profile(num_rollouts=100, warmup_rollouts=0, save_path=tmp_path / "end.json", **QUICK)
         collector.next()
-    assert rollouts(tmp_path / "0.json") == [0]
+    assert rollouts(tmp_path / "end.json") == [0]
     collector.disable_profile()
 
 
-@pytest.mark.requirement(225)
 def test_workers_that_write_to_a_replay_buffer_are_recorded(tmp_path: Path) -> None:
     given = options(frames_per_batch=4, total_frames=40, replay_buffer=SharedBuffer(tmp_path))
     with MultiAsyncCollector([make()], policy(), **given) as collector:
@@ -109,7 +101,6 @@ def test_workers_that_write_to_a_replay_buffer_are_recorded(tmp_path: Path) -> N
     assert rollouts(tmp_path / "0.json") == [1, 2]
 
 
-@pytest.mark.requirement(225)
 @pytest.mark.thorough
 def test_workers_of_workers_are_recorded_each(tmp_path: Path) -> None:
     inner = functools.partial(MultiSyncCollector, start_method="forkserver")
@@ -121,23 +112,13 @@ def test_workers_of_workers_are_recorded_each(tmp_path: Path) -> None:
         assert {path.name: rollouts(path) for path in tmp_path.iterdir()} == {"0_0.json": [0], "0_1.json": [0]}
 
 
-@pytest.mark.requirement(225)
-def test_a_function_of_the_users_gets_the_profile_where_the_rollouts_are(tmp_path: Path) -> None:
+def test_mistakes_are_told_where_they_are_made_and_a_function_of_the_users_is_called_there(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
     mine = tmp_path / "mine"
 
     def note(profile: Any) -> None:
         mine.write_text(" ".join(event.key for event in profile.key_averages()))
 
-    with MultiSyncCollector([make()], policy(), **options()) as collector:
-        collector.enable_profile(num_rollouts=1, warmup_rollouts=0, on_trace_ready=note, **QUICK)
-        collector.next()
-        assert "Collector.rollout 0" in mine.read_text()
-        assert list(tmp_path.iterdir()) == [mine]
-
-
-@pytest.mark.requirement(225)
-def test_mistakes_are_told_where_they_are_made(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
     with MultiSyncCollector([make()], policy(), **options()) as collector:
         with pytest.raises(ValueError, match=r"unknown workers \[1\]: this MultiSyncCollector has"):
             collector.enable_profile(workers=[0, 1])
@@ -145,10 +126,12 @@ def test_mistakes_are_told_where_they_are_made(tmp_path: Path) -> None:
             collector.enable_profile(num_rollouts=1)
         with pytest.raises(OSError, match="file"):
             collector.enable_profile(save_path=tmp_path / "file" / "trace.json")
+        collector.enable_profile(num_rollouts=1, warmup_rollouts=0, on_trace_ready=note, **QUICK)
         assert collector.next() is not None
+        assert "Collector.rollout 0" in mine.read_text()
+        assert {path.name for path in tmp_path.iterdir()} == {"file", "mine"}
 
 
-@pytest.mark.requirement(225)
 def test_the_collector_of_this_process_is_recorded(tmp_path: Path) -> None:
     with Collector(make(), policy(), frames_per_batch=6) as collector:
         collector.enable_profile(save_path=tmp_path / "{worker_idx}.json", **QUICK)
@@ -162,7 +145,6 @@ def test_the_collector_of_this_process_is_recorded(tmp_path: Path) -> None:
     assert rollouts(tmp_path / "0_again.json") == [0]
 
 
-@pytest.mark.requirement(225)
 async def test_a_profile_that_a_coroutines_thread_has_begun_ends_there(tmp_path: Path) -> None:
     async with Collector(make(), policy(), frames_per_batch=6) as collector:
         collector.enable_profile(num_rollouts=9, warmup_rollouts=0, save_path=tmp_path / "{worker_idx}.json", **QUICK)
@@ -175,7 +157,6 @@ async def test_a_profile_that_a_coroutines_thread_has_begun_ends_there(tmp_path:
         assert rollouts(tmp_path / "0.json") == [0]
 
 
-@pytest.mark.requirement(225)
 def test_a_profile_whose_thread_has_ended_is_given_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with Collector(make(), policy(), frames_per_batch=6) as collector:
         collector.enable_profile(num_rollouts=9, warmup_rollouts=0, save_path=tmp_path / "lost.json", **QUICK)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 import threading
 from collections.abc import Iterator
@@ -12,46 +13,34 @@ import pytest
 from tensordict import TensorDict
 
 from asyncsync import sync
-from asyncsync.collectors import WeightUpdaterBase
+from asyncsync.collectors import MultiSyncCollector, WeightUpdaterBase
 from asyncsync.errors import AckTimeout, ClosedError, PartialSendError, RemoteError
 from helpers import planted
+from helpers.collecting_multi import make, options, policy
 from helpers.collecting_weights import VALUE, Stepping, reading, step, tree, update
 from helpers.pairs import Clock, Model, fill, read
 
 # -- receive_weights --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.requirement(159)
-def test_without_schemes_it_mirrors_the_registered_policy() -> None:
+@pytest.mark.requirement(159, 160, 161)
+def test_without_schemes_it_applies_what_is_given_or_mirrors_the_registered_policy() -> None:
     leaf = reading(1)
     fill(leaf.policy, 4)
     leaf.receive_weights()
     assert step(leaf) == ({1, 4}, 1)
-
-
-@pytest.mark.requirement(160)
-@pytest.mark.parametrize("given", ["positional", "weights", "policy", "a dict"])
-def test_it_applies_what_is_given(given: str) -> None:
-    leaf, source = reading(1), Model(7)
-    if given == "positional":
-        leaf.receive_weights(source)
-    elif given == "weights":
-        leaf.receive_weights(weights=TensorDict.from_module(source).data)
-    elif given == "policy":
-        leaf.receive_weights(policy=source)
-    else:
-        leaf.receive_weights(source.state_dict())
+    leaf.receive_weights(Model(5))
+    assert read(leaf.policy) == {5}
+    leaf.receive_weights(Model(6).state_dict())
+    assert read(leaf.policy) == {6}
+    leaf.receive_weights(weights=TensorDict.from_module(Model(7)).data)
     assert read(leaf.policy) == {7}
-
-
-@pytest.mark.requirement(161)
-def test_several_sources_conflict() -> None:
-    leaf = reading(1)
+    leaf.receive_weights(policy=Model(8))
     for arguments in ({"weights": Model(2), "policy": Model(2)}, {"weights": Model(2)}, {"policy": Model(2)}):
         positional = [Model(3)] if len(arguments) == 1 else []
         with pytest.raises(ValueError, match="exclude each other"):
             leaf.receive_weights(*positional, **arguments)
-    assert read(leaf.policy) == {1}
+    assert read(leaf.policy) == {8}
 
 
 @pytest.mark.requirement(159, 162)
@@ -70,29 +59,6 @@ def test_with_schemes_it_takes_in_what_they_have() -> None:
         with pytest.raises(ValueError, match="weight_recv_schemes"):
             leaf.update_policy_weights_(Model(3))
         assert read(leaf.policy) == {2}
-
-
-@pytest.mark.requirement(159)
-def test_updates_that_wait_to_be_received_are_applied_by_it() -> None:
-    scheme, leaf = sync.ZMQWeightSyncScheme(), reading(worker_idx=0)
-    scheme.init_on_sender(model_id="policy", model=Model(1), num_workers=1)
-    given = pickle.loads(pickle.dumps(scheme))
-    given.init_on_receiver("policy", leaf, apply="on_receive")
-    thread = threading.Thread(target=leaf.register_scheme_receiver, args=({"policy": given},))
-    thread.start()
-    try:
-        scheme.connect(timeout=10)
-        thread.join(10)
-        scheme.publish(Model(2))
-        with pytest.raises(AckTimeout):
-            leaf._weights._main._wait_origin(2, 0.2)
-        assert read(leaf.policy) == {1}
-        with Clock(5.0):
-            while read(leaf.policy) != {2}:
-                leaf._receive_weights_scheme()
-    finally:
-        leaf.shutdown()
-        scheme.shutdown()
 
 
 def test_receive_weights_says_when_nothing_more_will_come() -> None:
@@ -172,55 +138,46 @@ def test_a_scheme_that_moves_nothing_is_received_at_once() -> None:
 # -- further down -----------------------------------------------------------------------------------------------------
 
 
-class Chain:
-    """A trainer, a collector in the middle, and two leaves below that."""
-
-    def __init__(self, top: Any, middle: Any, leaves: list[Any]) -> None:
-        self.top = top
-        self.middle = middle
-        self.leaves = leaves
-
-
 @contextmanager
-def chain(*passed: str) -> Iterator[Chain]:
-    """The middle receives two models, and passes these on."""
+def chain(*passed: str) -> Iterator[tuple[Any, Any, list[Any]]]:
+    """A trainer, a collector in the middle, which receives two models and passes these on, and two leaves below."""
     with (
         tree(*passed, workers=2, value=-1, worker_idx=0) as (middle, leaves),
         tree("policy", VALUE, leaves=[middle]) as (top, _),
     ):
-        yield Chain(top, middle, leaves)
+        yield top, middle, leaves
 
 
 @pytest.mark.requirement(26, 74, 164)
 @pytest.mark.parametrize("style", ["blocking", "async"])
 def test_an_update_has_reached_the_leaves_when_it_returns(style: str) -> None:
-    with chain("policy", VALUE) as three:
-        assert [read(leaf.policy) for leaf in three.leaves] == [{1}, {1}], "the initial weights, too"
+    with chain("policy", VALUE) as (top, middle, leaves):
+        assert [read(leaf.policy) for leaf in leaves] == [{1}, {1}], "the initial weights, too"
         for value in (2, 3):
-            update(three.top, style, Model(value))
-            assert [read(each.policy) for each in (three.middle, *three.leaves)] == [{value}] * 3
-        assert three.middle.cascades
-        assert not three.leaves[0].cascades
+            update(top, style, Model(value))
+            assert [read(each.policy) for each in (middle, *leaves)] == [{value}] * 3
+        assert middle.cascades
+        assert not leaves[0].cascades
 
 
 @pytest.mark.requirement(26, 164, 199)
 def test_several_models_stay_one_update_all_the_way_down() -> None:
-    with chain("policy", VALUE) as three:
-        three.top.update_policy_weights_(weights_dict={"policy": Model(10), VALUE: Model(10)})
-        with Stepping(three.leaves[0]) as one, Stepping(three.middle) as middle:
+    with chain("policy", VALUE) as (top, middle, leaves):
+        top.update_policy_weights_(weights_dict={"policy": Model(10), VALUE: Model(10)})
+        with Stepping(leaves[0]) as one, Stepping(middle) as two:
             for value in range(11, 19):
-                three.top.update_policy_weights_(weights_dict={"policy": Model(value), VALUE: Model(value)})
-        assert {len(values) for values, _ in one.found | middle.found} == {1}
-        assert step(three.leaves[1])[0] == {18}
+                top.update_policy_weights_(weights_dict={"policy": Model(value), VALUE: Model(value)})
+        assert {len(values) for values, _ in one.found | two.found} == {1}
+        assert step(leaves[1])[0] == {18}
 
 
 @pytest.mark.requirement(164)
 def test_a_model_that_only_the_middle_has_ends_there() -> None:
-    with chain("policy") as three:
-        three.top.update_policy_weights_(weights_dict={"policy": Model(5), VALUE: Model(6)})
-        three.top.update_policy_weights_(Model(7), model_id=VALUE)
-        assert step(three.middle)[0] == {5, 7}
-        assert [step(leaf)[0] for leaf in three.leaves] == [{5, -1}, {5, -1}]
+    with chain("policy") as (top, middle, leaves):
+        top.update_policy_weights_(weights_dict={"policy": Model(5), VALUE: Model(6)})
+        top.update_policy_weights_(Model(7), model_id=VALUE)
+        assert step(middle)[0] == {5, 7}
+        assert [step(leaf)[0] for leaf in leaves] == [{5, -1}, {5, -1}]
 
 
 @pytest.mark.requirement(160, 164)
@@ -234,14 +191,14 @@ def test_what_a_collector_with_others_below_is_given_is_passed_on() -> None:
 
 @pytest.mark.requirement(74, 164)
 def test_a_leaf_that_is_lost_below_fails_the_update_above() -> None:
-    with chain("policy") as three:
-        three.leaves[1].shutdown()
+    with chain("policy") as (top, _, leaves):
+        leaves[1].shutdown()
         with pytest.raises(PartialSendError) as caught:
-            three.top.update_policy_weights_(Model(5), timeout=20)
+            top.update_policy_weights_(Model(5), timeout=20)
         failure = caught.value.failed[0]
         assert isinstance(failure, RemoteError)
         assert "worker 1: PeerLost" in str(failure)
-        assert read(three.leaves[0].policy) == {5}
+        assert read(leaves[0].policy) == {5}
 
 
 class Below(WeightUpdaterBase):
@@ -282,3 +239,108 @@ def test_weights_change_between_two_steps_and_waiting_for_a_version_ends_with_it
         assert (read(leaf.policy), leaf._weights.version()) == ({2}, before + 1)
         with pytest.raises(AckTimeout):
             leaf._weights._main._wait_origin(before + 2, 0.05)
+
+
+# -- versions that frames are labelled with, in trees and where the user has initialised the schemes -------------------
+
+SHARED = "SharedMemWeightSyncScheme"
+
+
+def test_a_leaf_acts_with_the_roots_versions_whatever_the_middle_publishes_by_itself() -> None:
+    leaf = reading(9, worker_idx=0)
+    with tree(leaves=[leaf], kind=SHARED, value=8, worker_idx=0) as (middle, _):
+        for value in (7, 6):
+            middle.update_policy_weights_(Model(value))
+        assert step(leaf) == ({6, 9}, 3)
+        with tree(leaves=[middle], kind=SHARED) as (top, _):
+            assert step(leaf) == ({1, 9}, 1), "the same weights as the root's first version"
+            with Stepping(leaf) as stepping:
+                for value in range(2, 8):
+                    top.update_policy_weights_(Model(value))
+                    assert (read(leaf.policy), leaf.policy_version) == ({value}, value)
+                    middle.update_policy_weights_(Model(value))
+                    assert (read(leaf.policy), leaf.policy_version) == ({value}, value)
+            assert all(frozenset({version, 9}) == values for values, version in stepping.found)
+            assert (top.policy_version, middle.policy_version, leaf.policy_version) == (7, 7, 7)
+            waiting = threading.Thread(target=leaf._weights._main._wait_origin, args=(8, 10))
+            waiting.start()
+            middle.update_policy_weights_(Model(7))
+            waiting.join(0.1)
+            assert waiting.is_alive(), "it is the middle's version that is newer"
+            top.update_policy_weights_(Model(8))
+            waiting.join(10)
+            assert not waiting.is_alive()
+
+
+@pytest.mark.parametrize("kind", [SHARED, "ZMQWeightSyncScheme"])
+def test_a_worker_that_joins_later_has_the_roots_version_too(kind: str) -> None:
+    first, second = reading(9, worker_idx=0), reading(9, worker_idx=1)
+    with (
+        tree(leaves=[first], kind=kind, is_elastic=True, value=8, worker_idx=0) as (middle, _),
+        tree(leaves=[middle], kind=kind) as (top, _),
+    ):
+        top.update_policy_weights_(Model(2))
+        try:
+            second.register_scheme_receiver(pickle.loads(pickle.dumps(middle._sender_schemes)))
+            assert step(second) == step(first) == ({2, 9}, 2)
+        finally:
+            second.shutdown()
+
+
+def test_a_collector_that_is_the_context_of_a_users_scheme_labels_its_frames() -> None:
+    sender, leaf = sync.SharedMemWeightSyncScheme(), reading(worker_idx=0)
+    sender.init_on_sender(model_id="policy", model=Model(1), num_workers=1)
+    scheme = pickle.loads(pickle.dumps(sender))
+    scheme.init_on_receiver(model_id="policy", context=leaf)
+    thread = threading.Thread(target=scheme.connect)
+    thread.start()
+    try:
+        sender.connect(timeout=10)
+        thread.join(10)
+        assert step(leaf) == ({1, -1}, 1)
+        with Stepping(leaf) as stepping:
+            for value in range(2, 30):
+                sender.send(Model(value))
+        assert {(frozenset({version, -1}), version) for _, version in stepping.found} == stepping.found
+        assert leaf.policy_version == 29
+        leaf.register_scheme_receiver({"policy": scheme})
+        assert step(leaf) == ({29, -1}, 29)
+    finally:
+        leaf.shutdown()
+        scheme.shutdown()
+        sender.shutdown()
+
+
+@pytest.mark.thorough
+def test_versions_and_max_lag_in_a_tree_are_the_roots(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = policy()
+    nested = functools.partial(MultiSyncCollector, start_method="forkserver", max_lag=0)
+    trees = [[make(length=5), make(length=3)], [make(length=4)]]
+    with MultiSyncCollector(trees, source, collector_class=nested, **options(frames_per_batch=8)) as collector:
+        for value in range(2, 6):
+            source.module.fill(float(value))
+            collector.update_policy_weights_()
+            collector.update_policy_weights_(worker_ids=[0])
+            batch: Any = collector.next()
+            newest = collector.policy_version
+            found = [set(part["collector", "policy_version"].flatten().tolist()) for part in batch]
+            assert found == [{newest}, {newest - 1}]
+            assert all((part["action"] == value).all() for part in batch)
+        told: list[tuple[int, list[int]]] = []
+        monkeypatch.setattr(
+            collector._group._page, "publish", lambda version, workers: told.append((version, list(workers)))
+        )
+        collector.update_policy_weights_()
+        assert told == [(newest + 1, [0, 1])], "once, and for these workers"
+
+
+@pytest.mark.thorough
+def test_frames_have_the_versions_of_updates_that_nothing_sends() -> None:
+    scheme = sync.NoWeightSyncScheme()
+    given = options(frames_per_batch=4, weight_sync_schemes={"policy": scheme})
+    with MultiSyncCollector([make()], policy(), **given) as collector:
+        collector.next()
+        for version in (1, 2):
+            collector.update_policy_weights_()
+            assert collector.policy_version == version
+        assert set(collector.next()["collector", "policy_version"].flatten().tolist()) == {2}

@@ -66,7 +66,6 @@ class Recorder(WalkEnv):
 
     def step_and_maybe_reset(self, td: TensorDictBase) -> tuple[TensorDict, TensorDict]:
         self.events.append("env")
-        self.given = td
         return super().step_and_maybe_reset(td)
 
 
@@ -77,7 +76,6 @@ class Policy(TensorDictModule):
 
     def forward(self, td: TensorDictBase) -> TensorDictBase:
         self.events.append("policy")
-        self.given = td
         return super().forward(td)
 
 
@@ -109,31 +107,25 @@ def recorded(monkeypatch: pytest.MonkeyPatch, events: list[str], **kwargs: Any) 
 STEP = ["sync_policy", "policy", "sync_env", "env", "store", "sync_storage", "carrier"]
 
 
-@pytest.mark.requirement(89, 92)
-def test_policy_environment_and_storage_follow_the_documented_order(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.requirement(89, 91, 92, 105)
+@pytest.mark.parametrize(
+    ("options", "left_out"),
+    [
+        ({}, []),
+        ({"replay_buffer": Buffer(), "extend_buffer": False}, ["store", "sync_storage"]),  # neither cast nor waited for
+        ({"no_cuda_sync": True}, ["sync_policy", "sync_env", "sync_storage"]),
+    ],
+    ids=["batches", "direct additions", "no_cuda_sync"],
+)
+def test_policy_environment_and_storage_follow_the_documented_order(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], left_out: list[str]
+) -> None:
     events: list[str] = []
-    with recorded(monkeypatch, events, frames_per_batch=3) as c:
+    with recorded(monkeypatch, events, frames_per_batch=3, **options) as c:
         c.rollout()
-    assert events == STEP * 3
-
-
-@pytest.mark.requirement(91)
-def test_direct_additions_are_neither_cast_nor_synchronised(monkeypatch: pytest.MonkeyPatch) -> None:
-    events: list[str] = []
-    buffer = Buffer()
-    options: dict[str, Any] = {"replay_buffer": buffer, "extend_buffer": False, "frames_per_batch": 3}
-    with recorded(monkeypatch, events, **options) as c:
-        assert c.rollout() is None
-    assert events == [event for event in STEP if event not in ("store", "sync_storage")] * 3
-    assert all(frame.device is None for frame in buffer.added)
-
-
-@pytest.mark.requirement(105)
-def test_without_cuda_synchronisation_nothing_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    events: list[str] = []
-    with recorded(monkeypatch, events, frames_per_batch=3, no_cuda_sync=True) as c:
-        c.rollout()
-    assert events == [event for event in STEP if not event.startswith("sync_")] * 3
+    assert events == [event for event in STEP if event not in left_out] * 3
+    if "replay_buffer" in options:
+        assert [frame.device for frame in options["replay_buffer"].added] == [None] * 3
 
 
 @pytest.mark.requirement(89)
@@ -172,31 +164,6 @@ def test_a_batch_is_not_changed_by_later_rollouts(kind: str) -> None:
     assert (first == before).all()
 
 
-@pytest.mark.requirement(90)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("size", [(), (2,)])
-def test_environments_that_are_done_are_reset(kind: str, size: tuple[int, ...]) -> None:
-    with collector(environment(kind, size), frames_per_batch=20 * (2 if size else 1)) as c:
-        batch = c.rollout()
-    ended = batch["next", "done"].squeeze(-1)[..., :-1]
-    assert ended.any()
-    after = batch["observation"][..., 1:, 0]
-    assert torch.equal(after == 0, ended)
-    assert torch.equal(batch["next", "observation"][..., :-1, :][~ended], batch["observation"][..., 1:, :][~ended])
-    assert not batch["done"].any()
-
-
-@pytest.mark.requirement(93)
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_carrier_goes_on_across_batches(kind: str) -> None:
-    with (
-        collector(environment(kind), frames_per_batch=5) as five,
-        collector(environment(kind), frames_per_batch=20) as c,
-    ):
-        short = [five.rollout() for _ in range(4)]
-        assert (torch.cat(short) == c.rollout()).all()
-
-
 @pytest.mark.requirement(93)
 @pytest.mark.parametrize("kind", KINDS)
 def test_recurrent_state_goes_on_across_batches_and_ends_with_its_trajectory(kind: str) -> None:
@@ -230,18 +197,7 @@ def test_recurrent_state_beside_the_environments_own_is_handed_on_until_the_epis
 
 
 @pytest.mark.requirement(93)
-def test_a_policy_does_not_override_what_the_environment_returns() -> None:
-    def policy(td: TensorDictBase) -> TensorDictBase:
-        wrong = {key: torch.full((1,), -1.0) for key in ("reward", "observation")}
-        wrong |= {key: torch.ones(1, dtype=torch.bool) for key in ("done", "terminated", "truncated")}
-        return td.set("action", torch.zeros(1)).set("next", TensorDict(wrong))
-
-    with collector(WalkEnv(), policy) as c, collector(WalkEnv(), lambda observation: torch.zeros(1)) as other:
-        assert (c.rollout() == other.rollout()).all()
-
-
-@pytest.mark.requirement(93)
-def test_nor_any_of_its_rewards() -> None:
+def test_a_policy_does_not_override_what_the_environment_returns_nor_any_of_its_rewards() -> None:
     class Rewarding(WalkEnv):
         reward_keys = ("reward", "bonus")
 
@@ -251,16 +207,17 @@ def test_nor_any_of_its_rewards() -> None:
             return output, root
 
     def policy(td: TensorDictBase) -> TensorDictBase:
-        return td.set("action", torch.zeros(1)).set("next", TensorDict({"bonus": torch.zeros(1)}))
+        wrong = {key: torch.full((1,), -1.0) for key in ("reward", "bonus", "observation")}
+        wrong |= {key: torch.ones(1, dtype=torch.bool) for key in ("done", "terminated", "truncated")}
+        return td.set("action", torch.zeros(1)).set("next", TensorDict(wrong))
 
-    with collector(Rewarding(), policy) as c:
-        assert (c.rollout()["next", "bonus"] == 1).all()
+    with collector(Rewarding(), policy) as c, collector(Rewarding(), lambda observation: torch.zeros(1)) as other:
+        assert (c.rollout() == other.rollout()).all()
 
 
 @pytest.mark.requirement(93)
 def test_the_environments_own_container_is_the_carrier() -> None:
-    """By the page, what the environment returns is assigned to ``_carrier``: so the collector makes no container for a
-    step, and those of an environment that uses two in turn are used again."""
+    """The collector makes no container for a step: those of an environment that uses two in turn are used again."""
 
     class Reusing(WalkEnv):
         def __init__(self) -> None:
@@ -277,19 +234,6 @@ def test_the_environments_own_container_is_the_carrier() -> None:
         for _ in range(4):
             assert (c.rollout() == other.rollout()).all()
             assert c._rollouts.carrier is env.kept
-
-
-@pytest.mark.requirement(93)
-def test_policy_and_environment_work_in_the_carrier_itself() -> None:
-    events: list[str] = []
-    env, policy = Recorder(events), Policy(events)
-    with collector(env, policy, frames_per_batch=1) as c:
-        for _ in range(3):
-            carrier = c._rollouts.carrier
-            c.rollout()
-            assert policy.given is carrier
-            assert env.given is carrier
-            assert c._rollouts.carrier is not carrier
 
 
 @pytest.mark.requirement(94)

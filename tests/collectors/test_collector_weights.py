@@ -15,7 +15,7 @@ import asyncsync
 from asyncsync import sync
 from asyncsync.collectors import MultiSyncCollector
 from asyncsync.errors import PartialSendError, SchemaMismatch
-from helpers.collecting_multi import WithModel, acted, make, options, policy
+from helpers.collecting_multi import WithModel, make, options, policy
 from helpers.collecting_weights import VALUE, Stepping, below, reading, step, tree, update
 from helpers.pairs import Model, fill, read
 
@@ -58,11 +58,20 @@ def each(request: pytest.FixtureRequest) -> Iterator[Tree]:
         yield tree
 
 
-@pytest.mark.requirement(5)
-def test_connecting_delivers_the_registered_models(each: Tree) -> None:
+@pytest.mark.requirement(3, 5, 9, 11, 167, 199)
+def test_what_connecting_and_updates_bring_by_every_transport(each: Tree) -> None:
     assert (each.policies, each.values) == ([{1}, {1}], [{1}, {1}])
     assert all(s.model_id == m and s.context is each.top for m, s in each.top._sender_schemes.items())
-    assert each.top.policy_version >= 1
+    before = each.top.policy_version
+    assert before >= 1
+    each.top.update_policy_weights_(policy=Model(77), model_id=VALUE)
+    assert (each.policies, each.values) == ([{1}, {1}], [{77}, {77}])
+    each.top.update_policy_weights_(weights_dict={"policy": Model(5), VALUE: Model(6)})
+    assert (each.policies, each.values) == ([{5}, {5}], [{6}, {6}])
+    assert each.top.policy_version == before + 2
+    assert [leaf._weights.version() for leaf in each.leaves] == [before + 2] * 2
+    each.top.update_policy_weights_({0: Model(20), 1: Model(21)})
+    assert each.policies == [{20}, {21}]
 
 
 @pytest.mark.requirement(6, 166)
@@ -95,23 +104,6 @@ def test_each_calling_form(pair: Tree, form: Any, style: str) -> None:
     assert read(pair.top.policy) != {value}, "the trainer's own stays as it is"
 
 
-@pytest.mark.requirement(3, 9)
-def test_another_model_by_its_path(each: Tree) -> None:
-    before = each.policies
-    each.top.update_policy_weights_(policy=Model(77), model_id=VALUE)
-    assert each.values == [{77}, {77}]
-    assert each.policies == before
-
-
-@pytest.mark.requirement(11, 199)
-def test_weights_dict_is_one_version(each: Tree) -> None:
-    before = each.top.policy_version
-    each.top.update_policy_weights_(weights_dict={"policy": Model(5), VALUE: Model(6)})
-    assert (each.policies, each.values) == ([{5}, {5}], [{6}, {6}])
-    assert each.top.policy_version == before + 1
-    assert [leaf._weights.version() for leaf in each.leaves] == [before + 1] * 2
-
-
 @pytest.mark.requirement(199)
 def test_a_worker_switches_all_models_between_two_steps_or_none(each: Tree) -> None:
     each.top.update_policy_weights_(weights_dict={"policy": Model(100), VALUE: Model(100)})
@@ -123,12 +115,6 @@ def test_a_worker_switches_all_models_between_two_steps_or_none(each: Tree) -> N
     assert {len(values) for values, _ in found} == {1}, "never two versions in a step"
     assert found <= {(frozenset({100.0 + i}), first + i) for i in range(16)}, "and the version told is what acts"
     assert len(found) > 1
-
-
-@pytest.mark.requirement(167)
-def test_each_worker_its_own_weights(each: Tree) -> None:
-    each.top.update_policy_weights_({0: Model(20), 1: Model(21)})
-    assert each.policies == [{20}, {21}]
 
 
 EXCLUSIONS: dict[str, Any] = {
@@ -169,17 +155,17 @@ def test_a_bad_shape_in_one_of_several_models_changes_none(each: Tree) -> None:
 
 
 @pytest.mark.requirement(166)
-def test_other_keywords_are_ignored_but_not_weights_under_an_old_name(pair: Tree) -> None:
+def test_other_keywords_are_ignored_but_not_an_old_name_nor_misspelt_ones(pair: Tree) -> None:
     pair.top.update_policy_weights_(Model(30), timeout=20, anything=1)
     assert pair.policies == [{30}, {30}]
     with pytest.raises(TypeError, match="policy_weights= is not supported"):
         pair.top.update_policy_weights_(policy_weights=Model(31))
+    for name, meant in (("worker_id", "worker_ids"), ("weight_dict", "weights_dict"), ("modelid", "model_id")):
+        with pytest.raises(TypeError, match=f"no argument '{name}': did you mean '{meant}'"):
+            pair.top.update_policy_weights_(**{name: 0})
 
 
-# -- without workers --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.requirement(3, 6, 11)
+@pytest.mark.requirement(3, 6, 9, 11, 168, 171)
 @pytest.mark.parametrize("style", ["blocking", "async"])
 def test_a_collector_without_schemes_updates_its_own_models(style: str) -> None:
     leaf = reading(0)
@@ -194,18 +180,15 @@ def test_a_collector_without_schemes_updates_its_own_models(style: str) -> None:
         update(leaf, style, weights_dict={"policy": Model(4), "critic": Model(4)})
     with pytest.raises(ValueError, match="has no model 'critic'"):
         update(leaf, style, model_id="critic")
-    with pytest.raises(SchemaMismatch):
-        update(leaf, style, nn.Linear(1, 1))
+    with pytest.raises(ValueError, match="worker_idx: weights"):
+        update(leaf, style, {0: Model(4)})
+    for wrong in (Model(4, width=65), nn.Linear(1, 1)):
+        with pytest.raises(SchemaMismatch):
+            update(leaf, style, weights_dict={"policy": Model(4), VALUE: wrong})
     with pytest.raises(TypeError, match="neither weight_sync_schemes nor a weight_updater"):
         update(leaf, style, Model(4), worker_ids=0)  # r171
     assert step(leaf) == ({3}, 4)
     leaf.shutdown()
-
-
-@pytest.mark.requirement(171)
-def test_worker_ids_need_schemes_or_an_updater() -> None:
-    with pytest.raises(TypeError, match="no workers to choose from"):
-        reading().update_policy_weights_(Model(), worker_ids=[0])
 
 
 def test_an_update_of_ones_own_models_waits_for_the_step_under_way() -> None:
@@ -223,9 +206,6 @@ def test_an_update_from_within_a_step_is_refused() -> None:
         leaf.update_policy_weights_(Model(1))
     leaf.update_policy_weights_(Model(1))
     assert read(leaf.policy) == {1}
-
-
-# -- which schemes ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.requirement(11)
@@ -309,13 +289,3 @@ def test_schemes_that_cannot_serve_are_refused_with_a_remedy(case: str) -> None:
     made, kind, message = WRONG[case]
     with pytest.raises(kind, match=message):
         MultiSyncCollector([make()] * 2, policy(), weight_sync_schemes=made(), **options())
-
-
-def test_a_policy_that_lives_elsewhere_is_no_source() -> None:
-    given = {"policy": sync.ZMQWeightSyncScheme()}
-    with MultiSyncCollector([make()], policy_factory=policy, weight_sync_schemes=given, **options()) as top:
-        assert acted(top.next()) == [1.0], "there are no initial weights"
-        with pytest.raises(ValueError, match="pass the weights"):
-            top.update_policy_weights_()
-        top.update_policy_weights_(policy(6.0))
-        assert acted(top.next()) == [6.0]

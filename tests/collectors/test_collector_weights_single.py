@@ -14,12 +14,10 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from tensordict import TensorDict
-from torch import nn
 
 import asyncsync
 from asyncsync import sync
 from asyncsync.collectors import Collector, VanillaWeightUpdater
-from asyncsync.errors import SchemaMismatch
 from helpers import planted
 from helpers.collecting_weights import NET, Level, LevelEnv, update
 
@@ -32,23 +30,6 @@ def levels(batch: Any) -> set[tuple[float, float, int]]:
     """The policy's level, the environment's, and the version, frame by frame."""
     version = batch["collector", "policy_version"]
     return set(zip(*(t.flatten().tolist() for t in (batch["action"], batch["next", "level"], version)), strict=True))
-
-
-@pytest.mark.requirement(3, 9, 11)
-@pytest.mark.parametrize("style", ["blocking", "async"])
-def test_a_model_in_the_environment_by_its_id(style: str) -> None:
-    with collector() as one:
-        assert levels(one.next()) == {(0, -1, 0)}
-        update(one, style, policy=Level(5), model_id=NET)
-        assert levels(one.next()) == {(0, 5, 1)}
-        update(one, style, weights_dict={"policy": Level(6), NET: Level(7)})
-        assert levels(one.next()) == {(6, 7, 2)}
-        for wrong in ({"policy": Level(8), NET: Level(8, width=2)}, {"policy": Level(8), NET: nn.Linear(1, 1)}):
-            with pytest.raises(SchemaMismatch):
-                update(one, style, weights_dict=wrong)
-        with pytest.raises(ValueError, match=r"env\.critic"):
-            update(one, style, weights_dict={"policy": Level(8), "env.critic": Level(8)})
-        assert levels(one.next()) == {(6, 7, 2)}, "all of them, or none"
 
 
 class Counting(Level):
@@ -249,14 +230,6 @@ def test_the_registered_policy_is_sent_not_the_copy_that_acts() -> None:
         receiver.shutdown()
 
 
-@pytest.mark.requirement(168)
-def test_weights_of_each_worker_need_workers() -> None:
-    with collector() as one:
-        with pytest.raises(ValueError, match=r"worker_idx: weights"):
-            one.update_policy_weights_({0: Level(3)})
-        assert levels(one.next()) == {(0, -1, 0)}
-
-
 @pytest.mark.requirement(186)
 @pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
 def test_frames_that_act_with_pushed_weights_have_their_version_whatever_hooks_take() -> None:
@@ -269,22 +242,6 @@ def test_frames_that_act_with_pushed_weights_have_their_version_whatever_hooks_t
             one.update_policy_weights_(Level(value))
         assert found == [{(1, -1, 1)}, {(2, -1, 2)}]
         assert one.policy_version == 2
-
-
-@pytest.mark.requirement(152, 175)
-@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
-def test_with_a_vanilla_updater_made_from_its_policy() -> None:
-    source = Level(3)
-    with collector(weight_updater=VanillaWeightUpdater) as one:
-        one.update_policy_weights_(source)
-        assert levels(one.next()) == {(3, -1, 1)}
-    policy = Level(0)
-    updater = VanillaWeightUpdater(weight_getter=lambda: source, policy_weights=policy)
-    with Collector(LevelEnv, policy, frames_per_batch=10, weight_updater=updater) as one:
-        with torch.no_grad():
-            source.level.fill_(4)
-        one.update_policy_weights_()
-        assert levels(one.next()) == {(4, -1, 1)}
 
 
 class Reading(Level):
@@ -410,14 +367,10 @@ def test_no_model_of_the_environment_changes_during_a_reset(how: str) -> None:
 
         thread = threading.Thread(target=change)
         thread.start()
+        begin_anew = {"reset_at_each_iter": one.next, "reset": one.reset, "set_seed": lambda: one.set_seed(3)}[how]
         try:
-            for i in range(20):
-                if how == "reset_at_each_iter":
-                    one.next()
-                elif how == "reset":
-                    one.reset()
-                else:
-                    one.set_seed(i)
+            for _ in range(20):
+                begin_anew()
         finally:
             stop.set()
             thread.join()

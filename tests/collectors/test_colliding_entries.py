@@ -13,9 +13,8 @@ from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from tensordict import TensorDict, TensorDictBase
 
-from asyncsync.collectors import Collector, GymEnv, MultiAsyncCollector, MultiSyncCollector
+from asyncsync.collectors import Collector, GymEnv
 from helpers.collecting_gym import Spaces
-from helpers.collecting_multi import options
 from helpers.collecting_single import Actor, WalkEnv
 
 pytestmark = pytest.mark.requirement(239)
@@ -69,15 +68,6 @@ def test_entries_that_collide_are_refused_by_name(collision: str, way: str) -> N
         WAYS[way](make)
 
 
-@pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
-def test_workers_refuse_them_too(kind: Any) -> None:
-    def make() -> Any:
-        return Spaces(BOX, of(plain=BOX, reward=BOX))
-
-    with pytest.raises(ValueError, match=r"'reward'.*rename"):
-        kind([make], **options())
-
-
 @pytest.mark.parametrize("way", ["single", "vector"])
 def test_the_same_names_in_groups_are_each_entrys_own(way: str) -> None:
     agent = of(reward=BOX, done=BOX, next=BOX, step_count=BOX, look=BOX)
@@ -90,7 +80,6 @@ def test_the_same_names_in_groups_are_each_entrys_own(way: str) -> None:
 
     with Collector(env, policy, frames_per_batch=4 * env.batch_size.numel(), max_frames_per_traj=3) as collector:
         batch = collector.rollout()
-    assert batch is not None
     for name in agent.spaces:
         roots = torch.stack([td["agent", name] for td in seen], -2)
         assert torch.equal(batch["agent", name], roots)
@@ -104,7 +93,6 @@ def test_a_counter_inside_a_group_is_an_observation_of_the_policy() -> None:
     made = Spaces(BOX, of(agent=of(step_count=BOX, look=BOX)))
     with Collector(made, policy, frames_per_batch=4, max_frames_per_traj=3) as collector:
         batch = collector.rollout()
-    assert batch is not None
     assert torch.equal(batch["action"], batch["agent", "step_count"] + batch["agent", "look"])
 
 
@@ -143,5 +131,4 @@ def test_a_name_is_taken_only_by_what_is_asked_for(what: str, way: str, name: st
     env = WAYS[way](lambda: Spaces(both["action"], both["observation"]))
     with Collector(env, frames_per_batch=frames) as collector:
         batch = collector.rollout()
-    assert batch is not None
     assert batch[name].dtype is torch.float32

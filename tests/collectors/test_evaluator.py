@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,8 @@ from asyncsync.errors import AckTimeout, ClosedError, PeerLost, SchemaMismatch
 from asyncsync.sync import ZMQWeightSyncScheme
 from helpers.collecting_multi import Counting, Marked, WithModel, gone_within, make, policy
 from helpers.torchrl_source import parameters
+
+pytestmark = pytest.mark.requirement(228)
 
 GIVEN: dict[str, Any] = {"num_trajectories": 3, "collector_kwargs": {"start_method": "forkserver"}}
 LENGTH = 5
@@ -63,7 +66,6 @@ def gated(path: Path, **arguments: Any) -> Evaluator:
 # -- one evaluation ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.requirement(228)
 def test_an_evaluation_is_of_complete_episodes_with_the_weights_as_they_are(shared: Any) -> None:
     evaluator, source = shared
     source.module.fill(3.0)
@@ -78,32 +80,23 @@ def test_an_evaluation_is_of_complete_episodes_with_the_weights_as_they_are(shar
     assert (again["eval/reward"], again["eval/policy_version"]) == (40.0, version + 1)
 
 
-@pytest.mark.requirement(228)
-@pytest.mark.parametrize("form", ["module", "TensorDict", "state dict", "weights_dict"])
-def test_weights_are_given_in_any_form(shared: Any, form: str) -> None:
-    evaluator, _ = shared
-    other = policy(7.0)
-    given = {
-        "module": {"weights": other},
-        "TensorDict": {"weights": TensorDict.from_module(other)},
-        "state dict": {"weights": other.state_dict()},
-        "weights_dict": {"weights_dict": {"policy": other}},
-    }[form]
-    assert rewards(evaluator.evaluate(**given)) == [70.0]  # type: ignore[arg-type]
-
-
-@pytest.mark.requirement(228)
-def test_weights_that_do_not_fit_are_refused_and_the_next_ones_are_evaluated(shared: Any) -> None:
+@pytest.mark.requirement(170)
+def test_weights_are_given_in_any_form_but_once_and_those_that_do_not_fit_are_refused(shared: Any) -> None:
     evaluator, source = shared
+    other = policy(7.0)
+    for weights in (other, TensorDict.from_module(other), other.state_dict()):
+        assert rewards(evaluator.evaluate(weights=weights)) == [70.0]
+    assert rewards(evaluator.evaluate(weights_dict={"policy": policy(6.0)})) == [60.0]
     with pytest.raises(SchemaMismatch):
         evaluator.evaluate(policy(1.0, numel=4))
     with pytest.raises(ValueError, match="value"):
         evaluator.evaluate(weights_dict={"value": policy()})
+    with pytest.raises(ValueError, match="weights_dict"):
+        evaluator.evaluate(source, weights_dict={"policy": source})
     source.module.fill(2.0)
     assert rewards(evaluator.evaluate()) == [20.0]
 
 
-@pytest.mark.requirement(228)
 async def test_a_coroutine_awaits_its_evaluation_and_may_give_it_up(shared: Any) -> None:
     evaluator, _ = shared
     found = await asyncio.gather(*(evaluator.evaluate_async(policy(value), int(value)) for value in (1.0, 2.0, 3.0)))
@@ -120,7 +113,6 @@ async def test_a_coroutine_awaits_its_evaluation_and_may_give_it_up(shared: Any)
 # -- while training goes on --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.requirement(228)
 def test_a_trigger_returns_at_once_and_evaluates_the_weights_of_that_moment(tmp_path: Path) -> None:
     with gated(tmp_path / "go") as evaluator:
         source = policy(5.0)
@@ -131,13 +123,11 @@ def test_a_trigger_returns_at_once_and_evaluates_the_weights_of_that_moment(tmp_
         assert not evaluator.trigger_eval(source), "one is under way: this one is skipped"
         (tmp_path / "go").touch()
         result = evaluator.wait()
-        assert result is not None
         assert (result["eval/reward"], result["eval/step"]) == (50.0, 1)
         assert not evaluator.pending
         assert evaluator.wait() is None, "nothing is pending"
 
 
-@pytest.mark.requirement(228)
 async def test_results_come_to_an_asynchronous_loop_while_training_goes_on() -> None:
     source = policy(0.0)
     async with await Evaluator.create(make(length=LENGTH, delay=0.002), source, **GIVEN) as evaluator:
@@ -162,7 +152,6 @@ async def test_results_come_to_an_asynchronous_loop_while_training_goes_on() -> 
     assert steps > accepted, "training did not wait"
 
 
-@pytest.mark.requirement(228)
 def test_the_newest_weights_are_evaluated_next(tmp_path: Path) -> None:
     with gated(tmp_path / "go", busy_policy="newest") as evaluator:
         assert all(evaluator.trigger_eval(policy(float(value)), step=value) for value in range(5))
@@ -172,18 +161,20 @@ def test_the_newest_weights_are_evaluated_next(tmp_path: Path) -> None:
         assert len(found) <= 2, "one may have begun before the others came"
 
 
-@pytest.mark.requirement(228)
 def test_all_weights_are_evaluated_in_their_order(tmp_path: Path) -> None:
     with gated(tmp_path / "go", busy_policy="queue") as evaluator:
         assert all(evaluator.trigger_eval(policy(float(value))) for value in range(4))
         (tmp_path / "go").touch()
         assert rewards(*(evaluator.wait() for _ in range(4))) == [0.0, 10.0, 20.0, 30.0]
+        with ThreadPoolExecutor(3) as threads:  # each of those who wait gets a result
+            assert all(evaluator.trigger_eval(policy(float(value))) for value in range(3))
+            assert sorted(rewards(*threads.map(lambda _: evaluator.wait(20), range(3)))) == [0.0, 10.0, 20.0]
+        assert evaluator.wait() is None
         assert evaluator.trigger_eval(policy(9.0))
         assert rewards(evaluator.evaluate(policy(8.0))) == [80.0], "a caller waits for its own"
         assert rewards(evaluator.wait()) == [90.0]
 
 
-@pytest.mark.requirement(228)
 def test_a_second_trigger_can_be_an_error(tmp_path: Path) -> None:
     with gated(tmp_path / "go", busy_policy="error") as evaluator:
         evaluator.trigger_eval()
@@ -201,7 +192,6 @@ def test_a_second_trigger_can_be_an_error(tmp_path: Path) -> None:
 # -- what is evaluated -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.requirement(228)
 def test_environments_contribute_equal_shares_however_long_their_episodes_are() -> None:
     def env() -> Counting:
         return Counting(length=torch.tensor([2, 6]), batch=(2,))  # type: ignore[arg-type]
@@ -225,7 +215,6 @@ class Summed(Counting):
         return td, root
 
 
-@pytest.mark.requirement(228)
 def test_what_the_environment_and_the_user_add_is_used(tmp_path: Path) -> None:
     came: list[TensorDictBase] = []
 
@@ -244,7 +233,6 @@ def test_what_the_environment_and_the_user_add_is_used(tmp_path: Path) -> None:
         assert came[0]["test/step"].item() == 12
 
 
-@pytest.mark.requirement(228)
 def test_a_limit_truncates_episodes_without_an_end() -> None:
     with Evaluator(make(length=10**9), policy(), **(GIVEN | {"max_steps": 7})) as evaluator:
         assert evaluator.evaluate()["eval/episode_length"] == 7.0
@@ -257,7 +245,6 @@ class Dropping(Marked):
         return super().forward(observation) * (-1.0 if self.training else 1.0)
 
 
-@pytest.mark.requirement(228)
 def test_a_factory_makes_the_policy_with_the_environment_and_it_does_not_learn() -> None:
     def factory(env: Counting) -> TensorDictModule:
         return TensorDictModule(Dropping(float(env.length)), in_keys=["observation"], out_keys=["action"])
@@ -272,7 +259,6 @@ def test_a_factory_makes_the_policy_with_the_environment_and_it_does_not_learn()
         assert rewards(other.evaluate()) == [30.0]
 
 
-@pytest.mark.requirement(228)
 def test_models_of_the_environment_are_evaluated_with_the_policy() -> None:
     name = "env.transform[0].module"
 
@@ -291,7 +277,6 @@ def test_models_of_the_environment_are_evaluated_with_the_policy() -> None:
 # -- failures, and the end ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.requirement(228)
 def test_what_an_evaluation_raises_is_raised_where_its_result_is_taken(caplog: pytest.LogCaptureFixture) -> None:
     with Evaluator(make(length=LENGTH, fail_at=8), policy(), **GIVEN) as evaluator:
         with pytest.raises(ValueError, match="the environment has failed") as caught:
@@ -314,7 +299,6 @@ def test_what_an_evaluation_raises_is_raised_where_its_result_is_taken(caplog: p
     assert "an evaluation failed" in caplog.text
 
 
-@pytest.mark.requirement(228)
 def test_a_callback_may_ask_for_more_but_not_wait_for_it() -> None:
     found: list[Any] = []
 
@@ -332,7 +316,6 @@ def test_a_callback_may_ask_for_more_but_not_wait_for_it() -> None:
         assert [result["eval/step"] for result in iter(evaluator.wait, None)] == found == [0, 1, 2]
 
 
-@pytest.mark.requirement(228)
 def test_a_killed_worker_is_told_to_everybody() -> None:
     with Evaluator(make(length=10**9), policy(), **GIVEN) as evaluator:
         evaluator.trigger_eval()
@@ -345,7 +328,6 @@ def test_a_killed_worker_is_told_to_everybody() -> None:
             evaluator.evaluate()
 
 
-@pytest.mark.requirement(228)
 async def test_the_end_stops_an_evaluation_under_way_and_leaves_nothing(caplog: pytest.LogCaptureFixture) -> None:
     evaluator = await Evaluator.create(make(length=10**9, delay=0.001), policy(), **GIVEN)
     pids = evaluator._collector._group.pids
@@ -376,7 +358,6 @@ async def test_the_end_stops_an_evaluation_under_way_and_leaves_nothing(caplog: 
             call()
 
 
-@pytest.mark.requirement(228)
 def test_an_evaluator_that_is_forgotten_ends() -> None:
     evaluator = Evaluator(make(length=LENGTH), policy(), **GIVEN)
     pids = evaluator._collector._group.pids
@@ -386,7 +367,6 @@ def test_an_evaluator_that_is_forgotten_ends() -> None:
     assert gone_within(pids, 10.0)
 
 
-@pytest.mark.requirement(228)
 def test_its_state_is_the_count_of_steps(shared: Any) -> None:
     evaluator, _ = shared
     evaluator.load_state_dict({"step_counter": 30})
@@ -398,7 +378,6 @@ def test_its_state_is_the_count_of_steps(shared: Any) -> None:
     evaluator.wait()
 
 
-@pytest.mark.requirement(228)
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
@@ -421,7 +400,6 @@ def test_arguments_that_cannot_be_are_refused(given: Any, error: Any, message: s
         Evaluator(**({"env": make(), "policy": policy()} | GIVEN | given))
 
 
-@pytest.mark.requirement(228)
 def test_what_the_worker_raises_before_it_is_ready_is_raised_by_the_constructor() -> None:
     def env() -> Counting:
         raise LookupError("no such game")
@@ -430,12 +408,10 @@ def test_what_the_worker_raises_before_it_is_ready_is_raised_by_the_constructor(
         Evaluator(env, policy(), **GIVEN)
 
 
-@pytest.mark.requirement(228)
 def test_it_has_the_names_of_torchrls() -> None:
-    """But for those of its Ray actor, and the choice of a collector."""
     theirs = parameters("collectors/_evaluator.py", "Evaluator")
     left = theirs.pop("__init__") - set(inspect.signature(Evaluator.__init__).parameters)
-    assert left == {"collector_cls", "num_gpus", "ray_kwargs"}
+    assert left == {"collector_cls", "num_gpus", "ray_kwargs"}, "those of its Ray actor, and a collector's choice"
     for name, wanted in theirs.items():
         own = inspect.getattr_static(Evaluator, name)
         own = own.fget if isinstance(own, property) else getattr(own, "__func__", own)
@@ -452,7 +428,6 @@ class Lives(Counting):
         return found, root
 
 
-@pytest.mark.requirement(228)
 def test_metrics_get_the_episodes_that_done_keys_tell() -> None:
     def rows(episodes: Any) -> dict[str, Any]:
         return {"rows": episodes["collector", "mask"].sum(-1).tolist()}
@@ -461,25 +436,3 @@ def test_metrics_get_the_episodes_that_done_keys_tell() -> None:
     with Evaluator(lambda: Lives(length=6), policy(1.0), **arguments) as evaluator:
         found = evaluator.evaluate()
     assert (found["eval/num_episodes"], found["eval/rows"]) == (3, [2, 2, 2])
-
-
-def test_each_of_those_who_wait_gets_a_result(tmp_path: Path) -> None:
-    with gated(tmp_path / "go", busy_policy="queue") as evaluator:
-        for step in range(3):
-            evaluator.trigger_eval(step=step)
-        found: list[Any] = []
-        waiting = [threading.Thread(target=lambda: found.append(evaluator.wait())) for _ in range(3)]
-        for thread in waiting:
-            thread.start()
-        (tmp_path / "go").touch()
-        for thread in waiting:
-            thread.join(20)
-        assert sorted(result["eval/step"] for result in found) == [0, 1, 2]
-        assert evaluator.wait() is None
-
-
-@pytest.mark.requirement(170)
-def test_weights_of_the_policy_are_given_once(shared: tuple[Evaluator, TensorDictModule]) -> None:
-    evaluator, source = shared
-    with pytest.raises(ValueError, match="weights_dict"):
-        evaluator.evaluate(source, weights_dict={"policy": source})

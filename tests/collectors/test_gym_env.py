@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from tensordict import TensorDict, TensorDictBase
 
@@ -18,6 +19,7 @@ from asyncsync.collectors import Collector, GymEnv
 from helpers.collecting_gym import EPISODE, Counting, CountingVector, Spaces, counting, every_space, torchrl_gym
 
 N = 3
+FORKED = {"context": "fork", "shared_memory": False}  # multiprocessing keeps shared memory for its next use
 
 
 @pytest.fixture(scope="module")
@@ -39,14 +41,10 @@ def make() -> Iterator[Callable[..., GymEnv]]:
         made.pop().close()
 
 
-def flat(td: TensorDictBase) -> dict[Any, torch.Tensor]:
-    return dict(td.items(include_nested=True, leaves_only=True))
-
-
 def assert_same(ours: TensorDictBase, theirs: TensorDictBase) -> None:
     assert ours.batch_size == theirs.batch_size
     assert ours.device == theirs.device
-    a, b = flat(ours), flat(theirs)
+    a, b = (dict(td.items(include_nested=True, leaves_only=True)) for td in (ours, theirs))
     assert a.keys() == b.keys()
     for key, value in a.items():
         assert (value.shape, value.dtype) == (b[key].shape, b[key].dtype), key
@@ -181,8 +179,7 @@ VECTORS: dict[str, Callable[..., Any]] = {
     "async-same-step": lambda **kwargs: AsyncVectorEnv(
         [counting(index, **kwargs) for index in range(N)],
         autoreset_mode=AutoresetMode.SAME_STEP,
-        context="fork",
-        shared_memory=False,  # multiprocessing keeps that for its next use
+        **FORKED,
     ),
     "wrapped": lambda **kwargs: gymnasium.wrappers.vector.RecordEpisodeStatistics(
         sync(AutoresetMode.DISABLED, **kwargs)
@@ -242,12 +239,26 @@ def test_truncations_are_none_of_the_terminations(make: Callable[..., GymEnv]) -
 
 
 @pytest.mark.requirement(90)
-def test_last_observations_of_environments_that_write_over_them(make: Callable[..., GymEnv]) -> None:
-    gymnasium.register("Reusing-v0", entry_point=Counting, kwargs={"reuse": True})
-    try:
-        assert_whole(make("Reusing-v0", num_envs=N), 9)
-    finally:
-        gymnasium.registry.pop("Reusing-v0")
+@pytest.mark.parametrize(
+    "made",
+    [
+        {},
+        {"num_envs": 2, "vectorization_mode": "sync"},
+        {"num_envs": 2, "vectorization_mode": "sync", "vector_kwargs": {"autoreset_mode": AutoresetMode.SAME_STEP}},
+        {"num_envs": 2, "vectorization_mode": "async", "vector_kwargs": FORKED},
+    ],
+    ids=["single", "sync", "sync, same step", "async"],
+)
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_last_observations_of_environments_that_write_all_into_the_same_array(made: dict[str, Any]) -> None:
+    env = GymEnv(EnvSpec("Reusing-v0", entry_point=lambda **_: Counting(reuse=True)), **made)
+    with Collector(env, frames_per_batch=12 * env.batch_size.numel()) as collector:
+        batch: Any = collector.rollout()
+    before, after, ended = batch["observation"], batch["next", "observation"], batch["next", "done"]
+    assert torch.equal(after, before + 1)
+    assert torch.equal(ended[..., 0], after[..., 0] % EPISODE == 3)
+    following = torch.where(ended, (after // EPISODE + 1) * EPISODE, after)
+    assert torch.equal(before[..., 1:, :], following[..., :-1, :])
 
 
 @pytest.mark.requirement(90)
@@ -426,11 +437,21 @@ def test_last_observations_of_any_space_are_those_of_a_vector_that_waits(
         assert_same(a, b)
 
 
+def test_a_choice_that_is_none_is_refused_as_an_observation_too() -> None:
+    class Off(Spaces):
+        def step(self, action: Any) -> Any:
+            return (3, *super().step(action)[1:])
+
+    with Collector(Off(spaces.Discrete(2), spaces.Discrete(3)), frames_per_batch=7) as collector:
+        with pytest.raises(ValueError, match=r"'observation' does not fit .* \[0, 1, 2\]: 3"):
+            collector.next()
+
+
 @pytest.mark.requirement(90)
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 def test_numbers_as_observations_of_environments_in_processes(make: Callable[..., GymEnv]) -> None:
-    kwargs = {"vector_kwargs": {"context": "fork", "shared_memory": False}}  # as above
-    env = make("FrozenLake-v1", num_envs=2, vectorization_mode="async", categorical_action_encoding=True, **kwargs)
+    kwargs = {"vectorization_mode": "async", "vector_kwargs": FORKED}
+    env = make("FrozenLake-v1", num_envs=2, categorical_action_encoding=True, **kwargs)
     env.set_seed(0)
     td, ended = env.reset(), 0
     for _ in range(30):

@@ -1,4 +1,5 @@
-"""A collector with workers takes weights in: given to it, from above, and for models that act in this process."""
+"""A collector with workers takes weights in: given to it or from above, for its workers, which may have made their own
+policies, and for models that act in this process. It acknowledges nothing that its workers do not get."""
 
 from __future__ import annotations
 
@@ -6,6 +7,8 @@ import pickle
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -55,32 +58,33 @@ def fresh(collector: Any) -> Any:
 
 # -- receive_weights --------------------------------------------------------------------------------------------------
 
-FORMS: dict[str, Any] = {
-    "a module": lambda m: ((m,), {}),
-    "a TensorDict": lambda m: ((TensorDict.from_module(m).data,), {}),
-    "a dict": lambda m: ((m.state_dict(),), {}),
-    "weights": lambda m: ((), {"weights": TensorDict.from_module(m).data}),
-    "policy": lambda m: ((), {"policy": m}),
-}
+FORMS: list[Any] = [
+    lambda m: ((m,), {}),
+    lambda m: ((TensorDict.from_module(m).data,), {}),
+    lambda m: ((m.state_dict(),), {}),
+    lambda m: ((), {"weights": TensorDict.from_module(m).data}),
+    lambda m: ((), {"policy": m}),
+]
 
 
-@pytest.mark.requirement(160, 164)
-@pytest.mark.parametrize("form", FORMS)
-def test_what_is_given_becomes_the_policys_and_every_workers(crew: Any, form: str) -> None:
-    before, value = crew.policy_version, 20.0 + crew.policy_version
-    arguments, keywords = FORMS[form](policy(value))
-    crew.receive_weights(*arguments, **keywords)
-    assert crew.policy.module.weight.unique().tolist() == [value]
-    assert crew.policy_version == before + 1
-    batch = fresh(crew)
-    assert (acted(batch), versions(batch)) == ([value], [before + 1])
-
-
-@pytest.mark.requirement(159)
-def test_without_schemes_or_arguments_the_registered_policy_is_mirrored(crew: Any) -> None:
+@pytest.mark.requirement(159, 160, 161, 164)
+def test_what_is_given_becomes_the_policys_and_every_workers(crew: Any) -> None:
+    for value, form in enumerate(FORMS, 20):
+        before = crew.policy_version
+        arguments, keywords = form(policy(value))
+        crew.receive_weights(*arguments, **keywords)
+        assert crew.policy.module.weight.unique().tolist() == [value]
+        assert crew.policy_version == before + 1
+        batch = fresh(crew)
+        assert (acted(batch), versions(batch)) == ([value], [before + 1])
+    with pytest.raises(ValueError, match="exclude each other"):
+        crew.receive_weights(policy(2.0), weights=policy(3.0).state_dict())
+    with pytest.raises(SchemaMismatch):
+        crew.receive_weights({"module.weight": torch.zeros(9)})
+    assert (crew.policy_version, crew.policy.module.weight.unique().tolist()) == (before + 1, [value])
     crew.policy.module.fill(15.0)
     crew.receive_weights()
-    assert acted(fresh(crew)) == [15.0]
+    assert acted(fresh(crew)) == [15.0], "without arguments, the registered policy's"
 
 
 class Counted(Marked):
@@ -105,43 +109,13 @@ def test_extra_state_comes_with_the_weights() -> None:
         collector.next()
 
 
-@pytest.mark.requirement(161)
-def test_several_sources_conflict(crew: Any) -> None:
-    before = (crew.policy_version, crew.policy.module.weight.unique().tolist())
-    weights = {"weights": policy(3.0).state_dict()}
-    for arguments, keywords in [((policy(2.0),), weights), ((), weights | {"policy": policy(2.0)})]:
-        with pytest.raises(ValueError, match="exclude each other"):
-            crew.receive_weights(*arguments, **keywords)
-    with pytest.raises(SchemaMismatch):
-        crew.receive_weights({"module.weight": torch.zeros(9)})
-    assert (crew.policy_version, crew.policy.module.weight.unique().tolist()) == before
-
-
 @pytest.mark.requirement(159)
 def test_a_collector_whose_workers_get_no_weights_says_so() -> None:
     with MultiSyncCollector([make()], None, **options()) as collector:
+        assert collector._sender_schemes == {}
+        assert acted(collector.next()) == [-1.0]
         with pytest.raises(ValueError, match=r"has schemes for none.* weight_sync_schemes=\{model_id: scheme\}"):
             collector.receive_weights(policy(2.0))
-
-
-@pytest.mark.requirement(159, 162, 164)
-def test_with_receiver_schemes_it_takes_in_what_they_have() -> None:
-    above = ZMQWeightSyncScheme()
-    above.init_on_sender(model_id="policy", model=policy(4.0), num_workers=1)
-    given = {"policy": pickle.loads(pickle.dumps(above))}
-    thread = threading.Thread(target=above.connect)
-    thread.start()
-    with MultiSyncCollector([make()], policy(), weight_recv_schemes=given, worker_idx=0, **options()) as middle:
-        thread.join(20)
-        assert acted(middle.next()) == [4.0]
-        above.send(policy(5.0))
-        middle.receive_weights()
-        assert acted(middle.next()) == [5.0]
-        for arguments, keywords in [((policy(6.0),), {}), ((), {"policy": policy(6.0)}), ((), {"weights": {}})]:
-            with pytest.raises(ValueError, match="weight_recv_schemes"):
-                middle.receive_weights(*arguments, **keywords)
-        assert acted(middle.next()) == [5.0]
-    above.shutdown()
 
 
 # -- whom it is for ---------------------------------------------------------------------------------------------------
@@ -167,6 +141,9 @@ def test_worker_ids_an_index_several_a_device_or_devices(style: str) -> None:
             update(collector, style, policy(9.0), worker_ids=torch.device("cuda:3"))
         with pytest.raises(ValueError, match="worker"):
             update(collector, style, policy(9.0), worker_ids=2)
+        for wrong in ("cpu", 1.5):
+            with pytest.raises(TypeError, match=f"worker_ids .*{wrong!r}"):
+                update(collector, style, policy(9.0), worker_ids=wrong)
         assert acted(collector.next()) == [6.0]
         update(collector, style, {0: policy(7.0), 1: policy(8.0)})
         assert [acted(part) for part in collector.next()] == [[7.0], [8.0]]  # type: ignore[union-attr]
@@ -240,8 +217,113 @@ def test_parts_of_the_policy_are_models_of_their_own(wrapped: bool) -> None:
 @pytest.mark.requirement(169)
 def test_a_model_that_no_worker_has_is_refused_with_the_rule() -> None:
     schemes = {"policy": SharedMemWeightSyncScheme(), "critic": SharedMemWeightSyncScheme()}
-    rule = (
-        r"weight_recv_schemes\['critic'\]: Collector has no model 'critic': a model id is 'policy', an attribute path"
-    )
-    with pytest.raises(ValueError, match=rule):
+    with pytest.raises(ValueError, match=r"weight_recv_schemes\['critic'\].*no model 'critic': a model id is 'policy'"):
         MultiSyncCollector([make()], policy(), weight_sync_schemes=schemes, **options())
+
+
+# -- policies that workers have made -----------------------------------------------------------------------------------
+
+MADE_THERE = {"policy_factory": policy}
+
+
+def constant(observation: torch.Tensor) -> torch.Tensor:
+    return torch.full((*observation.shape[:-1], 2), 7.0)
+
+
+def acted_at_last(collector: Any) -> list[float]:
+    """What all workers do: rollouts that an asynchronous one had begun come first."""
+    return acted(torch.stack([collector.next().flatten() for _ in range(8)][-2:]))
+
+
+@contextmanager
+def trainer() -> Iterator[tuple[ZMQWeightSyncScheme, dict[str, Any]]]:
+    """A sender with one worker, which connects meanwhile, and that worker's schemes."""
+    above = ZMQWeightSyncScheme()
+    above.init_on_sender(model_id="policy", model=policy(4.0), num_workers=1)
+    connecting = threading.Thread(target=above.connect, kwargs={"timeout": 50})
+    connecting.start()
+    try:
+        yield above, {"weight_recv_schemes": {"policy": pickle.loads(pickle.dumps(above))}, "worker_idx": 0}
+        connecting.join(50)
+    finally:
+        above.shutdown()
+
+
+@pytest.mark.requirement(130)
+@pytest.mark.parametrize(("kind", "style"), [(MultiSyncCollector, "async"), (MultiAsyncCollector, "blocking")])
+def test_weights_reach_policies_that_workers_have_made(kind: Any, style: str) -> None:
+    with kind([make()] * 2, policy_factory=policy, **options()) as collector:
+        assert acted(collector.next()) == [1.0]
+        update(collector, style, policy(5.0))
+        assert acted_at_last(collector) == [5.0]
+        with pytest.raises(ValueError, match="has no policy in this process: pass the weights to send"):
+            update(collector, style)
+
+
+class Makes(torch.nn.Module):
+    """A factory that is a module, and needs no arguments."""
+
+    def forward(self, value: float = 4.0) -> Any:
+        return policy(value)
+
+
+@pytest.mark.requirement(125, 130)
+def test_policies_without_weights_or_of_several_kinds_need_no_scheme() -> None:
+    cases = ((lambda: constant, [7.0]), ([policy, partial(policy, 2.0, 6)], [1.0, 2.0]), (Makes(), [4.0]))
+    for factories, expected in cases:
+        with MultiSyncCollector([make()] * 2, policy_factory=factories, **options()) as collector:
+            assert acted(collector.next()) == expected
+
+
+@pytest.mark.requirement(159, 162, 164, 237)
+@pytest.mark.parametrize(
+    ("kind", "source"),
+    [(MultiSyncCollector, {"policy": policy()}), (MultiSyncCollector, MADE_THERE), (MultiAsyncCollector, MADE_THERE)],
+    ids=["its own policy", "made there", "made there, one by one"],
+)
+def test_what_a_collector_receives_reaches_the_policies_of_its_workers(kind: Any, source: dict[str, Any]) -> None:
+    with trainer() as (above, received), kind([make()] * 2, **source, **received, **options()) as middle:
+        assert acted(middle.next()) == [4.0]
+        above.send(policy(5.0))
+        middle.receive_weights()
+        assert acted_at_last(middle) == [5.0]
+        with pytest.raises(ValueError, match="weight_recv_schemes"):
+            middle.receive_weights(policy(6.0))
+        assert acted_at_last(middle) == [5.0]
+
+
+@pytest.mark.requirement(164, 237)
+def test_it_does_so_as_a_worker() -> None:
+    inner = partial(MultiSyncCollector, num_workers=2, start_method="forkserver")
+    with MultiAsyncCollector([make()], policy_factory=policy, collector_class=inner, **options()) as collector:
+        collector.update_policy_weights_(policy(3.0))
+        assert acted_at_last(collector) == [3.0]
+
+
+@pytest.mark.requirement(237)
+@BOTH
+@pytest.mark.parametrize("source", ["policy", "policy_factory"])
+def test_weights_that_would_reach_no_worker_are_refused_at_once(kind: Any, source: str) -> None:
+    above = ZMQWeightSyncScheme()
+    above.init_on_sender(model_id="policy", model=policy(4.0), num_workers=1)
+    given = {"weight_recv_schemes": {"policy": pickle.loads(pickle.dumps(above))}, "worker_idx": 0}
+    given |= {source: policy() if source == "policy" else policy, "weight_sync_schemes": {}}
+    with pytest.raises(ValueError, match=r"'policy'.* weight_sync_schemes="):
+        kind([make()], **given, **options())
+    above.shutdown()
+
+
+@pytest.mark.requirement(237)
+def test_a_receiver_that_the_user_has_initialised_must_know_the_collector() -> None:
+    above = ZMQWeightSyncScheme()
+    above.init_on_sender(model_id="policy", model=policy(4.0), num_workers=1)
+    received = pickle.loads(pickle.dumps(above))
+    with MultiSyncCollector([make()], policy(), worker_idx=0, **options()) as collector:
+        received.init_on_receiver("policy", model=collector.policy, worker_idx=0)
+        with pytest.raises(ValueError, match=r"without this collector as its context.*init_on_receiver"):
+            collector.register_scheme_receiver({"policy": received})
+        for part in ("policy.module", "module"):  # the workers are sent the whole policy
+            with pytest.raises(ValueError, match=f"'{part}'.* weight_sync_schemes="):
+                pickle.loads(pickle.dumps(above)).init_on_receiver(part, context=collector)
+    received.shutdown()
+    above.shutdown()

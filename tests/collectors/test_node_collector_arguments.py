@@ -48,7 +48,7 @@ def test_constructors_show_their_parameters_and_document_them(kind: Any) -> None
         kind(make(), frames=3, frames_per_batch=3)
 
 
-@pytest.mark.requirement(127, 139, 140, 141)
+@pytest.mark.requirement(34, 127, 139, 140, 141)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("given", "error", "message"),
@@ -72,12 +72,6 @@ def test_arguments_that_do_not_fit_are_refused(kind: Any, given: Any, error: typ
         kind([make()] * 2, **{"policy": lambda td: td, "frames_per_batch": 4, **given})
 
 
-@pytest.mark.requirement(34, 127)
-def test_the_pages_numbers_are_refused_by_rpc_collector() -> None:
-    with pytest.raises(ValueError, match="total_frames=10000 is not divisible by frames_per_batch=192"):
-        RPCCollector([make()] * 3, policy(), frames_per_batch=192, total_frames=10_000, launcher="mp")
-
-
 @pytest.mark.parametrize(
     ("kind", "scheme"),
     [
@@ -92,44 +86,37 @@ def test_schemes_that_call_objects_of_another_kind_are_refused(kind: Any, scheme
         kind([make()], policy(), frames_per_batch=4, weight_sync_schemes={"policy": scheme()})
 
 
-@pytest.mark.requirement(144, 147, 148, 149)
-@pytest.mark.parametrize("kind", [RPCCollector, DistributedCollector])
+LAUNCHED = [RPCCollector, DistributedCollector]
+OF_FAMILIES: list[tuple[list[Any], dict[str, Any], type[Exception], str]] = [
+    (LAUNCHED, {"launcher": "slurm"}, ValueError, "'slurm': choose one of 'submitit', 'mp', 'torchrun'"),
+    (LAUNCHED, {"launcher": "mp", "slurm_kwargs": {"timeout_min": 3}}, ValueError, "slurm_kwargs"),
+    (LAUNCHED, {"slurm_kwargs": [1]}, TypeError, "slurm_kwargs"),
+    (LAUNCHED, {"backend": "udp"}, ValueError, "gloo, mpi, nccl, ucc, not 'udp'"),
+    (LAUNCHED, {"backend": "nccl"}, ValueError, "no nccl"),
+    (LAUNCHED, {"tcp_port": "http"}, ValueError, "tcp_port .*'http'"),
+    (LAUNCHED, {"tcp_port": 1.5}, TypeError, "tcp_port"),
+    (LAUNCHED, {"tcp_port": 70000}, ValueError, "tcp_port .*65535"),
+    ([RPCCollector], {"visible_devices": ["cpu"]}, ValueError, "visible_devices has 1 entries, but there are 2"),
+    ([RPCCollector], {"visible_devices": "cpu"}, TypeError, "visible_devices"),
+    ([RPCCollector], {"visible_devices": ["cpu", "disk"]}, ValueError, r"visible_devices\[1\]='disk'"),
+    ([RPCCollector], {"tensorpipe_options": ["uv"]}, TypeError, "tensorpipe_options"),
+    ([RPCCollector], {"tensorpipe_options": {"init_method": "env://"}}, ValueError, "init_method"),
+    ([RayCollector], {"num_collectors": 3}, ValueError, "num_collectors=3, but create_env_fn is a list of 2"),
+    ([RayCollector], {"remote_configs": [{}]}, ValueError, "remote_configs has 1 entries"),
+    ([RayCollector], {"remote_configs": 3}, TypeError, "remote_configs"),
+    ([RayCollector], {"remote_configs": {"max_restarts": 3}}, ValueError, "restarts="),
+    ([RayCollector], {"restarts": -1}, ValueError, "restarts"),
+    ([RayCollector], {"replay_buffer": []}, TypeError, "replay_buffer is a list"),
+]
+
+
+@pytest.mark.requirement(144, 147, 148, 149, 150, 151)
 @pytest.mark.parametrize(
-    ("given", "error", "message"),
-    [
-        ({"launcher": "slurm"}, ValueError, "unknown launcher 'slurm': choose one of 'submitit', 'mp', 'torchrun'"),
-        (
-            {"launcher": "mp", "slurm_kwargs": {"timeout_min": 3}},
-            ValueError,
-            "slurm_kwargs",
-        ),
-        ({"slurm_kwargs": [1]}, TypeError, "slurm_kwargs must be a dict"),
-        ({"backend": "udp"}, ValueError, "backend must be one of gloo, mpi, nccl, ucc, not 'udp'"),
-        ({"backend": "nccl"}, ValueError, "this torch has no nccl, it was built with"),
-        ({"tcp_port": "http"}, ValueError, "tcp_port must be .*, not 'http'"),
-        ({"tcp_port": 1.5}, TypeError, "tcp_port must be an int"),
-        ({"tcp_port": 70000}, ValueError, "tcp_port must be at most 65535"),
-    ],
+    ("kind", "given", "error", "word"), [(kind, *row) for kinds, *row in OF_FAMILIES for kind in kinds]
 )
-def test_how_nodes_are_launched_and_met_is_checked(kind: Any, given: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
+def test_how_nodes_are_launched_and_met_is_checked(kind: Any, given: Any, error: type[Exception], word: str) -> None:
+    with pytest.raises(error, match=word):
         kind([make()] * 2, policy(), frames_per_batch=4, **given)
-
-
-@pytest.mark.requirement(150, 151)
-@pytest.mark.parametrize(
-    ("given", "error", "message"),
-    [
-        ({"visible_devices": ["cpu"]}, ValueError, "visible_devices has 1 entries, but there are 2"),
-        ({"visible_devices": "cpu"}, TypeError, "visible_devices"),
-        ({"visible_devices": ["cpu", "disk"]}, ValueError, r"visible_devices\[1\]='disk'"),
-        ({"tensorpipe_options": ["uv"]}, TypeError, "tensorpipe_options must be a dict"),
-        ({"tensorpipe_options": {"init_method": "env://"}}, ValueError, "init_method"),
-    ],
-)
-def test_what_is_rpcs_own_is_checked(given: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        RPCCollector([make()] * 2, policy(), frames_per_batch=4, **given)
 
 
 @pytest.mark.requirement(147)
@@ -160,22 +147,6 @@ def test_rays_schemes_say_in_one_line_what_they_need(monkeypatch: pytest.MonkeyP
                 scheme.init_on_sender(model_id="policy", model=policy(), remotes=[object()])
             with pytest.raises(ImportError, match=r"needs Ray, which is not installed: pip install 'asyncsync\[ray\]'"):
                 scheme.connect(timeout=5)
-
-
-@pytest.mark.parametrize(
-    ("given", "error", "message"),
-    [
-        ({"num_collectors": 3}, ValueError, "num_collectors=3, but create_env_fn is a list of 2"),
-        ({"remote_configs": [{}]}, ValueError, "remote_configs has 1 entries"),
-        ({"remote_configs": 3}, TypeError, "remote_configs must be a dict for ray.remote"),
-        ({"remote_configs": {"max_restarts": 3}}, ValueError, "restarts="),
-        ({"restarts": -1}, ValueError, "restarts must be at least 0"),
-        ({"replay_buffer": []}, TypeError, "replay_buffer is a list"),
-    ],
-)
-def test_arguments_of_rays_own_are_checked(given: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        RayCollector([make()] * 2, policy(), frames_per_batch=4, **given)
 
 
 def test_a_rank_that_is_none_is_told_how_to_become_one(monkeypatch: pytest.MonkeyPatch) -> None:

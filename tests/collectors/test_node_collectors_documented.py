@@ -25,41 +25,32 @@ def seen(family: str) -> Any:
     return in_program(documented, family, seconds=600, start_method="forkserver")
 
 
-@pytest.mark.requirement(126, 127, 128, 134)
-def test_random_frames_are_whole_batches_of_the_total(family: str) -> None:
-    """Of 128: storing_device; 134: of 13 random frames, two batches of 12 are made."""
-    found = seen(family)["limits"]
-    assert found["actions"] == [[-1.0], [-1.0], [2.0], [2.0], [2.0]]
-    assert found["device"] == "cpu"
+EXPECTED: dict[tuple[str, str], Any] = {
+    ("limits", "actions"): [[-1.0]] * 2 + [[2.0]] * 3,  # of 13 random frames, two batches of 12 are made
+    ("limits", "device"): "cpu",
+    ("limits", "steps"): {node: [float(step % length) for step in range(30)] for node, length in ((0, 3), (1, 4))},
+    ("limits", "scaled"): [[1.0]] * 5,
+    ("divided", "devices"): [["cpu", "cpu"]] * 2,
+    ("divided", "shapes"): [[4, 3]] * 3,  # environments begin anew with each batch, and trajectories are rows
+    ("divided", "masks"): [[1, 1, 3, 3]] * 3,
+    ("divided", "steps"): [[0.0] * 4 + [1.0, 1.0, 2.0, 2.0]] * 3,
+    ("divided", "actions"): [[1.0], [2.0], [3.0]],  # overrides r146 where batches are of all nodes
+    ("by_updaters", "pushed"): [[[3.0], [4.0], [4.0], [5.0]], [[3.0], [4.0], [5.0]]],  # to all, and to a chosen one
+    ("by_updaters", "initialised"): ((1,), {"two": 3}),
+    ("at_random", "updater"): None,
+    ("at_random", "closed"): [(True, True), (True, False)],  # the end closes environments if it is to
+    ("at_random", "actions"): [-1.0],
+    ("updated", "index"): 0,
+    ("classes", "async"): ([[4]], [3.0], {0, 1}),
+    ("one_by_one", "kinds"): ["Named", "Named"],
+}
 
 
-@pytest.mark.requirement(133, 140)
-def test_trajectories_end_at_the_limit_that_each_nodes_collector_has(family: str) -> None:
-    steps = seen(family)["limits"]["steps"]
-    assert steps == {node: [float(step % length) for step in range(30)] for node, length in ((0, 3), (1, 4))}
-
-
-@pytest.mark.requirement(136)
-def test_a_postproc_gets_each_batch_in_one_piece(family: str) -> None:
-    assert seen(family)["limits"]["scaled"] == [[1.0]] * 5
-
-
-@pytest.mark.requirement(129)
-def test_devices_may_be_lists(family: str) -> None:
-    assert seen(family)["divided"]["devices"] == [["cpu", "cpu"], ["cpu", "cpu"]]
-
-
-@pytest.mark.requirement(135, 137)
-def test_environments_begin_anew_with_each_batch_and_trajectories_are_rows(family: str) -> None:
-    found = seen(family)["divided"]
-    assert found["shapes"] == [[4, 3]] * 3
-    assert found["masks"] == [[1, 1, 3, 3]] * 3
-    assert found["steps"] == [[0.0] * 4 + [1.0, 1.0, 2.0, 2.0]] * 3
-
-
-@pytest.mark.requirement(145)
-def test_overrides_r146_where_batches_are_of_all_nodes(family: str) -> None:
-    assert seen(family)["divided"]["actions"] == [[1.0], [2.0], [3.0]]
+# Of 128: storing_device.
+@pytest.mark.requirement(121, 126, 127, 128, 129, 133, 134, 135, 136, 137, 139, 140, 141, 145, 152, 155, 157, 172, 175)
+@pytest.mark.parametrize(("case", "entry"), EXPECTED)
+def test_what_the_page_says_of_an_argument(family: str, case: str, entry: str) -> None:
+    assert seen(family)[case][entry] == EXPECTED[case, entry]
 
 
 @pytest.mark.requirement(146)
@@ -72,107 +63,67 @@ def test_no_node_makes_more_batches_with_the_same_weights(family: str) -> None:
     assert max(versions[0] + versions[1]) > 1
 
 
-@pytest.mark.requirement(130, 131, 132)
-def test_environments_and_policies_are_where_they_are_to_be(family: str) -> None:
-    for told, env, batch in seen(family)["acting"].values():
-        assert [where for _, where in told] == [2.0], "the policy was given its observation on its device"
-        assert (env, batch) == ("cpu:1", "None")
-
-
-@pytest.mark.requirement(138)
-def test_the_exploration_type_is_set_where_the_policy_acts(family: str) -> None:
+@pytest.mark.requirement(130, 131, 132, 138)
+def test_environments_and_policies_are_where_they_are_to_be_with_the_exploration_type(family: str) -> None:
     found = seen(family)["acting"]
     assert set(found) == {"RANDOM", "DETERMINISTIC"}, "the default, and a given one"
-    for name, (told, _, _) in found.items():
-        assert [KINDS[int(kind)].name for kind, _ in told] == [name]
-
-
-@pytest.mark.requirement(152, 166, 167, 175)
-def test_updaters_of_the_family(family: str) -> None:
-    """By their class, and as an instance; for all nodes, and for a chosen one."""
-    two_nodes, one_node = seen(family)["by_updaters"]["pushed"]
-    assert two_nodes == [[3.0], [4.0], [4.0], [5.0]]
-    assert one_node == [[3.0], [4.0], [5.0]]
+    for name, (told, env, batch) in found.items():
+        assert [(KINDS[int(kind)].name, where) for kind, where in told] == [(name, 2.0)], "on the policy's device"
+        assert (env, batch) == ("cpu:1", "None")
 
 
 @pytest.mark.requirement(51)
 def test_constructing_an_updater_names_the_scheme_to_use_instead(family: str) -> None:
-    names = {"by_rpc": "RPC", "by_gloo": "Distributed", "by_ray": "Ray"}
+    name = {"by_rpc": "RPC", "by_gloo": "Distributed", "by_ray": "Ray"}[family]
     [warned] = seen(family)["by_updaters"]["warned"]
-    assert f"{names[family]}WeightUpdater is deprecated" in warned
-    assert f"asyncsync.sync.{names[family]}WeightSyncScheme()" in warned
-
-
-@pytest.mark.requirement(157)
-def test_init_updater_reaches_the_updater(family: str) -> None:
-    assert seen(family)["by_updaters"]["initialised"] == ((1,), {"two": 3})
-    assert seen(family)["at_random"]["updater"] is None, "nothing happens without one"
-
-
-@pytest.mark.requirement(155)
-def test_the_end_closes_environments_if_it_is_to(family: str) -> None:
-    assert seen(family)["at_random"]["closed"] == [(True, True), (True, False)]
+    assert f"{name}WeightUpdater is deprecated" in warned
+    assert f"asyncsync.sync.{name}WeightSyncScheme()" in warned
 
 
 @pytest.mark.requirement(155, 158, 165, 240)
 def test_running_free_into_a_replay_buffer(family: str) -> None:
     """RPCCollector has no replay buffer: tests/collectors/test_node_collectors.py."""
-    found = seen(family)["in_the_background"]
-    if family == "by_rpc":
-        assert found is None
-    else:
-        assert found == {"paused": True, "running": True, "closed": True, "frames": (24, 24)}
+    expected = {"paused": True, "running": True, "closed": True, "frames": (24, 24)}
+    assert seen(family)["in_the_background"] == (None if family == "by_rpc" else expected)
 
 
-@pytest.mark.requirement(121, 171)
-def test_without_a_policy_actions_are_random_and_there_is_nobody_to_choose(family: str) -> None:
-    found = seen(family)["at_random"]
-    assert found["actions"] == [-1.0]
-    assert found["worker_ids"].startswith("TypeError: worker_ids=0, but")
+@pytest.mark.requirement(171, 172)
+def test_whom_there_is_nobody_to_choose_from_and_which_worker_it_is_are_errors(family: str) -> None:
+    assert seen(family)["at_random"]["worker_ids"].startswith("TypeError: worker_ids=0, but")
+    assert seen(family)["limits"]["index"].startswith("RuntimeError: worker_idx")
 
 
-@pytest.mark.requirement(166, 168)
-def test_weights_in_every_form(family: str) -> None:
+FORMS: dict[str, list[list[float]]] = {  # what both nodes, and postproc, have afterwards
+    "registered": [[2.0], [2.0], [1.0]],
+    "other keywords": [[2.0], [2.0], [1.0]],
+    "module": [[3.0], [3.0], [1.0]],
+    "weights_td": [[4.0], [4.0], [1.0]],
+    "policy": [[5.0], [5.0], [1.0]],
+    "policy of a model": [[6.0], [6.0], [1.0]],
+    "weights of a model": [[7.0], [7.0], [1.0]],
+    "another model": [[7.0], [7.0], [8.0]],
+    "weights_dict": [[9.0], [9.0], [10.0]],
+    "one": [[11.0], [9.0], [10.0]],
+    "list": [[11.0], [12.0], [10.0]],
+    "device": [[13.0], [13.0], [10.0]],
+    "devices": [[14.0], [14.0], [10.0]],
+    "each its own": [[15.0], [16.0], [10.0]],
+    "changed by none": [[15.0], [16.0], [10.0]],
+    "given a module": [[17.0], [17.0], [10.0]],
+    "given a TensorDict": [[18.0], [18.0], [10.0]],
+    "given a dict": [[19.0], [19.0], [10.0]],
+    "given weights": [[20.0], [20.0], [10.0]],
+    "given a policy": [[21.0], [21.0], [10.0]],
+    "mirrored": [[22.0], [22.0], [10.0]],
+}
+
+
+@pytest.mark.requirement(159, 160, 161, 166, 167, 168, 169, 170)
+def test_weights_in_every_form_to_all_or_chosen_nodes_and_what_is_refused(family: str) -> None:
     found = seen(family)["updated"]
-    forms = (
-        "registered",
-        "other keywords",
-        "module",
-        "weights_td",
-        "policy",
-        "policy of a model",
-        "weights of a model",
-    )
-    expected = dict(zip(forms, (2.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0), strict=True))
-    assert {form: found[form] for form in forms} == {form: [[v], [v], [1.0]] for form, v in expected.items()}
-    assert found["another model"] == [[7.0], [7.0], [8.0]]
-    assert found["weights_dict"] == [[9.0], [9.0], [10.0]]
-
-
-@pytest.mark.requirement(167)
-def test_chosen_nodes_by_index_or_device(family: str) -> None:
-    found = seen(family)["updated"]
-    assert found["one"][:2] == [[11.0], [9.0]]
-    assert found["list"][:2] == [[11.0], [12.0]]
-    assert found["device"][:2] == [[13.0], [13.0]]
-    assert found["devices"][:2] == [[14.0], [14.0]]
-    assert found["each its own"][:2] == [[15.0], [16.0]]
-
-
-@pytest.mark.requirement(161, 169, 170)
-def test_what_excludes_each_other_is_refused_and_changes_nothing(family: str) -> None:
-    found = seen(family)["updated"]
+    assert {form: found[form] for form in FORMS} == FORMS
     assert [one.partition(":")[0] for one in found["refused"]] == ["ValueError"] * 11
     assert [one for one in found["refused"] if "exclude each other" not in one and "'nobody'" not in one] == []
-    assert found["changed by none"] == [[15.0], [16.0], [10.0]]
-
-
-@pytest.mark.requirement(159, 160)
-def test_receive_weights_takes_every_form_and_mirrors_the_policy(family: str) -> None:
-    found = seen(family)["updated"]
-    forms = ("a module", "a TensorDict", "a dict", "weights", "a policy")
-    received = [found[f"given {form}"][:2] for form in forms] + [found["mirrored"][:2]]
-    assert received == [[[value], [value]] for value in (17.0, 18.0, 19.0, 20.0, 21.0, 22.0)]
 
 
 @pytest.mark.requirement(159, 162, 163, 164)
@@ -183,18 +134,6 @@ def test_a_receiver_is_registered_and_synchronized_at_once(family: str) -> None:
     assert found["received"][:2] == [[31.0], [31.0]]
     assert [one.partition(":")[0] for one in found["refused"]] == ["ValueError"] * 3
     assert found["changed by none"] == found["received"]
-
-
-@pytest.mark.requirement(172)
-def test_worker_idx_is_the_given_one_or_an_error(family: str) -> None:
-    assert seen(family)["updated"]["index"] == 0
-    assert seen(family)["limits"]["index"].startswith("RuntimeError: worker_idx")
-
-
-@pytest.mark.requirement(139, 141)
-def test_nodes_run_what_is_chosen(family: str) -> None:
-    assert seen(family)["classes"]["async"] == ([[4]], [3.0], {0, 1})
-    assert seen(family)["one_by_one"]["kinds"] == ["Named", "Named"]
 
 
 @pytest.mark.ray

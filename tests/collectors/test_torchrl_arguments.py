@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
+import gymnasium
 import pytest
 import torch
+from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
 
-from asyncsync.collectors import Collector, MultiAsyncCollector, MultiCollector, MultiSyncCollector
-from helpers import collecting_torchrl
+from asyncsync.collectors import Collector, GymEnv, MultiAsyncCollector, MultiSyncCollector
+from helpers import collecting_torchrl, planted
 from helpers.collecting_multi import make, options, policy
 from helpers.collecting_single import Actor, Buffer, WalkEnv, equal, needs_torchrl, torchrl, torchrl_walk
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
-
-OF_ALL = [
-    "use_buffers",
-    "reset_when_done",
-    "track_policy_version",
-    "auto_register_policy_transforms",
-    "local_init_rb",
+pytestmark = [
+    pytest.mark.requirement(222),
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"),
 ]
+
 both = pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
 
 
@@ -39,7 +36,6 @@ def collected(made: Any, env: Any, **kwargs: Any) -> list[Any]:
 # -- no effect ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.requirement(222)
 @pytest.mark.parametrize("name", ["use_buffers", "local_init_rb"])
 @pytest.mark.parametrize("value", [True, False, None])
 def test_these_change_nothing(name: str, value: bool | None) -> None:
@@ -53,43 +49,13 @@ def test_these_change_nothing(name: str, value: bool | None) -> None:
     assert [len(batch) for batch in buffer.extended] == [10] * 4
 
 
-@pytest.mark.requirement(222)
-@both
-def test_workers_take_them_too(kind: Any) -> None:
-    given = options(use_buffers=False, local_init_rb=False, reset_when_done=True)
-    with kind([make()] * 2, policy(), **given) as collector:
-        assert collector.next().numel() == 6
-
-
-WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"use_buffers": "yes"}, TypeError, "use_buffers"),
-    ({"local_init_rb": "yes"}, TypeError, "local_init_rb"),
-    ({"reset_when_done": False}, ValueError, "reset"),
-    ({"track_policy_version": "uuid"}, TypeError, "track_policy_version"),
-    ({"return_same_td": True, "replay_buffer": Buffer()}, TypeError, "return_same_td"),
-    ({"interruptor": object()}, TypeError, "interruptor"),
-]
-
-
-@pytest.mark.requirement(222)
-@pytest.mark.parametrize(("given", "error", "word"), WRONG)
-def test_what_cannot_be_is_refused(given: dict[str, Any], error: type[Exception], word: str) -> None:
-    with pytest.raises(error, match=word):
-        Collector(WalkEnv(), Actor(), frames_per_batch=4, **given)
-    if word in ("use_buffers", "local_init_rb", "reset"):
-        with pytest.raises(error, match=word):
-            MultiSyncCollector([make()] * 2, policy(), **options(**given))
-
-
 # -- return_same_td ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.requirement(222)
 def test_the_same_tensordict_comes_again_with_new_values() -> None:
     expected = collected(Collector, WalkEnv())
     with Collector(WalkEnv(), Actor(), frames_per_batch=10, total_frames=40, return_same_td=True) as c:
         first = c.next()
-        assert first is not None
         memory = first["observation"].data_ptr()
         assert (first == expected[0]).all()
         for batch, other in zip(c, expected[1:], strict=True):
@@ -98,7 +64,6 @@ def test_the_same_tensordict_comes_again_with_new_values() -> None:
             assert (batch == other).all()
 
 
-@pytest.mark.requirement(222)
 def test_what_was_done_to_the_same_tensordict_does_not_last() -> None:
     def private(batch: Any) -> Any:
         batch["_mine"] = batch["observation"]
@@ -129,7 +94,6 @@ class Interruptor:
         return self.asked % self.steps == 0
 
 
-@pytest.mark.requirement(222)
 @needs_torchrl
 @pytest.mark.parametrize("size", [(), (2,)])
 @pytest.mark.parametrize("steps", [1, 4, 50])
@@ -144,7 +108,6 @@ def test_an_interruptor_ends_rollouts_as_torchrls(size: tuple[int, ...], steps: 
     assert sum(batch.numel() for batch in ours) >= 40
 
 
-@pytest.mark.requirement(222)
 @needs_torchrl
 @pytest.mark.thorough
 def test_torchrls_own_interruptor(in_program: collecting_torchrl.Programs) -> None:
@@ -152,7 +115,6 @@ def test_torchrls_own_interruptor(in_program: collecting_torchrl.Programs) -> No
     assert in_program(collecting_torchrl.with_their_interruptor) == [10, 1, 1, 10]
 
 
-@pytest.mark.requirement(222)
 def test_an_interruptor_ends_rollouts_frame_by_frame_too() -> None:
     buffer = Buffer()
     with Collector(
@@ -166,7 +128,6 @@ def test_an_interruptor_ends_rollouts_frame_by_frame_too() -> None:
 # -- track_policy_version ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.requirement(222)
 @needs_torchrl
 @pytest.mark.parametrize("size", [(), (2,)])
 def test_frames_have_the_version_where_torchrl_has_it(size: tuple[int, ...]) -> None:
@@ -188,20 +149,17 @@ class Tracker:
     version = 0
 
 
-@pytest.mark.requirement(222)
 @pytest.mark.parametrize("size", [(), (2,)])
 def test_a_tracker_is_kept_up_to_date(size: tuple[int, ...]) -> None:
     tracker = Tracker()
     with Collector(WalkEnv(size), Actor(), frames_per_batch=4, track_policy_version=tracker) as c:
         for version in range(3):
             batch = c.next()
-            assert batch is not None
             assert torch.equal(batch["next", "policy_version"], batch["collector", "policy_version"])
             assert batch["next", "policy_version"].unique().tolist() == [version] == [tracker.version]
             c.update_policy_weights_()
 
 
-@pytest.mark.requirement(222)
 def test_a_policy_of_observations_does_not_get_the_version() -> None:
     with Collector(
         WalkEnv(), lambda observation: observation[..., :1], frames_per_batch=4, track_policy_version=True
@@ -209,10 +167,10 @@ def test_a_policy_of_observations_does_not_get_the_version() -> None:
         assert c.rollout() is not None
 
 
-@pytest.mark.requirement(222)
 @both
 def test_frames_of_workers_have_the_version(kind: Any) -> None:
-    with kind([make()] * 2, policy(), **options(track_policy_version=True)) as collector:
+    others = {"use_buffers": False, "local_init_rb": False, "reset_when_done": True}  # they take them, too
+    with kind([make()] * 2, policy(), **options(track_policy_version=True, **others)) as collector:
         for _ in range(4):
             batch = collector.next()
             assert torch.equal(batch["next", "policy_version"], batch["collector", "policy_version"])
@@ -224,6 +182,7 @@ def test_frames_of_workers_have_the_version(kind: Any) -> None:
 
 
 def recurrent() -> TensorDictSequential:
+    torchrl()
     from torchrl.modules import GRUModule
 
     torch.manual_seed(0)
@@ -233,7 +192,6 @@ def recurrent() -> TensorDictSequential:
     return TensorDictSequential(memory, TensorDictModule(nn.Linear(4, 1), in_keys=["features"], out_keys=["action"]))
 
 
-@pytest.mark.requirement(222)
 @needs_torchrl
 @pytest.mark.parametrize("size", [(), (2,)])
 def test_recurrent_policies_get_the_transforms_that_torchrl_gives(size: tuple[int, ...]) -> None:
@@ -248,7 +206,6 @@ def test_recurrent_policies_get_the_transforms_that_torchrl_gives(size: tuple[in
     assert found[0][-1]["hidden"].any()
 
 
-@pytest.mark.requirement(222)
 @needs_torchrl
 def test_transforms_that_are_there_are_not_added_again() -> None:
     rl = torchrl()
@@ -258,17 +215,33 @@ def test_transforms_that_are_there_are_not_added_again() -> None:
         assert len(c.env.transform) == 2
 
 
-@pytest.mark.requirement(222)
+WITHOUT_TRANSFORMS: dict[str, Callable[[], Any]] = {
+    "single": lambda: GymEnv("Pendulum-v1"),
+    "vector": lambda: GymEnv("Pendulum-v1", num_envs=2),
+    "given": lambda: gymnasium.make("Pendulum-v1"),
+    "own": WalkEnv,
+}
+
+
 @needs_torchrl
-@pytest.mark.parametrize("value", [None, False])
-def test_without_it_the_environment_is_left_alone(value: bool | None) -> None:
-    torchrl()
-    with Collector(torchrl_walk(), recurrent(), frames_per_batch=4, auto_register_policy_transforms=value) as c:
-        with pytest.raises(KeyError, match="is_init"):
-            c.rollout()
+@pytest.mark.parametrize("kind", WITHOUT_TRANSFORMS)
+def test_transforms_that_cannot_be_registered_are_an_error(kind: str) -> None:
+    with pytest.raises(ValueError, match=r"not to (GymEnv|WalkEnv).*GRUModule .*torchrl\.envs\.GymEnv"):
+        Collector(WITHOUT_TRANSFORMS[kind](), recurrent(), frames_per_batch=4, auto_register_policy_transforms=True)
 
 
-@pytest.mark.requirement(222)
+@needs_torchrl
+@pytest.mark.parametrize("random", [-1, 4])
+@pytest.mark.parametrize("kind", [*WITHOUT_TRANSFORMS, "torchrl"])
+def test_a_policy_that_misses_is_init_says_what_to_do(kind: str, random: int) -> None:
+    env = torchrl_walk() if kind == "torchrl" else WITHOUT_TRANSFORMS[kind]()
+    with Collector(env, recurrent(), frames_per_batch=4, init_random_frames=random) as collector:
+        if random > 0:
+            collector.next()
+        with pytest.raises(KeyError, match=r"is_init[\s\S]*auto_register_policy_transforms=True"):
+            collector.next()
+
+
 def test_other_environments_and_policies_are_left_alone_with_a_word() -> None:
     with pytest.warns(UserWarning, match="auto_register_policy_transforms=True .*WalkEnv"):
         collector = Collector(WalkEnv(), Actor(), frames_per_batch=4, auto_register_policy_transforms=True)
@@ -276,13 +249,73 @@ def test_other_environments_and_policies_are_left_alone_with_a_word() -> None:
         assert c.rollout() is not None
 
 
-# -- all ---------------------------------------------------------------------------------------------------------------
+# -- compact_obs -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.requirement(222)
-@pytest.mark.parametrize("kind", [Collector, MultiCollector])
-def test_all_of_them_are_documented(kind: Callable[..., Any]) -> None:
-    names = OF_ALL + (["return_same_td", "interruptor"] if kind is Collector else [])
-    for name in names:
-        assert name in inspect.signature(kind).parameters
-        assert name in (inspect.getdoc(kind) or "")
+@pytest.mark.requirement(220)
+@pytest.mark.parametrize("size", [(), (2,)])
+def test_only_what_the_next_step_has_is_left_out(size: tuple[int, ...]) -> None:
+    compact, whole = (
+        collected(Collector, WalkEnv(size), max_frames_per_traj=3, compact_obs=each) for each in (True, False)
+    )
+    for mine, other in zip(compact, whole, strict=True):
+        left_out = set(other.keys(True, True)) - set(mine.keys(True, True))
+        assert left_out == {("next", "observation"), ("next", "step_count")}
+        goes_on = ~other["next", "done"][..., :-1, 0]
+        following = mine["observation"][..., 1:, :]
+        assert torch.equal(following[goes_on], other["next", "observation"][..., :-1, :][goes_on])
+        assert all(torch.equal(mine.get(key), other.get(key)) for key in mine.keys(True, True))
+        assert planted.batch_bytes(mine) < planted.batch_bytes(other)
+
+
+def test_what_the_next_step_of_gymnasiums_environments_has_is_left_out() -> None:
+    pytest.importorskip("gymnasium")
+    with Collector(GymEnv("CartPole-v1", num_envs=2), frames_per_batch=20, compact_obs=True) as c:
+        batch = c.rollout()
+    assert set(batch["next"].keys()) == {"reward", "done", "terminated", "truncated"}
+    assert batch["observation"].shape == (2, 10, 4)
+
+
+@pytest.mark.requirement(220)
+def test_frames_for_a_replay_buffer_lack_it_too_and_what_the_environment_has_returned_does_not() -> None:
+    class Keeping(WalkEnv):
+        def step_and_maybe_reset(self, td: TensorDictBase) -> tuple[TensorDict, TensorDict]:
+            output, root = super().step_and_maybe_reset(td)
+            kept.append(output["next"])
+            return output, root
+
+    kept: list[TensorDictBase] = []
+    buffer = Buffer()
+    collected(Collector, Keeping(), compact_obs=True, replay_buffer=buffer, extend_buffer=False)
+    assert len(buffer.added) == 40
+    assert all(("next", "observation") not in frame.keys(True) for frame in buffer.added)
+    assert all("observation" in frame.keys() for frame in buffer.added)  # noqa: SIM118
+    assert all("observation" in one.keys() for one in kept)  # noqa: SIM118
+
+
+class Remembering(torch.nn.Module):
+    """A recurrent policy: its state is no observation of the environment."""
+
+    def forward(self, td: TensorDictBase) -> TensorDictBase:
+        state = td.get("state", torch.zeros(*td.batch_size, 1))
+        td["action"] = state
+        td["next", "state"] = state + 1
+        return td
+
+
+@pytest.mark.requirement(220)
+def test_recurrent_state_of_the_policy_stays() -> None:
+    with Collector(WalkEnv(longest=20), Remembering(), frames_per_batch=5, compact_obs=True) as c:
+        batch = c.rollout()
+    assert batch["next", "state"].flatten().tolist() == [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert ("next", "observation") not in batch.keys(True)
+
+
+@pytest.mark.requirement(220)
+@both
+def test_workers_leave_out_what_the_next_step_has(kind: Any) -> None:
+    with kind([make()] * 2, policy(), **options(compact_obs=True)) as collector:
+        for _ in range(3):  # by value, then in shared memory
+            batch = collector.next()
+            assert set(batch["next"].keys()) == {"done", "terminated", "reward"}
+            assert "observation" in batch.keys()  # noqa: SIM118

@@ -15,54 +15,47 @@ from helpers.collecting_single import needs_torchrl
 from helpers.collecting_torchrl import Programs
 
 pytest.importorskip("gymnasium")
-pytestmark = [needs_torchrl, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(120)]
+pytestmark = [
+    pytest.mark.requirement(204),
+    needs_torchrl,
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.timeout(120),
+]
 
 SHARED, PROCESS, ZMQ = "SharedMemWeightSyncScheme", "MultiProcessWeightSyncScheme", "ZMQWeightSyncScheme"
 SYNC, ASYNC = "MultiSyncCollector", "MultiAsyncCollector"
 thorough = pytest.mark.thorough
 
 
-def check_sync(found: list[dict[str, Any]]) -> None:
-    assert [batch["shown"] for batch in found] == [[4.0 * i] for i in range(6)]
-    assert [batch["workers"] for batch in found] == [[4.0 * i] * 2 for i in range(1, 7)]
-    assert {batch["lag"] for batch in found} == {0}
-
-
-def check_async(found: list[dict[str, Any]]) -> None:
-    assert {batch["lag"] for batch in found} == {0}
-    for i, batch in enumerate(found):
-        assert all(4.0 * batch["begun"] <= value <= 4.0 * i for value in batch["shown"]), found
-
-
-@pytest.mark.requirement(204)
-@thorough
-@pytest.mark.parametrize("name", [SHARED, PROCESS, ZMQ])
-def test_workers_of_a_multi_sync_collector_have_the_trainers_weights_after_each_update(
-    in_program: Programs, name: str
-) -> None:
-    check_sync(in_program(programs.trained, name, SYNC))
-
-
-@pytest.mark.requirement(204)
-@pytest.mark.parametrize("name", [ZMQ, pytest.param(PROCESS, marks=thorough), pytest.param(SHARED, marks=thorough)])
-def test_workers_of_a_multi_async_collector_have_the_trainers_weights_after_each_update(
-    in_program: Programs, name: str
-) -> None:
-    check_async(in_program(programs.trained, name, ASYNC))
-
-
-@pytest.mark.requirement(204)
-@thorough
 @pytest.mark.parametrize(
-    ("start_method", "name", "kind"),
-    [("spawn", PROCESS, ASYNC), ("spawn", ZMQ, SYNC), ("forkserver", SHARED, ASYNC), ("forkserver", PROCESS, SYNC)],
+    ("kind", "name", "start_method"),
+    [
+        (ASYNC, ZMQ, "fork"),
+        pytest.param(ASYNC, PROCESS, "fork", marks=thorough),
+        pytest.param(ASYNC, SHARED, "fork", marks=thorough),
+        pytest.param(SYNC, ZMQ, "fork", marks=thorough),
+        pytest.param(SYNC, PROCESS, "fork", marks=thorough),
+        pytest.param(SYNC, SHARED, "fork", marks=thorough),
+        pytest.param(ASYNC, PROCESS, "spawn", marks=thorough),
+        pytest.param(SYNC, ZMQ, "spawn", marks=thorough),
+        pytest.param(ASYNC, SHARED, "forkserver", marks=thorough),
+        pytest.param(SYNC, PROCESS, "forkserver", marks=thorough),
+    ],
 )
-def test_workers_that_are_not_forked(in_program: Programs, start_method: str, name: str, kind: str) -> None:
+def test_workers_have_the_trainers_weights_after_each_update(
+    in_program: Programs, kind: str, name: str, start_method: str
+) -> None:
     found = in_program(programs.trained, name, kind, start_method=start_method)
-    (check_sync if kind == SYNC else check_async)(found)
+    assert {batch["lag"] for batch in found} == {0}
+    if kind == SYNC:
+        assert [batch["shown"] for batch in found] == [[4.0 * i] for i in range(6)]
+        assert [batch["workers"] for batch in found] == [[4.0 * i] * 2 for i in range(1, 7)]
+    else:
+        for i, batch in enumerate(found):
+            assert all(4.0 * batch["begun"] <= value <= 4.0 * i for value in batch["shown"]), found
 
 
-@pytest.mark.requirement(34, 204)
+@pytest.mark.requirement(34)
 @thorough
 @pytest.mark.parametrize("is_sync", [True, False], ids=["sync", "async"])
 @pytest.mark.parametrize("library", ["torchrl", "asyncsync"])
@@ -76,7 +69,6 @@ def test_the_pages_program_with_torchrls_environments(in_program: Programs, libr
         assert everywhere, name
 
 
-@pytest.mark.requirement(204)
 @thorough
 @pytest.mark.parametrize("name", [SHARED, PROCESS, ZMQ])
 def test_a_policy_factory_for_each_worker(in_program: Programs, name: str) -> None:
@@ -90,7 +82,6 @@ def test_a_policy_factory_for_each_worker(in_program: Programs, name: str) -> No
     assert "MultiSyncCollector has no model 'policy'" in found[4][1]
 
 
-@pytest.mark.requirement(204)
 @thorough
 def test_workers_with_one_policy_factory_begin_alike(in_program: Programs) -> None:
     begin, first, after = in_program(programs.alike, SHARED)
@@ -99,7 +90,6 @@ def test_workers_with_one_policy_factory_begin_alike(in_program: Programs) -> No
     assert after == [12.0, 12.0]
 
 
-@pytest.mark.requirement(204)
 @thorough
 def test_a_policy_beside_a_policy_factory_is_what_is_sent(in_program: Programs) -> None:
     begin, unsent, after = in_program(programs.beside, ZMQ)
@@ -107,7 +97,6 @@ def test_a_policy_beside_a_policy_factory_is_what_is_sent(in_program: Programs) 
     assert after == [24.0, 24.0]
 
 
-@pytest.mark.requirement(204)
 @thorough
 @pytest.mark.parametrize(("each", "first"), [(False, [12.0, 12.0]), (True, [4.0, 8.0])], ids=["all", "each"])
 @pytest.mark.parametrize("name", [SHARED, ZMQ])
@@ -117,7 +106,6 @@ def test_a_sender_that_was_initialised_before_the_collector(
     assert in_program(programs.initialised, name, each) == [first, [16.0, 16.0]]
 
 
-@pytest.mark.requirement(204)
 @thorough
 def test_a_scheme_that_moves_nothing(in_program: Programs) -> None:
     found, version = in_program(programs.unmoved)
@@ -125,35 +113,20 @@ def test_a_scheme_that_moves_nothing(in_program: Programs) -> None:
     assert version == 6
 
 
-@pytest.mark.requirement(204)
 @thorough
-@pytest.mark.parametrize("name", [SHARED, PROCESS, ZMQ])
-def test_a_policy_that_torchrl_has_copied_to_another_device(in_program: Programs, name: str) -> None:
-    found = in_program(programs.cast, name)
-    assert found == [([4.0 * (i + 1)], [4.0 * (i + 2)] * 2) for i in range(4)]
-
-
-@pytest.mark.requirement(204)
-@thorough
-@pytest.mark.parametrize("name", [SHARED, ZMQ])
-def test_policy_versions_in_the_frames_and_in_a_state_dict(in_program: Programs, name: str) -> None:
-    found = in_program(programs.versions, name, SYNC)
-    assert found["seen"] == [[i] for i in range(6)]
+@pytest.mark.parametrize(("kind", "name"), [(SYNC, SHARED), (SYNC, ZMQ), (ASYNC, PROCESS)])
+def test_policy_versions_in_the_frames_and_in_a_state_dict(in_program: Programs, kind: str, name: str) -> None:
+    found = in_program(programs.versions, name, kind)
     assert found["trainer"] == 6
-    assert found["restored"] == 6
-    assert found["workers"] == [6, 6]
+    if kind == SYNC:
+        assert found["seen"] == [[i] for i in range(6)]
+        assert found["restored"] == 6
+        assert found["workers"] == [6, 6]
+    else:
+        for i, (seen, begun) in enumerate(zip(found["seen"], found["begun"], strict=True)):
+            assert all(begun <= version <= i for version in seen), found
 
 
-@pytest.mark.requirement(204)
-@thorough
-def test_policy_versions_of_a_multi_async_collector(in_program: Programs) -> None:
-    found = in_program(programs.versions, PROCESS, ASYNC)
-    assert found["trainer"] == 6
-    for i, (seen, begun) in enumerate(zip(found["seen"], found["begun"], strict=True)):
-        assert all(begun <= version <= i for version in seen), found
-
-
-@pytest.mark.requirement(204)
 @thorough
 def test_updates_beside_start(in_program: Programs) -> None:
     # Workers that TorchRL forks have a memory of the replay buffer's of their own.
@@ -164,23 +137,16 @@ def test_updates_beside_start(in_program: Programs) -> None:
         assert set(found["all"]) <= wanted, f"{name}: no frame from before the first update"
 
 
-@pytest.mark.requirement(204)
+ALL = [SHARED, PROCESS, ZMQ]
+CASES: dict[str, tuple[list[str], Any]] = {
+    "cast": (ALL, [([4.0 * (i + 1)], [4.0 * (i + 2)] * 2) for i in range(4)]),  # a policy copied to another device
+    "two_models": ([SHARED, ZMQ], [([4.0, 4.0], [4.0 * (i + 2)] * 2) for i in range(3)]),  # the second by its path
+    "evaluated": (ALL, [[4.0], [8.0], [12.0]]),  # by TorchRL's Evaluator
+    "served": (ALL, [(4.0, 0), (8.0, 1), (12.0, 2)]),  # by its inference server, in a process of its own
+}
+
+
 @thorough
-@pytest.mark.parametrize("name", [SHARED, ZMQ])
-def test_a_second_model_by_its_path(in_program: Programs, name: str) -> None:
-    found = in_program(programs.two_models, name)
-    assert found == [([4.0, 4.0], [4.0 * (i + 2)] * 2) for i in range(3)]
-
-
-@pytest.mark.requirement(204)
-@thorough
-@pytest.mark.parametrize("name", [SHARED, PROCESS, ZMQ])
-def test_the_evaluator_evaluates_the_weights_that_it_is_given(in_program: Programs, name: str) -> None:
-    assert in_program(programs.evaluated, name) == [[4.0], [8.0], [12.0]]
-
-
-@pytest.mark.requirement(204)
-@thorough
-@pytest.mark.parametrize("name", [SHARED, PROCESS, ZMQ])
-def test_an_inference_server_in_a_process_of_its_own(in_program: Programs, name: str) -> None:
-    assert in_program(programs.served, name) == [(4.0, 0), (8.0, 1), (12.0, 2)]
+@pytest.mark.parametrize(("case", "name"), [(case, name) for case, (names, _) in CASES.items() for name in names])
+def test_what_else_torchrl_does_with_weights(in_program: Programs, case: str, name: str) -> None:
+    assert in_program(getattr(programs, case), name) == CASES[case][1]

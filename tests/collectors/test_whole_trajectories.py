@@ -1,16 +1,19 @@
-"""Batches of whole trajectories: what a Collector hands out, beside TorchRL's, and what a replay buffer gets."""
+"""Batches of whole trajectories: what collectors hand out, beside TorchRL's, and what a replay buffer gets."""
 
 from __future__ import annotations
 
 import asyncio
-import inspect
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDict
 
-from asyncsync.collectors import Collector, MultiAsyncCollector, MultiSyncCollector, whole_trajectories
+from asyncsync.collectors import Collector, MultiAsyncCollector, MultiCollector, MultiSyncCollector, whole_trajectories
+from helpers import collecting_torchrl
+from helpers.collecting_multi import Counting, SharedBuffer, make, options, policy
 from helpers.collecting_single import (
     KINDS,
     Actor,
@@ -23,21 +26,13 @@ from helpers.collecting_single import (
     torchrl_walk,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+pytestmark = [
+    pytest.mark.requirement(219),
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"),
+]
 
 IDS = ("collector", "traj_ids")
 MASK = ("collector", "mask")
-CASES: dict[str, dict[str, Any]] = {
-    "padded": {"traj_format": "padded"},
-    "one after another": {"traj_format": "cat"},
-    "one at a time": {"traj_format": "cat", "trajs_per_batch": 1},
-    "longer than a rollout": {"traj_format": "padded", "frames_per_batch": 2},
-    "reset": {"traj_format": "padded", "reset_at_each_iter": True},
-    "truncated": {"traj_format": "cat", "set_truncated": True},
-    "truncated and reset": {"traj_format": "padded", "set_truncated": True, "reset_at_each_iter": True},
-    "limit": {"traj_format": "padded", "max_frames_per_traj": 3},
-    "compact": {"traj_format": "padded", "compact_obs": True},
-}
 
 
 def collected(made: Any, env: Any, **kwargs: Any) -> list[Any]:
@@ -49,11 +44,12 @@ def collected(made: Any, env: Any, **kwargs: Any) -> list[Any]:
         collector.shutdown()
 
 
-def assert_whole(trajectory: Any) -> None:
-    """From an episode's first step to its last."""
-    steps = trajectory["observation"][:, 0].tolist()
-    assert steps == list(range(len(steps)))
+def assert_whole(trajectory: Any, length: int | None = None) -> None:
+    """From an episode's first step to its last; of one worker's environment, all of its steps."""
+    steps = trajectory["observation"][:, 0 if length is None else 2].tolist()
+    assert steps == list(range(len(steps) if length is None else length))
     assert len(trajectory[IDS].unique()) == 1
+    assert length is None or len(trajectory["observation"][:, :2].unique(dim=0)) == 1
     assert trajectory["next", "done"].flatten().tolist() == [False] * (len(steps) - 1) + [True]
 
 
@@ -61,22 +57,6 @@ def rows(batch: Any) -> list[Any]:
     return [row[row[MASK]] for row in batch]
 
 
-@pytest.mark.requirement(219)
-@needs_torchrl
-@pytest.mark.parametrize("size", [(), (2,)])
-@pytest.mark.parametrize("case", CASES)
-def test_the_batches_are_torchrls(case: str, size: tuple[int, ...]) -> None:
-    ours = collected(Collector, WalkEnv(size), **CASES[case])
-    theirs = collected(torchrl().collectors.Collector, torchrl_walk(size), **CASES[case])
-    assert len(ours) == len(theirs) > 1
-    for mine, other in zip(ours, theirs, strict=True):
-        assert mine.batch_size == other.batch_size
-        assert set(mine.keys(True, True)) - {("collector", "policy_version")} == set(other.keys(True, True))
-        for key in other.keys(True, True):
-            assert torch.equal(mine.get(key), other.get(key)), key
-
-
-@pytest.mark.requirement(219)
 @needs_torchrl
 @pytest.mark.parametrize("given", [{}, {"trajs_per_write": 1}, {"trajs_per_write": 2}], ids=str)
 @pytest.mark.parametrize("size", [(), (4,)])
@@ -96,7 +76,6 @@ def test_a_replay_buffer_gets_what_torchrl_writes(size: tuple[int, ...], given: 
             assert torch.equal(mine.get(key), other.get(key)), key
 
 
-@pytest.mark.requirement(219)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [(), (2,), (2, 2)])
 def test_every_trajectory_is_whole(kind: str, size: tuple[int, ...]) -> None:
@@ -111,32 +90,29 @@ def test_every_trajectory_is_whole(kind: str, size: tuple[int, ...]) -> None:
     assert len(ids) == len(ids.unique())
 
 
-@pytest.mark.requirement(219)
-@pytest.mark.parametrize("given", [{"traj_format": "cat"}, {"trajs_per_batch": None, "split_trajs": True}], ids=str)
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"traj_format": "cat"},
+        {"trajs_per_batch": None, "split_trajs": True},
+        {"trajs_per_write": 1, "replay_buffer": Buffer()},
+    ],
+    ids=["in batches", "split", "written"],
+)
 def test_the_death_of_one_of_several_agents_cuts_no_trajectory(given: dict[str, Any]) -> None:
-    batches = collected(Collector, Agents(), **{"trajs_per_batch": 1, "frames_per_batch": 120} | given)
-    found = batches if "traj_format" in given else [row for batch in batches for row in rows(batch)]
+    with Collector(
+        Agents(), Actor(), **({"trajs_per_batch": 1, "frames_per_batch": 120, "total_frames": 120} | given)
+    ) as c:
+        batches: list[Any] = list(c)
+    if "replay_buffer" in given:
+        batches = given["replay_buffer"].extended
+    found = [row for batch in batches for row in rows(batch)] if "split_trajs" in given else batches
     assert sum(map(len, found)) > 100
     for trajectory in found[:-1]:
         assert trajectory["agents", "done"].any()
         assert_whole(trajectory)
 
 
-@pytest.mark.requirement(219)
-def test_a_replay_buffer_gets_the_whole_trajectories_of_several_agents() -> None:
-    buffer = Buffer()
-    with Collector(
-        Agents(), Actor(), frames_per_batch=10, total_frames=120, trajs_per_batch=1, trajs_per_write=1,
-        replay_buffer=buffer,
-    ) as c:  # fmt: skip
-        for _ in c:
-            pass
-    assert len(buffer.extended) > 20
-    for trajectory in buffer.extended:
-        assert_whole(trajectory)
-
-
-@pytest.mark.requirement(219)
 def test_next_goes_on_where_the_loop_stopped() -> None:
     with Collector(WalkEnv(), Actor(), frames_per_batch=50, total_frames=100, trajs_per_batch=2) as c:
         found = [c.next()]
@@ -150,18 +126,6 @@ def test_next_goes_on_where_the_loop_stopped() -> None:
     assert 100 - 12 <= sum(int(batch[MASK].sum()) for batch in found) <= 100  # but for the last, unfinished ones
 
 
-@pytest.mark.requirement(219)
-async def test_coroutines_get_the_same() -> None:
-    expected = collected(Collector, WalkEnv(), traj_format="cat")
-    async with await Collector.create(
-        WalkEnv(), Actor(), frames_per_batch=10, total_frames=120, trajs_per_batch=3, traj_format="cat"
-    ) as c:
-        found = [batch.clone() async for batch in c]
-    assert len(found) == len(expected)
-    assert all((mine == other).all() for mine, other in zip(found, expected, strict=True))
-
-
-@pytest.mark.requirement(219)
 async def test_a_cancelled_wait_loses_no_trajectory() -> None:
     expected = collected(Collector, WalkEnv(), trajs_per_batch=1, traj_format="cat")
     found = []
@@ -181,10 +145,9 @@ async def test_a_cancelled_wait_loses_no_trajectory() -> None:
                 assert waiting.result() is None  # there was nothing left to wait for
                 break
             found.append(await following())
-    assert [batch[IDS][0] for batch in found] == [batch[IDS][0] for batch in expected]
+    assert all((mine == other).all() for mine, other in zip(found, expected, strict=True))
 
 
-@pytest.mark.requirement(219)
 def test_a_reset_breaks_trajectories_off() -> None:
     with Collector(WalkEnv((2,), longest=20), Actor(), frames_per_batch=20, trajs_per_batch=1) as c:
         c._iteration._processed_rollout()
@@ -198,7 +161,13 @@ def test_a_reset_breaks_trajectories_off() -> None:
     assert int(after[IDS].max()) > 2
 
 
-@pytest.mark.requirement(219)
+def test_trajectories_after_a_load_are_whole() -> None:
+    with Collector(WalkEnv(longest=4), Actor(), frames_per_batch=5, trajs_per_batch=1) as c:
+        c.next()  # some steps of the second episode have been made by then
+        c.load_state_dict(c.state_dict())
+        assert_whole(rows(c.next())[0])
+
+
 def test_trajectories_that_were_broken_off_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(whole_trajectories, "REMEMBERED", 5)
     with Collector(WalkEnv((2,), longest=6), Actor(), frames_per_batch=4, trajs_per_batch=1) as c:
@@ -206,13 +175,11 @@ def test_trajectories_that_were_broken_off_are_forgotten(monkeypatch: pytest.Mon
             c.reset(index=[True, False])
             c._iteration._processed_rollout()
         trajectories = c._iteration._trajectories
-        assert trajectories is not None
         assert len(trajectories._state.broken) <= 6, "one of each of the last rollouts"
         while (batch := trajectories.pop()) is not None:
             assert_whole(rows(batch)[0])
 
 
-@pytest.mark.requirement(219)
 def test_one_that_was_broken_off_and_goes_on_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(whole_trajectories, "REMEMBERED", 5)
 
@@ -229,7 +196,6 @@ def test_one_that_was_broken_off_and_goes_on_is_remembered(monkeypatch: pytest.M
     assert not whole._state.broken
 
 
-@pytest.mark.requirement(219)
 def test_a_step_that_fails_leaves_no_trajectory_with_a_hole() -> None:
     env = WalkEnv((2,))
     env.fail_at = 13
@@ -244,7 +210,6 @@ def test_a_step_that_fails_leaves_no_trajectory_with_a_hole() -> None:
             assert_whole(row)
 
 
-@pytest.mark.requirement(219)
 def test_hooks_and_postproc_get_the_rollouts() -> None:
     seen: list[Any] = []
 
@@ -261,7 +226,6 @@ def test_hooks_and_postproc_get_the_rollouts() -> None:
         assert torch.equal(mine["next", "reward"], other["next", "reward"] * 2)
 
 
-@pytest.mark.requirement(219)
 def test_a_batch_belongs_to_whoever_got_it() -> None:
     options = {"frames_per_batch": 10, "total_frames": 120, "trajs_per_batch": 2}
     with Collector(WalkEnv(), Actor(), return_same_td=True, **options) as c:
@@ -270,30 +234,6 @@ def test_a_batch_belongs_to_whoever_got_it() -> None:
     assert all((mine == other).all() for mine, other in zip(found, expected, strict=True))
 
 
-@pytest.mark.requirement(219)
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"trajs_per_batch": 0}, "trajs_per_batch must be at least 1"),
-        ({"trajs_per_batch": 2, "traj_format": "stacked"}, "traj_format must be 'padded' or 'cat', not 'stacked'"),
-        ({"traj_format": "cat"}, "traj_format .* pass trajs_per_batch="),
-        ({"trajs_per_write": 2}, "trajs_per_write .* pass trajs_per_batch="),
-        ({"trajs_per_batch": 2, "trajs_per_write": 2}, "pass replay_buffer="),
-        ({"trajs_per_batch": 2, "split_trajs": True}, "trajs_per_batch and split_trajs exclude each other"),
-        ({"trajs_per_batch": 2, "track_traj_ids": False}, "track_traj_ids"),
-        (
-            {"trajs_per_batch": 2, "replay_buffer": Buffer(), "extend_buffer": False},
-            "trajs_per_batch writes whole trajectories.*leave extend_buffer out",
-        ),
-    ],
-    ids=lambda value: value if isinstance(value, str) else " ".join(value),
-)
-def test_arguments_that_do_not_go_together(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Collector(WalkEnv(), Actor(), frames_per_batch=4, **given)
-
-
-@pytest.mark.requirement(219)
 def test_a_postproc_that_takes_the_ids_away_is_refused() -> None:
     postproc = lambda batch: batch.exclude("collector")  # noqa: E731
     with Collector(WalkEnv(), Actor(), frames_per_batch=4, trajs_per_batch=1, postproc=postproc) as c:
@@ -301,9 +241,135 @@ def test_a_postproc_that_takes_the_ids_away_is_refused() -> None:
             c.next()
 
 
-@pytest.mark.requirement(219)
-@pytest.mark.parametrize("kind", [Collector, MultiSyncCollector, MultiAsyncCollector])
-@pytest.mark.parametrize("name", ["trajs_per_batch", "trajs_per_write", "traj_format"])
-def test_the_arguments_are_documented(kind: Any, name: str) -> None:
-    assert name in inspect.signature(kind).parameters
-    assert f"{name}:" in (inspect.getdoc(kind) or "") or "MultiCollector` for the arguments" in inspect.getdoc(kind)
+# -- several workers ---------------------------------------------------------------------------------------------------
+
+both = pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
+
+
+def assert_none_is_lost(trajectories: list[Any], lengths: dict[float, int]) -> None:
+    """All are whole, and of each worker's environment, by its seed, none is lost and none comes twice."""
+    found: dict[float, list[float]] = {}
+    for trajectory in trajectories:
+        seed, number, _ = trajectory["observation"][0].tolist()
+        assert_whole(trajectory, lengths[seed])
+        found.setdefault(seed, []).append(number)
+    assert found == {seed: list(range(1, len(found[seed]) + 1)) for seed in lengths}
+
+
+class Seeded(Counting):
+    """Has a seed of its own from the beginning."""
+
+    def __init__(self, seed: int, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.seed = seed
+
+
+def seeded(seed: int, **arguments: Any) -> Callable[[], Seeded]:
+    return lambda: Seeded(seed, **arguments)
+
+
+@both
+@pytest.mark.parametrize("traj_format", ["padded", "cat", None])
+def test_batches_of_all_workers_trajectories(kind: Any, traj_format: str | None) -> None:
+    factories = [seeded(1), seeded(2, length=3)]
+    given = options(frames_per_batch=8, total_frames=160, trajs_per_batch=4, traj_format=traj_format)
+    found = []
+    with kind(factories, policy(), **given) as collector:
+        for batch in collector:
+            if traj_format == "cat":
+                assert batch.ndim == 1
+                lengths = batch[IDS].unique_consecutive(return_counts=True)[1].tolist()
+                trajectories = list(batch.split(lengths))
+            else:
+                assert batch.batch_size == (4, int(batch[MASK].sum(-1).max()))
+                trajectories = [row[row[MASK]] for row in batch]
+            assert len(trajectories) == 4
+            found += [trajectory.clone() for trajectory in trajectories]
+    assert_none_is_lost(found, {1: 5, 2: 3})
+    assert len(found) >= 4 * ((160 - 2 * 8) // (4 * 5))
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "free"),
+    [
+        (MultiSyncCollector, {}, False),
+        (MultiSyncCollector, {"trajs_per_write": 1}, False),
+        (MultiAsyncCollector, {"trajs_per_write": 2}, False),
+        (MultiAsyncCollector, {}, True),
+    ],
+)
+def test_workers_write_whole_trajectories(kind: Any, given: dict[str, int], free: bool, tmp_path: Path) -> None:
+    buffer = SharedBuffer(tmp_path)
+    arguments = options(frames_per_batch=14, total_frames=140, trajs_per_batch=2, replay_buffer=buffer, **given)
+    with kind([make()] * 2, policy(), **arguments) as collector:
+        if free:
+            collector.start()
+            collector._group.wait(lambda: collector._group.finished, 60)
+        else:
+            assert set(collector) == {None}
+    sizes = buffer.sizes()
+    assert all(size % 5 == 0 for size in sizes)
+    assert max(sizes) <= 5 * given.get("trajs_per_write", 100)
+    assert 140 - 2 * 5 < buffer.count() <= 140
+
+
+@both
+def test_a_reset_breaks_trajectories_of_workers_off(kind: Any) -> None:
+    given = options(frames_per_batch=12, trajs_per_batch=2, traj_format="cat")
+    with kind([make(length=8)] * 2, policy(), **given) as collector:
+        batches = [collector.next().clone() for _ in range(3)]
+        collector.reset()
+        batches += [collector.next().clone() for _ in range(3)]
+        collector.set_seed(7)
+        batches += [collector.next().clone() for _ in range(4)]
+    for batch in batches:
+        for trajectory in batch.split(batch[IDS].unique_consecutive(return_counts=True)[1].tolist()):
+            assert_whole(trajectory, 8)
+    assert batches[-1]["observation"][:, 0].min() >= 7
+
+
+def test_rollouts_that_are_cut_lose_no_frame_of_a_trajectory() -> None:
+    given = options(frames_per_batch=16, total_frames=240, trajs_per_batch=1, preemptive_threshold=0.5)
+    found = []
+    with MultiCollector([seeded(1), seeded(2, delay=0.01)], policy(), sync=True, **given) as collector:
+        found = [row[row[MASK]].clone() for batch in collector for row in batch]
+    assert_none_is_lost(found, {1: 5, 2: 5})
+
+
+@both
+async def test_a_cancelled_wait_loses_no_trajectory_of_workers(kind: Any) -> None:
+    given = options(frames_per_batch=16, total_frames=320, trajs_per_batch=1)
+    found = []
+    async with await kind.create([seeded(1), seeded(2, length=3)], policy(), **given) as collector:
+
+        async def following() -> Any:
+            return await anext(collector, None)
+
+        while (batch := await following()) is not None:
+            found.append(batch[0].clone())
+            for turns in (1, 3, 10):
+                waiting = asyncio.ensure_future(following())
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                waiting.cancel()
+                await asyncio.wait([waiting])
+                if not waiting.cancelled() and waiting.result() is not None:
+                    found.append(waiting.result()[0].clone())
+    assert_none_is_lost(found, {1: 5, 2: 3})
+    assert len(found) > 40
+
+
+@pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore")
+def test_workers_give_torchrls_trajectories(in_program: collecting_torchrl.Programs) -> None:
+    frames = {"frames_per_batch": 24, "total_frames": 240, "max_frames_per_traj": 7}
+    arguments = frames | {"trajs_per_batch": 1, "traj_format": "cat"}
+    theirs = in_program(collecting_torchrl.in_their_collector, arguments)
+    factories = [collecting_torchrl.make_env] * 2
+    with MultiSyncCollector(factories, collecting_torchrl.make_policy(), **options(**arguments)) as collector:
+        collector.set_seed(3)
+        ours = sorted(batch["observation"].tolist() for batch in collector)
+    # Identifiers are drawn in another order, and trajectories of one rollout come by theirs.
+    assert ours == sorted(data["observation"].tolist() for _, data in theirs)
+    assert len(ours) > 10
+    assert torch.tensor([len(each) for each in ours]).max() == 7

@@ -1,7 +1,8 @@
-"""Policies of a Collector: which are wrapped, and which actions are taken."""
+"""Policies of collectors: which are wrapped, which actions are taken, and what torch compiles."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -11,10 +12,12 @@ from tensordict.nn import InteractionType, TensorDictModule
 from tensordict.nn.probabilistic import interaction_type
 from torch import nn
 
-from asyncsync.collectors import Collector, ExplorationType, RandomPolicy
-from helpers.collecting_single import KINDS, Actor, WalkEnv, environment
+from asyncsync.collectors import Collector, ExplorationType, MultiAsyncCollector, MultiSyncCollector, RandomPolicy
+from helpers.collecting_multi import acted, make, options, policy
+from helpers.collecting_single import KINDS, Actor, WalkEnv, environment, needs_torchrl, torchrl, torchrl_walk
+from helpers.collecting_torchrl import Programs
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torchrl", "ignore::DeprecationWarning:torchrl")
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
 
 
 def collector(env: Any, policy: Any = None, **kwargs: Any) -> Any:
@@ -56,15 +59,6 @@ def test_a_random_policy_draws_from_its_spec() -> None:
         RandomPolicy()(td)
 
 
-@pytest.mark.requirement(122)
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_tensordict_module_is_used_as_it_is(kind: str) -> None:
-    policy = TensorDictModule(Actor(), in_keys=["observation"], out_keys=["action"])
-    with collector(environment(kind), policy) as c:
-        assert c.policy is policy
-        c.rollout()
-
-
 def _tensordict(tensordict):  # type: ignore[no-untyped-def]
     return tensordict.set("action", tensordict["observation"][..., :1])
 
@@ -95,7 +89,18 @@ class Callable:
 
 
 @pytest.mark.requirement(122, 123)
-@pytest.mark.parametrize("policy", [_tensordict, _td, _annotated, _annotated_as_text, Module(), Callable()])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        _tensordict,
+        _td,
+        _annotated,
+        _annotated_as_text,
+        Module(),
+        Callable(),
+        TensorDictModule(lambda observation: observation[..., :1], ["observation"], ["action"]),
+    ],
+)
 def test_what_takes_a_tensordict_becomes_a_module_and_is_not_wrapped(policy: Any) -> None:
     with collector(WalkEnv(), policy) as c:
         assert isinstance(c.policy, nn.Module)
@@ -124,8 +129,6 @@ def test_what_takes_tensors_is_wrapped_from_observations_to_actions(kind: str, p
 def test_a_policy_that_fits_no_observation_is_refused() -> None:
     with pytest.raises(TypeError, match=r"_wrong takes .* does not fit the observations \['observation'\]"):
         collector(WalkEnv(), _wrong)
-    with pytest.raises(TypeError, match="must be callable"):
-        collector(WalkEnv(), 3)
     with collector(WalkEnv(), lambda observation: (observation, observation)) as c:
         with pytest.raises(RuntimeError, match="returned 2 values, but the environment takes 1"):
             c.rollout()
@@ -148,13 +151,11 @@ def _wrong(a, b):  # type: ignore[no-untyped-def]
 
 @pytest.mark.requirement(125)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_factory_makes_the_policy_and_excludes_one(kind: str) -> None:
+def test_a_factory_makes_the_policy(kind: str) -> None:
     policy = Actor()
     with collector(environment(kind), policy_factory=lambda: policy) as c:
         assert c.policy is policy
         c.rollout()
-    with pytest.raises(TypeError, match="policy and policy_factory exclude each other"):
-        collector(WalkEnv(), policy, policy_factory=lambda: policy)
 
 
 @pytest.mark.requirement(134)
@@ -201,3 +202,110 @@ def test_a_trusted_policy_is_neither_looked_at_nor_wrapped() -> None:
     with collector(WalkEnv(), lambda anything: _tensordict(anything), trust_policy=True) as c:
         assert c._rollouts.policy is c.policy
         c.rollout()
+
+
+# -- policies that torch compiles, or records as a CUDA graph ----------------------------------------------------------
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
+
+
+class Backend:
+    """A backend of torch.compile that compiles nothing, and counts what it is given."""
+
+    def __init__(self) -> None:
+        self.graphs = 0
+
+    def __call__(self, module: Any, inputs: list[Any]) -> Any:
+        self.graphs += 1
+        return module.forward
+
+
+class Network(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        return self.layers(observation)  # type: ignore[no-any-return]
+
+
+def collected(made: Any, env: Any, **kwargs: Any) -> list[Any]:
+    torch.manual_seed(0)
+    collector = made(env, Network(), frames_per_batch=10, total_frames=40, **kwargs)
+    try:
+        return [batch.clone() for batch in collector]
+    finally:
+        collector.shutdown()
+
+
+def assert_close(ours: list[Any], theirs: list[Any]) -> None:
+    for mine, other in zip(ours, theirs, strict=True):
+        assert torch.allclose(mine["action"], other["action"], atol=1e-5)
+        assert torch.allclose(mine["next", "observation"], other["next", "observation"], atol=1e-5)
+
+
+@pytest.mark.requirement(221)
+def test_a_mapping_has_the_arguments_of_torch_compile() -> None:
+    backend = Backend()
+    found = collected(Collector, WalkEnv((2,)), compile_policy={"backend": backend})
+    assert backend.graphs > 0
+    assert_close(found, collected(Collector, WalkEnv((2,))))
+
+
+@pytest.mark.requirement(221)
+def test_a_compiled_policy_acts_with_the_newest_weights() -> None:
+    actor = Actor(0.1)
+    given: dict[str, Any] = {"frames_per_batch": 4, "policy_device": "cpu", "cudagraph_policy": False}
+    given["compile_policy"] = {"backend": Backend()}
+    with Collector(WalkEnv(longest=20), actor, **given) as c:
+        before = c.next().clone()
+        new = Actor(0.7)
+        c.update_policy_weights_(new)
+        after = c.next().clone()
+    for batch, gain in ((before, 0.1), (after, 0.7)):
+        assert torch.allclose(batch["action"], gain * batch["observation"].sum(-1, keepdim=True))
+
+
+def compiled_for_real() -> None:
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    ours = collected(Collector, WalkEnv(), compile_policy=True)
+    assert_close(ours, collected(Collector, WalkEnv()))
+    assert_close(ours, collected(torchrl().collectors.Collector, torchrl_walk(), compile_policy=True))
+
+
+@pytest.mark.requirement(221)
+@pytest.mark.thorough
+@needs_torchrl
+def test_compiled_for_real_as_by_torchrl(in_program: Programs) -> None:
+    # In a program of its own: the compiler keeps a thread for as long as that lasts.
+    in_program(compiled_for_real)
+
+
+@pytest.mark.requirement(221)
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
+def test_workers_compile_for_real_and_follow_updates(kind: Any) -> None:
+    actor = policy(1.0)
+    given = options(compile_policy={"dynamic": False}, connect_timeout=200.0)
+    with kind([make()] * 2, actor, **given) as collector:
+        assert acted(collector.next()) == [1.0]
+        for value in (2.0, 3.0):
+            actor.module.fill(value)
+            collector.update_policy_weights_()
+            while acted(batch := collector.next()) != [value]:  # asynchronous rollouts that were under way
+                assert kind is MultiAsyncCollector
+                assert set(acted(batch)) <= {1.0, 2.0, value}
+
+
+@pytest.mark.requirement(221)
+@needs_cuda
+@pytest.mark.parametrize("given", [True, {"warmup": 3}])
+def test_a_cuda_graph_acts_with_the_newest_weights(given: Any) -> None:
+    actor = Actor(0.1)
+    options = {"frames_per_batch": 8, "policy_device": "cuda:0", "storing_device": "cpu", "cudagraph_policy": given}
+    with Collector(WalkEnv(longest=20), actor, **options) as c:
+        before = c.next().clone()
+        c.update_policy_weights_(Actor(0.7))
+        after = c.next().clone()
+    for batch, gain in ((before, 0.1), (after, 0.7)):
+        assert torch.allclose(batch["action"], gain * batch["observation"].sum(-1, keepdim=True))
