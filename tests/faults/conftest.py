@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+
+from helpers.process_crew import ProcessCrew
+from helpers.processes import Remote, Schemes
+
+
+@pytest.fixture
+def crew(schemes: Schemes, start: Callable[..., Remote]) -> ProcessCrew:
+    """Not connected yet; its processes end with the test."""
+    return ProcessCrew(schemes, start)
 
 
 @pytest.fixture(autouse=True)
