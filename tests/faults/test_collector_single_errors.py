@@ -179,26 +179,22 @@ def test_a_reset_that_fails_leaves_the_carrier() -> None:
 
 
 @pytest.mark.parametrize("limit", [None, 5])
-@pytest.mark.parametrize("returns", ["nothing", "one", "no next"])
-def test_a_step_that_returns_something_else_is_told_so(returns: str, limit: int | None) -> None:
+@pytest.mark.parametrize("returns", ["nothing", "one", "no next", "a dict of reset"])
+def test_what_returns_something_else_is_told_so(returns: str, limit: int | None) -> None:
     class Wrong(WalkEnv):
         def step_and_maybe_reset(self, td: TensorDictBase) -> Any:
             step, root = super().step_and_maybe_reset(td)
             return {"nothing": None, "one": step, "no next": (step["next"], root)}[returns]
 
-    with collector(Wrong(), max_frames_per_traj=limit) as c:
-        with pytest.raises(TypeError, match=r"Wrong\.step_and_maybe_reset\(\) must return two TensorDicts"):
-            c.rollout()
-
-
-@pytest.mark.parametrize("limit", [None, 5])
-def test_a_reset_that_returns_no_tensordict_is_told_so(limit: int | None) -> None:
-    class Wrong(WalkEnv):
         def reset(self, td: TensorDictBase | None = None) -> Any:
-            return super().reset(td).to_dict()
+            root = super().reset(td)
+            return root.to_dict() if returns == "a dict of reset" else root
 
-    with pytest.raises(TypeError, match=r"Wrong\.reset\(\) returned a dict, not a TensorDict"):
-        collector(Wrong(), max_frames_per_traj=limit)
+    word = r"step_and_maybe_reset\(\) must return two TensorDicts"
+    if returns == "a dict of reset":
+        word = r"reset\(\) returned a dict, not a TensorDict"
+    with pytest.raises(TypeError, match=rf"Wrong\.{word}"), collector(Wrong(), max_frames_per_traj=limit) as c:
+        c.rollout()
 
 
 def test_a_reset_of_another_shape_is_refused_at_once() -> None:
