@@ -100,7 +100,7 @@ async def test_send_async_cancelled_at_any_moment_leaves_the_scheme_usable() -> 
         assert {"cancelled", "timeout"} <= outcomes
 
 
-@pytest.mark.requirement(201)
+@pytest.mark.requirement(72, 201)
 def test_send_async_of_two_loops_in_two_threads_at_once() -> None:
     with crew(workers=2) as (sender, receivers):
         taken: list[int] = []
