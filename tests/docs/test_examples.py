@@ -25,7 +25,7 @@ from helpers.command import EXAMPLES, children_of, finish, private_directories, 
 pytestmark = pytest.mark.timeout(120)  # up to three processes, each of which imports torch
 
 
-NEEDS = {"gymnasium": "Gym", "ray": "import ray", "stable_baselines3": "stable_baselines3"}
+NEEDS = {"gymnasium": "Gym", "ray": "Ray", "stable_baselines3": "stable_baselines3"}
 """Packages that an installation may lack, each with what examples have in them that need it."""
 
 

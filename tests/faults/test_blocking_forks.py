@@ -57,27 +57,22 @@ def follows(kind: type, method: str) -> None:
 def test_a_connected_scheme_refuses_every_method_in_a_forked_child(kind: type) -> None:
     with crew(of=kind) as (sender, [receiver]):
         calls: dict[str, Callable[[], Any]] = {
-            "connect": sender.connect,
-            "send": sender.send,
-            "publish": sender.publish,
-            "wait_version": lambda: sender.wait_version(1),
-            "status": sender.status,
+            **{f"sender {name}": getattr(sender, name) for name in ("connect", "send", "publish", "status")},
+            **{
+                f"receiver {name}": getattr(receiver, name)
+                for name in ("connect", "receive", "fetch", "hold", "status")
+            },
             "init_on_sender": lambda: sender.init_on_sender(model_id="policy", model=sender.model),
-            "receiver connect": receiver.connect,
-            "receive": receiver.receive,
             "receive(0)": lambda: receiver.receive(0),
-            "fetch": receiver.fetch,
-            "receiver wait_version": lambda: receiver.wait_version(1),
-            "hold": receiver.hold,
-            "receiver status": receiver.status,
             "weights": lambda: receiver.weights,
             "bus send": lambda: sender.bus.send({"policy": sender.model}),
             "bus publish": lambda: sender.bus.publish({"policy": sender.model}),
-            "bus wait_version": lambda: sender.bus.wait_version(1),
-            "bus connect": lambda: sender.bus.connect(),
+            "bus connect": sender.bus.connect,
             "bus hold": receiver.bus.hold,
             "bus status": sender.bus.status,
         }
+        for name, each in (("sender", sender), ("receiver", receiver), ("bus", sender.bus)):
+            calls[f"{name} wait_version"] = lambda each=each: each.wait_version(1)
 
         def child() -> dict[str, str]:
             found = {}

@@ -310,3 +310,4 @@ def test_an_environment_that_cannot_be_closed_does_not_cost_the_last_batch() -> 
     with pytest.raises(OSError, match="cannot be closed"):
         collector.shutdown()
     collector.shutdown()
+    assert collector.closed

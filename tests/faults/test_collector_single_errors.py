@@ -9,7 +9,6 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from asyncsync.collectors import Collector
-from asyncsync.errors import SchemaMismatch
 from helpers.collecting_single import Actor, Buffer, WalkEnv
 
 
@@ -131,30 +130,6 @@ def test_what_an_interrupted_step_left_under_next_is_not_the_policys() -> None:
     with collector(WalkEnv()) as c, collector(WalkEnv()) as other:
         c._rollouts.carrier.set("next", TensorDict({"stale": torch.ones(1)}))
         assert (c.rollout() == other.rollout()).all()
-
-
-def test_an_environment_that_fails_to_close_says_so_once() -> None:
-    class Sticky(WalkEnv):
-        def close(self) -> None:
-            super().close()
-            raise Broken
-
-    c = collector(Sticky())
-    with pytest.raises(Broken):
-        c.shutdown()
-    c.shutdown()
-    assert c.closed
-
-
-def test_weights_that_do_not_fit_change_nothing() -> None:
-    with collector(WalkEnv()) as c:
-        before = c.policy.gain.clone()
-        with pytest.raises(SchemaMismatch):
-            c.update_policy_weights_({"gain": torch.zeros(3)})
-        with pytest.raises(ValueError, match="has no model"):
-            c.update_policy_weights_(weights_dict={"policy": Actor(0.9), "value": Actor(0.9)})
-        assert c.policy.gain == before
-        assert c.rollout()["collector", "policy_version"].unique().tolist() == [0]
 
 
 def test_a_reset_that_fails_leaves_the_carrier() -> None:

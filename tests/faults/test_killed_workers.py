@@ -105,19 +105,15 @@ async def test_a_subscriber_killed_amid_a_transfer_is_named_and_the_others_have_
 
 @pytest.mark.requirement(195)
 @pytest.mark.promise(16)
-async def test_a_worker_killed_on_another_host_is_lost_when_its_connection_stays_away(
-    schemes: Schemes, start: Callable[..., Remote]
-) -> None:
-    sender = schemes.sender(100, num_workers=2)
-    impatient(sender)
-    workers = [start(Worker), start(Worker)]
-    await asyncio.gather(sender.connect(), *(w.connect(sender, i, 100, elsewhere=True) for i, w in enumerate(workers)))
-    workers[1].signal(signal.SIGSTOP)
-    sending = asyncio.create_task(sender.send_async(sender.model.fill(2)))
-    await eventually(lambda: sender.status()[0].version == 2)
-    await eventually(lambda: sender.status()[1].state == "slow")  # a stopped process is not a dead one
+async def test_a_worker_killed_on_another_host_is_lost_when_its_connection_stays_away(crew: ProcessCrew) -> None:
+    await crew(100, receiver={"elsewhere": True}, settings={})
+    status = crew.sender.status
+    crew.workers[1].signal(signal.SIGSTOP)
+    sending = asyncio.create_task(crew.send(2))
+    await eventually(lambda: status()[0].version == 2)
+    await eventually(lambda: status()[1].state == "slow")  # a stopped process is not a dead one
     assert not sending.done()
-    workers[1].signal(signal.SIGKILL)
+    crew.workers[1].signal(signal.SIGKILL)
     with pytest.raises(PartialSendError) as caught:
         await sending
     assert isinstance(caught.value.failed[1], PeerLost)

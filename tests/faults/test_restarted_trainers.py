@@ -101,43 +101,32 @@ async def test_a_child_forked_from_the_trainer_keeps_neither_its_address_nor_its
         os.kill(child, signal.SIGKILL)
 
 
-async def test_a_worker_that_died_while_the_trainer_was_away_may_be_replaced_in_the_meantime(
-    endpoint: str, schemes: Schemes, start: Callable[..., Remote]
-) -> None:
-    plan = schemes.sender(1000, endpoint=endpoint, num_workers=2)
-    first, survivor, victim = start(Trainer), start(Worker), start(Worker)
-    joining = (worker.connect(plan, i, 1000) for i, worker in enumerate((survivor, victim)))
-    await asyncio.gather(first.connect(plan, 1000, 1), *joining)
-    await first.kill()
-    await victim.kill()
-    replacement = start(Worker)
-    connecting = replacement.connect(plan, 1, 1000)
-    second = start(Trainer)
-    assert await second.connect(plan, 1000, 5) == 1
-    await connecting
-    assert await second.send(6) == 2
-    assert [await w.value() for w in (survivor, replacement)] == [6, 6]
-
-
 async def test_a_trainer_killed_in_the_middle_of_a_transfer_leaves_no_half_update(
     endpoint: str, schemes: Schemes, start: Callable[..., Remote]
 ) -> None:
+    """Another worker dies and is replaced before the next trainer comes."""
     numel = 64 << 18
-    plan = schemes.sender(numel, endpoint=endpoint, num_workers=1)
-    first, worker = start(Trainer), start(Worker)
-    await asyncio.gather(first.connect(plan, numel, 1), worker.connect(plan, 0, numel))
+    plan = schemes.sender(numel, endpoint=endpoint, num_workers=2)
+    first, worker, victim = start(Trainer), start(Worker), start(Worker)
+    joining = (w.connect(plan, i, numel) for i, w in enumerate((worker, victim)))
+    await asyncio.gather(first.connect(plan, numel, 1), *joining)
     await worker.halt_in("transfer", nth=7)
     sending = first.send(2)
     assert await worker.events.get() == "transfer"
     await first.kill()
+    await victim.kill()
     with pytest.raises(EOFError):
         await asyncio.wait_for(sending, 5)
     worker.signal(signal.SIGCONT)
     assert await worker.value() == 1
+    replacement = start(Worker)
+    connecting = replacement.connect(plan, 1, numel)
     second = start(Trainer)
-    await second.connect(plan, numel, 3)
+    assert await second.connect(plan, numel, 3) == 1
+    await connecting
     assert await worker.receive(10) == 3
-    assert await worker.value() == 3
+    assert await second.send(4) == 2
+    assert [await w.value() for w in (worker, replacement)] == [4, 4]
     assert await worker.slabs() <= 2
 
 

@@ -126,13 +126,11 @@ async def test_what_a_superseded_worker_may_still_read_is_not_written_by_the_fas
 @pytest.mark.parametrize(
     ("seconds", "least"),
     [
-        pytest.param(10.0, 100, marks=pytest.mark.thorough),
+        pytest.param(5.0, 50, marks=pytest.mark.thorough),
         pytest.param(70.0, 1000, marks=[pytest.mark.soak, pytest.mark.timeout(300)]),
     ],
 )
-async def test_a_reader_that_is_stopped_for_long_holds_up_nobody(
-    seconds: float, least: int, crew: ProcessCrew, record_property: Callable[[str, object], None]
-) -> None:
+async def test_a_reader_that_is_stopped_for_long_holds_up_nobody(seconds: float, least: int, crew: ProcessCrew) -> None:
     await crew.shared(MIB)
     sender, pool, workers = crew.sender, crew.pool, crew.workers
     reads = [w.forwards(3000) for w in workers]
@@ -153,7 +151,6 @@ async def test_a_reader_that_is_stopped_for_long_holds_up_nobody(
     await sender.wait_version(sender.version, 0, timeout=10)
     assert len(slots_in_sight(os.getpid(), *(w.pid for w in workers))) <= 4
     torn, seen = await reads[0]
-    record_property("versions published meanwhile, and seen by the other one", [published, seen])
     assert torn == 0
     assert seen >= 20
     workers[1].signal(signal.SIGCONT)

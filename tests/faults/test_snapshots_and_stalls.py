@@ -31,6 +31,7 @@ SLOT = 9 * MIB
 STALL = 0.020  # seconds, promised
 
 
+@pytest.mark.requirement(189)
 @pytest.mark.promise(1)
 @pytest.mark.both_loops
 @pytest.mark.parametrize(
@@ -50,6 +51,7 @@ async def test_what_arrives_is_what_the_parameters_held_when_publish_returned(
     kind: Any, numel: int, options: dict[str, Any], schemes: Schemes
 ) -> None:
     """However many workers there are: memory for two versions, and for slots the one that is being read."""
+    before = set(threading.enumerate())
     sender, receivers = await schemes.connected(numel, workers=8, kind=kind, **options)
     for value in range(2, 12):
         version = await sender.publish(sender.model.fill(value))
@@ -66,35 +68,9 @@ async def test_what_arrives_is_what_the_parameters_held_when_publish_returned(
         assert pool.peak <= 2
         await eventually(lambda: pool.slabs <= 2)
         assert all(r.bus._link.subscriber.pool.slabs <= 2 for r in receivers)
-
-
-@pytest.mark.requirement(218)
-async def test_what_a_receiver_has_returned_stays_as_it_is(schemes: Schemes) -> None:
-    sender, [receiver] = await schemes.connected(THREAD)
-    kept = []
-    for value in range(2, 8):
-        await sender.send_async(sender.model.fill(value))
-        kept += [await receiver.receive(), await receiver.fetch(), receiver.weights]
-    assert [value_of(weights) for weights in kept] == [value for value in range(2, 8) for _ in range(3)]
-    for weights in kept:
-        weights.zero_()
-    assert receiver.model.value == 7
-    assert value_of(await receiver.fetch()) == 7
-
-
-@pytest.mark.requirement(198)
-async def test_publishing_without_waiting_keeps_the_memory_bounded(schemes: Schemes) -> None:
-    sender, receivers = await schemes.connected(INLINE, workers=3)
-    for value in range(2, 202):
-        await sender.publish(sender.model.fill(value))
-        sender.model.fill(-1)
-        if value % 7 == 0:
-            await asyncio.sleep(0)
-    await sender.wait_version(201, timeout=20)
-    assert [r.model.value for r in receivers] == [201] * 3
-    # The target, its successor, and what each of the three was receiving: behind by different versions.
-    assert sender.bus._link.pool.peak <= 5
-    await eventually(lambda: sender.bus._link.pool.slabs <= 2)
+    if numel <= INLINE and not options:  # small updates need no thread at all
+        started = set(threading.enumerate()) - before
+        assert {t for t in started if not type(t).__module__.startswith("zmq.")} == set()
 
 
 @pytest.mark.requirement(191, 189)
@@ -110,11 +86,7 @@ async def test_publishing_without_waiting_keeps_the_memory_bounded(schemes: Sche
     ids=["zmq", "shared", "process", "distributed"],
 )
 async def test_the_loop_is_never_blocked_while_256_mib_are_sent(
-    kind: Any,
-    options: dict[str, Any],
-    schemes: Schemes,
-    start: Callable[..., Remote],
-    record_property: Callable[[str, object], None],
+    kind: Any, options: dict[str, Any], schemes: Schemes, start: Callable[..., Remote]
 ) -> None:
     numel = 256 * MIB
     torch.set_num_threads(2)  # as a trainer has them; the fixture puts back what was before
@@ -140,8 +112,6 @@ async def test_the_loop_is_never_blocked_while_256_mib_are_sent(
     for value in (2, 3, 4):
         sender.model.fill(value)
         stalls.append(await longest_stall(send))
-    record_property("longest stalls of the trainer's loop, ms", [s.raw * 1e3 for s in stalls])
-    record_property("… without waiting for a core, ms", [s.running * 1e3 for s in stalls])
     assert await asyncio.gather(*(w.value() for w in workers)) == [4, 4]
     assert max(s.running for s in stalls) < 5 * STALL
     if slots is not None:
@@ -155,9 +125,7 @@ async def test_the_loop_is_never_blocked_while_256_mib_are_sent(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", [ZMQWeightSyncScheme, SharedMemWeightSyncScheme], ids=["zmq", "shared"])
-async def test_a_workers_loop_goes_on_while_256_mib_come_and_are_applied(
-    kind: Any, crew: ProcessCrew, record_property: Callable[[str, object], None]
-) -> None:
+async def test_a_workers_loop_goes_on_while_256_mib_come_and_are_applied(kind: Any, crew: ProcessCrew) -> None:
     """The trainer's bar, 20 ms, five times: other processes of the tests take the cores."""
     await crew.shared(256 * MIB, 1, kind=kind, map_above=16 << 20)
     [worker] = crew.workers
@@ -169,20 +137,8 @@ async def test_a_workers_loop_goes_on_while_256_mib_come_and_are_applied(
         await crew.send(value, timeout=60)
         stalls.append(await watching)
         assert await worker.value() == value
-    record_property("stalls", stalls)
     assert max(stalls) <= 5 * STALL
     assert await worker.is_repointed() == [True] * 8
-
-
-@pytest.mark.requirement(189)
-async def test_small_updates_need_no_thread_at_all(schemes: Schemes) -> None:
-    before = set(threading.enumerate())
-    sender, receivers = await schemes.connected(INLINE, workers=2)
-    for value in range(2, 12):
-        await sender.send_async(sender.model.fill(value))
-        for receiver in receivers:
-            await receiver.receive()
-    assert {t for t in set(threading.enumerate()) - before if not type(t).__module__.startswith("zmq.")} == set()
 
 
 @pytest.mark.requirement(194)
