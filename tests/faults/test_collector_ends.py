@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -33,6 +32,7 @@ from helpers.collecting_multi import (
     policy,
     trainer,
 )
+from helpers.command import private_directories
 
 BOTH = pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
 
@@ -53,10 +53,6 @@ def program(kind: str, end: str, delay: float = 0.0, **arguments: Any) -> Iterat
         process.join()
         process.close()
         here.close()
-
-
-def directories() -> list[str]:
-    return [name for name in os.listdir(tempfile.gettempdir()) if name.startswith("asyncsync-")]
 
 
 @pytest.mark.requirement(208)
@@ -80,7 +76,7 @@ def test_workers_end_when_their_trainer_is_killed_and_remove_what_is_left(kind: 
         process.join()
         try:
             assert gone_within(pids, 5.0), "workers outlive their trainer"
-            assert not directories()
+            assert not private_directories()
         finally:
             if child:
                 os.kill(child, signal.SIGKILL)
@@ -102,7 +98,7 @@ def test_ctrl_c_leaves_nothing_behind() -> None:
                 break
         assert heard[-1] == "interrupted"
         assert gone_within(pids, 5.0)
-        assert not directories()
+        assert not private_directories()
 
 
 @pytest.mark.thorough
@@ -113,7 +109,7 @@ def test_a_program_that_forgets_shutdown_ends_promptly() -> None:
         assert process.exitcode == 0
         assert time.monotonic() - began < 5.0
         assert not alive(pids)
-        assert not directories()
+        assert not private_directories()
 
 
 @pytest.mark.requirement(208)
