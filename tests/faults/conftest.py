@@ -12,9 +12,11 @@ from helpers.processes import Remote, Schemes
 
 
 @pytest.fixture
-def crew(schemes: Schemes, start: Callable[..., Remote]) -> ProcessCrew:
+def crew(schemes: Schemes, start: Callable[..., Remote]) -> Iterator[ProcessCrew]:
     """Not connected yet; its processes end with the test."""
-    return ProcessCrew(schemes, start)
+    crew = ProcessCrew(schemes, start)
+    yield crew
+    vars(crew).clear()  # pytest keeps it for longer than the test's leaks are looked for
 
 
 @pytest.fixture(autouse=True)

@@ -90,7 +90,7 @@ async def test_a_worker_killed_in_the_middle_is_named_at_once_and_catches_up_whe
 async def test_a_subscriber_killed_amid_a_transfer_is_named_and_the_others_have_it(
     endpoint: str, fanout: str, crew: ProcessCrew
 ) -> None:
-    await crew(16 * MIB, 4, endpoint=endpoint, fanout=fanout)
+    await crew(64 * MIB, 4, endpoint=endpoint, fanout=fanout)
     await are_subscribed(crew)
     victim = crew.workers.pop(1)
     await victim.halt_in("transfer", nth=5)
