@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+
+from helpers.process_crew import ProcessCrew
+from helpers.processes import Remote, Schemes
+
+
+@pytest.fixture
+def crew(schemes: Schemes, start: Callable[..., Remote]) -> Iterator[ProcessCrew]:
+    """Not connected yet; its processes end with the test."""
+    crew = ProcessCrew(schemes, start)
+    yield crew
+    vars(crew).clear()  # pytest keeps it for longer than the test's leaks are looked for
 
 
 @pytest.fixture(autouse=True)

@@ -7,27 +7,29 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from multiprocessing import Pipe
 from typing import Any
 
 import pytest
 
 from asyncsync.sync import MultiProcessWeightSyncScheme, ZMQWeightSyncScheme
 from helpers import planted
-from helpers.blocking_crew import KINDS, crew, idle, in_fork, new_sender, start
+from helpers.blocking_crew import KINDS, crew, idle, in_fork, new_sender
 from helpers.blocking_workers import follow
+from helpers.process_crew import blocking_worker
+
+pytestmark = pytest.mark.requirement(201)
 
 
-@pytest.mark.requirement(35, 201)
+@pytest.mark.requirement(35)
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("method", "running"),
-    # What is spawned has nothing of this process's loop.
-    [("fork", False), ("fork", True), ("forkserver", False), ("forkserver", True), ("spawn", True)],
+    [("fork", False), ("fork", True), ("forkserver", True), ("spawn", True)],
 )
 @pytest.mark.parametrize("kind", [ZMQWeightSyncScheme, MultiProcessWeightSyncScheme])
 def test_workers_of_every_start_method(kind: type, method: str, running: bool) -> None:
-    """``running``: while the loop of this process's blocking schemes runs."""
+    """``running``: while the loop of this process's blocking schemes runs. Of schemes whose ``receive`` waits:
+    SharedMem's start methods are test_documented_program.py's."""
     if running:
         with crew(of=kind) as (other, [receiver]):
             follows(kind, method)
@@ -39,57 +41,38 @@ def test_workers_of_every_start_method(kind: type, method: str, running: bool) -
 
 
 def follows(kind: type, method: str) -> None:
-    """With a scheme whose ``receive`` waits: SharedMem's start methods are test_documented_program.py's."""
     sender = new_sender(1000, of=kind, num_workers=2)
-    ends = [Pipe() for _ in range(2)]
-    workers = [start(follow, sender, i, 1000, ends[i][1], method=method) for i in range(2)]
-    try:
+    with (
+        blocking_worker(sender, follow, 1000, method=method) as (_, first),
+        blocking_worker(sender, follow, 1000, index=1, method=method) as (_, second),
+    ):
         sender.connect()
-        assert [here.recv() for here, _ in ends] == [1, 1]
+        assert (first.recv(), second.recv()) == (1, 1)
         for value in (2, 3):
             sender.send(sender.model.fill(value))
-            assert [here.recv() for here, _ in ends] == [value, value]
-        sender.shutdown()
-        for worker in workers:
-            worker.join(20)
-            assert worker.exitcode == 0
-    finally:
-        sender.shutdown()
-        for worker in workers:
-            worker.kill()
-            worker.join()
-            worker.close()
-        for here, there in ends:
-            here.close()
-            there.close()
+            assert (first.recv(), second.recv()) == (value, value)
 
 
-@pytest.mark.requirement(201)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_connected_scheme_refuses_every_method_in_a_forked_child(kind: type) -> None:
     with crew(of=kind) as (sender, [receiver]):
         calls: dict[str, Callable[[], Any]] = {
-            "connect": sender.connect,
-            "send": sender.send,
-            "publish": sender.publish,
-            "wait_version": lambda: sender.wait_version(1),
-            "status": sender.status,
+            **{f"sender {name}": getattr(sender, name) for name in ("connect", "send", "publish", "status")},
+            **{
+                f"receiver {name}": getattr(receiver, name)
+                for name in ("connect", "receive", "fetch", "hold", "status")
+            },
             "init_on_sender": lambda: sender.init_on_sender(model_id="policy", model=sender.model),
-            "receiver connect": receiver.connect,
-            "receive": receiver.receive,
             "receive(0)": lambda: receiver.receive(0),
-            "fetch": receiver.fetch,
-            "receiver wait_version": lambda: receiver.wait_version(1),
-            "hold": receiver.hold,
-            "receiver status": receiver.status,
             "weights": lambda: receiver.weights,
             "bus send": lambda: sender.bus.send({"policy": sender.model}),
             "bus publish": lambda: sender.bus.publish({"policy": sender.model}),
-            "bus wait_version": lambda: sender.bus.wait_version(1),
-            "bus connect": lambda: sender.bus.connect(),
+            "bus connect": sender.bus.connect,
             "bus hold": receiver.bus.hold,
             "bus status": sender.bus.status,
         }
+        for name, each in (("sender", sender), ("receiver", receiver), ("bus", sender.bus)):
+            calls[f"{name} wait_version"] = lambda each=each: each.wait_version(1)
 
         def child() -> dict[str, str]:
             found = {}
@@ -113,7 +96,6 @@ def test_a_connected_scheme_refuses_every_method_in_a_forked_child(kind: type) -
         assert receiver.model.value == 2
 
 
-@pytest.mark.requirement(201)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_forked_child_opens_schemes_of_its_own_while_the_parents_loop_runs(kind: type) -> None:
     def child() -> float:
@@ -133,7 +115,6 @@ def test_a_forked_child_opens_schemes_of_its_own_while_the_parents_loop_runs(kin
         assert in_fork(lambda: in_fork(child)) == 7
 
 
-@pytest.mark.requirement(201)
 def test_a_forked_child_that_collects_the_parents_scheme_leaves_it_working() -> None:
     schemes: list[Any] = []
 
@@ -152,7 +133,6 @@ def test_a_forked_child_that_collects_the_parents_scheme_leaves_it_working() -> 
             assert receiver.model.value == value
 
 
-@pytest.mark.requirement(201)
 def test_a_scheme_that_is_initialised_only_works_on_both_sides_of_a_fork() -> None:
     sender = new_sender(10)
 
@@ -192,7 +172,6 @@ print("over")
 """
 
 
-@pytest.mark.requirement(201)
 @pytest.mark.thorough
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
 def test_a_forked_child_that_ends_as_any_program_leaves_the_parents_scheme_working(loop: str) -> None:

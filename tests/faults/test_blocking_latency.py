@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
-from multiprocessing import Pipe
 
 import pytest
 
-from helpers.blocking_crew import new_sender, start
+from helpers.blocking_crew import new_sender
 from helpers.blocking_workers import compute
+from helpers.process_crew import blocking_worker
 
 PROMISED = 0.1  # seconds, for 64 KiB
 
@@ -18,14 +17,12 @@ PROMISED = 0.1  # seconds, for 64 KiB
 @pytest.mark.requirement(25)
 @pytest.mark.parametrize(("numel", "rounds", "bound"), [(1 << 14, 15, PROMISED), (1 << 20, 5, 4 * PROMISED)])
 def test_a_busy_main_thread_delays_an_update_by_few_turns_of_the_interpreter(
-    numel: int, rounds: int, bound: float, record_property: Callable[[str, object], None]
+    numel: int, rounds: int, bound: float
 ) -> None:
     sender = new_sender(numel, num_workers=1)
-    here, there = Pipe()
-    worker = start(compute, sender, 0, numel, there)
-    try:
+    with blocking_worker(sender, compute, numel) as (_, pipe):
         sender.connect()
-        assert here.recv() == "connected"
+        assert pipe.recv() == "connected"
         took = []
         for i in range(rounds):
             sender.model.fill(i)
@@ -33,18 +30,7 @@ def test_a_busy_main_thread_delays_an_update_by_few_turns_of_the_interpreter(
             begin = time.perf_counter()
             sender.send()
             took.append(time.perf_counter() - begin)
-        record_property("milliseconds, median", 1000 * statistics.median(took))
-        record_property("milliseconds, longest", 1000 * max(took))
         assert statistics.median(took) < 5 * bound
         sender.shutdown()
-        assert here.poll(20)
-        assert here.recv() > 0
-        worker.join(20)
-        assert worker.exitcode == 0
-    finally:
-        sender.shutdown()
-        worker.kill()
-        worker.join()
-        worker.close()
-        here.close()
-        there.close()
+        assert pipe.poll(20)
+        assert pipe.recv() > 0

@@ -1,4 +1,5 @@
-"""Many threads and many schemes on the one loop thread, a thousand lives of it, and nothing left behind."""
+"""Many threads and many schemes on the one loop thread, a thousand lives of it. What a scheme leaves behind (a thread,
+a descriptor, a directory) fails its test, as everywhere."""
 
 from __future__ import annotations
 
@@ -10,19 +11,33 @@ from typing import Any
 
 import pytest
 
-from asyncsync.sync import ClosedError, NotConnected
-from helpers.blocking_crew import KINDS, connect, crew, idle, in_threads, new_receiver, new_sender
+from asyncsync.sync import (
+    ClosedError,
+    MultiProcessWeightSyncScheme,
+    NotConnected,
+    SharedMemWeightSyncScheme,
+    ZMQWeightSyncScheme,
+)
+from helpers.blocking_crew import connect, crew, idle, in_threads, new_receiver, new_sender
 from helpers.processes import Filled, value_of
 
 THREADS = 8
 
 
 @pytest.mark.requirement(201)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("numel", "rounds"), [(1000, 60), (5 << 18, 6)], ids=["small", "large"])
-def test_eight_threads_send_through_one_scheme(numel: int, rounds: int, kind: type) -> None:
+@pytest.mark.parametrize(
+    ("kind", "numel", "rounds"),
+    [
+        (ZMQWeightSyncScheme, 1000, 60),
+        (ZMQWeightSyncScheme, 5 << 18, 6),
+        (SharedMemWeightSyncScheme, 1000, 60),
+        (MultiProcessWeightSyncScheme, 5 << 18, 6),
+    ],
+)
+def test_eight_threads_send_through_one_scheme(kind: type, numel: int, rounds: int) -> None:
     published: list[int] = []
-    seen: list[float] = []
+    torn: list[Any] = []
+    over = threading.Event()
 
     with crew(numel, workers=2, of=kind) as (sender, receivers):
 
@@ -38,21 +53,15 @@ def test_eight_threads_send_through_one_scheme(numel: int, rounds: int, kind: ty
                     assert version > last
                     last = version
                 else:
-                    before = sender.version  # ours will be a later one
+                    version = sender.version + 1  # at least
                     sender.send(weights)
-                    version = before + 1
                 assert all(r.version >= version for r in receivers)
 
         def look() -> None:
             while not over.is_set():
-                for receiver in receivers:
-                    low, high = receiver.model()
-                    assert low == high, "torn"
-                    seen.append(low)
+                torn.extend(ends for r in receivers if len(set(ends := r.model())) > 1)
 
-        over = threading.Event()
-        watch = threading.Thread(target=lambda: torn.extend(_caught(look)))
-        torn: list[BaseException] = []
+        watch = threading.Thread(target=look)
         watch.start()
         try:
             in_threads(*(lambda n=n: send(n) for n in range(THREADS)))
@@ -66,24 +75,13 @@ def test_eight_threads_send_through_one_scheme(numel: int, rounds: int, kind: ty
         assert value_of(receivers[0].fetch()) == receivers[1].model.value
 
 
-def _caught(function: Any) -> list[BaseException]:
-    try:
-        function()
-    except BaseException as error:
-        return [error]
-    return []
-
-
 @pytest.mark.requirement(201)
 def test_eight_threads_with_a_scheme_each() -> None:
     def live(number: int) -> None:
         for i in range(3):
             sender = new_sender(1000, number)
             receiver = new_receiver(sender)
-            done = threading.Thread(target=receiver.connect)
-            done.start()
-            sender.connect()
-            done.join()
+            connect(sender, receiver)
             for k in range(10):
                 value = 100 * number + 10 * i + k
                 sender.send(sender.model.fill(value))
@@ -98,8 +96,7 @@ def test_eight_threads_with_a_scheme_each() -> None:
 
 @pytest.mark.requirement(85)
 @pytest.mark.thorough
-def test_two_hundred_schemes_leave_nothing_behind() -> None:
-    descriptors, threads = set(os.listdir("/proc/self/fd")), threading.enumerate()
+def test_two_hundred_schemes_end_with_their_thread_and_directory() -> None:
     for i in range(200):
         with crew(10, value=i) as (sender, [receiver]):
             sender.send(sender.model.fill(i + 0.5))
@@ -108,13 +105,10 @@ def test_two_hundred_schemes_leave_nothing_behind() -> None:
             assert os.path.isdir(directory)
         assert idle()
         assert not os.path.exists(directory)
-    assert set(os.listdir("/proc/self/fd")) == descriptors
-    assert threading.enumerate() == threads
 
 
 @pytest.mark.requirement(85)
-def test_fifty_schemes_that_never_connect_leave_nothing_behind() -> None:
-    descriptors, threads = set(os.listdir("/proc/self/fd")), threading.enumerate()
+def test_fifty_schemes_that_never_connect_end_with_their_thread_or_when_they_are_collected() -> None:
     collected = []
     for i in range(50):
         for scheme in (new_sender(10, num_workers=1), new_receiver(new_sender(10))):
@@ -134,75 +128,33 @@ def test_fifty_schemes_that_never_connect_leave_nothing_behind() -> None:
         assert idle()
     gc.collect()
     assert [ref() for ref in collected] == [None] * len(collected)
-    assert set(os.listdir("/proc/self/fd")) == descriptors
-    assert threading.enumerate() == threads
 
 
 @pytest.mark.requirement(85)
-def test_shutdown_from_another_thread_ends_whatever_is_under_way() -> None:
-    for i in range(30):
-        with crew() as (sender, [receiver]):
-            assert receiver.receive(0) is None
-            begun = threading.Event()
+@pytest.mark.parametrize("call", ["receive", "connect"])
+def test_shutdown_in_another_thread_ends_what_is_under_way(call: str) -> None:
+    """By either side, at whatever moment."""
 
-            def wait(receiver: Any = receiver, begun: threading.Event = begun) -> None:
-                begun.set()
-                with pytest.raises(ClosedError):
-                    receiver.receive()
+    def race(scheme: Any, ended: Any) -> None:
+        barrier = threading.Barrier(3)
 
-            def end(scheme: Any = sender if i % 2 else receiver, begun: threading.Event = begun) -> None:
-                assert begun.wait(5)
-                scheme.shutdown()
-
-            in_threads(wait, end, end)
-    assert idle()
-
-
-@pytest.mark.requirement(85)
-def test_shutdown_while_another_thread_connects_leaves_nothing_open() -> None:
-    for i in range(60):
-        sender = new_sender(10, num_workers=1)
-        chosen = sender if i % 2 else new_receiver(sender)
-        barrier = threading.Barrier(2)
-
-        def connecting(scheme: Any = chosen, barrier: threading.Barrier = barrier) -> None:
-            barrier.wait()
+        def calls() -> None:
+            barrier.wait(5)
             with pytest.raises(ClosedError):
-                scheme.connect(timeout=20)
+                getattr(scheme, call)()
 
-        def ending(scheme: Any = chosen, barrier: threading.Barrier = barrier) -> None:
-            barrier.wait()
-            scheme.shutdown()
+        def ends() -> None:
+            barrier.wait(5)
+            ended.shutdown()
 
-        in_threads(connecting, ending)
+        in_threads(calls, ends, ends, timeout=20)
+
+    for i in range(30):
+        if call == "receive":
+            with crew() as (sender, [receiver]):
+                assert receiver.receive(0) is None
+                race(receiver, sender if i % 2 else receiver)
+        else:
+            scheme = new_sender(10, num_workers=1) if i % 2 else new_receiver(new_sender(10, num_workers=1))
+            race(scheme, scheme)
         assert idle()
-
-
-@pytest.mark.requirement(85)
-def test_shutdown_twice_of_one_scheme_on_a_shared_bus_leaves_the_other_one_working() -> None:
-    from asyncsync.sync import Bus, ZMQWeightSyncScheme
-
-    bus = Bus(num_workers=1)
-    senders = [ZMQWeightSyncScheme(bus=bus) for _ in range(2)]
-    models = [Filled(10), Filled(10)]
-    for i, scheme in enumerate(senders):
-        scheme.init_on_sender(model_id=f"m{i}", model=models[i])
-    import pickle
-
-    apart = pickle.loads(pickle.dumps(senders))
-    targets = [Filled(10), Filled(10)]
-    for i, scheme in enumerate(apart):
-        scheme.init_on_receiver(f"m{i}", model=targets[i], worker_idx=0)
-    connect(bus, apart[0].bus)
-    bus.send({"m0": models[0].fill(2), "m1": models[1].fill(3)})
-    assert [t.value for t in targets] == [2, 3]
-    senders[0].shutdown()
-    senders[0].shutdown()
-    assert senders[0].closed
-    assert not senders[1].closed
-    senders[1].send(models[1].fill(4))
-    assert targets[1].value == 4
-    for scheme in (*apart, senders[1]):
-        scheme.shutdown()
-        scheme.shutdown()
-    assert idle()

@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -33,6 +32,7 @@ from helpers.collecting_multi import (
     policy,
     trainer,
 )
+from helpers.command import private_directories
 
 BOTH = pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
 
@@ -55,52 +55,31 @@ def program(kind: str, end: str, delay: float = 0.0, **arguments: Any) -> Iterat
         here.close()
 
 
-def directories() -> list[str]:
-    return [name for name in os.listdir(tempfile.gettempdir()) if name.startswith("asyncsync-")]
-
-
 @pytest.mark.requirement(208)
 @pytest.mark.thorough
-@pytest.mark.parametrize(("kind", "delay"), [("sync", 0.01), ("async", 30.0)])
-def test_workers_end_when_their_trainer_is_killed(kind: str, delay: float) -> None:
-    with program(kind, "never", delay) as (process, _pipe, pids):
-        time.sleep(0.3)
+@pytest.mark.parametrize(
+    ("kind", "moment", "delay"),
+    [
+        ("sync", "never", 0.01),
+        ("async", "never", 30.0),
+        ("async", "during shutdown", 60.0),
+        ("async", "with a fork", 60.0),
+        ("async", "while it forks", 60.0),  # the child has the lock of what is to be removed for another second
+    ],
+)
+def test_workers_end_when_their_trainer_is_killed_and_remove_what_is_left(kind: str, moment: str, delay: float) -> None:
+    with program(kind, moment, delay) as (process, _pipe, pids):
+        child = pids.pop() if moment == "with a fork" else None  # it lives on
+        if not moment.startswith("w"):
+            time.sleep(0.5)
         process.kill()
         process.join()
-        assert gone_within(pids, 5.0), "workers outlive their trainer"
-        assert not directories()
-
-
-@pytest.mark.requirement(208)
-@pytest.mark.thorough
-def test_workers_end_when_their_trainer_is_killed_while_it_ends_them() -> None:
-    with program("async", "during shutdown", 60.0) as (process, _pipe, pids):
-        time.sleep(0.5)
-        process.kill()
-        process.join()
-        assert gone_within(pids, 5.0), "workers outlive their trainer"
-
-
-@pytest.mark.requirement(208)
-@pytest.mark.thorough
-def test_workers_end_when_a_fork_of_their_killed_trainer_lives_on() -> None:
-    with program("async", "with a fork", 60.0) as (process, _pipe, [*pids, child]):
         try:
-            process.kill()
-            process.join()
             assert gone_within(pids, 5.0), "workers outlive their trainer"
+            assert not private_directories()
         finally:
-            os.kill(child, signal.SIGKILL)
-
-
-@pytest.mark.requirement(208)
-@pytest.mark.thorough
-def test_workers_remove_what_is_left_of_a_trainer_that_is_killed_while_it_forks() -> None:
-    with program("async", "while it forks", 60.0) as (process, _pipe, pids):
-        process.kill()  # its child has its lock for another second
-        process.join()
-        assert gone_within(pids, 5.0), "workers outlive their trainer"
-        assert not directories()
+            if child:
+                os.kill(child, signal.SIGKILL)
 
 
 @pytest.mark.thorough
@@ -119,7 +98,7 @@ def test_ctrl_c_leaves_nothing_behind() -> None:
                 break
         assert heard[-1] == "interrupted"
         assert gone_within(pids, 5.0)
-        assert not directories()
+        assert not private_directories()
 
 
 @pytest.mark.thorough
@@ -130,7 +109,7 @@ def test_a_program_that_forgets_shutdown_ends_promptly() -> None:
         assert process.exitcode == 0
         assert time.monotonic() - began < 5.0
         assert not alive(pids)
-        assert not directories()
+        assert not private_directories()
 
 
 @pytest.mark.requirement(208)
@@ -147,15 +126,18 @@ def test_shutdown_during_a_rollout_returns_within_its_timeout(kind: Any) -> None
 
 
 @BOTH
-def test_shutdown_stops_between_two_steps_and_closes_the_environment(kind: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("close_env", [True, False])
+def test_shutdown_stops_between_two_steps_and_closes_the_environment_if_it_is_to(
+    kind: Any, close_env: bool, tmp_path: Path
+) -> None:
     log = tmp_path / "log"
     collector = kind([make(delay=0.05, log=str(log))], policy(), **options(frames_per_batch=2000))
     ask(collector)
     time.sleep(0.2)
     began = time.monotonic()
-    collector.shutdown()
+    collector.shutdown(close_env=close_env)
     assert time.monotonic() - began < 3.0
-    assert log.read_text().split() == [str(collector._group.pids[0]), "closed"]
+    assert log.read_text().split() == [str(collector._group.pids[0])] + ["closed"] * close_env
 
 
 @pytest.mark.requirement(208)
@@ -226,6 +208,7 @@ def test_messages_to_a_worker_that_does_not_read_keep_nobody() -> None:
             group.post(0, ("nothing", bytes(30_000)))
         collector.shutdown(timeout=1.0)
         assert time.monotonic() - began < 2.5
+        assert not alive([pid])
 
 
 def test_workers_draw_different_numbers_and_end_quickly(tmp_path: Path) -> None:
@@ -236,16 +219,6 @@ def test_workers_draw_different_numbers_and_end_quickly(tmp_path: Path) -> None:
     frozen = [int(path.read_text()) for path in tmp_path.glob("*.frozen")]
     assert len(frozen) == 2
     assert min(frozen) > 10_000  # what the interpreter's end would search for garbage, half a second long
-
-
-def test_a_stopped_worker_does_not_keep_shutdown() -> None:
-    collector: Any = MultiSyncCollector([make()], policy(), **options())
-    [pid] = collector._group.pids
-    os.kill(pid, signal.SIGSTOP)
-    began = time.monotonic()
-    collector.shutdown(timeout=1.0)
-    assert time.monotonic() - began < 2.5
-    assert not alive([pid])
 
 
 @BOTH
@@ -284,6 +257,25 @@ def test_nobody_is_taken_for_lost_while_it_is_stopped_or_resets_for_ten_seconds(
         assert time.monotonic() - began > 9
 
 
+UNGUARDED = """
+from asyncsync.collectors import MultiSyncCollector
+from helpers.collecting_multi import make, policy
+MultiSyncCollector([make()], policy(numel=100_000), frames_per_batch=4)
+"""
+
+
+@pytest.mark.thorough
+def test_a_missing_guard_is_named_whatever_the_size_of_the_policy(tmp_path: Path) -> None:
+    program = tmp_path / "unguarded.py"
+    program.write_text(UNGUARDED)
+    path = os.pathsep.join(p for p in sys.path if p)
+    environment = os.environ | {"PYTHONPATH": path}
+    ended = subprocess.run([sys.executable, program], env=environment, capture_output=True, text=True, timeout=100)
+    assert ended.returncode
+    assert "if __name__ == '__main__':" in ended.stderr.splitlines()[-1]
+    assert "BrokenPipe" not in ended.stderr
+
+
 LATE = """
 import multiprocessing, os, socket, subprocess, sys
 from asyncsync.collectors.workers.main import run_worker
@@ -304,19 +296,6 @@ def test_a_worker_whose_trainer_ends_before_it_has_started_says_nothing() -> Non
     assert (done.stdout, done.stderr) == ("ended\n", "")
 
 
-@BOTH
-def test_close_env_false_holds_in_the_middle_of_a_rollout(kind: Any, tmp_path: Path) -> None:
-    for close_env in (False, True):
-        log = tmp_path / f"log-{close_env}"
-        collector = kind([make(delay=0.05, log=str(log))], policy(), **options(frames_per_batch=1000))
-        ask(collector)  # a rollout is under way
-        while len(log.read_text().split()) < 1:
-            time.sleep(0.01)
-        time.sleep(0.2)
-        collector.shutdown(close_env=close_env)
-        assert ("closed" in log.read_text()) is close_env
-
-
 def test_an_environment_that_cannot_be_closed_does_not_cost_the_last_batch() -> None:
     class Stuck(Counting):
         def close(self) -> None:
@@ -327,3 +306,4 @@ def test_an_environment_that_cannot_be_closed_does_not_cost_the_last_batch() -> 
     with pytest.raises(OSError, match="cannot be closed"):
         collector.shutdown()
     collector.shutdown()
+    assert collector.closed

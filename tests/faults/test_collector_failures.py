@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,65 +20,14 @@ from asyncsync.errors import AckTimeout, ClosedError, PartialSendError, PeerLost
 from helpers.collecting_multi import BadPolicy, CannotTravel, Unpicklable, ask, gone_within, make, options, policy
 
 BOTH = pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
+STEP = "in step_and_maybe_reset"
 
 
-def check(error: BaseException, text: str) -> None:
-    """It tells where it comes from."""
-    assert isinstance(error.__cause__, RemoteError)
-    assert text in error.__cause__.remote_traceback
-    assert any("worker 1 (pid " in note for note in error.__notes__)
+def raises(kind: type[Exception], text: Any) -> Callable[..., Any]:
+    def broken(*_: Any) -> Any:
+        raise kind(text)
 
-
-@BOTH
-def test_an_exception_of_the_environment(kind: Any) -> None:
-    with kind([make(), make(fail_at=8)], policy(), **options()) as collector:
-        pids = collector._group.pids
-        with pytest.raises(ValueError, match="the environment has failed") as caught:
-            list(collector)
-        check(caught.value, "in step_and_maybe_reset")
-        assert collector.closed
-        assert gone_within(pids, 1.0)
-
-
-async def test_an_exception_of_the_environment_in_a_coroutine() -> None:
-    async with MultiAsyncCollector([make(), make(fail_at=8)], policy(), **options()) as collector:
-        with pytest.raises(ValueError, match="the environment has failed") as caught:
-            async for _ in collector:
-                pass
-        check(caught.value, "in step_and_maybe_reset")
-        assert collector.closed
-
-
-def bad_hook(*_: Any) -> None:
-    raise ArithmeticError("the hook has failed")
-
-
-@pytest.mark.requirement(117)
-@pytest.mark.parametrize("hook", ["pre_collect_hook", "post_collect_hook"])
-def test_an_exception_of_a_hook(hook: str) -> None:
-    with MultiSyncCollector([make()] * 2, policy(), **options(**{hook: bad_hook})) as collector:
-        with pytest.raises(ArithmeticError, match="the hook has failed") as caught:
-            collector.next()
-        assert isinstance(caught.value.__cause__, RemoteError)
-        assert "in bad_hook" in caught.value.__cause__.remote_traceback
-        assert collector.closed
-        with pytest.raises(ClosedError):
-            collector.next()
-
-
-def test_an_exception_of_the_policy() -> None:
-    bad = TensorDictModule(BadPolicy(), in_keys=["observation"], out_keys=["action"])
-    with MultiSyncCollector([make()], bad, **options()) as collector:
-        with pytest.raises(KeyError, match="the policy has failed"):
-            collector.next()
-
-
-def test_an_exception_that_cannot_be_pickled_is_described() -> None:
-    factory = make(fail_at=2, error=functools.partial(Unpicklable, "what a pity"))
-    with MultiSyncCollector([factory], policy(), **options()) as collector:
-        with pytest.raises(RemoteError, match="Unpicklable: what a pity") as caught:
-            collector.next()
-        assert "in step_and_maybe_reset" in caught.value.remote_traceback
+    return broken
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,21 +40,113 @@ class Frozen(Exception):
         return Frozen, (self.code,)
 
 
-def frozen() -> None:
-    raise Frozen(7)
+class Buffer:
+    """Stands for a shared replay buffer."""
+
+    shared = True
+
+    def extend(self, batch: Any) -> None:
+        del batch
+
+    def add(self, frame: Any) -> None:
+        del frame
 
 
-def test_an_exception_whose_attributes_cannot_be_set_is_described() -> None:
-    with pytest.raises(RemoteError, match=r"Frozen: 7") as caught:
-        MultiSyncCollector([make()], policy(), **options(init_fn=frozen))
-    assert "in frozen" in caught.value.remote_traceback
-    factory = make(fail_at=2, error=functools.partial(Frozen, 7))
-    with MultiSyncCollector([factory], policy(), **options()) as collector:
-        with pytest.raises((RemoteError, dataclasses.FrozenInstanceError)) as caught_later:
+def check(error: BaseException, text: str) -> None:
+    """It has the worker's traceback, and tells which worker it was."""
+    assert isinstance(error.__cause__, RemoteError)
+    assert text in error.__cause__.remote_traceback
+    assert any("worker 1 (pid " in note for note in error.__notes__)
+
+
+@BOTH
+def test_an_exception_of_the_environment(kind: Any) -> None:
+    with kind([make(), make(fail_at=8)], policy(), **options()) as collector:
+        pids = collector._group.pids
+        with pytest.raises(ValueError, match="the environment has failed") as caught:
+            list(collector)
+        check(caught.value, STEP)
+        assert collector.closed
+        assert gone_within(pids, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "word"),
+    [
+        ({"fail_at": 8}, ValueError, "the environment has failed"),
+        ({"kill_at": 9}, PeerLost, "worker 1 .* was killed by SIGKILL"),
+    ],
+)
+async def test_the_end_of_a_worker_in_a_coroutine(given: dict[str, int], error: type[Exception], word: str) -> None:
+    async with MultiAsyncCollector([make(), make(**given)], policy(), **options()) as collector:
+        with pytest.raises(error, match=word) as caught:
+            async for _ in collector:
+                pass
+        if error is ValueError:
+            check(caught.value, STEP)
+        assert collector.closed
+
+
+HOOK = raises(ArithmeticError, "the hook has failed")
+POSTPROC = {"replay_buffer": Buffer(), "postproc": raises(ArithmeticError, "the postproc has failed")}
+BAD = TensorDictModule(BadPolicy(), in_keys=["observation"], out_keys=["action"])
+# What is wrong: an environment, a policy, or options; what is raised, with which words; and a line of the traceback.
+RAISED: dict[str, tuple[Any, Any, Any, Any, str, str]] = {
+    "pre_collect_hook": (make(), policy(), {"pre_collect_hook": HOOK}, ArithmeticError, "the hook", "in broken"),
+    "post_collect_hook": (make(), policy(), {"post_collect_hook": HOOK}, ArithmeticError, "the hook", "in broken"),
+    "postproc": (make(), policy(), POSTPROC, ArithmeticError, "the postproc has failed", "in broken"),
+    "policy": (make(), BAD, {}, KeyError, "the policy has failed", "in forward"),
+    "cannot be pickled": (
+        make(fail_at=2, error=functools.partial(Unpicklable, "what a pity")),
+        *(policy(), {}, RemoteError, "Unpicklable: what a pity", STEP),
+    ),
+    "no attribute of it can be set": (
+        make(fail_at=2, error=functools.partial(Frozen, 7)),
+        *(policy(), {}, (RemoteError, dataclasses.FrozenInstanceError), "", STEP),
+    ),
+    "an exit": (make(fail_at=2, error=SystemExit), policy(), {}, RemoteError, "SystemExit", STEP),
+}
+
+
+@pytest.mark.requirement(117)
+@pytest.mark.parametrize("what", RAISED)
+def test_what_a_worker_raises_comes_up_and_ends_the_collector(what: str) -> None:
+    env, acting, given, error, word, line = RAISED[what]
+    with MultiSyncCollector([env], acting, **options(**given)) as collector:
+        with pytest.raises(error, match=word) as caught:
             collector.next()
-        error: Any = caught_later.value
-        remote = error if isinstance(error, RemoteError) else error.__cause__
-        assert "in step_and_maybe_reset" in remote.remote_traceback
+        remote: Any = caught.value if isinstance(caught.value, RemoteError) else caught.value.__cause__
+        assert line in remote.remote_traceback
+        assert collector.closed
+        with pytest.raises(ClosedError):
+            collector.next()
+
+
+NOWHERE = raises(LookupError, "there is no such environment")
+
+
+@pytest.mark.thorough
+def test_an_exception_of_the_environments_constructor() -> None:
+    with pytest.raises(LookupError, match="no such environment") as caught:
+        MultiSyncCollector([make(), NOWHERE], policy(), **options())
+    check(caught.value, "in broken")
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "word"),
+    [
+        ({"policy_factory": NOWHERE}, LookupError, "no such environment"),
+        ({"init_fn": NOWHERE}, LookupError, "no such environment"),
+        ({"init_fn": raises(Frozen, 7)}, RemoteError, "Frozen: 7"),
+        ({"init_fn": functools.partial(os._exit, 7)}, PeerLost, "ended with exit code 7.*had not started yet"),
+    ],
+)
+def test_what_ends_a_worker_before_it_is_ready(given: dict[str, Any], error: type[Exception], word: str) -> None:
+    acting = None if "policy_factory" in given else policy()
+    with pytest.raises(error, match=word) as caught:
+        MultiSyncCollector([make()], acting, **options(**given))
+    if error is RemoteError:
+        assert "in broken" in caught.value.remote_traceback  # type: ignore[attr-defined]
 
 
 def impatient() -> Any:
@@ -127,34 +169,9 @@ def test_a_workers_own_timeout_is_raised_as_it_is(where: str) -> None:
     assert isinstance(caught.value.__cause__, RemoteError)
 
 
-def test_an_exit_in_the_environment_is_no_exit_here() -> None:
-    with MultiSyncCollector([make(fail_at=2, error=SystemExit)], policy(), **options()) as collector:
-        with pytest.raises(RemoteError, match="SystemExit"):
-            collector.next()
-
-
-def broken() -> None:
-    raise LookupError("there is no such environment")
-
-
-@pytest.mark.thorough
-def test_an_exception_of_the_environments_constructor() -> None:
-    with pytest.raises(LookupError, match="there is no such environment") as caught:
-        MultiSyncCollector([make(), broken], policy(), **options())
-    check(caught.value, "in broken")
-
-
-def test_an_exception_of_a_policy_factory_and_of_init_fn() -> None:
-    for given in ({"policy_factory": broken}, {"init_fn": broken}):
-        with pytest.raises(LookupError, match="there is no such environment"):
-            MultiSyncCollector([make()], None, **options(**given))
-
-
 def test_what_cannot_travel_is_told_before_anything_starts() -> None:
     with pytest.raises(TypeError, match="stays here") as caught:
-        MultiSyncCollector(
-            [make()], policy(), **options(postproc=None, init_fn=functools.partial(print, CannotTravel()))
-        )
+        MultiSyncCollector([make()], policy(), **options(init_fn=functools.partial(print, CannotTravel())))
     assert any("cloudpickle" in note for note in caught.value.__notes__)
 
 
@@ -186,41 +203,6 @@ def test_a_killed_worker_is_noticed_at_once(kind: Any) -> None:
         timer.join()
         assert noticed - killed[0] < 5.0  # shutting down the other one included
         assert collector.closed
-
-
-async def test_a_killed_worker_is_noticed_by_a_coroutine() -> None:
-    async with MultiAsyncCollector([make(), make(kill_at=9)], policy(), **options()) as collector:
-        with pytest.raises(PeerLost, match=r"worker 1 .* was killed by SIGKILL"):
-            async for _ in collector:
-                pass
-
-
-def test_a_worker_that_dies_before_it_is_ready() -> None:
-    with pytest.raises(PeerLost, match=r"ended with exit code 7.*had not started yet"):
-        MultiSyncCollector([make()], policy(), **options(init_fn=functools.partial(os._exit, 7)))
-
-
-class Buffer:
-    """Stands for a shared replay buffer."""
-
-    shared = True
-
-    def extend(self, batch: Any) -> None:
-        del batch
-
-    def add(self, frame: Any) -> None:
-        del frame
-
-
-def bad_postproc(batch: Any) -> Any:
-    raise ArithmeticError("the postproc has failed")
-
-
-def test_an_exception_of_a_postproc_in_the_workers() -> None:
-    given = options(replay_buffer=Buffer(), postproc=bad_postproc)
-    with MultiSyncCollector([make()], policy(), **given) as collector:
-        with pytest.raises(ArithmeticError, match="the postproc has failed"):
-            collector.next()
 
 
 @pytest.mark.requirement(165)
@@ -260,22 +242,18 @@ def slow_to_make(log: str) -> Any:
     return make(log=log)()
 
 
-def bad_environment() -> Any:
-    raise ArithmeticError("there is no such environment")
-
-
 @BOTH
 def test_a_worker_that_is_still_being_built_when_another_fails_ends_by_itself(
     kind: Any, tmp_path: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     log = tmp_path / "log"
-    with pytest.raises(ArithmeticError, match="no such environment"):
-        kind([functools.partial(slow_to_make, str(log)), bad_environment], policy(), **options())
+    with pytest.raises(LookupError, match="no such environment"):
+        kind([functools.partial(slow_to_make, str(log)), NOWHERE], policy(), **options())
     assert log.read_text().split()[1:] == ["closed"]
     assert "terminating" not in caplog.text
 
 
 def test_the_same_mistake_of_several_workers_is_shown_once(caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(ArithmeticError, match="no such environment"):
-        MultiSyncCollector([bad_environment] * 3, policy(), **options())
+    with pytest.raises(LookupError, match="no such environment"):
+        MultiSyncCollector([NOWHERE] * 3, policy(), **options())
     assert "Traceback" not in caplog.text

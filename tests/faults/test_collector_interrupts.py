@@ -36,14 +36,6 @@ class Strike:
 
         return struck
 
-    def after(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def struck(*args: Any) -> Any:
-            result = function(*args)
-            self()
-            return result
-
-        return struck
-
 
 class Changes(collections.deque[Any]):
     """An update is taken off the list, and then it strikes."""
@@ -100,24 +92,17 @@ def test_an_update_of_another_thread_ends(strike: Strike, when: str, style: str)
         assert one.next()["action"].unique().tolist() == [5.0]
 
 
-def test_a_rollout_can_begin_again_after_its_turn_was_interrupted(strike: Strike) -> None:
+@pytest.mark.parametrize("moment", ["when it has begun", "before it has ended"])
+def test_a_rollout_whose_turn_was_interrupted_can_begin_again(strike: Strike, moment: str) -> None:
     class Condition(threading.Condition):
         def __exit__(self, *exc: Any) -> None:
             super().__exit__(*exc)
-            if one._lock._inside:
+            if moment == "when it has begun" and one._lock._inside:
                 strike()
 
-    with Collector(LevelEnv, Level(0), frames_per_batch=4) as one:
-        one._lock._changed = Condition()
-        with pytest.raises(KeyboardInterrupt):
-            one.next()
-        assert one.next() is not None
-
-
-def test_the_end_of_a_turn_is_reached_whatever_interrupts_it(strike: Strike) -> None:
-    class Condition(threading.Condition):
         def notify_all(self) -> None:
-            strike()
+            if moment == "before it has ended":
+                strike()
             super().notify_all()
 
     with Collector(LevelEnv, Level(0), frames_per_batch=4) as one:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = [pytest.mark.requirement(195), pytest.mark.timeout(120)]
+
 # Of a process that is not dumpable, others without CAP_SYS_PTRACE may open nothing: those of root lose it when they
 # are started.
 HIDE = """
@@ -76,16 +78,12 @@ def run(program: str, folder: Path, *arguments: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, timeout=100, check=True).stdout
 
 
-@pytest.mark.requirement(195)
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("size", [4, 1 << 20], ids=["small", "large"])
 def test_the_scheme_for_near_and_far_sends_them_bytes(size: int, tmp_path: Path) -> None:
     assert run(SCHEME, tmp_path, "AutoWeightSyncScheme", str(size)) == "worker: {2.0}\n"
 
 
 @pytest.mark.thorough
-@pytest.mark.requirement(195)
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("kind", ["SharedMem", "MultiProcess"])
 def test_shared_memory_alone_says_why_not(kind: str, tmp_path: Path) -> None:
     out = run(SCHEME, tmp_path, f"{kind}WeightSyncScheme", "4")
@@ -94,8 +92,6 @@ def test_shared_memory_alone_says_why_not(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.requirement(195)
-@pytest.mark.timeout(120)
 def test_a_collector_says_why_its_workers_do_not_start(tmp_path: Path) -> None:
     out = run(COLLECTOR, tmp_path)
     assert "not dumpable" in out

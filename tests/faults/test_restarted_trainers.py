@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import pickle
 import signal
-import socket
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -22,17 +20,13 @@ from asyncsync import (
     SharedMemWeightSyncScheme,
     ZMQWeightSyncScheme,
 )
-from helpers.apis import face
+from helpers.apis import face, free_port
+from helpers.pairs import passed_on
 from helpers.processes import Remote, Schemes, Trainer, Worker, eventually, impatient, value_of
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.requirement(197)
 
 
-def fresh(scheme: ZMQWeightSyncScheme) -> ZMQWeightSyncScheme:
-    return pickle.loads(pickle.dumps(scheme))
-
-
-@pytest.mark.requirement(197)
 @pytest.mark.parametrize(
     ("endpoint", "numel", "kind", "blocking"),
     [
@@ -50,8 +44,8 @@ async def test_workers_wait_for_a_killed_trainer_and_follow_the_restarted_one(
     plan = schemes.sender(numel, endpoint=endpoint, num_workers=2, kind=kind)
     here = schemes.receiver(plan)
     first, worker = start(Trainer), start(Worker)
-    theirs = face(fresh(plan).blocking) if blocking else fresh(plan)
-    await asyncio.gather(first.connect(fresh(plan), numel, 1), here.connect(), worker.connect(theirs, 1, numel))
+    theirs = face(passed_on(plan).blocking) if blocking else plan
+    await asyncio.gather(first.connect(plan, numel, 1), here.connect(), worker.connect(theirs, 1, numel))
     for value in (2, 3, 4):
         await first.send(value)
     assert value_of(await here.receive(0)) == 4
@@ -70,7 +64,7 @@ async def test_workers_wait_for_a_killed_trainer_and_follow_the_restarted_one(
         await here.fetch(timeout=0.1)
 
     second = start(Trainer)
-    assert await second.connect(fresh(plan), numel, 10) == 1
+    assert await second.connect(plan, numel, 10) == 1
     assert value_of(await blocked) == 10
     assert await elsewhere == 10
     assert here.version == 1
@@ -87,7 +81,6 @@ async def test_workers_wait_for_a_killed_trainer_and_follow_the_restarted_one(
         await here.receive()
 
 
-@pytest.mark.requirement(197)
 @pytest.mark.parametrize("endpoint", ["ipc", "tcp"], indirect=True)
 async def test_a_child_forked_from_the_trainer_keeps_neither_its_address_nor_its_workers(
     endpoint: str, schemes: Schemes, start: Callable[..., Remote]
@@ -96,75 +89,58 @@ async def test_a_child_forked_from_the_trainer_keeps_neither_its_address_nor_its
     workers hear of the end of their connection."""
     plan = schemes.sender(1000, endpoint=endpoint, num_workers=1)
     first, worker = start(Trainer), start(Worker)
-    await asyncio.gather(first.connect(fresh(plan), 1000, 1), worker.connect(fresh(plan), 0, 1000))
+    await asyncio.gather(first.connect(plan, 1000, 1), worker.connect(plan, 0, 1000))
     child = await first.fork()
     try:
         assert await first.send(2) == 2  # the parent's goes on
         await first.kill()
         second = start(Trainer)
-        assert await second.connect(fresh(plan), 1000, 10, timeout=20) == 1
+        assert await second.connect(plan, 1000, 10, timeout=20) == 1
         assert await worker.value() == 10
     finally:
         os.kill(child, signal.SIGKILL)
 
 
-@pytest.mark.requirement(197)
-async def test_a_worker_that_died_while_the_trainer_was_away_may_be_replaced_in_the_meantime(
-    endpoint: str, schemes: Schemes, start: Callable[..., Remote]
-) -> None:
-    plan = schemes.sender(1000, endpoint=endpoint, num_workers=2)
-    first, survivor, victim = start(Trainer), start(Worker), start(Worker)
-    await asyncio.gather(
-        first.connect(fresh(plan), 1000, 1),
-        survivor.connect(fresh(plan), 0, 1000),
-        victim.connect(fresh(plan), 1, 1000),
-    )
-    await first.kill()
-    await victim.kill()
-    replacement = start(Worker)
-    connecting = replacement.connect(fresh(plan), 1, 1000)
-    second = start(Trainer)
-    assert await second.connect(fresh(plan), 1000, 5) == 1
-    await connecting
-    assert await second.send(6) == 2
-    assert [await w.value() for w in (survivor, replacement)] == [6, 6]
-
-
-@pytest.mark.requirement(197)
 async def test_a_trainer_killed_in_the_middle_of_a_transfer_leaves_no_half_update(
     endpoint: str, schemes: Schemes, start: Callable[..., Remote]
 ) -> None:
+    """Another worker dies and is replaced before the next trainer comes."""
     numel = 64 << 18
-    plan = schemes.sender(numel, endpoint=endpoint, num_workers=1)
-    first, worker = start(Trainer), start(Worker)
-    await asyncio.gather(first.connect(fresh(plan), numel, 1), worker.connect(fresh(plan), 0, numel))
+    plan = schemes.sender(numel, endpoint=endpoint, num_workers=2)
+    first, worker, victim = start(Trainer), start(Worker), start(Worker)
+    joining = (w.connect(plan, i, numel) for i, w in enumerate((worker, victim)))
+    await asyncio.gather(first.connect(plan, numel, 1), *joining)
     await worker.halt_in("transfer", nth=7)
     sending = first.send(2)
     assert await worker.events.get() == "transfer"
     await first.kill()
-    assert isinstance(await asyncio.wait_for(asyncio.shield(asyncio.gather(sending, return_exceptions=True)), 5), list)
+    await victim.kill()
+    with pytest.raises(EOFError):
+        await asyncio.wait_for(sending, 5)
     worker.signal(signal.SIGCONT)
     assert await worker.value() == 1
+    replacement = start(Worker)
+    connecting = replacement.connect(plan, 1, numel)
     second = start(Trainer)
-    await second.connect(fresh(plan), numel, 3)
+    assert await second.connect(plan, numel, 3) == 1
+    await connecting
     assert await worker.receive(10) == 3
-    assert await worker.value() == 3
+    assert await second.send(4) == 2
+    assert [await w.value() for w in (worker, replacement)] == [4, 4]
     assert await worker.slabs() <= 2
 
 
-@pytest.mark.requirement(197)
 async def test_a_second_trainer_cannot_take_the_endpoint_of_one_that_lives_or_is_only_stopped(
     endpoint: str, schemes: Schemes, start: Callable[..., Remote]
 ) -> None:
     plan = schemes.sender(1000, 20, endpoint=endpoint, num_workers=1)
     first = start(Trainer)
     receiver = schemes.receiver(plan)
-    await asyncio.gather(first.connect(fresh(plan), 1000, 1), receiver.connect())
-    with pytest.raises(NotConnected, match="in use by another live process"):
-        await plan.connect(timeout=5)
-    first.signal(signal.SIGSTOP)
-    with pytest.raises(NotConnected, match="in use by another live process"):
-        await plan.connect(timeout=5)
+    await asyncio.gather(first.connect(plan, 1000, 1), receiver.connect())
+    for _ in range(2):
+        with pytest.raises(NotConnected, match="in use by another live process"):
+            await plan.connect(timeout=5)
+        first.signal(signal.SIGSTOP)
     first.signal(signal.SIGCONT)
     assert await first.send(2) == 2
     assert receiver.model.value == 2
@@ -173,7 +149,6 @@ async def test_a_second_trainer_cannot_take_the_endpoint_of_one_that_lives_or_is
     assert receiver.model.value == 20
 
 
-@pytest.mark.requirement(197)
 async def test_a_tcp_port_that_is_taken_is_refused(schemes: Schemes) -> None:
     async with await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
@@ -233,13 +208,6 @@ async def forwarder() -> AsyncIterator[Forwarder]:
     await eventually(lambda: len(asyncio.all_tasks()) == 1, why=asyncio.all_tasks)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-@pytest.mark.requirement(197)
 @pytest.mark.promise(14)
 async def test_a_trainer_that_was_cut_off_is_fenced_when_its_workers_come_back_from_its_successor(
     schemes: Schemes, forwarder: Forwarder
@@ -266,12 +234,9 @@ async def test_a_trainer_that_was_cut_off_is_fenced_when_its_workers_come_back_f
     forwarder.switch(ports[0])
     with pytest.raises(Fenced, match="this trainer must stop"):
         await waiting
-    with pytest.raises(Fenced):
-        await old.publish(old.model.fill(3))
-    with pytest.raises(Fenced):
-        await old.send_async(old.model.fill(4))
-    with pytest.raises(Fenced):
-        await old.wait_version(1)
+    for call in (old.publish, old.send_async, lambda: old.wait_version(1)):
+        with pytest.raises(Fenced):
+            await call()
     assert receiver.model.value == 10
     assert not receiver.closed
 
@@ -283,7 +248,6 @@ async def test_a_trainer_that_was_cut_off_is_fenced_when_its_workers_come_back_f
     assert receiver.model.value == 12
 
 
-@pytest.mark.requirement(197)
 async def test_a_successor_whose_clock_is_behind_passes_its_predecessor(
     endpoint: str, schemes: Schemes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -304,7 +268,6 @@ async def test_a_successor_whose_clock_is_behind_passes_its_predecessor(
     assert receiver.model.value == 6
 
 
-@pytest.mark.requirement(197)
 async def test_the_connections_are_cut_again_and_again_and_nothing_is_lost(
     schemes: Schemes, forwarder: Forwarder
 ) -> None:
@@ -339,7 +302,7 @@ async def test_the_private_directory_of_a_killed_trainer_is_swept_by_the_next_co
     plan = schemes.sender(100, num_workers=1)
     directory = Path(plan.bus.endpoint.removeprefix("ipc://")).parent
     trainer, worker = start(Trainer), start(Worker)
-    await asyncio.gather(trainer.connect(fresh(plan), 100, 1), worker.connect(fresh(plan), 0, 100))
+    await asyncio.gather(trainer.connect(plan, 100, 1), worker.connect(plan, 0, 100))
     assert directory.stat().st_mode & 0o777 == 0o700
     await trainer.kill()
     assert directory.exists()

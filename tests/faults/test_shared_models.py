@@ -1,9 +1,9 @@
-"""What a worker does to its own model, in its slot or beside it, nobody else sees; and a model outlives its scheme."""
+"""What a worker does to its own model, in its slot, over ZeroMQ's slab or beside it, nobody else sees; and a model
+outlives its scheme."""
 
 from __future__ import annotations
 
 import asyncio
-import pickle
 import signal
 from collections.abc import Callable
 from typing import Any
@@ -20,8 +20,9 @@ from asyncsync import (
     ZMQWeightSyncScheme,
 )
 from helpers.pairs import receiver_of
-from helpers.processes import Remote, Schemes, eventually
-from helpers.shared_workers import MIB, BatchNormed, SharedWorker, is_repointed
+from helpers.process_crew import ProcessCrew
+from helpers.processes import Remote, Schemes
+from helpers.shared_workers import MIB, BatchNormed, SharedWorker, is_repointed, slots_in_sight
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -30,28 +31,12 @@ every_kind = pytest.mark.parametrize(
     [SharedMemWeightSyncScheme, MultiProcessWeightSyncScheme, ZMQWeightSyncScheme],
     ids=["shared", "process", "zmq"],
 )
-every_way = pytest.mark.parametrize("inplace", [None, True], ids=["re-pointed", "in place"])
-
-
-def fresh(scheme: Any) -> Any:
-    return pickle.loads(pickle.dumps(scheme))
-
-
-async def crew(schemes: Schemes, workers: list[Remote], numel: int, **receiver: Any) -> tuple[Any, Any]:
-    sender = schemes.sender(numel, kind=SharedMemWeightSyncScheme, map_above=0, num_workers=len(workers))
-    await asyncio.gather(
-        sender.connect(), *(w.connect(fresh(sender), i, numel, **receiver) for i, w in enumerate(workers))
-    )
-    return sender, sender.shared_transport.pool
-
-
-async def has_freed_all_but_the_target(pool: Any) -> None:
-    await eventually(lambda: len(pool.used) == 1, why=lambda: f"{len(pool.used)} slots are in use")
+repointing = pytest.mark.parametrize("kind", [SharedMemWeightSyncScheme, ZMQWeightSyncScheme], ids=["shared", "zmq"])
 
 
 @pytest.mark.promise(28)
 @every_kind
-@every_way
+@pytest.mark.parametrize("inplace", [None, True], ids=["re-pointed", "in place"])
 async def test_batch_norm_in_one_worker_leaves_the_others_alone(
     kind: Any, inplace: bool | None, schemes: Schemes, start: Callable[..., Remote]
 ) -> None:
@@ -60,66 +45,63 @@ async def test_batch_norm_in_one_worker_leaves_the_others_alone(
     sender = kind(map_above=0, num_workers=2)
     sender.init_on_sender(model_id="policy", model=source)
     schemes.made.append(sender)
-    await asyncio.gather(
-        sender.connect(), *(w.connect_normed(fresh(sender), i, 2 * MIB, inplace) for i, w in enumerate(workers))
-    )
+    connecting = (w.connect_normed(sender, i, 2 * MIB, inplace) for i, w in enumerate(workers))
+    await asyncio.gather(sender.connect(), *connecting)
     # BatchNorm's own Parameters are re-pointed as well, its running statistics are not.
     repointed = kind is not MultiProcessWeightSyncScheme and inplace is None
     assert await workers[0].is_repointed() == [repointed] * 10
+    written = ["norm.running_mean", "norm.running_var", "norm.num_batches_tracked"]
     for value in range(2, 9):
         await sender.send_async(source.fill(value))
         sent = {name: [value, value] for name in source.contents}
         assert await workers[0].contents() == sent, "it has exactly the new version"
         await workers[0].run(3)
         after = await workers[0].contents()
-        assert [name for name in sent if after[name] != sent[name]] == [
-            "norm.running_mean",
-            "norm.running_var",
-            "norm.num_batches_tracked",
-        ]
+        assert [name for name in sent if after[name] != sent[name]] == written
         assert await workers[1].contents() == sent
         assert source.contents == sent
 
 
 @pytest.mark.requirement(194)
-@every_way
-@pytest.mark.parametrize("own", [False, True], ids=["fresh optimizer", "momentum"])
+@pytest.mark.promise(24)
+@pytest.mark.parametrize(
+    ("kind", "inplace", "momentum"),
+    [
+        (SharedMemWeightSyncScheme, None, False),
+        (SharedMemWeightSyncScheme, None, True),
+        (SharedMemWeightSyncScheme, True, True),
+        (ZMQWeightSyncScheme, None, True),
+    ],
+)
 async def test_a_worker_that_trains_its_copy_changes_nobody_and_gets_every_version_whole(
-    inplace: bool | None, own: bool, schemes: Schemes, start: Callable[..., Remote]
+    kind: Any, inplace: bool | None, momentum: bool, crew: ProcessCrew
 ) -> None:
-    workers = [start(SharedWorker), start(SharedWorker)]
-    sender, pool = await crew(schemes, workers, 2 * MIB, inplace=inplace)
+    await crew.shared(2 * MIB, kind=kind, receiver={"inplace": inplace})
+    trained = crew.workers[0]
     for value in range(2, 12):  # every slot comes again and again
-        await sender.send_async(sender.model.fill(value))
-        assert [await w.value() for w in workers] == [value, value]
-        assert await workers[0].train(3, own=own) != value
-        assert await workers[1].value() == value
-        assert sender.model.value == value
-    assert await workers[0].is_repointed() == [inplace is None] * 8
-    assert await workers[0].fetch() == 11, "what was received is what was sent, whatever the model has become"
-    late = start(SharedWorker)
-    await workers[0].kill()
-    await late.connect(fresh(sender), 0, 2 * MIB)
+        await crew.send(value)
+        assert await crew.values() == [value, value]
+        assert await trained.train(3, own=momentum) != value
+        assert await crew.workers[1].value() == value
+        assert crew.sender.model.value == value
+    assert await trained.is_repointed() == [inplace is None] * 8
+    assert await trained.fetch() == 11, "what was received is what was sent, whatever the model has become"
+    await trained.kill()
+    late, _ = await crew.another(0)
     assert await late.value() == 11, "the slot holds what was sent"
-    await sender.send_async(sender.model.fill(12))
-    await has_freed_all_but_the_target(pool)
+    await crew.send(12)
+    if kind is SharedMemWeightSyncScheme:
+        await crew.frees_all_but_the_target()
 
 
 @pytest.mark.requirement(194)
 @pytest.mark.thorough
-async def test_a_worker_trains_under_full_speed_sending(schemes: Schemes, start: Callable[..., Remote]) -> None:
-    workers = [start(SharedWorker), start(SharedWorker)]
-    sender, _ = await crew(schemes, workers, MIB)
-
-    async def fire() -> None:
-        while True:
-            await sender.publish(sender.model.fill(sender.version + 1))
-            await asyncio.sleep(0)
-
-    firing = asyncio.create_task(fire())
-    wrong, (torn, seen) = await asyncio.gather(workers[0].train_under_fire(300), workers[1].forwards(2000))
-    firing.cancel()
-    await asyncio.wait([firing])
+@repointing
+async def test_a_worker_trains_under_full_speed_sending(kind: Any, crew: ProcessCrew) -> None:
+    await crew.shared(MIB, kind=kind)
+    async with crew.firing():
+        training, reading = crew.workers[0].train_under_fire(300), crew.workers[1].forwards(2000)
+        wrong, (torn, seen) = await asyncio.gather(training, reading)
     assert (wrong, torn) == (0, 0)
     assert seen >= 50
 
@@ -149,88 +131,84 @@ async def test_a_strategy_that_converts_in_place_gets_every_version_as_it_was_se
 
 @pytest.mark.requirement(218)
 @pytest.mark.promise(29)
-@pytest.mark.parametrize("how", ["shutdown", "superseded", "superseded, then shutdown"])
-async def test_a_model_outlives_its_scheme(how: str, schemes: Schemes, start: Callable[..., Remote]) -> None:
-    workers = [start(SharedWorker), start(SharedWorker)]
-    sender, pool = await crew(schemes, workers, 2 * MIB)
-    await sender.send_async(sender.model.fill(2))
-    if how == "shutdown":
-        assert all(await workers[1].shutdown_and_keep_the_model())
-    else:
-        again = start(SharedWorker)
-        workers[1].signal(signal.SIGSTOP)
-        await again.connect(fresh(sender), 1, 2 * MIB)
-        workers[1].signal(signal.SIGCONT)
-        await eventually_closed(workers[1])
-        if how.endswith("shutdown"):
-            await workers[1].shutdown()
-        workers.append(again)
+@repointing
+async def test_a_model_outlives_its_scheme(kind: Any, crew: ProcessCrew) -> None:
+    await crew.shared(2 * MIB, kind=kind)
+    await crew.send(2)
+    other = crew.workers[1]
+    assert all(await other.shutdown_and_keep_the_model())
     for value in range(3, 15):
-        version = await sender.publish(sender.model.fill(value))
-        await sender.wait_version(version, 0, timeout=20)
-        assert await workers[1].value() == 2
-    assert pool.peak <= 4
-    if how == "superseded":
-        await sender.wait_version(version, timeout=20)  # its successor, too, has let go of the one before
-        assert len(pool.used) == 2, "what it still reads is its own until it says otherwise, or ends"
-        await workers[1].kill()
-    await has_freed_all_but_the_target(pool)
-    if how != "superseded":
-        assert await workers[1].train(1) == 1
-        assert await workers[1].value() == 1
-        assert await workers[0].value() == 14
-
-
-async def eventually_closed(worker: Remote) -> None:
-    for _ in range(500):
-        if await worker.closed():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("it has not been told")
-
-
-@pytest.mark.requirement(196)
-async def test_a_worker_that_just_ends_gives_its_slot_back(schemes: Schemes, start: Callable[..., Remote]) -> None:
-    workers = [start(SharedWorker), start(SharedWorker)]
-    sender, pool = await crew(schemes, workers, MIB)
-    await workers[1].leave()
-    await workers[1].ended
-    for value in range(2, 8):
-        await sender.wait_version(await sender.publish(sender.model.fill(value)), 0, timeout=10)
-    await has_freed_all_but_the_target(pool)
+        await crew.publish_to(0, value)
+        assert await crew.values() == [value, 2]
+    if kind is SharedMemWeightSyncScheme:
+        assert crew.pool.peak <= 4
+        await crew.frees_all_but_the_target()
+    else:
+        assert len(await other.slots_in_sight()) == 1
+        assert slots_in_sight() == set(), "a trainer has no such memory"
+    assert await other.train(1) == 1
+    assert await crew.values() == [14, 1]
 
 
 @pytest.mark.requirement(218)
+@pytest.mark.promise(29)
+@pytest.mark.parametrize("and_shut_down", [False, True])
+async def test_a_model_outlives_its_scheme_that_was_superseded(and_shut_down: bool, crew: ProcessCrew) -> None:
+    await crew.shared(2 * MIB)
+    await crew.send(2)
+    old = crew.workers[1]
+    assert await old.receive() == 2
+    old.signal(signal.SIGSTOP)
+    await crew.another(1)
+    old.signal(signal.SIGCONT)
+    with pytest.raises(Exception, match="newer process"):
+        await old.receive()
+    if and_shut_down:
+        await old.shutdown()
+    for value in range(3, 15):
+        last = await crew.publish_to(0, value)
+        assert await old.value() == 2
+    assert crew.pool.peak <= 4
+    if and_shut_down:
+        await crew.frees_all_but_the_target()
+        assert await old.train(1) == 1
+    else:
+        await crew.sender.wait_version(last, timeout=20)  # its successor, too, has let go of the one before
+        assert len(crew.pool.used) == 2, "what it still reads is its own until it says otherwise, or ends"
+        await old.kill()
+        await crew.frees_all_but_the_target()
+
+
+@pytest.mark.requirement(196)
+async def test_a_worker_that_just_ends_gives_its_slot_back(crew: ProcessCrew) -> None:
+    await crew.shared(MIB)
+    await crew.workers[1].leave()
+    await crew.workers[1].ended
+    for value in range(2, 8):
+        await crew.publish_to(0, value)
+    await crew.frees_all_but_the_target()
+
+
+@pytest.mark.requirement(218)
+@pytest.mark.parametrize("stopped", [False, True])
 async def test_a_worker_that_is_shut_down_while_it_is_behind_keeps_what_it_has(
-    schemes: Schemes, start: Callable[..., Remote]
+    stopped: bool, crew: ProcessCrew
 ) -> None:
-    """Updates are on their way to it all the time, and half of the shutdowns come while it was stopped."""
-    for round_ in range(6):
-        worker = start(SharedWorker)
-        sender = schemes.sender(MIB, kind=SharedMemWeightSyncScheme, map_above=0, num_workers=1)
-        await asyncio.gather(sender.connect(), worker.connect(fresh(sender), 0, MIB))
-        firing = asyncio.create_task(fire(sender))
-        await asyncio.sleep(0.02)
-        if round_ % 2:
-            worker.signal(signal.SIGSTOP)
+    """Updates are on their way to it all the time; also when it was stopped."""
+    await crew.shared(MIB, 3)
+    async with crew.firing():
+        for worker in crew.workers:
+            await asyncio.sleep(0.02)
+            if stopped:
+                worker.signal(signal.SIGSTOP)
             ending = worker.shutdown()
             await asyncio.sleep(0.02)
             worker.signal(signal.SIGCONT)
             await ending
-        else:
-            await worker.shutdown()
-        value = await worker.value()
+        values = await crew.values()
         await asyncio.sleep(0.02)
-        firing.cancel()
-        await asyncio.wait([firing])
-        assert await worker.value() == value
-        await has_freed_all_but_the_target(sender.shared_transport.pool)
-
-
-async def fire(sender: Any) -> None:
-    while True:
-        await sender.publish(sender.model.fill(sender.version + 1))
-        await asyncio.sleep(0)
+    assert await crew.values() == values
+    await crew.frees_all_but_the_target()
 
 
 @pytest.mark.requirement(218)
@@ -267,3 +245,19 @@ async def test_a_shutdown_of_the_trainer_beside_a_publication_writes_nothing_tha
 async def shutdown_when(event: asyncio.Event, scheme: Any) -> None:
     await event.wait()
     await scheme.shutdown()
+
+
+@pytest.mark.promise(34)
+async def test_a_worker_has_two_slabs_and_no_memory_for_the_model_beside_them(
+    schemes: Schemes, start: Callable[..., Remote]
+) -> None:
+    worker, numel = start(SharedWorker), 96 * MIB
+    sender = schemes.sender(numel, kind=ZMQWeightSyncScheme, num_workers=1)
+    before = await worker.resident()
+    await asyncio.gather(sender.connect(), worker.connect(sender, 0, numel))
+    for value in range(2, 8):
+        await sender.send_async(sender.model.fill(value), timeout=60)
+        assert await worker.value() == value
+    # Frames that have come and were not freed yet may be 32 MiB.
+    assert await worker.resident() - before < 2.5 * 4 * numel
+    assert len(await worker.slots_in_sight()) == 2

@@ -4,170 +4,141 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDict
 
-from asyncsync import ZMQWeightSyncScheme
+from asyncsync import (
+    DistributedWeightSyncScheme,
+    MultiProcessWeightSyncScheme,
+    SharedMemWeightSyncScheme,
+    ZMQWeightSyncScheme,
+)
 from helpers import planted
 from helpers.pairs import receiver_of
+from helpers.process_crew import ProcessCrew
 from helpers.processes import Remote, Schemes, Worker, eventually, value_of
+from helpers.shared_workers import MIB
+from helpers.stalls import longest_stall
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(120)
 
-EAGER, INLINE, THREAD = 1000, 2 << 18, 8 << 18  # float32 elements: 4 kB; 2 MiB; 8 MiB, packed by the work thread
+EAGER, INLINE, THREAD = 1000, 2 * MIB, 8 * MIB  # 4 kB; 2 MiB; 8 MiB, packed by the work thread
+SLOT = 9 * MIB
 STALL = 0.020  # seconds, promised
-PERIOD = 0.001  # seconds; uvloop's clock has no finer ones
 
 
+@pytest.mark.requirement(189)
 @pytest.mark.promise(1)
 @pytest.mark.both_loops
-@pytest.mark.parametrize("numel", [EAGER, INLINE, THREAD], ids=["eager", "inline", "thread"])
-async def test_what_arrives_is_what_the_parameters_held_when_publish_returned(schemes: Schemes, numel: int) -> None:
-    sender, receivers = await schemes.connected(numel, workers=8)
+@pytest.mark.parametrize(
+    ("kind", "numel", "options"),
+    [
+        (ZMQWeightSyncScheme, EAGER, {}),
+        (ZMQWeightSyncScheme, INLINE, {}),
+        (ZMQWeightSyncScheme, THREAD, {}),
+        (SharedMemWeightSyncScheme, EAGER, {"map_above": 0}),
+        (SharedMemWeightSyncScheme, SLOT, {"map_above": 0}),
+        (SharedMemWeightSyncScheme, SLOT, {"map_above": 1 << 30}),
+        (MultiProcessWeightSyncScheme, EAGER, {"map_above": 1 << 30}),
+        (MultiProcessWeightSyncScheme, SLOT, {"map_above": 0}),
+    ],
+)
+async def test_what_arrives_is_what_the_parameters_held_when_publish_returned(
+    kind: Any, numel: int, options: dict[str, Any], schemes: Schemes
+) -> None:
+    """However many workers there are: memory for two versions, and for slots the one that is being read."""
+    before = set(threading.enumerate())
+    sender, receivers = await schemes.connected(numel, workers=8, kind=kind, **options)
     for value in range(2, 12):
         version = await sender.publish(sender.model.fill(value))
         sender.model.fill(-value)  # an optimizer step, the moment publish returns
         await sender.wait_version(version, timeout=20)
         for receiver in receivers:
             assert receiver.model.value == value
-            weights = await receiver.receive(0)
-            assert value_of(weights) == value
+            assert value_of(await receiver.receive(0)) == value
             assert receiver.version == version
-    assert sender.bus._link.pool.peak <= 2
-    await eventually(lambda: sender.bus._link.pool.slabs <= 2)
-    assert all(r.bus._link.subscriber.pool.slabs <= 2 for r in receivers)
-
-
-async def test_the_same_with_eight_processes(schemes: Schemes, start: Callable[..., Remote]) -> None:
-    sender = schemes.sender(INLINE, num_workers=8)
-    workers = [start(Worker, uvloop=i % 2 == 1) for i in range(8)]
-    await asyncio.gather(sender.connect(), *(w.connect(sender, i, INLINE) for i, w in enumerate(workers)))
-    for value in range(2, 22):
-        version = await sender.publish(sender.model.fill(value))
-        sender.model.fill(-value)
-        await sender.wait_version(version, timeout=20)
-        assert await asyncio.gather(*(w.receive(0) for w in workers)) == [value] * 8
-    assert await asyncio.gather(*(w.value() for w in workers)) == [21] * 8
-    assert sender.bus._link.pool.peak <= 2
-
-
-@pytest.mark.requirement(218)
-async def test_what_a_receiver_has_returned_stays_as_it_is(schemes: Schemes) -> None:
-    sender, [receiver] = await schemes.connected(THREAD)
-    kept = []
-    for value in range(2, 8):
-        await sender.send_async(sender.model.fill(value))
-        kept += [await receiver.receive(), await receiver.fetch(), receiver.weights]
-    assert [value_of(weights) for weights in kept] == [value for value in range(2, 8) for _ in range(3)]
-    for weights in kept:
-        weights.zero_()
-    assert receiver.model.value == 7
-    assert value_of(await receiver.fetch()) == 7
-
-
-@pytest.mark.requirement(198)
-async def test_publishing_without_waiting_keeps_the_memory_bounded(schemes: Schemes) -> None:
-    sender, receivers = await schemes.connected(INLINE, workers=3)
-    for value in range(2, 202):
-        await sender.publish(sender.model.fill(value))
-        sender.model.fill(-1)
-        if value % 7 == 0:
-            await asyncio.sleep(0)
-    await sender.wait_version(201, timeout=20)
-    assert [r.model.value for r in receivers] == [201] * 3
-    # The target, its successor, and what each of the three was receiving: behind by different versions.
-    assert sender.bus._link.pool.peak <= 5
-    await eventually(lambda: sender.bus._link.pool.slabs <= 2)
-
-
-class Stalls:
-    """How long the loop has been kept from running a coroutine that always wants to run.
-
-    Attributes:
-        longest: by the clock, in seconds.
-        blocked: the same without the time that the loop's thread waited for a core, which others had.
-    """
-
-    longest = 0.0
-    blocked = 0.0
-
-    async def tick(self) -> None:
-        queued, last = _queued(), time.perf_counter()
-        while True:
-            await asyncio.sleep(PERIOD)
-            before, now, after = _queued(), time.perf_counter(), _queued()
-            gap = now - last - PERIOD
-            self.longest = max(self.longest, gap)
-            self.blocked = max(self.blocked, gap - (after - queued))  # all that may lie between the two clock readings
-            queued, last = before, now
-
-
-def _queued() -> float:
-    """Seconds that this thread has been ready to run without a core to run on."""
-    with open("/proc/thread-self/schedstat") as schedstat:
-        return int(schedstat.read().split()[1]) * 1e-9
-
-
-@asynccontextmanager
-async def stalls() -> AsyncIterator[Stalls]:
-    watched = Stalls()
-    task = asyncio.create_task(watched.tick())
-    await asyncio.sleep(0.01)
-    watched.longest = watched.blocked = 0.0
-    try:
-        yield watched
-    finally:
-        task.cancel()
-        await asyncio.wait([task])
+    if options:
+        assert sender.shared_transport.pool.peak <= 3
+    else:
+        pool = sender.bus._link.pool
+        assert pool.peak <= 2
+        await eventually(lambda: pool.slabs <= 2)
+        assert all(r.bus._link.subscriber.pool.slabs <= 2 for r in receivers)
+    if numel <= INLINE and not options:  # small updates need no thread at all
+        started = set(threading.enumerate()) - before
+        assert {t for t in started if not type(t).__module__.startswith("zmq.")} == set()
 
 
 @pytest.mark.requirement(191, 189)
 @pytest.mark.both_loops
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (ZMQWeightSyncScheme, {}),
+        (SharedMemWeightSyncScheme, {}),
+        (MultiProcessWeightSyncScheme, {}),
+        (DistributedWeightSyncScheme, {"store_info": ("127.0.0.1", 0)}),
+    ],
+    ids=["zmq", "shared", "process", "distributed"],
+)
 async def test_the_loop_is_never_blocked_while_256_mib_are_sent(
-    schemes: Schemes, start: Callable[..., Remote], record_property: Callable[[str, object], None]
+    kind: Any, options: dict[str, Any], schemes: Schemes, start: Callable[..., Remote]
 ) -> None:
-    numel = 64 << 20
+    numel = 256 * MIB
     torch.set_num_threads(2)  # as a trainer has them; the fixture puts back what was before
     before = set(threading.enumerate())
-    sender = schemes.sender(numel, num_workers=2)
+    sender = schemes.sender(numel, kind=kind, num_workers=2, **options)
     workers = [start(Worker), start(Worker)]
-    await asyncio.gather(sender.connect(), *(w.connect(sender, i, numel) for i, w in enumerate(workers)))
-    longest, blocked = [], []
+    slots = sender.shared_transport.pool
     names: set[str] = set()
+
+    async def connect() -> None:
+        await asyncio.gather(sender.connect(), *(w.connect(sender, i, numel) for i, w in enumerate(workers)))
+
+    async def send() -> None:
+        sending = asyncio.create_task(sender.send_async())
+        while not sending.done():
+            names.update(f"{type(t).__module__}:{t.name}" for t in set(threading.enumerate()) - before)
+            await asyncio.wait([sending], timeout=0.005)
+        assert await sending == value
+
+    stalls = [await longest_stall(connect)]  # a slot is made for the first version
+    if slots is None:
+        stalls.clear()
     for value in (2, 3, 4):
         sender.model.fill(value)
-        async with stalls() as watched:
-            sending = asyncio.create_task(sender.send_async())
-            while not sending.done():
-                names |= {f"{type(t).__module__}:{t.name}" for t in set(threading.enumerate()) - before}
-                await asyncio.wait([sending], timeout=0.005)
-            assert await sending == value
-        longest.append(watched.longest)
-        blocked.append(watched.blocked)
-    record_property("longest stalls of the trainer's loop, ms", [s * 1e3 for s in longest])
-    record_property("… without waiting for a core, ms", [s * 1e3 for s in blocked])
+        stalls.append(await longest_stall(send))
     assert await asyncio.gather(*(w.value() for w in workers)) == [4, 4]
-    assert max(blocked) < 5 * STALL
-    # The thread for large copies, and pyzmq's; ZeroMQ's own I/O thread is none of Python's.
-    ours = {n for n in names if not n.startswith("zmq.")}
-    assert {"threading:asyncsync-pack"} <= ours <= {"threading:asyncsync-pack", "threading:asyncsync-copying"}
-    assert sender.bus._link.pool.peak <= 2
+    assert max(s.running for s in stalls) < 5 * STALL
+    if slots is not None:
+        assert slots.peak <= 3
+    if kind is ZMQWeightSyncScheme:
+        # The thread for large copies, and pyzmq's; ZeroMQ's own I/O thread is none of Python's.
+        ours = {n for n in names if not n.startswith("zmq.")}
+        assert {"threading:asyncsync-pack"} <= ours <= {"threading:asyncsync-pack", "threading:asyncsync-copying"}
+        assert sender.bus._link.pool.peak <= 2
 
 
-@pytest.mark.requirement(189)
-async def test_small_updates_need_no_thread_at_all(schemes: Schemes) -> None:
-    before = set(threading.enumerate())
-    sender, receivers = await schemes.connected(INLINE, workers=2)
-    for value in range(2, 12):
-        await sender.send_async(sender.model.fill(value))
-        for receiver in receivers:
-            await receiver.receive()
-    assert {t for t in set(threading.enumerate()) - before if not type(t).__module__.startswith("zmq.")} == set()
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", [ZMQWeightSyncScheme, SharedMemWeightSyncScheme], ids=["zmq", "shared"])
+async def test_a_workers_loop_goes_on_while_256_mib_come_and_are_applied(kind: Any, crew: ProcessCrew) -> None:
+    """The trainer's bar, 20 ms, five times: other processes of the tests take the cores."""
+    await crew.shared(256 * MIB, 1, kind=kind, map_above=16 << 20)
+    [worker] = crew.workers
+    stalls = []
+    for value in range(2, 6):
+        watching = worker.stall_until(value)
+        assert await worker.events.get() == "watching"
+        await asyncio.sleep(0.02)
+        await crew.send(value, timeout=60)
+        stalls.append(await watching)
+        assert await worker.value() == value
+    assert max(stalls) <= 5 * STALL
+    assert await worker.is_repointed() == [True] * 8
 
 
 @pytest.mark.requirement(194)

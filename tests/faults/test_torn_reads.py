@@ -1,6 +1,7 @@
 """No forward and no ``hold()`` block ever sees two versions: every parameter holds its number, and each read compares.
 
-The workers read on their loop and in threads while the trainer publishes as fast as it can.
+The workers read on their loop and in threads while the trainer publishes as fast as it can. Workers with the blocking
+API read in their main thread and in another one, and their loop thread applies.
 """
 
 from __future__ import annotations
@@ -17,30 +18,36 @@ from asyncsync import (
     MultiProcessWeightSyncScheme,
     SharedMemWeightSyncScheme,
     ZMQWeightSyncScheme,
+    sync,
 )
-from helpers import planted
+from helpers import blocking_workers, planted, shared_workers
+from helpers.blocking_crew import idle
 from helpers.elsewhere import FarWorker
-from helpers.processes import Remote, Schemes, Worker
+from helpers.process_crew import ProcessCrew, blocking_worker
+from helpers.processes import Filled, Remote, Schemes, Worker
 from helpers.shared_workers import MIB, SharedWorker
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.timeout(180), pytest.mark.requirement(194)]
 
 FORWARDS = 10_000
 SOAK = 1_000_000
 VERSIONS = 100
 
+thorough = pytest.mark.thorough
+soak = [pytest.mark.soak, pytest.mark.timeout(3600)]
+
 
 class Case(NamedTuple):
     """A scheme, and how what it brings gets into a model."""
 
-    kind: Any
+    kind: type
     options: dict[str, Any]
     inplace: bool | None
     repointed: bool
 
 
 STORE = {"store_info": ("127.0.0.1", 0)}
-SLOTS = {
+CASES = {
     "shared, re-pointed": Case(SharedMemWeightSyncScheme, {"map_above": 0}, None, True),
     "shared, copied from the slot": Case(SharedMemWeightSyncScheme, {"map_above": 0}, True, False),
     "shared, copied out": Case(SharedMemWeightSyncScheme, {}, None, False),
@@ -51,204 +58,158 @@ SLOTS = {
     "gloo, re-pointed": Case(DistributedWeightSyncScheme, {"map_above": 0, "pair_above": 0, **STORE}, None, True),
     "gloo, copied": Case(DistributedWeightSyncScheme, {"pair_above": 0, **STORE}, None, False),
 }
-SAME = "shared, copied from the slot"
-every_case = pytest.mark.parametrize("case", SLOTS.values(), ids=SLOTS)
-# One is left to the soak, and to the blocking workers: the way is the same.
-most_cases = pytest.mark.parametrize(
-    "case", [SLOTS[n] for n in SLOTS if n != SAME], ids=[n for n in SLOTS if n != SAME]
-)
 
 
-async def read_under_fire(
-    schemes: Schemes,
-    workers: list[Remote],
-    numel: int,
-    forwards: int,
-    *,
-    kind: Any = ZMQWeightSyncScheme,
-    receiver: dict[str, Any] | None = None,
-    broken: bool = False,
-    sends: bool = False,
-    **options: Any,
-) -> list[tuple[int, int]]:
-    """How many reads were torn, and how many versions were seen, by each worker. ``sends``: the next version when
-    everybody has the last."""
-    sender = schemes.sender(numel, kind=kind, num_workers=len(workers), **options)
-    await asyncio.gather(
-        sender.connect(),
-        *(w.connect(sender, i, numel, **(receiver or {})) for i, w in enumerate(workers)),
-    )
-
-    async def fire() -> None:
-        while True:
-            publish = sender.send_async if sends else sender.publish
-            await publish(sender.model.fill(sender.version + 1))
-            await asyncio.sleep(0)
-
-    firing = asyncio.create_task(fire())
-    results = await asyncio.gather(*(w.forwards(forwards // len(workers)) for w in workers))
-    firing.cancel()
-    await asyncio.wait([firing])
-    assert firing.cancelled()
-    last = await sender.send_async(sender.model.fill(sender.version + 1))
-    if not broken:
-        assert [await w.value() for w in workers] == [last] * len(workers)
-    return results
+def every_case(*without: str) -> Any:
+    """Each of them for the soak; for the thorough suite, those that the other API does not show there."""
+    few = [pytest.param(case, False, id=name, marks=thorough) for name, case in CASES.items() if name not in without]
+    many = [pytest.param(case, True, id=f"{name}, soak", marks=soak) for name, case in CASES.items()]
+    return pytest.mark.parametrize(("case", "long"), few + many)
 
 
-@pytest.mark.requirement(194)
+async def read_under_fire(crew: ProcessCrew, forwards: int = FORWARDS, *, sends: bool = False) -> None:
+    async with crew.firing(sends=sends):
+        results = await asyncio.gather(*(w.forwards(forwards // len(crew.workers)) for w in crew.workers))
+    assert [torn for torn, _ in results] == [0] * len(results)
+    assert min(seen for _, seen in results) >= VERSIONS
+    last = await crew.send(crew.sender.version + 1)
+    assert await crew.values() == [last] * len(results)
+
+
 @pytest.mark.promise(3)
-@pytest.mark.thorough
+@thorough
 @pytest.mark.parametrize(
     ("endpoint", "numel", "uvloop"),
-    [("ipc", 1000, False), ("tcp", 1000, True), ("tcp", 3 << 17, False)],  # chunks go by ipc as they do by tcp
+    [("ipc", 1000, ()), ("tcp", 1000, (0, 1)), ("tcp", 3 << 17, ())],  # chunks go by ipc as they do by tcp
     indirect=["endpoint"],
     ids=["ipc-eager-asyncio", "tcp-eager-uvloop", "tcp-chunked-asyncio"],
 )
 async def test_no_forward_is_torn_under_full_speed_sending(
-    endpoint: str,
-    numel: int,
-    uvloop: bool,
-    schemes: Schemes,
-    start: Callable[..., Remote],
-    record_property: Callable[[str, object], None],
+    endpoint: str, numel: int, uvloop: tuple[int, ...], crew: ProcessCrew
 ) -> None:
-    workers = [start(Worker, uvloop=uvloop) for _ in range(2)]
-    results = await read_under_fire(schemes, workers, numel, FORWARDS, endpoint=endpoint)
-    record_property("versions seen by each worker", [seen for _, seen in results])
-    assert [torn for torn, _ in results] == [0, 0]
-    assert min(seen for _, seen in results) >= VERSIONS
+    await crew(numel, uvloop=uvloop, endpoint=endpoint)
+    await read_under_fire(crew)
 
 
-@pytest.mark.requirement(194)
-@pytest.mark.thorough
-async def test_the_oracle_catches_a_broken_gate(endpoint: str, schemes: Schemes, start: Callable[..., Remote]) -> None:
-    results = await read_under_fire(
-        schemes, [start(Worker)], 1000, 4000, receiver={"broken_gate": True}, endpoint=endpoint
-    )
-    assert results[0][0] > 0
-
-
-# -- slots -------------------------------------------------------------------------------------------------------------
-
-
-async def read_slots(
-    case: Case,
-    numel: int,
-    forwards: int,
-    schemes: Schemes,
-    start: Callable[..., Remote],
-    record_property: Callable[[str, object], None],
+@every_case("shared, copied from the slot")
+async def test_no_forward_is_torn_while_slots_are_written_at_full_speed(
+    case: Case, long: bool, crew: ProcessCrew
 ) -> None:
-    workers = [start(SharedWorker, uvloop=i == 1) for i in range(2)]
-    results = await read_under_fire(
-        schemes, workers, numel, forwards, kind=case.kind, receiver={"inplace": case.inplace}, **case.options
-    )
-    record_property("versions seen by each worker", [seen for _, seen in results])
-    assert [torn for torn, _ in results] == [0, 0]
-    assert min(seen for _, seen in results) >= VERSIONS
-    assert [await w.is_repointed() for w in workers] == [[case.repointed] * 8] * 2
-    if (pool := schemes.made[0].shared_transport.pool) is not None:
+    numel, forwards = (MIB, SOAK) if long else (MIB // 4, FORWARDS)
+    receiver = {"inplace": case.inplace}
+    await crew(numel, of=SharedWorker, uvloop=[1], receiver=receiver, kind=case.kind, **case.options)
+    await read_under_fire(crew, forwards)
+    assert [await w.is_repointed() for w in crew.workers] == [[case.repointed] * 8] * 2
+    if (pool := crew.pool) is not None:
         assert pool.peak <= pool.slots_allowed
 
 
-@pytest.mark.requirement(194)
-@pytest.mark.thorough
-@most_cases
-async def test_no_forward_is_torn_while_slots_are_written_at_full_speed(
-    case: Case, schemes: Schemes, start: Callable[..., Remote], record_property: Callable[[str, object], None]
-) -> None:
-    await read_slots(case, MIB // 4, FORWARDS, schemes, start, record_property)
-
-
-@pytest.mark.requirement(194)
-@pytest.mark.thorough
+@thorough
 @pytest.mark.parametrize("options", [{}, {"map_above": 0}, {"map_above": 0, "compress": "lz4", "delta": True}], ids=str)
 async def test_no_forward_is_torn_where_one_worker_is_of_this_host_and_one_is_not(
-    options: dict[str, Any], schemes: Schemes, start: Callable[..., Remote]
+    options: dict[str, Any], crew: ProcessCrew, schemes: Schemes, start: Callable[..., Remote]
 ) -> None:
-    workers = [start(Worker), start(FarWorker)]
-    results = await read_under_fire(schemes, workers, MIB // 4, FORWARDS, kind=AutoWeightSyncScheme, **options)
-    assert [torn for torn, _ in results] == [0, 0]
-    assert min(seen for _, seen in results) >= VERSIONS
+    crew.sender = schemes.sender(MIB // 4, kind=AutoWeightSyncScheme, num_workers=2, **options)
+    crew.workers = [start(Worker), start(FarWorker)]
+    connecting = (w.connect(crew.sender, i, MIB // 4) for i, w in enumerate(crew.workers))
+    await asyncio.gather(crew.sender.connect(), *connecting)
+    await read_under_fire(crew)
 
 
-@pytest.mark.requirement(194)
-@pytest.mark.soak
-@pytest.mark.timeout(3600)
-@every_case
-async def test_no_forward_of_a_million_is_torn_while_slots_are_written(
-    case: Case, schemes: Schemes, start: Callable[..., Remote], record_property: Callable[[str, object], None]
-) -> None:
-    await read_slots(case, MIB, SOAK, schemes, start, record_property)
-
-
-@pytest.mark.requirement(194)
 @pytest.mark.promise(3, 41)
-@pytest.mark.thorough
+@pytest.mark.parametrize("forwards", [pytest.param(FORWARDS, marks=thorough), pytest.param(SOAK, marks=soak)])
 @pytest.mark.parametrize(
-    "forwards", [FORWARDS, pytest.param(SOAK, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])]
+    ("kind", "numel", "fast"),
+    [
+        pytest.param(SharedMemWeightSyncScheme, 30_000, True, id="shared, as bytes"),
+        pytest.param(MultiProcessWeightSyncScheme, 200_000, True, id="process, by torch"),
+        pytest.param(SharedMemWeightSyncScheme, 30_000, False, id="without fast paths"),
+    ],
 )
-@pytest.mark.parametrize(
-    ("kind", "numel"),
-    [(SharedMemWeightSyncScheme, 30_000), (MultiProcessWeightSyncScheme, 200_000)],
-    ids=["shared, as bytes", "process, by torch"],
-)
-async def test_no_forward_is_torn_on_a_training_loops_fast_path(
-    kind: Any,
-    numel: int,
-    forwards: int,
-    schemes: Schemes,
-    start: Callable[..., Remote],
-    record_property: Callable[[str, object], None],
+async def test_no_forward_is_torn_in_a_training_loop(
+    kind: Any, numel: int, fast: bool, forwards: int, crew: ProcessCrew, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    workers = [start(SharedWorker, uvloop=i == 1) for i in range(2)]
-    results = await read_under_fire(schemes, workers, numel, forwards, kind=kind, sends=True)
-    record_property("versions seen by each worker", [seen for _, seen in results])
-    assert [torn for torn, _ in results] == [0, 0]
-    assert min(seen for _, seen in results) >= VERSIONS
-    pool = schemes.made[0].shared_transport.pool
-    assert pool.peak <= pool.slots_allowed
+    if not fast:
+        monkeypatch.setenv("ASYNCSYNC_FAST", "0")
+        planted.forget_the_fast_path(monkeypatch)
+    await crew(numel, of=SharedWorker, uvloop=[1], receiver={"fast": fast}, kind=kind)
+    await read_under_fire(crew, forwards, sends=True)
+    assert crew.pool.peak <= crew.pool.slots_allowed
 
 
-@pytest.mark.requirement(194)
-@pytest.mark.promise(3, 41)
-@pytest.mark.thorough
-async def test_no_forward_is_torn_in_a_training_loop_without_fast_paths(
-    schemes: Schemes, start: Callable[..., Remote], monkeypatch: pytest.MonkeyPatch
+@thorough
+@pytest.mark.parametrize("broken", ["gate", "gate before a slot", "leases"])
+async def test_the_oracle_catches_what_is_broken(
+    broken: str, crew: ProcessCrew, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("ASYNCSYNC_FAST", "0")
-    planted.forget_the_fast_path(monkeypatch)
-    workers = [start(SharedWorker, uvloop=i == 1) for i in range(2)]
-    results = await read_under_fire(
-        schemes, workers, 30_000, FORWARDS, kind=SharedMemWeightSyncScheme, receiver={"fast": False}, sends=True
-    )
-    assert [torn for torn, _ in results] == [0, 0]
-    assert min(seen for _, seen in results) >= VERSIONS
+    if broken == "gate":
+        await crew(1000, 1, receiver={"broken_gate": True})
+    elif broken == "gate before a slot":
+        await crew.shared(MIB // 4, 1, receiver={"broken_gate": True})
+    else:
+        planted.release_slots_too_early(monkeypatch)
+        await crew.shared(MIB, 1)
+    async with crew.firing():
+        torn, _ = await crew.workers[0].forwards(4000)
+    assert torn > 0
 
 
-@pytest.mark.requirement(194)
-@pytest.mark.thorough
-async def test_the_oracle_catches_a_broken_gate_before_a_slot(schemes: Schemes, start: Callable[..., Remote]) -> None:
-    results = await read_under_fire(
-        schemes,
-        [start(SharedWorker)],
-        MIB // 4,
-        4000,
-        kind=SharedMemWeightSyncScheme,
-        receiver={"broken_gate": True},
-        map_above=0,
-    )
-    assert results[0][0] > 0
+# -- blocking workers --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.requirement(194)
-@pytest.mark.thorough
-async def test_the_oracle_catches_a_slot_that_is_written_while_it_is_read(
-    schemes: Schemes, start: Callable[..., Remote], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    planted.release_slots_too_early(monkeypatch)
-    results = await read_under_fire(
-        schemes, [start(SharedWorker)], MIB, 4000, kind=SharedMemWeightSyncScheme, map_above=0, broken=True
-    )
-    assert results[0][0] > 0
+def blocking_sender(kind: type, numel: int, parts: int, **options: Any) -> Any:
+    sender = getattr(sync, kind.__name__)(num_workers=1, **options)
+    sender.init_on_sender(model_id="policy", model=Filled(numel, 1.0, parts=parts))
+    return sender
+
+
+def under_fire(sender: Any, function: Callable[..., None], *arguments: Any) -> Any:
+    """How many of the worker's reads were torn, how many versions they saw, how often these went back, and whether its
+    Parameters lie in a slot."""
+    with blocking_worker(sender, function, *arguments) as (_, pipe):
+        sender.connect()
+        assert pipe.recv() == "connected"
+        value = 1
+        while not pipe.poll():
+            value += 1
+            sender.publish(sender.model.fill(value))
+        return pipe.recv()
+
+
+@thorough
+@pytest.mark.parametrize(("numel", "passes"), [(1000, 6_000), (3 << 17, 2_700)], ids=["eager", "chunked"])
+def test_no_forward_of_the_main_thread_is_torn(numel: int, passes: int) -> None:
+    """A pass has 1.2 forwards."""
+    sender = blocking_sender(ZMQWeightSyncScheme, numel, 8)
+    torn, seen, back = under_fire(sender, blocking_workers.forwards, numel, passes, False)
+    assert (torn, back) == (0, 0)
+    assert seen >= 3 * VERSIONS
+    assert idle()
+
+
+@every_case("process, copied out", "zmq, what has changed", "gloo, copied")
+def test_no_forward_of_two_threads_is_torn_while_slots_are_written_at_full_speed(case: Case, long: bool) -> None:
+    """A pass has 1.1 forwards."""
+    numel, passes = (MIB, 910_000) if long else (MIB // 4, 9_100)
+    sender = blocking_sender(case.kind, numel, 4, **case.options)
+    torn, seen, back, repointed = under_fire(sender, shared_workers.forwards, numel, passes, case.inplace, False)
+    assert (torn, back) == (0, 0)
+    assert seen >= 3 * VERSIONS
+    assert repointed is case.repointed
+    if (pool := sender.shared_transport.pool) is not None:
+        assert pool.peak <= 4
+    assert idle()
+
+
+@thorough
+@pytest.mark.parametrize("broken", ["gate", "gate before a slot", "leases"])
+def test_the_oracle_of_blocking_workers_catches_what_is_broken(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if broken == "gate":
+        sender = blocking_sender(ZMQWeightSyncScheme, 1000, 8)
+        torn, *_ = under_fire(sender, blocking_workers.forwards, 1000, 4000, True)
+    else:
+        if broken == "leases":
+            planted.release_slots_too_early(monkeypatch)
+        sender = blocking_sender(SharedMemWeightSyncScheme, MIB, 4, map_above=0)
+        torn, *_ = under_fire(sender, shared_workers.forwards, MIB, 4000, None, broken != "leases")
+    assert torn > 0

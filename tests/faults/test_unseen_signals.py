@@ -18,6 +18,8 @@ from helpers.collecting_multi import make, options, policy
 from helpers.collecting_weights import Level, LevelEnv
 from helpers.processes import value_of
 
+pytestmark = pytest.mark.requirement(192)
+
 
 @contextlib.contextmanager
 def meanwhile(function: Callable[[], Any]) -> Iterator[None]:
@@ -32,7 +34,6 @@ def meanwhile(function: Callable[[], Any]) -> Iterator[None]:
         assert not thread.is_alive()
 
 
-@pytest.mark.requirement(192)
 @pytest.mark.parametrize("side", ["sender", "receiver"])
 def test_connecting_ends(side: str) -> None:
     sender = new_sender(10, num_workers=1)
@@ -46,66 +47,57 @@ def test_connecting_ends(side: str) -> None:
     sender.shutdown()
 
 
-@pytest.mark.requirement(192)
 def test_receiving_ends() -> None:
     with crew() as (sender, [receiver]):
         assert receiver.receive(0) is None
-        with sigint_elsewhere():
-            receiver.receive()
-        with sigint_elsewhere():
-            receiver.receive(30)
+        for timeout in (None, 30):
+            with sigint_elsewhere():
+                receiver.receive(timeout)
         sender.send(sender.model.fill(3))
         assert value_of(receiver.receive(0)) == 3
 
 
-@pytest.mark.requirement(192)
-def test_waiting_for_a_paused_collector_ends() -> None:
-    leave = threading.Event()
+class Slow(LevelEnv):
+    """Makes no step before it may."""
 
-    with Collector(LevelEnv(), Level(0), frames_per_batch=4) as one:
+    def __init__(self, leave: threading.Event) -> None:
+        super().__init__()
+        self.leave = leave
+
+    def step_and_maybe_reset(self, td: Any) -> Any:
+        self.leave.wait(20)
+        return super().step_and_maybe_reset(td)
+
+
+def test_waiting_for_a_step_or_a_paused_collector_ends() -> None:
+    leave, resume = threading.Event(), threading.Event()
+    with Collector(Slow(leave), Level(0), frames_per_batch=4) as one:
+        with meanwhile(one.next):
+            with sigint_elsewhere():
+                one.update_policy_weights_(Level(5))
+            with sigint_elsewhere(), one.pause():
+                pass
+            leave.set()
 
         def pausing() -> None:
             with one.pause():
-                leave.wait(20)
+                resume.wait(20)
 
         with meanwhile(pausing):
             with sigint_elsewhere():
                 one.next()
-            leave.set()
+            resume.set()
         assert one.next() is not None
 
 
-@pytest.mark.requirement(192)
-def test_waiting_for_a_step_to_end_ends() -> None:
-    leave = threading.Event()
-
-    class Slow(LevelEnv):
-        def step_and_maybe_reset(self, td: Any) -> Any:
-            leave.wait(20)
-            return super().step_and_maybe_reset(td)
-
-    with Collector(Slow(), Level(0), frames_per_batch=4) as one, meanwhile(one.next):
-        with sigint_elsewhere():
-            one.update_policy_weights_(Level(5))
-        with sigint_elsewhere(), one.pause():
-            pass
-        leave.set()
-
-
-@pytest.mark.requirement(192)
 def test_waiting_for_the_batch_of_a_cancelled_task_ends() -> None:
     leave = threading.Event()
-
-    class Slow(LevelEnv):
-        def step_and_maybe_reset(self, td: Any) -> Any:
-            leave.wait(20)
-            return super().step_and_maybe_reset(td)
 
     async def cancelled() -> None:
         with pytest.raises(asyncio.TimeoutError):
             await asyncio.wait_for(one.__anext__(), 0.1)
 
-    with Collector(Slow(), Level(0), frames_per_batch=4) as one:
+    with Collector(Slow(leave), Level(0), frames_per_batch=4) as one:
         asyncio.run(cancelled())
         with sigint_elsewhere():
             one.next()
@@ -113,33 +105,19 @@ def test_waiting_for_the_batch_of_a_cancelled_task_ends() -> None:
         assert one.next() is not None
 
 
-@pytest.mark.requirement(192)
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
 def test_waiting_for_workers_ends(kind: type) -> None:
-    with kind([make(delay=0.8)] * 2, policy(), **options()) as collector:
+    """Alone, in line, and beside a thread that waits for them."""
+    with kind([make(delay=0.5)] * 2, policy(), **options()) as collector:
         with sigint_elsewhere():
             collector.next()
         assert collector.next().numel()
-
-
-@pytest.mark.requirement(192)
-@pytest.mark.thorough
-def test_waiting_in_line_for_a_batch_ends() -> None:
-    with MultiSyncCollector([make(delay=0.8)] * 2, policy(), **options()) as collector:
-        with meanwhile(collector.next), sigint_elsewhere():
-            collector.next()
-        assert collector.next().numel()
-
-
-@pytest.mark.requirement(192)
-@pytest.mark.thorough
-def test_waiting_beside_a_thread_that_waits_for_workers_ends() -> None:
-    with MultiSyncCollector([make(delay=0.5)] * 2, policy(), **options()) as collector:
-        collector.next()
-        with meanwhile(collector.next), sigint_elsewhere():
-            collector._group.wait(lambda: None, 30.0)
-        assert collector.next().numel()
+        if kind is MultiSyncCollector:
+            for wait in (collector.next, lambda: collector._group.wait(lambda: None, 30.0)):
+                with meanwhile(collector.next), sigint_elsewhere():
+                    wait()
+                assert collector.next().numel()
 
 
 @pytest.mark.parametrize("how", ["does not wait", "raises"])

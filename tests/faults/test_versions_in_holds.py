@@ -22,14 +22,15 @@ HOLDS = 100
 VERSIONS = 10
 
 
-def look(receivers: dict[str, Any], models: dict[str, Any], holds: int) -> tuple[list[Any], set[Any]]:
-    """Read in so many holds; what was wrong, and which versions were seen.
+def look(receivers: dict[str, Any], models: dict[str, Any]) -> tuple[list[Any], set[Any]]:
+    """Read in holds, until enough versions were seen; what was wrong, and which versions they were.
 
     ``receivers`` and ``models`` by model_id: those of one worker.
     """
-    wrong, seen = [], set()
+    wrong, seen, holds = [], set(), 0
     any_receiver = next(iter(receivers.values()))
-    for _ in range(holds):
+    while holds < HOLDS or len(seen) < VERSIONS:
+        holds += 1
         time.sleep(0.001)  # updates come between the holds, too
         with any_receiver.hold():
             before = {m: bare(r).version for m, r in receivers.items()}
@@ -47,12 +48,9 @@ def look(receivers: dict[str, Any], models: dict[str, Any], holds: int) -> tuple
 
 
 async def look_under_fire(
-    receivers: list[dict[str, Any]],
-    models: list[dict[str, Any]],
-    publish: Callable[[], Coroutine[Any, Any, Any]],
-    holds: int = HOLDS,
+    receivers: list[dict[str, Any]], models: list[dict[str, Any]], publish: Callable[[], Coroutine[Any, Any, Any]]
 ) -> list[set[Any]]:
-    """Readers of each worker in threads of their own, until they have seen enough."""
+    """A reader of each worker in a thread of its own."""
     done = threading.Event()
 
     async def fire() -> None:
@@ -60,16 +58,9 @@ async def look_under_fire(
             await publish()
             await asyncio.sleep(0)
 
-    def reads(mine: dict[str, Any], shown: dict[str, Any]) -> tuple[list[Any], set[Any]]:
-        wrong, seen = look(mine, shown, holds)
-        while len(seen) < VERSIONS:
-            more, others = look(mine, shown, 20)
-            wrong, seen = wrong + more, seen | others
-        return wrong, seen
-
     firing = asyncio.create_task(fire())
     try:
-        found = await asyncio.gather(*(in_thread(reads, *pair) for pair in zip(receivers, models, strict=True)))
+        found = await asyncio.gather(*(in_thread(look, *pair) for pair in zip(receivers, models, strict=True)))
     finally:
         done.set()
         await firing
