@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.thorough]
+pytestmark = [pytest.mark.timeout(120), pytest.mark.thorough]
 
 PROMISED = 10.0  # seconds: five times what the end of a program takes at most where nothing else runs
 START = """

@@ -88,7 +88,7 @@ def test_ctrl_c_leaves_nothing_behind() -> None:
         assert pipe.poll(20)
         for pid in (process.pid, *pids):  # a terminal sends it to all of them
             os.kill(pid, signal.SIGINT)
-        process.join(10)
+        process.join(30)
         assert process.exitcode == 0
         heard = []
         while pipe.poll():

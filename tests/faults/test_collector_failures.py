@@ -102,7 +102,7 @@ RAISED: dict[str, tuple[Any, Any, Any, Any, str, str]] = {
     ),
     "no attribute of it can be set": (
         make(fail_at=2, error=functools.partial(Frozen, 7)),
-        *(policy(), {}, (RemoteError, dataclasses.FrozenInstanceError), "", STEP),
+        *(policy(), {}, (RemoteError, dataclasses.FrozenInstanceError), ".", STEP),
     ),
     "an exit": (make(fail_at=2, error=SystemExit), policy(), {}, RemoteError, "SystemExit", STEP),
 }

@@ -249,12 +249,13 @@ def test_bad_arguments_are_refused_with_the_choices(options: dict[str, Any], wor
 @pytest.mark.parametrize("is_connected", [False, True])
 async def test_the_shutdown_of_a_converted_scheme_leaves_the_original_to_be_found(api: Api, is_connected: bool) -> None:
     sender = api.sender(Model(3), num_workers=1)
+    twin = twin_of(sender, api)
     first, second = receiver_of(sender, 0, Model()), receiver_of(sender, 0, model := Model())
     async with sender, second:
         async with first:
             if is_connected:
                 await asyncio.gather(sender.connect(timeout=10), first.connect(timeout=10))
-            await twin_of(sender, api).shutdown()
+            await twin.shutdown()
         await asyncio.gather(sender.connect(timeout=10), second.connect(timeout=10))
         assert read(model) == {3}
 
