@@ -169,8 +169,9 @@ class SharedWorker(_Hurt, Worker):
             self.model()
             await asyncio.sleep(0)
 
-    async def train(self, steps: int) -> float:
-        return trains(self.model, steps)
+    async def train(self, steps: int, *, own: bool = False) -> float:
+        """An optimizer's steps; returns what the model holds then. ``own``: with momentum, kept between calls."""
+        return trains(self.model, steps, momentum=0.9 if own else 0.0)
 
     async def train_under_fire(self, steps: int) -> int:
         """Train all the time, each step in a hold; returns how often a step began with what nobody has sent."""
@@ -266,9 +267,9 @@ class SharedWorker(_Hurt, Worker):
         return await asyncio.to_thread(in_fork, child)
 
 
-def trains(model: nn.Module, steps: int) -> float:
+def trains(model: nn.Module, steps: int, momentum: float = 0.0) -> float:
     """Steps of an optimizer that write every element; returns what they all hold then."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=momentum)
     for _ in range(steps):
         optimizer.zero_grad()
         sum(p.sum() for p in model.parameters()).backward()
