@@ -105,7 +105,7 @@ class WalkEnv:
         self.seen |= set(td.keys())
         after = self.after(td)
         ended = after["terminated"].squeeze(-1)
-        root = self._root(self.walk.begin(ended) if ended.any() else after["observation"].clone())
+        root = self._root(self.walk.begin(ended) if ended.any() else self.walk.observation())
         return TensorDict({"next": after}, self.batch_size), root
 
     def after(self, td: TensorDictBase) -> TensorDict:
