@@ -128,6 +128,7 @@ def test_the_collector_of_this_process_is_asked_directly(alone: Collector) -> No
         alone.getattr_env("nothing")
 
 
+@pytest.mark.thorough
 @pytest.mark.requirement(224)
 def test_workers_of_workers_are_asked_in_their_turn() -> None:
     inner = functools.partial(MultiSyncCollector, start_method="forkserver")

@@ -81,7 +81,7 @@ ENVIRONMENTS = [
 ]
 
 
-@pytest.mark.requirement(86, 90, 93, 219, 220)
+@pytest.mark.requirement(86, 90, 93, 133, 135, 137, 219, 220)
 @pytest.mark.parametrize("environment", ENVIRONMENTS)
 @pytest.mark.parametrize("case", CASES)
 def test_the_trajectories_are_torchrls(case: str, environment: Callable[[], Any]) -> None:

@@ -292,6 +292,7 @@ def test_what_a_collector_receives_reaches_the_policies_of_its_workers(kind: Any
         assert acted_at_last(middle) == [5.0]
 
 
+@pytest.mark.thorough
 @pytest.mark.requirement(164, 237)
 def test_it_does_so_as_a_worker() -> None:
     inner = partial(MultiSyncCollector, num_workers=2, start_method="forkserver")

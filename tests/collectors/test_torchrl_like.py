@@ -16,6 +16,7 @@ from helpers.collecting_torchrl import Programs
 
 pytest.importorskip("gymnasium")
 pytestmark = [
+    pytest.mark.thorough,
     pytest.mark.requirement(204),
     needs_torchrl,
     pytest.mark.filterwarnings("ignore"),
@@ -24,22 +25,21 @@ pytestmark = [
 
 SHARED, PROCESS, ZMQ = "SharedMemWeightSyncScheme", "MultiProcessWeightSyncScheme", "ZMQWeightSyncScheme"
 SYNC, ASYNC = "MultiSyncCollector", "MultiAsyncCollector"
-thorough = pytest.mark.thorough
 
 
 @pytest.mark.parametrize(
     ("kind", "name", "start_method"),
     [
         (ASYNC, ZMQ, "fork"),
-        pytest.param(ASYNC, PROCESS, "fork", marks=thorough),
-        pytest.param(ASYNC, SHARED, "fork", marks=thorough),
-        pytest.param(SYNC, ZMQ, "fork", marks=thorough),
-        pytest.param(SYNC, PROCESS, "fork", marks=thorough),
-        pytest.param(SYNC, SHARED, "fork", marks=thorough),
-        pytest.param(ASYNC, PROCESS, "spawn", marks=thorough),
-        pytest.param(SYNC, ZMQ, "spawn", marks=thorough),
-        pytest.param(ASYNC, SHARED, "forkserver", marks=thorough),
-        pytest.param(SYNC, PROCESS, "forkserver", marks=thorough),
+        (ASYNC, PROCESS, "fork"),
+        (ASYNC, SHARED, "fork"),
+        (SYNC, ZMQ, "fork"),
+        (SYNC, PROCESS, "fork"),
+        (SYNC, SHARED, "fork"),
+        (ASYNC, PROCESS, "spawn"),
+        (SYNC, ZMQ, "spawn"),
+        (ASYNC, SHARED, "forkserver"),
+        (SYNC, PROCESS, "forkserver"),
     ],
 )
 def test_workers_have_the_trainers_weights_after_each_update(
@@ -56,7 +56,6 @@ def test_workers_have_the_trainers_weights_after_each_update(
 
 
 @pytest.mark.requirement(34)
-@thorough
 @pytest.mark.parametrize("is_sync", [True, False], ids=["sync", "async"])
 @pytest.mark.parametrize("library", ["torchrl", "asyncsync"])
 def test_the_pages_program_with_torchrls_environments(in_program: Programs, library: str, is_sync: bool) -> None:
@@ -69,7 +68,6 @@ def test_the_pages_program_with_torchrls_environments(in_program: Programs, libr
         assert everywhere, name
 
 
-@thorough
 @pytest.mark.parametrize("name", [SHARED, PROCESS, ZMQ])
 def test_a_policy_factory_for_each_worker(in_program: Programs, name: str) -> None:
     """The first weights are those that each factory makes; then {worker: weights}, worker_ids, and weights for all."""
@@ -82,7 +80,6 @@ def test_a_policy_factory_for_each_worker(in_program: Programs, name: str) -> No
     assert "MultiSyncCollector has no model 'policy'" in found[4][1]
 
 
-@thorough
 def test_workers_with_one_policy_factory_begin_alike(in_program: Programs) -> None:
     begin, first, after = in_program(programs.alike, SHARED)
     assert begin[0] == begin[1]
@@ -90,14 +87,12 @@ def test_workers_with_one_policy_factory_begin_alike(in_program: Programs) -> No
     assert after == [12.0, 12.0]
 
 
-@thorough
 def test_a_policy_beside_a_policy_factory_is_what_is_sent(in_program: Programs) -> None:
     begin, unsent, after = in_program(programs.beside, ZMQ)
     assert begin == unsent == [20.0, 20.0], "what was not sent is not seen"
     assert after == [24.0, 24.0]
 
 
-@thorough
 @pytest.mark.parametrize(("each", "first"), [(False, [12.0, 12.0]), (True, [4.0, 8.0])], ids=["all", "each"])
 @pytest.mark.parametrize("name", [SHARED, ZMQ])
 def test_a_sender_that_was_initialised_before_the_collector(
@@ -106,14 +101,12 @@ def test_a_sender_that_was_initialised_before_the_collector(
     assert in_program(programs.initialised, name, each) == [first, [16.0, 16.0]]
 
 
-@thorough
 def test_a_scheme_that_moves_nothing(in_program: Programs) -> None:
     found, version = in_program(programs.unmoved)
     assert found == [[4.0]] * 6
     assert version == 6
 
 
-@thorough
 @pytest.mark.parametrize(("kind", "name"), [(SYNC, SHARED), (SYNC, ZMQ), (ASYNC, PROCESS)])
 def test_policy_versions_in_the_frames_and_in_a_state_dict(in_program: Programs, kind: str, name: str) -> None:
     found = in_program(programs.versions, name, kind)
@@ -127,7 +120,6 @@ def test_policy_versions_in_the_frames_and_in_a_state_dict(in_program: Programs,
             assert all(begun <= version <= i for version in seen), found
 
 
-@thorough
 def test_updates_beside_start(in_program: Programs) -> None:
     # Workers that TorchRL forks have a memory of the replay buffer's of their own.
     for name, found in in_program(programs.started, [SHARED, PROCESS, ZMQ], start_method="forkserver").items():
@@ -146,7 +138,6 @@ CASES: dict[str, tuple[list[str], Any]] = {
 }
 
 
-@thorough
 @pytest.mark.parametrize(("case", "name"), [(case, name) for case, (names, _) in CASES.items() for name in names])
 def test_what_else_torchrl_does_with_weights(in_program: Programs, case: str, name: str) -> None:
     assert in_program(getattr(programs, case), name) == CASES[case][1]

@@ -96,6 +96,7 @@ def test_every_path_that_a_document_names_exists() -> None:
         assert [path for path in sorted(named) if not (SOURCE / path).exists()] == [], document
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(60)
 def test_the_page_for_those_who_come_from_torchrl_has_all_its_public_names() -> None:
     """In a program of its own: TorchRL changes this process when it is imported."""

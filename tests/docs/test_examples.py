@@ -250,6 +250,7 @@ def test_the_trainer_for_many_hosts_goes_on_until_it_is_stopped(tmp_path: Path, 
     assert (code, err) == (0, "")
 
 
+@pytest.mark.thorough
 def test_sb3_workers_says_what_it_needs(tmp_path: Path) -> None:
     code, out, err = run(EXAMPLES / "sb3_workers.py", cwd=tmp_path, without="stable_baselines3")
     assert (code, out) == (1, "")

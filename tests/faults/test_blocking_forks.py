@@ -96,6 +96,7 @@ def test_a_connected_scheme_refuses_every_method_in_a_forked_child(kind: type) -
         assert receiver.model.value == 2
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_forked_child_opens_schemes_of_its_own_while_the_parents_loop_runs(kind: type) -> None:
     def child() -> float:

@@ -107,6 +107,7 @@ def test_two_hundred_schemes_end_with_their_thread_and_directory() -> None:
         assert not os.path.exists(directory)
 
 
+@pytest.mark.thorough
 @pytest.mark.requirement(85)
 def test_fifty_schemes_that_never_connect_end_with_their_thread_or_when_they_are_collected() -> None:
     collected = []

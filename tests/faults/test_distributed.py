@@ -40,6 +40,7 @@ async def program(start: Callable[..., Remote], world: int, port: int) -> list[R
     return ranks
 
 
+@pytest.mark.thorough
 @pytest.mark.requirement(15, 19, 24, 30, 47, 190, 211)
 @pytest.mark.parametrize("is_blocking", [False, True])
 async def test_in_a_process_group_the_documented_arguments_suffice(

@@ -78,6 +78,7 @@ def run(program: str, folder: Path, *arguments: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, timeout=100, check=True).stdout
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("size", [4, 1 << 20], ids=["small", "large"])
 def test_the_scheme_for_near_and_far_sends_them_bytes(size: int, tmp_path: Path) -> None:
     assert run(SCHEME, tmp_path, "AutoWeightSyncScheme", str(size)) == "worker: {2.0}\n"

@@ -280,6 +280,7 @@ print("over", flush=True)
 """
 
 
+@pytest.mark.thorough
 def test_a_scheme_that_is_forgotten_is_collected_without_waiting(tmp_path: Path) -> None:
     done = run(COLLECTED, tmp_path, str(tmp_path))
     assert (done.stdout, done.stderr, done.returncode) == ("over\n", "", 0), done.stderr[-3000:]

@@ -70,6 +70,7 @@ def test_sizes_are_read_as_they_are_written() -> None:
             sizes(wrong)
 
 
+@pytest.mark.thorough
 def test_it_measures_every_scheme_and_writes_json(tmp_path: Path) -> None:
     arguments = ["bench", "--workers", "1", "--size", "4KiB", "--reach", "network", "--json", "b.json"]
     code, out, err = run("-m", "asyncsync", *arguments, cwd=tmp_path)

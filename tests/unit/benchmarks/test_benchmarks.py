@@ -158,6 +158,7 @@ def test_a_section_that_is_not_there_is_named(arguments: list[str], capsys: pyte
     assert "choose from shared, process, throughput" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_a_step_by_which_gymnasium_resets_an_environment_is_no_frame(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the policy of the benchmark, one in 25 is such a step; by a clock in which each loop takes 1 s."""
     gymnasium = pytest.importorskip("gymnasium")

@@ -252,6 +252,7 @@ async def test_a_lag_is_behind_the_trainer_which_a_relay_asks_and_not_behind_the
         assert read(await receivers[0].fetch(timeout=5)) == {3.0}, "a relay that keeps the weights serves them"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("shared", [False, True], ids=["frames", "shared memory"])
 async def test_a_relay_that_is_killed_after_many_versions_serves_its_workers_at_once_when_it_is_back(
     tmp_path: Path, shared: bool

@@ -117,6 +117,7 @@ print("alive")
 """
 
 
+@pytest.mark.thorough
 def test_tensors_that_are_given_other_memory_during_a_copy_crash_nothing(tmp_path: Path) -> None:
     with start("-c", REPLACED, cwd=tmp_path) as process:
         out, err = process.communicate(timeout=60)
