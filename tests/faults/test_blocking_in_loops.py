@@ -75,6 +75,17 @@ async def test_every_method_in_a_callback() -> None:
     await done
 
 
+@pytest.mark.requirement(72)
+@pytest.mark.both_loops
+async def test_send_async_returns_the_version_when_it_is_applied() -> None:
+    with crew(workers=2) as (sender, receivers):
+        for i in range(20):
+            version = await sender.send_async(sender.model.fill(i + 2))
+            assert version == sender.version
+            assert {r.version for r in receivers} == {version}
+            assert {r.model.value for r in receivers} == {i + 2}
+
+
 @pytest.mark.requirement(192)
 @pytest.mark.both_loops
 async def test_send_async_cancelled_at_any_moment_leaves_the_scheme_usable() -> None:
@@ -100,7 +111,20 @@ async def test_send_async_cancelled_at_any_moment_leaves_the_scheme_usable() -> 
         assert {"cancelled", "timeout"} <= outcomes
 
 
-@pytest.mark.requirement(72, 201)
+@pytest.mark.requirement(201)
+@pytest.mark.both_loops
+async def test_the_callers_loop_goes_on_while_it_awaits() -> None:
+    with crew() as (sender, [receiver]), receiver.hold():
+        task = asyncio.create_task(sender.send_async(sender.model.fill(2)))
+        for _ in range(50):
+            await asyncio.sleep(0.001)
+        assert not task.done()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+
+@pytest.mark.requirement(201)
 def test_send_async_of_two_loops_in_two_threads_at_once() -> None:
     with crew(workers=2) as (sender, receivers):
         taken: list[int] = []

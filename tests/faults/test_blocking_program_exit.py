@@ -201,3 +201,40 @@ raise LookupError("of the user's")
 def test_workers_that_are_no_daemons_end_with_their_trainer(tmp_path: Path) -> None:
     status, _, err = run(WORKERS, tmp_path)
     assert status == err.count("Traceback") == 1, err
+
+
+KILLED = """
+def trainer(sender):
+    sender.init_on_sender(model_id="policy", model=Filled(1000, 1.0))
+    sender.connect()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+from helpers.processes import Filled
+sender = new_sender(1000, num_workers=1)
+receiver = new_receiver(sender)
+process = multiprocessing.get_context("fork").Process(target=trainer, args=(sender,))
+process.start()
+receiver.connect()
+process.join()
+deadline = time.monotonic() + 5
+while receiver.status()[0].state != "lost":
+    assert time.monotonic() < deadline
+    time.sleep(0.001)
+assert not receiver.closed
+assert receiver.receive(0.01) is None
+from asyncsync.sync import AckTimeout
+try:
+    receiver.fetch(timeout=0.1)
+except AckTimeout:
+    pass
+begun(receiver.receive)
+print("open", flush=True)
+os.remove(sender.bus.endpoint.removeprefix("ipc://"))  # what a killed process leaves, the next connect sweeps
+import shutil
+shutil.rmtree(os.path.dirname(sender.bus.endpoint.removeprefix("ipc://")))
+"""
+
+
+@pytest.mark.requirement(210)
+def test_workers_of_a_killed_trainer_notice_and_hang_nowhere(tmp_path: Path) -> None:
+    assert run(KILLED, tmp_path) == (0, "", "")

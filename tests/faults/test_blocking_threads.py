@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from asyncsync.sync import (
+    Bus,
     ClosedError,
     MultiProcessWeightSyncScheme,
     NotConnected,
@@ -19,6 +20,7 @@ from asyncsync.sync import (
     ZMQWeightSyncScheme,
 )
 from helpers.blocking_crew import connect, crew, idle, in_threads, new_receiver, new_sender
+from helpers.pairs import passed_on
 from helpers.processes import Filled, value_of
 
 THREADS = 8
@@ -159,3 +161,28 @@ def test_shutdown_in_another_thread_ends_what_is_under_way(call: str) -> None:
             scheme = new_sender(10, num_workers=1) if i % 2 else new_receiver(new_sender(10, num_workers=1))
             race(scheme, scheme)
         assert idle()
+
+
+@pytest.mark.requirement(85)
+def test_shutdown_twice_of_one_scheme_on_a_shared_bus_leaves_the_other_one_working() -> None:
+    bus = Bus(num_workers=1)
+    senders = [ZMQWeightSyncScheme(bus=bus) for _ in range(2)]
+    models, targets = ([Filled(10), Filled(10)] for _ in range(2))
+    for i, scheme in enumerate(senders):
+        scheme.init_on_sender(model_id=f"m{i}", model=models[i])
+    receivers = passed_on(senders)
+    for i, scheme in enumerate(receivers):
+        scheme.init_on_receiver(f"m{i}", model=targets[i], worker_idx=0)
+    connect(bus, receivers[0].bus)
+    bus.send({"m0": models[0].fill(2), "m1": models[1].fill(3)})
+    assert [t.value for t in targets] == [2, 3]
+    senders[0].shutdown()
+    senders[0].shutdown()
+    assert senders[0].closed
+    assert not senders[1].closed
+    senders[1].send(models[1].fill(4))
+    assert targets[1].value == 4
+    for scheme in (*receivers, senders[1]):
+        scheme.shutdown()
+        scheme.shutdown()
+    assert idle()

@@ -23,7 +23,7 @@ from asyncsync import (
 from helpers import planted
 from helpers.apis import Api, face
 from helpers.pairs import Clock, Model, connected, fill, passed_on, read, receiver_of, until
-from helpers.processes import LARGE, Remote
+from helpers.processes import LARGE, Remote, Trainer, Worker
 from helpers.programs import in_program
 from helpers.ranks import Rank, free_port
 from helpers.shared_workers import MIB
@@ -186,6 +186,24 @@ async def test_a_worker_follows_the_next_trainer_in_the_same_store(api: Api) -> 
         assert [read(model) for model in models] == [{6}, {6}]
         assert read(await waiting) <= {5, 6}
         await second.shutdown()
+
+
+@pytest.mark.requirement(197)
+async def test_a_worker_follows_the_next_trainer_after_a_kill(start: Callable[..., Remote]) -> None:
+    port = free_port()
+    scheme = DistributedWeightSyncScheme(num_workers=1, store_info=("127.0.0.1", port))
+    trainer, worker = start(Trainer), start(Worker)
+    connecting = worker.connect(passed_on(scheme), 0, LARGE)
+    await trainer.connect(passed_on(scheme), LARGE, 1.0)
+    await connecting
+    await trainer.kill()
+    with pytest.raises(AckTimeout, match="worker 0 could not fetch 'policy'"):
+        await worker.fetch(0.2)
+    next_one = start(Trainer)
+    await next_one.connect(passed_on(scheme), LARGE, 5.0)
+    assert await worker.value() == 5.0
+    await next_one.send(6.0)
+    assert await worker.value() == 6.0
 
 
 @pytest.mark.requirement(192)

@@ -23,33 +23,28 @@ MIB = 1 << 20
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(120)]
 
 
-class Relay:
-    """Between a trainer at an address and workers that read frames, or shared memory."""
-
-    def __init__(self, upstream: str, folder: Path, shared: bool) -> None:
-        self.folder, self.shared, self.address = folder, shared, f"ipc://{folder}/down"
-        self.command = ["relay", "--upstream", upstream, "--bind", self.address, *(["--shared"] if shared else [])]
-
-    def start(self, *options: str) -> AbstractContextManager[subprocess.Popen[str]]:
-        return command("-m", "asyncsync", *self.command, *options, cwd=self.folder)
-
-    def follower(self) -> Any:
-        return (SharedMemWeightSyncScheme if self.shared else ZMQWeightSyncScheme)(connect=self.address)
-
-
 @pytest.fixture(params=[False, True], ids=["frames", "shared memory"])
-def relay(request: pytest.FixtureRequest, endpoint: str, tmp_path: Path) -> Relay:
-    return Relay(endpoint, tmp_path, bool(request.param))
+def shared(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+def relay(endpoint: str, down: str, cwd: Path, *options: str) -> AbstractContextManager[subprocess.Popen[str]]:
+    return command("-m", "asyncsync", "relay", "--upstream", endpoint, "--bind", down, *options, cwd=cwd)
+
+
+def follower(down: str, shared: bool) -> Any:
+    return (SharedMemWeightSyncScheme if shared else ZMQWeightSyncScheme)(connect=down)
 
 
 @pytest.mark.requirement(198, 206)
 async def test_a_stopped_worker_of_a_relays_host_delays_nobody_and_memory_stays_bounded(
-    endpoint: str, relay: Relay, schemes: Schemes, start: Callable[..., Remote]
+    endpoint: str, tmp_path: Path, shared: bool, schemes: Schemes, start: Callable[..., Remote]
 ) -> None:
+    down = f"ipc://{tmp_path}/down"
     sender = schemes.sender(LARGE, endpoint=endpoint, num_workers=3)
     workers = [start(Worker) for _ in range(3)]
-    with relay.start() as process:
-        behind = (w.connect(relay.follower(), i, LARGE) for i, w in enumerate(workers[:2]))
+    with relay(endpoint, down, tmp_path, *(["--shared"] if shared else [])) as process:
+        behind = (w.connect(follower(down, shared), i, LARGE) for i, w in enumerate(workers[:2]))
         direct = workers[2].connect(ZMQWeightSyncScheme(connect=endpoint), 2, LARGE)
         await asyncio.gather(sender.connect(), *behind, direct)
         last = await sender.send_async(sender.model.fill(2))
@@ -70,14 +65,15 @@ async def test_a_stopped_worker_of_a_relays_host_delays_nobody_and_memory_stays_
 
 @pytest.mark.requirement(200)
 async def test_status_tells_who_behind_a_relay_is_slow_or_lost(
-    endpoint: str, relay: Relay, schemes: Schemes, start: Callable[..., Remote]
+    endpoint: str, tmp_path: Path, shared: bool, schemes: Schemes, start: Callable[..., Remote]
 ) -> None:
     """Stopped, killed, and all of them with their relay, while who is connected to the trainer itself is there."""
+    down = f"ipc://{tmp_path}/down"
     sender = schemes.sender(1000, endpoint=endpoint, num_workers=4)
     impatient(sender)
     workers = [start(Worker) for _ in range(4)]
-    with relay.start() as process:
-        behind = (w.connect(relay.follower(), i, 1000, reconnect=True) for i, w in enumerate(workers[:3]))
+    with relay(endpoint, down, tmp_path, *(["--shared"] if shared else [])) as process:
+        behind = (w.connect(follower(down, shared), i, 1000, reconnect=True) for i, w in enumerate(workers[:3]))
         direct = workers[3].connect(ZMQWeightSyncScheme(connect=endpoint), 3, 1000)
         await asyncio.gather(sender.connect(), *behind, direct)
         version = await sender.send_async(sender.model.fill(2))
@@ -107,14 +103,15 @@ async def test_status_tells_who_behind_a_relay_is_slow_or_lost(
 
 @pytest.mark.requirement(4)
 async def test_a_store_serves_the_last_version_without_its_trainer_and_after_its_own_kill(
-    endpoint: str, relay: Relay, schemes: Schemes, start: Callable[..., Remote]
+    endpoint: str, tmp_path: Path, shared: bool, schemes: Schemes, start: Callable[..., Remote]
 ) -> None:
     """Of 4: the store, a process of its own. Who was there before has the next trainer's weights from it, too."""
-    keep = relay.folder / "kept.safetensors"
+    down, keep = f"ipc://{tmp_path}/down", tmp_path / "kept.safetensors"
+    options = ["--keep", str(keep), *(["--shared"] if shared else [])]
     first, late, later = (start(Worker) for _ in range(3))
 
     async def joins(worker: Remote, index: int) -> tuple[int, float]:
-        version = await worker.connect(relay.follower(), index, LARGE, reconnect=True)
+        version = await worker.connect(follower(down, shared), index, LARGE, reconnect=True)
         return version, await worker.value()
 
     def is_kept(version: int) -> bool:
@@ -124,7 +121,7 @@ async def test_a_store_serves_the_last_version_without_its_trainer_and_after_its
             texts: dict[str, str] = file.metadata()
         return bool(json.loads(texts["asyncsync"])["models"]["policy"]["version"] == version)
 
-    with relay.start("--keep", str(keep)) as process:
+    with relay(endpoint, down, tmp_path, *options) as process:
         trainer = schemes.sender(LARGE, endpoint=endpoint, num_workers=1)
         await asyncio.gather(trainer.connect(), joins(first, 0))
         version = await trainer.send_async(trainer.model.fill(5), metadata={"step": 7})
@@ -132,9 +129,9 @@ async def test_a_store_serves_the_last_version_without_its_trainer_and_after_its
         assert await joins(late, 1) == (version, 5)
         await eventually(lambda: is_kept(version))
         process.kill()
-    with relay.start("--keep", str(keep)):
+    with relay(endpoint, down, tmp_path, *options):
         assert await joins(later, 2) == (version, 5)
-        guest = relay.follower()
+        guest = follower(down, shared)
         guest.init_on_receiver("policy", worker_idx=3)
         await guest.connect(timeout=30)
         assert guest.metadata == {"step": 7}
