@@ -252,6 +252,15 @@ def test_a_version_that_everybody_has_let_go_of_goes_back_while_it_is_the_target
     assert {v for _, v in desk.publisher.leases.of[nonce(50)].slabs} == {1}
 
 
+def test_bye_gives_everything_back_unless_it_reads_on(desk: Desk) -> None:
+    desk.publish(1, lent=True)
+    desk.receive(0, messages.Bye(EPOCH, nonce(0), "closed", ""))
+    desk.receive(1, messages.Bye(EPOCH, nonce(1), "reading", ""))
+    assert (out(desk, 0), out(desk, 1)) == (set(), {1})
+    desk.publisher.ended(1, nonce(1), "its process has ended", desk.now)
+    assert desk.publisher.leases.of == {}
+
+
 def test_closing_gives_everything_back(desk: Desk) -> None:
     desk.publish(1, lent=True)
     desk.hello(0, incarnation=50, route=b"next")

@@ -305,6 +305,15 @@ def test_worker_ids_leave_the_others_alone_and_those_who_come_later_or_are_lost(
     assert desk.publisher.progress.targeted(desk.publish()) == [1, 2]
 
 
+def test_each_worker_has_its_own_target(desk: Desk) -> None:
+    slabs = {w: slab_of(desk.pool, 10 + w) for w in (0, 1)}
+    version = desk.publisher.publish({"policy": slabs}, None, desk.now)
+    outbox = [(route, payload) for route, i, payload in desk.publisher.outbox if isinstance(i, messages.Update)]
+    contents = {route: torch.frombuffer(bytearray(payload[-1]), dtype=F32)[0].item() for route, payload in outbox}
+    assert contents == {b"0": 10, b"1": 11}
+    assert desk.publisher.progress.targeted(version) == [0, 1]
+
+
 def test_latest_wins_and_a_worker_that_is_behind_skips_and_delays_nobody(desk: Desk) -> None:
     desk.publish()
     first, slow = desk.take(messages.Update)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -815,6 +816,21 @@ def content_of(value: float) -> bytes:
 def repeat(station: Station, serial: int, version: int, value: float, *, since: int | None = None) -> None:
     since = serial - 1 if since is None else since
     station.receive(messages.Again(EPOCH, serial, since, version, None), [content_of(value)])
+
+
+def test_again_goes_the_general_way_where_nothing_is_to_be_fast() -> None:
+    station = Station(settings=replace(SMALL, fast=False))
+    station.join()
+    station.update_now(3, {"policy": (5, 50)})
+    station.take()
+    repeat(station, 4, 6, 6)
+    assert station.take() == [messages.Staged(EPOCH, 4, 4)]
+    station.apply()
+    assert station.content() == {6}
+    assert station.take() == [messages.Applied(EPOCH, {"policy": 6}, 4)]
+    assert station.subscriber.steady(4) is None
+    repeat(station, 4, 6, 6)
+    assert not station.take()
 
 
 def test_again_is_the_update_before_with_other_bytes(station: Station) -> None:
