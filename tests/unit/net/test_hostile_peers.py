@@ -413,7 +413,7 @@ async def test_a_worker_whose_model_does_not_fit_says_so_whatever_follows(
     if leaves:
         fake.say(messages.Bye(EPOCH, hello.nonce, "closed", "the sender was shut down"))
     for _ in range(2):
-        with pytest.raises(SchemaMismatch, match="shape"):
+        with pytest.raises(SchemaMismatch):
             await connecting
         connecting = asyncio.create_task(receiver.connect())
     await asyncio.gather(connecting, return_exceptions=True)
