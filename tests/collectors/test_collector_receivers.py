@@ -180,15 +180,6 @@ def test_a_model_that_only_the_middle_has_ends_there() -> None:
         assert [step(leaf)[0] for leaf in leaves] == [{5, -1}, {5, -1}]
 
 
-@pytest.mark.requirement(160, 164)
-def test_what_a_collector_with_others_below_is_given_is_passed_on() -> None:
-    with tree(workers=2) as (top, leaves):
-        before = top.policy_version
-        top.receive_weights(Model(6))
-        assert [read(each.policy) for each in (top, *leaves)] == [{6}] * 3
-        assert top.policy_version == before + 1
-
-
 @pytest.mark.requirement(74, 164)
 def test_a_leaf_that_is_lost_below_fails_the_update_above() -> None:
     with chain("policy") as (top, _, leaves):

@@ -38,6 +38,15 @@ class Stopping(WalkEnv):
         return super().step_and_maybe_reset(td)
 
 
+def stopped() -> tuple[Stopping, Any]:
+    """A collector that runs free and is inside a step, and its environment."""
+    env = Stopping()
+    c = collector(env, replay_buffer=Buffer())
+    c.start()
+    assert env.inside.wait(20)
+    return env, c
+
+
 @pytest.mark.parametrize("kind", KINDS)
 async def test_both_styles_give_the_same_batches(kind: str) -> None:
     with collector(env := environment(kind), total_frames=24) as c:
@@ -187,10 +196,8 @@ def test_nothing_steps_or_is_written_while_a_free_collector_pauses(extend: bool)
 
 @pytest.mark.requirement(158)
 def test_a_pause_waits_for_the_step_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    env = Stopping()
-    with collector(env, replay_buffer=Buffer()) as c:
-        c.start()
-        assert env.inside.wait(20)
+    env, c = stopped()
+    with c:
         monkeypatch.setattr("asyncsync.collectors.local_collector.PAUSE_SECONDS", 0.05)
         with pytest.raises(AckTimeout, match=r"did not end within 0\.05 s"):
             c.pause().__enter__()
@@ -252,10 +259,8 @@ def test_two_that_wait_for_the_end_of_a_pause_do_not_both_roll_out() -> None:
 
 
 def test_an_interrupt_while_a_pause_waits_pauses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    env = Stopping()
-    with collector(env, replay_buffer=Buffer()) as c:
-        c.start()
-        assert env.inside.wait(20)
+    env, c = stopped()
+    with c:
 
         def interrupted(*_: Any) -> None:
             raise KeyboardInterrupt
@@ -300,10 +305,8 @@ async def test_what_would_end_the_iteration_silently_is_an_error(kind: type[Exce
 
 
 def test_one_rollout_at_a_time() -> None:
-    env = Stopping()
-    with collector(env, replay_buffer=Buffer()) as c:
-        c.start()
-        assert env.inside.wait(20)
+    env, c = stopped()
+    with c:
         with pytest.raises(RuntimeError, match="already collecting, in the thread 'asyncsync-collector-free'"):
             c.rollout()
         env.go.set()
@@ -329,10 +332,7 @@ def test_shutdown_is_idempotent_and_a_closed_collector_only_tells_its_state(kind
 
 @pytest.mark.requirement(208)
 def test_who_waits_for_a_step_finds_the_collector_closed() -> None:
-    env, outcomes = Stopping(), []
-    c = collector(env, replay_buffer=Buffer())
-    c.start()
-    assert env.inside.wait(20)
+    (env, c), outcomes = stopped(), []
 
     def use(wanted: Any) -> None:
         try:
@@ -386,10 +386,7 @@ async def test_a_rollout_under_way_ends_with_shutdown() -> None:
 
 @pytest.mark.requirement(208)
 def test_a_step_that_outlasts_the_timeout_is_not_waited_for(caplog: pytest.LogCaptureFixture) -> None:
-    env = Stopping()
-    c = collector(env, replay_buffer=Buffer())
-    c.start()
-    assert env.inside.wait(20)
+    env, c = stopped()
     c.shutdown(timeout=0.05)
     assert "did not end in time" in caplog.text
     assert env.closed == 0
@@ -399,10 +396,7 @@ def test_a_step_that_outlasts_the_timeout_is_not_waited_for(caplog: pytest.LogCa
 
 
 def test_a_step_that_ends_together_with_the_timeout_of_shutdown_leaves_no_environment_open() -> None:
-    env = Stopping()
-    c = collector(env, replay_buffer=Buffer())
-    c.start()
-    assert env.inside.wait(20)
+    env, c = stopped()
     close = c._lock.close
 
     def late(*args: Any) -> bool:
