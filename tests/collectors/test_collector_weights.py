@@ -244,15 +244,14 @@ def initialised(model_id: str, num_workers: int) -> sync.ZMQWeightSyncScheme:
     return scheme
 
 
-def shared() -> dict[str, Any]:
-    scheme = sync.ZMQWeightSyncScheme()
-    return {"policy": scheme, VALUE: scheme}
-
-
 WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     "not a scheme": (lambda: {"policy": object()}, TypeError, r"is a builtins\.object.*asyncsync\.sync"),
     "a class": (lambda: {"policy": sync.ZMQWeightSyncScheme}, TypeError, r"is the class .*construct one"),
-    "one for two models": (shared, ValueError, "one scheme for several models"),
+    "one for two models": (
+        lambda: dict.fromkeys(("policy", VALUE), sync.ZMQWeightSyncScheme()),
+        ValueError,
+        "one scheme for several models",
+    ),
     "another number of workers": (lambda: {"policy": initialised("policy", 3)}, ValueError, "for 3 workers.* has 2"),
     "another name": (lambda: {"policy": initialised("actor", 2)}, ValueError, "model_id='actor'"),
     "several endpoints": (

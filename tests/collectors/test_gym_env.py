@@ -280,9 +280,8 @@ def test_cartpoles_own_vector_is_reset_at_once(make: Callable[..., GymEnv]) -> N
     env.set_seed(0)
     td = env.reset()
     ended = 0
-    for twin in twins:
-        twin.reset()
     for index, twin in enumerate(twins):
+        twin.reset()
         twin.state = env.env.state[:, index].copy()
     for _ in range(150):
         step, td = env.step_and_maybe_reset(env.rand_action(td))

@@ -15,12 +15,11 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
-from torch import nn
 
 from asyncsync.collectors import MultiAsyncCollector, MultiSyncCollector
 from asyncsync.errors import NotConnected, PartialSendError
 from asyncsync.sync import Bus, MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme, ZMQWeightSyncScheme
-from helpers.collecting_multi import Counting, WithModel, acted, make, options, policy, versions
+from helpers.collecting_multi import Counting, Scaled, WithModel, acted, make, options, policy, versions
 from helpers.collecting_weights import update
 from helpers.pairs import until
 
@@ -214,20 +213,11 @@ class WaitsInItsSecondStep(Counting):
 
 @pytest.mark.parametrize("style", ["late", "cancelled"])
 async def test_an_update_that_arrives_later_is_complete(style: str, tmp_path: Path) -> None:
-    class Shift(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.value = nn.Parameter(torch.zeros(1))
-
-        def forward(self, batch: Any) -> Any:
-            return batch.set("shift", self.value.detach().expand(batch.batch_size).clone())
-
-    given = options(frames_per_batch=1, postproc=Shift())
-    go = tmp_path / "go"
+    given, go = options(frames_per_batch=1, postproc=Scaled()), tmp_path / "go"
     with MultiAsyncCollector([lambda: WaitsInItsSecondStep(go)], policy(), **given) as collector:
         await anext(collector)
         await until(go.with_name("begun").exists)
-        both = {"policy": policy(7.0), "postproc": {"value": torch.full((1,), 7.0)}}
+        both = {"policy": policy(7.0), "postproc": Scaled(7.0)}
         if style == "late":
             with pytest.raises(PartialSendError):
                 await collector.update_policy_weights_async(weights_dict=both, timeout=0.02)
@@ -238,7 +228,7 @@ async def test_an_update_that_arrives_later_is_complete(style: str, tmp_path: Pa
             with pytest.raises(asyncio.CancelledError):
                 await sending
         go.touch()
-        assert (await anext(collector))["shift"].tolist() == [7.0]  # type: ignore[index]
+        assert (await anext(collector))["scaled"].item() == 7.0  # type: ignore[index]
         await anext(collector)
         assert acted(await anext(collector)) == [7.0]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import gymnasium
@@ -145,13 +146,9 @@ def test_frames_have_the_version_where_torchrl_has_it(size: tuple[int, ...]) -> 
     assert [batch["next", "policy_version"].unique().tolist() for batch in found[0]] == [[0], [1], [2], [3]]
 
 
-class Tracker:
-    version = 0
-
-
 @pytest.mark.parametrize("size", [(), (2,)])
 def test_a_tracker_is_kept_up_to_date(size: tuple[int, ...]) -> None:
-    tracker = Tracker()
+    tracker = SimpleNamespace(version=0)
     with Collector(WalkEnv(size), Actor(), frames_per_batch=4, track_policy_version=tracker) as c:
         for version in range(3):
             batch = c.next()
