@@ -172,15 +172,6 @@ def test_random_frames_are_whole_batches_in_which_the_policy_is_ignored(
     assert policy.calls == 8 * (3 - batches)
 
 
-@pytest.mark.requirement(134)
-def test_who_counts_elsewhere_decides_about_random_actions() -> None:
-    with collector(WalkEnv(), Actor()) as c:
-        c._rollouts.random = True
-        assert is_random(c.rollout())
-        c._rollouts.random = False
-        assert not is_random(c.rollout())
-
-
 @pytest.mark.requirement(138)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("kwargs", [{}, *({"exploration_type": each} for each in ExplorationType)])
@@ -252,15 +243,23 @@ def test_a_mapping_has_the_arguments_of_torch_compile() -> None:
     assert_close(found, collected(Collector, WalkEnv((2,))))
 
 
+ON_CUDA = {"policy_device": "cuda:0", "storing_device": "cpu"}
+
+
 @pytest.mark.requirement(221)
-def test_a_compiled_policy_acts_with_the_newest_weights() -> None:
-    actor = Actor(0.1)
-    given: dict[str, Any] = {"frames_per_batch": 4, "policy_device": "cpu", "cudagraph_policy": False}
-    given["compile_policy"] = {"backend": Backend()}
-    with Collector(WalkEnv(longest=20), actor, **given) as c:
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"policy_device": "cpu", "cudagraph_policy": False, "compile_policy": {"backend": Backend()}},
+        pytest.param(ON_CUDA | {"cudagraph_policy": True}, marks=needs_cuda),
+        pytest.param(ON_CUDA | {"cudagraph_policy": {"warmup": 3}}, marks=needs_cuda),
+    ],
+    ids=["compiled", "a graph", "a graph after a warm-up"],
+)
+def test_a_compiled_or_recorded_policy_acts_with_the_newest_weights(given: Any) -> None:
+    with collector(WalkEnv(longest=20), Actor(0.1), **given) as c:
         before = c.next().clone()
-        new = Actor(0.7)
-        c.update_policy_weights_(new)
+        c.update_policy_weights_(Actor(0.7))
         after = c.next().clone()
     for batch, gain in ((before, 0.1), (after, 0.7)):
         assert torch.allclose(batch["action"], gain * batch["observation"].sum(-1, keepdim=True))
@@ -295,17 +294,3 @@ def test_workers_compile_for_real_and_follow_updates(kind: Any) -> None:
             while acted(batch := collector.next()) != [value]:  # asynchronous rollouts that were under way
                 assert kind is MultiAsyncCollector
                 assert set(acted(batch)) <= {1.0, 2.0, value}
-
-
-@pytest.mark.requirement(221)
-@needs_cuda
-@pytest.mark.parametrize("given", [True, {"warmup": 3}])
-def test_a_cuda_graph_acts_with_the_newest_weights(given: Any) -> None:
-    actor = Actor(0.1)
-    options = {"frames_per_batch": 8, "policy_device": "cuda:0", "storing_device": "cpu", "cudagraph_policy": given}
-    with Collector(WalkEnv(longest=20), actor, **options) as c:
-        before = c.next().clone()
-        c.update_policy_weights_(Actor(0.7))
-        after = c.next().clone()
-    for batch, gain in ((before, 0.1), (after, 0.7)):
-        assert torch.allclose(batch["action"], gain * batch["observation"].sum(-1, keepdim=True))

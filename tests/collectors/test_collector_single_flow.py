@@ -12,7 +12,7 @@ from tensordict.nn import TensorDictModule
 
 from asyncsync.collectors import Collector
 from asyncsync.errors import ClosedError
-from helpers.collecting_single import KINDS, Actor, Agents, Buffer, WalkEnv, environment
+from helpers.collecting_single import KINDS, Actor, Agents, Buffer, WalkEnv, environment, needs_torchrl
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torchrl", "ignore::DeprecationWarning:torchrl")
 
@@ -21,7 +21,7 @@ def collector(env: Any, policy: Any = None, **kwargs: Any) -> Any:
     return Collector(env, policy or Actor(), **({"frames_per_batch": 8, "total_frames": -1} | kwargs))
 
 
-@pytest.mark.requirement(86, 126)
+@pytest.mark.requirement(86, 94, 126)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_rollout_is_as_many_steps_as_give_the_frames_and_is_stacked_along_time(kind: str) -> None:
     with pytest.warns(UserWarning, match="not divisible"):
@@ -31,15 +31,16 @@ def test_a_rollout_is_as_many_steps_as_give_the_frames_and_is_stacked_along_time
         assert batch.shape == (3, 4)
         assert batch.names == [None, "time"]
         assert (c.frames_per_batch, c.requested_frames_per_batch) == (4, 12)
-        assert torch.equal(batch["observation"][:, 1, 0], torch.ones(3))
+        assert batch["observation"][:, :2, 0].tolist() == [[0.0, 1.0]] * 3, "it begins with a reset"
+        assert batch["collector", "traj_ids"][:, 0].unique().numel() == 3
 
 
-@pytest.mark.requirement(87)
+@pytest.mark.requirement(87, 218)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_batch_is_yielded_or_extends_the_buffer_or_is_added_to_it_step_by_step(kind: str) -> None:
     def frames(**kwargs: Any) -> list[Any]:
         with collector(environment(kind), total_frames=16, **kwargs) as c:
-            return list(c)
+            return list(c.iterator())
 
     given = frames()
     whole, single = Buffer(), Buffer()
@@ -49,7 +50,7 @@ def test_a_batch_is_yielded_or_extends_the_buffer_or_is_added_to_it_step_by_step
     assert len(single.added) == 16
     assert not whole.added
     assert not single.extended
-    assert (torch.stack(single.added[:8]) == given[0]).all()
+    assert (torch.stack(single.added[:8]) == given[0]).all(), "the second rollout has not changed it"
 
 
 class Recorder(WalkEnv):
@@ -154,19 +155,11 @@ def test_what_was_stored_is_a_snapshot() -> None:
             assert (expected == (torch.stack(buffer.added) if kwargs else got)).all()
 
 
-@pytest.mark.requirement(218)
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_batch_is_not_changed_by_later_rollouts(kind: str) -> None:
-    with collector(environment(kind), total_frames=24) as c:
-        first = next(c.iterator())
-        before = first.clone()
-        assert len(list(c)) == 2
-    assert (first == before).all()
-
-
-@pytest.mark.requirement(93)
-@pytest.mark.parametrize("kind", KINDS)
-def test_recurrent_state_goes_on_across_batches_and_ends_with_its_trajectory(kind: str) -> None:
+@pytest.mark.requirement(93, 220)
+@pytest.mark.parametrize(
+    ("kind", "given"), [("own", {}), ("own", {"compact_obs": True}), pytest.param("torchrl", {}, marks=needs_torchrl)]
+)
+def test_recurrent_state_goes_on_across_batches_and_ends_with_its_trajectory(kind: str, given: dict[str, Any]) -> None:
     class Recurrent(TensorDictModule):
         def __init__(self) -> None:
             super().__init__(lambda x: x, ["observation"], ["action", ("next", "hidden")])
@@ -177,10 +170,11 @@ def test_recurrent_state_goes_on_across_batches_and_ends_with_its_trajectory(kin
             td.set("action", hidden)
             return td.set(("next", "hidden"), hidden + 1)
 
-    with collector(environment(kind), Recurrent(), frames_per_batch=5) as c:  # TorchRL's has no primer for it
+    with collector(environment(kind), Recurrent(), frames_per_batch=5, **given) as c:  # TorchRL's has no primer for it
         batch = torch.cat([c.rollout() for _ in range(4)])
     assert torch.equal(batch["hidden"].squeeze(-1), batch["observation"][:, 0])
     assert torch.equal(batch["next", "hidden"], batch["hidden"] + 1)
+    assert (("next", "observation") in batch.keys(True)) is not bool(given), "of the two, compact_obs leaves this out"
 
 
 @pytest.mark.requirement(93)
@@ -234,17 +228,6 @@ def test_the_environments_own_container_is_the_carrier() -> None:
         for _ in range(4):
             assert (c.rollout() == other.rollout()).all()
             assert c._rollouts.carrier is env.kept
-
-
-@pytest.mark.requirement(94)
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_carrier_is_made_by_a_reset(kind: str) -> None:
-    with collector(environment(kind, (2,))) as c:
-        assert c._rollouts.carrier["observation"].shape == (2, 3)
-        c.rollout()
-        c._rollouts.make_carrier()
-        assert (c._rollouts.carrier["observation"][:, 0] == 0).all()
-        assert c._rollouts.carrier["collector", "traj_ids"].unique().numel() == 2
 
 
 @pytest.mark.requirement(95, 96)

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import threading
 import time
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from typing import Any
 
 import pytest
@@ -36,6 +37,15 @@ class Stopping(WalkEnv):
             self.inside.set()
             assert self.go.wait(20)
         return super().step_and_maybe_reset(td)
+
+
+def stopped() -> tuple[Stopping, Any]:
+    """A collector that runs free and is inside a step, and its environment."""
+    env = Stopping()
+    c = collector(env, replay_buffer=Buffer())
+    c.start()
+    assert env.inside.wait(20)
+    return env, c
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -114,35 +124,21 @@ async def test_an_error_in_a_rollout_that_nobody_awaits_is_the_next_callers() ->
         assert (await anext(c)).shape == (8,)
 
 
-class Telling(Buffer):
-    """Tells when anything has come."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.came = threading.Event()
-
-    def extend(self, batch: TensorDictBase) -> None:
-        super().extend(batch)
-        self.came.set()
-
-    def add(self, frame: TensorDictBase) -> None:
-        super().add(frame)
-        self.came.set()
-
-    def wait(self) -> None:
-        """For anything more."""
-        self.came.clear()
-        assert self.came.wait(20)
+def more_comes(buffer: Buffer) -> None:
+    before, deadline = len(buffer.extended) + len(buffer.added), time.monotonic() + 20
+    while len(buffer.extended) + len(buffer.added) == before:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 @pytest.mark.requirement(155, 165)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_started_collector_fills_the_buffer_until_its_shutdown(kind: str) -> None:
-    buffer = Telling()
+    buffer = Buffer()
     c = collector(environment(kind), replay_buffer=buffer)
     c.start()
     for _ in range(3):
-        buffer.wait()
+        more_comes(buffer)
     assert c.is_running()
     c.async_shutdown(timeout=10)
     assert not c.is_running()
@@ -169,7 +165,7 @@ def test_a_started_collector_ends_at_its_total() -> None:
 @pytest.mark.requirement(158)
 @pytest.mark.parametrize("extend", [True, False])
 def test_nothing_steps_or_is_written_while_a_free_collector_pauses(extend: bool) -> None:
-    env, buffer = WalkEnv(), Telling()
+    env, buffer = WalkEnv(), Buffer()
 
     def counts() -> tuple[int, int, int]:
         return env.steps, len(buffer.extended), len(buffer.added)
@@ -177,7 +173,7 @@ def test_nothing_steps_or_is_written_while_a_free_collector_pauses(extend: bool)
     with collector(env, replay_buffer=buffer, extend_buffer=extend) as c:
         c.start()
         for _ in range(20):
-            buffer.wait()  # it goes on, also after an exception
+            more_comes(buffer)  # it goes on, also after an exception
             with pytest.raises(LookupError), c.pause():  # noqa: PT012
                 before = counts()
                 c.update_policy_weights_(Actor(0.5))
@@ -187,10 +183,8 @@ def test_nothing_steps_or_is_written_while_a_free_collector_pauses(extend: bool)
 
 @pytest.mark.requirement(158)
 def test_a_pause_waits_for_the_step_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    env = Stopping()
-    with collector(env, replay_buffer=Buffer()) as c:
-        c.start()
-        assert env.inside.wait(20)
+    env, c = stopped()
+    with c:
         monkeypatch.setattr("asyncsync.collectors.local_collector.PAUSE_SECONDS", 0.05)
         with pytest.raises(AckTimeout, match=r"did not end within 0\.05 s"):
             c.pause().__enter__()
@@ -226,36 +220,23 @@ def test_what_ended_a_free_collector_is_raised_by_whoever_asks(caplog: pytest.Lo
 
 
 def test_two_that_wait_for_the_end_of_a_pause_do_not_both_roll_out() -> None:
-    env, outcomes = Stopping(at=0), []
-
-    def go() -> None:
-        try:
-            outcomes.append(c.next().shape)
-        except RuntimeError as error:
-            outcomes.append(str(error))
-
-    with collector(env) as c:
-        threads = [threading.Thread(target=go) for _ in range(2)]
+    env = Stopping(at=0)
+    with collector(env) as c, ThreadPoolExecutor(2) as threads:
         with c.pause():
-            for thread in threads:
-                thread.start()
+            asking = [threads.submit(c.next) for _ in range(2)]
             while len(c._lock._changed._waiters) < 2:
                 time.sleep(0.001)
         assert env.inside.wait(20)
-        while not outcomes:
-            time.sleep(0.001)
+        [refused], [rolling] = wait(asking, 20, FIRST_COMPLETED)
         env.go.set()
-        for thread in threads:
-            thread.join(20)
-    assert "already collecting" in outcomes[0]
-    assert outcomes[1] == (8,)
+        with pytest.raises(RuntimeError, match="already collecting"):
+            refused.result()
+        assert rolling.result(20).shape == (8,)
 
 
 def test_an_interrupt_while_a_pause_waits_pauses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    env = Stopping()
-    with collector(env, replay_buffer=Buffer()) as c:
-        c.start()
-        assert env.inside.wait(20)
+    env, c = stopped()
+    with c:
 
         def interrupted(*_: Any) -> None:
             raise KeyboardInterrupt
@@ -300,10 +281,8 @@ async def test_what_would_end_the_iteration_silently_is_an_error(kind: type[Exce
 
 
 def test_one_rollout_at_a_time() -> None:
-    env = Stopping()
-    with collector(env, replay_buffer=Buffer()) as c:
-        c.start()
-        assert env.inside.wait(20)
+    env, c = stopped()
+    with c:
         with pytest.raises(RuntimeError, match="already collecting, in the thread 'asyncsync-collector-free'"):
             c.rollout()
         env.go.set()
@@ -329,27 +308,16 @@ def test_shutdown_is_idempotent_and_a_closed_collector_only_tells_its_state(kind
 
 @pytest.mark.requirement(208)
 def test_who_waits_for_a_step_finds_the_collector_closed() -> None:
-    env, outcomes = Stopping(), []
-    c = collector(env, replay_buffer=Buffer())
-    c.start()
-    assert env.inside.wait(20)
-
-    def use(wanted: Any) -> None:
-        try:
-            wanted()
-        except ClosedError as error:
-            outcomes.append(str(error))
-
-    threads = [threading.Thread(target=use, args=(wanted,)) for wanted in (c.reset, c.pause().__enter__)]
-    for thread in threads:
-        thread.start()
-    while len(c._lock._asking) < 2:
-        time.sleep(0.001)
-    c.shutdown(timeout=0.05)
-    env.go.set()
-    for thread in threads:
-        thread.join(20)
-    assert outcomes == ["this Collector has been shut down"] * 2
+    env, c = stopped()
+    with ThreadPoolExecutor(2) as threads:
+        waiting = [threads.submit(wanted) for wanted in (c.reset, c.pause().__enter__)]
+        while len(c._lock._asking) < 2:
+            time.sleep(0.001)
+        c.shutdown(timeout=0.05)
+        env.go.set()
+        for each in waiting:
+            with pytest.raises(ClosedError, match=r"^this Collector has been shut down$"):
+                each.result(20)
     c._free.join(20)
     assert env.closed == 1
 
@@ -386,10 +354,7 @@ async def test_a_rollout_under_way_ends_with_shutdown() -> None:
 
 @pytest.mark.requirement(208)
 def test_a_step_that_outlasts_the_timeout_is_not_waited_for(caplog: pytest.LogCaptureFixture) -> None:
-    env = Stopping()
-    c = collector(env, replay_buffer=Buffer())
-    c.start()
-    assert env.inside.wait(20)
+    env, c = stopped()
     c.shutdown(timeout=0.05)
     assert "did not end in time" in caplog.text
     assert env.closed == 0
@@ -399,10 +364,7 @@ def test_a_step_that_outlasts_the_timeout_is_not_waited_for(caplog: pytest.LogCa
 
 
 def test_a_step_that_ends_together_with_the_timeout_of_shutdown_leaves_no_environment_open() -> None:
-    env = Stopping()
-    c = collector(env, replay_buffer=Buffer())
-    c.start()
-    assert env.inside.wait(20)
+    env, c = stopped()
     close = c._lock.close
 
     def late(*args: Any) -> bool:

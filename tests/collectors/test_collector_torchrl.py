@@ -68,16 +68,14 @@ def batches(made: Any, env: Any, **kwargs: Any) -> list[Any]:
         collector.shutdown()
 
 
-def serial() -> Any:
-    return torchrl().envs.SerialEnv(2, torchrl_walk)
-
-
 ENVIRONMENTS = [
     pytest.param(WalkEnv, id="one's own"),
     pytest.param(partial(WalkEnv, (2,)), id="one's own, a batch"),
     pytest.param(torchrl_walk, id="TorchRL's", marks=pytest.mark.thorough),
     pytest.param(partial(torchrl_walk, (2,)), id="TorchRL's, a batch", marks=pytest.mark.thorough),
-    pytest.param(serial, id="TorchRL's, several", marks=pytest.mark.thorough),
+    pytest.param(
+        lambda: torchrl().envs.SerialEnv(2, torchrl_walk), id="TorchRL's, several", marks=pytest.mark.thorough
+    ),
 ]
 
 

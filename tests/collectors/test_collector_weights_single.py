@@ -8,6 +8,7 @@ import queue
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -19,7 +20,8 @@ import asyncsync
 from asyncsync import sync
 from asyncsync.collectors import Collector, VanillaWeightUpdater
 from helpers import planted
-from helpers.collecting_weights import NET, Level, LevelEnv, update
+from helpers.collecting_single import Buffer
+from helpers.collecting_weights import NET, Level, LevelEnv, below, update
 
 
 def collector(**options: Any) -> Collector:
@@ -62,29 +64,13 @@ class Showing(Level):
         return tensordict.set("action", self.level.detach())
 
 
-class Frames:
-    """A replay buffer that keeps what it is given."""
-
-    def __init__(self) -> None:
-        self.frames: list[Any] = []
-
-    def add(self, frame: Any) -> None:
-        self.frames.append(frame)
-
-    def extend(self, batch: Any) -> None:
-        self.frames += batch.unbind(0)
-
-
 @pytest.mark.parametrize("destination", ["batch", "replay buffer"])
 def test_a_frame_is_copied_before_the_weights_that_it_shows_change(destination: str) -> None:
-    env, policy, buffer = LevelEnv(), Showing(0), Frames()
-    count = 0
+    env, policy, buffer = LevelEnv(), Showing(0), Buffer()
     step_and_maybe_reset = env.step_and_maybe_reset
 
     def stepped(td: Any) -> Any:
-        nonlocal count
-        count += 1
-        if count == 3:
+        if env.steps == 2:
             thread.start()
             while not one._weights.gate.pending:
                 time.sleep(0.001)
@@ -96,7 +82,7 @@ def test_a_frame_is_copied_before_the_weights_that_it_shows_change(destination: 
         thread = threading.Thread(target=update, args=(one, "blocking", Level(5)))
         batch = one.next()
         thread.join(20)
-    frames = buffer.frames if batch is None else batch.unbind(-1)
+    frames = buffer.added if batch is None else batch.unbind(-1)
     found = [(f["action"].item(), f["collector", "policy_version"].item()) for f in frames]
     assert found == [(0, 0)] * 3 + [(5, 1)] * 3
 
@@ -119,23 +105,20 @@ def receiving(models: dict[str, Level], kind: str = "ZMQWeightSyncScheme", **opt
 
 
 @pytest.mark.requirement(5, 11, 199)
-@pytest.mark.parametrize("kind", ["SharedMemWeightSyncScheme", "ZMQWeightSyncScheme"])
+@pytest.mark.parametrize("kind", ["SharedMemWeightSyncScheme", "ZMQWeightSyncScheme", "MultiProcessWeightSyncScheme"])
 def test_every_frame_tells_the_version_of_the_weights_that_acted(kind: str) -> None:
-    with receiving({"policy": Level(100), NET: Level(100)}, kind, frames_per_batch=2000) as (leaf, bus):
-        first = bus.version
-        batches: list[Any] = []
-        thread = threading.Thread(target=lambda: batches.append(leaf.next()))
-        thread.start()
-        sent = 0
-        while thread.is_alive():
+    models = {"policy": Level(100), NET: Level(100)}
+    with ThreadPoolExecutor(1) as thread, receiving(models, kind, frames_per_batch=2000) as (leaf, bus):
+        first, sent = bus.version, 0
+        rolling = thread.submit(leaf.next)
+        while not rolling.done():
             sent += 1
             bus.send({"policy": Level(100 + sent), NET: Level(100 + sent)})
-        thread.join()
-    found = levels(batches[0])
+    batch = rolling.result()
+    found = levels(batch)
     assert found <= {(100.0 + i, 100.0 + i, first + i) for i in range(sent + 1)}
     assert len(found) > 1
-    versions = batches[0]["collector", "policy_version"].flatten()
-    assert (versions.diff() >= 0).all()
+    assert (batch["collector", "policy_version"].flatten().diff() >= 0).all()
 
 
 class Threads(sync.WeightStrategy):
@@ -172,43 +155,33 @@ async def test_collectors_run_their_schemes_on_the_loop_thread(module: Any, kind
 
 
 def test_max_lag_waits_for_the_newer_version() -> None:
-    with receiving({"policy": Level(1)}, max_lag=0) as (leaf, bus):
+    with ThreadPoolExecutor(1) as thread, receiving({"policy": Level(1)}, max_lag=0) as (leaf, bus):
         leaf._weights.newest_above = lambda: 2  # what the control page says
-        batches: list[Any] = []
-        thread = threading.Thread(target=lambda: batches.append(leaf.next()))
-        thread.start()
-        thread.join(0.1)
-        assert thread.is_alive(), "it does not act with version 1"
+        rolling = thread.submit(leaf.next)
+        with pytest.raises(TimeoutError):  # it does not act with version 1
+            rolling.result(0.1)
         bus.send({"policy": Level(9)})
-        thread.join(20)
-    assert levels(batches[0]) == {(9, -1, 2)}
+        assert levels(rolling.result(20)) == {(9, -1, 2)}
 
 
 def test_max_lag_and_versions_of_several_buses_are_counted_bus_by_bus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asyncsync.collectors.rollout.rollout.LAG_SECONDS", 5.0)
-    with receiving({NET: Level(-1)}, max_lag=0) as (leaf, nets):
+    with ThreadPoolExecutor(2) as threads, receiving({NET: Level(-1)}, max_lag=0) as (leaf, nets):
         policies = sync.ZMQWeightSyncScheme()
         policies.init_on_sender(model_id="policy", model=Level(1), num_workers=1)
-        second = {"policy": pickle.loads(pickle.dumps(policies))}
-        thread = threading.Thread(target=leaf.register_scheme_receiver, args=(second,))
-        thread.start()
-        policies.connect()
-        thread.join(20)
+        with below({"policy": policies}, [leaf]):
+            policies.connect()
         nets.send({NET: Level(1)})
         for level in (2, 3, 4):
             policies.send(Level(level))
         assert levels(leaf.next()) == {(4, 1, 4)}, "the policy's version, though another is received first"
-        thread = threading.Thread(target=policies.send, args=(Level(5),))
-        batches: list[Any] = []
-        rolling = threading.Thread(target=lambda: batches.append(leaf.next()))
         with leaf._weights.holds():
-            thread.start()
+            sending = threads.submit(policies.send, Level(5))
             while planted.newest_target_of(leaf) < 5:
                 time.sleep(0.001)
-            rolling.start()
-        rolling.join(4)
-        assert levels(batches[0]) == {(5, 1, 5)}
-        thread.join(20)
+            rolling = threads.submit(leaf.next)
+        assert levels(rolling.result(4)) == {(5, 1, 5)}
+        sending.result(20)
     policies.shutdown()
 
 
@@ -258,29 +231,17 @@ class Reading(Level):
         return tensordict.set("action", before)
 
 
-def rolling(policy: Any, **options: Any) -> Collector:
-    """A collector that is in the midst of a long rollout, in the background."""
-    one = Collector(
-        LevelEnv,
-        policy,
-        frames_per_batch=100_000,
-        replay_buffer=Frames(),
-        worker_idx=0,
-        **{"extend_buffer": True} | options,
-    )
-    one.start()
-    while not one.env.steps:
-        time.sleep(0.001)
-    return one
-
-
 @contextmanager
 def registered_in_the_midst(policy: Any, **init: Any) -> Iterator[tuple[Collector, Any, Any]]:
-    """A rolling collector, its trainer's scheme, and its own: registered, and connected, while it rolls out."""
+    """A collector that rolls out, in the background, its trainer's scheme, and its own, which is registered and
+    connected meanwhile."""
     scheme = sync.ZMQWeightSyncScheme()
     scheme.init_on_sender(model_id="policy", model=Level(1), num_workers=1)
     given = pickle.loads(pickle.dumps(scheme))
-    with rolling(policy) as one:
+    with collector(policy=policy, frames_per_batch=100_000, replay_buffer=Buffer(), worker_idx=0) as one:
+        one.start()
+        while not one.env.steps:
+            time.sleep(0.001)
         if init:
             given.init_on_receiver("policy", one, **init)
         thread = threading.Thread(target=one.register_scheme_receiver, args=({"policy": given},))
@@ -330,15 +291,15 @@ def test_a_buffer_that_waits_for_its_consumer_keeps_no_update_waiting() -> None:
 
 
 def test_a_buffer_may_change_weights() -> None:
-    class Changing(Frames):
+    class Changing(Buffer):
         def add(self, frame: Any) -> None:
             super().add(frame)
-            one.update_policy_weights_(Level(len(self.frames)))
+            one.update_policy_weights_(Level(len(self.added)))
 
     buffer = Changing()
     with Collector(LevelEnv, Level(0), frames_per_batch=4, replay_buffer=buffer, extend_buffer=False) as one:
         one.next()
-    assert [frame["action"].item() for frame in buffer.frames] == [0, 1, 2, 3]
+    assert [frame["action"].item() for frame in buffer.added] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("how", ["reset_at_each_iter", "reset", "set_seed"])

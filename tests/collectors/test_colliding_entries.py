@@ -26,13 +26,9 @@ def of(**entries: Any) -> spaces.Dict:
     return spaces.Dict(entries)
 
 
-def vector(env: Callable[[], Any]) -> GymEnv:
-    return GymEnv(SyncVectorEnv([env, env], autoreset_mode=AutoresetMode.DISABLED))
-
-
 WAYS: dict[str, Callable[[Callable[[], Any]], Any]] = {
     "single": lambda env: GymEnv(env()),
-    "vector": vector,
+    "vector": lambda env: GymEnv(SyncVectorEnv([env, env], autoreset_mode=AutoresetMode.DISABLED)),
     "by id": lambda env: GymEnv(EnvSpec("Colliding-v0", entry_point=lambda **_: env())),
     "vector by id": lambda env: GymEnv(
         EnvSpec("Colliding-v0", entry_point=lambda **_: env()), num_envs=2, vectorization_mode="sync"

@@ -7,7 +7,6 @@ import gc
 import inspect
 import os
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -333,23 +332,14 @@ async def test_the_end_stops_an_evaluation_under_way_and_leaves_nothing(caplog: 
     pids = evaluator._collector._group.pids
     evaluator.trigger_eval()
     waiting = asyncio.create_task(anext(evaluator, None))
-    refused: list[BaseException] = []
-
-    def evaluate() -> None:
-        try:
-            evaluator.evaluate()
-        except ClosedError as error:
-            refused.append(error)
-
-    caller = threading.Thread(target=evaluate)
-    caller.start()
+    evaluating = asyncio.create_task(asyncio.to_thread(evaluator.evaluate))
     await asyncio.sleep(0.05)
     begun = time.monotonic()
     await evaluator._shutdown_elsewhere()
     assert time.monotonic() - begun < 4
     assert await waiting is None, "async for ends"
-    caller.join()
-    assert len(refused) == 1
+    with pytest.raises(ClosedError):
+        await evaluating
     assert gone_within(pids, 1.0)
     assert caplog.messages == []
     evaluator.shutdown()  # once more

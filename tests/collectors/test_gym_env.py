@@ -219,26 +219,12 @@ def test_no_frame_of_a_vector_is_lost_or_doubled(make: Callable[..., GymEnv], ki
     assert_whole(env, 12)
 
 
-@pytest.mark.requirement(90, 93)
-@pytest.mark.parametrize("kind", ["sync-disabled", "sync-same-step", "users-own"])
-def test_batches_of_a_collector_are_whole_trajectories(kind: str) -> None:
-    with Collector(GymEnv(VECTORS[kind]()), frames_per_batch=4 * N, total_frames=12 * N) as collector:
-        batch = torch.cat(list(collector), -1)
-    assert batch.batch_size == (N, 12)
-    last, done = batch["next", "observation"][..., 0], batch["next", "done"][..., 0]
-    root, ids = batch["observation"][..., 0], batch["collector", "traj_ids"]
-    assert torch.equal(last, root + 1)
-    assert torch.equal(root[:, 1:], torch.where(done, (last // EPISODE + 1) * EPISODE, last)[:, :-1])
-    assert torch.equal(ids[:, 1:] != ids[:, :-1], done[:, :-1])
-    assert done.sum() >= 12
-
-
 @pytest.mark.requirement(90)
 def test_truncations_are_none_of_the_terminations(make: Callable[..., GymEnv]) -> None:
     assert_whole(make(sync(AutoresetMode.SAME_STEP, truncate=True)), 9, truncate=True)
 
 
-@pytest.mark.requirement(90)
+@pytest.mark.requirement(90, 93)
 @pytest.mark.parametrize(
     "made",
     [
@@ -252,13 +238,16 @@ def test_truncations_are_none_of_the_terminations(make: Callable[..., GymEnv]) -
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 def test_last_observations_of_environments_that_write_all_into_the_same_array(made: dict[str, Any]) -> None:
     env = GymEnv(EnvSpec("Reusing-v0", entry_point=lambda **_: Counting(reuse=True)), **made)
-    with Collector(env, frames_per_batch=12 * env.batch_size.numel()) as collector:
-        batch: Any = collector.rollout()
+    size = env.batch_size.numel()
+    with Collector(env, frames_per_batch=4 * size, total_frames=12 * size) as collector:
+        batch = torch.cat(list(collector), -1)
     before, after, ended = batch["observation"], batch["next", "observation"], batch["next", "done"]
     assert torch.equal(after, before + 1)
     assert torch.equal(ended[..., 0], after[..., 0] % EPISODE == 3)
     following = torch.where(ended, (after // EPISODE + 1) * EPISODE, after)
     assert torch.equal(before[..., 1:, :], following[..., :-1, :])
+    ids = batch["collector", "traj_ids"]
+    assert torch.equal(ids[..., 1:] != ids[..., :-1], ended[..., :-1, 0])
 
 
 @pytest.mark.requirement(90)
@@ -291,9 +280,8 @@ def test_cartpoles_own_vector_is_reset_at_once(make: Callable[..., GymEnv]) -> N
     env.set_seed(0)
     td = env.reset()
     ended = 0
-    for twin in twins:
-        twin.reset()
     for index, twin in enumerate(twins):
+        twin.reset()
         twin.state = env.env.state[:, index].copy()
     for _ in range(150):
         step, td = env.step_and_maybe_reset(env.rand_action(td))
@@ -372,17 +360,15 @@ def test_a_policy_may_keep_what_it_has_seen(vector: bool) -> None:
 
     def policy(td: TensorDictBase) -> TensorDictBase:
         kept.append((td, td.clone()))
-        for live, snapshot in kept:
-            assert torch.equal(live["observation"], snapshot["observation"])
-            assert torch.equal(live["done"], snapshot["done"])
         return td.set("action", torch.tensor([1, 0]).expand(*td.batch_size, 2))
 
     env = GymEnv(sync(AutoresetMode.DISABLED) if vector else Counting())
     with Collector(env, policy, frames_per_batch=8 * env.batch_size.numel()) as collector:
         collector.rollout()
     assert len(kept) == 8
-    stacked = torch.stack([live["observation"] for live, _ in kept], -2)
-    assert torch.equal(stacked, torch.stack([snapshot["observation"] for _, snapshot in kept], -2))
+    for live, snapshot in kept:
+        assert torch.equal(live["observation"], snapshot["observation"])
+        assert torch.equal(live["done"], snapshot["done"])
 
 
 def test_a_step_that_raises_leaves_the_observation_to_its_repetition() -> None:

@@ -20,12 +20,15 @@ from helpers.collecting_multi import Counting, SharedBuffer, make, options, poli
 
 
 class Unshared:
-    """A replay buffer of one process."""
+    """A replay buffer of one process, until it is told to be one of several."""
 
     shared = False
 
     def __init__(self) -> None:
         self.frames = 0
+
+    def share(self) -> None:
+        self.shared = True
 
     def extend(self, batch: TensorDictBase) -> None:
         self.frames += batch.numel()
@@ -39,13 +42,6 @@ class Manager(multiprocessing.managers.BaseManager):
 
 
 Manager.register("Buffer", Unshared, exposed=("extend", "__len__"))
-
-
-class Sharing(Unshared):
-    """A replay buffer of one process that can be told to be one of several: notes whether it was."""
-
-    def share(self) -> None:
-        self.shared = True
 
 
 BOTH = pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
@@ -169,7 +165,7 @@ def test_a_managers_proxy_is_a_shared_replay_buffer() -> None:
 
 
 def test_a_replay_buffer_that_can_be_shared_is() -> None:
-    buffer = Sharing()
+    buffer = Unshared()
     with MultiAsyncCollector([make()], policy(), **options(replay_buffer=buffer)):
         assert buffer.shared
 

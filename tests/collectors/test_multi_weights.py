@@ -8,18 +8,18 @@ import functools
 import pickle
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
-from torch import nn
 
 from asyncsync.collectors import MultiAsyncCollector, MultiSyncCollector
 from asyncsync.errors import NotConnected, PartialSendError
 from asyncsync.sync import Bus, MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme, ZMQWeightSyncScheme
-from helpers.collecting_multi import Counting, WithModel, acted, make, options, policy, versions
+from helpers.collecting_multi import Counting, Scaled, WithModel, acted, make, options, policy, versions
 from helpers.collecting_weights import update
 from helpers.pairs import until
 
@@ -28,14 +28,14 @@ FACTORIES = [make(length=5), make(length=3)]
 MODEL = "env.transform[0].module"
 
 
-@pytest.mark.requirement(5, 6)
+@pytest.mark.requirement(5, 6, 166)
 def test_shared_memory_is_the_default_and_a_bare_call_sends_the_policy() -> None:
     source = policy()
     with MultiSyncCollector(FACTORIES, source, **options()) as collector:
         assert type(collector._sender_schemes["policy"]) is SharedMemWeightSyncScheme
         source.module.fill(3.0)
         assert acted(collector.next()) == [1.0]  # never the trainer's live parameters
-        collector.update_policy_weights_()
+        assert collector.update_policy_weights_() is None
         assert acted(collector.next()) == [3.0]
 
 
@@ -57,10 +57,13 @@ def model(value: float) -> dict[str, torch.Tensor]:
 
 @pytest.mark.requirement(3, 11, 199)
 def test_models_of_the_environment_are_synchronised_and_several_switch_together_between_two_steps() -> None:
-    bus, failures, stop = Bus(), list[BaseException](), threading.Event()
+    bus, stop = Bus(), threading.Event()
     schemes = {"policy": SharedMemWeightSyncScheme(bus=bus), MODEL: SharedMemWeightSyncScheme(bus=bus)}
     factories = [functools.partial(WithModel, delay=0.001)] * 2
-    with MultiAsyncCollector(factories, policy(0.0), weight_sync_schemes=schemes, **options()) as collector:
+    with (
+        MultiAsyncCollector(factories, policy(0.0), weight_sync_schemes=schemes, **options()) as collector,
+        ThreadPoolExecutor(1) as thread,
+    ):
         collector.update_policy_weights_(weights=model(5.0), model_id=MODEL)
         for _ in range(5):
             batch: Any = collector.next()
@@ -68,22 +71,17 @@ def test_models_of_the_environment_are_synchronised_and_several_switch_together_
 
         def update() -> None:
             value = 10.0
-            try:
-                while not stop.is_set():
-                    value += 1
-                    weights = {"policy": TensorDict.from_module(policy(value)).data, MODEL: model(value)}
-                    collector.update_policy_weights_(weights_dict=weights)
-            except BaseException as error:
-                failures.append(error)
+            while not stop.is_set():
+                value += 1
+                weights = {"policy": TensorDict.from_module(policy(value)).data, MODEL: model(value)}
+                collector.update_policy_weights_(weights_dict=weights)
 
-        thread = threading.Thread(target=update, daemon=True)
-        thread.start()
+        updating = thread.submit(update)
         try:
             batches: list[Any] = [collector.next() for _ in range(40)]
         finally:
             stop.set()
-            thread.join()
-    assert not failures
+        updating.result()
     seen = set()
     for batch in batches[4:]:
         acting, shown = batch["action"][:, 0], batch["next", "model"][:, 0]
@@ -215,20 +213,11 @@ class WaitsInItsSecondStep(Counting):
 
 @pytest.mark.parametrize("style", ["late", "cancelled"])
 async def test_an_update_that_arrives_later_is_complete(style: str, tmp_path: Path) -> None:
-    class Shift(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.value = nn.Parameter(torch.zeros(1))
-
-        def forward(self, batch: Any) -> Any:
-            return batch.set("shift", self.value.detach().expand(batch.batch_size).clone())
-
-    given = options(frames_per_batch=1, postproc=Shift())
-    go = tmp_path / "go"
+    given, go = options(frames_per_batch=1, postproc=Scaled()), tmp_path / "go"
     with MultiAsyncCollector([lambda: WaitsInItsSecondStep(go)], policy(), **given) as collector:
         await anext(collector)
         await until(go.with_name("begun").exists)
-        both = {"policy": policy(7.0), "postproc": {"value": torch.full((1,), 7.0)}}
+        both = {"policy": policy(7.0), "postproc": Scaled(7.0)}
         if style == "late":
             with pytest.raises(PartialSendError):
                 await collector.update_policy_weights_async(weights_dict=both, timeout=0.02)
@@ -239,7 +228,7 @@ async def test_an_update_that_arrives_later_is_complete(style: str, tmp_path: Pa
             with pytest.raises(asyncio.CancelledError):
                 await sending
         go.touch()
-        assert (await anext(collector))["shift"].tolist() == [7.0]  # type: ignore[index]
+        assert (await anext(collector))["scaled"].item() == 7.0  # type: ignore[index]
         await anext(collector)
         assert acted(await anext(collector)) == [7.0]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import gymnasium
@@ -26,7 +27,7 @@ both = pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector]
 
 
 def collected(made: Any, env: Any, **kwargs: Any) -> list[Any]:
-    collector = made(env, Actor(), **({"frames_per_batch": 10, "total_frames": 40} | kwargs))
+    collector = made(env, **({"policy": Actor(), "frames_per_batch": 10, "total_frames": 40} | kwargs))
     try:
         return [None if batch is None else batch.clone() for batch in collector]
     finally:
@@ -145,13 +146,9 @@ def test_frames_have_the_version_where_torchrl_has_it(size: tuple[int, ...]) -> 
     assert [batch["next", "policy_version"].unique().tolist() for batch in found[0]] == [[0], [1], [2], [3]]
 
 
-class Tracker:
-    version = 0
-
-
 @pytest.mark.parametrize("size", [(), (2,)])
 def test_a_tracker_is_kept_up_to_date(size: tuple[int, ...]) -> None:
-    tracker = Tracker()
+    tracker = SimpleNamespace(version=0)
     with Collector(WalkEnv(size), Actor(), frames_per_batch=4, track_policy_version=tracker) as c:
         for version in range(3):
             batch = c.next()
@@ -195,15 +192,13 @@ def recurrent() -> TensorDictSequential:
 @needs_torchrl
 @pytest.mark.parametrize("size", [(), (2,)])
 def test_recurrent_policies_get_the_transforms_that_torchrl_gives(size: tuple[int, ...]) -> None:
-    found = []
-    for made in (Collector, torchrl().collectors.Collector):
-        given = {"frames_per_batch": 10, "total_frames": 30, "auto_register_policy_transforms": True}
-        collector = made(torchrl_walk(size), recurrent(), **given)
-        found.append([batch.clone() for batch in collector])
-        collector.shutdown()
-    for mine, other in zip(*found, strict=True):
+    ours, theirs = (
+        collected(made, torchrl_walk(size), policy=recurrent(), auto_register_policy_transforms=True)
+        for made in (Collector, torchrl().collectors.Collector)
+    )
+    for mine, other in zip(ours, theirs, strict=True):
         equal(mine, other)
-    assert found[0][-1]["hidden"].any()
+    assert ours[-1]["hidden"].any()
 
 
 @needs_torchrl
@@ -291,24 +286,6 @@ def test_frames_for_a_replay_buffer_lack_it_too_and_what_the_environment_has_ret
     assert all(("next", "observation") not in frame.keys(True) for frame in buffer.added)
     assert all("observation" in frame.keys() for frame in buffer.added)  # noqa: SIM118
     assert all("observation" in one.keys() for one in kept)  # noqa: SIM118
-
-
-class Remembering(torch.nn.Module):
-    """A recurrent policy: its state is no observation of the environment."""
-
-    def forward(self, td: TensorDictBase) -> TensorDictBase:
-        state = td.get("state", torch.zeros(*td.batch_size, 1))
-        td["action"] = state
-        td["next", "state"] = state + 1
-        return td
-
-
-@pytest.mark.requirement(220)
-def test_recurrent_state_of_the_policy_stays() -> None:
-    with Collector(WalkEnv(longest=20), Remembering(), frames_per_batch=5, compact_obs=True) as c:
-        batch = c.rollout()
-    assert batch["next", "state"].flatten().tolist() == [1.0, 2.0, 3.0, 4.0, 5.0]
-    assert ("next", "observation") not in batch.keys(True)
 
 
 @pytest.mark.requirement(220)

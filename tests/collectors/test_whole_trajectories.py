@@ -54,7 +54,14 @@ def assert_whole(trajectory: Any, length: int | None = None) -> None:
 
 
 def rows(batch: Any) -> list[Any]:
+    """A batch's trajectories."""
+    if batch.ndim == 1:
+        return list(batch.split(batch[IDS].unique_consecutive(return_counts=True)[1].tolist()))
     return [row[row[MASK]] for row in batch]
+
+
+async def following(collector: Any) -> Any:
+    return await anext(collector, None)
 
 
 @needs_torchrl
@@ -106,7 +113,7 @@ def test_the_death_of_one_of_several_agents_cuts_no_trajectory(given: dict[str, 
         batches: list[Any] = list(c)
     if "replay_buffer" in given:
         batches = given["replay_buffer"].extended
-    found = [row for batch in batches for row in rows(batch)] if "split_trajs" in given else batches
+    found = [row for batch in batches for row in rows(batch)]
     assert sum(map(len, found)) > 100
     for trajectory in found[:-1]:
         assert trajectory["agents", "done"].any()
@@ -133,18 +140,14 @@ async def test_a_cancelled_wait_loses_no_trajectory() -> None:
         WalkEnv(), Actor(), frames_per_batch=10, total_frames=120, trajs_per_batch=1, traj_format="cat"
     ) as c:
         while True:
-
-            async def following() -> Any:
-                return await anext(c, None)
-
-            waiting = asyncio.ensure_future(following())
+            waiting = asyncio.ensure_future(following(c))
             await asyncio.sleep(0)
             waiting.cancel()
             await asyncio.wait([waiting])
             if not waiting.cancelled():
                 assert waiting.result() is None  # there was nothing left to wait for
                 break
-            found.append(await following())
+            found.append(await following(c))
     assert all((mine == other).all() for mine, other in zip(found, expected, strict=True))
 
 
@@ -278,11 +281,9 @@ def test_batches_of_all_workers_trajectories(kind: Any, traj_format: str | None)
         for batch in collector:
             if traj_format == "cat":
                 assert batch.ndim == 1
-                lengths = batch[IDS].unique_consecutive(return_counts=True)[1].tolist()
-                trajectories = list(batch.split(lengths))
             else:
                 assert batch.batch_size == (4, int(batch[MASK].sum(-1).max()))
-                trajectories = [row[row[MASK]] for row in batch]
+            trajectories = rows(batch)
             assert len(trajectories) == 4
             found += [trajectory.clone() for trajectory in trajectories]
     assert_none_is_lost(found, {1: 5, 2: 3})
@@ -323,16 +324,15 @@ def test_a_reset_breaks_trajectories_of_workers_off(kind: Any) -> None:
         collector.set_seed(7)
         batches += [collector.next().clone() for _ in range(4)]
     for batch in batches:
-        for trajectory in batch.split(batch[IDS].unique_consecutive(return_counts=True)[1].tolist()):
+        for trajectory in rows(batch):
             assert_whole(trajectory, 8)
     assert batches[-1]["observation"][:, 0].min() >= 7
 
 
 def test_rollouts_that_are_cut_lose_no_frame_of_a_trajectory() -> None:
     given = options(frames_per_batch=16, total_frames=240, trajs_per_batch=1, preemptive_threshold=0.5)
-    found = []
     with MultiCollector([seeded(1), seeded(2, delay=0.01)], policy(), sync=True, **given) as collector:
-        found = [row[row[MASK]].clone() for batch in collector for row in batch]
+        found = [row.clone() for batch in collector for row in rows(batch)]
     assert_none_is_lost(found, {1: 5, 2: 5})
 
 
@@ -341,14 +341,10 @@ async def test_a_cancelled_wait_loses_no_trajectory_of_workers(kind: Any) -> Non
     given = options(frames_per_batch=16, total_frames=320, trajs_per_batch=1)
     found = []
     async with await kind.create([seeded(1), seeded(2, length=3)], policy(), **given) as collector:
-
-        async def following() -> Any:
-            return await anext(collector, None)
-
-        while (batch := await following()) is not None:
+        while (batch := await following(collector)) is not None:
             found.append(batch[0].clone())
             for turns in (1, 3, 10):
-                waiting = asyncio.ensure_future(following())
+                waiting = asyncio.ensure_future(following(collector))
                 for _ in range(turns):
                     await asyncio.sleep(0)
                 waiting.cancel()
