@@ -16,6 +16,7 @@ import pytest
 
 from asyncsync.runtime import loop_thread
 from helpers.blocking_interrupts import Strike, sigint_raises, strike_everywhere
+from helpers.memory import descriptors
 
 pytestmark = pytest.mark.requirement(201)
 
@@ -48,10 +49,6 @@ def soon(count: int, timeout: float = 5.0) -> bool:
     while len(alive()) > count and time.monotonic() < deadline:
         time.sleep(0.001)
     return len(alive()) == count
-
-
-def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 async def answer(value: Any = 42) -> Any:
@@ -389,26 +386,6 @@ async def test_a_cancelled_awaitable_raises_when_the_clean_up_is_over() -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert patient.cleaned.is_set()
-    assert await loop_thread.awaitable(answer) == 42
-
-
-@pytest.mark.requirement(192)
-@pytest.mark.both_loops
-async def test_an_awaitable_in_a_timeout() -> None:
-    patient = Patient()
-    patient.clean.set()
-
-    async def expire_when_begun() -> None:
-        assert await asyncio.to_thread(patient.begun.wait, 5)
-        limit.reschedule(asyncio.get_running_loop().time())
-
-    limit = asyncio.timeout(None)
-    expiring = asyncio.create_task(expire_when_begun())
-    with pytest.raises(TimeoutError):
-        async with limit:
-            await loop_thread.awaitable(patient)
-    await expiring
-    assert patient.cleaned.is_set()
     with pytest.raises(LookupError):
         await loop_thread.awaitable(fail)
     assert await loop_thread.awaitable(answer) == 42
@@ -436,19 +413,3 @@ async def test_an_awaitable_is_cancelled_at_any_await_and_in_the_tick_of_its_res
             outcomes.add("cancelled")
         assert await loop_thread.awaitable(steps) == 7
     assert "cancelled" in outcomes
-
-
-def test_a_loop_that_is_closed_while_it_waits_disturbs_nobody() -> None:
-    patient = Patient()
-    loop = asyncio.new_event_loop()
-    task = loop.create_task(loop_thread.awaitable(patient))
-    loop.run_until_complete(asyncio.sleep(0))
-    assert patient.begun.wait(5)
-    task.cancel()
-    loop.run_until_complete(asyncio.sleep(0))
-    assert patient.cancelled.wait(5)
-    patient.clean.set()
-    with contextlib.suppress(asyncio.CancelledError):
-        loop.run_until_complete(task)
-    loop.close()
-    assert loop_thread.run(answer) == 42

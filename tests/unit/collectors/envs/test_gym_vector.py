@@ -199,14 +199,15 @@ class Wrong(Spaces):
         return self.result if self.method == "step" else super().step(action)
 
 
-class Old(Spaces):
-    """Its reset takes no seed."""
+class WrongVector(CountingVector):
+    """A vector of a user's own that returns what it is given instead of what it should."""
 
-    def __init__(self) -> None:
-        super().__init__(gymnasium.spaces.Discrete(2), gymnasium.spaces.Box(-1, 1, (2,)))
+    def __init__(self, results: dict[int, Any]) -> None:
+        super().__init__(2)
+        self.results = results
 
-    def reset(self) -> Any:  # type: ignore[override]
-        return np.zeros(2, np.float32)
+    def step(self, actions: Any) -> Any:
+        return tuple(self.results.get(index, each) for index, each in enumerate(super().step(actions)))
 
 
 FOUR = np.zeros(4, np.float32)
@@ -223,56 +224,28 @@ def run(env: GymEnv) -> None:
     [
         (Wrong("reset", FOUR), TypeError, r"Wrong: reset\(\) must return \(observation, info\), not array"),
         (Wrong("reset", (FOUR[:1], {})), ValueError, r"Wrong: .*'observation' .* has shape \(1,\), not \(4,\)"),
-        (Old(), TypeError, "unexpected keyword argument 'seed'"),
         (Wrong("step", None), TypeError, r"Wrong: step\(\) must return \(observation, reward, term"),
         (Wrong("step", (FOUR, 1.0, False, {})), TypeError, r"Wrong: step\(\) must return \(observation, reward, term"),
         (Wrong("step", (None, 1.0, False, False, {})), TypeError, "Wrong: .*'observation' .* it is None"),
         (Wrong("step", (FOUR[:1], 1.0, False, False, {})), ValueError, r"Wrong: .*'observation' .* has shape \(1,\)"),
         (Wrong("step", (None, 1.0, False, False, {}), DICT), TypeError, r"Wrong: .*\('a', 'b'\) does not fit"),
         (Wrong("step", ({"a": {"c": 3}}, 1.0, False, False, {}), DICT), ValueError, r"Wrong: .*\('a', 'b'\) does not"),
-        (
-            Wrong("step", (FOUR, None, False, False, {})),
-            TypeError,
-            r"Wrong: step\(\) .* one number as reward, not None",
-        ),
+        (Wrong("step", (FOUR, None, False, False, {})), TypeError, r"Wrong: step\(\) .* number as reward, not None"),
         (Wrong("step", (FOUR, "1", False, False, {})), TypeError, "one number as reward, not '1'"),
         (Wrong("step", (FOUR, FOUR, False, False, {})), ValueError, r"number as reward, .* array of shape \(4,\)"),
         (Wrong("step", (FOUR, 1.0, None, False, {})), TypeError, "one number as terminated, not None"),
         (Wrong("step", (FOUR, 1.0, False, None, {})), TypeError, "one number as truncated, not None"),
+        (WrongVector({0: np.zeros((1, 2), np.float32)}), ValueError, r"WrongVector: .* shape \(1, 2\), not \(2, 2\)"),
+        (WrongVector({1: None}), TypeError, "WrongVector: .* 2 numbers as reward, not None"),
+        (WrongVector({1: np.array([1.0, None])}), TypeError, "as reward, not array"),
+        (WrongVector({1: np.ones(1)}), ValueError, r"as reward, not an array of shape \(1,\)"),
+        (WrongVector({1: np.ones((2, 1))}), ValueError, r"as reward, not an array of shape \(2, 1\)"),
+        (WrongVector({2: np.array([None, False])}), TypeError, "2 numbers as terminated"),
     ],
 )
 def test_what_does_not_fit_is_refused(env: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         run(GymEnv(env))
-
-
-class WrongVector(CountingVector):
-    """A vector of a user's own that returns what it is given instead of what it should."""
-
-    def __init__(self, results: dict[int, Any]) -> None:
-        super().__init__(2)
-        self.results = results
-
-    def step(self, actions: Any) -> Any:
-        return tuple(self.results.get(index, each) for index, each in enumerate(super().step(actions)))
-
-
-@pytest.mark.parametrize(
-    ("results", "error", "message"),
-    [
-        ({0: np.zeros((1, 2), np.float32)}, ValueError, r"WrongVector: .*it has shape \(1, 2\), not \(2, 2\)"),
-        ({1: None}, TypeError, "WrongVector: .* 2 numbers as reward, not None"),
-        ({1: np.array([1.0, None])}, TypeError, "as reward, not array"),
-        ({1: np.ones(1)}, ValueError, r"as reward, not an array of shape \(1,\)"),
-        ({1: np.ones((2, 1))}, ValueError, r"as reward, not an array of shape \(2, 1\)"),
-        ({2: np.array([None, False])}, TypeError, "2 numbers as terminated"),
-    ],
-)
-def test_what_does_not_fit_of_a_vector_is_refused(
-    results: dict[int, Any], error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        run(GymEnv(WrongVector(results)))
 
 
 @pytest.mark.parametrize(
@@ -292,7 +265,9 @@ def test_numbers_of_other_types_are_numbers(result: Any) -> None:
     assert after["done"].tolist() == [[False], [True]]
 
 
-@pytest.mark.parametrize("error", [ValueError("too many values to unpack"), KeyError("mine"), AssertionError()])
+@pytest.mark.parametrize(
+    "error", [ValueError("too many values"), TypeError("unexpected keyword 'seed'"), KeyError("mine"), AssertionError()]
+)
 def test_an_environments_own_errors_stay_as_they_are(error: Exception) -> None:
     class Raising(Spaces):
         def step(self, action: Any) -> Any:

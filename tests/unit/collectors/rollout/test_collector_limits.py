@@ -125,16 +125,6 @@ def test_the_mask_is_read_before_the_environment_takes_it() -> None:
     assert "_reset" not in after
 
 
-@pytest.mark.requirement(133)
-def test_an_environment_that_counts_already_is_refused() -> None:
-    class Counted(WalkEnv):
-        def reset(self, td: TensorDictBase | None = None) -> TensorDict:
-            return super().reset(td).set("step_count", torch.zeros(1))
-
-    with pytest.raises(ValueError, match="step_count"):
-        Collector(Counted(), frames_per_batch=4, max_frames_per_traj=3)
-
-
 class Scalars(WalkEnv):
     """Its observation is a number, without a dimension: as GymEnv's with categorical_action_encoding."""
 
