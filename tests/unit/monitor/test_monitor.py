@@ -220,7 +220,6 @@ async def test_each_step_of_a_version_is_a_debug_line(api: Api, caplog: pytest.L
         for _ in range(3):
             await everybody.sender.send_async(everybody.source)  # nobody wants to know: the fast path, where there is
         caplog.clear()
-        assert caplog.records == []
         caplog.set_level(logging.DEBUG, "asyncsync")
         version = await everybody.sender.send_async(everybody.source)
         await until(lambda: any(one.message.startswith(f"publish.end: version {version}") for one in caplog.records))

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
+from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from asyncsync.collectors import GymEnv
@@ -49,19 +50,14 @@ def test_the_fastest_vector_that_loses_no_frame_is_made(
     env.close()
 
 
-def test_an_ids_own_vector_is_used_if_its_mode_loses_no_frame() -> None:
-    gymnasium.register("Known-v0", entry_point=Counting, vector_entry_point=CountingVector)
-    gymnasium.register("Next-v0", entry_point=Counting, vector_entry_point=NextStep)
-    try:
-        assert type(make_vector("Known-v0", 2, None, {})) is CountingVector
-        assert type(make_vector(gymnasium.spec("Next-v0"), 2, None, {})) is SyncVectorEnv
-    finally:
-        gymnasium.registry.pop("Known-v0")
-        gymnasium.registry.pop("Next-v0")
-
-
 class NextStep(CountingVector):
     metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}  # noqa: RUF012
+
+
+@pytest.mark.parametrize(("own", "kind"), [(CountingVector, CountingVector), (NextStep, SyncVectorEnv)])
+def test_a_specifications_own_vector_is_used_if_its_mode_loses_no_frame(own: Any, kind: Any) -> None:
+    spec = EnvSpec("Known-v0", entry_point=Counting, vector_entry_point=own)
+    assert type(make_vector(spec, 2, None, {})) is kind
 
 
 @pytest.mark.parametrize(
