@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -172,34 +173,25 @@ def test_it_ends_with_the_last_of_several_calls() -> None:
 @pytest.mark.timeout(60)
 def test_threads_racing_through_its_start_and_its_end() -> None:
     """Each call may find it running, ending, ended or starting."""
-    rounds, errors = 3000, []
 
     def race(seed: int) -> None:
         chance = random.Random(seed)
-        try:
-            for i in range(rounds):
-                kind = chance.randrange(4)
-                if kind == 0:
-                    bus = Bus()
-                    bus.open()
-                    bus.close()
-                elif kind == 1:
-                    with pytest.raises(LookupError):
-                        loop_thread.run(fail)
-                elif kind == 2:
-                    assert asyncio.run(loop_thread.awaitable(lambda: answer(i))) == i  # noqa: B023
-                else:
-                    assert loop_thread.run(lambda: answer(i)) == i  # noqa: B023
-        except BaseException as error:
-            errors.append(error)
-            raise
+        for i in range(3000):
+            kind = chance.randrange(4)
+            if kind == 0:
+                bus = Bus()
+                bus.open()
+                bus.close()
+            elif kind == 1:
+                with pytest.raises(LookupError):
+                    loop_thread.run(fail)
+            elif kind == 2:
+                assert asyncio.run(loop_thread.awaitable(lambda: answer(i))) == i  # noqa: B023
+            else:
+                assert loop_thread.run(lambda: answer(i)) == i  # noqa: B023
 
-    threads = [threading.Thread(target=race, args=(seed,)) for seed in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(race, range(2)))
     assert soon(0)  # `awaitable` does not wait for its end
 
 

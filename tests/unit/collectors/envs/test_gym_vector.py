@@ -210,9 +210,10 @@ FOUR = np.zeros(4, np.float32)
 DICT = gymnasium.spaces.Dict(a=gymnasium.spaces.Dict(b=gymnasium.spaces.Box(-1, 1, (4,))))
 
 
-def run(env: GymEnv) -> None:
+def run(env: GymEnv) -> Any:
+    """What its first step returns."""
     env.set_seed(0)
-    env.step_and_maybe_reset(env.rand_action(env.reset()))
+    return env.step_and_maybe_reset(env.rand_action(env.reset()))[0]["next"]
 
 
 @pytest.mark.parametrize(
@@ -250,12 +251,10 @@ def test_what_does_not_fit_is_refused(env: Any, error: type[Exception], message:
     ids=str,
 )
 def test_numbers_of_other_types_are_numbers(result: Any) -> None:
-    env = GymEnv(Wrong("step", (FOUR, *result, {})))
-    step, _ = env.step_and_maybe_reset(env.rand_action(env.reset()))
-    assert step["next", "reward"].tolist() == [1.0]
-    assert step["next", "done"].tolist() == [False]
-    listed = GymEnv(WrongVector({1: [1, 1], 2: False, 3: [False, True]}))
-    after = listed.step_and_maybe_reset(listed.rand_action(listed.reset()))[0]["next"]
+    after = run(GymEnv(Wrong("step", (FOUR, *result, {}))))
+    assert after["reward"].tolist() == [1.0]
+    assert after["done"].tolist() == [False]
+    after = run(GymEnv(WrongVector({1: [1, 1], 2: False, 3: [False, True]})))
     assert after["reward"].dtype == torch.float32
     assert after["reward"].tolist() == [[1.0], [1.0]]
     assert after["done"].tolist() == [[False], [True]]
