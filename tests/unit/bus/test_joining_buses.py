@@ -37,10 +37,11 @@ def test_copies_pickled_apart_find_each_other_in_a_worker() -> None:
     assert copies[0].bus is copies[1].bus
 
 
-def test_an_explicit_endpoint_is_kept() -> None:
-    one, two, three = schemes({}, {"endpoint": "tcp://127.0.0.1:5017"}, {})
+def test_settings_come_together_and_an_explicit_endpoint_is_kept() -> None:
+    one, two, three = schemes({"min_workers": 2}, {"endpoint": "tcp://127.0.0.1:5017"}, {"num_workers": 3})
     bus = join_buses([one, two, three])
     assert (bus.endpoint, bus.drawn) == ("tcp://127.0.0.1:5017", False)
+    assert (bus.num_workers, bus.min_workers) == (3, 2)
     assert {id(s.bus) for s in (one, two, three)} == {id(bus)}
     assert pickle.loads(pickle.dumps(bus)).drawn is False
 
@@ -74,12 +75,6 @@ def test_one_scheme_keeps_its_bus_and_none_have_none() -> None:
     assert join_buses([one]) is bus
     assert one._own_bus
     assert join_buses([]) is None
-
-
-def test_settings_come_together() -> None:
-    one, two = schemes({"num_workers": 3}, {"min_workers": 2})
-    bus = join_buses([two, one])
-    assert (bus.num_workers, bus.min_workers) == (3, 2)
 
 
 BIND = {"endpoint": "tcp://127.0.0.1:5017"}

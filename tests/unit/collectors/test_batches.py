@@ -19,13 +19,19 @@ from asyncsync.collectors.workers.shared_batches import MAX_HELD, Arrangement, S
 def rollout(
     value: float = 0.0, batch: tuple[int, ...] = (), steps: int = 3, writer: BatchWriter | None = None
 ) -> TensorDict:
+    def step(t: int) -> TensorDict:
+        return TensorDict({"a": torch.full((*batch, 2), value + t), "nested": {"b": torch.ones(batch).bool()}}, batch)
+
+    return stored([step(t) for t in range(steps)], writer)
+
+
+def stored(steps: list[TensorDict], writer: BatchWriter | None) -> TensorDict:
     """A batch as a collector stores it, through the writer if that takes it."""
-    store = RolloutBuffer(steps, torch.Size(batch))
+    store = RolloutBuffer(len(steps), steps[0].batch_size)
     if writer is not None:
         store.allocate = lambda layout: _first(writer.allocate(layout), layout)
     store.begin()
-    for t in range(steps):
-        step = TensorDict({"a": torch.full((*batch, 2), value + t), "nested": {"b": torch.ones(batch).bool()}}, batch)
+    for step in steps:
         store.append(step)
     return store.finish()  # type: ignore[return-value]
 
@@ -88,13 +94,8 @@ def test_what_was_not_stored_in_the_slot_is_copied_there_if_it_fits() -> None:
 
 def test_entries_that_are_other_views_of_the_slot_are_what_arrives() -> None:
     def wide(writer: BatchWriter) -> TensorDict:
-        store = RolloutBuffer(2, torch.Size([]))
-        store.allocate = lambda layout: _first(writer.allocate(layout), layout)
-        store.begin()
-        for t in range(2):
-            values = torch.arange(4.0).view(2, 2) + 10 * t
-            store.append(TensorDict({"a": values, "b": -values}, []))
-        return store.finish()  # type: ignore[return-value]
+        values = [torch.arange(4.0).view(2, 2) + 10 * t for t in range(2)]
+        return stored([TensorDict({"a": each, "b": -each}, []) for each in values], writer)
 
     for change in (
         lambda batch: batch.update({"a": batch["b"], "b": batch["a"]}),

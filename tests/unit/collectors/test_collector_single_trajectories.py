@@ -69,12 +69,6 @@ def test_without_tracking_nothing_is_kept(kind: str) -> None:
         assert IDS not in c._rollouts.carrier.keys(True)
 
 
-@pytest.mark.requirement(112)
-def test_batches_cannot_be_split_by_ids_that_are_not_tracked() -> None:
-    with pytest.raises(ValueError, match="track_traj_ids"):
-        collector(WalkEnv(), split_trajs=True, track_traj_ids=False)
-
-
 @pytest.mark.requirement(133)
 @pytest.mark.parametrize("limit", [None, -1, 0])
 @pytest.mark.parametrize("kind", KINDS)

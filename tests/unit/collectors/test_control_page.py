@@ -74,13 +74,6 @@ def test_a_killed_process_does_not_keep_the_counter_locked() -> None:
     assert page.advance_trajectories(1) == 0  # the number was not taken: it died inside
 
 
-def test_the_pool_is_saved_and_restored() -> None:
-    pool, other = SharedPool(ControlPage()), SharedPool(ControlPage())
-    pool.get_traj_and_increment(4)
-    other.load_state_dict(pool.state_dict())
-    assert other.get_traj_and_increment(2).tolist() == [4, 5]
-
-
 def test_a_page_is_opened_once_per_process_and_can_be_read_when_it_was_closed() -> None:
     before = len(os.listdir("/proc/self/fd"))
     page = ControlPage()

@@ -96,13 +96,7 @@ def test_several_relays_are_numbered_and_a_wide_screen_tells_who_is_behind_which
     behind = [replace(worker, index=i, pid=0, relay=relays[i].index) for i in range(2)]
     everybody = (*relays, *behind, replace(worker, index=2))
     wide, narrow = ([text.split() for text in drawn_of(everybody, *size)] for size in reversed(SIZES))
-    assert [text[:2] for text in narrow] == [
-        ["relay", "1"],
-        ["relay", "2"],
-        ["0", "live"],
-        ["1", "live"],
-        ["2", "live"],
-    ]
+    assert [" ".join(text[:2]) for text in narrow] == ["relay 1", "relay 2", "0 live", "1 live", "2 live"]
     assert [text[-1] for text in wide] == ["5000", "5001", "1", "2", "4000"]
     assert [text[-3:] for text in wide[2:4]] == [["via", "relay", "1"], ["via", "relay", "2"]]
     alone = drawn_of((relays[0], behind[0], replace(worker, index=2)), *SIZES[1])
@@ -194,16 +188,6 @@ def test_top_once_as_json_and_as_a_screen(endpoint: str, capsys: pytest.CaptureF
         assert main(["top", endpoint, "--once"]) == 0
         assert re.search(rf"^ +3  live +{version}", capsys.readouterr().out, re.MULTILINE)
         assert model() == {1.0}
-
-
-def test_top_once_without_a_trainer_ends_with_1(
-    endpoint: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("asyncsync.commands.top.PATIENCE", 0.2)
-    assert main(["top", endpoint, "--once"]) == 1
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert endpoint in err
 
 
 def test_top_and_fetch_come_in_with_keys_and_say_what_is_missing_without(
@@ -361,9 +345,14 @@ def test_fetch_wants_to_know_which_of_several_models(
     assert read(path)[0].keys() == {"weight", "bias"}
 
 
-def test_fetch_without_a_trainer_says_what_it_waits_for_ends_with_1_and_leaves_the_file_alone(
+def test_without_a_trainer_both_end_with_1_and_fetch_says_what_it_waits_for_and_leaves_the_file_alone(
     endpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("asyncsync.commands.top.PATIENCE", 0.2)
+    assert main(["top", endpoint, "--once"]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert endpoint in err
     monkeypatch.setattr("asyncsync.commands.fetch.PATIENCE", 0.05)
     path = tmp_path / "w.safetensors"
     path.write_text("what was there before")

@@ -10,7 +10,7 @@ import torch
 from gymnasium import spaces
 from tensordict import TensorDict
 
-from asyncsync.collectors.envs.gym_specs import BoxSpec, Spec, leaves_of
+from asyncsync.collectors.envs.gym_specs import BoxSpec, CompositeSpec, Spec, leaves_of
 
 
 def spec_of(space: Any, categorical: bool = False) -> Spec:
@@ -165,8 +165,6 @@ def test_a_space_without_a_tensor_form_is_refused_by_name(space: Any, message: s
 
 
 def test_a_composite_draws_nested_values() -> None:
-    from asyncsync.collectors.envs.gym_specs import CompositeSpec
-
     space = spaces.Dict(a=spaces.Discrete(2), b=spaces.Dict(c=spaces.Box(-1, 1, (3,))))
     leaves = leaves_of(space, "it", categorical=False)
     assert [leaf.key for leaf in leaves] == ["a", ("b", "c")]

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
+from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from asyncsync.collectors import GymEnv
@@ -49,19 +50,14 @@ def test_the_fastest_vector_that_loses_no_frame_is_made(
     env.close()
 
 
-def test_an_ids_own_vector_is_used_if_its_mode_loses_no_frame() -> None:
-    gymnasium.register("Known-v0", entry_point=Counting, vector_entry_point=CountingVector)
-    gymnasium.register("Next-v0", entry_point=Counting, vector_entry_point=NextStep)
-    try:
-        assert type(make_vector("Known-v0", 2, None, {})) is CountingVector
-        assert type(make_vector(gymnasium.spec("Next-v0"), 2, None, {})) is SyncVectorEnv
-    finally:
-        gymnasium.registry.pop("Known-v0")
-        gymnasium.registry.pop("Next-v0")
-
-
 class NextStep(CountingVector):
     metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}  # noqa: RUF012
+
+
+@pytest.mark.parametrize(("own", "kind"), [(CountingVector, CountingVector), (NextStep, SyncVectorEnv)])
+def test_a_specifications_own_vector_is_used_if_its_mode_loses_no_frame(own: Any, kind: Any) -> None:
+    spec = EnvSpec("Known-v0", entry_point=Counting, vector_entry_point=own)
+    assert type(make_vector(spec, 2, None, {})) is kind
 
 
 @pytest.mark.parametrize(
@@ -199,53 +195,6 @@ class Wrong(Spaces):
         return self.result if self.method == "step" else super().step(action)
 
 
-class Old(Spaces):
-    """Its reset takes no seed."""
-
-    def __init__(self) -> None:
-        super().__init__(gymnasium.spaces.Discrete(2), gymnasium.spaces.Box(-1, 1, (2,)))
-
-    def reset(self) -> Any:  # type: ignore[override]
-        return np.zeros(2, np.float32)
-
-
-FOUR = np.zeros(4, np.float32)
-DICT = gymnasium.spaces.Dict(a=gymnasium.spaces.Dict(b=gymnasium.spaces.Box(-1, 1, (4,))))
-
-
-def run(env: GymEnv) -> None:
-    env.set_seed(0)
-    env.step_and_maybe_reset(env.rand_action(env.reset()))
-
-
-@pytest.mark.parametrize(
-    ("env", "error", "message"),
-    [
-        (Wrong("reset", FOUR), TypeError, r"Wrong: reset\(\) must return \(observation, info\), not array"),
-        (Wrong("reset", (FOUR[:1], {})), ValueError, r"Wrong: .*'observation' .* has shape \(1,\), not \(4,\)"),
-        (Old(), TypeError, "unexpected keyword argument 'seed'"),
-        (Wrong("step", None), TypeError, r"Wrong: step\(\) must return \(observation, reward, term"),
-        (Wrong("step", (FOUR, 1.0, False, {})), TypeError, r"Wrong: step\(\) must return \(observation, reward, term"),
-        (Wrong("step", (None, 1.0, False, False, {})), TypeError, "Wrong: .*'observation' .* it is None"),
-        (Wrong("step", (FOUR[:1], 1.0, False, False, {})), ValueError, r"Wrong: .*'observation' .* has shape \(1,\)"),
-        (Wrong("step", (None, 1.0, False, False, {}), DICT), TypeError, r"Wrong: .*\('a', 'b'\) does not fit"),
-        (Wrong("step", ({"a": {"c": 3}}, 1.0, False, False, {}), DICT), ValueError, r"Wrong: .*\('a', 'b'\) does not"),
-        (
-            Wrong("step", (FOUR, None, False, False, {})),
-            TypeError,
-            r"Wrong: step\(\) .* one number as reward, not None",
-        ),
-        (Wrong("step", (FOUR, "1", False, False, {})), TypeError, "one number as reward, not '1'"),
-        (Wrong("step", (FOUR, FOUR, False, False, {})), ValueError, r"number as reward, .* array of shape \(4,\)"),
-        (Wrong("step", (FOUR, 1.0, None, False, {})), TypeError, "one number as terminated, not None"),
-        (Wrong("step", (FOUR, 1.0, False, None, {})), TypeError, "one number as truncated, not None"),
-    ],
-)
-def test_what_does_not_fit_is_refused(env: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        run(GymEnv(env))
-
-
 class WrongVector(CountingVector):
     """A vector of a user's own that returns what it is given instead of what it should."""
 
@@ -257,22 +206,43 @@ class WrongVector(CountingVector):
         return tuple(self.results.get(index, each) for index, each in enumerate(super().step(actions)))
 
 
+FOUR = np.zeros(4, np.float32)
+DICT = gymnasium.spaces.Dict(a=gymnasium.spaces.Dict(b=gymnasium.spaces.Box(-1, 1, (4,))))
+
+
+def run(env: GymEnv) -> Any:
+    """What its first step returns."""
+    env.set_seed(0)
+    return env.step_and_maybe_reset(env.rand_action(env.reset()))[0]["next"]
+
+
 @pytest.mark.parametrize(
-    ("results", "error", "message"),
+    ("env", "error", "message"),
     [
-        ({0: np.zeros((1, 2), np.float32)}, ValueError, r"WrongVector: .*it has shape \(1, 2\), not \(2, 2\)"),
-        ({1: None}, TypeError, "WrongVector: .* 2 numbers as reward, not None"),
-        ({1: np.array([1.0, None])}, TypeError, "as reward, not array"),
-        ({1: np.ones(1)}, ValueError, r"as reward, not an array of shape \(1,\)"),
-        ({1: np.ones((2, 1))}, ValueError, r"as reward, not an array of shape \(2, 1\)"),
-        ({2: np.array([None, False])}, TypeError, "2 numbers as terminated"),
+        (Wrong("reset", FOUR), TypeError, r"Wrong: reset\(\) must return \(observation, info\), not array"),
+        (Wrong("reset", (FOUR[:1], {})), ValueError, r"Wrong: .*'observation' .* has shape \(1,\), not \(4,\)"),
+        (Wrong("step", None), TypeError, r"Wrong: step\(\) must return \(observation, reward, term"),
+        (Wrong("step", (FOUR, 1.0, False, {})), TypeError, r"Wrong: step\(\) must return \(observation, reward, term"),
+        (Wrong("step", (None, 1.0, False, False, {})), TypeError, "Wrong: .*'observation' .* it is None"),
+        (Wrong("step", (FOUR[:1], 1.0, False, False, {})), ValueError, r"Wrong: .*'observation' .* has shape \(1,\)"),
+        (Wrong("step", (None, 1.0, False, False, {}), DICT), TypeError, r"Wrong: .*\('a', 'b'\) does not fit"),
+        (Wrong("step", ({"a": {"c": 3}}, 1.0, False, False, {}), DICT), ValueError, r"Wrong: .*\('a', 'b'\) does not"),
+        (Wrong("step", (FOUR, None, False, False, {})), TypeError, r"Wrong: step\(\) .* number as reward, not None"),
+        (Wrong("step", (FOUR, "1", False, False, {})), TypeError, "one number as reward, not '1'"),
+        (Wrong("step", (FOUR, FOUR, False, False, {})), ValueError, r"number as reward, .* array of shape \(4,\)"),
+        (Wrong("step", (FOUR, 1.0, None, False, {})), TypeError, "one number as terminated, not None"),
+        (Wrong("step", (FOUR, 1.0, False, None, {})), TypeError, "one number as truncated, not None"),
+        (WrongVector({0: np.zeros((1, 2), np.float32)}), ValueError, r"WrongVector: .* shape \(1, 2\), not \(2, 2\)"),
+        (WrongVector({1: None}), TypeError, "WrongVector: .* 2 numbers as reward, not None"),
+        (WrongVector({1: np.array([1.0, None])}), TypeError, "as reward, not array"),
+        (WrongVector({1: np.ones(1)}), ValueError, r"as reward, not an array of shape \(1,\)"),
+        (WrongVector({1: np.ones((2, 1))}), ValueError, r"as reward, not an array of shape \(2, 1\)"),
+        (WrongVector({2: np.array([None, False])}), TypeError, "2 numbers as terminated"),
     ],
 )
-def test_what_does_not_fit_of_a_vector_is_refused(
-    results: dict[int, Any], error: type[Exception], message: str
-) -> None:
+def test_what_does_not_fit_is_refused(env: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        run(GymEnv(WrongVector(results)))
+        run(GymEnv(env))
 
 
 @pytest.mark.parametrize(
@@ -281,18 +251,18 @@ def test_what_does_not_fit_of_a_vector_is_refused(
     ids=str,
 )
 def test_numbers_of_other_types_are_numbers(result: Any) -> None:
-    env = GymEnv(Wrong("step", (FOUR, *result, {})))
-    step, _ = env.step_and_maybe_reset(env.rand_action(env.reset()))
-    assert step["next", "reward"].tolist() == [1.0]
-    assert step["next", "done"].tolist() == [False]
-    listed = GymEnv(WrongVector({1: [1, 1], 2: False, 3: [False, True]}))
-    after = listed.step_and_maybe_reset(listed.rand_action(listed.reset()))[0]["next"]
+    after = run(GymEnv(Wrong("step", (FOUR, *result, {}))))
+    assert after["reward"].tolist() == [1.0]
+    assert after["done"].tolist() == [False]
+    after = run(GymEnv(WrongVector({1: [1, 1], 2: False, 3: [False, True]})))
     assert after["reward"].dtype == torch.float32
     assert after["reward"].tolist() == [[1.0], [1.0]]
     assert after["done"].tolist() == [[False], [True]]
 
 
-@pytest.mark.parametrize("error", [ValueError("too many values to unpack"), KeyError("mine"), AssertionError()])
+@pytest.mark.parametrize(
+    "error", [ValueError("too many values"), TypeError("unexpected keyword 'seed'"), KeyError("mine"), AssertionError()]
+)
 def test_an_environments_own_errors_stay_as_they_are(error: Exception) -> None:
     class Raising(Spaces):
         def step(self, action: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ from tensordict import TensorDict
 
 from asyncsync.collectors.workers.channel import MAX_PACKET, Channel, Parcel, encode, loads
 from asyncsync.errors import AckTimeout
+from helpers.memory import descriptors
 
 Pair = tuple[Channel, Channel]
 
@@ -23,10 +23,6 @@ def pair() -> Iterator[Pair]:
     yield here, there
     here.close()
     there.close()
-
-
-def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 def in_memory_file(tensor: torch.Tensor) -> bool:

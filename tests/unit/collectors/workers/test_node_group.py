@@ -6,7 +6,7 @@ import gc
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any, ClassVar
 
@@ -92,36 +92,27 @@ class Family(NodeFamily):
         return [command[1] if command[0] == "call" else command[0] for command in self.sent[rank]]
 
 
-class Groups:
+Groups = Callable[..., tuple[Family, NodeGroup]]
+
+
+@pytest.fixture
+def groups() -> Iterator[Groups]:
     """Makes groups of two nodes, which have connected."""
+    made: list[NodeGroup] = []
 
-    def __init__(self) -> None:
-        self.made: list[NodeGroup] = []
-
-    def __call__(
-        self,
-        connect_timeout: float = 60.0,
-        replay_buffer: Any = None,
-        *,
-        restarts: int = 1,
-        family: Family | None = None,
-        **given: Any,
+    def make(
+        connect_timeout: float = 60.0, replay_buffer: Any = None, family: Any = None, restarts: int = 1, **given: Any
     ) -> tuple[Family, NodeGroup]:
         family = Family(restarts) if family is None else family
-        group = NodeGroup(family, "Test", connect_timeout, **given)
-        self.made.append(group)
+        made.append(group := NodeGroup(family, "Test", connect_timeout, **given))
         group.start([b"", b""], {}, replay_buffer)
         for rank in range(2):
             family.begin(rank)
         group.wait(lambda: group.connected, 20)
         return family, group
 
-
-@pytest.fixture
-def groups() -> Iterator[Groups]:
-    groups = Groups()
-    yield groups
-    for group in groups.made:
+    yield make
+    for group in made:
         group.end(1.0)
 
 

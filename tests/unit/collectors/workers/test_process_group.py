@@ -80,23 +80,17 @@ def ends() -> Iterator[tuple[Channel, Channel]]:
     there.close()
 
 
-def worker_of(channel: Channel) -> Any:
-    reading, bell = multiprocessing.Pipe(duplex=False)
-    reading.close()
-    process = SimpleNamespace(sentinel=-1, pid=1, exitcode=0)
-    process.kill = process.close = lambda: None
-    process.join = lambda timeout: None
-    return WorkerProcess(0, process, channel, bell)
-
-
 def test_what_cannot_be_sent_though_the_worker_is_there_is_an_error(
     ends: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worker = worker_of(ends[0])
-    refused = OSError(errno.ETOOMANYREFS, "too many references")
+    reading, bell = multiprocessing.Pipe(duplex=False)
+    reading.close()
+    process: Any = SimpleNamespace(sentinel=-1, pid=1, exitcode=0, join=lambda timeout: None)
+    process.kill = process.close = lambda: None
+    worker = WorkerProcess(0, process, ends[0], bell)
 
     def full(*_: Any) -> int:
-        raise refused
+        raise OSError(errno.ETOOMANYREFS, "too many references")
 
     with monkeypatch.context() as patched:
         patched.setattr(socket, "send_fds", full)
