@@ -36,6 +36,21 @@ class Model(nn.Module):
         return read(self)
 
 
+class Stateful(Model):
+    """With extra state, which cannot always be set."""
+
+    state = 0
+    broken = False
+
+    def get_extra_state(self) -> int:
+        return 7
+
+    def set_extra_state(self, state: int) -> None:
+        if self.broken:
+            raise OSError("the state cannot be set")
+        self.state = state
+
+
 def fill(model: nn.Module, value: float) -> nn.Module:
     """Set every tensor of a model to one number."""
     with torch.no_grad():

@@ -16,7 +16,7 @@ import pytest
 from asyncsync import AckTimeout, ClosedError, NotConnected, PartialSendError, SchemaMismatch, WeightStrategy
 from helpers import planted
 from helpers.apis import Api, is_instant
-from helpers.pairs import Clock, Model, connected, crew, fill, passed_on, read, receiver_of, until
+from helpers.pairs import Clock, Model, Stateful, connected, crew, fill, passed_on, read, receiver_of, until
 
 pytestmark = [pytest.mark.requirement(216), pytest.mark.schemes("every")]
 
@@ -298,21 +298,6 @@ async def test_models_of_one_publication_wait_for_receive_together_until_a_newer
         assert read(await copies["value"].receive(timeout=5)) == {3}
         assert (read(models["policy"]), read(models["value"])) == ({3}, {3})
         await bus.wait_version(later, timeout=5)
-
-
-class Stateful(Model):
-    """With extra state, which cannot always be set."""
-
-    state = 0
-    broken = False
-
-    def get_extra_state(self) -> int:
-        return 7
-
-    def set_extra_state(self, state: int) -> None:
-        if self.broken:
-            raise OSError("the state cannot be set")
-        self.state = state
 
 
 @pytest.mark.schemes("all")
