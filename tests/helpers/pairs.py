@@ -190,6 +190,23 @@ def held(receiver: Any) -> Iterator[None]:
         thread.join()
 
 
+@asynccontextmanager
+async def looking(look: Callable[[], Any], threads: int = 1) -> AsyncIterator[list[Any]]:
+    """What ``look`` returns meanwhile, again and again, in so many threads."""
+    over, seen = threading.Event(), list[Any]()
+
+    def go_on() -> None:
+        while not over.is_set():
+            seen.append(look())
+
+    tasks = [asyncio.create_task(asyncio.to_thread(go_on)) for _ in range(threads)]
+    try:
+        yield seen
+    finally:
+        over.set()
+        await asyncio.gather(*tasks)
+
+
 async def eventually(condition: Callable[[], Any], timeout: float = 20.0, why: Callable[[], Any] = lambda: "") -> None:
     """Wait for what no event tells: a counter, or a state that others change."""
     deadline = time.monotonic() + timeout
