@@ -287,7 +287,7 @@ async def test_after_the_senders_goodbye_receivers_are_closed(api: Api) -> None:
         assert [read(m) for m in models] == [{3}, {3}], "the models keep what they have"
 
 
-@pytest.mark.requirement(42)
+@pytest.mark.requirement(42, 73)
 @pytest.mark.schemes("waiting")
 @pytest.mark.parametrize("apply", ["auto", "on_receive"])
 async def test_receive_without_a_timeout_is_refused_where_it_would_wait_for_itself(api: Api, apply: str) -> None:
@@ -303,5 +303,7 @@ async def test_receive_without_a_timeout_is_refused_where_it_would_wait_for_itse
                 await receiver.fetch(timeout=0.2)
         weights = await receiver.receive(timeout=10)
         assert read(weights) == read(model) == {2}
-        await sender.send_async(Model(3)) if apply == "auto" else await sender.publish(Model(3))
-        await receiver.receive(timeout=10)
+        waiting = asyncio.create_task(receiver.receive())
+        await asyncio.sleep(0)
+        await sender.send_async(Model(3), timeout=5)  # which is applied at once, also by a receive
+        assert read(model) == read(await waiting) == {3}

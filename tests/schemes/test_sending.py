@@ -118,18 +118,6 @@ async def test_send_async_returns_when_the_workers_have_applied(api: Api) -> Non
 # -- receiving
 
 
-@pytest.mark.requirement(73)
-@pytest.mark.schemes("waiting")
-async def test_receive_applies_immediately(api: Api) -> None:
-    async with api.crew(1, receiver={"apply": "on_receive"}) as everybody:
-        receiver = everybody.receivers[0]
-        waiting = asyncio.create_task(receiver.receive())
-        await asyncio.sleep(0)
-        await everybody.sender.send_async(fill(everybody.source, 1), timeout=5)
-        assert everybody.read == [{1}]
-        assert read(await waiting) == {1}
-
-
 @pytest.mark.requirement(75)
 @pytest.mark.schemes("waiting")
 async def test_receive_returns_the_newest_update_once_or_none(api: Api) -> None:
