@@ -300,7 +300,7 @@ async def test_each_worker_may_have_its_own_weights_and_these_need_no_more_slots
 
 @pytest.mark.requirement(199)
 @pytest.mark.schemes("slots")
-@pytest.mark.parametrize("other", ["ZMQ", "SharedMem", "MultiProcess"])
+@pytest.mark.parametrize("other", ["ZMQ", "SharedMem", "MultiProcess", "Auto"])
 async def test_the_models_of_one_bus_may_travel_in_different_ways_and_switch_together(api: Api, other: str) -> None:
     def make(name: str, bus: Any) -> Any:
         if name == "policy":
