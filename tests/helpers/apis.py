@@ -297,6 +297,11 @@ class Api:
             assert await receiver.receive(timeout) is None
         return await receiver.fetch(timeout=5)
 
+    async def receive_weights(self, receiver: Any, *args: Any, **kwargs: Any) -> Any:
+        """The documented method of the receiver's transport."""
+        method = receiver.receiver_transport.receive_weights
+        return await (in_thread(method, *args, **kwargs) if self.is_blocking else method(*args, **kwargs))
+
 
 ASYNCIO = Api("asyncio", asyncsync)
 BLOCKING = Api("blocking", asyncsync.sync)

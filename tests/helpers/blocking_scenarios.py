@@ -103,10 +103,7 @@ def receiving(numel: int, rounds: int, span: float) -> list[float]:
 
 
 def fetching(numel: int, rounds: int, span: float) -> list[float]:
-    def prepare(sender: Any, i: int) -> None:
-        sender.send()
-
-    return _delivering(numel, rounds, span, prepare, lambda receiver: receiver.fetch())
+    return _delivering(numel, rounds, span, lambda sender, _: sender.send(), lambda receiver: receiver.fetch())
 
 
 def waiting(rounds: int, span: float) -> list[float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import queue
 import signal
@@ -207,8 +206,4 @@ def pipe_worker(scheme: PipeScheme, index: int, width: int, control: Connection)
                 control.send(read(model))
             elif command == "count":
                 control.send(scheme.receiver_transport.count)
-            elif command == "stall":
-                control.send(os.getpid())
-                with scheme.hold():
-                    assert control.recv() == "go on"
         control.send("stopped")

@@ -36,6 +36,21 @@ class Model(nn.Module):
         return read(self)
 
 
+class Stateful(Model):
+    """With extra state, which cannot always be set."""
+
+    state = 0
+    broken = False
+
+    def get_extra_state(self) -> int:
+        return 7
+
+    def set_extra_state(self, state: int) -> None:
+        if self.broken:
+            raise OSError("the state cannot be set")
+        self.state = state
+
+
 def fill(model: nn.Module, value: float) -> nn.Module:
     """Set every tensor of a model to one number."""
     with torch.no_grad():
@@ -173,6 +188,23 @@ def held(receiver: Any) -> Iterator[None]:
     finally:
         leave.set()
         thread.join()
+
+
+@asynccontextmanager
+async def looking(look: Callable[[], Any], threads: int = 1) -> AsyncIterator[list[Any]]:
+    """What ``look`` returns meanwhile, again and again, in so many threads."""
+    over, seen = threading.Event(), list[Any]()
+
+    def go_on() -> None:
+        while not over.is_set():
+            seen.append(look())
+
+    tasks = [asyncio.create_task(asyncio.to_thread(go_on)) for _ in range(threads)]
+    try:
+        yield seen
+    finally:
+        over.set()
+        await asyncio.gather(*tasks)
 
 
 async def eventually(condition: Callable[[], Any], timeout: float = 20.0, why: Callable[[], Any] = lambda: "") -> None:

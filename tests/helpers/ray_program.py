@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import os
 import pickle
 import sys
@@ -462,6 +463,22 @@ ONCE_OF_GLOO = (
     (called.a_trainer_killed_amid_a_transfer_is_noticed, asyncsync.sync),
 )
 NAMES = [*names(BOTH_APIS, ONCE), *(f"gloo {name}" for name in names(BOTH_APIS_OF_GLOO, ONCE_OF_GLOO))]
+
+
+def actor_classes() -> int:
+    """Of how many schemes' classes `ray.remote` makes an actor's. (Ray adds a parameter to their methods' signatures,
+    so this has a program of its own.)"""
+    import ray
+
+    count = 0
+    for package in (asyncsync, asyncsync.sync):
+        for name in package.__all__:
+            kind = getattr(package, name)
+            if name.endswith(("Scheme", "Transform")) and inspect.isclass(kind) and not inspect.isabstract(kind):
+                assert "strategy" in inspect.signature(kind).parameters, name
+                assert callable(ray.remote(kind).remote)
+                count += 1
+    return count
 
 
 def run_with_ray(tell: Tell) -> None:

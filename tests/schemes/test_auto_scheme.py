@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import pytest
 
-from asyncsync import AutoWeightSyncScheme, PartialSendError, PeerLost, SharedMemWeightSyncScheme
+from asyncsync import AutoWeightSyncScheme, PartialSendError, PeerLost
 from helpers import planted
 from helpers.apis import ASYNCIO, BLOCKING, Api
 from helpers.elsewhere import FarWorker, claim_another_host
@@ -103,18 +102,6 @@ async def test_a_far_worker_gets_what_has_changed_out_of_a_slot(auto: Api, far: 
         await sender.send_async()
         assert sender.status()[1].bytes_sent == before, "nothing has changed"
         assert sender.shared_transport.pool.peak <= 4, "two slots, the base, and one that is being freed"
-
-
-async def test_two_models_of_one_update_may_go_different_ways(far: None) -> None:
-    """One through slots alone, which only a worker of this host can open; and one either way."""
-
-    def make(name: str, bus: Any) -> Any:
-        return AutoWeightSyncScheme(bus=bus, map_above=0) if name == "auto" else SharedMemWeightSyncScheme(bus=bus)
-
-    async with ASYNCIO.family(names=("auto", "shared"), make=make) as everybody:
-        for value in (2.0, 3.0):
-            await everybody.bus.send_async({name: Model(value) for name in ("auto", "shared")}, timeout=10)
-            assert everybody.read == [{"auto": {value}, "shared": {value}}]
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from asyncsync import PartialSendError, RemoteError, WeightStrategy
 from asyncsync.sync import Bus, NoWeightSyncScheme, SharedMemWeightSyncScheme, TransportBackend, ZMQWeightSyncScheme
 from helpers import planted
 from helpers.apis import BLOCKING, Api, Face, bare, in_thread
+from helpers.blocking_crew import connect
 from helpers.pairs import Clock, Model, connected, fill, held, passed_on, read, receiver_of, until
 
 LOOP = "asyncsync-loop"
@@ -81,10 +82,7 @@ def test_what_a_stream_of_the_callers_has_still_to_write_is_sent(kind: type[Any]
     receiver = receiver_of(sender, 0, model := Model(width=1 << 18))
     stream = torch.cuda.Stream()
     with sender, receiver:
-        thread = threading.Thread(target=receiver.connect)
-        thread.start()
-        sender.connect()
-        thread.join()
+        connect(sender, receiver)
         for value in (2, 3, 4):
             with torch.cuda.stream(stream):
                 torch.cuda._sleep(200_000_000)  # a tenth of a second

@@ -16,7 +16,7 @@ import pytest
 from asyncsync import AckTimeout, ClosedError, NotConnected, PartialSendError, SchemaMismatch, WeightStrategy
 from helpers import planted
 from helpers.apis import Api, is_instant
-from helpers.pairs import Clock, Model, connected, crew, fill, passed_on, read, receiver_of, until
+from helpers.pairs import Clock, Model, Stateful, connected, crew, fill, looking, passed_on, read, receiver_of, until
 
 pytestmark = [pytest.mark.requirement(216), pytest.mark.schemes("every")]
 
@@ -136,18 +136,8 @@ async def test_a_bus_may_be_shut_down_before_it_connects_and_again(api: Api) -> 
 @asynccontextmanager
 async def in_two_threads(look: Callable[[], set[float]]) -> AsyncIterator[list[set[float]]]:
     """What is seen meanwhile, again and again: afterwards, of one version each time."""
-    stop, seen = threading.Event(), list[set[float]]()
-
-    def go_on() -> None:
-        while not stop.is_set():
-            seen.append(look())
-
-    readers = [asyncio.create_task(asyncio.to_thread(go_on)) for _ in range(2)]
-    try:
+    async with looking(look, threads=2) as seen:
         yield seen
-    finally:
-        stop.set()
-        await asyncio.gather(*readers)
     assert all(len(values) == 1 for values in seen), [values for values in seen if len(values) != 1][:3]
 
 
@@ -298,21 +288,6 @@ async def test_models_of_one_publication_wait_for_receive_together_until_a_newer
         assert read(await copies["value"].receive(timeout=5)) == {3}
         assert (read(models["policy"]), read(models["value"])) == ({3}, {3})
         await bus.wait_version(later, timeout=5)
-
-
-class Stateful(Model):
-    """With extra state, which cannot always be set."""
-
-    state = 0
-    broken = False
-
-    def get_extra_state(self) -> int:
-        return 7
-
-    def set_extra_state(self, state: int) -> None:
-        if self.broken:
-            raise OSError("the state cannot be set")
-        self.state = state
 
 
 @pytest.mark.schemes("all")

@@ -61,6 +61,11 @@ def test_ray(ray: Outcomes, name: str) -> None:
     ray.check(name)
 
 
+@pytest.mark.ray
+def test_a_schemes_class_can_be_an_actors() -> None:
+    assert in_program(ray_program.actor_classes) >= 18
+
+
 @pytest.mark.xdist_group("rpc")
 @pytest.mark.requirement(4, 14, 19, 20, 21, 22, 31, 32, 39, 40, 41, 45, 46, 71, 190, 191, 192, 194, 195, 198, 199, 218)
 @pytest.mark.parametrize("name", rpc_program.NAMES)

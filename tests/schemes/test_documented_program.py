@@ -1,4 +1,4 @@
-"""The page's standalone example (see helpers/documented.py), and a worker of the other API in another process."""
+"""The page's standalone example (see helpers/documented.py)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from torch import nn
 
 from asyncsync.sync import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme, ZMQWeightSyncScheme
 from helpers.documented import main
-from helpers.pairs import Clock, Model, fill
-from helpers.workers import follow
+from helpers.pairs import fill
 
 
 @pytest.mark.requirement(13, 35, 36)
@@ -45,28 +44,3 @@ def test_the_standalone_example_runs_as_documented(method: str, kind: Any) -> No
 
     assert main(mp.get_context(method), train, check, kind) == [0, 0], "the workers end well and are joined"
     assert points == ["connected"] + ["trained", "sent"] * 10 + ["closed"]
-
-
-@pytest.mark.requirement(213)
-def test_a_blocking_trainer_with_an_asyncio_worker_in_another_process() -> None:
-    context = mp.get_context("forkserver")
-    here, there = context.Pipe()
-    with SharedMemWeightSyncScheme(num_workers=1) as scheme:
-        scheme.init_on_sender(model_id="policy", model=(source := Model(1)))
-        worker = context.Process(target=follow, args=(scheme.aio, 0, there))
-        worker.start()
-        try:
-            scheme.connect()
-            assert (here.poll(20), here.recv()) == (True, {1})
-            scheme.send(fill(source, 2))
-            assert (here.poll(20), here.recv()) == (True, {2})
-            scheme.shutdown()
-            with Clock(2.0):
-                worker.join(20)
-            assert (here.recv(), worker.exitcode) == (("closed", True), 0)
-        finally:
-            worker.kill()
-            worker.join()
-            worker.close()
-            here.close()
-            there.close()

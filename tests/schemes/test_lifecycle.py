@@ -17,19 +17,12 @@ import zmq
 
 from asyncsync import AckTimeout, ClosedError, NotConnected, PartialSendError, SchemaMismatch
 from helpers.apis import Api, bare
+from helpers.memory import descriptors
 from helpers.pairs import Clock, Model, fill, passed_on, read, receiver_of, refusals, until
 
 pytestmark = pytest.mark.schemes("every")
 
 SCHEMES = ["ZMQWeightSyncScheme", "SharedMemWeightSyncScheme", "MultiProcessWeightSyncScheme", "NoWeightSyncScheme"]
-
-
-def open_files() -> set[str]:
-    return {
-        f"{n} {os.readlink(f'/proc/self/fd/{n}')}"
-        for n in os.listdir("/proc/self/fd")
-        if os.path.exists(f"/proc/self/fd/{n}")
-    }
 
 
 # -- phase 1
@@ -44,10 +37,10 @@ def test_init_on_either_side_communicates_with_nobody(
 
     for module, name in ((zmq, "Context"), (asyncio, "new_event_loop"), (asyncio.events, "new_event_loop")):
         monkeypatch.setattr(module, name, made)
-    files, threads = open_files(), threading.enumerate()
+    files, threads = descriptors(), threading.enumerate()
     scheme = api.sender(Model(), num_workers=1, scheme={"endpoint": f"ipc://{tmp_path}/bus"})
     worker = receiver_of(scheme, 0, Model())
-    assert open_files() == files
+    assert descriptors() == files
     assert threading.enumerate() == threads
     assert list(tmp_path.iterdir()) == []
     assert worker.version == scheme.version == 0
@@ -78,17 +71,17 @@ async def test_a_connected_scheme_pickles_without_its_connection(api: Api) -> No
                 await passed_on(scheme).connect()
 
 
-@pytest.mark.requirement(14, 15, 53, 84)
+@pytest.mark.requirement(14, 15, 53, 64, 65, 84)
 def test_init_registers_transport_source_workers_and_role(api: Api) -> None:
     """14 without what torch.distributed, RPC and Ray have; 15 without the Distributed scheme's store and rank."""
     scheme = api.sender(model := Model(3), num_workers=3)
     receiver = passed_on(scheme)
-    receiver.init_on_receiver("policy", worker_idx=1, model=(own := Model()))
+    receiver.init_on_receiver(model_id="policy", context=None, worker_idx=1, model=(own := Model()))
     assert type(scheme.shared_transport) is type(receiver.receiver_transport) is api.transport_class
     assert scheme.sender_transports == dict.fromkeys(range(3), scheme.shared_transport)
     assert (scheme.receiver_transport, scheme.model, read(scheme.weights)) == (None, model, {3})
     assert (receiver.sender_transports, receiver.shared_transport) == ({}, None)
-    assert (receiver.model, receiver.worker_idx) == (own, 1)
+    assert (receiver.model, receiver.worker_idx, receiver.context) == (own, 1, None)
     with pytest.raises(RuntimeError, match="sender"):
         scheme.init_on_receiver("policy", model=Model(), worker_idx=0)
     with pytest.raises(RuntimeError, match="receiver"):
@@ -233,7 +226,7 @@ async def test_a_mismatch_at_connect_changes_no_worker(api: Api) -> None:
 @pytest.mark.requirement(85)
 @pytest.mark.both_loops
 async def test_shutdown_is_idempotent_and_releases_everything(api: Api, tmp_path: Path) -> None:
-    files = open_files()
+    files = descriptors()
     async with api.crew(2, scheme=api.scheme(endpoint=f"ipc://{tmp_path}/bus")) as (sender, receivers, models):
         assert sorted(os.listdir(tmp_path)) == ["bus", "bus.lock", "bus.side"]
         hooks = len(models[0]._forward_hooks)
@@ -248,7 +241,7 @@ async def test_shutdown_is_idempotent_and_releases_everything(api: Api, tmp_path
         assert os.listdir(tmp_path) == []
     del scheme, sender, receivers, models  # a model may have its memory in a mapping, and lives on
     gc.collect()
-    await until(lambda: open_files() <= files, 2)
+    await until(lambda: descriptors().items() <= files.items(), 2)
 
 
 @pytest.mark.requirement(85)
@@ -294,7 +287,7 @@ async def test_after_the_senders_goodbye_receivers_are_closed(api: Api) -> None:
         assert [read(m) for m in models] == [{3}, {3}], "the models keep what they have"
 
 
-@pytest.mark.requirement(42)
+@pytest.mark.requirement(42, 73)
 @pytest.mark.schemes("waiting")
 @pytest.mark.parametrize("apply", ["auto", "on_receive"])
 async def test_receive_without_a_timeout_is_refused_where_it_would_wait_for_itself(api: Api, apply: str) -> None:
@@ -310,5 +303,7 @@ async def test_receive_without_a_timeout_is_refused_where_it_would_wait_for_itse
                 await receiver.fetch(timeout=0.2)
         weights = await receiver.receive(timeout=10)
         assert read(weights) == read(model) == {2}
-        await sender.send_async(Model(3)) if apply == "auto" else await sender.publish(Model(3))
-        await receiver.receive(timeout=10)
+        waiting = asyncio.create_task(receiver.receive())
+        await asyncio.sleep(0)
+        await sender.send_async(Model(3), timeout=5)  # which is applied at once, also by a receive
+        assert read(model) == read(await waiting) == {3}

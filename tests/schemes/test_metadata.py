@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
 import time
 from typing import Any
 
@@ -13,9 +11,9 @@ import torch
 
 from asyncsync import PartialSendError, SchemaMismatch, sync
 from helpers import planted
-from helpers.apis import BLOCKING, Api, bare, in_thread
+from helpers.apis import BLOCKING, Api, bare
 from helpers.collecting_weights import reading, tree
-from helpers.pairs import Model, connected, fill, held, passed_on, read, receiver_of, until
+from helpers.pairs import Model, connected, fill, held, looking, passed_on, read, receiver_of, until
 
 pytestmark = pytest.mark.requirement(233)
 
@@ -107,30 +105,21 @@ async def test_metadata_switches_with_the_model_under_fire(api: Api) -> None:
     """Updates with metadata, and without, while a reader holds; each hold sees what belongs together."""
     async with api.crew(1) as everybody:
         sender, (receiver,), (model,) = everybody
-        done, wrong, seen = threading.Event(), [], set()
 
-        def look() -> None:
-            while not done.is_set():
-                time.sleep(0.0005)
-                with bare(receiver).hold() as inside:
-                    found = (inside.version, inside.metadata, read(model), bare(receiver).metadata)
-                    version = inside.version
-                expected = {"version": version} if version % 3 else {}
-                seen.add(version)
-                if found != (version, expected, {float(version)}, expected):
-                    wrong.append(found)
+        def look() -> tuple[Any, ...]:
+            time.sleep(0.0005)
+            with bare(receiver).hold() as inside:
+                return inside.version, inside.metadata, read(model), bare(receiver).metadata
 
         await sender.send_async(fill(everybody.source, 2), metadata={"version": 2})
-        looking = asyncio.create_task(in_thread(look))
-        try:
+        async with looking(look) as seen:
             for version in range(3, 120):
                 metadata = {"version": version} if version % 3 else None
                 assert await sender.send_async(fill(everybody.source, version), metadata=metadata) == version
-        finally:
-            done.set()
-            await looking
-        assert wrong == []
-        assert len(seen) > 5
+        for version, *found in seen:
+            expected = {"version": version} if version % 3 else {}
+            assert found == [expected, {float(version)}, expected]
+        assert len({version for version, *_ in seen}) > 5
 
 
 @pytest.mark.schemes("some")

@@ -13,12 +13,14 @@ from helpers.apis import Api
 from helpers.pairs import Model, fill, read, receiver_of, until
 
 
+def trainer(api: Api, directory: Path, value: float, workers: int = 2) -> Any:
+    """Each at the address of the one before."""
+    return api.sender(Model(value), num_workers=workers, scheme={"endpoint": f"ipc://{directory}/bus"})
+
+
 @pytest.mark.schemes("every")
 async def test_a_server_follows_the_next_trainer_after_a_shutdown(api: Api, tmp_path: Path) -> None:
-    def trainer(value: float) -> Any:
-        return api.sender(Model(value), num_workers=2, scheme={"endpoint": f"ipc://{tmp_path}/bus"})
-
-    first = trainer(1)
+    first = trainer(api, tmp_path, 1)
     model, other = Model(), Model()
     server = receiver_of(first, 0, model, reconnect=True)
     worker = receiver_of(first, 1, other)
@@ -33,7 +35,7 @@ async def test_a_server_follows_the_next_trainer_after_a_shutdown(api: Api, tmp_
     assert model() == {2}
     assert await server.receive(0) is None
 
-    second = trainer(10)
+    second = trainer(api, tmp_path, 10)
     replacement = receiver_of(second, 1, other)
     await asyncio.gather(second.connect(), replacement.connect())
     assert (model(), server.version, server.closed) == ({10}, 1, False)
@@ -66,7 +68,7 @@ async def test_schemes_of_one_bus_must_agree_whether_they_reconnect(api: Api) ->
 
 
 async def test_a_server_may_connect_before_there_is_a_second_trainer(api: Api, tmp_path: Path) -> None:
-    first = api.sender(Model(1), num_workers=2, scheme={"endpoint": f"ipc://{tmp_path}/bus"})
+    first = trainer(api, tmp_path, 1)
     model = Model()
     server = receiver_of(first, 0, model, reconnect=True)
     connecting = [asyncio.create_task(scheme.connect()) for scheme in (first, server)]
@@ -74,7 +76,7 @@ async def test_a_server_may_connect_before_there_is_a_second_trainer(api: Api, t
     await first.shutdown()
     with pytest.raises(ClosedError):
         await connecting[0]
-    second = api.sender(Model(2), num_workers=1, scheme={"endpoint": f"ipc://{tmp_path}/bus"})
+    second = trainer(api, tmp_path, 2, workers=1)
     await asyncio.gather(second.connect(), connecting[1])
     assert model() == {2}
     await second.shutdown()

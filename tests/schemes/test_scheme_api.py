@@ -13,7 +13,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
 from asyncsync import SchemaMismatch, WeightStrategy
-from helpers.apis import ASYNCIO, BLOCKING, Api, bare
+from helpers.apis import BLOCKING, Api, bare
 from helpers.pairs import Context, Model, connected, fill, read, receiver_of
 
 pytestmark = pytest.mark.schemes("every")
@@ -117,15 +117,6 @@ async def test_each_worker_gets_what_it_receives_on_its_device(api: Api) -> None
         assert [read(m) for m in models] == [{2}, {2}], "the models stay where they are"
 
 
-@pytest.mark.requirement(64, 65)
-def test_init_on_receiver_takes_worker_idx_and_model_without_a_context(api: Api) -> None:
-    scheme = api.scheme()
-    scheme.init_on_receiver(model_id="policy", context=None, worker_idx=0, model=(model := Model()))
-    assert (scheme.model, scheme.worker_idx, scheme.context) == (model, 0, None)
-    with pytest.raises(TypeError, match="model_id"):
-        api.scheme().init_on_receiver(worker_idx=0)
-
-
 # -- hooks of a subclass
 
 
@@ -165,13 +156,13 @@ class DoublingLater:
 
 
 @pytest.mark.requirement(80)
-async def test_a_subclass_may_prepare_weights(api: Api) -> None:
-    await doubles(api, api.extended(Doubling))
-
-
-@pytest.mark.requirement(80)
-async def test_a_subclass_may_prepare_weights_in_a_coroutine() -> None:
-    await doubles(ASYNCIO, ASYNCIO.extended(DoublingLater))
+async def test_a_subclass_may_prepare_weights_and_with_asyncio_in_a_coroutine(api: Api) -> None:
+    for kind in (Doubling,) if api.is_blocking else (Doubling, DoublingLater):
+        async with api.crew(2, scheme=api.extended(kind), source=Model(2)) as everybody:
+            assert everybody.read == [{4}, {4}]
+            await everybody.sender.send_async(fill(everybody.source, 3))
+            await everybody.sender.send_async({1: Model(5)})
+            assert everybody.read == [{6}, {10}]
 
 
 @pytest.mark.requirement(80)
@@ -181,14 +172,6 @@ def test_a_blocking_scheme_cannot_wait_for_its_prepare_weights() -> None:
         with pytest.raises(TypeError, match="prepare_weights"):
             scheme.connect(timeout=1)
         assert scheme.version == 0
-
-
-async def doubles(api: Api, scheme: Any) -> None:
-    async with api.crew(2, scheme=scheme, source=Model(2)) as everybody:
-        assert everybody.read == [{4}, {4}]
-        await everybody.sender.send_async(fill(everybody.source, 3))
-        await everybody.sender.send_async({1: Model(5)})
-        assert everybody.read == [{6}, {10}]
 
 
 @pytest.mark.requirement(81)

@@ -13,7 +13,7 @@ import pytest
 
 import asyncsync
 from asyncsync import PartialSendError
-from helpers.apis import Api
+from helpers.apis import Api, face
 from helpers.pairs import Clock, Model, fill, until
 from helpers.processes import Filled, Remote, Worker
 from helpers.workers import follow
@@ -24,17 +24,20 @@ def told(connection: Connection) -> Any:
     return connection.recv()
 
 
-@pytest.mark.requirement(13, 36)
+@pytest.mark.requirement(13, 36, 213)
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
 @pytest.mark.parametrize(
-    ("method", "name"),
+    ("method", "name", "blocking_trainer"),
     [
-        pytest.param("spawn", "ZMQWeightSyncScheme", marks=pytest.mark.thorough),
-        ("fork", "SharedMemWeightSyncScheme"),
-        ("forkserver", "MultiProcessWeightSyncScheme"),
+        pytest.param("spawn", "ZMQWeightSyncScheme", False, marks=pytest.mark.thorough),
+        ("fork", "SharedMemWeightSyncScheme", False),
+        ("forkserver", "MultiProcessWeightSyncScheme", False),
+        ("forkserver", "SharedMemWeightSyncScheme", True),
     ],
 )
-def test_a_scheme_is_a_process_argument_and_its_shutdown_lets_the_workers_join(method: str, name: str) -> None:
+def test_a_scheme_is_a_process_argument_and_its_shutdown_lets_the_workers_join(
+    method: str, name: str, blocking_trainer: bool
+) -> None:
     context = multiprocessing.get_context(method)
     scheme = getattr(asyncsync, name)()
     scheme.init_on_sender(model_id="policy", model=(source := Model(1)), num_workers=2)
@@ -46,11 +49,11 @@ def test_a_scheme_is_a_process_argument_and_its_shutdown_lets_the_workers_join(m
     try:
 
         async def train() -> None:
-            async with scheme:
-                await scheme.connect(timeout=50)
+            async with face(scheme.blocking) if blocking_trainer else scheme as trainer:
+                await trainer.connect(timeout=50)
                 assert [told(pipe) for pipe in here] == [{1}, {1}]
                 for value in (2, 3):
-                    await scheme.send_async(fill(source, value), timeout=10)
+                    await trainer.send_async(fill(source, value), timeout=10)
                     assert [told(pipe) for pipe in here] == [{value}, {value}]
 
         asyncio.run(train())

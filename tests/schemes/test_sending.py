@@ -15,17 +15,11 @@ from tensordict import TensorDict, TensorDictBase
 
 from asyncsync import AckTimeout, ClosedError, NotConnected, PartialSendError, PeerLost, RemoteError, WeightStrategy
 from helpers import planted
-from helpers.apis import ASYNCIO, Api, bare, in_thread
+from helpers.apis import ASYNCIO, Api, bare
 from helpers.pairs import Clock, Context, Model, connected, crew, fill, held, read, receiver_of, until
 from helpers.processes import impatient
 
 pytestmark = pytest.mark.schemes("every")
-
-
-async def receive_weights(api: Api, receiver: Any, *args: Any, **kwargs: Any) -> Any:
-    """The documented method of the receiver's transport."""
-    method = receiver.receiver_transport.receive_weights
-    return await (in_thread(method, *args, **kwargs) if api.is_blocking else method(*args, **kwargs))
 
 
 # -- push and pull
@@ -124,18 +118,6 @@ async def test_send_async_returns_when_the_workers_have_applied(api: Api) -> Non
 # -- receiving
 
 
-@pytest.mark.requirement(73)
-@pytest.mark.schemes("waiting")
-async def test_receive_applies_immediately(api: Api) -> None:
-    async with api.crew(1, receiver={"apply": "on_receive"}) as everybody:
-        receiver = everybody.receivers[0]
-        waiting = asyncio.create_task(receiver.receive())
-        await asyncio.sleep(0)
-        await everybody.sender.send_async(fill(everybody.source, 1), timeout=5)
-        assert everybody.read == [{1}]
-        assert read(await waiting) == {1}
-
-
 @pytest.mark.requirement(75)
 @pytest.mark.schemes("waiting")
 async def test_receive_returns_the_newest_update_once_or_none(api: Api) -> None:
@@ -167,7 +149,7 @@ async def test_without_a_timeout_receive_and_receive_weights_end_only_by_an_upda
 ) -> None:
     assert inspect.signature(api.WeightSyncScheme.receive).parameters["timeout"].default is None
     async with api.crew(2) as (sender, (one, other), _):
-        calls = one.receive(timeout=None), receive_weights(api, other, None)
+        calls = one.receive(timeout=None), api.receive_weights(other, None)
         blocked = [asyncio.create_task(call) for call in calls]
         done, _ = await asyncio.wait(blocked, timeout=0.1)
         assert not done
@@ -206,7 +188,7 @@ async def test_cancelled_they_end_and_lose_nothing() -> None:
 @pytest.mark.parametrize("timeout", [0, 0.0, 0.1])
 async def test_an_expired_timeout_returns_none_and_loses_nothing(api: Api, timeout: float) -> None:
     async with api.crew(1) as (sender, (receiver,), _):
-        for receive in (receiver.receive, partial(receive_weights, api, receiver)):
+        for receive in (receiver.receive, partial(api.receive_weights, receiver)):
             start = time.monotonic()
             with Clock(timeout + 0.1):
                 assert await receive(timeout) is None
@@ -531,7 +513,7 @@ async def test_nothing_that_was_returned_is_overwritten_by_a_later_update(api: A
     async with api.crew(1, scheme=api.scheme(slots=2), source=source, models=[model]) as (sender, (receiver,), _):
         await sender.send_async(fill(source, 2))
         kept = {
-            "receive_weights": await receive_weights(api, receiver, 5.0, model=other),
+            "receive_weights": await api.receive_weights(receiver, 5.0, model=other),
             "its model": TensorDict.from_module(other).detach(),
             "fetch": await receiver.fetch(5),
             "receiver.weights": receiver.weights,
@@ -543,7 +525,7 @@ async def test_nothing_that_was_returned_is_overwritten_by_a_later_update(api: A
         kept["receive"] = await api.receive(receiver, 5)
         await sender.send_async(fill(source, 2))
         kept["its buffer"] = TensorDict.from_module(Model(0, width)).detach().clone()
-        assert await receive_weights(api, receiver, 5.0, weights=kept["its buffer"]) is kept["its buffer"]
+        assert await api.receive_weights(receiver, 5.0, weights=kept["its buffer"]) is kept["its buffer"]
         for value in range(3, 8):
             await sender.send_async(fill(source, value))
         for name, weights in kept.items():

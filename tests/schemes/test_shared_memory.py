@@ -17,9 +17,9 @@ from torch import nn
 
 from asyncsync import AckTimeout, ClosedError, PartialSendError, RemoteError, WeightStrategy, WeightSyncError
 from helpers import planted
-from helpers.apis import Api, bare, in_thread
+from helpers.apis import Api, bare
 from helpers.memory import mappings
-from helpers.pairs import Clock, Model, connected, fill, held, passed_on, read, receiver_of, refusals, until
+from helpers.pairs import Clock, Model, Stateful, connected, fill, held, passed_on, read, receiver_of, refusals, until
 
 PARAMETERS = ["first", "inner.weight", "inner.bias", "last"]
 
@@ -47,12 +47,6 @@ def files(model: Model) -> set[int]:
 
 def addresses(model: Model) -> dict[str, int]:
     return {name: tensor.data_ptr() for name, tensor in model.state_dict(keep_vars=True).items()}
-
-
-async def receive_weights(api: Api, receiver: Any, *args: Any, **kwargs: Any) -> Any:
-    """The documented method of the receiver's transport."""
-    method = receiver.receiver_transport.receive_weights
-    return await (in_thread(method, *args, **kwargs) if api.is_blocking else method(*args, **kwargs))
 
 
 # -- shared memory: one copy, one instruction, no further copy
@@ -230,16 +224,16 @@ async def test_every_worker_gets_a_copy_of_its_own(api: Api) -> None:
 async def test_the_blocking_transport_takes_any_timeout_and_is_instant(api: Api, timeout: float | None) -> None:
     async with api.crew(1, source=Model(1)) as (sender, (receiver,), _):
         with Clock(0.5):
-            assert await receive_weights(api, receiver, timeout) is None, "connect's weights are returned"
+            assert await api.receive_weights(receiver, timeout) is None, "connect's weights are returned"
             await sender.send_async(Model(2))
             buffer = TensorDict.from_module(Model(9)).detach().clone()
-            assert await receive_weights(api, receiver, timeout, weights=buffer) is buffer
+            assert await api.receive_weights(receiver, timeout, weights=buffer) is buffer
             assert read(buffer) == {2}
-            assert await receive_weights(api, receiver, timeout) is None
+            assert await api.receive_weights(receiver, timeout) is None
         await sender.shutdown()
         await until(lambda: receiver.closed)
         with pytest.raises(ClosedError):
-            await receive_weights(api, receiver, timeout)
+            await api.receive_weights(receiver, timeout)
 
 
 @pytest.mark.requirement(77)
@@ -281,7 +275,7 @@ async def test_blocking_receive_returns_nothing_at_once_and_the_model_has_the_up
 async def test_what_is_no_timeout_is_refused_all_the_same(api: Api) -> None:
     async with api.crew(1) as (_, (receiver,), _):
         for timeout in (-1, "1", True, float("nan")):
-            for receive in (receiver.receive(timeout), receive_weights(api, receiver, timeout)):
+            for receive in (receiver.receive(timeout), api.receive_weights(receiver, timeout)):
                 with pytest.raises((ValueError, TypeError), match="timeout"):
                     await receive
 
@@ -306,7 +300,7 @@ async def test_each_worker_may_have_its_own_weights_and_these_need_no_more_slots
 
 @pytest.mark.requirement(199)
 @pytest.mark.schemes("slots")
-@pytest.mark.parametrize("other", ["ZMQ", "SharedMem", "MultiProcess"])
+@pytest.mark.parametrize("other", ["ZMQ", "SharedMem", "MultiProcess", "Auto"])
 async def test_the_models_of_one_bus_may_travel_in_different_ways_and_switch_together(api: Api, other: str) -> None:
     def make(name: str, bus: Any) -> Any:
         if name == "policy":
@@ -604,24 +598,11 @@ def test_slots_and_map_above_travel_with_a_pickle_and_a_conversion(api: Api) -> 
 # -- updates that a worker fails to apply, or that its own code meddles with
 
 
-class Failing(Model):
-    """Takes tensors and, once it is broken, no extra state."""
-
-    broken = False
-
-    def get_extra_state(self) -> Any:
-        return {"version": 1}
-
-    def set_extra_state(self, state: Any) -> None:
-        if self.broken:
-            raise LookupError("of the user's")
-
-
 @pytest.mark.requirement(195)
 @pytest.mark.schemes("map_above")
 async def test_a_worker_that_fails_every_update_holds_up_nobody(api: Api) -> None:
-    models, scheme = [Failing(), Failing()], api.scheme("state_dict", map_above=0)
-    async with api.crew(2, scheme=scheme, source=Failing(0), models=models) as everybody:
+    models, scheme = [Stateful(), Stateful()], api.scheme("state_dict", map_above=0)
+    async with api.crew(2, scheme=scheme, source=Stateful(0), models=models) as everybody:
         models[1].broken = True
         for version in range(2, 12):
             with pytest.raises(PartialSendError) as caught:

@@ -6,7 +6,6 @@ After the first few they take the fast paths of sender and worker (tests/unit/fa
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -17,8 +16,8 @@ from torch import nn
 
 from asyncsync import PartialSendError
 from helpers import planted
-from helpers.apis import Api, bare, in_thread, is_instant
-from helpers.pairs import Clock, Crew, Model, fill, held, read, receiver_of, until
+from helpers.apis import Api, bare, is_instant
+from helpers.pairs import Clock, Crew, Model, fill, held, looking, read, receiver_of, until
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.schemes("copied")]
 
@@ -254,19 +253,8 @@ async def test_the_fast_paths_can_be_turned_off(api: Api, monkeypatch: pytest.Mo
 async def test_the_version_that_another_thread_reads_never_goes_back(api: Api) -> None:
     async with api.crew(1) as everybody:
         bus = bare(everybody.sender).bus
-        seen: list[int] = []
-        over = threading.Event()
-
-        def look() -> None:
-            while not over.is_set():
-                seen.append(bus.version)
-
-        looking = asyncio.create_task(in_thread(look))
-        try:
+        async with looking(lambda: bus.version) as seen:
             for _ in range(300):
                 await everybody.sender.send_async()
                 everybody.sender.status()
-        finally:
-            over.set()
-            await looking
         assert seen == sorted(seen)

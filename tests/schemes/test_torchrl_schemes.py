@@ -16,7 +16,9 @@ from torch import nn
 
 import asyncsync
 from asyncsync import PartialSendError, sync
+from helpers.blocking_crew import connect
 from helpers.collecting_single import needs_torchrl, torchrl, torchrl_walk
+from helpers.collecting_torchrl import make_env
 from helpers.pairs import Model, fill, read, receiver_of
 from helpers.torchrl_programs import policy_of, shown
 
@@ -29,12 +31,6 @@ ALL = [*NAMES, "NoWeightSyncScheme"]
 @pytest.fixture(autouse=True)
 def _loaded() -> None:
     torchrl()
-
-
-def connect(*schemes: Any) -> None:
-    """Both sides at once."""
-    with ThreadPoolExecutor(len(schemes)) as pool:
-        list(pool.map(lambda scheme: scheme.connect(timeout=20), schemes))
 
 
 @contextmanager
@@ -195,10 +191,8 @@ def test_schemes_take_what_torchrls_take(name: str, waits: bool) -> None:
 
 def collector(**options: Any) -> Any:
     from torchrl.collectors import Collector
-    from torchrl.envs import GymEnv
 
-    env = GymEnv("CartPole-v1", categorical_action_encoding=True)
-    return Collector(env, frames_per_batch=10, total_frames=-1, **options)
+    return Collector(make_env(), frames_per_batch=10, total_frames=-1, **options)
 
 
 @pytest.mark.requirement(204)

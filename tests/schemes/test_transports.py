@@ -16,7 +16,7 @@ from tensordict import LazyStackedTensorDict, TensorDict
 import asyncsync
 from asyncsync import NotConnected, SchemaMismatch, WeightStrategy, sync
 from helpers.apis import Api, bare, in_thread
-from helpers.pairs import Model, fill, read, receiver_of
+from helpers.pairs import Model, Stateful, fill, read, receiver_of
 
 pytestmark = pytest.mark.schemes("every")
 
@@ -27,10 +27,6 @@ async def call(api: Api, method: Callable[..., Any], *args: Any, **kwargs: Any) 
     if api.is_blocking:
         return await in_thread(method, *args, **kwargs)
     return await method(*args, **kwargs)
-
-
-async def receive_weights(api: Api, receiver: Any, *args: Any, **kwargs: Any) -> Any:
-    return await call(api, receiver.receiver_transport.receive_weights, *args, **kwargs)
 
 
 # -- the documented methods
@@ -64,12 +60,12 @@ def test_each_api_has_the_documented_methods_with_the_documented_arguments(api: 
 async def test_send_weights_publishes_and_receive_weights_waits_for_the_next_update(api: Api) -> None:
     async with api.crew(2) as (sender, receivers, models):
         transport = sender.shared_transport
-        waiting = [asyncio.create_task(receive_weights(api, r)) for r in receivers]
+        waiting = [asyncio.create_task(api.receive_weights(r)) for r in receivers]
         assert await call(api, transport.send_weights, Model(2)) is None
         assert [read(await each) for each in waiting] == [{2}, {2}]
         assert [read(m) for m in models] == [{2}, {2}]
         await call(api, transport.send_weights, Model(3), worker_ids=1)
-        assert read(await receive_weights(api, receivers[1], 5.0)) == {3}
+        assert read(await api.receive_weights(receivers[1], 5.0)) == {3}
         await sender.wait_version(sender.version, worker_ids=[1], timeout=5)
         assert [read(m) for m in models] == [{2}, {3}]
 
@@ -83,7 +79,7 @@ async def test_send_weights_waits_for_no_worker_and_takes_the_registered_source(
             await call(api, sender.shared_transport.send_weights)
             assert read(model) == {0}
         await receiver.wait_version(2, timeout=5)
-        assert read(await receive_weights(api, receiver, 5.0)) == {2}
+        assert read(await api.receive_weights(receiver, 5.0)) == {2}
 
 
 def nested() -> dict[str, Any]:
@@ -106,7 +102,7 @@ async def test_receive_weights_fills_the_buffer_and_returns_it(api: Api, kind: s
         kept = buffer["first"]
         for value in (2, 3):
             await sender.send_async(Model(value))
-            assert await receive_weights(api, receiver, 5.0, weights=buffer) is buffer
+            assert await api.receive_weights(receiver, 5.0, weights=buffer) is buffer
             assert buffer["first"] is kept, "in its own memory"
             flat = buffer if kind != "nested dict" else {**buffer, **buffer["inner"], "inner": kept}
             assert read(flat) == {value}
@@ -128,33 +124,18 @@ async def test_the_given_strategy_maps_and_applies_and_extra_state_comes_too(api
     own, other = Stateful(), Stateful()
     async with api.crew(1, source=Stateful(1), models=[own]) as (sender, (receiver,), _):
         await sender.send_async(Stateful(4))
-        await receive_weights(api, receiver, 5.0, model=other, strategy=strategy)
+        await api.receive_weights(receiver, 5.0, model=other, strategy=strategy)
         assert (other.state, own.state, read(own)) == (7, 7, {4})
         assert read(other) == ({2} if strategy else {4})
         await sender.send_async(Stateful(6))
-        await receive_weights(api, receiver, 5.0, model=own, strategy=Refuses())
+        await api.receive_weights(receiver, 5.0, model=own, strategy=Refuses())
         assert read(own) == {6}, "the scheme's own model is left to the bus and its gate"
         for value, error, given in ((8, "asked to apply", Refuses()), (10, "cannot be set", None)):
             other.broken = True
             await sender.send_async(Stateful(value))
             with pytest.raises(OSError, match=error):
-                await receive_weights(api, receiver, 5.0, model=other, strategy=given)
-            assert read(await receive_weights(api, receiver, 5.0)) == {value}, "it was not delivered, so it comes again"
-
-
-class Stateful(Model):
-    """With extra state, which cannot always be set."""
-
-    state = 0
-    broken = False
-
-    def get_extra_state(self) -> int:
-        return 7
-
-    def set_extra_state(self, state: int) -> None:
-        if self.broken:
-            raise OSError("the state cannot be set")
-        self.state = state
+                await api.receive_weights(receiver, 5.0, model=other, strategy=given)
+            assert read(await api.receive_weights(receiver, 5.0)) == {value}, "it was not delivered, so it comes again"
 
 
 @pytest.mark.requirement(39)
@@ -183,12 +164,12 @@ async def test_what_is_wrong_or_does_not_fit_changes_nothing_and_loses_nothing(a
             ({**nested(), "last": torch.zeros(7, dtype=torch.int64)}, "int64"),
         ):
             with pytest.raises(SchemaMismatch, match=message):
-                await receive_weights(api, receiver, 5.0, weights=buffer, model=model)
+                await api.receive_weights(receiver, 5.0, weights=buffer, model=model)
             assert read(model) == {7}
             assert read({"first": buffer["first"]}) == {0}
         buffer = BUFFERS["TensorDict"]()
         with pytest.raises(SchemaMismatch):
-            await receive_weights(api, receiver, 5.0, weights=buffer, model=Model(width=3))
+            await api.receive_weights(receiver, 5.0, weights=buffer, model=Model(width=3))
         for arguments, error, message in (
             ({"weights": torch.zeros(3)}, TypeError, "weights"),
             ({"strategy": "numpy"}, ValueError, "numpy"),
@@ -197,9 +178,9 @@ async def test_what_is_wrong_or_does_not_fit_changes_nothing_and_loses_nothing(a
             ({"timeout": "1"}, TypeError, "timeout"),
         ):
             with pytest.raises(error, match=message):
-                await receive_weights(api, receiver, **{"timeout": 5.0, **arguments})
+                await api.receive_weights(receiver, **{"timeout": 5.0, **arguments})
         assert read(buffer) == {-1}
-        assert read(await receive_weights(api, receiver, 5.0, weights=buffer, model=model)) == {2}
+        assert read(await api.receive_weights(receiver, 5.0, weights=buffer, model=model)) == {2}
         assert [read(model), read(buffer)] == [{2}, {2}]
 
 
@@ -219,8 +200,8 @@ async def test_a_buffer_that_cannot_be_filled_is_refused(api: Api, kind: str) ->
     async with api.crew(1, source=source, models=[None], sender={"weights": source}) as (sender, (receiver,), _):
         await sender.send_async()
         with pytest.raises(SchemaMismatch, match="'w'"):
-            await receive_weights(api, receiver, 5.0, weights=buffer)
-        assert (await receive_weights(api, receiver, 5.0))["w"].all()
+            await api.receive_weights(receiver, 5.0, weights=buffer)
+        assert (await api.receive_weights(receiver, 5.0))["w"].all()
 
 
 @pytest.mark.requirement(40)
@@ -229,7 +210,7 @@ async def test_extra_state_is_filled_in_too(api: Api, kind: Any) -> None:
     source, buffer = {"w": torch.ones(2), "note": {"step": 3}}, kind({"w": torch.zeros(2)})
     async with api.crew(1, source=source, models=[None], sender={"weights": source}) as (sender, (receiver,), _):
         await sender.send_async()
-        await receive_weights(api, receiver, 5.0, weights=buffer)
+        await api.receive_weights(receiver, 5.0, weights=buffer)
         flat = dict(buffer.flatten_keys(".").items()) if kind is TensorDict else buffer
         assert read({"w": flat["w"]}) == {1}
         assert any("step" in key for key in flat), "the value is there as well"
@@ -257,7 +238,7 @@ async def test_the_setup_methods_are_the_two_sides_of_connect(api: Api) -> None:
         assert results[2] is buffer
         assert [read(w) for w in (results[1], buffer, other)] == [{5}, {5}, {5}]
         assert [read(r.model) for r in receivers] == [{5}, {5}]
-        assert await receive_weights(api, receivers[0], 0) is None, "connect's are returned"
+        assert await api.receive_weights(receivers[0], 0) is None, "connect's are returned"
 
 
 @pytest.mark.requirement(41)
@@ -329,6 +310,6 @@ async def test_a_transport_without_timeouts_refuses_one(api: Api) -> None:
             with pytest.raises(ValueError, match="supports_timeout"):
                 await receiver.receive(timeout)
             with pytest.raises(ValueError, match="supports_timeout"):
-                await receive_weights(api, receiver, timeout)
+                await api.receive_weights(receiver, timeout)
         assert read(await receiver.receive()) == {2}
     assert api.TransportBackend.supports_timeout is True

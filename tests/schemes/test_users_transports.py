@@ -111,16 +111,6 @@ async def test_a_slow_worker_skips_versions_and_delays_nobody(api: Api, lines: B
         assert lines[1].sent == [0, 1, 20], "what it has skipped never entered its channel"
 
 
-async def test_a_late_worker_gets_its_own_target_through_its_own_channel(api: Api, lines: Board) -> None:
-    async with api.crew(2, scheme=scheme_of(api, lines), source=Model(1)) as (sender, receivers, _):
-        await sender.send_async(Model(5), worker_ids=1)
-        await receivers[1].shutdown()
-        async with receiver_of(sender, 1, model := Model()) as late:
-            await late.connect(timeout=5)
-            assert read(model) == {5}
-        assert (lines[0].sent, lines[1].sent) == ([1], [1, 5, 5])
-
-
 async def test_elastic_workers_get_a_transport_when_they_are_served(api: Api, lines: Board) -> None:
     sender = sender_of(api, lines)
     async with sender, receiver_of(sender, None, model := Model()) as receiver:
