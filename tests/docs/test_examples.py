@@ -22,7 +22,7 @@ import pytest
 from asyncsync.cli import main
 from helpers.command import EXAMPLES, children_of, finish, private_directories, run, start
 
-pytestmark = pytest.mark.timeout(120)  # up to three processes, each of which imports torch
+pytestmark = pytest.mark.timeout(240)  # up to three processes, each of which imports torch
 
 
 NEEDS = {"gymnasium": "Gym", "ray": "Ray", "stable_baselines3": "stable_baselines3"}
@@ -36,7 +36,7 @@ def skip_without_its_packages(path: str) -> None:
             pytest.skip(f"{package} is not installed")
 
 
-def example(path: str, cwd: Path, *arguments: str, err: str | None = "", seconds: float = 100) -> str:
+def example(path: str, cwd: Path, *arguments: str, err: str | None = "", seconds: float = 200) -> str:
     """What an example prints that ends well and leaves nothing behind. ``err``: a pattern of what it prints on stderr;
     None: whatever Ray or RPC have to say there, whose processes may end a moment later."""
     skip_without_its_packages(path)
