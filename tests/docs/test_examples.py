@@ -108,7 +108,7 @@ def test_mixed_trainer_has_both_blocking_workers_act_on_every_version(tmp_path: 
 def test_distributed_trainer_and_its_workers_are_ranks_of_torchruns(tmp_path: Path) -> None:
     program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
     program += [str(EXAMPLES / "distributed_trainer.py"), "--updates", "40"]
-    ended = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, timeout=55)
+    ended = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, timeout=110)
     assert ended.returncode == 0, ended.stderr
     shown = re.findall(r"trainer: version (\d+) is everywhere, loss ([\d.]+)", ended.stdout)
     assert [int(version) for version, _ in shown] == [11, 21, 31, 41]  # the first are what they connect with
