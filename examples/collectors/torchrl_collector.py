@@ -21,7 +21,7 @@ from torchrl.modules import OneHotCategorical, ProbabilisticActor  # noqa: E402
 
 from asyncsync.sync import SharedMemWeightSyncScheme  # noqa: E402 - was: from torchrl.weight_update import …
 
-BATCHES, FRAMES = 30, 1000
+BATCHES, FRAMES = 25, 1000
 DISCOUNT = 0.98
 
 
