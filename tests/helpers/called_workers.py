@@ -32,7 +32,7 @@ SMALL = 8
 AMID = 16 << 20  # float32 elements, 64 MiB: more than sockets hold
 VERSIONS = 30
 PROMPT = 5.0  # seconds in which the loss of a worker is to be known
-PROGRAM_SECONDS = 600.0
+PROGRAM_SECONDS = 900.0
 PROGRAM = "ASYNCSYNC_TEST_PROGRAM"  # in the environment of a program, and of all that it starts: its pid
 
 

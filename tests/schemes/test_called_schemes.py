@@ -18,7 +18,7 @@ from helpers.called_workers import PROGRAM, Outcomes
 from helpers.programs import in_program
 from helpers.rpc_unimported import six_first_calls_at_once
 
-pytestmark = [pytest.mark.thorough, pytest.mark.timeout(650)]
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(950)]
 
 
 @pytest.fixture(scope="module")
