@@ -5,6 +5,7 @@ PYTHON ?= python3
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 BESIDE ?=
+COMMIT ?=
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
@@ -60,6 +61,7 @@ thorough: $(VENV)/.dev-deps $(VENV)/.installed ## what the quick suite leaves ou
 
 .PHONY: before
 before: $(VENV)/.dev-deps $(VENV)/.installed ## the tests of what users do as they were at COMMIT=…, against this package: guards a rebuild
+	@test -n "$(COMMIT)" || { echo "make before needs COMMIT=…, the commit whose tests are to run" >&2; exit 2; }
 	@rm -rf $(VENV)/before; mkdir $(VENV)/before
 	@git archive $(COMMIT) tests examples benchmarks pyproject.toml | tar -x -C $(VENV)/before
 	@cd $(VENV)/before; $(INSTALLED) $(BIN)/pytest $(PARALLEL) -m "not soak" tests/schemes tests/collectors tests/faults $(PYTEST_ARGS)

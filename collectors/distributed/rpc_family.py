@@ -23,7 +23,7 @@ from asyncsync.collectors.distributed.node import Answer, Command, Node, where
 from asyncsync.collectors.distributed.rpc_private import begin_rpc, has_agent, leave
 from asyncsync.collectors.workers.channel import dumps, loads
 
-LEAVE_SECONDS = 1.0
+LEAVE_SECONDS = 1.0  # for all agents to have left; a killed one never does
 FOREVER = 0.0  # seconds of an RPC without a timeout: a rollout may be long, and a connection that is lost is seen
 
 _trainers: weakref.WeakValueDictionary[str, RPCFamily] = weakref.WeakValueDictionary()
