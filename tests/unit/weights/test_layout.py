@@ -61,7 +61,6 @@ def raw(dtype: torch.dtype, count: int, seed: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", DTYPES)
-@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 def test_every_dtype_comes_back_bit_by_bit(name: str) -> None:
     dtype = DTYPES[name]
     weights = {

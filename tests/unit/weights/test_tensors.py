@@ -100,7 +100,6 @@ def test_notes_of_a_library_and_wrappers_that_can_be_read_are_sent(make: Any) ->
 
 @pytest.mark.requirement(237)
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
-@pytest.mark.filterwarnings("ignore:ComplexHalf support")
 def test_a_subclass_of_any_dtype_that_keeps_what_is_copied_into_it_receives(dtype: torch.dtype) -> None:
     own = Wrapper(torch.zeros(3, 2, dtype=torch.uint8).repeat(1, dtype.itemsize).view(dtype))
     assert destination_problem(own, inplace=True) == ""
