@@ -13,11 +13,19 @@ import numpy as np
 import torch
 
 from asyncsync.bus.guest import Guest, Snapshot
-from asyncsync.commands.options import CommandFailed, add_sender, as_options, credentials_of, positive, safetensors_file
+from asyncsync.commands.options import (
+    CommandFailed,
+    add_sender,
+    as_options,
+    credentials_of,
+    need,
+    positive,
+    safetensors_file,
+)
 from asyncsync.errors import WeightSyncError
 from asyncsync.transports.shared_memory import SharedMemTransport
+from asyncsync.weights.files import dotted_names, write
 from asyncsync.weights.layout import unpack_values
-from asyncsync.weights.safetensors import dotted_names, write
 from asyncsync.wire.fields import Epoch
 
 PATIENCE = 3.0  # seconds until this says what it waits for
@@ -45,6 +53,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
+    need("cli", "safetensors")
     credentials = credentials_of(options)
 
     async def get() -> tuple[Epoch | None, dict[str, Snapshot]]:

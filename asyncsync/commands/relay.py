@@ -6,7 +6,7 @@ import argparse
 from functools import partial
 from pathlib import Path
 
-from asyncsync.commands.options import CommandFailed, as_options, safetensors_file
+from asyncsync.commands.options import CommandFailed, as_options, need, safetensors_file
 from asyncsync.errors import NotConnected, WeightSyncError
 from asyncsync.net.endpoint import check_endpoint, several
 from asyncsync.net.key_files import KeyFiles
@@ -93,6 +93,8 @@ def _run(options: argparse.Namespace) -> int:
         above, below = _above(options), _below(options)
         if options.shared and not options.bind.startswith("ipc://"):
             raise ValueError(f"--shared is for workers of this host: --bind ipc:///absolute/path, not {options.bind}")
+        if options.keep is not None:
+            need("cli", "safetensors")
         keep = None if options.keep is None else Path(options.keep)
         credentials = None if above is None else partial(above.receiver, 0)
         chosen = RelayOptions(options.upstream, options.bind, options.shared, keep, credentials, below)

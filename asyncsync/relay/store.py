@@ -14,7 +14,7 @@ from pathlib import Path
 
 from asyncsync.errors import ProtocolError
 from asyncsync.relay.passing import Kept
-from asyncsync.weights import safetensors
+from asyncsync.weights import files
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab
 from asyncsync.weights.tree import Path as KeyPath
@@ -44,16 +44,16 @@ def save(path: Path, epoch: Epoch, kept: Kept) -> None:
         texts_of = {name: b64encode(value).decode() for name, value in {**binary, "metadata": metadata}.items()}
         models[model_id] = {"version": version, "origin": slab.origin, **texts_of}
     texts[KEY] = json.dumps({"epoch": epoch, "models": models})
-    safetensors.write(path, tensors, texts)
+    files.write(path, tensors, texts)
 
 
 def load(path: Path) -> tuple[Epoch, Kept] | None:
     """What the file holds, each slab with one reference; None: there is no file. Removes what a killed relay has left
     half written. Raises OSError; ValueError: it is not one of a relay's."""
-    safetensors.remove_half_written(path)
+    files.remove_half_written(path)
     if not path.exists():
         return None
-    tensors, texts = safetensors.read(path)
+    tensors, texts = files.read(path)
     kept: Kept = {}
     try:
         found = json.loads(texts[KEY])

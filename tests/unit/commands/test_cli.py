@@ -102,7 +102,16 @@ def test_a_relay_that_cannot_work_names_options_as_they_are_given(
 
 @pytest.mark.parametrize(
     ("arguments", "missing", "extras"),
-    [(["demo"], {"rich", "gymnasium"}, "cli,gym"), (["demo", "--uvloop"], {"uvloop"}, "uvloop")],
+    [
+        (["demo"], {"rich", "gymnasium"}, "cli,gym"),
+        (["demo", "--uvloop"], {"uvloop"}, "uvloop"),
+        (["fetch", "ipc:///tmp/up", "--out", "/tmp/w.safetensors"], {"safetensors"}, "cli"),
+        (
+            ["relay", "--bind=ipc:///tmp/x", "--upstream=ipc:///tmp/up", "--keep=/tmp/w.safetensors"],
+            {"safetensors"},
+            "cli",
+        ),
+    ],
 )
 def test_missing_libraries_are_named_with_the_extras_that_have_them(
     arguments: list[str],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -21,7 +22,7 @@ from asyncsync.net.endpoint import several
 from asyncsync.net.key_files import KeyFiles
 from asyncsync.relay import store
 from asyncsync.relay.process import Relay, RelayOptions, run
-from asyncsync.weights import safetensors
+from asyncsync.weights import files
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.packing import pack
 from asyncsync.weights.slab import Slab
@@ -147,7 +148,7 @@ async def test_a_store_serves_the_last_version_while_the_trainer_is_away_and_aft
         await sender.shutdown()
         await first.shutdown()
         assert await served(down, 5.0, version) == {"step": 7}
-    tensors, _ = safetensors.read(keep)
+    tensors, _ = files.read(keep)
     assert {name: read({name: tensor}) for name, tensor in tensors.items()} == {
         name: {5.0} for name in source.state_dict()
     }
@@ -387,7 +388,7 @@ def test_what_is_kept_comes_back_as_it_was(tmp_path: Path) -> None:
         assert (version, metadata, again.layout.digest) == (i + 1, b"\x81", slab.layout.digest)
         for p, tensor in slab.tensors().items():
             assert torch.equal(again.tensors()[p], tensor)
-    _, texts = safetensors.read(path)
+    _, texts = files.read(path)
     assert texts["policy.z"] == "policy.a.b"
 
 
@@ -402,29 +403,29 @@ def test_two_tensors_of_one_name_are_not_kept_as_one(tmp_path: Path) -> None:
 @pytest.mark.promise(22)
 def test_no_file_is_nothing_and_half_written_ones_are_removed(tmp_path: Path) -> None:
     half = tmp_path / ".kept.safetensors.0123abcd"
-    half.write_bytes(b"half")
+    half.mkdir()
+    (half / "kept.safetensors").write_bytes(b"half")
     assert store.load(tmp_path / "kept.safetensors") is None
     assert not half.exists()
 
 
-def test_what_somebody_is_writing_is_left_alone(tmp_path: Path) -> None:
+def test_what_somebody_is_writing_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A lock belongs to who has opened the file, so one process shows what two would."""
     path = tmp_path / "kept.safetensors"
     begun: list[str] = []
+    fsync = os.fsync
 
-    class Weights(dict[str, torch.Tensor]):
-        """While they are being written, another relay begins with this file."""
+    def another_relay_begins(descriptor: int) -> None:
+        if not path.exists():
+            begun.extend(found.name for found in tmp_path.iterdir())
+            assert store.load(path) is None
+        fsync(descriptor)
 
-        def __getitem__(self, name: str) -> torch.Tensor:
-            if there := [found.name for found in tmp_path.iterdir()]:
-                assert store.load(path) is None
-                begun.extend(there)
-            return super().__getitem__(name)
-
-    safetensors.write(path, Weights(a=torch.ones(3)), {})
+    monkeypatch.setattr(os, "fsync", another_relay_begins)
+    files.write(path, {"a": torch.ones(3)}, {})
     assert len(begun) == 1
     assert [found.name for found in tmp_path.iterdir()] == [path.name]
-    assert torch.equal(safetensors.read(path)[0]["a"], torch.ones(3))
+    assert torch.equal(files.read(path)[0]["a"], torch.ones(3))
 
 
 @pytest.mark.parametrize("content", [b"", b"no", b"\x02\0\0\0\0\0\0\0{}"])
