@@ -141,7 +141,7 @@ class SlotPool(SlabPool):
             inodes = tuple(sorted([slot.inode for slot in there if isinstance(slot, Slot)]))[:MAX_FILES]
             self._inodes = inodes
         if slab.described is None or slab.described[0] is not inodes:
-            slab.described = inodes, slab.place(mapped=slab.in_place, inodes=inodes).encode()
+            slab.described = inodes, slab.place(mapped=slab.mapped, inodes=inodes).encode()
         return slab.described[1]
 
     def is_quick(self, nbytes: int, *, pinned: bool = False) -> bool:
@@ -165,7 +165,7 @@ class SlotPool(SlabPool):
     def acquire(self, layout: Layout, *, pinned: bool = False) -> Slab:
         slab = super().acquire(layout, pinned=pinned and not self._cannot_pin)
         assert isinstance(slab, Slot)
-        slab.in_place, slab.streamable = slab.nbytes > self.map_above, self.streamable
+        slab.mapped, slab.streamable = slab.nbytes > self.map_above, self.streamable
         self.used.add(slab)
         return slab
 

@@ -155,7 +155,7 @@ class FastSender:
             return False
         model = publisher.targets.models.get(model_id)
         target = None if model is None else model.common.current
-        if target is None or target.slab.descriptor is None or target.slab not in pool or target.slab.in_place:
+        if target is None or target.slab.descriptor is None or target.slab not in pool or target.slab.mapped:
             return False
         layout = target.slab.layout
         if layout.nbytes > LARGEST or not pool.is_quick(layout.nbytes):

@@ -37,10 +37,9 @@ class Announcer:
         self._leases = leases
         self._fanout = fanout
 
-    def update(self, peer: Peer, granted: Collection[str] = ()) -> None:
-        """Announce what is due to a worker that has nothing outstanding, by UPDATE. ``granted``: the models that it has
-        fetched; what is read in place is leased at once."""
-        parts = self._due(peer, granted)
+    def update(self, peer: Peer) -> None:
+        """Announce what is due to a worker that has nothing outstanding, by UPDATE."""
+        parts = self._due(peer)
         if not parts:
             return
         # A relay passes bytes on, wherever it is.
@@ -55,7 +54,7 @@ class Announcer:
             last is None
             or not whole
             or last.serial <= peer.serial
-            or not last.matches(parts, granted=bool(granted), streams=streams, codec=codec)
+            or not last.matches(parts, streams=streams, codec=codec)
         ):
             self.serial += 1
             target = self._targets.target(peer.worker, next(iter(parts)))
@@ -66,7 +65,6 @@ class Announcer:
                 self._membership.epoch,
                 eager_bytes=self._settings.eager_bytes,
                 checksum=self._settings.checksum,
-                granted=bool(granted),
                 metadata=target.publication.metadata,
                 streams=streams,
                 codec=codec,
@@ -74,9 +72,8 @@ class Announcer:
             )
         self._start(peer, last, parts)
 
-    def _due(self, peer: Peer, first: Collection[str]) -> Parts:
-        """What the next UPDATE brings a worker: of the publications that it lacks the oldest, or one with models in
-        ``first``.
+    def _due(self, peer: Peer) -> Parts:
+        """What the next UPDATE brings a worker: of the publications that it lacks the oldest.
 
         The parts of one publication come together or not at all, and without those of any other: one that fails keeps
         nothing else from coming. What has failed is not sent again until there is something newer in its publication's
@@ -98,8 +95,7 @@ class Announcer:
                 fresh.add(target.version)
         if not (fresh := fresh - blocked):
             return {}
-        preferred = {behind[m].version for m in first if m in behind} & fresh
-        version = min(preferred or fresh)
+        version = min(fresh)
         publications = {t.version: t.publication for t in behind.values()}
         while (
             newer := {

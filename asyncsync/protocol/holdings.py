@@ -168,15 +168,12 @@ class Reports:
         self.failure = None
 
     def in_use(self) -> tuple[int, InUse]:
-        """Which leased slabs are in use here, of the updates up to which serial; see :mod:`asyncsync.protocol.leases`.
-        Parts that were fetched, to be read in place, count as if they were here: they may be granted already."""
-        holdings, update = self._holdings, self._incoming.update
+        """Which leased slabs are in use, of the updates up to which serial: see :mod:`asyncsync.protocol.leases`."""
+        holdings = self._holdings
         holdings.is_report_due = False
         if holdings.leased:
             holdings.leased = {key: slab for key, slab in holdings.leased.items() if slab.is_used}
-        if update is None or not update.awaited:
-            return self.serial, tuple(holdings.leased)
-        return self.serial, (*holdings.leased, *((p.model_id, p.version) for p in update.parts if p.in_place))
+        return self.serial, tuple(holdings.leased)
 
     def flush(self) -> None:
         """Before the outbox is sent: report an AGAIN that has not been applied at once, and slabs that no other message

@@ -1,4 +1,4 @@
-"""Bytes that come in: what an UPDATE brings, chunks, fetched and leased parts. No I/O, no clock."""
+"""Bytes that come in: what an UPDATE brings, chunks, and parts that a transport brings. No I/O, no clock."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from asyncsync.weights.encoding import decode_onto
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab, SlabPool
 from asyncsync.wire.fields import Buffer
-from asyncsync.wire.messages import Chunk, Fetch, Granted, Instruction, Packed, Part, Update
+from asyncsync.wire.messages import Chunk, Fetch, Instruction, Packed, Part, Update
 
 FRUITLESS_RESTARTS = 3
 PUSH_PATIENCE = 2.0  # seconds; those who set the pace of what is pushed may have stopped
@@ -63,8 +63,7 @@ class Incoming:
         attached: list[Slab | None] = []
         try:
             for part, layout in zip(parts, layouts, strict=True):
-                at_hand = part.descriptor is not None and not part.in_place
-                attached.append(self._attach(part, layout) if at_hand else None)
+                attached.append(None if part.descriptor is None else self._attach(part, layout))
             pairs = zip(parts, attached, strict=True)
             whole = update.eager and all(part.descriptor is None or slab is not None for part, slab in pairs)
             incoming = IncomingUpdate(update, layouts, payload, self.acquire, now, attached)
@@ -84,7 +83,6 @@ class Incoming:
             self.watcher.begun(update)
         for index in sorted(update.fetching):
             slab = update.slabs[index]
-            assert slab is not None
             self.fetches.append((update.serial, index, update.parts[index], slab.retain()))
         if not self._check_complete(update) and update.streaming:
             if any(part.base for part in update.parts):
@@ -168,26 +166,6 @@ class Incoming:
     def is_overtaken_by(self, chunk: Chunk) -> bool:
         """Whether that is of a newer update than the one whose bytes are missing here."""
         return self.update is not None and chunk.serial > self.update.serial
-
-    def granted(self, granted: Granted, now: float) -> None:
-        """The parts that are read in place are leased to this worker."""
-        update = self.update
-        if update is None or update.serial != granted.serial:
-            return
-        update.last_progress = now
-        try:
-            for index in list(update.awaited):
-                part = update.parts[index]
-                slab = self._attach(part, update.layouts[index])
-                if slab is None:
-                    text = "another transport sent this update: use the same scheme class on both sides"
-                    raise ValueError(text)
-                update.grant(index, slab)
-                self.bytes_received += part.nbytes
-        except Exception as error:  # no memory, or no access to the sender's: the trainer learns of it
-            self._give_up(update, error)
-            return
-        self._check_complete(update)
 
     def fetched(self, serial: int, index: int, slab: Slab, error: Exception | None, now: float) -> None:
         """A transport has brought one part of :attr:`fetches`, or has failed to, and releases its slab."""

@@ -20,13 +20,11 @@ class IncomingUpdate:
     """An announced update whose bytes are arriving, if they have not come with it.
 
     It owns its ``slabs``, one per part, until :meth:`take`; and meanwhile ``bases``, slabs of the versions that the
-    trainer has named as bases, as far as this worker has them. ``awaited`` has the indices of parts that are read in
-    place, fetched and not granted yet; ``fetching`` those that a transport fetches by their descriptors. ``received``
-    counts the bytes that have come, of the parts laid end to end, up to the first gap; what comes behind one is sent
-    again with it, unless it is ``pushed`` to all subscribers: then it is kept, and ``beyond`` has where it begins and
-    ends.
-    ``granted`` is up to where the trainer has credit. ``restarts`` and ``fruitless`` count how often the rest was
-    fetched again, in all and since something came.
+    trainer has named as bases, as far as this worker has them. ``fetching`` has the indices of the parts that a
+    transport fetches by their descriptors. ``received`` counts the bytes that have come, of the parts laid end to end,
+    up to the first gap. What comes behind a gap is sent again with it, unless it is ``pushed`` to all subscribers: then
+    it is kept, and ``beyond`` has where it begins and ends. ``granted`` is up to where the trainer has credit.
+    ``restarts`` and ``fruitless`` count how often the rest was fetched again, in all and since something came.
     """
 
     def __init__(
@@ -46,24 +44,18 @@ class IncomingUpdate:
         for frame in values:
             if len(frame) > MAX_VALUE_BYTES:
                 raise ProtocolError(f"{len(frame)} bytes of values in an update; the limit is {MAX_VALUE_BYTES}")
-        self.values = [bytes(frame) if part.in_place else b"" for part, frame in zip(self.parts, values, strict=True)]
         self._ends = list(accumulate(p.streamed for p in self.parts))
         self.total = self._ends[-1]
         self.received = 0
         self.pushed = False
         self.beyond: list[tuple[int, int]] = []
         self.filling = 0  # up to where the gap reaches that was fetched
-        self.slabs: list[Slab | None] = []
+        self.slabs: list[Slab] = []
         self.bases: list[Slab | None] = []
-        self.awaited: list[int] = []
         self.fetching: set[int] = set()
         try:
             pieces = zip(self.parts, layouts, values, attached, strict=True)
             for i, (part, layout, frame, slab) in enumerate(pieces):
-                if part.in_place:
-                    self.awaited.append(i)
-                    self.slabs.append(None)
-                    continue
                 if part.descriptor is not None and slab is None:
                     self.fetching.add(i)
                 self.slabs.append(mine := acquire(part, layout) if slab is None else slab.retain())
@@ -84,12 +76,12 @@ class IncomingUpdate:
 
     @property
     def complete(self) -> bool:
-        return self.received == self.total and not self.fetching and not self.awaited
+        return self.received == self.total and not self.fetching
 
     @property
     def streaming(self) -> bool:
-        """True while chunks are missing, or what was fetched is not granted."""
-        return self.received < self.total or bool(self.awaited)
+        """True while chunks are missing."""
+        return self.received < self.total
 
     def stalled(self, now: float, patience: float) -> bool:
         """True if something is missing and nothing has come for so long."""
@@ -117,7 +109,6 @@ class IncomingUpdate:
         if stop <= self.received or (is_beyond and not self._is_wanted_beyond(start, stop)):
             return False
         slab = self.slabs[part]
-        assert slab is not None  # what is read in place has no streamed bytes
         slab.write(offset, data)
         if is_beyond:
             self.beyond = sorted([*self.beyond, (start, stop)])
@@ -156,18 +147,12 @@ class IncomingUpdate:
             if slab is not None:
                 slab.release()
 
-    def grant(self, index: int, slab: Slab) -> None:
-        """One of the awaited parts, with a reference for this object."""
-        self.awaited.remove(index)
-        slab.values = self.values[index]
-        self.slabs[index] = slab
-
     def take(self) -> list[Slab]:
         """Hand over the filled slabs."""
         if self.bases:
             self.forget_bases()
         slabs, self.slabs = self.slabs, []
-        return [slab for slab in slabs if slab is not None]
+        return slabs
 
     def release(self) -> None:
         for slab in self.take():

@@ -1,7 +1,6 @@
 """Leases: slabs that a worker reads where they are, and when they may be written again. No I/O, no clock.
 
-A slab in shared memory is leased with the UPDATE that names it, or, if it is to be read in place, when the worker
-fetches it: so a worker that is stopped costs no more than what it has. A lease ends with the worker's own report only,
+A slab in shared memory is leased with the UPDATE that names it. A lease ends with the worker's own report only,
 or with the end of its process: a worker that is silent, stopped or cut off may be reading the slab, or may be about to.
 A report means: "of all UPDATEs up to this serial, these slabs are still in use". A worker ignores an UPDATE that is not
 newer than the last one it has seen, so what such a report does not name, it will never touch again, whatever still

@@ -14,7 +14,7 @@ dropped, duplicated, delayed or reordered without harm. Bytes go out on the work
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from asyncsync.errors import ClosedError, Fenced, ProtocolError
 from asyncsync.protocol.agreement import Agreement
@@ -29,7 +29,6 @@ from asyncsync.protocol.questions import Questions
 from asyncsync.protocol.settings import Identity, Settings
 from asyncsync.protocol.streaming import Streaming
 from asyncsync.protocol.targets import Model, Replaced, Targets
-from asyncsync.protocol.transfer import Transfer
 from asyncsync.weights.slab import Slab
 from asyncsync.wire import messages
 from asyncsync.wire.fields import Buffer, Epoch
@@ -236,28 +235,9 @@ class Publisher:
         if transfer.rewound(fetch) or not transfer.granted:
             self.streaming.begin(peer, transfer, fetch.bases)
         transfer.granted = max(transfer.granted, min(fetch.upto, transfer.total))
-        if transfer.in_place and not self._grant(peer, transfer):
-            return
         self.streaming.go_on(peer, transfer)
         if fetch.pushed:
             self.fanout.credit(peer, fetch.pushed)
-
-    def _grant(self, peer: Peer, transfer: Transfer) -> bool:
-        """Lease to a worker what it wants to read in place; False if there is something newer, which is announced."""
-        if transfer.unfetched:
-            for model_id, (version, _) in transfer.parts.items():
-                target = self.targets.target(peer.worker, model_id)
-                if target is None or target.version != version:
-                    # It has waited once: what there is now is leased at once, or publications that follow each other
-                    # faster than it fetches them would keep it waiting for ever.
-                    models = list(transfer.parts)
-                    peer.end_transfer()
-                    self._pump(peer, granted=models)
-                    return False
-            transfer.grant()
-            self.leases.lease(peer, transfer.serial, transfer.leased)
-        self.membership.send(peer.route, messages.Granted(self.epoch, transfer.serial))
-        return True
 
     def _on_staged(self, peer: Peer, staged: messages.Staged, now: float) -> None:
         if peer.transfer is not None and peer.transfer.serial == staged.serial:
@@ -372,12 +352,12 @@ class Publisher:
 
     # -- the next update of each worker -----------------------------------------------------------------------------
 
-    def _pump(self, *peers: Peer, granted: Collection[str] = ()) -> None:
+    def _pump(self, *peers: Peer) -> None:
         """Start the next UPDATE for each of these workers, or all, that has none outstanding and is behind its target;
         see the announcer."""
         for peer in peers or self.peers.values():
             if peer.transfer is None and not peer.lost and self.fenced is None:
-                self.announcer.update(peer, granted)
+                self.announcer.update(peer)
 
 
 _HANDLERS: dict[type[Instruction], Callable[..., None]] = {

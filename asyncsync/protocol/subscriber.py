@@ -189,8 +189,6 @@ class Subscriber:
             self.incoming.chunk(instruction, payload[0], now)
         elif isinstance(instruction, messages.Packed):
             self.incoming.packed(instruction, payload, now)
-        elif isinstance(instruction, messages.Granted):
-            self.incoming.granted(instruction, now)
         elif isinstance(instruction, messages.Ping):
             self.reports.pong(instruction)
         elif isinstance(instruction, Recount) and self.relaying is not None:

@@ -22,13 +22,11 @@ class Announcement:
     are to have the same parts. The slabs may be gone earlier.
 
     Attributes:
-        granted: what is read in place need not be fetched before it is leased.
         castable: it may be sent to all at once: it is meant for everybody, and all bytes come with it or as chunks.
         streams: what workers of this host would open travels as chunks, as far as it can.
         codec: of bytes that ride in the UPDATE; empty: they are as they are.
         repeatable: AGAIN can follow: it brings one part, and nothing that may differ but its bytes.
         apart: the models of which that is true.
-        retained: the models whose parts are kept for a worker from the beginning.
         sizes, ends: bytes of each part that follow as chunks, and where they end, laid end to end.
     """
 
@@ -42,21 +40,18 @@ class Announcement:
         *,
         eager_bytes: int,
         checksum: bool,
-        granted: bool = False,
         metadata: bytes = b"",
         streams: bool = False,
         codec: str = "",
         castable: bool = False,
     ) -> None:
         self.serial = serial
-        self.granted = granted
         self.streams = streams
         self.codec = codec
         self.key = [(m, version, id(slab)) for m, (version, slab) in parts.items()]
         self.layouts = {(m, slab.layout.digest) for m, (_, slab) in parts.items()}
         apart = {m for m, (_, slab) in parts.items() if slab.streamable} if streams else set()
-        self.retained = [m for m, (_, slab) in parts.items() if granted or not slab.in_place or m in apart]
-        self.leases = any(parts[m][1].leased for m in self.retained if m not in apart)
+        self.leases = any(slab.leased for m, (_, slab) in parts.items() if m not in apart)
         self.apart = apart
         self.sizes = [slab.nbytes if m in apart else slab.streamed for m, (_, slab) in parts.items()]
         self.ends = list(accumulate(self.sizes))
@@ -75,17 +70,15 @@ class Announcement:
             elif size and slab.base is not None:
                 base = slab.base[0]
             digest = slab.layout.digest
-            here = model_id not in apart
-            descriptor, in_place = slab.descriptor if here else None, here and slab.in_place and not granted
-            announced.append(Part(model_id, version, digest, slab.nbytes, crc, descriptor, in_place, slab.origin, base))
+            descriptor = None if model_id in apart else slab.descriptor
+            announced.append(Part(model_id, version, digest, slab.nbytes, crc, descriptor, slab.origin, base))
         self.eager = eager
         self.castable = castable and all(part.descriptor is None for part in announced)
         self.instruction = Update(epoch, serial, eager, tuple(announced), metadata, packed)
         self.payload: list[Buffer] = [*values, *payload]
         self.nbytes = sum(map(len, self.payload))
         only = announced[0]
-        # What is granted was fetched, this once: the next one is offered like any other.
-        self.repeatable = len(announced) == 1 and eager and not (values[0] or granted or only.in_place)
+        self.repeatable = len(announced) == 1 and eager and not values[0]
         self.repeatable = self.repeatable and only.crc is None and only.origin is None and not packed
         self._at_hand = only.descriptor is not None
 
@@ -106,38 +99,31 @@ class Announcement:
         announced.nbytes = 0 if slab.descriptor is not None else slab.nbytes
         return announced
 
-    def matches(self, parts: Parts, *, granted: bool, streams: bool, codec: str) -> bool:
+    def matches(self, parts: Parts, *, streams: bool, codec: str) -> bool:
         """True for the very same versions and slabs, in the same form."""
         key = [(m, version, id(slab)) for m, (version, slab) in parts.items()]
-        return self.key == key and (self.granted, self.streams, self.codec) == (granted, streams, codec)
+        return self.key == key and (self.streams, self.codec) == (streams, codec)
 
 
 class Transfer:
     """One UPDATE that a worker has not staged yet: the parts, and how far its bytes have been sent.
 
     ``granted``: for how many of the parts' bytes, laid end to end, the worker has given credit; ``pushed``: the same of
-    what is pushed to all subscribers. ``retained`` are the parts that are kept for it, and ``leased`` those of them
-    that it opens. Where some are to be read ``in_place``, and the worker has not fetched them yet (``unfetched``), they
-    are not kept for it, and may hold another version by then. ``encodings``: how the bytes of each part travel, if they
-    do so as fewer; None where they travel as they are.
+    what is pushed to all subscribers. ``leased`` are the parts that it opens. ``encodings``: how the bytes of each part
+    travel, if they do so as fewer; None where they travel as they are.
     """
 
     def __init__(self, announcement: Announcement, parts: Parts, after_ping: int) -> None:
         self.serial = announcement.serial
         self.parts = parts
         self.layouts = announcement.layouts
-        self.retained = (
-            parts if len(announcement.retained) == len(parts) else {m: parts[m] for m in announcement.retained}
-        )
         apart = announcement.apart
-        self.leased = {m: p for m, p in self.retained.items() if m not in apart} if apart else self.retained
-        self._slabs = [slab.retain() for _, slab in self.retained.values()]
-        self.in_place = self.unfetched = len(self._slabs) < len(parts)
+        self.leased = {m: p for m, p in parts.items() if m not in apart} if apart else parts
+        self._slabs = [slab.retain() for _, slab in parts.values()]
         self.after_ping = after_ping
         self.encodings: list[Encoding | None] = []
         self.restart = 0
         self.granted = self.pushed = 0
-        self._apart = apart
         self._sizes = announcement.sizes
         self._ends = announcement.ends
         self.total = self._ends[-1]
@@ -146,13 +132,6 @@ class Transfer:
     @property
     def versions(self) -> dict[str, int]:
         return {model_id: version for model_id, (version, _) in self.parts.items()}
-
-    def grant(self) -> None:
-        """The worker fetches the parts that are read in place, and they are still what was announced."""
-        self.unfetched = False
-        self._slabs += [slab.retain() for m, (_, slab) in self.parts.items() if m not in self.retained]
-        self.retained = self.parts
-        self.leased = {m: part for m, part in self.parts.items() if m not in self._apart}
 
     def rewound(self, fetch: Fetch) -> bool:
         """Whether the worker fetches some of it once more; then it is sent from there again."""
@@ -166,7 +145,7 @@ class Transfer:
             self._leave(self.encodings)
         for slab in self._slabs:
             slab.release()
-        self.parts, self.retained, self.leased, self._slabs, self.encodings = {}, {}, {}, [], []
+        self.parts, self.leased, self._slabs, self.encodings = {}, {}, [], []
 
     def encode(self, codec: str, bases: Sequence[int], size: int) -> None:
         """From now on, let the parts' bytes travel by this codec (empty: none), in pieces of this size, and as what has

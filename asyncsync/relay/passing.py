@@ -129,7 +129,7 @@ class Passing:
                 "ZMQWeightSyncScheme or an AutoWeightSyncScheme", update.parts[0].version
             )  # fmt: skip
             return
-        slabs = {part.model_id: slab for part, slab in zip(update.parts, update.slabs, strict=True) if slab is not None}
+        slabs = {part.model_id: slab for part, slab in zip(update.parts, update.slabs, strict=True)}
         for part in update.parts:
             slabs[part.model_id].origin = part.origin
         if self._slots is not None:

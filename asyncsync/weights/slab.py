@@ -59,7 +59,7 @@ class Slab:
         descriptor: where a transport can fetch the bytes, for slabs that do not travel as chunks.
         leased: workers read this very memory, and it is leased to them until they release it; see
             :mod:`asyncsync.protocol.leases`.
-        in_place: such a slab that workers do not copy out: they request a lease before they read it.
+        mapped: such a slab that workers do not copy out: they read it where it is until they have something newer.
         may_hold_parameters: a model's Parameters may have their memory here: what is written stays in this process.
         holds_parameters, holds_all_parameters: some Parameters have their memory here, or all that can.
         exposed: a user's code had views of the slab, and may have written them.
@@ -73,7 +73,7 @@ class Slab:
     """
 
     leased = False
-    in_place = False
+    mapped = False
     may_hold_parameters = False
     holds_parameters = False
     holds_all_parameters = False

@@ -8,7 +8,6 @@ UPDATE    trainer → worker   a list of parts, one per model; small ones bring 
 FETCH     worker → trainer   send me the bytes [start, upto) of that update: credit, restart
 CHUNK     trainer → worker   a piece of one part
 CAST      trainer → workers  an UPDATE or AGAIN for many workers, over the socket that they have subscribed to
-GRANTED   trainer → worker   the parts of that update that are read in place are leased to you
 PACKED    trainer → worker   a piece of one part as fewer bytes: compressed, or what has changed since a version
 AGAIN     trainer → worker   the UPDATE before, with newer bytes: one part, everything else as it was
 STAGED    worker → trainer   all parts are here and checked
@@ -61,10 +60,9 @@ from asyncsync.wire.fields import (
 class Part:
     """One model's share of an update: ``nbytes`` of slab, described by the layout with this digest.
 
-    With a ``descriptor`` the bytes do not come as chunks: the worker's transport fetches them from there; if
-    they are to be read ``in_place``, when FETCH has been answered with GRANTED. ``origin``: in a tree, the version at
-    its root that this one stands for; None: the sender is the root. ``base``: the version of which the trainer can send
-    what has changed since; 0: none.
+    With a ``descriptor`` the bytes do not come as chunks: the worker's transport fetches them from there. ``origin``:
+    in a tree, the version at its root that this one stands for; None: the sender is the root. ``base``: the version of
+    which the trainer can send what has changed since; 0: none.
     """
 
     model_id: Name
@@ -73,7 +71,6 @@ class Part:
     nbytes: Annotated[int, integer(0, 1 << 42)]
     crc: Crc = None
     descriptor: Descriptor = None
-    in_place: Boolean = False
     origin: Annotated[int | None, optional(integer())] = None
     base: U64 = 0
 
@@ -274,12 +271,6 @@ class Released(Instruction, kind=14):
     nonce: Digest
     last: U64
     in_use: InUse
-
-
-@dataclass(frozen=True, slots=True)
-class Granted(Instruction, kind=15):
-    epoch: Epoch
-    serial: Number
 
 
 @dataclass(frozen=True, slots=True)

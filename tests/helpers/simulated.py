@@ -223,13 +223,13 @@ class Trainer:
         target = publisher.targets.models[model].common.current
         if not publisher.settings.fast or not self.usable or target is None:
             return None
-        if target.slab not in self.slots or target.slab.in_place or target.slab.references > 1:
+        if target.slab not in self.slots or target.slab.mapped or target.slab.references > 1:
             return None
         peers = publisher.announcer.steady(model, target.slab)
         if not peers or any(p.unsettled or p.slow for p in peers):
             return None
         slab = self.slots.acquire(target.slab.layout)
-        slab.in_place = False
+        slab.mapped = False
         slab.descriptor = self.slots.describe(slab, mapped=False)
         workers = [(peer, channels[peer.route]) for peer in peers]
         known = SourceCache(slab.layout)

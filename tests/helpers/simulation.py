@@ -819,8 +819,8 @@ class Simulation(Oracle):
         pack(slab, flat(number, dtype))
         if lent:
             self.images[number] = bytes(slab.memory)
-            slab.in_place = number % 3 > 0 and not copied
-            slab.descriptor = trainer.slots.describe(slab, mapped=slab.in_place)
+            slab.mapped = number % 3 > 0 and not copied
+            slab.descriptor = trainer.slots.describe(slab, mapped=slab.mapped)
             slab.streamable = bool(self.world.apart)
         elif self.world.descriptors:
             slab.descriptor = descriptor = b"%d" % number

@@ -154,10 +154,8 @@ MUTATIONS = {
         NO_PONG,
     ],
     "whoever was superseded gives nothing back": [(Session, "bye", "elif not reads:", "elif False:")],
-    "a slot is granted that may hold something else by now": [
-        (Publisher, "_grant", "target.version != version", "False")
-    ],
-    "a report says nothing of what is asked for": [(Reports, "in_use", "not update.awaited", "True")],
+    "a slot that is announced is not leased": [(Announcer, "_start", "if last.leases:", "if False:")],
+    "a report says nothing of what has just come": [(Subscriber, "_attach", "self.holdings.lease(part, slab)", "pass")],
     "the end of a process gives nothing back": [(Publisher, "ended", "self.leases.release(nonce)", "pass")],
     "AGAIN leaves the slab before where it is": [(Announcer, "_advance", "before.release()", "pass")],
     "the fast path goes on with what it has written, and not who has it": [

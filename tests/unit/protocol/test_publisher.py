@@ -13,8 +13,6 @@ import torch
 from asyncsync.errors import ClosedError, Fenced, PeerLost, ProtocolError, RemoteError, SchemaMismatch
 from asyncsync.protocol.publisher import Publisher
 from asyncsync.protocol.settings import Identity, Settings
-from asyncsync.protocol.transfer import Announcement
-from asyncsync.weights.slab import SlabPool
 from asyncsync.wire import codec, fields, messages
 from helpers.machines import EPOCH, SMALL, TICK, Desk, layout, nonce, slab_of
 
@@ -1140,19 +1138,6 @@ def test_a_done_of_an_update_that_is_over_changes_nothing(desk: Desk) -> None:
     assert desk.publisher.peers[0].applied == {"policy": 2}
     with pytest.raises(ProtocolError):
         desk.receive(0, messages.Done((1, 1), first.serial))
-
-
-def test_what_was_granted_is_not_said_again_in_short() -> None:
-    """Or every later one would be lent without being asked for."""
-    slab = slab_of(SlabPool(), 1)
-    slab.leased = slab.in_place = True
-    slab.descriptor = b"slot"
-    for granted in (False, True):
-        parts = {"policy": (1, slab)}
-        said = Announcement(1, parts, EPOCH, eager_bytes=1 << 16, checksum=False, granted=granted)
-        assert not said.repeatable
-    slab.in_place = False
-    assert Announcement(1, parts, EPOCH, eager_bytes=1 << 16, checksum=False).repeatable
 
 
 def test_a_worker_that_is_stopped_while_the_layout_changes_is_asked_once(desk: Desk) -> None:

@@ -784,22 +784,6 @@ def test_more_memory_than_there_is_fails_the_update_only(station: Station, monke
     assert station.subscriber.staged
 
 
-def test_what_was_granted_to_an_earlier_update_is_not_taken_for_a_newer_one(station: Station) -> None:
-    station.join()
-    for serial, version in ((1, 5), (2, 6)):
-        slab = slab_of(SlabPool(), 10 * version)
-        descriptor = b"slot %d" % version
-        station.offered[descriptor] = slab, True
-        part = messages.Part("policy", version, slab.layout.digest, slab.nbytes, None, descriptor, True)
-        station.receive(messages.Update(EPOCH, serial, True, (part,)), [b"", b""])
-        assert [fetch.serial for fetch in station.take(messages.Fetch)] == [serial]  # type: ignore[attr-defined]
-    station.receive(messages.Granted(EPOCH, 1))
-    assert not station.subscriber.staged
-    station.receive(messages.Granted(EPOCH, 2))
-    station.apply()
-    assert station.content() == {60}
-
-
 def test_values_of_a_setting_are_those_that_are_documented() -> None:
     settings = Settings()
     assert settings.window_bytes >= 2 * settings.chunk_bytes  # credit comes before the last chunk has gone

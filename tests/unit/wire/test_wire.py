@@ -34,7 +34,6 @@ from asyncsync.wire.messages import (
     Done,
     Failed,
     Fetch,
-    Granted,
     Hello,
     Instruction,
     Packed,
@@ -75,10 +74,9 @@ def updates(draw: st.DrawFn) -> tuple[Update, list[bytes]]:
     for name in draw(st.lists(names, min_size=1, max_size=4, unique=True)):
         descriptor = draw(st.none() | st.binary(max_size=40))
         nbytes = draw(st.integers(0, 100) if eager else st.integers(0, 1 << 42))
-        in_place = descriptor is not None and draw(st.booleans())
         origin = draw(st.none() | u64)
         base = draw(st.just(0) | u64)
-        parts.append(Part(name, draw(positive), draw(digests), nbytes, draw(crcs), descriptor, in_place, origin, base))
+        parts.append(Part(name, draw(positive), draw(digests), nbytes, draw(crcs), descriptor, origin, base))
         payload.append(bytes(parts[-1].streamed) if eager else b"")
     fewer = draw(st.booleans())
     if fewer:
@@ -153,7 +151,6 @@ ANY: dict[type[Instruction], st.SearchStrategy[tuple[Any, list[bytes]]]] = {
     Pong: alone(st.builds(Pong, epochs, u64, versions, versions, u64, u64, kept, u64)),
     Bye: alone(st.builds(Bye, epochs, digests, st.text(unicode, max_size=32), texts)),
     Released: alone(st.builds(Released, epochs, digests, u64, kept)),
-    Granted: alone(st.builds(Granted, epochs, positive)),
     Again: agains(),
     Done: alone(st.builds(Done, epochs, positive)),
     Relayed: alone(
@@ -184,7 +181,6 @@ EXAMPLES: dict[type[Instruction], tuple[Instruction, list[bytes]]] = {
     Pong: (Pong((1, 2), 3, {"policy": 7}, {"policy": 8}, 5, 5, (("policy", 7), ("policy", 8))), []),
     Bye: (Bye((1, 2), bytes(16), "closed", "done"), []),
     Released: (Released((1, 2), bytes(16), 5, (("policy", 7), ("v", 1))), []),
-    Granted: (Granted((1, 2), 5), []),
     Again: (Again((1, 2), 6, 5, 8, None), [b"data"]),
     Done: (Done((1, 2), 6), []),
     Relayed: (Relayed((1, 2), 3, True, False, (RelayedWorker(3, bytes(16), {"policy": 7}, {}),)), []),
