@@ -11,12 +11,12 @@ from asyncsync.monitor.trace import Life, Observer
 from asyncsync.protocol.staging import Staging
 from asyncsync.wire.codec import decode
 from asyncsync.wire.fields import Buffer, Epoch
-from asyncsync.wire.messages import Again, Applied, Cast, Done, Failed, Fetch, Instruction, Pong, Staged, Update
+from asyncsync.wire.messages import Again, Applied, Cast, Failed, Fetch, Instruction, Pong, Staged, Update
 
 if TYPE_CHECKING:
     from prometheus_client import Histogram
 
-STEPS = {Fetch: "fetched", Staged: "staged", Done: "end"}
+STEPS = {Fetch: "fetched", Staged: "staged"}
 OVERTAKEN = "a newer version has come"
 
 
@@ -67,15 +67,15 @@ class SenderObserver(Observer):
         """A worker has said something, which has been taken in."""
         if isinstance(instruction, Applied | Pong | Failed):
             failure = f"{instruction.type_name}: {instruction.message}" if isinstance(instruction, Failed) else ""
-            for version in set(instruction.versions.values()):
+            versions = set(instruction.versions.values())
+            if isinstance(instruction, Applied) and instruction.serial:
+                versions = {v for v, life in self.lives.items() if life.unanswered.get(worker) == instruction.serial}
+            for version in versions:
                 self._applied(worker, version, failure)
-        elif isinstance(instruction, Fetch | Staged | Done):
-            for version, life in self.lives.items():
+        elif isinstance(instruction, Fetch | Staged):
+            for life in self.lives.values():
                 if life.unanswered.get(worker) == instruction.serial:
-                    if isinstance(instruction, Done):
-                        self._applied(worker, version)
-                    else:
-                        self.tell(f"deliver.{STEPS[type(instruction)]}", life, worker=worker)
+                    self.tell(f"deliver.{STEPS[type(instruction)]}", life, worker=worker)
 
     def _applied(self, worker: int, version: int, failure: str = "") -> None:
         for earlier, life in self.lives.items():

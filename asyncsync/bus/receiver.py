@@ -241,7 +241,7 @@ class ReceiverLink(Link):
             )
 
     def _acknowledge(self, done: bytes, now: float) -> None:
-        """The fast path has applied an update: send DONE, and do what :meth:`settle` does."""
+        """The fast path has applied an update: send APPLIED, and do what :meth:`settle` does."""
         if self.side_channel is None or not self.side_channel.write((ALONE, done)):
             self.subscriber.outbox.append((decode([done])[0], ()))
             self.settle()

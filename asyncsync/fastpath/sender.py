@@ -4,8 +4,8 @@ For hours a training loop does the same thing: everybody has the last version of
 it in nothing but version and bytes; the slab lies in shared memory, from where everybody copies it out at once. Then a
 :class:`SteadySender` has two slots for itself: the newest version, and one to write the next into. It announces the
 next version to all workers with one packet (AGAIN), over their side channels, and counts the answers, which are all the
-same packet too (DONE). It listens to one worker at a time, first to the one that was sent the packet last: to be woken
-by each would take the core from those that are not done.
+same packet too (the short APPLIED). It waits for one worker's answer at a time, last-notified first, so that early
+answers do not wake it while other workers still need the CPU.
 
 Meanwhile the :class:`asyncsync.protocol.publisher.Publisher` stands still. Before anything else happens to it (another
 message has come, a worker has gone, time has passed, somebody calls status()), :meth:`FastSender.end` hands over
@@ -30,7 +30,7 @@ from asyncsync.weights.packing import pack
 from asyncsync.weights.slab import Slab, SlabPool
 from asyncsync.weights.source_cache import SourceCache
 from asyncsync.weights.tree import FlatWeights
-from asyncsync.wire.codec import encode_again, encode_done
+from asyncsync.wire.codec import encode_again, encode_applied
 from asyncsync.wire.fields import Buffer
 
 # The interpreter waits while a worker copies them.
@@ -236,7 +236,7 @@ class SteadySender:
             self._known.learn(flat)
         epoch, version, serial = self._epoch, self.version + 1, self._serial + 1
         again: list[Buffer] = [ALONE, encode_again(epoch, serial, self._serial, version, slab.descriptor)]
-        done = ALONE + encode_done(epoch, serial)
+        done = ALONE + encode_applied(epoch, serial)
         waiting, unsent = dict(self._workers), list(self._workers)
         # All at once: no exception strikes where nothing is called.
         self._next, self._newest, self._began = self._newest, slab, now

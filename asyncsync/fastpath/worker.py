@@ -2,10 +2,10 @@
 
 While a training loop does the same thing again and again, a worker does, too: an AGAIN that follows the last one comes
 over the side channel, its bytes lie in one of the sender's two slots, nobody reads the model, whose tensors are where
-they were, and the answer is DONE. A :class:`SteadyWorker` has prepared for that: it knows the slots, and two slabs of
-this worker's own, the one that holds the newest version and one to copy the next into. What it changes is the state of
-the :class:`asyncsync.protocol.subscriber.Subscriber` itself, which looks afterwards as if the update had come the
-general way.
+they were, and the answer is the short APPLIED. A :class:`SteadyWorker` has prepared for that: it knows the slots, and
+two slabs of this worker's own, the one that holds the newest version and one to copy the next into. It changes the
+state of the :class:`asyncsync.protocol.subscriber.Subscriber` itself, which looks afterwards as if the update had come
+the general way.
 
 It takes a packet whole or not at all. Whatever is unusual about one (a reader, another Parameter, an unknown slot) is
 left to the general way, with nothing changed; and whatever else the subscriber hears or does calls
@@ -25,7 +25,7 @@ from asyncsync.protocol.staging import Acting, StagedPart, Staging
 from asyncsync.protocol.subscriber import Subscriber
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab
-from asyncsync.wire.codec import AGAIN_FIELDS, FIXED, HEAD, encode_done
+from asyncsync.wire.codec import AGAIN_FIELDS, FIXED, HEAD, encode_applied
 from asyncsync.wire.fields import Epoch
 from asyncsync.wire.messages import Again, Part
 
@@ -174,7 +174,7 @@ class SteadyWorker:
         subscriber.incoming.bytes_received += self._nbytes
         subscriber.last_seen = now
         self._newest, self._next = slab, newest
-        return encode_done(self._epoch, serial)
+        return encode_applied(self._epoch, serial)
 
     def _resume(self, base: tuple[int, Part], version: int, slab: Slab) -> None:
         """After an interrupt: what was begun is staged, and goes the general way."""

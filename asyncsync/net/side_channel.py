@@ -12,7 +12,7 @@ greeting, or hangs up. Until the greeting has come the receiver writes nothing e
 opens another one with the next WELCOME. That a side channel ends means nothing else: ``pidfd`` reports ended processes.
 
 **Order.** Only what :data:`BY_SIDE_CHANNEL` lists goes this way: UPDATE and AGAIN to the worker; FETCH, STAGED,
-APPLIED, DONE, FAILED and RELEASED to the trainer. The two ways together do not keep messages in order, and need not,
+APPLIED, FAILED and RELEASED to the trainer. The two ways together do not keep messages in order, and need not,
 because:
 
 - What goes through ZeroMQ never overtakes what has gone by the side channel: a packet is in the other's buffer when the
@@ -22,10 +22,10 @@ because:
   worker has accepted already, and the sender does not use the side channel between a HELLO and its READY (so not for
   another epoch either) or while the answer to a layout is due. One UPDATE at a time is outstanding, and an older one or
   its chunks, arriving late, are known by their serial number and dropped.
-- What the worker sends by the side channel may overtake its READY, REFUSED, PING or PONG. FETCH, STAGED and DONE name
-  the UPDATE that they are about; APPLIED and FAILED carry versions, of which the highest counts; RELEASED names the
-  latest UPDATE that it knows of. A PONG that comes late differs by its number from one that has seen the latest UPDATE.
-  HELLO is not overtaken: the side channel begins with the WELCOME to it.
+- What the worker sends by the side channel may overtake its READY, REFUSED, PING or PONG. FETCH, STAGED and a short
+  APPLIED name the UPDATE that they are about. Other APPLIED and FAILED carry versions, of which the highest counts.
+  RELEASED names the latest UPDATE that it knows of. A PONG that comes late differs by its number from one that has seen
+  the latest UPDATE. HELLO is not overtaken, because the side channel begins with the WELCOME to it.
 
 What is lost with a side channel that breaks is repaired like any lost message, by the next PING and PONG. Data that was
 written before a side channel is closed still arrives.
@@ -56,7 +56,7 @@ logger = logging.getLogger("asyncsync")
 
 BY_SIDE_CHANNEL: frozenset[type[Instruction]] = frozenset(
     {messages.Update, messages.Again}  # to the worker
-    | {messages.Fetch, messages.Staged, messages.Applied, messages.Done, messages.Failed, messages.Released}
+    | {messages.Fetch, messages.Staged, messages.Applied, messages.Failed, messages.Released}
 )
 MAX_PACKET = 68 << 10  # an eager update of 64 KiB, with its header
 MAX_FRAMES = 255

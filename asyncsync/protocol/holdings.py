@@ -148,8 +148,9 @@ class Reports:
     """The reports of one worker to its trainer.
 
     ``serial`` is that of the latest update that has come: a report names the slabs in use of all updates up to it.
-    ``unreported`` is what STAGED has not reported; DONE will, if it is applied at once. ``failure`` is the report of
-    the last update that failed, until what is newer is applied. ``relayed`` counts the reports of a relay's workers.
+    ``unreported`` is what STAGED has not reported; the short APPLIED will, if it is applied at once. ``failure`` is the
+    report of the last update that failed, until what is newer is applied. ``relayed`` counts the reports of a relay's
+    workers.
     """
 
     def __init__(self, session: Session, incoming: Incoming, holdings: Holdings, staged: StagedUpdates) -> None:
@@ -210,7 +211,7 @@ class Reports:
             self.unreported = None
         serial, in_use = self.in_use()
         if at_once and serial == staging.serial and not in_use:
-            session.send(messages.Done(staging.epoch, staging.serial))
+            session.send(messages.Applied.at_once(staging.epoch, staging.serial))
         else:
             session.send(messages.Applied(staging.epoch, session.named(holdings.versions), serial, in_use))
 

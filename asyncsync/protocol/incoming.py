@@ -14,7 +14,7 @@ from asyncsync.weights.encoding import decode_onto
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab, SlabPool
 from asyncsync.wire.fields import Buffer
-from asyncsync.wire.messages import Chunk, Fetch, Instruction, Packed, Part, Update
+from asyncsync.wire.messages import Chunk, Fetch, Instruction, Part, Update
 
 FRUITLESS_RESTARTS = 3
 PUSH_PATIENCE = 2.0  # seconds; those who set the pace of what is pushed may have stopped
@@ -97,35 +97,35 @@ class Incoming:
                 self.watcher.ended(update)
             update.release()
 
-    def chunk(self, chunk: Chunk, data: Buffer, now: float) -> None:
+    def chunk(self, chunk: Chunk, payload: Sequence[Buffer], now: float) -> None:
         """A piece of one part has come."""
         update = self.update
         if update is None or chunk.serial != update.serial:
             return
-        self._put(update, chunk.part, chunk.offset, data, chunk.crc, len(data), now)
+        if chunk.size:
+            self._decode(update, chunk, payload[0] if payload else b"", now)
+        else:
+            self._put(update, chunk.part, chunk.offset, payload[0], chunk.crc, len(payload[0]), now)
 
-    def packed(self, packed: Packed, payload: Sequence[Buffer], now: float) -> None:
-        """A piece of one part has come as fewer bytes."""
-        update = self.update
-        if update is None or packed.serial != update.serial:
+    def _decode(self, update: IncomingUpdate, chunk: Chunk, frame: Buffer, now: float) -> None:
+        """It has come as fewer bytes."""
+        if not update.expects(chunk.part, chunk.offset, chunk.size):
             return
-        if not update.expects(packed.part, packed.offset, packed.size):
-            return
-        base, frame = None, payload[0] if payload else b""
-        if packed.base is not None:
-            base = update.base(packed.part, packed.offset, packed.size)
+        base = None
+        if chunk.base is not None:
+            base = update.base(chunk.part, chunk.offset, chunk.size)
             if base is None:
                 return  # it was sent before the trainer knew that this base does not fit
-            if zlib.adler32(base.data) != packed.base:
+            if zlib.adler32(base.data) != chunk.base:
                 self._fetch_whole(update, now)
                 return
-        data = decode_onto(frame, packed.size, base)
-        if zlib.crc32(data) == packed.crc:
-            self._put(update, packed.part, packed.offset, data, None, len(frame), now)
+        data = decode_onto(frame, chunk.size, base)
+        if zlib.crc32(data) == chunk.crc:
+            self._put(update, chunk.part, chunk.offset, data, None, len(frame), now)
         elif base is not None:
             self._fetch_whole(update, now)
         else:
-            raise ProtocolError(f"a piece at {packed.offset} of part {packed.part} has a wrong checksum")
+            raise ProtocolError(f"a piece at {chunk.offset} of part {chunk.part} has a wrong checksum")
 
     def _fetch_whole(self, update: IncomingUpdate, now: float) -> None:
         """This worker's base is not what the trainer takes it for: somebody has written into it."""

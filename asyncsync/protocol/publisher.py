@@ -195,9 +195,7 @@ class Publisher:
             raise ProtocolError(f"worker {peer.worker} sent {kind.__name__}, which only a trainer sends")
         handler(self, peer, instruction, now)
         self.touched(peer.worker)
-        if isinstance(instruction, messages.Done):
-            self.leases.report(peer.nonce, instruction.serial, ())
-        elif isinstance(instruction, messages.Staged | messages.Applied | messages.Failed | messages.Pong):
+        if isinstance(instruction, messages.Staged | messages.Applied | messages.Failed | messages.Pong):
             self.leases.report(peer.nonce, instruction.last, instruction.in_use)
         peer.last_seen = now
         peer.slow = False
@@ -246,15 +244,12 @@ class Publisher:
             self._pump(peer)
 
     def _on_applied(self, peer: Peer, applied: messages.Applied, now: float) -> None:
-        self.membership.check_versions(peer, applied.versions)
-        peer.note_applied(applied.versions)
-        self._pump(peer)
-
-    def _on_done(self, peer: Peer, done: messages.Done, now: float) -> None:
-        transfer = peer.transfer
-        if transfer is None or transfer.serial != done.serial:
-            return  # of an update that is over already: there is nothing new in that
-        versions = transfer.versions
+        versions, transfer = applied.versions, peer.transfer
+        if applied.serial:
+            if transfer is None or transfer.serial != applied.serial:
+                return  # of an update that is over already: there is nothing new in that
+            versions = transfer.versions
+        self.membership.check_versions(peer, versions)
         peer.note_applied(versions)
         if len(self.targets.models) > 1 or self.targets.version not in versions.values():
             self._pump(peer)  # something else may be due
@@ -366,7 +361,6 @@ _HANDLERS: dict[type[Instruction], Callable[..., None]] = {
     messages.Fetch: Publisher._on_fetch,
     messages.Staged: Publisher._on_staged,
     messages.Applied: Publisher._on_applied,
-    messages.Done: Publisher._on_done,
     messages.Failed: Publisher._on_failed,
     messages.Ping: lambda self, peer, ping, now: self.questions.put(peer, ping),
     messages.Pong: Publisher._on_pong,

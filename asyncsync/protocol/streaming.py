@@ -11,7 +11,7 @@ from asyncsync.protocol.settings import Settings
 from asyncsync.protocol.transfer import Transfer
 from asyncsync.weights.encoding import Encoding, is_decodable
 from asyncsync.wire.fields import Buffer
-from asyncsync.wire.messages import Chunk, Packed
+from asyncsync.wire.messages import Chunk
 
 
 class Streaming:
@@ -42,7 +42,7 @@ class Streaming:
         for chunk, view in transfer.chunks(epoch, chunk_bytes=settings.chunk_bytes, checksum=settings.checksum):
             self._send(peer, chunk, view)
 
-    def _send(self, peer: Peer, chunk: Chunk | Packed, piece: Buffer) -> None:
+    def _send(self, peer: Peer, chunk: Chunk, piece: Buffer) -> None:
         peer.bytes_sent += len(piece)
         self._membership.send(peer.route, chunk, [piece] if len(piece) else ())
 

@@ -186,9 +186,7 @@ class Subscriber:
         elif isinstance(instruction, messages.Cast):
             self._on_cast(instruction, payload, now)
         elif isinstance(instruction, messages.Chunk):
-            self.incoming.chunk(instruction, payload[0], now)
-        elif isinstance(instruction, messages.Packed):
-            self.incoming.packed(instruction, payload, now)
+            self.incoming.chunk(instruction, payload, now)
         elif isinstance(instruction, messages.Ping):
             self.reports.pong(instruction)
         elif isinstance(instruction, Recount) and self.relaying is not None:
@@ -268,7 +266,7 @@ class Subscriber:
     def _on_again(self, again: messages.Again, payload: Sequence[Buffer], now: float) -> None:
         if again.serial <= self.reports.serial:
             if self.steady(again.serial) is not None:  # an interrupt came between applying and reporting it
-                self.session.send(messages.Done(again.epoch, again.serial))
+                self.session.send(messages.Applied.at_once(again.epoch, again.serial))
             return
         if self.base is None or self.base[0] != again.since or self.reports.serial != again.since:
             raise ProtocolError("an AGAIN of an update that has not come")

@@ -9,9 +9,9 @@ from itertools import accumulate
 from asyncsync.weights.encoding import Encoding, encode_piece, encoding_of
 from asyncsync.weights.slab import Slab
 from asyncsync.wire.fields import Buffer, Epoch
-from asyncsync.wire.messages import Again, Chunk, Fetch, Packed, Part, Update
+from asyncsync.wire.messages import Again, Chunk, Fetch, Part, Update
 
-PACKED_ABOVE = 2 << 10  # so many bytes in an UPDATE are not worth the work
+ENCODED_ABOVE = 2 << 10  # so many bytes in an UPDATE are not worth the work
 
 Parts = dict[str, tuple[int, Slab]]
 """What an update brings: version and slab of each model."""
@@ -64,7 +64,7 @@ class Announcement:
             if eager:
                 piece = slab.contents() if size else b""
                 crc = zlib.crc32(piece) if checksum else None
-                if codec and size > PACKED_ABOVE and (fewer := encode_piece(piece, codec, 1)) is not None:
+                if codec and size > ENCODED_ABOVE and (fewer := encode_piece(piece, codec, 1)) is not None:
                     piece, packed = fewer, True
                 payload.append(piece)
             elif size and slab.base is not None:
@@ -184,7 +184,7 @@ class Transfer:
 
     def encoded(
         self, epoch: Epoch, *, checksum: bool, chunk_bytes: int, wanted: Callable[[Encoding, int], object]
-    ) -> Iterator[tuple[Chunk | Packed, Buffer]]:
+    ) -> Iterator[tuple[Chunk, Buffer]]:
         """:meth:`chunks` where some are encoded. It ends at the first piece that has still to be encoded; that and the
         following ones, as far as the credit reaches and the slab is packed, are ``wanted``."""
         slabs = [slab for _, slab in self.parts.values()]
@@ -211,8 +211,8 @@ class Transfer:
                         return
                 self.sent = begin + stop
                 if encoded is not None and encoded.payload is not None:
-                    packed = Packed(epoch, self.serial, i, start, stop - start, encoded.crc, encoded.base)
-                    yield packed, encoded.payload
+                    chunk = Chunk(epoch, self.serial, i, start, encoded.crc, stop - start, encoded.base)
+                    yield chunk, encoded.payload
                 else:
                     piece = slab.export(start, stop)
                     yield Chunk(epoch, self.serial, i, start, zlib.crc32(piece) if checksum else None), piece

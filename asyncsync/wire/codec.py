@@ -4,8 +4,8 @@ A message is a header frame, ``[protocol, kind, field, …]``, and payload frame
 produces and raises :class:`ProtocolError` for everything else; nothing is allocated on the word of a peer, there is no
 pickle and no msgpack ext type.
 
-AGAIN and DONE, of which a training loop's updates mostly consist, have a fixed form without msgpack. Their first byte
-begins no msgpack value, the second is the instruction's kind, the epoch follows.
+AGAIN and the short APPLIED, of which a training loop's updates mostly consist, have a fixed form without msgpack. Their
+first byte begins no msgpack value, the second is the instruction's kind, the epoch follows.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from asyncsync.wire.fields import (
     build,
     show,
 )
-from asyncsync.wire.messages import INSTRUCTIONS, Again, Cast, Chunk, Done, Instruction, Packed, Part, Update, Welcome
+from asyncsync.wire.messages import INSTRUCTIONS, Again, Applied, Cast, Chunk, Instruction, Part, Update, Welcome
 from asyncsync.wire.relayed import RelayedWorker
 from asyncsync.wire.report import ModelReport, WorkerReport
 
@@ -43,8 +43,7 @@ FIXED = 0xC1  # which msgpack does not use
 HEAD = Struct("<BBQQ")  # FIXED, the kind, the epoch
 AGAIN_FIELDS = "QQQI"  # serial, since, version; the last is the descriptor's length, and one
 _AGAIN = Struct(HEAD.format + AGAIN_FIELDS)
-_DONE = Struct(HEAD.format + "Q")
-_AGAIN_KIND, _DONE_KIND = Again.kind, Done.kind
+_APPLIED = Struct(HEAD.format + "Q")
 _SMALL_HEADER = 512
 _SMALL_ARRAY = 128  # a slab in use takes at least 4 bytes, a map's entry 2: a small header has no longer list or map
 _SMALL_MAP = 256
@@ -56,15 +55,15 @@ def _values(cls: Any) -> Callable[[Any], tuple[Any, ...]]:
     return get if len(names) > 1 else lambda item: (get(item),)
 
 
-_BY_KIND = {kind: cls for kind, cls in INSTRUCTIONS.items() if cls not in (Again, Done)}
+_BY_KIND = {kind: cls for kind, cls in INSTRUCTIONS.items() if cls is not Again}
 # Each takes an instruction to the tuple of its fields; dataclasses.astuple would copy them, deeply.
 _VALUES = {cls: _values(cls) for cls in (*_BY_KIND.values(), Part, ModelReport, WorkerReport, RelayedWorker)}
 
 
 def encode(instruction: Instruction) -> bytes:
     """The header frame of an instruction. Text that is no Unicode, such as a file's name in a message, is mended."""
-    if isinstance(instruction, Done):
-        return encode_done(instruction.epoch, instruction.serial)
+    if isinstance(instruction, Applied) and instruction.serial:
+        return encode_applied(instruction.epoch, instruction.serial)
     if isinstance(instruction, Again):
         again = instruction
         return encode_again(again.epoch, again.serial, again.since, again.version, again.descriptor)
@@ -148,13 +147,16 @@ _unpack_large = _unpacker(MAX_HEADER, MAX_HEADER, MAX_HEADER)
 
 def _check_payload(instruction: Instruction, payload: Sequence[Buffer]) -> None:
     if isinstance(instruction, Chunk):
-        if len(payload) != 1 or not 0 < len(payload[0]) <= MAX_CHUNK:
+        size, base = instruction.size, instruction.base
+        if size:
+            if instruction.crc is None:
+                raise ProtocolError("an encoded chunk without its checksum")
+            if not payload and base is None:
+                raise ProtocolError("an encoded chunk without its bytes")
+            if payload and not 0 < len(payload[0]) < size:
+                raise ProtocolError(f"{len(payload[0])} bytes for an encoded chunk of {size}")
+        elif base is not None or len(payload) != 1 or not 0 < len(payload[0]) <= MAX_CHUNK:
             raise ProtocolError(f"a chunk must have one payload frame of 1 to {MAX_CHUNK} bytes")
-    elif isinstance(instruction, Packed):
-        if not payload and instruction.base is None:
-            raise ProtocolError("an encoded piece without its bytes")
-        if payload and not 0 < len(payload[0]) < instruction.size:
-            raise ProtocolError(f"{len(payload[0])} bytes for an encoded piece of {instruction.size}")
     elif isinstance(instruction, Update):
         parts = instruction.parts
         if len(parts) > 1 and len({p.model_id for p in parts}) != len(parts):
@@ -176,18 +178,19 @@ def _check_payload(instruction: Instruction, payload: Sequence[Buffer]) -> None:
 
 def encode_again(epoch: Epoch, serial: int, since: int, version: int, descriptor: bytes | None) -> bytes:
     length, tail = (0, b"") if descriptor is None else (len(descriptor) + 1, descriptor)
-    return _AGAIN.pack(FIXED, _AGAIN_KIND, *epoch, serial, since, version, length) + tail
+    return _AGAIN.pack(FIXED, Again.kind, *epoch, serial, since, version, length) + tail
 
 
-def encode_done(epoch: Epoch, serial: int) -> bytes:
-    return _DONE.pack(FIXED, _DONE_KIND, *epoch, serial)
+def encode_applied(epoch: Epoch, serial: int) -> bytes:
+    """:meth:`Applied.at_once`."""
+    return _APPLIED.pack(FIXED, Applied.kind, *epoch, serial)
 
 
-def decode_fixed(header: Buffer, payload: Sequence[Buffer]) -> tuple[Again | Done, Sequence[Buffer]]:
+def decode_fixed(header: Buffer, payload: Sequence[Buffer]) -> tuple[Again | Applied, Sequence[Buffer]]:
     """:func:`decode` for a header of at least two bytes that begins with :data:`FIXED`."""
     kind, expected = header[1], 0
-    instruction: Again | Done
-    if kind == _AGAIN_KIND and len(header) >= _AGAIN.size:
+    instruction: Again | Applied
+    if kind == Again.kind and len(header) >= _AGAIN.size:
         _, _, start, random, serial, since, version, length = _AGAIN.unpack_from(header)
         tail = bytes(header[_AGAIN.size :])
         if start > MAX_START or not 0 < since < serial or not version or length > MAX_DESCRIPTOR + 1:
@@ -196,13 +199,11 @@ def decode_fixed(header: Buffer, payload: Sequence[Buffer]) -> tuple[Again | Don
             raise ProtocolError(f"an AGAIN with {len(tail)} bytes of descriptor")
         instruction = Again((start, random), serial, since, version, tail if length else None)
         expected = 0 if length else 1
-    elif kind == _DONE_KIND and len(header) >= _DONE.size:
-        if len(header) != _DONE.size:
-            raise ProtocolError(f"a DONE of {len(header)} bytes")
-        _, _, start, random, serial = _DONE.unpack(header)
+    elif kind == Applied.kind and len(header) == _APPLIED.size:
+        _, _, start, random, serial = _APPLIED.unpack(header)
         if start > MAX_START or not serial:
-            raise ProtocolError(f"a DONE that no worker sends: {show(bytes(header))}")
-        instruction = Done((start, random), serial)
+            raise ProtocolError(f"an APPLIED that no worker sends: {show(bytes(header))}")
+        instruction = Applied.at_once((start, random), serial)
     else:
         raise ProtocolError(f"{len(header)} bytes of fixed form {kind}")
     if len(payload) != expected:

@@ -6,13 +6,11 @@ READY     worker → trainer   these layouts fit my models
 REFUSED   worker → trainer   this one does not, and why
 UPDATE    trainer → worker   a list of parts, one per model; small ones bring their payload
 FETCH     worker → trainer   send me the bytes [start, upto) of that update: credit, restart
-CHUNK     trainer → worker   a piece of one part
+CHUNK     trainer → worker   a piece of one part, as it is or as fewer bytes
 CAST      trainer → workers  an UPDATE or AGAIN for many workers, over the socket that they have subscribed to
-PACKED    trainer → worker   a piece of one part as fewer bytes: compressed, or what has changed since a version
 AGAIN     trainer → worker   the UPDATE before, with newer bytes: one part, everything else as it was
 STAGED    worker → trainer   all parts are here and checked
-APPLIED   worker → trainer   the versions my models hold now
-DONE      worker → trainer   what that AGAIN has brought is applied
+APPLIED   worker → trainer   the versions my models hold now; in short, that they hold what that AGAIN has brought
 FAILED    worker → trainer   applying raised, with the traceback
 RELEASED  worker → trainer   which leased slabs are still in use, and nothing else
 PING/PONG both ways          liveness, and the state that repairs whatever message was lost
@@ -181,11 +179,18 @@ class Fetch(Instruction, kind=6):
 
 @dataclass(frozen=True, slots=True)
 class Chunk(Instruction, kind=7, max_payload=1):
+    """Bytes of one part from ``offset`` on. ``crc``: their CRC-32. With a ``size``, there are so many of them, as
+    :mod:`asyncsync.weights.encoding` encodes them; 0: the payload has them as they are. ``base``: Adler-32 of the same
+    bytes of the version that FETCH has named: the payload encodes what has changed since, and without a payload nothing
+    has."""
+
     epoch: Epoch
     serial: Number
     part: Annotated[int, integer(0, MAX_MODELS)]
     offset: U64
     crc: Crc = None
+    size: Annotated[int, integer(0, MAX_CHUNK)] = 0
+    base: Crc = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,10 +205,18 @@ class Staged(Instruction, kind=8):
 
 @dataclass(frozen=True, slots=True)
 class Applied(Instruction, kind=9):
+    """``serial``: in the short form (:meth:`at_once`), of the AGAIN whose part is applied; 0: ``versions`` say it."""
+
     epoch: Epoch
     versions: Versions
     last: U64 = 0
     in_use: InUse = ()
+    serial: Annotated[int, integer(0, 0)] = 0
+
+    @classmethod
+    def at_once(cls, epoch: Epoch, serial: int) -> Applied:
+        """What the AGAIN of this serial has brought is applied, and nothing that was leased is still in use."""
+        return cls(epoch, {}, serial, (), serial)
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,14 +304,6 @@ class Again(Instruction, kind=16, max_payload=1):
 
 
 @dataclass(frozen=True, slots=True)
-class Done(Instruction, kind=17):
-    """What the AGAIN of this serial has brought is applied, and nothing that was leased for it is still in use."""
-
-    epoch: Epoch
-    serial: int
-
-
-@dataclass(frozen=True, slots=True)
 class Cast(Instruction, kind=23, max_payload=2 * MAX_MODELS + 1):
     """Payload: the frames of an UPDATE or AGAIN, its header first. It is for those who have had the announcement of the
     serial ``since`` as the latest, except those whose nonces' last eight bytes are among ``excluded``. With ``pushed``,
@@ -308,18 +313,3 @@ class Cast(Instruction, kind=23, max_payload=2 * MAX_MODELS + 1):
     since: Number
     excluded: Excluded
     pushed: Boolean
-
-
-@dataclass(frozen=True, slots=True)
-class Packed(Instruction, kind=25, max_payload=1):
-    """``size`` bytes of one part, as :mod:`asyncsync.weights.encoding` encodes them. ``crc``: their CRC-32. ``base``:
-    Adler-32 of the same bytes of the version that FETCH has named: the payload has what has changed since, and without
-    a payload nothing has. None: the payload has the bytes themselves."""
-
-    epoch: Epoch
-    serial: Number
-    part: Annotated[int, integer(0, MAX_MODELS)]
-    offset: U64
-    size: Annotated[int, integer(1, MAX_CHUNK)]
-    crc: Annotated[int, integer(0, (1 << 32) - 1)]
-    base: Crc = None

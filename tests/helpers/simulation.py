@@ -179,8 +179,8 @@ class Simulation(Oracle):
             kind = type(codec.decode(message.frames)[0])
             frames = message.frames[1:] if kind is messages.Cast else message.frames
             is_update = kind in (messages.Update, messages.Cast)
-            is_packed = kind is messages.Packed and len(message.frames) > 1
-            if kind is messages.Chunk or is_packed or (is_update and len(frames) > 2 and frames[-1]):
+            is_chunk = kind is messages.Chunk and len(message.frames) > 1
+            if is_chunk or (is_update and len(frames) > 2 and frames[-1]):
                 damaged = bytearray(message.frames[-1])
                 damaged[b % len(damaged)] ^= 1 << b % 8
                 message.frames = [*message.frames[:-1], bytes(damaged)]

@@ -18,7 +18,7 @@ from asyncsync.weights.packing import pack
 from asyncsync.weights.slab import SlabPool
 from asyncsync.weights.tree import FlatWeights
 from asyncsync.wire import messages
-from asyncsync.wire.messages import Chunk, Fetch, Packed, Update
+from asyncsync.wire.messages import Chunk, Fetch, Update
 from helpers.machines import EPOCH, SMALL, Desk, Station, nonce, slab_of
 
 BOTH = Settings(eager_bytes=0, chunk_bytes=64, window_bytes=1 << 20, compress="zstd", delta=True, piece_bytes=64)
@@ -56,7 +56,7 @@ class Packing(Desk):
         found = []
         while self.publisher.outbox:
             route, instruction, payload = self.publisher.outbox.popleft()
-            if route == b"%d" % worker and isinstance(instruction, Chunk | Packed):
+            if route == b"%d" % worker and isinstance(instruction, Chunk):
                 found.append((instruction, bytes(payload[0]) if payload else b""))
         return found
 
@@ -101,14 +101,15 @@ def test_an_update_names_the_version_before_as_its_base_and_no_older_one_is_kept
 
 
 def test_whoever_has_the_base_gets_what_has_changed() -> None:
-    for settings, kind in ((BOTH, Packed), (DELTA, Chunk)):
+    for settings, is_encoded in ((BOTH, True), (DELTA, False)):
         desk, update = after_one(settings)
         desk.fetch(0, update, (1,))
         assert desk.pieces(0) == [], "nothing is encoded yet"
         assert desk.encode() == 2
         sent = desk.pieces(0)
-        assert [(type(piece), piece.offset) for piece, _ in sent] == [(kind, 0), (kind, 64)], "each has changed"
-        if kind is Packed:
+        size = 64 if is_encoded else 0
+        assert [(piece.size, piece.offset) for piece, _ in sent] == [(size, 0), (size, 64)], "each has changed"
+        if is_encoded:
             before = slab_of(desk.pool, 1.0).memory
             assert [piece.base for piece, _ in sent] == [zlib.adler32(before[:64]), zlib.adler32(before[64:])]
         desk.finish(0, update)
@@ -116,7 +117,7 @@ def test_whoever_has_the_base_gets_what_has_changed() -> None:
         desk.publish(1.5)  # the same once more
         desk.fetch(0, announced(desk), (2,))
         desk.encode()
-        assert [(type(piece), payload) for piece, payload in desk.pieces(0)] == [(Packed, b"")] * 2
+        assert [(piece.size, payload) for piece, payload in desk.pieces(0)] == [(64, b"")] * 2
         assert desk.publisher.peers[0].bytes_sent == counted
 
 
@@ -125,10 +126,10 @@ def test_whoever_has_no_base_or_another_one_gets_all(bases: tuple[int, ...]) -> 
     desk, update = after_one(BOTH)
     desk.fetch(0, update, bases)
     desk.encode()
-    assert [(type(piece), piece.base) for piece, _ in desk.pieces(0)] == [(Packed, None)] * 2
+    assert [(piece.size, piece.base) for piece, _ in desk.pieces(0)] == [(64, None)] * 2
     desk, update = after_one(DELTA)
     desk.fetch(0, update, bases)
-    assert [type(piece) for piece, _ in desk.pieces(0)] == [Chunk, Chunk], "at once, and as it is"
+    assert [piece.size for piece, _ in desk.pieces(0)] == [0, 0], "at once, and as it is"
 
 
 @pytest.mark.promise(37)
@@ -168,8 +169,8 @@ def test_a_restart_that_begins_inside_a_piece_gets_its_rest_as_it_is() -> None:
     desk.fetch(0, update, (), restart=1, start=40)
     desk.encode()
     first, second = desk.pieces(0)
-    assert (type(first[0]), first[0].offset, len(first[1])) == (Chunk, 40, 24)
-    assert (type(second[0]), second[0].offset, second[0].base) == (Packed, 64, None)
+    assert (first[0].size, first[0].offset, len(first[1])) == (0, 40, 24)
+    assert (second[0].size, second[0].offset, second[0].base) == (64, 64, None)
 
 
 def test_bytes_are_compressed_for_those_who_can_decode_it() -> None:
@@ -231,8 +232,7 @@ def piece(
         changed = np.frombuffer(plain, np.uint8) ^ np.frombuffer(old[start:stop], np.uint8)
         payload = [encode_piece(changed, "zstd", 4)]
     digest = None if old is None else zlib.adler32(old[start:stop]) ^ base
-    packed = Packed(EPOCH, 2, 0, start, stop - start, zlib.crc32(plain) ^ crc, digest)
-    station.receive(packed, payload)
+    station.receive(Chunk(EPOCH, 2, 0, start, zlib.crc32(plain) ^ crc, stop - start, digest), payload)
 
 
 def test_what_is_staged_is_a_base_too_and_what_a_worker_has_not_is_not_claimed() -> None:
@@ -296,20 +296,20 @@ def test_the_new_version_is_made_of_pieces_and_those_that_come_twice_or_behind_a
 
 
 @pytest.mark.parametrize(
-    ("packed", "payload", "message"),
+    ("chunk", "payload", "message"),
     [
-        (Packed(EPOCH, 2, 1, 0, 64, 0), [b"\x00junk"], "does not fit"),
-        (Packed(EPOCH, 2, 0, 64, 128, 0), [b"\x00junk"], "does not fit"),
-        (Packed(EPOCH, 2, 0, 0, 64, 0), [b"\x00junk"], "unknown way"),
-        (Packed(EPOCH, 2, 0, 0, 64, 0), [], "without its bytes"),
-        (Packed(EPOCH, 2, 0, 0, 64, 0), [bytes(64)], "64 bytes for an encoded piece of 64"),
+        (Chunk(EPOCH, 2, 1, 0, 0, 64), [b"\x00junk"], "does not fit"),
+        (Chunk(EPOCH, 2, 0, 64, 0, 128), [b"\x00junk"], "does not fit"),
+        (Chunk(EPOCH, 2, 0, 0, 0, 64), [b"\x00junk"], "unknown way"),
+        (Chunk(EPOCH, 2, 0, 0, 0, 64), [], "without its bytes"),
+        (Chunk(EPOCH, 2, 0, 0, 0, 64), [bytes(64)], "64 bytes for an encoded chunk of 64"),
     ],
 )
-def test_a_piece_that_cannot_be_is_refused(packed: Packed, payload: list[bytes], message: str) -> None:
+def test_a_piece_that_cannot_be_is_refused(chunk: Chunk, payload: list[bytes], message: str) -> None:
     station = station_with()
     begin(station)
     with pytest.raises(ProtocolError, match=message):
-        station.receive(packed, payload)
+        station.receive(chunk, payload)
 
 
 def test_a_base_is_kept_while_it_is_needed_and_not_longer() -> None:

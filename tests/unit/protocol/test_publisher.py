@@ -1052,7 +1052,7 @@ def test_what_follows_an_update_that_everybody_has_is_said_in_short(lent: bool) 
         assert desk.publisher.progress.outstanding(version, [0, 1], ["policy"])
         for worker in (0, 1):
             assert desk.publisher.peers[worker].transfer is not None
-            desk.receive(worker, messages.Done(EPOCH, version))
+            desk.receive(worker, messages.Applied.at_once(EPOCH, version))
             assert desk.publisher.peers[worker].transfer is None
         assert not desk.publisher.progress.outstanding(version, [0, 1], ["policy"])
         assert desk.publisher.progress.of(version, [0, 1]).acked == {0: version, 1: version}
@@ -1099,7 +1099,7 @@ def test_an_again_is_not_said_to_who_comes_later_or_back() -> None:
     desk.publisher.lost(1, nonce(1), "gone", desk.now)
     desk.publish()
     (again,) = desk.take(messages.Again)
-    desk.receive(0, messages.Done(EPOCH, again.serial))
+    desk.receive(0, messages.Applied.at_once(EPOCH, again.serial))
     desk.join(1, 2)  # the one that was lost, still the same incarnation, and a new one
     desk.publisher.peers[1].applied["policy"] = 1
     for worker in (1, 2):
@@ -1114,7 +1114,7 @@ def test_an_again_that_is_lost_is_repaired_by_an_update(desk: Desk) -> None:
     desk.publish(7.0)
     again = desk.take()[0]
     assert isinstance(again, messages.Again)
-    desk.receive(1, messages.Done(EPOCH, again.serial))
+    desk.receive(1, messages.Applied.at_once(EPOCH, again.serial))
     desk.pass_time(20.0)
     desk.take()
     desk.pong(0, {"policy": 1})
@@ -1131,13 +1131,13 @@ def test_a_done_of_an_update_that_is_over_changes_nothing(desk: Desk) -> None:
     (first, _) = desk.take()
     assert isinstance(first, messages.Again)
     for _ in range(2):
-        desk.receive(0, messages.Done(EPOCH, first.serial))
+        desk.receive(0, messages.Applied.at_once(EPOCH, first.serial))
     assert desk.publisher.peers[0].applied == {"policy": 2}
     assert [type(i) for i in desk.take()] == [messages.Update]
-    desk.receive(0, messages.Done(EPOCH, 99))
+    desk.receive(0, messages.Applied.at_once(EPOCH, 99))
     assert desk.publisher.peers[0].applied == {"policy": 2}
     with pytest.raises(ProtocolError):
-        desk.receive(0, messages.Done((1, 1), first.serial))
+        desk.receive(0, messages.Applied.at_once((1, 1), first.serial))
 
 
 def test_a_worker_that_is_stopped_while_the_layout_changes_is_asked_once(desk: Desk) -> None:

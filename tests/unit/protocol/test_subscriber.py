@@ -835,7 +835,7 @@ def test_again_is_the_update_before_with_other_bytes(station: Station) -> None:
         assert station.take() == [messages.Applied(EPOCH, {"policy": version}, serial)], "after STAGED, all of it"
     repeat(station, 9, 11, 11)
     station.apply()
-    assert station.take() == [messages.Done(EPOCH, 9)], "instead of STAGED"
+    assert station.take() == [messages.Applied.at_once(EPOCH, 9)], "instead of STAGED"
     assert station.subscriber.targets == {"policy": 11}
 
 
@@ -856,7 +856,7 @@ def test_an_again_that_comes_by_descriptor_is_attached(station: Station) -> None
             # A slab that is read where it is stays in use until the next one is applied.
             kept = (("policy", before + version),)
             shown = messages.Applied(EPOCH, {"policy": before + version}, serial + version, kept)
-            assert said == (shown if mapped else messages.Done(EPOCH, serial + version))
+            assert said == (shown if mapped else messages.Applied.at_once(EPOCH, serial + version))
 
 
 def test_an_again_without_its_update_is_dropped(station: Station) -> None:
@@ -906,7 +906,9 @@ def test_an_again_that_is_too_short_or_comes_twice_or_late_changes_nothing(stati
     for _ in range(2):
         repeat(station, 2, 2, 99)
         assert not station.subscriber.staged
-        assert station.take() == [messages.Done(EPOCH, 2)], "an interrupt may have swallowed the first answer"
+        assert station.take() == [messages.Applied.at_once(EPOCH, 2)], (
+            "an interrupt may have swallowed the first answer"
+        )
     assert station.content() == {20}
 
 

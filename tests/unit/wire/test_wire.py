@@ -31,12 +31,10 @@ from asyncsync.wire.messages import (
     Bye,
     Cast,
     Chunk,
-    Done,
     Failed,
     Fetch,
     Hello,
     Instruction,
-    Packed,
     Part,
     Ping,
     Pong,
@@ -88,10 +86,13 @@ def updates(draw: st.DrawFn) -> tuple[Update, list[bytes]]:
 
 
 @st.composite
-def packed(draw: st.DrawFn) -> tuple[Packed, list[bytes]]:
+def chunks(draw: st.DrawFn) -> tuple[Chunk, list[bytes]]:
+    fixed = draw(epochs), draw(positive), draw(st.integers(0, 1024)), draw(u64)
+    if draw(st.booleans()):
+        return Chunk(*fixed, draw(crcs)), [draw(st.binary(min_size=1, max_size=99))]
     size, base = draw(st.integers(2, 1 << 20)), draw(crcs)
     payload = draw(st.lists(st.binary(min_size=1, max_size=min(99, size - 1)), min_size=base is None, max_size=1))
-    return Packed(draw(epochs), draw(positive), draw(st.integers(0, 1024)), draw(u64), size, draw(u32), base), payload
+    return Chunk(*fixed, draw(u32), size, base), payload
 
 
 @st.composite
@@ -139,20 +140,15 @@ ANY: dict[type[Instruction], st.SearchStrategy[tuple[Any, list[bytes]]]] = {
     Refused: alone(st.builds(Refused, epochs, names, digests, texts)),
     Update: updates(),
     Fetch: alone(st.builds(Fetch, epochs, positive, u64, u64, u64, u64, st.lists(u64, max_size=4).map(tuple))),
-    Packed: packed(),
-    Chunk: st.tuples(
-        st.builds(Chunk, epochs, positive, st.integers(0, 1024), u64, crcs),
-        st.lists(st.binary(min_size=1, max_size=99), min_size=1, max_size=1),
-    ),
+    Chunk: chunks(),
     Staged: alone(st.builds(Staged, epochs, positive, u64, kept)),
-    Applied: alone(st.builds(Applied, epochs, versions, u64, kept)),
+    Applied: alone(st.builds(Applied, epochs, versions, u64, kept) | st.builds(Applied.at_once, epochs, positive)),
     Failed: alone(st.builds(Failed, epochs, u64, versions, st.booleans(), names, texts, texts, u64, kept)),
     Ping: alone(st.builds(Ping, epochs, u64, u64)),
     Pong: alone(st.builds(Pong, epochs, u64, versions, versions, u64, u64, kept, u64)),
     Bye: alone(st.builds(Bye, epochs, digests, st.text(unicode, max_size=32), texts)),
     Released: alone(st.builds(Released, epochs, digests, u64, kept)),
     Again: agains(),
-    Done: alone(st.builds(Done, epochs, positive)),
     Relayed: alone(
         st.builds(Relayed, epochs, positive, st.booleans(), st.booleans(), st.lists(relayed, max_size=3).map(tuple))
     ),
@@ -173,7 +169,6 @@ EXAMPLES: dict[type[Instruction], tuple[Instruction, list[bytes]]] = {
              [b"", b"", b"data", b""]),
     Fetch: (Fetch((1, 2), 5, 0, 0, 1 << 20), []),
     Chunk: (Chunk((1, 2), 5, 0, 64, 12), [b"bytes"]),
-    Packed: (Packed((1, 2), 5, 0, 64, 4096, 12), [b"fewer"]),
     Staged: (Staged((1, 2), 5, 5, (("policy", 7),)), []),
     Applied: (Applied((1, 2), {"policy": 7}, 5, (("policy", 7),)), []),
     Failed: (Failed((1, 2), 5, {"policy": 7}, True, "builtins.OSError", "bad", "Traceback", 5, (("policy", 6),)), []),
@@ -182,7 +177,6 @@ EXAMPLES: dict[type[Instruction], tuple[Instruction, list[bytes]]] = {
     Bye: (Bye((1, 2), bytes(16), "closed", "done"), []),
     Released: (Released((1, 2), bytes(16), 5, (("policy", 7), ("v", 1))), []),
     Again: (Again((1, 2), 6, 5, 8, None), [b"data"]),
-    Done: (Done((1, 2), 6), []),
     Relayed: (Relayed((1, 2), 3, True, False, (RelayedWorker(3, bytes(16), {"policy": 7}, {}),)), []),
     Recount: (Recount((1, 2), 4), []),
     Inquiry: (Inquiry(7), []),
@@ -290,7 +284,7 @@ def test_a_truncated_or_prolonged_message_is_refused(kind: type[Instruction]) ->
         refused(header, *payload[:-1])
 
 
-@pytest.mark.parametrize("kind", sorted(set(ANY) - {Again, Done}, key=str), ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("kind", sorted(set(ANY) - {Again}, key=str), ids=lambda cls: cls.__name__)
 @pytest.mark.parametrize(
     "wrong", [True, -1, 1 << 64, 1.5, "text" * 200_000, b"xx", {"a": {}}, {1: 1}, [[]], [1, 2, 3], [1, True]], ids=type
 )
@@ -336,8 +330,8 @@ OUT_OF_BOUNDS: list[tuple[type[Instruction], dict[str, Any]]] = [
     (Released, {"nonce": b"short"}),
     (Released, {"last": -1}),
     *((Released, {"in_use": (one,)}) for one in (("m", 0), ("m", True), ("m", 1, 1), (b"m", 1), ("x" * 513, 1))),
-    (Done, {"serial": 0}),
-    (Done, {"epoch": (1 << 63, 0)}),
+    (Chunk, {"size": 4, "crc": None}),
+    (Chunk, {"base": 1}),
     (Ping, {"epoch": (1 << 63, 0)}),
     (Ping, {"epoch": (-1, 0)}),
     (Ping, {"epoch": (1, 2, 3)}),
@@ -383,10 +377,16 @@ def test_an_instruction_of_fixed_form_is_known_by_its_kind_and_as_long_as_it_sho
     refused(header[:-1])
     refused(b"\xc1")
     refused(with_field(again, descriptor=b"x" * (MAX_DESCRIPTOR + 1)))
-    for kind in set(range(256)) - {Again.kind, Done.kind}:
+    for kind in set(range(256)) - {Again.kind}:
         refused(bytes([0xC1, kind]) + header[2:])
-    for kind in (Again.kind, Done.kind):
+    for kind in (Again.kind, Applied.kind):
         refused(msgpack.packb([codec.PROTOCOL, kind, [1, 2], 6]))
+    applied = encode(Applied.at_once((1, 2), 6))
+    refused(applied, b"payload")
+    refused(applied[:-1])
+    refused(applied + b"x")
+    refused(codec.encode_applied((1, 2), 0))
+    refused(codec.encode_applied((1 << 63, 0), 6))
 
 
 def test_a_message_needs_a_known_protocol_and_kind() -> None:
@@ -399,10 +399,10 @@ def test_a_message_needs_a_known_protocol_and_kind() -> None:
 
 
 def test_a_key_that_comes_twice_is_refused() -> None:
-    rest = b"\x00\x90"  # nothing is kept
-    once = b"\x96\x02\x09\x92\x01\x02\x81\xa1a\x01" + rest
+    rest = b"\x00\x90\x00"  # nothing is kept
+    once = b"\x97\x02\x09\x92\x01\x02\x81\xa1a\x01" + rest
     assert decode([once])[0] == Applied((1, 2), {"a": 1})
-    refused(b"\x96\x02\x09\x92\x01\x02\x82\xa1a\x01\xa1a\x02" + rest)
+    refused(b"\x97\x02\x09\x92\x01\x02\x82\xa1a\x01\xa1a\x02" + rest)
 
 
 def test_a_header_may_need_more_than_the_small_limits() -> None:
