@@ -16,7 +16,7 @@ from asyncsync.net.keys import Credentials
 from asyncsync.net.zmq_private import Context
 from asyncsync.net.zmq_socket import LoopSocket, dealer
 from asyncsync.wire.codec import decode, encode
-from asyncsync.wire.report import Inquiry, Report
+from asyncsync.wire.messages import Inquiry, Report
 
 AGAIN_SECONDS = 0.5  # an inquiry may get lost, and is dropped where too many ask
 UNANSWERED_SECONDS = 1.0  # until the next one of several addresses is asked

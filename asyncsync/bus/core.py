@@ -35,8 +35,8 @@ from asyncsync.net.key_files import KeyFile, KeyFiles, check_addresses, check_ow
 from asyncsync.protocol.settings import EAGER_BYTES, Settings
 from asyncsync.protocol.staging import Acting
 from asyncsync.weights.encoding import check_codec
+from asyncsync.wire.messages import Report
 from asyncsync.wire.metadata import Shown, decode_metadata
-from asyncsync.wire.report import Report
 
 DEFAULT_TIMEOUT = 60.0
 LOOP_ENDED = "this bus was shut down when its event loop ended: connect and use it within one asyncio.run()"

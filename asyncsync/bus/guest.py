@@ -15,7 +15,7 @@ from asyncsync.net.introduction import Introduction
 from asyncsync.net.keys import Credentials
 from asyncsync.protocol.settings import Settings
 from asyncsync.weights.slab import Slab
-from asyncsync.wire.fields import FIRST_GUEST
+from asyncsync.wire.messages import FIRST_GUEST
 
 
 class Snapshot(NamedTuple):

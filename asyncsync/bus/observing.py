@@ -10,8 +10,19 @@ from asyncsync.monitor.options import Hook
 from asyncsync.monitor.trace import Life, Observer
 from asyncsync.protocol.staging import Staging
 from asyncsync.wire.codec import decode
-from asyncsync.wire.fields import Buffer, Epoch
-from asyncsync.wire.messages import Again, Applied, Cast, Failed, Fetch, Instruction, Pong, Staged, Update
+from asyncsync.wire.messages import (
+    Again,
+    Applied,
+    Buffer,
+    Cast,
+    Epoch,
+    Failed,
+    Fetch,
+    Instruction,
+    Pong,
+    Staged,
+    Update,
+)
 
 if TYPE_CHECKING:
     from prometheus_client import Histogram

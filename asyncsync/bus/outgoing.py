@@ -15,8 +15,7 @@ from asyncsync.net.zmq_socket import LoopSocket
 from asyncsync.protocol.fanout import EVERYBODY
 from asyncsync.protocol.publisher import Publisher
 from asyncsync.wire.codec import encode
-from asyncsync.wire.fields import Buffer
-from asyncsync.wire.messages import Again, Instruction, Update
+from asyncsync.wire.messages import Again, Buffer, Instruction, Update
 
 logger = logging.getLogger("asyncsync")
 

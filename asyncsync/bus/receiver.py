@@ -39,8 +39,7 @@ from asyncsync.protocol.staging import Acting
 from asyncsync.protocol.subscriber import Subscriber
 from asyncsync.runtime.threads import finish, yield_core
 from asyncsync.wire.codec import decode, encode
-from asyncsync.wire.fields import Epoch
-from asyncsync.wire.messages import Again, Bye, Cast, Chunk, Instruction, Welcome
+from asyncsync.wire.messages import Again, Bye, Cast, Chunk, Epoch, Instruction, Welcome
 
 logger = logging.getLogger("asyncsync")
 

@@ -12,7 +12,7 @@ from asyncsync.errors import AckTimeout, ClosedError, NotConnected, WeightSyncEr
 from asyncsync.model.gate import Gate
 from asyncsync.protocol.subscriber import Subscriber
 from asyncsync.weights.slab import Slab
-from asyncsync.wire.fields import Epoch
+from asyncsync.wire.messages import Epoch
 
 REQUEST_AGAIN = 1.0
 

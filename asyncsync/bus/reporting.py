@@ -14,14 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from asyncsync.protocol.publisher import Publisher
-from asyncsync.wire.report import (
+from asyncsync.wire.messages import (
+    MAX_REASON,
+    MAX_REPORTED,
     MAX_REPORTED_MODELS,
     ModelReport,
     Report,
     WorkerReport,
-    brief,
-    counted,
-    room,
 )
 
 logger = logging.getLogger("asyncsync")
@@ -29,6 +28,10 @@ logger = logging.getLogger("asyncsync")
 ANSWERS = 20  # in a second, at most
 FRESH_SECONDS = 0.05  # so long a report is sent again as it is
 SHARE = 20  # and so many times as long as it took to make
+MAX_REASONS = 64
+# Of the values that one message may have, so many are for the workers.
+ROOM = 16_000
+WORKER_FIELDS = 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,12 +162,12 @@ class Reporter:
             sum(peer.bytes_sent for peer in peers.values()),
             len(targets.models),
             dict(counts),
-            counted(Counter(publisher.membership.refused) + Counter(self._refused())),
-            counted(self._dropped),
+            _counted(Counter(publisher.membership.refused) + Counter(self._refused())),
+            _counted(self._dropped),
             tuple(models),
             tuple(
                 self._worker(worker, names, now)
-                for worker in sorted(expected, key=lambda w: (expected[w], w))[: room(len(names))]
+                for worker in sorted(expected, key=lambda w: (expected[w], w))[: _room(len(names))]
             ),
         )
 
@@ -181,4 +184,25 @@ class Reporter:
             reason = reason or (str(problems[-1]) if problems else "")
         figures = status.version, status.target, status.lag, seen, status.bytes_sent
         where = pid, local, versions, status.role, status.relay
-        return WorkerReport(worker, status.state, *figures, brief(reason), *where)
+        return WorkerReport(worker, status.state, *figures, _brief(reason), *where)
+
+
+def _room(models: int) -> int:
+    """How many workers a report of so many models has room for."""
+    return min(MAX_REPORTED, ROOM // (WORKER_FIELDS + models))
+
+
+def _brief(reason: str) -> str:
+    """Its first line, cut to the limit, without what a terminal would act upon."""
+    first = reason.strip().partition("\n")[0]
+    return "".join(character for character in first if character.isprintable())[:MAX_REASON]
+
+
+def _counted(reasons: Mapping[str, int]) -> dict[str, int]:
+    """The most frequent reasons, each in brief."""
+    found: dict[str, int] = {}
+    for reason, count in sorted(reasons.items(), key=lambda item: -item[1]):
+        short = _brief(reason)
+        if short in found or len(found) < MAX_REASONS:
+            found[short] = found.get(short, 0) + count
+    return found

@@ -37,8 +37,7 @@ from asyncsync.runtime import loop_thread
 from asyncsync.weights.slab import SlabPool
 from asyncsync.weights.source_cache import SourceCache
 from asyncsync.wire.codec import decode, encode
-from asyncsync.wire.messages import Bye, Hello, Instruction, Ready, Released
-from asyncsync.wire.report import Inquiry, Report
+from asyncsync.wire.messages import Bye, Hello, Inquiry, Instruction, Ready, Released, Report
 
 logger = logging.getLogger("asyncsync")
 

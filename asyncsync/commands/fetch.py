@@ -26,7 +26,7 @@ from asyncsync.errors import WeightSyncError
 from asyncsync.transports.shared_memory import SharedMemTransport
 from asyncsync.weights.files import dotted_names, write
 from asyncsync.weights.layout import unpack_values
-from asyncsync.wire.fields import Epoch
+from asyncsync.wire.messages import Epoch
 
 PATIENCE = 3.0  # seconds until this says what it waits for
 

@@ -8,7 +8,7 @@ from collections import deque
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from asyncsync.wire.report import Report, WorkerReport
+from asyncsync.wire.messages import Report, WorkerReport
 
 WINDOW = 5.0  # seconds over which rates are taken
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Literal, TypedDict
 
 from asyncsync.commands.samples import Rates, Samples
-from asyncsync.wire.report import Report, WorkerReport
+from asyncsync.wire.messages import Report, WorkerReport
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

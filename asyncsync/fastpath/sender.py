@@ -31,7 +31,7 @@ from asyncsync.weights.slab import Slab, SlabPool
 from asyncsync.weights.source_cache import SourceCache
 from asyncsync.weights.tree import FlatWeights
 from asyncsync.wire.codec import encode_again, encode_applied
-from asyncsync.wire.fields import Buffer
+from asyncsync.wire.messages import Buffer
 
 # The interpreter waits while a worker copies them.
 LARGEST = 1 << 20

@@ -26,8 +26,7 @@ from asyncsync.protocol.subscriber import Subscriber
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab
 from asyncsync.wire.codec import AGAIN_FIELDS, FIXED, HEAD, encode_applied
-from asyncsync.wire.fields import Epoch
-from asyncsync.wire.messages import Again, Part
+from asyncsync.wire.messages import Again, Epoch, Part
 
 logger = logging.getLogger("asyncsync")
 

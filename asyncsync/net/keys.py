@@ -21,8 +21,7 @@ from asyncsync.net.certificates import Workers
 from asyncsync.net.client_list import Client, ClientList
 from asyncsync.net.zmq_socket import LoopSocket, watch
 from asyncsync.protocol.peer import Peer
-from asyncsync.wire.fields import FIRST_GUEST
-from asyncsync.wire.messages import Hello, Instruction
+from asyncsync.wire.messages import FIRST_GUEST, Hello, Instruction
 
 logger = logging.getLogger("asyncsync")
 

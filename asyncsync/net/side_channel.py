@@ -49,8 +49,7 @@ from asyncsync.errors import LimitExceeded, ProtocolError
 from asyncsync.net.processes import owned
 from asyncsync.wire import messages
 from asyncsync.wire.codec import FIXED, decode, decode_fixed
-from asyncsync.wire.fields import Buffer
-from asyncsync.wire.messages import Instruction
+from asyncsync.wire.messages import Buffer, Instruction
 
 logger = logging.getLogger("asyncsync")
 

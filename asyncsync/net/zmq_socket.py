@@ -23,7 +23,7 @@ import zmq
 
 from asyncsync.net.processes import owned
 from asyncsync.net.zmq_private import get, recv, send
-from asyncsync.wire.fields import MAX_FRAME
+from asyncsync.wire.codec import MAX_FRAME
 
 # Receiving yields to the loop after so long: a burst of chunks must not stall the caller's other coroutines.
 DRAIN_SECONDS = 0.004

@@ -15,7 +15,7 @@ from asyncsync.protocol.peer import Peer
 from asyncsync.protocol.targets import Publication, Target, Targets
 from asyncsync.weights.slab import Slab
 from asyncsync.wire import messages
-from asyncsync.wire.fields import NO_EPOCH
+from asyncsync.wire.messages import NO_EPOCH
 
 
 class Agreement:

@@ -15,8 +15,7 @@ from asyncsync.errors import ProtocolError
 from asyncsync.protocol.membership import GONE_SECONDS, MAX_PEERS, Membership
 from asyncsync.protocol.peer import Peer
 from asyncsync.protocol.targets import Targets
-from asyncsync.wire.messages import Hello
-from asyncsync.wire.relayed import Recount, Relayed, RelayedWorker
+from asyncsync.wire.messages import Hello, Recount, Relayed, RelayedWorker
 
 
 @dataclass(slots=True, eq=False)

@@ -18,8 +18,7 @@ from collections.abc import Sequence
 from asyncsync.protocol.membership import Membership
 from asyncsync.protocol.peer import Peer
 from asyncsync.protocol.transfer import Announcement, Transfer
-from asyncsync.wire.fields import NONCE_END, Buffer
-from asyncsync.wire.messages import Cast, Instruction, Update
+from asyncsync.wire.messages import NONCE_END, Buffer, Cast, Instruction, Update
 
 EVERYBODY = b""
 """In the outbox, the route of what goes to all subscribers."""

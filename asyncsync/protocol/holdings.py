@@ -12,8 +12,7 @@ from asyncsync.protocol.session import Session
 from asyncsync.protocol.staging import StagedUpdates, Staging
 from asyncsync.weights.slab import Slab
 from asyncsync.wire import messages
-from asyncsync.wire.fields import MAX_NAME, MAX_TEXT, Epoch, InUse
-from asyncsync.wire.messages import Part, Ping
+from asyncsync.wire.messages import MAX_NAME, MAX_TEXT, Epoch, InUse, Part, Ping
 
 Held = tuple[Epoch, int, Slab]
 """The newest applied update of a model: epoch, version, slab. Version 0: it was applied to a model that is replaced."""

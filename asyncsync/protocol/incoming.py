@@ -13,8 +13,7 @@ from asyncsync.protocol.settings import Settings
 from asyncsync.weights.encoding import decode_onto
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab, SlabPool
-from asyncsync.wire.fields import Buffer
-from asyncsync.wire.messages import Chunk, Fetch, Instruction, Part, Update
+from asyncsync.wire.messages import Buffer, Chunk, Fetch, Instruction, Part, Update
 
 FRUITLESS_RESTARTS = 3
 PUSH_PATIENCE = 2.0  # seconds; those who set the pace of what is pushed may have stopped

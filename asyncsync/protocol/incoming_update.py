@@ -10,8 +10,7 @@ from asyncsync.errors import ProtocolError
 from asyncsync.weights.encoding import Bytes, decode_piece
 from asyncsync.weights.layout import MAX_VALUE_BYTES, Layout
 from asyncsync.weights.slab import Slab
-from asyncsync.wire.fields import Buffer
-from asyncsync.wire.messages import Part, Update
+from asyncsync.wire.messages import Buffer, Part, Update
 
 MAX_GAPS = 256
 

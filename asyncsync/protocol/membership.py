@@ -17,8 +17,7 @@ from asyncsync.protocol.peer import Peer
 from asyncsync.protocol.settings import Identity, Settings
 from asyncsync.protocol.targets import Targets
 from asyncsync.wire import messages
-from asyncsync.wire.fields import FIRST_GUEST, MAX_START, Buffer, Epoch
-from asyncsync.wire.messages import Instruction
+from asyncsync.wire.messages import FIRST_GUEST, MAX_START, Buffer, Epoch, Instruction
 
 MAX_PEERS = 16_384
 KEPT_NONCES = 4096

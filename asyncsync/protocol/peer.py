@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from asyncsync.errors import SchemaMismatch
 from asyncsync.protocol.settings import Settings
 from asyncsync.protocol.transfer import Transfer
-from asyncsync.wire.fields import FIRST_GUEST
-from asyncsync.wire.messages import Hello
+from asyncsync.wire.messages import FIRST_GUEST, Hello
 
 KEPT_REFUSALS = 64
 MAX_UNANSWERED_WELCOMES = 2

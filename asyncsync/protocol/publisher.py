@@ -31,9 +31,7 @@ from asyncsync.protocol.streaming import Streaming
 from asyncsync.protocol.targets import Model, Replaced, Targets
 from asyncsync.weights.slab import Slab
 from asyncsync.wire import messages
-from asyncsync.wire.fields import Buffer, Epoch
-from asyncsync.wire.messages import Instruction
-from asyncsync.wire.relayed import Relayed
+from asyncsync.wire.messages import Buffer, Epoch, Instruction, Relayed
 
 
 class Publisher:

@@ -11,8 +11,22 @@ from asyncsync.model.binding import Binding
 from asyncsync.protocol.settings import Identity, Settings
 from asyncsync.weights.encoding import codecs_here
 from asyncsync.weights.layout import Layout
-from asyncsync.wire.fields import MAX_NAME, MAX_SERIAL, MAX_TEXT, Buffer, Epoch
-from asyncsync.wire.messages import Bye, Hello, Instruction, Ping, Pong, Ready, Refused, Released, Welcome
+from asyncsync.wire.checks import MAX_SERIAL
+from asyncsync.wire.messages import (
+    MAX_NAME,
+    MAX_TEXT,
+    Buffer,
+    Bye,
+    Epoch,
+    Hello,
+    Instruction,
+    Ping,
+    Pong,
+    Ready,
+    Refused,
+    Released,
+    Welcome,
+)
 
 FIRST_HELLO_RETRY = 0.25
 KEPT_LAYOUTS = 4

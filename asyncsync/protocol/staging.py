@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from asyncsync.model.update import Prepared
 from asyncsync.weights.slab import Slab
-from asyncsync.wire.fields import Epoch
+from asyncsync.wire.messages import Epoch
 from asyncsync.wire.metadata import Shown, decode_metadata
 
 

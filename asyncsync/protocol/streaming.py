@@ -10,8 +10,7 @@ from asyncsync.protocol.peer import Peer
 from asyncsync.protocol.settings import Settings
 from asyncsync.protocol.transfer import Transfer
 from asyncsync.weights.encoding import Encoding, is_decodable
-from asyncsync.wire.fields import Buffer
-from asyncsync.wire.messages import Chunk
+from asyncsync.wire.messages import Buffer, Chunk
 
 
 class Streaming:

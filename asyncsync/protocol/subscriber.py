@@ -29,9 +29,7 @@ from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab, SlabPool
 from asyncsync.wire import messages
 from asyncsync.wire.codec import decode
-from asyncsync.wire.fields import NONCE_END, Buffer
-from asyncsync.wire.messages import Instruction, Part
-from asyncsync.wire.relayed import Recount
+from asyncsync.wire.messages import NONCE_END, Buffer, Instruction, Part, Recount
 
 
 class Subscriber:

@@ -8,8 +8,7 @@ from itertools import accumulate
 
 from asyncsync.weights.encoding import Encoding, encode_piece, encoding_of
 from asyncsync.weights.slab import Slab
-from asyncsync.wire.fields import Buffer, Epoch
-from asyncsync.wire.messages import Again, Chunk, Fetch, Part, Update
+from asyncsync.wire.messages import Again, Buffer, Chunk, Epoch, Fetch, Part, Update
 
 ENCODED_ABOVE = 2 << 10  # so many bytes in an UPDATE are not worth the work
 

@@ -9,21 +9,24 @@ worker that has changed.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Protocol
 
+from asyncsync.errors import RemoteError, SchemaMismatch
 from asyncsync.protocol.incoming_update import IncomingUpdate
 from asyncsync.protocol.peer import Peer
 from asyncsync.protocol.publisher import Publisher
 from asyncsync.protocol.subscriber import Subscriber
 from asyncsync.protocol.targets import Replaced
 from asyncsync.weights.slab import Slab
-from asyncsync.wire.fields import NO_EPOCH, Epoch
-from asyncsync.wire.messages import Bye
-from asyncsync.wire.relayed import Relayed, RelayedWorker, in_reports
+from asyncsync.wire.messages import MAX_NAME, MAX_RELAYED, NO_EPOCH, Bye, Epoch, Relayed, RelayedWorker
 
 logger = logging.getLogger("asyncsync")
+
+# Of a failure that a relay reports: a report has room for many.
+MOST_MESSAGE, MOST_TRACEBACK = 2_000, 8_000
+MOST_VALUES, MOST_TEXT = 8_000, 200_000
 
 Kept = dict[str, tuple[int, Slab, bytes]]
 """Of each model: version, slab and metadata."""
@@ -219,7 +222,7 @@ class Passing:
         if not changed and not whole:
             return
         assert session.epoch is not None
-        batches = list(in_reports(changed))
+        batches = list(_in_reports(changed))
         for i, batch in enumerate(batches):
             self._subscriber.reports.relayed += 1
             more = i + 1 < len(batches)
@@ -240,7 +243,8 @@ class Passing:
         else:
             failed, error = self._failure(peer)
             applied = {m: peer.applied.get(m, 0) for m in peer.hello.have}
-            now = RelayedWorker.of(worker, peer.nonce, applied, failed, error, peer.hello.attempt, peer.slow)
+            attempt, slow = peer.hello.attempt, peer.slow
+            now = RelayedWorker(worker, peer.nonce, applied, failed, *_texts(error), attempt=attempt, slow=slow)
         if now == before:
             return None
         self._reported[worker] = now
@@ -260,3 +264,29 @@ class Passing:
             failed |= dict.fromkeys(targets.rejected(targets.version) & peer.hello.have.keys(), targets.version)
             errors.append(rejection)
         return failed, errors[-1] if errors else None
+
+
+def _texts(error: Exception | None) -> tuple[bool, str, str, str]:
+    """What is reported of an error: whether the layout does not fit, its type, message and traceback."""
+    if error is None:
+        return False, "", "", ""
+    name, message, traceback = f"{type(error).__module__}.{type(error).__qualname__}", str(error), ""
+    if isinstance(error, RemoteError):
+        name, message, traceback = error.type_name, error.remote_message, error.remote_traceback
+    texts = name[:MAX_NAME], message[:MOST_MESSAGE], traceback[-MOST_TRACEBACK:]
+    return isinstance(error, SchemaMismatch), *texts
+
+
+def _in_reports(workers: Iterable[RelayedWorker]) -> Iterator[tuple[RelayedWorker, ...]]:
+    """As many at a time as one message has room for; at least once, perhaps nobody."""
+    batch: list[RelayedWorker] = []
+    values = letters = 0
+    for one in workers:
+        batch.append(one)
+        values += 12 + 2 * (len(one.applied) + len(one.failed))
+        letters += len(one.message) + len(one.traceback) + len(one.lost) + sum(map(len, (*one.applied, *one.failed)))
+        if values > MOST_VALUES or letters > MOST_TEXT or len(batch) == MAX_RELAYED:
+            yield tuple(batch)
+            batch, values, letters = [], 0, 0
+    if batch or not values:
+        yield tuple(batch)

@@ -28,7 +28,7 @@ from asyncsync.transports.shared_memory import SLOTS
 from asyncsync.transports.slots import COPY_BYTES, SlotPool
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab
-from asyncsync.wire.fields import Epoch
+from asyncsync.wire.messages import Epoch
 
 logger = logging.getLogger("asyncsync")
 

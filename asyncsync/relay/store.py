@@ -19,7 +19,7 @@ from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab
 from asyncsync.weights.tree import Path as KeyPath
 from asyncsync.weights.tree import dotted
-from asyncsync.wire.fields import Epoch
+from asyncsync.wire.messages import Epoch
 
 KEY = "asyncsync"
 

@@ -35,7 +35,7 @@ from asyncsync.transports.channel_receiver import ChannelReceiver
 from asyncsync.transports.channel_sender import ChannelSender
 from asyncsync.weights.packing import copy_flat
 from asyncsync.weights.slab import Slab
-from asyncsync.wire.fields import MAX_NAME
+from asyncsync.wire.messages import MAX_NAME
 from asyncsync.wire.metadata import Shown
 
 

@@ -21,23 +21,33 @@ import msgpack
 
 from asyncsync.errors import LimitExceeded, ProtocolError
 from asyncsync.msgpack_limits import check_structure
-from asyncsync.wire.fields import (
+from asyncsync.wire.checks import show
+from asyncsync.wire.messages import (
+    INSTRUCTIONS,
     MAX_CHUNK,
     MAX_DESCRIPTOR,
-    MAX_FRAME,
-    MAX_FRAMES,
-    MAX_HEADER,
+    MAX_MODELS,
     MAX_START,
-    MAX_VALUES,
+    Again,
+    Applied,
     Buffer,
+    Cast,
+    Chunk,
     Epoch,
+    Instruction,
+    ModelReport,
+    Part,
+    RelayedWorker,
+    Update,
+    Welcome,
+    WorkerReport,
     build,
-    show,
 )
-from asyncsync.wire.messages import INSTRUCTIONS, Again, Applied, Cast, Chunk, Instruction, Part, Update, Welcome
-from asyncsync.wire.relayed import RelayedWorker
-from asyncsync.wire.report import ModelReport, WorkerReport
 
+MAX_HEADER = 1 << 20
+MAX_FRAME = 32 << 20
+MAX_FRAMES = 2050
+MAX_VALUES = 24 * MAX_MODELS  # a part takes ten, what is in use of a model twelve
 PROTOCOL = 2
 FIXED = 0xC1  # which msgpack does not use
 HEAD = Struct("<BBQQ")  # FIXED, the kind, the epoch

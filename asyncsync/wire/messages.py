@@ -1,4 +1,4 @@
-"""The instructions that trainer and workers exchange.
+"""The messages that trainer and workers exchange, and what each field may be.
 
 HELLO     worker → trainer   who I am, what I have; on every (re)connection
 WELCOME   trainer → worker   epoch, and the layouts of the models (payload: the encoded layouts)
@@ -15,74 +15,66 @@ FAILED    worker → trainer   applying raised, with the traceback
 RELEASED  worker → trainer   which leased slabs are still in use, and nothing else
 PING/PONG both ways          liveness, and the state that repairs whatever message was lost
 BYE       both ways          I am leaving, or: you are not welcome
+RELAYED   relay → trainer    which workers behind me have changed, each of them whole
+RECOUNT   trainer → relay    a report was lost: count them all
+INQUIRY   anybody → trainer  how is everything? Without HELLO: whoever may connect may ask
+REPORT    trainer → asker    the sender, its models, its workers, and what it has refused
+
+:data:`CHECKS` has, for each field, what a peer may send in it. A REPORT is bounded, however many workers and models
+there are: the first of each are in it, and the counts tell of the others.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import partial
-from typing import Annotated, ClassVar
+from dataclasses import dataclass, fields
+from functools import cache
+from typing import Any, ClassVar
 
-from asyncsync.errors import RemoteError, SchemaMismatch
-from asyncsync.wire.fields import (
-    MAX_CHUNK,
-    MAX_MODELS,
-    U64,
-    Boolean,
-    Crc,
-    Descriptor,
-    Digest,
-    Digests,
-    Epoch,
-    Excluded,
-    Index,
-    InUse,
-    Metadata,
-    Name,
-    Number,
-    OptionalEpoch,
-    Role,
-    Text,
-    Versions,
+from asyncsync.errors import ProtocolError, RemoteError, SchemaMismatch
+from asyncsync.wire.checks import (
+    Check,
     binary,
-    build,
+    each,
     integer,
+    is_a,
     mapping,
+    one_of,
     optional,
     several,
+    show,
     text,
 )
+from asyncsync.wire.metadata import check_encoded
 
+MAX_CHUNK = 8 << 20
+MAX_MODELS = 1024
+MAX_START = (1 << 63) - 1
+MAX_IN_USE = 4 * MAX_MODELS  # of each model: held, staged, coming in, and one that is being copied
+MAX_NAME = 512
+MAX_TEXT = 64 << 10  # characters, of up to four bytes each: the longest message and traceback fit into one header
+MAX_DESCRIPTOR = 64 << 10
+MAX_EXCLUDED = 64 << 10
+MAX_RELAYED = 1024  # workers in one report of a relay
+MAX_REPORTED = 256  # workers
+MAX_REPORTED_MODELS = 64
+MAX_REASON = 200  # characters
+NONCE_END = 8  # bytes of a nonce: enough to tell thousands apart
+# Relays and guests have indices from here on: there is no worker of such an index.
+FIRST_GUEST = 1 << 30
+ROLES = ("worker", "relay", "guest")
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One model's share of an update: ``nbytes`` of slab, described by the layout with this digest.
-
-    With a ``descriptor`` the bytes do not come as chunks: the worker's transport fetches them from there. ``origin``:
-    in a tree, the version at its root that this one stands for; None: the sender is the root. ``base``: the version of
-    which the trainer can send what has changed since; 0: none.
-    """
-
-    model_id: Name
-    version: Number
-    digest: Digest
-    nbytes: Annotated[int, integer(0, 1 << 42)]
-    crc: Crc = None
-    descriptor: Descriptor = None
-    origin: Annotated[int | None, optional(integer())] = None
-    base: U64 = 0
-
-    @property
-    def streamed(self) -> int:
-        """Bytes of this part that come as payload or chunks."""
-        return self.nbytes if self.descriptor is None else 0
-
+Buffer = bytes | memoryview
+Epoch = tuple[int, int]
+"""One trainer incarnation: (start time in ns or one more than the highest seen, random). Compared as a tuple."""
+NO_EPOCH: Epoch = (0, 0)  # of a relay that has not found a sender yet
+InUse = tuple[tuple[str, int], ...]
+"""Leased slabs that a worker may still be reading, by model and version; see :mod:`asyncsync.protocol.leases`."""
 
 INSTRUCTIONS: dict[int, type[Instruction]] = {}
 
 
 class Instruction:
-    """Base of all instructions, which :data:`INSTRUCTIONS` has by their kinds."""
+    """Base of all messages, which :data:`INSTRUCTIONS` has by their kinds."""
 
     __slots__ = ()
     kind: ClassVar[int]
@@ -97,21 +89,21 @@ class Instruction:
 @dataclass(frozen=True, slots=True)
 class Hello(Instruction, kind=1):
     """``role``: a worker has one of the places that there are, and is waited for. A guest gets what is meant for
-    everybody, and nobody waits for it; a relay is a guest that passes it on. These two draw their index. ``codecs``:
-    what can be decoded, a bit for each; see :mod:`asyncsync.weights.encoding`. ``serial``: of the last UPDATE that has
-    come in this epoch, from whichever sender."""
+    everybody, and nobody waits for it; a relay is a guest that passes it on. These two draw their index. ``have``: the
+    versions of its models. ``codecs``: what can be decoded, a bit for each; see :mod:`asyncsync.weights.encoding`.
+    ``serial``: of the last UPDATE that has come in this epoch, from whichever sender."""
 
-    worker: Index
-    nonce: Digest
-    attempt: U64
-    pid: Index
-    boot: Annotated[str, text(64)]
-    namespace: U64
-    epoch: OptionalEpoch
-    have: Versions
-    role: Role = "worker"
-    codecs: Annotated[int, integer(0, 0xFFFF)] = 0
-    serial: U64 = 0
+    worker: int
+    nonce: bytes
+    attempt: int
+    pid: int
+    boot: str
+    namespace: int
+    epoch: Epoch | None
+    have: dict[str, int]
+    role: str = "worker"
+    codecs: int = 0
+    serial: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,32 +113,57 @@ class Welcome(Instruction, kind=2, max_payload=MAX_MODELS):
     beside the trainer's own where workers can subscribe; 0: there is none."""
 
     epoch: Epoch
-    nonce: Digest
-    attempt: U64
-    pid: Index
-    boot: Annotated[str, text(64)]
-    namespace: U64
-    models: Annotated[dict[str, bytes], mapping(optional(binary(16), b""))]
-    number: U64 = 0
-    fanout: Annotated[int, integer(0, 65535)] = 0
+    nonce: bytes
+    attempt: int
+    pid: int
+    boot: str
+    namespace: int
+    models: dict[str, bytes]
+    number: int = 0
+    fanout: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Ready(Instruction, kind=3):
-    """``opens``: whether this worker may open the memory of its trainer, where that is a process beside it."""
+    """``digests``: of the layouts that fit. ``opens``: whether this worker may open the memory of its trainer, where
+    that is a process beside it."""
 
     epoch: Epoch
-    digests: Digests
-    opens: Boolean = True
+    digests: dict[str, bytes]
+    opens: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Refused(Instruction, kind=4):
     epoch: Epoch
-    model_id: Name
-    digest: Digest
-    message: Text
-    number: U64 = 0
+    model_id: str
+    digest: bytes
+    message: str
+    number: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One model's share of an update: ``nbytes`` of slab, described by the layout with this digest.
+
+    With a ``descriptor`` the bytes do not come as chunks: the worker's transport fetches them from there. ``origin``:
+    in a tree, the version at its root that this one stands for; None: the sender is the root. ``base``: the version of
+    which the trainer can send what has changed since; 0: none.
+    """
+
+    model_id: str
+    version: int
+    digest: bytes
+    nbytes: int
+    crc: int | None = None
+    descriptor: bytes | None = None
+    origin: int | None = None
+    base: int = 0
+
+    @property
+    def streamed(self) -> int:
+        """Bytes of this part that come as payload or chunks."""
+        return self.nbytes if self.descriptor is None else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,11 +172,11 @@ class Update(Instruction, kind=5, max_payload=2 * MAX_MODELS):
     publication, of which all parts are. ``packed``: a part's bytes that are fewer than the part has are encoded."""
 
     epoch: Epoch
-    serial: Number
-    eager: Boolean
-    parts: Annotated[tuple[Part, ...], several(partial(build, Part), 1, MAX_MODELS, "parts")]
-    metadata: Metadata = b""
-    packed: Boolean = False
+    serial: int
+    eager: bool
+    parts: tuple[Part, ...]
+    metadata: bytes = b""
+    packed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,12 +186,12 @@ class Fetch(Instruction, kind=6):
     that the worker has of those that UPDATE named, or 0; empty: none."""
 
     epoch: Epoch
-    serial: Number
-    restart: U64
-    start: U64
-    upto: U64
-    pushed: U64 = 0
-    bases: Annotated[tuple[int, ...], several(integer(), 0, MAX_MODELS, "versions")] = ()
+    serial: int
+    restart: int
+    start: int
+    upto: int
+    pushed: int = 0
+    bases: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,12 +202,12 @@ class Chunk(Instruction, kind=7, max_payload=1):
     has."""
 
     epoch: Epoch
-    serial: Number
-    part: Annotated[int, integer(0, MAX_MODELS)]
-    offset: U64
-    crc: Crc = None
-    size: Annotated[int, integer(0, MAX_CHUNK)] = 0
-    base: Crc = None
+    serial: int
+    part: int
+    offset: int
+    crc: int | None = None
+    size: int = 0
+    base: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,8 +215,8 @@ class Staged(Instruction, kind=8):
     """``last`` and ``in_use``, here as elsewhere: of the UPDATEs up to that serial, these slabs are still in use."""
 
     epoch: Epoch
-    serial: Number
-    last: U64 = 0
+    serial: int
+    last: int = 0
     in_use: InUse = ()
 
 
@@ -208,10 +225,10 @@ class Applied(Instruction, kind=9):
     """``serial``: in the short form (:meth:`at_once`), of the AGAIN whose part is applied; 0: ``versions`` say it."""
 
     epoch: Epoch
-    versions: Versions
-    last: U64 = 0
+    versions: dict[str, int]
+    last: int = 0
     in_use: InUse = ()
-    serial: Annotated[int, integer(0, 0)] = 0
+    serial: int = 0
 
     @classmethod
     def at_once(cls, epoch: Epoch, serial: int) -> Applied:
@@ -222,13 +239,13 @@ class Applied(Instruction, kind=9):
 @dataclass(frozen=True, slots=True)
 class Failed(Instruction, kind=10):
     epoch: Epoch
-    serial: U64
-    versions: Versions
-    mismatch: Boolean
-    type_name: Name
-    message: Text
-    traceback: Text
-    last: U64 = 0
+    serial: int
+    versions: dict[str, int]
+    mismatch: bool
+    type_name: str
+    message: str
+    traceback: str
+    last: int = 0
     in_use: InUse = ()
 
     def error(self, worker: int) -> SchemaMismatch | RemoteError:
@@ -244,9 +261,9 @@ class Ping(Instruction, kind=11):
     ``root``: from a worker, that only the root of the tree of relays knows the answer."""
 
     epoch: Epoch
-    seq: U64
-    serial: U64 = 0
-    root: Boolean = False
+    seq: int
+    serial: int = 0
+    root: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,14 +272,14 @@ class Pong(Instruction, kind=12):
     reports of its workers it has sent, too. From a trainer: targets; ``root``: those of the root of the tree."""
 
     epoch: Epoch
-    seq: U64
-    versions: Versions
-    staged: Versions
-    serial: U64
-    last: U64 = 0
+    seq: int
+    versions: dict[str, int]
+    staged: dict[str, int]
+    serial: int
+    last: int = 0
     in_use: InUse = ()
-    reports: U64 = 0
-    root: Boolean = False
+    reports: int = 0
+    root: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,9 +288,9 @@ class Bye(Instruction, kind=13):
     worker, ``"reading"``: closed, but its model goes on to use leased slabs."""
 
     epoch: Epoch
-    nonce: Digest
-    reason: Annotated[str, text(32)]
-    message: Text
+    nonce: bytes
+    reason: str
+    message: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,8 +298,8 @@ class Released(Instruction, kind=14):
     """From a worker that has released leased slabs and has nothing else to report; also after it was superseded."""
 
     epoch: Epoch
-    nonce: Digest
-    last: U64
+    nonce: bytes
+    last: int
     in_use: InUse
 
 
@@ -310,6 +327,224 @@ class Cast(Instruction, kind=23, max_payload=2 * MAX_MODELS + 1):
     the chunks follow to all subscribers."""
 
     epoch: Epoch
-    since: Number
-    excluded: Excluded
-    pushed: Boolean
+    since: int
+    excluded: bytes
+    pushed: bool
+
+
+# -- relays ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RelayedWorker:
+    """One worker behind a relay: ``applied`` has the versions of the models that it has (0: none yet), ``failed`` those
+    that it could not apply, and the four texts why. ``lost``: why it is not there any more; empty: it is. ``attempt``:
+    of its HELLO to the relay; it counts them wherever it goes. ``slow``: it has been silent for some seconds."""
+
+    worker: int
+    nonce: bytes
+    applied: dict[str, int]
+    failed: dict[str, int]
+    mismatch: bool = False
+    type_name: str = ""
+    message: str = ""
+    traceback: str = ""
+    lost: str = ""
+    attempt: int = 0
+    slow: bool = False
+
+    @property
+    def error(self) -> Exception:
+        if self.mismatch:
+            return SchemaMismatch(self.message)
+        return RemoteError(self.type_name, self.message, self.traceback)
+
+
+@dataclass(frozen=True, slots=True)
+class Relayed(Instruction, kind=20):
+    """A relay sends one in each turn of its event loop in which something has changed. They are numbered: a number that
+    is missing, or the last one's, which each PONG has, shows that one was lost. ``whole``: with this report a count of
+    all workers begins, which goes on in the next one where there is ``more``; whoever is not in it is not there any
+    more. A relay begins so with every WELCOME."""
+
+    epoch: Epoch
+    number: int
+    whole: bool
+    more: bool
+    workers: tuple[RelayedWorker, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Recount(Instruction, kind=21):
+    """The last report that has come is of this number (0: none)."""
+
+    epoch: Epoch
+    number: int
+
+
+# -- status ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ModelReport:
+    """One model: bytes of its newest weights and the digest of their layout (None: it has none yet), and the version
+    that everybody should have (0: none yet)."""
+
+    model_id: str
+    nbytes: int
+    digest: bytes | None
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReport:
+    """One worker. ``versions`` are those that it has applied of the report's models, in their order; None: it has no
+    such model. ``last_seen`` in milliseconds before the report; None: never heard of. ``role`` is that of its HELLO;
+    ``relay`` the index of the one that it is behind."""
+
+    index: int
+    state: str
+    version: int
+    target: int
+    lag: int
+    last_seen: int | None
+    bytes_sent: int
+    reason: str
+    pid: int
+    local: bool
+    versions: tuple[int | None, ...]
+    role: str = "worker"
+    relay: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Inquiry(Instruction, kind=18):
+    """``token`` comes back with the answer. There is none where too many have asked."""
+
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Report(Instruction, kind=19):
+    """A sender's status. Of ``workers``, relays come first, then workers, then guests.
+
+    ``uptime``: milliseconds since it was bound. ``version``: the newest published. ``num_workers``: None where they
+    come and go. ``counts``: workers by state, with those that the list has no room for; and ``relays`` and ``guests``.
+    ``num_models``: of all. ``refused``: handshakes and workers that were turned away; ``dropped``: messages that
+    changed nothing; both by reason.
+    """
+
+    token: int
+    epoch: Epoch
+    host: str
+    pid: int
+    uptime: int
+    version: int
+    num_workers: int | None
+    bytes_sent: int
+    num_models: int
+    counts: dict[str, int]
+    refused: dict[str, int]
+    dropped: dict[str, int]
+    models: tuple[ModelReport, ...]
+    workers: tuple[WorkerReport, ...]
+
+
+# -- checks ------------------------------------------------------------------------------------------------------------
+
+
+def build(cls: Any, raw: Any) -> Any:
+    """An object of a dataclass, from a list of its fields. Raises ProtocolError where one is not as CHECKS has it."""
+    return cls(*_fields(cls)(raw))
+
+
+@cache
+def _fields(cls: Any) -> Check:
+    name = cls.__name__
+    checks = [CHECKS.get(f"{name}.{field.name}") or CHECKS[field.name] for field in fields(cls)]
+    return each(f"the {len(checks)} fields of {name}", *checks)
+
+
+def _list_of(cls: Any, low: int, high: int) -> Check:
+    return several(lambda raw: build(cls, raw), low, high, f"{cls.__name__}s")
+
+
+def _metadata(raw: Any) -> bytes:
+    if type(raw) is not bytes:
+        raise ProtocolError(f"expected metadata, as bytes, not {show(raw)}")
+    if raw:
+        check_encoded(raw)
+    return raw
+
+
+def _nonces(raw: Any) -> bytes:
+    if type(raw) is not bytes or len(raw) > MAX_EXCLUDED or len(raw) % NONCE_END:
+        raise ProtocolError(f"expected eight bytes of each of some nonces, not {show(raw)}")
+    return raw
+
+
+_u64, _number, _index, _u32 = integer(), integer(1), integer(0, (1 << 31) - 1), integer(0, (1 << 32) - 1)
+_name, _text, _boolean, _digest = text(MAX_NAME), text(MAX_TEXT), is_a(bool, 0, 1, "true or false"), binary(16)
+_size, _nbytes, _counts = integer(0, MAX_CHUNK), integer(0, 1 << 42), mapping(_name, _u64, MAX_MODELS)
+# Half of what fits: a trainer that starts again takes one more than the highest that a worker reports.
+_epoch = each("an epoch", integer(0, MAX_START), _u64)
+
+CHECKS: dict[str, Check] = {
+    **dict.fromkeys(["attempt", "namespace", "number", "restart", "start", "upto", "pushed", "offset", "last"], _u64),
+    **dict.fromkeys(["seq", "reports", "token", "uptime", "bytes_sent", "num_models", "target", "lag", "base"], _u64),
+    **dict.fromkeys(["worker", "pid", "index"], _index),
+    **dict.fromkeys(["versions", "have", "applied", "failed", "staged", "counts", "refused", "dropped"], _counts),
+    **dict.fromkeys(["eager", "packed", "opens", "mismatch", "root", "whole", "more", "slow", "local"], _boolean),
+    **dict.fromkeys(["message", "traceback", "lost"], _text),
+    "model_id": _name,
+    "type_name": _name,
+    # A version, or a serial number, begins with 1; 0: there has been none.
+    "version": _number,
+    "ModelReport.version": _u64,
+    "WorkerReport.version": _u64,
+    "Report.version": _u64,
+    "serial": _number,
+    "Hello.serial": _u64,
+    "Failed.serial": _u64,
+    "Ping.serial": _u64,
+    "Pong.serial": _u64,
+    "Applied.serial": integer(0, 0),  # the short form has its own coding
+    "since": _number,
+    "Relayed.number": _number,
+    "epoch": _epoch,
+    "Hello.epoch": optional(_epoch),
+    "nonce": _digest,
+    "digest": _digest,
+    "ModelReport.digest": optional(_digest),
+    "digests": mapping(_name, _digest, MAX_MODELS),
+    "models": mapping(_name, optional(_digest, b""), MAX_MODELS),
+    "boot": text(64),
+    "host": text(255),
+    "state": text(16),
+    "reason": text(MAX_REASON),
+    "Bye.reason": text(32),
+    "role": one_of(ROLES),
+    "codecs": integer(0, 0xFFFF),
+    "fanout": integer(0, 65535),
+    "nbytes": _nbytes,
+    "crc": optional(_u32),
+    "Chunk.base": optional(_u32),
+    "size": _size,
+    "descriptor": optional(is_a(bytes, 0, MAX_DESCRIPTOR, f"a descriptor of at most {MAX_DESCRIPTOR} bytes")),
+    "origin": optional(_u64),
+    "part": integer(0, MAX_MODELS),
+    "bases": several(_u64, 0, MAX_MODELS, "versions"),
+    "in_use": several(each("a model's name and a version", _name, _number), 0, MAX_IN_USE, "leased slabs"),
+    "metadata": _metadata,
+    "excluded": _nonces,
+    "Cast.pushed": _boolean,
+    "parts": _list_of(Part, 1, MAX_MODELS),
+    "Relayed.workers": _list_of(RelayedWorker, 0, MAX_RELAYED),
+    "last_seen": optional(_u64),
+    "num_workers": optional(_u64),
+    "relay": optional(_index),
+    "WorkerReport.versions": several(optional(_u64), 0, MAX_REPORTED_MODELS, "versions"),
+    "Report.models": _list_of(ModelReport, 0, MAX_REPORTED_MODELS),
+    "Report.workers": _list_of(WorkerReport, 0, MAX_REPORTED),
+}
+"""What a peer may send in each field, by its name, or by its class's and its own. Each check returns the value."""

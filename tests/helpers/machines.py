@@ -18,13 +18,13 @@ from asyncsync.weights.layout import Layout
 from asyncsync.weights.packing import pack
 from asyncsync.weights.slab import Slab, SlabPool
 from asyncsync.weights.tree import FlatWeights
-from asyncsync.wire import codec, fields, messages
+from asyncsync.wire import codec, messages
 from asyncsync.wire.messages import Instruction
 
 EPOCH = (1000, 1)
 SHAPES = {("a",): (15,), ("b",): (2, 5)}  # 128 bytes as float32
 SMALL = Settings(eager_bytes=0, chunk_bytes=40, window_bytes=80)
-Sent = tuple[Instruction, Sequence[fields.Buffer]]
+Sent = tuple[Instruction, Sequence[messages.Buffer]]
 
 
 def nonce(incarnation: int) -> bytes:
@@ -46,7 +46,7 @@ def slab_of(pool: SlabPool, value: float, dtype: torch.dtype = torch.float32) ->
     return slab
 
 
-def through_the_wire(instruction: Instruction, payload: Sequence[fields.Buffer] = ()) -> Sent:
+def through_the_wire(instruction: Instruction, payload: Sequence[messages.Buffer] = ()) -> Sent:
     return codec.decode([codec.encode(instruction), *map(bytes, payload)])
 
 
@@ -83,7 +83,7 @@ class Desk:
         *,
         route: bytes | None = None,
         attempt: int | None = None,
-        epoch: fields.Epoch | None = None,
+        epoch: messages.Epoch | None = None,
         have: dict[str, int] | None = None,
         local: bool | None = True,
         role: str = "worker",
@@ -139,10 +139,10 @@ class Desk:
             for slab in slabs.values():
                 slab.release()
 
-    def staged(self, worker: int, update: Instruction, last: int = 0, in_use: fields.InUse = ()) -> None:
+    def staged(self, worker: int, update: Instruction, last: int = 0, in_use: messages.InUse = ()) -> None:
         self.receive(worker, messages.Staged(self.publisher.epoch, update.serial, last, in_use))
 
-    def applied(self, worker: int, last: int = 0, in_use: fields.InUse = (), **versions: int) -> None:
+    def applied(self, worker: int, last: int = 0, in_use: messages.InUse = (), **versions: int) -> None:
         self.receive(worker, messages.Applied(self.publisher.epoch, versions, last, in_use))
 
     def finish(self, worker: int, update: Instruction) -> None:
@@ -244,13 +244,13 @@ class Station:
                 sent.append(instruction)
         return sent
 
-    def receive(self, instruction: Instruction, payload: Sequence[fields.Buffer] = ()) -> None:
+    def receive(self, instruction: Instruction, payload: Sequence[messages.Buffer] = ()) -> None:
         self.subscriber.receive(*through_the_wire(instruction, payload), self.now)
 
     def welcome(
         self,
         *dtypes: torch.dtype,
-        epoch: fields.Epoch = EPOCH,
+        epoch: messages.Epoch = EPOCH,
         attempt: int | None = None,
         incarnation: int = 7,
         models: dict[str, Layout | None] | None = None,
@@ -271,7 +271,7 @@ class Station:
         serial: int,
         values: dict[str, tuple[int, float]],
         *,
-        epoch: fields.Epoch = EPOCH,
+        epoch: messages.Epoch = EPOCH,
         eager: bool = True,
         descriptor: bytes | None = None,
     ) -> None:
@@ -289,7 +289,7 @@ class Station:
         values: dict[str, tuple[int, float]],
         *,
         mapped: bool = True,
-        epoch: fields.Epoch = EPOCH,
+        epoch: messages.Epoch = EPOCH,
     ) -> None:
         """An update whose slabs the worker reads where they are, or copies out at once."""
         parts = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from asyncsync.wire.report import ModelReport, Report, WorkerReport
+from asyncsync.wire.messages import ModelReport, Report, WorkerReport
 
 
 def report_of(version: int, workers: int = 2, *, sent: int = 0, **changes: Any) -> Report:

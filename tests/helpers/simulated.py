@@ -25,7 +25,7 @@ from asyncsync.protocol.targets import Publication
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab, SlabPool
 from asyncsync.weights.source_cache import SourceCache
-from asyncsync.wire import fields, messages
+from asyncsync.wire import messages
 from helpers.machines import SHAPES, Borrowed, layout
 
 # Five layouts: one more than a worker remembers. A stubborn worker accepts the first only.
@@ -215,7 +215,7 @@ class Trainer:
         return self._publisher
 
     @property
-    def epoch(self) -> fields.Epoch:
+    def epoch(self) -> messages.Epoch:
         return self._publisher.epoch
 
     def begin_fast_path(self, model: str, channels: dict[bytes, SimulatedSideChannel]) -> SteadySender | None:
@@ -284,7 +284,7 @@ class SimulatedSideChannel:
         self._network = network
         self.broken = broken
 
-    def write(self, buffers: Sequence[fields.Buffer]) -> bool:
+    def write(self, buffers: Sequence[messages.Buffer]) -> bool:
         if self.broken or not self._connection.open:
             return False
         frames = [bytes(frame) for frame in split(memoryview(b"".join(buffers)))]

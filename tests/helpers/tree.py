@@ -22,8 +22,7 @@ from asyncsync.protocol.subscriber import Subscriber
 from asyncsync.relay.passing import Passing
 from asyncsync.weights.slab import Slab, SlabPool
 from asyncsync.wire import codec
-from asyncsync.wire.fields import FIRST_GUEST, Buffer
-from asyncsync.wire.messages import Instruction
+from asyncsync.wire.messages import FIRST_GUEST, Buffer, Instruction
 from helpers.machines import SMALL, layout, nonce, slab_of
 from helpers.machines import flat as flat
 

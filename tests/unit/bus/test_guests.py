@@ -18,7 +18,7 @@ from asyncsync.protocol.settings import Identity
 from asyncsync.protocol.subscriber import Subscriber
 from asyncsync.transports import SharedMemTransport, ZMQTransport
 from asyncsync.wire import messages
-from asyncsync.wire.fields import FIRST_GUEST
+from asyncsync.wire.messages import FIRST_GUEST
 from helpers.machines import EPOCH, Desk, layout, nonce, through_the_wire
 from helpers.pairs import Model, crew, fill, read
 

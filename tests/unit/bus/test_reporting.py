@@ -17,9 +17,8 @@ from asyncsync.bus.asking import Asker
 from asyncsync.bus.reporting import ANSWERS, FRESH_SECONDS, Reporter
 from asyncsync.errors import ProtocolError
 from asyncsync.wire import messages
-from asyncsync.wire.codec import decode, encode
-from asyncsync.wire.fields import MAX_HEADER, MAX_NAME
-from asyncsync.wire.report import MAX_REPORTED, Inquiry, Report
+from asyncsync.wire.codec import MAX_HEADER, decode, encode
+from asyncsync.wire.messages import MAX_NAME, MAX_REPORTED, Inquiry, Report
 from helpers.apis import ASYNCIO, Api
 from helpers.machines import Desk, Station
 from helpers.pairs import Model, connected

@@ -28,7 +28,7 @@ from asyncsync.cli import main
 from asyncsync.commands.samples import Samples, as_json
 from asyncsync.commands.screen import line, screen
 from asyncsync.weights.files import read
-from asyncsync.wire.report import Report, WorkerReport
+from asyncsync.wire.messages import Report, WorkerReport
 from helpers.pairs import Model, fill, receiver_of
 from helpers.reports import report_of
 

@@ -27,7 +27,7 @@ from asyncsync import NotConnected, SchemaMismatch, ZMQWeightSyncScheme
 from asyncsync.net.zmq_socket import LoopSocket, router
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.tree import FlatWeights
-from asyncsync.wire import codec, fields, messages
+from asyncsync.wire import codec, messages
 from helpers.processes import Schemes, eventually, value_of
 
 pytestmark = pytest.mark.timeout(60)
@@ -130,7 +130,7 @@ def malformed() -> list[list[bytes]]:
     return found
 
 
-def out_of_place(epoch: fields.Epoch, version: int) -> list[messages.Instruction]:
+def out_of_place(epoch: messages.Epoch, version: int) -> list[messages.Instruction]:
     """Well-formed, but of another time, or untrue."""
     digest = secrets.token_bytes(16)
     later = (epoch[0] + 1, epoch[1])
@@ -306,8 +306,8 @@ async def test_connections_that_do_not_speak_zmtp_and_a_flood_of_them_disturb_no
         GREETING + b"\x04\xff" + bytes(255),
         GREETING.replace(b"NULL", b"EVIL"),
         spoken + b"\x02" + struct.pack(">Q", (1 << 63) - 1),  # a frame of 8 EiB
-        spoken + b"\x02" + struct.pack(">Q", fields.MAX_FRAME + 1) + bytes(1000),
-        spoken + b"\x03" + struct.pack(">Q", fields.MAX_FRAME) + bytes(1000),  # … and never the rest
+        spoken + b"\x02" + struct.pack(">Q", codec.MAX_FRAME + 1) + bytes(1000),
+        spoken + b"\x03" + struct.pack(">Q", codec.MAX_FRAME) + bytes(1000),  # … and never the rest
         spoken + b"\x01\x00" * 100_000,  # frames without end
         *(rng.randbytes(rng.randrange(1, 1000)) for _ in range(20)),
     ]
@@ -499,7 +499,7 @@ async def test_a_worker_survives_a_trainer_that_talks_nonsense(
         (messages.Chunk(EPOCH, 1, 0, (1 << 64) - 1), bytes(100)),
         (messages.Chunk(EPOCH, 1, 0, 0, crc=1), bytes(100)),  # checksum
         (messages.Chunk((2, 1), 1, 0, 0), bytes(100)),  # of an epoch that it has not been told
-        (messages.Chunk(EPOCH, 1, 0, 0), bytes(fields.MAX_CHUNK + 1)),
+        (messages.Chunk(EPOCH, 1, 0, 0), bytes(messages.MAX_CHUNK + 1)),
     )
     fake.say(messages.Chunk(EPOCH, 1, 0, 0), bytes(1 << 20))  # a third, with the wrong content
     assert not connecting.done()

@@ -21,7 +21,7 @@ import zmq.asyncio
 import asyncsync
 from asyncsync import NotConnected
 from asyncsync.collectors import MultiSyncCollector
-from asyncsync.wire import codec, fields
+from asyncsync.wire import codec
 from helpers.apis import Api
 from helpers.collecting_multi import make, options, policy
 from helpers.pairs import fill, until
@@ -39,7 +39,7 @@ async def stranger(endpoint: str) -> AsyncIterator[Any]:
 async def test_a_frame_beyond_every_limit_costs_its_sender_the_connection_and_nobody_else(api: Api) -> None:
     async with api.crew(1) as everybody:
         async with stranger(everybody.sender.bus.endpoint) as socket:
-            await socket.send(bytes(fields.MAX_FRAME + 1), copy=False)
+            await socket.send(bytes(codec.MAX_FRAME + 1), copy=False)
             await everybody.sender.send_async(fill(everybody.source, 2), timeout=5)
             assert everybody.read == [{2}]
 

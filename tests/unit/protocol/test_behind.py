@@ -13,7 +13,7 @@ import pytest
 from asyncsync import AutoWeightSyncScheme, Bus, PartialSendError, SharedMemWeightSyncScheme, ZMQWeightSyncScheme
 from asyncsync.relay.process import Relay, RelayOptions
 from asyncsync.weights.packing import pack
-from asyncsync.wire.relayed import Relayed
+from asyncsync.wire.messages import Relayed
 from helpers.pairs import Model, read
 from helpers.tree import LAYOUT, MODEL, Tree, flat
 

@@ -12,7 +12,7 @@ from asyncsync.errors import ProtocolError
 from asyncsync.protocol.fanout import EVERYBODY
 from asyncsync.protocol.settings import Settings
 from asyncsync.wire import codec, messages
-from asyncsync.wire.fields import NONCE_END
+from asyncsync.wire.messages import NONCE_END
 from helpers.machines import EPOCH, SMALL, Desk, Station, nonce
 
 PULL = Settings(fanout="pull", fanout_least=2)

@@ -14,7 +14,7 @@ from asyncsync.protocol.peer import Peer
 from asyncsync.protocol.settings import Settings
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab
-from asyncsync.wire import fields, messages
+from asyncsync.wire import checks, messages
 from helpers.machines import EPOCH, Desk, nonce
 
 RETRY = Settings().retry_interval
@@ -218,7 +218,7 @@ def test_the_end_of_a_process_gives_back_what_its_incarnation_had_and_no_more(de
     desk.publisher.ended(0, nonce(0), "its process (100) has ended", desk.now)
     assert desk.publisher.leases.of.keys() == {nonce(1), nonce(50)}
     assert desk.publisher.peers[0].state == "live"
-    desk.receive(b"no peer any more", messages.Released(EPOCH, nonce(1), fields.MAX_SERIAL, ()))
+    desk.receive(b"no peer any more", messages.Released(EPOCH, nonce(1), checks.MAX_SERIAL, ()))
     assert desk.publisher.leases.of.keys() == {nonce(50)}
 
 

@@ -15,7 +15,7 @@ from asyncsync.protocol.settings import Settings
 from asyncsync.protocol.subscriber import Subscriber
 from asyncsync.weights.encoding import codecs_here
 from asyncsync.weights.slab import SlabPool
-from asyncsync.wire import fields, messages
+from asyncsync.wire import checks, messages
 from helpers.machines import EPOCH, SMALL, TICK, Station, layout, nonce, slab_of
 
 F32, F64 = torch.float32, torch.float64
@@ -365,7 +365,7 @@ def test_a_fetch_for_an_older_trainer_does_not_complete_the_update_of_a_newer_on
 # -- slabs that are lent ---------------------------------------------------------------------------------------------
 
 
-def reported(instruction: messages.Instruction) -> tuple[int, fields.InUse]:
+def reported(instruction: messages.Instruction) -> tuple[int, messages.InUse]:
     return instruction.last, instruction.in_use  # type: ignore[attr-defined]
 
 
@@ -571,7 +571,7 @@ def test_who_was_superseded_gives_back_what_it_will_never_look_at_too_unless_it_
     station.lend(2, {"policy": (2, 20)})  # was on its way
     station.take()
     station.subscriber.bye("done", reads=reads)
-    assert station.take() == ([] if reads else [messages.Released(EPOCH, nonce(7), fields.MAX_SERIAL, ())])
+    assert station.take() == ([] if reads else [messages.Released(EPOCH, nonce(7), checks.MAX_SERIAL, ())])
 
 
 # -- epochs ---------------------------------------------------------------------------------------------------------
@@ -592,7 +592,7 @@ def test_what_the_gate_has_begun_for_an_old_trainer_says_nothing_to_the_new_one(
 
 @pytest.mark.parametrize("epoch", [OLDER, NEWER])
 def test_messages_of_another_epoch_are_refused_and_newer_ones_are_answered_with_one_hello(
-    station: Station, epoch: fields.Epoch
+    station: Station, epoch: messages.Epoch
 ) -> None:
     for instruction in (messages.Ping(epoch, 1), messages.Pong(epoch, 0, {"policy": 9}, {}, 0)):
         with pytest.raises(ProtocolError, match="another epoch"):

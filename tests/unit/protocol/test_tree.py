@@ -12,7 +12,7 @@ import pytest
 from asyncsync.errors import PeerLost, RemoteError, SchemaMismatch
 from asyncsync.protocol.settings import Settings
 from asyncsync.wire import codec, messages
-from asyncsync.wire.relayed import Relayed
+from asyncsync.wire.messages import Relayed
 from helpers.tree import MODEL, SETTINGS, Node, Tree
 
 SHAPES = [(), (2,), (2, 2)]

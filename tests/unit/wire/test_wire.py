@@ -13,19 +13,15 @@ from hypothesis import strategies as st
 
 from asyncsync.errors import LimitExceeded, ProtocolError
 from asyncsync.wire import codec
-from asyncsync.wire.codec import decode, encode
-from asyncsync.wire.fields import (
+from asyncsync.wire.codec import MAX_FRAMES, MAX_HEADER, decode, encode
+from asyncsync.wire.messages import (
+    INSTRUCTIONS,
     MAX_CHUNK,
     MAX_DESCRIPTOR,
-    MAX_FRAMES,
-    MAX_HEADER,
     MAX_IN_USE,
     MAX_MODELS,
     MAX_TEXT,
     ROLES,
-)
-from asyncsync.wire.messages import (
-    INSTRUCTIONS,
     Again,
     Applied,
     Bye,
@@ -34,20 +30,25 @@ from asyncsync.wire.messages import (
     Failed,
     Fetch,
     Hello,
+    Inquiry,
     Instruction,
+    ModelReport,
     Part,
     Ping,
     Pong,
     Ready,
+    Recount,
     Refused,
+    Relayed,
+    RelayedWorker,
     Released,
+    Report,
     Staged,
     Update,
     Welcome,
+    WorkerReport,
 )
 from asyncsync.wire.metadata import MAX_METADATA, encode_metadata
-from asyncsync.wire.relayed import Recount, Relayed, RelayedWorker
-from asyncsync.wire.report import Inquiry, ModelReport, Report, WorkerReport
 
 # -- any instruction ---------------------------------------------------------------------------------------------------
 
