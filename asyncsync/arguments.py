@@ -89,6 +89,20 @@ def check_fanout(fanout: str | None) -> None:
         raise ValueError(f"fanout must be 'pull', 'push' or None, not {fanout!r}")
 
 
+def check_processes(processes: Iterable[Any]) -> tuple[Any, ...]:
+    """Raise TypeError, which names what is understood, for what is no process, before anything is begun."""
+    if not isinstance(processes, Iterable):
+        raise TypeError(f"processes= takes a list: [{processes!r}]")
+    found = tuple(processes)
+    for process in found:
+        if not any(hasattr(process, name) for name in ("exitcode", "poll", "returncode")):
+            raise TypeError(
+                "processes= takes processes of multiprocessing, subprocess and asyncio.create_subprocess_exec, "
+                f"not {process!r}"
+            )
+    return found
+
+
 def refuse_unknown(called: str, given: Iterable[str], known: Iterable[str]) -> None:
     """Raise TypeError, in the name of what was called, if one of the keywords that were ``given`` is not known."""
     if unknown := set(given) - set(known):

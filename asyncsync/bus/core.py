@@ -12,22 +12,32 @@ import asyncio
 import os
 import secrets
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
-from asyncsync.arguments import KnownKeywords, as_version, check_count, check_fanout, check_forward, check_quorum
+from asyncsync.arguments import (
+    KnownKeywords,
+    as_version,
+    as_workers,
+    check_count,
+    check_fanout,
+    check_forward,
+    check_processes,
+    check_quorum,
+    check_timeout,
+)
 from asyncsync.bus.link import EXIT_SECONDS, Order, is_fast_path_on
 from asyncsync.bus.measures import serve_metrics
-from asyncsync.bus.member import Calls, Member, agree_on_workers, shared_here
+from asyncsync.bus.member import Calls, Member, Source
 from asyncsync.bus.receiver import ReceiverLink
 from asyncsync.bus.sender import SenderLink
 from asyncsync.bus.status import BusStatus, bus_status
-from asyncsync.errors import ClosedError, NotConnected
+from asyncsync.errors import AckTimeout, ClosedError, NotConnected, PartialSendError
 from asyncsync.model.gate import Gate
 from asyncsync.model.readers import Hold
-from asyncsync.monitor.options import Monitoring, Tracing
+from asyncsync.monitor.options import UNMONITORED, Monitoring, Tracing
 from asyncsync.net.address import tcp_endpoint
 from asyncsync.net.endpoint import INTRODUCED, draw_endpoint, is_plaintext_beyond_loopback
 from asyncsync.net.introduction import Introduction
@@ -36,12 +46,19 @@ from asyncsync.protocol.settings import EAGER_BYTES, Settings
 from asyncsync.protocol.staging import Acting
 from asyncsync.weights.encoding import check_codec
 from asyncsync.wire.messages import Report
-from asyncsync.wire.metadata import Shown, decode_metadata
+from asyncsync.wire.metadata import Shown, decode_metadata, encode_metadata
 
 DEFAULT_TIMEOUT = 60.0
 LOOP_ENDED = "this bus was shut down when its event loop ended: connect and use it within one asyncio.run()"
 CONFIGURATION = ["endpoint", "connect_endpoint", "num_workers", "min_workers", "allow_plaintext", "checksum", "keys"]
 CONFIGURATION += ["fanout", "compress", "delta", "monitoring", "drawn", "_uid"]
+
+# Copies of one shared bus that were pickled apart find each other again in the worker: one connection per worker_idx.
+_receiving: weakref.WeakValueDictionary[tuple[str, int, int], Any] = weakref.WeakValueDictionary()
+
+ARGUMENTS = {"keys": "server_key", "monitoring": "metrics_port", "connect_endpoint": "connect"}
+
+Workers = int | Iterable[int] | None
 
 T = TypeVar("T")
 
@@ -179,7 +196,7 @@ class BusCore(KnownKeywords):
         if self._closed:
             raise ClosedError("this scheme or bus was shut down; construct another")
         if num_workers is not None:
-            agree_on_workers(self, num_workers, private=scheme._own_bus)
+            self.agree_on_workers(num_workers, private=scheme._own_bus)
         self._role, self._pid = role, os.getpid()
         self._schemes = {t: s for t, s in self._schemes.items() if s is not scheme} | {topic: scheme}
         if role == "receiver" and self._gate is None:
@@ -190,7 +207,39 @@ class BusCore(KnownKeywords):
         if worker is None or self._role == "sender":
             self._late = True
             return self
-        return shared_here(self, worker)
+        return self._shared_here(worker)
+
+    def _shared_here(self, worker: int) -> BusCore:
+        """The one bus that all copies of this one share where they are this worker, in this process. Raises ValueError
+        if some of them are asynchronous, others blocking."""
+        key = (self._uid, worker, os.getpid())
+        shared: BusCore | None = _receiving.get(key)
+        if shared is None or shared._closed:
+            _receiving[key] = shared = self
+        if type(shared) is not type(self):
+            raise ValueError(
+                f"worker {worker} has an asynchronous and a blocking scheme of one bus in this process; convert all of "
+                "them (scheme.blocking, scheme.aio), or none"
+            )
+        return shared
+
+    def agree_on_workers(self, num_workers: int, *, private: bool) -> None:
+        """Give this bus its ``num_workers``. ``private``: nobody else may join it. Raises ValueError: it has others
+        already, or too few for its quorum."""
+        check_count("num_workers", num_workers)
+        given = self._constructed if private and self._link is None else self.num_workers
+        if given not in (None, num_workers) or (self._link is not None and self.num_workers != num_workers):
+            raise _disagreement("num_workers", self.num_workers, num_workers)
+        check_quorum(num_workers, self.min_workers)
+        self.num_workers = num_workers
+
+    def agree_on_least(self, min_workers: int, *, private: bool) -> None:
+        """The same for ``min_workers``."""
+        check_count("min_workers", min_workers, least=0)
+        if self.min_workers != min_workers and (self.min_workers != 1 or self._link is not None or not private):
+            raise _disagreement("min_workers", self.min_workers, min_workers)
+        check_quorum(self.num_workers, min_workers)
+        self.min_workers = min_workers
 
     def _twin(self, kind: type[BusCore]) -> BusCore:
         """A copy with the other API; the schemes of one bus that are converted share it."""
@@ -253,7 +302,7 @@ class BusCore(KnownKeywords):
         self._check_open("receiver")
         if self._worker not in (None, worker):
             raise ValueError(f"this scheme or bus is worker {self._worker} already; it cannot be worker {worker} too")
-        if self._late and shared_here(self, worker) is not self:
+        if self._late and self._shared_here(worker) is not self:
             raise ValueError(
                 f"another copy of this bus is worker {worker} in this process already; "
                 "pass worker_idx to init_on_receiver(), so that schemes that were pickled separately share one bus"
@@ -297,6 +346,213 @@ class BusCore(KnownKeywords):
         finally:
             for scheme in self._schemes.values():
                 await scheme._end_transport(timeout)
+
+    # -- connecting and sending ----------------------------------------------------------------------------------------
+
+    def _check_connect(self, timeout: float, processes: Iterable[Any] = ()) -> None:
+        """Refuse what is not ready to connect, before anything is begun."""
+        self._starting = check_processes(processes)
+        if not self._schemes:
+            raise RuntimeError(
+                "no scheme of this bus has been initialised; call init_on_sender() or init_on_receiver() on each first"
+            )
+        check_timeout(timeout)
+
+    async def _initial(self) -> dict[str, Source | None]:
+        """What each scheme of a sender sends when it connects."""
+        if self._role != "sender":
+            return {}
+        return {topic: await scheme._initial(None) for topic, scheme in self._schemes.items()}
+
+    async def _connect(self, initial: Mapping[str, Source | None], timeout: float) -> None:
+        """Connect all schemes, one after the other, within the timeout."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout
+        for scheme in list(self._schemes.values()):
+            await scheme._meet(None, max(0.0, deadline - loop.time()))
+        for scheme in list(self._schemes.values()):
+            # A receiver's HELLO has all its models, before it waits for the first of them.
+            scheme._register()
+        for topic, scheme in list(self._schemes.items()):
+            remaining = max(0.0, deadline - loop.time())
+            if self._role == "sender":
+                await scheme._connect_sender(initial[topic], remaining)
+            else:
+                await scheme._connect_receiver(None, remaining)
+
+    async def _take(self, weights: Mapping[str, Any], worker_ids: Workers) -> dict[str, Source]:
+        """Check, and take the values, in the caller's thread. Raises ValueError, before anything is done, for unknown
+        models or workers, or none at all."""
+        if not weights.keys() <= self._schemes.keys():
+            unknown = sorted(weights.keys() - self._schemes.keys())
+            raise ValueError(f"unknown model_id {unknown}: this bus has {sorted(self._schemes)}")
+        if not weights:
+            raise ValueError("nothing to publish: name at least one model_id")
+        workers = self._sender().check_workers(as_workers(worker_ids))
+        sources = {topic: await self._schemes[topic]._extract(given, workers) for topic, given in weights.items()}
+        plain = sorted(topic for topic, source in sources.items() if not isinstance(source, Mapping))
+        for topic, source in sources.items() if plain and workers is None else ():
+            if isinstance(source, Mapping) and (self.num_workers is None or len(source) < self.num_workers):
+                raise ValueError(
+                    f"{topic!r} has weights for single workers, and {plain} for all workers: publish them in separate "
+                    "calls, or name the workers of all these models with worker_ids="
+                )
+        return sources
+
+    async def _take_in_order(
+        self, weights: Mapping[str, Any], workers: list[int] | None, timeout: float
+    ) -> dict[str, Source]:
+        """:meth:`_take`, once the weights of earlier callers have been prepared: a caller whose preparation takes long
+        must not publish what is older as the newer version. The next step keeps this order, if nothing is awaited in
+        between. Raises AckTimeout if the others have not been prepared within the timeout."""
+        try:
+            await self._preparing.acquire_until(asyncio.get_running_loop().time() + timeout)
+        except TimeoutError:
+            late = f"the prepare_weights of an earlier publication did not return within {timeout:g} s"
+            raise AckTimeout(f"nothing was published: {late}") from None
+        try:
+            return await self._take(weights, workers)
+        finally:
+            self._preparing.release()
+
+    async def _publish(
+        self, weights: Mapping[str, Any], worker_ids: Workers, metadata: Mapping[str, Any] | None
+    ) -> int:
+        """Snapshot and announce; returns the version."""
+        encoded, workers = encode_metadata(metadata), as_workers(worker_ids)
+        sources = await self._take_in_order(weights, workers, DEFAULT_TIMEOUT)
+        return await self._publish_sources(sources, workers, encoded)
+
+    async def _publish_sources(
+        self,
+        sources: Mapping[str, Source],
+        workers: list[int] | None,
+        metadata: bytes,
+        timeout: float = DEFAULT_TIMEOUT,
+        *,
+        at_once: bool = True,
+    ) -> int:
+        """:meth:`_publish` of what was extracted; unless ``at_once``, it has still to depart."""
+        transports = {topic: self._schemes[topic]._transport() for topic in sources}
+        link = self._sender()
+        whom = {*(workers or ()), *(w for s in sources.values() if isinstance(s, Mapping) for w in s)}
+        link.check_reach(whom)
+        deadline = link.loop.time() + timeout
+        version = await link.publishing.publish(
+            sources, transports, workers, deadline=deadline, at_once=at_once, metadata=metadata
+        )
+        if self._on_published is not None:
+            link.publisher.targets.when_agreed(version, partial(self._on_published, version, sorted(whom) or None))
+        if self._calls is not None:
+            self._calls.begin(version, workers, list(sources))
+        return version
+
+    async def _send(
+        self,
+        weights: Mapping[str, Any],
+        worker_ids: Workers,
+        timeout: float,
+        metadata: Mapping[str, Any] | None,
+        quorum: int | None = None,
+    ) -> int:
+        """:meth:`_publish`, and wait until the workers have applied it, or as many of them as the ``quorum`` needs.
+        Raises NotConnected, with nothing published, if nobody could; PartialSendError, which names each worker that has
+        not, and why."""
+        link, encoded = self._link, encode_metadata(metadata)
+        is_free = not (self._closed or self._calls or self._preparing.waiting or self._preparing.locked())
+        if (
+            worker_ids is None
+            and quorum is None
+            and len(weights) == 1
+            and not encoded
+            and type(link) is SenderLink
+            and is_free
+        ):
+            ((topic, given),) = weights.items()
+            if link.fast.may_go_on(topic, timeout):
+                begun = link.loop.time()
+                scheme = self._schemes.get(topic)
+                flat = None if scheme is None else scheme._at_hand(given)
+                if flat is not None and (version := link.fast.go_on(topic, flat)) is not None:
+                    return await self._complete(link, version, topic, timeout, begun)
+        check_timeout(timeout)
+        workers = as_workers(worker_ids)
+        self._sender().check_quorum(weights, workers, quorum)
+        try:
+            sources = await self._take_in_order(weights, workers, timeout)
+        except AckTimeout as error:
+            raise self._unsent(workers, error) from error
+        return await self._send_sources(sources, workers, timeout, encoded, quorum)
+
+    async def _send_sources(
+        self,
+        sources: Mapping[str, Source],
+        workers: list[int] | None,
+        timeout: float,
+        metadata: bytes,
+        quorum: int | None = None,
+    ) -> int:
+        """:meth:`_send` of what was extracted."""
+        link = self._sender()
+        link.check_quorum(sources, workers, quorum)
+        begun = link.loop.time()
+        if workers is None and quorum is None and not (metadata or self._calls) and link.fast.may_publish(timeout):
+            transports = {topic: self._schemes[topic]._transport() for topic in sources}
+            if (version := link.fast.publish(sources, transports)) is not None:
+                return await self._complete(link, version, next(iter(sources)), timeout, begun)
+        membership = link.publisher.membership
+        others = set.intersection(*(set(membership.without(model_id)) for model_id in sources))
+        there = [worker for worker in membership.expected() if worker not in others]
+        try:
+            version = await self._publish_sources(sources, workers, metadata, timeout, at_once=False)
+        except AckTimeout as error:  # nothing was published
+            raise self._unsent(workers, error) from error
+        await link.wait_applied(version, workers, list(sources), timeout, begun, self._calls, quorum, there)
+        return version
+
+    async def _complete(self, link: SenderLink, version: int, topic: str, timeout: float, begun: float) -> int:
+        """Announce what the fast path has published, and wait for it."""
+        if self._on_published is not None:
+            self._on_published(version, None)
+        if not await link.fast.complete(version):
+            await link.wait_applied(version, None, [topic], timeout, begun)
+        if link.observer.durations is not None:
+            link.observer.durations.observe(link.loop.time() - begun)
+        return version
+
+    def _unsent(self, workers: list[int] | None, error: AckTimeout) -> PartialSendError:
+        """Nothing was published in time, for any worker."""
+        waiting = workers or self._sender().publisher.membership.expected()
+        return PartialSendError({}, {worker: AckTimeout(*error.args) for worker in waiting})
+
+    async def _wait_version(
+        self,
+        version: int,
+        worker_ids: Workers,
+        timeout: float,
+        models: list[str] | None,
+        quorum: int | None = None,
+    ) -> None:
+        """Wait until workers have applied a version; on a receiver, until this one has."""
+        check_timeout(timeout)
+        if self._role == "receiver":
+            if quorum is not None:
+                raise ValueError("quorum is for the sender: a receiver waits for itself")
+            await self._receiver().receiving.wait_version(version, models or list(self._schemes), timeout)
+            return
+        link = self._sender()
+        if not 0 < version <= link.issued:
+            raise ValueError(f"version {version} has not been published; the newest is {link.issued}")
+        workers = link.check_workers(as_workers(worker_ids))
+        if quorum is not None:
+            link.check_enough(workers, quorum)
+        await link.wait_applied(version, workers, models, timeout, link.loop.time(), self._calls, quorum)
+
+    async def _wait_lag(self, models: list[str], max_lag: int, timeout: float) -> int:
+        """Receiver: wait until each of these models is at most so many versions behind what the sender has for it."""
+        check_count("max_lag", max_lag, least=0)
+        check_timeout(timeout)
+        return await self._receiver().receiving.wait_lag(models, max_lag, timeout)
 
     # -- what both APIs show ------------------------------------------------------------------------------------------
 
@@ -404,3 +660,66 @@ class BusCore(KnownKeywords):
     def _check_loop(self) -> None:
         if self._link is not None and not self._closed and not self._link.loop.is_closed():
             self._link.check_loop()
+
+
+def _disagreement(name: str, there: int | None, given: int) -> ValueError:
+    return ValueError(
+        f"{name} is {there} already, not {given}: the constructor, init_on_sender() and all schemes of one bus must "
+        "agree"
+    )
+
+
+SHARED = ("num_workers", "min_workers", "allow_plaintext", "checksum", "keys", "fanout", "compress", "delta")
+
+
+SHARED = ("num_workers", "min_workers", "allow_plaintext", "checksum", "keys", "fanout", "compress", "delta")
+
+
+def join_buses(schemes: Iterable[Member]) -> Any:
+    """Move schemes that have a bus of their own onto one bus, before they are initialised: so one update can carry all
+    their models. All of them are blocking, or all asynchronous.
+
+    The common bus is the one that some of them share already, else the one with an explicit endpoint, else any. Pickled
+    copies made from now on find each other in a worker; copies made earlier still have the address of old.
+
+    Returns the common bus; None: there is none, because they share several buses already, or there are no schemes.
+    Raises, with nothing changed, ValueError for several explicit endpoints, or settings that one bus cannot have;
+    RuntimeError if a scheme is initialised or connected already.
+    """
+    schemes = list(schemes)
+    for scheme in schemes:
+        if scheme._role is not None or scheme._registered or scheme._closed or scheme._bus._link is not None:
+            raise RuntimeError("move schemes onto one bus before init_on_sender(), init_on_receiver() and connect()")
+    own = [scheme for scheme in schemes if scheme._own_bus]
+    shared = list({id(s._bus): s._bus for s in schemes if not s._own_bus}.values())
+    if len(shared) > 1:
+        return None
+    buses = shared + [scheme._bus for scheme in own]
+    if len(buses) < 2:
+        return buses[0] if buses else None
+    explicit = shared + [scheme._bus for scheme in own if not scheme._bus.drawn]
+    endpoints = sorted({bus.endpoint for bus in explicit})
+    if len(endpoints) > 1:
+        raise ValueError(
+            f"these schemes have several endpoints ({', '.join(endpoints)}), so no update could carry all their "
+            "models: construct one bus = Bus(endpoint=…) and give it to each of them (bus=bus)"
+        )
+    common = (explicit or buses)[0]
+    settings = {}
+    for name in (*SHARED, "monitoring", "connect_endpoint"):
+        default = {"min_workers": 1, "allow_plaintext": False, "delta": False, "monitoring": UNMONITORED}.get(name)
+        given = [bus for bus in buses if name != "connect_endpoint" or bus.connect_endpoint != bus.endpoint]
+        values = {getattr(bus, name) for bus in given} - {default}
+        if len(values) > 1:
+            argument = ARGUMENTS.get(name, name)
+            raise ValueError(
+                f"the schemes of one bus share its {argument}, but these have {sorted(values, key=str)}: construct one "
+                f"bus = Bus({argument}=…) and give it to each of them (bus=bus)"
+            )
+        if values:
+            settings[name] = values.pop()
+    for name, value in settings.items():
+        setattr(common, name, value)
+    for scheme in own:
+        scheme._bus, scheme._own_bus = common, False
+    return common

@@ -5,20 +5,22 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import zmq
 
+from asyncsync.arguments import check_count
 from asyncsync.bus.encoding import Encoder
 from asyncsync.bus.link import LINGER_MS, Link
+from asyncsync.bus.member import Calls
 from asyncsync.bus.observing import SenderObserver
 from asyncsync.bus.outgoing import Outgoing
 from asyncsync.bus.publishing import Publishing
 from asyncsync.bus.reporting import Reporter, warn_of_blocking
-from asyncsync.errors import NotConnected, ProtocolError
+from asyncsync.errors import NotConnected, PartialSendError, PeerLost, ProtocolError
 from asyncsync.fastpath.sender import FastSender
 from asyncsync.monitor.metrics import Metrics
 from asyncsync.monitor.options import UNMONITORED, Monitoring
@@ -31,6 +33,7 @@ from asyncsync.net.processes import ProcessWatch, shortage, this_process
 from asyncsync.net.side_channel import Receive, SideChannels, read
 from asyncsync.net.zmq_socket import Bound, LoopSocket, router
 from asyncsync.protocol.peer import Peer
+from asyncsync.protocol.progress import Outcome, Progress
 from asyncsync.protocol.publisher import Publisher
 from asyncsync.protocol.settings import Settings
 from asyncsync.runtime import loop_thread
@@ -182,6 +185,179 @@ class SenderLink(Link):
         """Count on from this version, which is not below :attr:`counted`."""
         self._before, self._carried = self.issued, version
         self.caught_up().targets.carry_on(version)
+
+    # -- the workers, for those who call -------------------------------------------------------------------------------
+
+    def check_workers(self, workers: list[int] | None) -> list[int] | None:
+        """Raise ValueError where a worker_idx cannot exist."""
+        count = self.publisher.num_workers
+        for worker in workers or ():
+            if worker < 0 or (count is not None and worker >= count):
+                last = (count or 1) - 1
+                raise ValueError(f"worker_idx {worker} does not exist: num_workers={count}, so choose from 0 to {last}")
+        return workers
+
+    def check_reach(self, workers: Iterable[int]) -> None:
+        """Raise ValueError for weights of single workers that are behind a relay."""
+        behind = self.publisher.behind.workers
+        for worker in workers:
+            if worker in behind and worker not in self.publisher.peers:
+                raise ValueError(
+                    f"worker {worker} is behind relay {behind[worker].relay}, which passes on only weights for all "
+                    "workers: publish without worker_ids, or connect this worker to the sender directly"
+                )
+
+    def check_enough(self, workers: list[int] | None, quorum: int) -> None:
+        """Raise ValueError for a quorum that so many workers cannot be."""
+        check_count("quorum", quorum)
+        count = self.publisher.num_workers if workers is None else len(workers)
+        if count is not None and quorum > count:
+            raise ValueError(f"quorum={quorum}, but only {count} workers are to get this version")
+
+    def check_quorum(self, models: Iterable[str], workers: list[int] | None = None, quorum: int | None = None) -> None:
+        """Raise NotConnected if no worker has one of these models; for an elastic sender, if fewer than ``min_workers``
+        have it, or than the ``quorum`` where it is for everybody. Raises ValueError as :meth:`check_enough`."""
+        if quorum is not None:
+            self.check_enough(workers, quorum)
+        publisher = self.publisher  # who is there, and with which models, does not change on the fast path
+        needed, name = self.min_workers, "min_workers"
+        if quorum is not None and workers is None and quorum > needed:
+            needed, name = quorum, "quorum"
+        for model_id in models:
+            there = publisher.membership.eligible(model_id)
+            if publisher.num_workers is None and there < needed:
+                text = f"only {there} workers are connected, but {name}={needed} are needed"
+            elif publisher.num_workers is not None and not there:
+                text = "no worker can apply this"
+            else:
+                continue
+            without = publisher.membership.without(model_id)
+            others = "; ".join(publisher.progress.why_absent(worker, [model_id]) for worker in without)
+            raise NotConnected(
+                f"{text}{f' ({others})' if others else ''}: "
+                "wait for them with connect(), or use publish(), which also reaches workers that connect later"
+            )
+
+    async def wait_applied(
+        self,
+        version: int,
+        workers: list[int] | None,
+        models: list[str] | None,
+        timeout: float,
+        begun: float,
+        calls: Calls | None = None,
+        quorum: int | None = None,
+        there: list[int] | None = None,
+    ) -> None:
+        """Wait until these workers, or as many of them as the ``quorum`` needs, have applied at least this version, and
+        the ``calls`` of their objects have ended. Raises PartialSendError, which names each worker that has not, and
+        why; NotConnected if nobody is to get it.
+
+        The timeout counts from ``begun``, a time of the loop's clock. Messages depart once this is ready to wait.
+        ``there``: the workers that were there just before the version was published; where too few of them are left,
+        the error names the missing ones.
+        """
+        try:
+            publisher = self.caught_up()
+            progress = publisher.progress
+            chosen = progress.targeted(version, models) if workers is None else workers
+            needs_one = self.min_workers > 0 or publisher.num_workers is not None
+            if there and len(chosen) < max(quorum or 0, needs_one):
+                chosen = sorted({*chosen, *there})
+            if not chosen and needs_one:
+                self.check_quorum(publisher.targets.models if models is None else models, workers, quorum)
+                raise NotConnected(f"no connected worker is to get version {version} (any more)")
+            if quorum is not None and len(chosen) < quorum:
+                raise NotConnected(f"quorum={quorum}, but version {version} is for {len(chosen)} connected workers")
+
+            late = list(chosen)  # who has, does not lack it later: not everybody is looked at for each answer
+
+            def done() -> bool:
+                publisher.check_open()
+                if quorum is not None:
+                    now = _outcome(progress, version, chosen, models, calls)
+                    return len(now.acked) >= quorum or len(now.acked) + len(now.waiting) < quorum
+                if calls is not None:
+                    return not _outcome(progress, version, chosen, models, calls).waiting
+                while late and not progress.outstanding(version, late[-1:], models):
+                    late.pop()
+                if late or not progress.outstanding(version, chosen, models):
+                    return not late
+                late.extend(chosen)  # one that was lost is there again
+                return False
+
+            in_time = await self.wait(done, max(0.0, begun + timeout - self.loop.time()), self.depart)
+        finally:
+            if self.publisher.outbox and not self.closed:  # there was nobody to wait for, or no time left
+                self.settle()
+        outcome = _outcome(progress, version, chosen, models, calls)
+        if quorum is not None and len(outcome.acked) >= quorum:
+            return
+        # Where too many have failed for a quorum, the others are not late.
+        waiting = () if in_time and quorum is not None else outcome.waiting
+        in_vain = {worker: progress.timeout_of(worker, version, timeout) for worker in waiting}
+        if failed := outcome.failed | in_vain:
+            raise PartialSendError(outcome.acked, failed)
+
+    async def wait_for_workers(
+        self,
+        models: list[str],
+        version: int | None,
+        timeout: float,
+        deadline: float,
+        processes: Iterable[Any] = (),
+    ) -> None:
+        """Wait until the expected workers have these models and have applied what there is; until ``deadline``, by the
+        loop's clock, which the caller gave as ``timeout``; or until one of the workers' ``processes`` has ended.
+
+        Raises PartialSendError if a worker cannot take the weights: then no worker was given any; NotConnected, which
+        names the missing workers and why, if not all were there in time.
+        """
+        publisher = self.caught_up()
+        membership, progress = publisher.membership, publisher.progress
+
+        def gathered() -> bool:
+            there = [w for w in membership.expected() if progress.connected(w, models)]
+            return len(there) >= (self.min_workers if publisher.num_workers is None else publisher.num_workers)
+
+        def hopeless() -> bool:
+            # A lost worker may come back; one that cannot take the weights will not change its mind.
+            if version is None:
+                return False
+            if publisher.num_workers is None:  # one that comes later, and cannot take them, is its own affair
+                rejection = publisher.targets.rejection
+                return any(rejection(w, version, models) is not None for w in membership.expected())
+            failed = progress.of(version, membership.expected(), models).failed
+            return any(not isinstance(error, PeerLost) for error in failed.values())
+
+        def done() -> bool:
+            publisher.check_open()
+            return gathered() or hopeless() or bool(_ended(processes))
+
+        in_time = await self.wait(done, max(0.0, deadline - self.loop.time()))
+        ended = "" if gathered() or hopeless() else _ended(processes)
+        if ended or not in_time:
+            when = f", because {ended};" if ended else f" within {timeout:g} s:"
+            raise NotConnected(f"not connected{when} {self._why_not_all(models)}. connect() may be called again")
+        if version is not None and hopeless():
+            outcome = progress.of(version, membership.expected(), models)
+            raise PartialSendError(outcome.acked, outcome.failed)
+        for model_id in models:
+            publisher.assemble(model_id)
+
+    def _why_not_all(self, models: list[str]) -> str:
+        membership, progress = self.publisher.membership, self.publisher.progress
+        missing = [w for w in membership.expected() if not progress.connected(w, models)]
+        missing.sort(key=lambda w: w in self.publisher.peers)  # first those that the others may be waiting for
+        reasons = [progress.why_absent(w, models) for w in missing]
+        if self.publisher.num_workers is None:
+            there = len(membership.expected()) - len(missing)
+            reasons.insert(0, f"{there} of at least {self.min_workers} workers connected")
+        if membership.turned_away:
+            reasons.append(f"the sender turned one away: {membership.turned_away}")
+        if self.admission is not None and (refused := self.admission.refused):
+            reasons.append("refused: " + ", ".join(f"{reason} ({count}×)" for reason, count in refused.items()))
+        return "; ".join(reasons)
 
     # -- callbacks --------------------------------------------------------------------------------------------------
 
@@ -390,3 +566,39 @@ class SenderLink(Link):
         self.pool.close()
         if self._lock is not None:
             self._lock.release()
+
+
+def _outcome(
+    progress: Progress, version: int, chosen: list[int], models: list[str] | None, calls: Calls | None
+) -> Outcome:
+    """How far a version has come. A worker whose object is called has it when the call has ended, too."""
+    outcome = progress.of(version, chosen, models)
+    for worker in [] if calls is None else chosen:
+        assert calls is not None
+        if worker in outcome.failed:
+            continue
+        if (error := calls.failure(worker, version)) is not None:
+            outcome.failed[worker] = error
+        elif worker not in outcome.acked or calls.is_pending(worker, version):
+            outcome.waiting.add(worker)
+            outcome.acked.pop(worker, None)
+            continue
+        outcome.waiting.discard(worker)
+        if worker in outcome.failed:
+            outcome.acked.pop(worker, None)
+    return outcome
+
+
+def _ended(processes: Iterable[Any]) -> str:
+    """For people: which of them has ended; empty: none."""
+    for process in processes:
+        if hasattr(process, "exitcode"):
+            code = process.exitcode
+        else:
+            code = process.poll() if hasattr(process, "poll") else process.returncode
+        if code is not None:
+            name = getattr(process, "name", None)
+            shown = f"process {process.pid}{f' ({name})' if isinstance(name, str) else ''}"
+            how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+            return f"{shown} {how} before it was connected; see its stderr"
+    return ""

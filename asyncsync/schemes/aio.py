@@ -9,7 +9,6 @@ from typing import Any, ClassVar, Self
 from tensordict import TensorDict
 
 from asyncsync.arguments import check_timeout
-from asyncsync.bus import sending, starting
 from asyncsync.bus.core import DEFAULT_TIMEOUT, BusCore
 from asyncsync.schemes.core import SchemeCore
 from asyncsync.schemes.registry import convert
@@ -63,8 +62,8 @@ class Bus(_AsyncContext, BusCore):
             RuntimeError: no scheme has been initialised on this bus.
             NotConnected, SchemaMismatch, PartialSendError: as the schemes' ``connect``.
         """
-        starting.check_connect(self, timeout, processes)
-        await starting.connect(self, await starting.initial(self), timeout)
+        self._check_connect(timeout, processes)
+        await self._connect(await self._initial(), timeout)
 
     async def publish(
         self,
@@ -91,7 +90,7 @@ class Bus(_AsyncContext, BusCore):
             MemoryError: there is too little memory for the snapshot; nothing was published.
             NotConnected, ClosedError, Fenced: this sender cannot publish.
         """
-        return await sending.publish(self, weights, worker_ids, metadata)
+        return await self._publish(weights, worker_ids, metadata)
 
     async def wait_version(
         self,
@@ -116,7 +115,7 @@ class Bus(_AsyncContext, BusCore):
             ValueError, TypeError: an unknown worker, or a version that was not published.
             NotConnected, ClosedError, Fenced: this side has ended.
         """
-        await sending.wait_version(self, version, worker_ids, timeout, None, quorum)
+        await self._wait_version(version, worker_ids, timeout, None, quorum)
 
     async def wait_lag(self, max_lag: int, timeout: float = DEFAULT_TIMEOUT) -> int:
         """Receiver: wait until this worker is not too far behind, with any model of this bus.
@@ -138,7 +137,7 @@ class Bus(_AsyncContext, BusCore):
             RuntimeError: this is a sender.
             NotConnected, ClosedError, Fenced: there is no sender to ask, or this side has ended.
         """
-        return await sending.wait_lag(self, list(self._schemes), max_lag, timeout)
+        return await self._wait_lag(list(self._schemes), max_lag, timeout)
 
     async def send_async(
         self,
@@ -158,7 +157,7 @@ class Bus(_AsyncContext, BusCore):
                 final: these workers still get it.
             ValueError, TypeError, MemoryError, ClosedError, Fenced: as :meth:`publish`.
         """
-        return await sending.send(self, weights, worker_ids, timeout, metadata, quorum)
+        return await self._send(weights, worker_ids, timeout, metadata, quorum)
 
     async def shutdown(self, timeout: float = 5.0) -> None:
         """End all schemes of this bus; the other side learns of it. Idempotent.
@@ -266,7 +265,7 @@ class WeightSyncScheme(_AsyncContext, SchemeCore):
             NotConnected, ClosedError, Fenced: this sender cannot publish.
         """
         self._check_open()
-        return await sending.publish(self._bus, {self._topic: weights}, worker_ids, metadata)
+        return await self._bus._publish({self._topic: weights}, worker_ids, metadata)
 
     async def wait_version(
         self,
@@ -287,7 +286,7 @@ class WeightSyncScheme(_AsyncContext, SchemeCore):
             ClosedError, Fenced: this side has ended.
         """
         self._check_open()
-        await sending.wait_version(self._bus, version, worker_ids, timeout, [self._topic], quorum)
+        await self._bus._wait_version(version, worker_ids, timeout, [self._topic], quorum)
 
     async def wait_lag(self, max_lag: int, timeout: float = DEFAULT_TIMEOUT) -> int:
         """Receiver: wait until this worker is not too far behind.
@@ -310,7 +309,7 @@ class WeightSyncScheme(_AsyncContext, SchemeCore):
             NotConnected, ClosedError, Fenced: there is no sender to ask, or this side has ended.
         """
         self._check_open()
-        return await sending.wait_lag(self._bus, [self._topic], max_lag, timeout)
+        return await self._bus._wait_lag([self._topic], max_lag, timeout)
 
     async def send_async(
         self,
@@ -332,7 +331,7 @@ class WeightSyncScheme(_AsyncContext, SchemeCore):
             ValueError, TypeError, MemoryError, ClosedError, Fenced: as :meth:`publish`.
         """
         self._check_open()
-        return await sending.send(self._bus, {self._topic: weights}, worker_ids, timeout, metadata, quorum)
+        return await self._bus._send({self._topic: weights}, worker_ids, timeout, metadata, quorum)
 
     def send(self, weights: Any = None, worker_ids: int | Iterable[int] | None = None) -> None:
         """Not here: this is the asyncio API.

@@ -15,7 +15,6 @@ from functools import partial, wraps
 from typing import Any, ClassVar, Concatenate, ParamSpec, Self, TypeVar
 
 from asyncsync.arguments import as_workers, check_timeout
-from asyncsync.bus import sending, starting
 from asyncsync.bus.core import DEFAULT_TIMEOUT, BusCore
 from asyncsync.bus.member import Source
 from asyncsync.runtime import loop_thread
@@ -84,16 +83,16 @@ class Bus(BusCore):
     """
 
     def connect(self, timeout: float = DEFAULT_TIMEOUT, processes: Iterable[Any] = ()) -> None:
-        starting.check_connect(self, timeout, processes)
-        initial = now(starting.initial(self))
-        self._run(lambda: starting.connect(self, initial, timeout))
+        self._check_connect(timeout, processes)
+        initial = now(self._initial())
+        self._run(lambda: self._connect(initial, timeout))
 
     connect.__doc__ = AsyncBus.connect.__doc__
 
     def publish(self, weights: Mapping[str, Any], worker_ids: Workers = None, *, metadata: Metadata = None) -> int:
         encoded = encode_metadata(metadata)
         workers, sources = self._extract(weights, worker_ids)
-        return self._run(lambda: sending.publish_sources(self, sources, workers, encoded))
+        return self._run(lambda: self._publish_sources(sources, workers, encoded))
 
     publish.__doc__ = AsyncBus.publish.__doc__
 
@@ -103,7 +102,7 @@ class Bus(BusCore):
         """:meth:`publish` for a coroutine of any event loop. The source must not change until it returns."""
         encoded = encode_metadata(metadata)
         workers, sources = self._extract(weights, worker_ids)
-        return await loop_thread.awaitable(lambda: sending.publish_sources(self, sources, workers, encoded))
+        return await loop_thread.awaitable(lambda: self._publish_sources(sources, workers, encoded))
 
     wait_version = ordinary(AsyncBus.wait_version)
     wait_lag = ordinary(AsyncBus.wait_lag)
@@ -125,7 +124,7 @@ class Bus(BusCore):
         check_timeout(timeout)
         encoded = encode_metadata(metadata)
         workers, sources = self._extract(weights, worker_ids)
-        self._run(lambda: sending.send_sources(self, sources, workers, timeout, encoded, quorum))
+        self._run(lambda: self._send_sources(sources, workers, timeout, encoded, quorum))
 
     async def send_async(
         self,
@@ -140,9 +139,7 @@ class Bus(BusCore):
         check_timeout(timeout)
         encoded = encode_metadata(metadata)
         workers, sources = self._extract(weights, worker_ids)
-        return await loop_thread.awaitable(
-            lambda: sending.send_sources(self, sources, workers, timeout, encoded, quorum)
-        )
+        return await loop_thread.awaitable(lambda: self._send_sources(sources, workers, timeout, encoded, quorum))
 
     shutdown = ordinary(AsyncBus.shutdown, "_end")
 
@@ -163,7 +160,7 @@ class Bus(BusCore):
     def _extract(self, weights: Mapping[str, Any], worker_ids: Workers) -> tuple[list[int] | None, dict[str, Source]]:
         """The workers it is for, and the values of the sources, taken here and now."""
         workers = as_workers(worker_ids)
-        return workers, now(sending.extract(self, weights, workers))
+        return workers, now(self._take(weights, workers))
 
     def _run(self, make: Make[T]) -> T:
         async def tended() -> T:

@@ -19,10 +19,9 @@ from torch import nn
 
 from asyncsync.arguments import check_timeout, checked, refuse_misspelt
 from asyncsync.bus.carrier import Carrier
-from asyncsync.bus.member import Source, agree_on_least
+from asyncsync.bus.member import Source
 from asyncsync.bus.receiver import ReceiverLink
 from asyncsync.bus.sender import SenderLink
-from asyncsync.bus.starting import wait_for_workers
 from asyncsync.errors import AckTimeout, NotConnected
 from asyncsync.model.gate import PATIENCE
 from asyncsync.model.strategy import WeightStrategy, module_weights
@@ -155,7 +154,7 @@ class SchemeCore(SchemeState, ABC):
         self._check_fresh("sender")
         transport = make_sender(self._bound_transport, num_workers or self._bus.num_workers)
         if min_workers is not None:
-            agree_on_least(self._bus, min_workers, private=self._own_bus)
+            self._bus.agree_on_least(min_workers, private=self._own_bus)
         self._bus._join(self, "sender", model_id or "", num_workers)
         self._reset()
         self._role, self._pid = "sender", os.getpid()
@@ -316,7 +315,7 @@ class SchemeCore(SchemeState, ABC):
         else:
             link.caught_up().serve(self._topic, start)
             link.settle()
-        await wait_for_workers(link, [self._topic], version, timeout, start + timeout, self._bus._starting)
+        await link.wait_for_workers([self._topic], version, timeout, start + timeout, self._bus._starting)
         self._registered = True
 
     async def _connect_receiver(self, worker_idx: int | None, timeout: float) -> None:

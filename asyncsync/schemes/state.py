@@ -14,13 +14,11 @@ from typing import Any, ClassVar
 import torch
 from tensordict import TensorDict
 
-from asyncsync.arguments import KnownKeywords, check_timeout
+from asyncsync.arguments import KnownKeywords, check_processes, check_timeout
 from asyncsync.bus.carrier import Carrier
 from asyncsync.bus.core import BusCore
-from asyncsync.bus.member import agree_on_workers
 from asyncsync.bus.receiver import ReceiverLink
 from asyncsync.bus.sender import SenderLink
-from asyncsync.bus.starting import check_processes
 from asyncsync.bus.status import BusStatus
 from asyncsync.errors import ClosedError, WeightSyncError
 from asyncsync.model.readers import Hold
@@ -132,7 +130,7 @@ class SchemeState(KnownKeywords):
         elif not self._takes_part:
             bus, self._own_bus = self._bus_class(num_workers=num_workers), True
         elif num_workers is not None:
-            agree_on_workers(bus, num_workers, private=False)
+            bus.agree_on_workers(num_workers, private=False)
         self._bus = bus
         self._topic = ""  # the model's name on the bus
         self._devices: list[torch.device] | None = None

@@ -15,7 +15,7 @@ from typing import Any
 from tensordict import TensorDictBase
 from torch import nn
 
-from asyncsync.bus.member import join_buses
+from asyncsync.bus.core import join_buses
 from asyncsync.schemes.aio import WeightSyncScheme as AsyncScheme
 from asyncsync.schemes.blocking import Bus, WeightSyncScheme
 from asyncsync.schemes.core import SchemeCore

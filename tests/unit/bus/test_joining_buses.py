@@ -9,7 +9,7 @@ import pytest
 
 import asyncsync
 from asyncsync import sync
-from asyncsync.bus.member import join_buses
+from asyncsync.bus.core import join_buses
 from helpers.pairs import Model
 
 
