@@ -81,7 +81,7 @@ class Outgoing:
         """Send what was just taken from the outbox to all subscribers, if it goes to them."""
         assert self.broadcast is not None
         fanout = self._publisher.fanout
-        cast = fanout.gather(route, instruction, payload, self._publisher.announcer.last)
+        cast = fanout.gather(route, instruction, payload, self._publisher.announcement)
         if cast is None and route != EVERYBODY:
             return False
         self.broadcast.send((header, *payload) if cast is None else (encode(cast), header, *payload))

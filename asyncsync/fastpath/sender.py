@@ -162,7 +162,7 @@ class FastSender:
             return False
         if target.slab.references > 1:  # one that is lost, or has left, may still be reading it
             return False
-        peers = publisher.announcer.steady(model_id, target.slab)
+        peers = publisher.steady(model_id, target.slab)
         if not peers or publisher.outbox or publisher.fenced is not None:
             return False
         if publisher.num_workers is not None and len(peers) < publisher.num_workers:
@@ -184,7 +184,7 @@ class FastSender:
 
 
 class SteadySender:
-    """The steady state of one model (:meth:`asyncsync.protocol.announcer.Announcer.steady`).
+    """The steady state of one model (:meth:`asyncsync.protocol.publisher.Publisher.steady`).
 
     ``slots`` are the newest version's slab and the next one's, both with the caller's reference, and a descriptor.
     ``updates`` counts the versions since the beginning; ``waiting`` has who has not answered the newest, and ``waiter``
@@ -200,7 +200,7 @@ class SteadySender:
         workers: Sequence[tuple[Peer, SideChannel]],
     ) -> None:
         self.model_id = model_id
-        self.version, self._serial = publisher.version, publisher.announcer.serial
+        self.version, self._serial = publisher.version, publisher.serial
         self.waiting: dict[Peer, SideChannel] = {}
         self.waiter: asyncio.Future[None] | None = None
         self._publisher = publisher
@@ -300,7 +300,7 @@ class SteadySender:
         if self.updates:
             unsent = [peer for peer, _ in self._unsent]
             peers, waiting = self._peers, self.waiting
-            catch_up = self._publisher.announcer.catch_up
+            catch_up = self._publisher.catch_up
             catch_up(self.model_id, self._newest, self.updates, peers, waiting, unsent, self._began)
         else:
             self._newest.release()

@@ -61,7 +61,7 @@ class Membership:
         is_watched: whether the end of a co-located incarnation's process will be noticed.
         fanout_port: where workers can subscribe to what goes to all of them, beside the trainer's address; 0: nowhere.
         shortage: why there cannot be another worker; empty: there can.
-        behind: the workers that relays serve, by their index; see :mod:`asyncsync.protocol.behind`.
+        behind: the workers that relays serve, by their index; see :mod:`asyncsync.protocol.relays`.
         follows: whether another sender has published what this one serves: a worker may know more of it than this one.
     """
 

@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from asyncsync.errors import AckTimeout, PeerLost, SchemaMismatch
-from asyncsync.protocol.agreement import Agreement
 from asyncsync.protocol.membership import Membership
 from asyncsync.protocol.peer import Peer
 from asyncsync.protocol.targets import Target, Targets
@@ -24,12 +23,11 @@ class Outcome:
 class Progress:
     """How far the versions have come; changes nothing."""
 
-    def __init__(self, membership: Membership, targets: Targets, agreement: Agreement) -> None:
+    def __init__(self, membership: Membership, targets: Targets) -> None:
         self._membership = membership
         self._peers = membership.peers
         self._behind = membership.behind
         self._targets = targets
-        self._agreement = agreement
         self._num_workers = membership.num_workers
 
     def targeted(self, version: int, models: Collection[str] | None = None) -> list[int]:
@@ -175,7 +173,8 @@ class Progress:
                 return f"worker {worker} cannot take {model_id!r}: {refusal}"
             if (failure := self._failure(peer, model_id)) is not None:
                 return f"worker {worker} failed to apply {model_id!r}: {failure[1]}"
-        if self._agreement.gathers:
+        pending = self._targets.pending.values()
+        if self._num_workers is not None and not all(self._targets.are_assembled(p.models) for p in pending):
             return f"worker {worker} is connected, and waits for the other workers"
         return f"worker {worker} has not applied its weights yet"
 

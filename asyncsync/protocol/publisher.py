@@ -14,24 +14,29 @@ dropped, duplicated, delayed or reordered without harm. Bytes go out on the work
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
-from asyncsync.errors import ClosedError, Fenced, ProtocolError
-from asyncsync.protocol.agreement import Agreement
-from asyncsync.protocol.announcer import Announcer
-from asyncsync.protocol.behind import Behind
+from asyncsync.errors import ClosedError, Fenced, ProtocolError, SchemaMismatch
 from asyncsync.protocol.fanout import FanOut
 from asyncsync.protocol.leases import Leases
 from asyncsync.protocol.membership import Membership
 from asyncsync.protocol.peer import Peer
 from asyncsync.protocol.progress import Progress
-from asyncsync.protocol.questions import Questions
+from asyncsync.protocol.relays import Behind, Questions
 from asyncsync.protocol.settings import Identity, Settings
-from asyncsync.protocol.streaming import Streaming
-from asyncsync.protocol.targets import Model, Replaced, Targets
+from asyncsync.protocol.targets import Model, Publication, Replaced, Target, Targets
+from asyncsync.protocol.transfer import Announcement, Parts, Transfer
+from asyncsync.weights.encoding import Encoding, is_decodable
 from asyncsync.weights.slab import Slab
 from asyncsync.wire import messages
-from asyncsync.wire.messages import Buffer, Epoch, Instruction, Relayed
+from asyncsync.wire.messages import NO_EPOCH, Buffer, Chunk, Epoch, Instruction, Relayed, Update
+
+# What the sender before has sent after the last that a worker has told of may still come: it must be none of these.
+GAP = 1 << 16
+# A peer's word moves everybody's serials: one that lies cannot use them up, for less than a thousand million messages.
+LARGEST_LEAP = 1 << 32
+LAST_LEAP = 1 << 63
 
 
 class Publisher:
@@ -39,7 +44,8 @@ class Publisher:
     pieces that are to be encoded, in any thread, before :meth:`packed` sends them.
 
     ``epoch`` is its fencing token: start time in ns, and a random number. Where ``num_workers`` is None, it is elastic.
-    ``touched`` is called with those whose state may have changed.
+    ``announcement`` is the newest one; None: there is none, or it must not be used any more. ``serial`` is that of the
+    last UPDATE or AGAIN. ``touched`` has the workers whose state may have changed; whoever reads it clears it.
     """
 
     def __init__(
@@ -52,36 +58,19 @@ class Publisher:
         self.membership = membership = Membership(
             epoch, identity, num_workers, self.settings, self.targets, self._welcome, self._entered
         )
-        self.agreement = Agreement(membership, self.targets, self._pump)
         self.questions = Questions(membership, self.targets)
-        self.progress = Progress(membership, self.targets, self.agreement)
+        self.progress = Progress(membership, self.targets)
         self.fanout = FanOut(membership)
-        self.announcer = Announcer(membership, self.targets, self.leases, self.fanout)
         self.behind = Behind(membership, self.targets, self._reported)
-        self.touched: Callable[..., object] = lambda *workers: None
         self.peers, self.outbox = membership.peers, membership.outbox
-        self.streaming = Streaming(membership, self.settings)
-        self.wanted = self.streaming.wanted
+        self.announcement: Announcement | None = None
+        self.serial = 0
+        self.wanted: deque[tuple[Encoding, int]] = deque()
+        self.touched: set[int] = set()
         self.fenced: Fenced | None = None
         self.closed = False
 
-    def _welcome(self, peer: Peer) -> None:
-        self.announcer.pass_by(peer, peer.hello.serial if peer.hello.epoch == self.epoch else 0)
-        self.agreement.welcome(peer, again=True)
-
-    def welcome_all(self) -> None:
-        """Say anew where everything is."""
-        for peer in self.membership.welcomed:
-            self._welcome(peer)
-
-    def _entered(self) -> None:
-        self.announcer.last = None  # the same incarnation may have been here before, and have had it
-
-    def _reported(self, worker: int) -> None:
-        self.agreement.recheck(worker)
-        self.touched(worker)
-
-    # -- what the trainer does ------------------------------------------------------------------------------------
+    # -- what the trainer does -----------------------------------------------------------------------------------------
 
     @property
     def epoch(self) -> Epoch:
@@ -102,7 +91,7 @@ class Publisher:
         if model_id not in self.targets.models:
             self.targets.models[model_id] = Model()
             for peer in self.peers.values():
-                self.agreement.welcome(peer)
+                self._show_layouts(peer)
 
     def publish(
         self,
@@ -118,15 +107,15 @@ class Publisher:
         self.check_open()
         if workers is None and len(parts) == 1 and not metadata and version is None:
             ((model_id, slab),) = parts.items()
-            if isinstance(slab, Slab) and (peers := self.announcer.steady(model_id, slab)) is not None:
-                return self.announcer.again(model_id, slab, peers, now)
-        return self.agreement.publish(parts, workers, now + self.settings.layout_patience, metadata, version)
+            if isinstance(slab, Slab) and (peers := self.steady(model_id, slab)) is not None:
+                return self._again(model_id, slab, peers, now)
+        return self._propose(parts, workers, now + self.settings.layout_patience, metadata, version)
 
     def packed(self) -> None:
         """More of a slab that was published while it is being packed is there, or of what was :attr:`wanted`."""
         for peer in self.peers.values():
             if peer.transfer is not None:
-                self.streaming.go_on(peer, peer.transfer)
+                self._stream(peer, peer.transfer)
         self.fanout.stream()
 
     def abandon(self, version: int | None, replaced: Replaced) -> None:
@@ -163,7 +152,7 @@ class Publisher:
         if self.closed:
             raise ClosedError("the sender was shut down")
 
-    # -- what comes from the workers --------------------------------------------------------------------------------
+    # -- what comes from the workers -----------------------------------------------------------------------------------
 
     def receive(self, route: bytes, instruction: Instruction, payload: Sequence[Buffer], now: float) -> None:
         """Take in one message. Raises ProtocolError, with nothing changed, if it is from an unknown peer, of another
@@ -178,7 +167,7 @@ class Publisher:
         newcomer = self.membership.newcomer_at(route) if peer is None else None
         if peer is None and newcomer is None and kind is not messages.Released:
             raise ProtocolError(f"{kind.__name__} from an unknown peer")
-        if getattr(instruction, "epoch", None) != self.membership.epoch:
+        if getattr(instruction, "epoch", None) != self.epoch:
             whom = "an unknown peer" if peer is None else f"worker {peer.worker}"
             raise ProtocolError(f"{kind.__name__} of another epoch from {whom}")
         if isinstance(instruction, messages.Released):  # perhaps from one that is no peer any more
@@ -192,7 +181,7 @@ class Publisher:
         if handler is None:
             raise ProtocolError(f"worker {peer.worker} sent {kind.__name__}, which only a trainer sends")
         handler(self, peer, instruction, now)
-        self.touched(peer.worker)
+        self.touched.add(peer.worker)
         if isinstance(instruction, messages.Staged | messages.Applied | messages.Failed | messages.Pong):
             self.leases.report(peer.nonce, instruction.last, instruction.in_use)
         peer.last_seen = now
@@ -201,7 +190,7 @@ class Publisher:
 
     def _on_hello(self, route: bytes, hello: messages.Hello, now: float) -> None:
         if hello.epoch is not None and hello.epoch > self.epoch and not self.membership.follows:
-            if self.announcer.serial:
+            if self.serial:
                 why = f"a newer trainer (epoch {hello.epoch[0]}, this one's is {self.epoch[0]})"
                 self.fenced = Fenced(f"worker {hello.worker} belongs to {why}; this trainer must stop")
                 self.outbox.clear()
@@ -211,16 +200,35 @@ class Publisher:
                 return
             self.membership.outrun(hello)
         self.membership.hello(route, hello, now)
-        self.touched(hello.worker)
+        self.touched.add(hello.worker)
 
     def _on_ready(self, peer: Peer, ready: messages.Ready, now: float) -> None:
-        self.agreement.accept(peer, ready)
+        peer.ready, peer.opens = True, ready.opens
+        # Of what it has accepted before, only layouts of targets can matter again.
+        peer.accepted &= {(m, t.slab.layout.digest) for m in peer.hello.have for t in self._targets_of(peer, m)}
+        for layout in ready.digests.items():
+            peer.accepted.add(layout)
+            peer.refused.pop(layout, None)
+        peer.unanswered_welcomes = max(0, peer.unanswered_welcomes - 1)
+        self._show_layouts(peer, again=peer.lacks_welcome)
+        self._recheck(peer.worker)
         self._pump(peer)
 
     def _on_refused(self, peer: Peer, refused: messages.Refused, now: float) -> None:
-        if self.agreement.refuse(peer, refused):
-            self._pump(peer)
-            self.touched(*self.peers)
+        """A worker refuses a layout: whatever is pending with it goes to nobody."""
+        if refused.number < peer.shown.get((refused.model_id, refused.digest), 0):
+            return  # it concerns a publication that is over; the layout was shown again for the next one
+        peer.ready = True
+        error = SchemaMismatch(f"worker {peer.worker}, model {refused.model_id!r}: {refused.message}")
+        peer.note_refused(refused.model_id, refused.digest, error)
+        for publication in list(self.targets.pending.values()):
+            if peer.worker in publication.awaiting and (reason := self._objection(peer, publication)) is not None:
+                self.targets.reject(publication, {peer.worker: reason})
+        for other in self.peers.values():
+            self._show_layouts(other)
+        self._recheck(peer.worker)
+        self._pump(peer)
+        self.touched.update(self.peers)
 
     def _on_fetch(self, peer: Peer, fetch: messages.Fetch, now: float) -> None:
         transfer = peer.transfer
@@ -229,9 +237,9 @@ class Publisher:
         if len(fetch.bases) not in (0, len(transfer.parts)):
             raise ProtocolError(f"a FETCH with {len(fetch.bases)} bases for {len(transfer.parts)} parts")
         if transfer.rewound(fetch) or not transfer.granted:
-            self.streaming.begin(peer, transfer, fetch.bases)
+            self._begin_stream(peer, transfer, fetch.bases)
         transfer.granted = max(transfer.granted, min(fetch.upto, transfer.total))
-        self.streaming.go_on(peer, transfer)
+        self._stream(peer, transfer)
         if fetch.pushed:
             self.fanout.credit(peer, fetch.pushed)
 
@@ -264,7 +272,7 @@ class Publisher:
         if pong.seq <= peer.pong_seq or pong.seq > peer.ping_seq:
             return
         peer.pong_seq = pong.seq
-        self.announcer.pass_by(peer, pong.last)
+        self._pass_by(peer, pong.last)
         if pong.seq > peer.welcome_after_ping:
             peer.unanswered_welcomes = 0  # whatever was sent before that PING is answered, or was lost
         self.membership.answered(peer, pong.seq)
@@ -291,7 +299,7 @@ class Publisher:
             self.leases.release(peer.nonce)
         self.lost(peer.worker, peer.nonce, f"it has left: {bye.message}" if bye.message else "it has left", now)
 
-    # -- liveness ---------------------------------------------------------------------------------------------------
+    # -- liveness ------------------------------------------------------------------------------------------------------
 
     def ended(self, worker: int, nonce: bytes, reason: str, now: float) -> None:
         """The process of a worker incarnation has ended, and all its leases with it."""
@@ -302,8 +310,8 @@ class Publisher:
         """The worker has left, or will not be waited for. Its leases end when it reports so, or with its process."""
         was_there, newcomer = self.membership.lose(worker, nonce, reason, now)
         if was_there:
-            self.agreement.recheck(worker)
-            self.touched(worker, *self.behind.lose(self.peers[worker], now))
+            self._recheck(worker)
+            self.touched |= {worker, *self.behind.lose(self.peers[worker], now)}
         if newcomer is not None:
             self.membership.hello(newcomer.peer.route, newcomer.peer.hello, now)
 
@@ -332,25 +340,376 @@ class Publisher:
         """A send found the queue full: the peer is slow, and what was dropped is repaired later."""
         if (peer := self.membership.routes.get(route)) is not None:
             peer.slow = True
-            self.touched(peer.worker)
+            self.touched.add(peer.worker)
 
     def tick(self, now: float) -> None:
         """Send what is due, and wait no longer for what is overdue."""
         if not self.closed and self.fenced is None:
             self.membership.tick(now)
-            self.touched(*[worker for worker, peer in self.peers.items() if peer.slow])
-            self.agreement.tick(now)
+            self.touched.update(worker for worker, peer in self.peers.items() if peer.slow)
+            self._stop_waiting(now)
             self.fanout.stream()
             self.behind.tick(now)
 
-    # -- the next update of each worker -----------------------------------------------------------------------------
+    # -- agreement: who has to accept the layouts of a publication -----------------------------------------------------
+
+    def _welcome(self, peer: Peer) -> None:
+        self._pass_by(peer, peer.hello.serial if peer.hello.epoch == self.epoch else 0)
+        self._show_layouts(peer, again=True)
+
+    def welcome_all(self) -> None:
+        """Say anew where everything is."""
+        for peer in self.membership.welcomed:
+            self._welcome(peer)
+
+    def _entered(self) -> None:
+        self.announcement = None  # the same incarnation may have been here before, and have had it
+
+    def _reported(self, worker: int) -> None:
+        self._recheck(worker)
+        self.touched.add(worker)
+
+    def _propose(
+        self,
+        parts: Mapping[str, Slab | Mapping[int, Slab]],
+        workers: Iterable[int] | None,
+        deadline: float,
+        metadata: bytes = b"",
+        version: int | None = None,
+    ) -> int:
+        """Make these slabs the targets, as soon as those who have to have accepted their layouts; the version."""
+        waiting = {layout for pending in self.targets.pending.values() for layout in pending.layouts}
+        publication = self.targets.publish(parts, workers, deadline, metadata, version)
+        if not self._is_agreed(publication):
+            # Whoever has refused these layouts is shown them again: its model may fit now.
+            again = [peer for peer in self.peers.values() if peer.show_again(publication.layouts, waiting)]
+            publication.awaiting = self._unanswered(publication)
+            for peer in self.peers.values():
+                self._show_layouts(peer, again=peer in again)
+        self._commit_if_agreed(publication)
+        return publication.version
+
+    def _show_layouts(self, peer: Peer, *, again: bool = False) -> None:
+        """WELCOME, with a layout of each model: the oldest that the worker has not answered for, else the newest.
+        ``again``: also if the last one was the same."""
+        if peer.lost or self.epoch == NO_EPOCH:
+            return  # who is not welcome goes on to the next address
+        models, layouts = {}, []
+        for model_id in self.targets.models:
+            targets = self._targets_of(peer, model_id) if model_id in peer.hello.have else []
+            open_ones = (t.slab.layout for t in targets if not peer.answered(model_id, t.slab.layout.digest))
+            layout = next(open_ones, targets[-1].slab.layout if targets else None)
+            models[model_id] = b"" if layout is None else layout.digest
+            if layout is not None:
+                layouts.append(layout.encoded)
+        if again or models != peer.announced:
+            peer.announced = models
+            peer.welcome_after_ping = peer.ping_seq
+            members, me = self.membership, self.membership.identity
+            number = peer.count_welcome(models.items())
+            attempt = peer.hello.attempt
+            welcome = messages.Welcome(
+                members.epoch, peer.nonce, attempt, me.pid, me.boot, me.namespace, models, number, members.fanout_port
+            )
+            members.send(peer.route, welcome, layouts)
+
+    def _recheck(self, worker: int) -> None:
+        """This worker has answered, or is waited for no longer."""
+        for publication in list(self.targets.pending.values()):
+            if worker in publication.awaiting:
+                if not self._is_awaited(worker, publication):
+                    publication.awaiting.discard(worker)
+                self._commit_if_agreed(publication)
+
+    def _stop_waiting(self, now: float) -> None:
+        """Publications do not wait for workers that have not answered in time."""
+        for publication in list(self.targets.pending.values()):
+            if now >= publication.deadline and not self._is_gathering(publication):
+                publication.awaiting.clear()
+                self._commit_if_agreed(publication)
+
+    def _commit_if_agreed(self, publication: Publication) -> None:
+        if not publication.awaiting and publication.version in self.targets.pending:
+            self.targets.commit(publication)
+            self._pump()
+
+    def _is_gathering(self, publication: Publication) -> bool:
+        """True before everybody has been there once: then even workers that are not connected yet are waited for."""
+        return self.num_workers is not None and not self.targets.are_assembled(publication.models)
+
+    def _targets_of(self, peer: Peer, model_id: str) -> list[Target]:
+        """What a worker should have now, and what may follow, oldest first."""
+        now = self.targets.target(peer.worker, model_id)
+        return [*([] if now is None else [now]), *self.targets.upcoming(peer.worker, model_id)]
+
+    def _layouts_of(self, worker: int, publication: Publication) -> Iterator[tuple[str, bytes, bool]]:
+        """What a pending publication has for a worker: model, digest, and whether that is its target's layout, too."""
+        for model_id in publication.models:
+            for target in self.targets.upcoming(worker, model_id):
+                if target.publication is publication:
+                    now = self.targets.target(worker, model_id)
+                    digest = target.slab.layout.digest
+                    yield model_id, digest, now is not None and now.slab.layout.digest == digest
+
+    def _objection(self, peer: Peer, publication: Publication) -> SchemaMismatch | None:
+        """Why this worker cannot take a publication. Refusing the layout of its present target is its own affair."""
+        for model_id, digest, in_use in self._layouts_of(peer.worker, publication):
+            if not in_use and (model_id, digest) in peer.refused:
+                return peer.refused[model_id, digest]
+        return None
+
+    def _is_agreed(self, publication: Publication) -> bool:
+        """True if nothing else is pending, and everybody who is there has accepted these layouts and no others since:
+        then nobody need be sent a WELCOME. The rule in a training loop."""
+        if len(self.targets.pending) != 1 or self._is_gathering(publication):
+            return False
+        for peer in self.peers.values():
+            if peer.lost:
+                continue
+            for layout in publication.layouts:
+                model_id, digest = layout
+                if model_id in peer.hello.have and (
+                    layout not in peer.accepted
+                    or layout in peer.refused
+                    or peer.announced.get(model_id) != digest
+                    or not peer.ready
+                ):
+                    return False
+        return True
+
+    def _unanswered(self, publication: Publication) -> set[int]:
+        """The targeted workers that have not accepted these layouts."""
+        gathering = self._is_gathering(publication)
+        there = (worker for worker, peer in self.peers.items() if peer.is_worker)
+        candidates = set(self.membership.expected() if gathering else there)
+        if publication.workers is not None:
+            candidates &= publication.workers
+        return {worker for worker in candidates if self._is_awaited(worker, publication)}
+
+    def _is_awaited(self, worker: int, publication: Publication) -> bool:
+        """Whether this one of the targeted workers still has to accept these layouts."""
+        gathering = self._is_gathering(publication)
+        peer = self.peers.get(worker)
+        if peer is None:
+            # Its relay asks it. One that cannot take the weights stops no others than those behind that relay.
+            behind = self.membership.behind.get(worker)
+            has_answered = behind is not None and not behind.lost and behind.hello.have.keys() >= publication.models
+            return gathering and not has_answered
+        if not gathering and (peer.lost or peer.slow):
+            return False
+        for model_id, digest, in_use in self._layouts_of(worker, publication):
+            if model_id not in peer.hello.have:
+                if gathering:
+                    return True
+            elif not peer.answered(model_id, digest) and (gathering or not in_use):
+                return True
+        return False
+
+    # -- the next update of each worker --------------------------------------------------------------------------------
 
     def _pump(self, *peers: Peer) -> None:
         """Start the next UPDATE for each of these workers, or all, that has none outstanding and is behind its target;
         see the announcer."""
         for peer in peers or self.peers.values():
             if peer.transfer is None and not peer.lost and self.fenced is None:
-                self.announcer.update(peer)
+                self._announce(peer)
+
+    def _announce(self, peer: Peer) -> None:
+        """Announce what is due to a worker that has nothing outstanding, by UPDATE."""
+        parts = self._due(peer)
+        if not parts:
+            return
+        # A relay passes bytes on, wherever it is.
+        opens = peer.local is True and peer.opens and peer.hello.role != "relay"
+        streams = not opens and any(slab.streamable for _, slab in parts.values())
+        codec = self.settings.compress
+        codec = codec if codec and is_decodable(codec, peer.hello.codecs) else ""
+        last = self.announcement
+        # An AGAIN is only for those who had had the update before it when it was made: they have been sent it.
+        whole = last is not None and type(last.instruction) is Update
+        if (
+            last is None
+            or not whole
+            or last.serial <= peer.serial
+            or not last.matches(parts, streams=streams, codec=codec)
+        ):
+            self.serial += 1
+            target = self.targets.target(peer.worker, next(iter(parts)))
+            assert target is not None
+            last = self.announcement = Announcement(
+                self.serial,
+                parts,
+                self.epoch,
+                eager_bytes=self.settings.eager_bytes,
+                checksum=self.settings.checksum,
+                metadata=target.publication.metadata,
+                streams=streams,
+                codec=codec,
+                castable=target.publication.workers is None,
+            )
+        self._start(peer, last, parts)
+
+    def _due(self, peer: Peer) -> Parts:
+        """What the next UPDATE brings a worker: of the publications that it lacks the oldest.
+
+        The parts of one publication come together or not at all, and without those of any other: one that fails keeps
+        nothing else from coming. What has failed is not sent again until there is something newer in its publication's
+        place. Where a newer one has replaced a part, the newer goes first: so nobody sees what is left without that
+        part.
+        """
+        behind: dict[str, Target] = {}
+        blocked: set[int] = set()
+        fresh: set[int] = set()
+        for model_id in peer.hello.have:
+            target = self.targets.target(peer.worker, model_id)
+            if target is None or target.version <= peer.ahead(model_id):
+                continue
+            if (model_id, target.slab.layout.digest) not in peer.accepted:
+                blocked.add(target.version)
+                continue
+            behind[model_id] = target
+            if model_id not in peer.failed or target.version > peer.failed[model_id][0]:
+                fresh.add(target.version)
+        if not (fresh := fresh - blocked):
+            return {}
+        version = min(fresh)
+        publications = {t.version: t.publication for t in behind.values()}
+        while (
+            newer := {
+                behind[m].version  # it has replaced a part of this one, which the worker has never had
+                for m in publications[version].models & behind.keys()
+                if behind[m].version > version > peer.ahead(m)
+            }
+            & fresh
+        ):
+            version = max(newer)
+        return {m: (t.version, t.slab) for m, t in behind.items() if t.version == version}
+
+    def _pass_by(self, peer: Peer, serial: int) -> None:
+        """A worker has had this announcement of the epoch, and ignores all up to it. Where this sender has not sent it
+        that, it comes from another one, which counts by itself: a relay that was killed, or whose workers have moved
+        here."""
+        if serial <= peer.serial or not (self.serial or self.membership.follows):
+            return
+        peer.serial, self.announcement = 0, None
+        if self.serial < serial and self.serial < LAST_LEAP:
+            self.serial = min(serial + GAP, self.serial + LARGEST_LEAP)
+
+    def _begin_stream(self, peer: Peer, transfer: Transfer, bases: Sequence[int]) -> None:
+        """Choose how the bytes of an update travel to a worker that has these bases, now that it fetches them."""
+        settings = self.settings
+        if settings.delta or settings.compress:
+            codec = settings.compress
+            codec = codec if codec and is_decodable(codec, peer.hello.codecs) else ""
+            transfer.encode(codec, bases, settings.piece_bytes)
+
+    def _stream(self, peer: Peer, transfer: Transfer) -> None:
+        """Send what there is credit for."""
+        settings, epoch = self.settings, self.epoch
+        if transfer.encodings:
+            pieces: Iterator[tuple[Chunk, Buffer]] = transfer.encoded(
+                epoch, checksum=settings.checksum, chunk_bytes=settings.chunk_bytes, wanted=self.wanted
+            )
+        else:
+            pieces = transfer.chunks(epoch, chunk_bytes=settings.chunk_bytes, checksum=settings.checksum)
+        for chunk, piece in pieces:
+            peer.bytes_sent += len(piece)
+            self.membership.send(peer.route, chunk, [piece] if len(piece) else ())
+
+    # -- AGAIN: the next update of a training loop ---------------------------------------------------------------------
+
+    def steady(self, model_id: str, slab: Slab) -> list[Peer] | None:
+        """Those who can have this slab announced by AGAIN, and nobody else is there; None where it takes more.
+
+        Steady: the last update that anybody was sent is the target, and everybody who is there has applied it; nothing
+        is pending, nobody has weights of its own, nothing was refused or has failed; and what comes differs from it in
+        nothing but version and bytes. Then the rest of what an UPDATE takes into account cannot have changed.
+        """
+        last = self.announcement
+        if last is None or not last.repeatable or self.targets.pending or not self.settings.fast:
+            return None
+        model = self.targets.models.get(model_id)
+        current = None if model is None else model.common.current
+        if model is None or current is None or model.own or current.version != self.targets.version:
+            return None  # a version that was skipped, or refused, is nobody's
+        layout = model_id, slab.layout.digest
+        if last.key[0][:2] != (model_id, current.version) or layout not in last.layouts or not last.can_repeat(slab):
+            return None
+        if self.num_workers is not None and not model.assembled:
+            return None
+        peers = [peer for peer in self.membership.peers.values() if not peer.lost]
+        for peer in peers:
+            if not peer.is_worker:
+                return None  # the fast path counts answers, and nobody waits for this one's
+            if peer.serial != last.serial or peer.transfer is not None or not peer.ready:
+                return None
+            if peer.staged or peer.failed or peer.refused or peer.applied.get(model_id) != current.version:
+                return None
+            if layout not in peer.accepted or peer.announced.get(model_id) != layout[1]:
+                return None
+        return peers
+
+    def _again(self, model_id: str, slab: Slab, peers: list[Peer], now: float) -> int:
+        """Make this slab the target, and announce it to :meth:`steady` workers by AGAIN; returns the version."""
+        version = self.targets.version + 1
+        last, parts = self._advance(model_id, version, self.serial + 1, slab.retain(), now)
+        for peer in peers:
+            self._start(peer, last, parts)
+        return version
+
+    def catch_up(
+        self,
+        model_id: str,
+        slab: Slab,
+        updates: int,
+        peers: list[Peer],
+        waiting: Collection[Peer],
+        unsent: Collection[Peer],
+        now: float,
+    ) -> None:
+        """Take over from the fast path, which has gone on from :meth:`steady` without this.
+
+        There were ``updates`` of them, each of the next version and serial number; ``slab`` is the newest, with the
+        caller's reference, published at ``now``. All ``peers`` have applied all of them, but for the newest: those in
+        ``waiting`` have not acknowledged that, and to those in ``unsent`` it has yet to be announced.
+        """
+        version, serial = self.targets.version + updates, self.serial + updates
+        assert self.announcement is not None
+        self.announcement.serial = serial - 1  # what AGAIN refers to; nobody else uses that one any more
+        last, parts = self._advance(model_id, version, serial, slab, now)
+        for peer in peers:
+            peer.applied[model_id] = version - 1 if peer in waiting else version
+            peer.serial = serial
+            if peer in waiting:
+                self._start(peer, last, parts, send=peer in unsent)
+
+    def _advance(self, model_id: str, version: int, serial: int, slab: Slab, now: float) -> tuple[Announcement, Parts]:
+        """Make this slab the target, and an AGAIN the last announcement. Takes over the caller's reference."""
+        common, last = self.targets.models[model_id].common, self.announcement
+        assert common.current is not None
+        assert last is not None
+        before = common.current.slab
+        self.targets.version = self.targets.published = version
+        publication = Publication(
+            version, frozenset([model_id]), frozenset(last.layouts), None, now + self.settings.layout_patience
+        )
+        common.current = Target(version, slab, publication)
+        before.release()
+        self.serial = serial
+        self.announcement = last.again(serial, model_id, version, slab, self.epoch)
+        return self.announcement, {model_id: (version, slab)}
+
+    def _start(self, peer: Peer, last: Announcement, parts: Parts, *, send: bool = True) -> None:
+        """This announcement is on its way to a worker, or, with ``send``, is to be sent."""
+        peer.transfer = Transfer(last, parts, peer.ping_seq)
+        if last.leases:
+            self.leases.lease(peer, last.serial, peer.transfer.leased)
+        if self.membership.fanout_port:
+            self.fanout.started(peer, last.serial)
+        peer.serial = last.serial
+        peer.bytes_sent += last.nbytes
+        if send:
+            self.membership.send(peer.route, last.instruction, last.payload)
 
 
 _HANDLERS: dict[type[Instruction], Callable[..., None]] = {
@@ -364,5 +723,5 @@ _HANDLERS: dict[type[Instruction], Callable[..., None]] = {
     messages.Pong: Publisher._on_pong,
     messages.Bye: Publisher._on_bye,
     messages.Released: lambda *_: None,  # see receive()
-    Relayed: lambda self, peer, relayed, now: self.touched(*self.behind.report(peer, relayed, now)),
+    Relayed: lambda self, peer, relayed, now: self.touched.update(self.behind.report(peer, relayed, now)),
 }

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 from asyncsync.weights.encoding import Encoding, encode_piece, encoding_of
@@ -182,10 +183,10 @@ class Transfer:
                 yield Chunk(epoch, self.serial, i, start, zlib.crc32(piece) if checksum else None), piece
 
     def encoded(
-        self, epoch: Epoch, *, checksum: bool, chunk_bytes: int, wanted: Callable[[Encoding, int], object]
+        self, epoch: Epoch, *, checksum: bool, chunk_bytes: int, wanted: deque[tuple[Encoding, int]]
     ) -> Iterator[tuple[Chunk, Buffer]]:
         """:meth:`chunks` where some are encoded. It ends at the first piece that has still to be encoded; that and the
-        following ones, as far as the credit reaches and the slab is packed, are ``wanted``."""
+        following ones, as far as the credit reaches and the slab is packed, join ``wanted``."""
         slabs = [slab for _, slab in self.parts.values()]
         for i, (slab, size, end, encoding) in enumerate(
             zip(slabs, self._sizes, self._ends, self.encodings, strict=True)
@@ -206,7 +207,7 @@ class Transfer:
                             if min((index + 1) * length, size) > limit:
                                 return
                             if encoding.want(index):
-                                wanted(encoding, index)
+                                wanted.append((encoding, index))
                         return
                 self.sent = begin + stop
                 if encoded is not None and encoded.payload is not None:

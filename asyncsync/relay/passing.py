@@ -69,8 +69,6 @@ class Passing:
         self._under_way: tuple[IncomingUpdate, dict[str, Slab], Replaced] | None = None
         self._reported: dict[int, RelayedWorker] = {}
         self._session: tuple[Epoch | None, int] | None = None  # in which everybody has been reported
-        self._touched: set[int] = set()
-        publisher.touched = lambda *workers: self._touched.update(workers)
         subscriber.relaying = subscriber.incoming.watcher = self
         self._follow(NO_EPOCH)
 
@@ -92,7 +90,7 @@ class Passing:
         slabs before must not be written again."""
         publisher = self._publisher
         publisher.outbox.clear()
-        publisher.announcer.last = None
+        publisher.announcement = None
         if self._slots is not None:
             self._slots.renew()
         publisher.leases.close()
@@ -192,7 +190,7 @@ class Passing:
     @property
     def is_report_due(self) -> bool:
         """Whether :meth:`report` may have something to say."""
-        session, has_news = self._subscriber.session, bool(self._touched) or self._publisher.questions.are_new
+        session, has_news = self._subscriber.session, bool(self._publisher.touched) or self._publisher.questions.are_new
         return session.welcomed and (has_news or self._session != (session.epoch, session.attempt))
 
     def answered(self, request: int) -> None:
@@ -212,13 +210,13 @@ class Passing:
         if publisher.questions.are_new:
             publisher.questions.passed_on(session.request(root=True))
         whole = self._session != (session.epoch, session.attempt)
-        workers: Iterable[int] = self._touched
+        workers: Iterable[int] = publisher.touched
         if whole:
             self._session = session.epoch, session.attempt
             self._reported = {}
             workers = {*publisher.peers, *publisher.behind.workers}
         changed = [one for worker in workers if (one := self._state(worker)) is not None]
-        self._touched.clear()
+        publisher.touched.clear()
         if not changed and not whole:
             return
         assert session.epoch is not None

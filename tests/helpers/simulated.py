@@ -225,7 +225,7 @@ class Trainer:
             return None
         if target.slab not in self.slots or target.slab.mapped or target.slab.references > 1:
             return None
-        peers = publisher.announcer.steady(model, target.slab)
+        peers = publisher.steady(model, target.slab)
         if not peers or any(p.unsettled or p.slow for p in peers):
             return None
         slab = self.slots.acquire(target.slab.layout)

@@ -691,7 +691,7 @@ class Simulation(Oracle):
                 route, instruction, payload = outbox.popleft()
                 if not trainer.alive:
                     continue
-                fanout, last = trainer.publisher.fanout, trainer.publisher.announcer.last
+                fanout, last = trainer.publisher.fanout, trainer.publisher.announcement
                 cast = fanout.gather(route, instruction, payload, last)
                 frames = [codec.encode(instruction), *map(bytes, payload)]
                 if cast is not None or route == EVERYBODY:

@@ -37,7 +37,7 @@ def sent(made: Desk) -> tuple[list[tuple[messages.Cast, messages.Instruction]], 
     publisher, casts, single = made.publisher, [], {}
     while publisher.outbox:
         route, instruction, payload = publisher.outbox.popleft()
-        cast = publisher.fanout.gather(route, instruction, payload, publisher.announcer.last)
+        cast = publisher.fanout.gather(route, instruction, payload, publisher.announcement)
         if cast is not None:
             casts.append((cast, instruction))
         else:

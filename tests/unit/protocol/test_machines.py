@@ -18,8 +18,6 @@ from hypothesis import strategies as st
 
 from asyncsync.fastpath.sender import SteadySender
 from asyncsync.fastpath.worker import SteadyWorker
-from asyncsync.protocol.agreement import Agreement
-from asyncsync.protocol.announcer import Announcer
 from asyncsync.protocol.fanout import FanOut
 from asyncsync.protocol.holdings import Reports
 from asyncsync.protocol.incoming import Incoming
@@ -98,11 +96,11 @@ MUTATIONS = {
     "bytes are sent before they are packed": [(Transfer, "chunks", "stop > slab.packed", "False")],
     "an announcement is used again for other parts": [(Announcement, "matches", "return", "return True or")],
     "nobody is asked, because all accepted something else": [
-        (Agreement, "_is_agreed", "layout not in peer.accepted", "False"),
-        (Announcer, "_due", "not in peer.accepted", "is None"),
+        (Publisher, "_is_agreed", "layout not in peer.accepted", "False"),
+        (Publisher, "_due", "not in peer.accepted", "is None"),
     ],
-    "parts go one by one": [(Announcer, "update", "if not parts:", ONE_BY_ONE)],
-    "a part is sent without the one that is refused": [(Announcer, "_due", "fresh - blocked", "fresh")],
+    "parts go one by one": [(Publisher, "_announce", "if not parts:", ONE_BY_ONE)],
+    "a part is sent without the one that is refused": [(Publisher, "_due", "fresh - blocked", "fresh")],
     "an update is applied before an older one that waits": [
         (StagedUpdates, "line_up", "self.append(staging)", "self.insert(0, staging)")
     ],
@@ -115,9 +113,9 @@ MUTATIONS = {
         )
     ],
     "nobody is asked before a new layout": [
-        (Agreement, "_unanswered", "gathering = self", "return set()\n    gathering = self")
+        (Publisher, "_unanswered", "gathering = self", "return set()\n    gathering = self")
     ],
-    "a refusal concerns the refuser only": [(Agreement, "refuse", "peer.worker in publication.awaiting", "False")],
+    "a refusal concerns the refuser only": [(Publisher, "_on_refused", "peer.worker in publication.awaiting", "False")],
     "no PING": [(Membership, "tick", "self.ping(peer, now)", "continue")],
     "PONG does not show a lost READY": [
         (Publisher, "_on_pong", "peer.welcome_after_ping < pong.seq and peer.unsettled", "False")
@@ -145,7 +143,12 @@ MUTATIONS = {
         )
     ],
     "whoever connects again has given everything back": [
-        (Publisher, "_on_ready", "accept(peer, ready)", f"accept(peer, ready){GIVE}")
+        (
+            Publisher,
+            "_on_ready",
+            "peer.ready, peer.opens = True, ready.opens",
+            f"peer.ready, peer.opens = True, ready.opens{GIVE}",
+        )
     ],
     "whoever leaves has given everything back": [(Publisher, "_on_bye", 'bye.reason != "reading"', "True")],
     "nothing tells of a slot that its last reader leaves": [
@@ -153,10 +156,10 @@ MUTATIONS = {
         NO_PONG,
     ],
     "whoever was superseded gives nothing back": [(Session, "bye", "elif not reads:", "elif False:")],
-    "a slot that is announced is not leased": [(Announcer, "_start", "if last.leases:", "if False:")],
+    "a slot that is announced is not leased": [(Publisher, "_start", "if last.leases:", "if False:")],
     "a report says nothing of what has just come": [(Subscriber, "_attach", "self.holdings.lease(part, slab)", "pass")],
     "the end of a process gives nothing back": [(Publisher, "ended", "self.leases.release(nonce)", "pass")],
-    "AGAIN leaves the slab before where it is": [(Announcer, "_advance", "before.release()", "pass")],
+    "AGAIN leaves the slab before where it is": [(Publisher, "_advance", "before.release()", "pass")],
     "the fast path goes on with what it has written, and not who has it": [
         (SteadySender, "_hand_over", "catch_up = ", "waiting = {}\n        catch_up = ")
     ],
@@ -164,7 +167,7 @@ MUTATIONS = {
         (SteadySender, "_hand_over", "[peer for peer, _ in self._unsent]", "[]"),
         NO_PONG,
     ],
-    "the fast path begins with somebody behind": [(Announcer, "steady", "for peer in peers:", "for peer in ():")],
+    "the fast path begins with somebody behind": [(Publisher, "steady", "for peer in peers:", "for peer in ():")],
     "the fast path writes where the newest version is": [
         (SteadySender, "publish", "slab = self._next", "slab = self._newest")
     ],

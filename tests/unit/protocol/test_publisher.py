@@ -809,7 +809,7 @@ def test_a_worker_that_lies_does_not_use_up_the_serials() -> None:
     desk.ready(2)
     (update,) = desk.take(messages.Update)
     assert update.serial < checks.MAX_SERIAL >> 20
-    desk.publisher.announcer.serial = checks.MAX_SERIAL >> 1  # after years of that
+    desk.publisher.serial = checks.MAX_SERIAL >> 1  # after years of that
     desk.pass_time(2.0)
     desk.pong(1, last=checks.MAX_SERIAL)
     desk.take()
@@ -1163,6 +1163,6 @@ def test_a_version_that_was_skipped_is_nobodys() -> None:
     desk = joined(0)
     trained(desk, 0)
     current = desk.publisher.targets.models["policy"].common.current
-    assert desk.publisher.announcer.steady("policy", current.slab) is not None
+    assert desk.publisher.steady("policy", current.slab) is not None
     desk.publisher.targets.carry_on(100)
-    assert desk.publisher.announcer.steady("policy", current.slab) is None
+    assert desk.publisher.steady("policy", current.slab) is None
