@@ -23,14 +23,14 @@ class Fetches:
         self.transports: dict[str, Carrier] = {}
         self._subscriber = subscriber
         subscriber.attach = self.attach
-        subscriber.incoming.acquire = self.acquire
+        subscriber.acquire = self.acquire
         self._changed = changed
         self._loop = asyncio.get_running_loop()
         self.tasks: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
         """Begin with what the subscriber wants."""
-        waiting = self._subscriber.incoming.fetches
+        waiting = self._subscriber.fetches
         while waiting:
             serial, index, part, slab = waiting.popleft()
             transport = self._transport(part)
@@ -76,6 +76,6 @@ class Fetches:
         except asyncio.CancelledError:
             slab.release()
             raise
-        self._subscriber.incoming.fetched(serial, index, slab, failure, self._loop.time())
+        self._subscriber.fetched(serial, index, slab, failure, self._loop.time())
         del failure  # its traceback refers to this frame, and to the slab's memory
         self._changed()

@@ -196,11 +196,11 @@ class ReceiverLink(Link):
             instruction, payload = decode([frame.buffer for frame in frames])
             if not isinstance(instruction, Cast | Chunk):
                 raise ProtocolError(f"{type(instruction).__name__} is not sent to all subscribers")
-            before = self.subscriber.reports.serial
+            before = self.subscriber.serial
             self.subscriber.receive(instruction, payload, self.loop.time())
-            if self.observer.follows and (isinstance(instruction, Chunk) or self.subscriber.reports.serial > before):
+            if self.observer.follows and (isinstance(instruction, Chunk) or self.subscriber.serial > before):
                 self.observer.heard(instruction, payload)
-            if isinstance(instruction, Chunk) and self.subscriber.incoming.is_overtaken_by(instruction):
+            if isinstance(instruction, Chunk) and self.subscriber.is_overtaken_by(instruction):
                 # Bytes of no use, on a connection that is too slow for those that are; :meth:`_tick` comes back.
                 self.whereabouts.subscription.close()
         except ProtocolError as error:
@@ -295,7 +295,7 @@ class ReceiverLink(Link):
 
     def _tick(self, now: float) -> None:
         self.subscriber.tick(now)
-        if not self.subscriber.incoming.update:
+        if not self.subscriber.incoming:
             self._subscribe()
         self.whereabouts.tick(now)
 
@@ -305,12 +305,12 @@ class ReceiverLink(Link):
             if self.observer.follows:
                 self.observer.look(subscriber.staged)
             self.applying.offer()
-        if subscriber.incoming.fetches:
+        if subscriber.fetches:
             self._fetches.start()
         self._send_all()
 
     def _send_all(self) -> None:
-        self.subscriber.reports.flush()
+        self.subscriber.flush()
         outbox = self.subscriber.outbox
         if not self.subscriber.session.online:
             # Not queued for the next connection: that begins with HELLO, and PING and PONG repair the rest.

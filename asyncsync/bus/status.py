@@ -62,9 +62,7 @@ def receiver_status(link: ReceiverLink, models: list[str]) -> dict[int, WorkerSt
         state, reason = "lost", link.whereabouts.dialer.why or "the sender is gone; waiting for a new one"
     elif seen is None or seen > subscriber.settings.slow_after:
         state = "slow"
-    return {
-        subscriber.worker: WorkerStatus(version, target, lag, seen, state, subscriber.incoming.bytes_received, reason)
-    }
+    return {subscriber.worker: WorkerStatus(version, target, lag, seen, state, subscriber.bytes_received, reason)}
 
 
 def newest_target(link: SenderLink | ReceiverLink | None, models: Iterable[str]) -> int:

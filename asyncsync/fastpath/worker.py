@@ -100,7 +100,6 @@ class SteadyWorker:
     ) -> None:
         assert subscriber.session.epoch is not None
         self._subscriber = subscriber
-        self._reports = subscriber.reports
         self._model_id = model_id
         self._part = part
         self._newest, self._next = slabs
@@ -140,7 +139,7 @@ class SteadyWorker:
             return None
         prefix, serial, since, version, length = _AGAIN.unpack_from(packet)
         subscriber, slab = self._subscriber, self._next
-        if prefix != self._prefix or since != self._reports.serial or serial <= since or version <= self._version:
+        if prefix != self._prefix or since != subscriber.serial or serial <= since or version <= self._version:
             return None
         descriptor = bytes(packet[_AGAIN.size :])
         if length != len(descriptor) + 1:
@@ -168,9 +167,9 @@ class SteadyWorker:
         # Nothing is called: no interrupt leaves half of this.
         holdings.held[model_id][2].references -= 1
         slab.references += 1
-        self._reports.serial, subscriber.base, holdings.held[model_id] = serial, base, (self._epoch, version, slab)
+        self._subscriber.serial, subscriber.base, holdings.held[model_id] = serial, base, (self._epoch, version, slab)
         subscriber.targets[model_id] = version
-        subscriber.incoming.bytes_received += self._nbytes
+        subscriber.bytes_received += self._nbytes
         subscriber.last_seen = now
         self._newest, self._next = slab, newest
         return encode_applied(self._epoch, serial)
@@ -181,10 +180,10 @@ class SteadyWorker:
         staging = Staging(
             self._epoch, base[0], {self._model_id: StagedPart(version, slab.retain(), self._prepared[slab])}
         )
-        self._reports.unreported = staging
+        self._subscriber.unreported = staging
         subscriber.staged.append(staging)
-        self._reports.serial, subscriber.base, subscriber.targets[self._model_id] = base[0], base, version
-        subscriber.incoming.bytes_received += self._nbytes
+        self._subscriber.serial, subscriber.base, subscriber.targets[self._model_id] = base[0], base, version
+        subscriber.bytes_received += self._nbytes
         subscriber.end_fast_path()
 
     def _apply(self) -> None:

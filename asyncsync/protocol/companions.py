@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from asyncsync.protocol.incoming_update import IncomingUpdate
+from asyncsync.protocol.incoming import IncomingUpdate
 
 
 class FastPath(Protocol):

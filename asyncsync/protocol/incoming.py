@@ -1,224 +1,158 @@
-"""Bytes that come in: what an UPDATE brings, chunks, and parts that a transport brings. No I/O, no clock."""
+"""An update whose bytes are arriving. No I/O, no clock."""
 
 from __future__ import annotations
 
 import zlib
-from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 from asyncsync.errors import ProtocolError
-from asyncsync.protocol.companions import Watcher
-from asyncsync.protocol.incoming_update import IncomingUpdate
-from asyncsync.protocol.settings import Settings
-from asyncsync.weights.encoding import decode_onto
-from asyncsync.weights.layout import Layout
-from asyncsync.weights.slab import Slab, SlabPool
-from asyncsync.wire.messages import Buffer, Chunk, Fetch, Instruction, Part, Update
+from asyncsync.weights.encoding import Bytes, decode_piece
+from asyncsync.weights.layout import MAX_VALUE_BYTES, Layout
+from asyncsync.weights.slab import Slab
+from asyncsync.wire.messages import Buffer, Part, Update
 
-FRUITLESS_RESTARTS = 3
-PUSH_PATIENCE = 2.0  # seconds; those who set the pace of what is pushed may have stopped
+MAX_GAPS = 256
 
 
-class Incoming:
-    """The bytes that come in, of one update at a time. ``watcher`` is told of each.
+class IncomingUpdate:
+    """An announced update whose bytes are arriving, if they have not come with it.
 
-    ``attach`` brings the slab of a part with a descriptor at once, or returns None: then ``(serial, index, part,
-    slab)`` joins :attr:`fetches`, and ends in :meth:`fetched`. ``complete`` is called when an update is complete,
-    ``failed`` when it cannot be completed. :attr:`update` is the one whose bytes are missing; :attr:`acquire` brings a
-    slab for the bytes of a part, and :attr:`base` that of the part's base, if it is here.
+    It owns its ``slabs``, one per part, until :meth:`take`; and meanwhile ``bases``, slabs of the versions that the
+    trainer has named as bases, as far as this worker has them. ``fetching`` has the indices of the parts that a
+    transport fetches by their descriptors. ``received`` counts the bytes that have come, of the parts laid end to end,
+    up to the first gap. What comes behind a gap is sent again with it, unless it is ``pushed`` to all subscribers: then
+    it is kept, and ``beyond`` has where it begins and ends. ``granted`` is up to where the trainer has credit.
+    ``restarts`` and ``fruitless`` count how often the rest was fetched again, in all and since something came.
     """
 
     def __init__(
         self,
-        settings: Settings,
-        pool: SlabPool,
-        attach: Callable[[Part, Layout], Slab | None],
-        send: Callable[[Instruction], None],
-        complete: Callable[[int, Sequence[Part], Sequence[Slab], bytes], None],
-        failed: Callable[[int, Sequence[Part], Exception], None],
-    ) -> None:
-        self.update: IncomingUpdate | None = None
-        self.watcher: Watcher | None = None
-        self.fetches: deque[tuple[int, int, Part, Slab]] = deque()
-        self.bytes_received = 0
-        self._settings = settings
-        self.acquire: Callable[[Part, Layout], Slab] = lambda part, layout: pool.acquire(layout)
-        self.base: Callable[[Part, Layout], Slab | None] = lambda part, layout: None
-        self._attach = attach
-        self._send = send
-        self._complete = complete
-        self._failed = failed
-
-    def load(
-        self,
         update: Update,
         layouts: Sequence[Layout],
         payload: Sequence[Buffer],
+        acquire: Callable[[Part, Layout], Slab],
         now: float,
-    ) -> IncomingUpdate:
-        """What an UPDATE has brought, which is to :meth:`begin`; changes nothing else. Raises ProtocolError where the
-        UPDATE is malformed, and other exceptions where there is no memory, or no access to the sender's."""
-        parts = update.parts
-        attached: list[Slab | None] = []
-        try:
-            for part, layout in zip(parts, layouts, strict=True):
-                attached.append(None if part.descriptor is None else self._attach(part, layout))
-            pairs = zip(parts, attached, strict=True)
-            whole = update.eager and all(part.descriptor is None or slab is not None for part, slab in pairs)
-            incoming = IncomingUpdate(update, layouts, payload, self.acquire, now, attached)
-        finally:
-            for slab in attached:
-                if slab is not None:
-                    slab.release()
-        if update.eager:
-            self.bytes_received += sum(part.nbytes for part in parts) if whole else incoming.total
-        return incoming
-
-    def begin(self, update: IncomingUpdate, *, pushed: bool = False) -> None:
-        """Wait for what this update lacks; there is no other one. ``pushed``: the bytes go to all subscribers."""
-        self.update = update
-        update.pushed = pushed
-        if self.watcher is not None:
-            self.watcher.begun(update)
-        for index in sorted(update.fetching):
-            slab = update.slabs[index]
-            self.fetches.append((update.serial, index, update.parts[index], slab.retain()))
-        if not self._check_complete(update) and update.streaming:
-            if any(part.base for part in update.parts):
-                update.keep_bases(self.base)
-            self._grant_credit(update)
-
-    def drop(self) -> None:
-        """The update whose bytes are missing is not wanted any more."""
-        update, self.update = self.update, None
-        if update is not None:
-            if self.watcher is not None:
-                self.watcher.ended(update)
-            update.release()
-
-    def chunk(self, chunk: Chunk, payload: Sequence[Buffer], now: float) -> None:
-        """A piece of one part has come."""
-        update = self.update
-        if update is None or chunk.serial != update.serial:
-            return
-        if chunk.size:
-            self._decode(update, chunk, payload[0] if payload else b"", now)
-        else:
-            self._put(update, chunk.part, chunk.offset, payload[0], chunk.crc, len(payload[0]), now)
-
-    def _decode(self, update: IncomingUpdate, chunk: Chunk, frame: Buffer, now: float) -> None:
-        """It has come as fewer bytes."""
-        if not update.expects(chunk.part, chunk.offset, chunk.size):
-            return
-        base = None
-        if chunk.base is not None:
-            base = update.base(chunk.part, chunk.offset, chunk.size)
-            if base is None:
-                return  # it was sent before the trainer knew that this base does not fit
-            if zlib.adler32(base.data) != chunk.base:
-                self._fetch_whole(update, now)
-                return
-        data = decode_onto(frame, chunk.size, base)
-        if zlib.crc32(data) == chunk.crc:
-            self._put(update, chunk.part, chunk.offset, data, None, len(frame), now)
-        elif base is not None:
-            self._fetch_whole(update, now)
-        else:
-            raise ProtocolError(f"a piece at {chunk.offset} of part {chunk.part} has a wrong checksum")
-
-    def _fetch_whole(self, update: IncomingUpdate, now: float) -> None:
-        """This worker's base is not what the trainer takes it for: somebody has written into it."""
-        update.forget_bases()
-        update.restarts += 1
-        update.last_progress = now
-        self._grant_credit(update)
-
-    def _put(
-        self,
-        update: IncomingUpdate,
-        part: int,
-        offset: int,
-        data: Buffer,
-        crc: int | None,
-        travelled: int,
-        now: float,
+        attached: Sequence[Slab | None],
     ) -> None:
+        values = payload[: len(update.parts)]
+        self.layouts = layouts
+        self.epoch, self.serial = update.epoch, update.serial
+        self.parts: tuple[Part, ...] = update.parts
+        self.metadata = update.metadata
+        for frame in values:
+            if len(frame) > MAX_VALUE_BYTES:
+                raise ProtocolError(f"{len(frame)} bytes of values in an update; the limit is {MAX_VALUE_BYTES}")
+        self._ends = list(accumulate(p.streamed for p in self.parts))
+        self.total = self._ends[-1]
+        self.received = 0
+        self.pushed = False
+        self.beyond: list[tuple[int, int]] = []
+        self.filling = 0  # up to where the gap reaches that was fetched
+        self.slabs: list[Slab] = []
+        self.bases: list[Slab | None] = []
+        self.fetching: set[int] = set()
         try:
-            if update.write(part, offset, data, crc):
-                update.last_progress = now
-                update.fruitless = 0
-                self.bytes_received += travelled
-                if self.watcher is not None:
-                    self.watcher.written(update)
-        except MemoryError as error:
-            self._give_up(update, error)
-            return
-        if self._check_complete(update):
-            return
-        if update.beyond and update.filling < update.beyond[0][0]:
-            self._fetch_gap(update)
-        if update.granted == update.total:
-            return
-        if update.granted - update.received <= self._settings.window_bytes // 2:
-            self._grant_credit(update)
+            pieces = zip(self.parts, layouts, values, attached, strict=True)
+            for i, (part, layout, frame, slab) in enumerate(pieces):
+                if part.descriptor is not None and slab is None:
+                    self.fetching.add(i)
+                self.slabs.append(mine := acquire(part, layout) if slab is None else slab.retain())
+                mine.values = bytes(frame)
+            for i, frame in enumerate(payload[len(values) :]):
+                part = self.parts[i]
+                if not part.streamed:
+                    continue
+                fewer = update.packed and len(frame) < part.streamed
+                self.write(i, 0, decode_piece(frame, part.streamed).data if fewer else frame, part.crc)
+        except BaseException:
+            self.release()
+            raise
+        self.granted = 0
+        self.restarts = 0
+        self.fruitless = 0
+        self.last_progress = now
 
-    def is_overtaken_by(self, chunk: Chunk) -> bool:
-        """Whether that is of a newer update than the one whose bytes are missing here."""
-        return self.update is not None and chunk.serial > self.update.serial
+    @property
+    def complete(self) -> bool:
+        return self.received == self.total and not self.fetching
 
-    def fetched(self, serial: int, index: int, slab: Slab, error: Exception | None, now: float) -> None:
-        """A transport has brought one part of :attr:`fetches`, or has failed to, and releases its slab."""
-        update = self.update
-        # Serial numbers begin again with every trainer; a slab is one part of one update.
-        wanted = update is not None and any(slab is one for one in update.slabs)
-        slab.release()
-        if update is None or not wanted:
-            return
-        if error is not None:
-            self._give_up(update, error)
-            return
-        update.fetching.discard(index)
-        update.last_progress = now
-        self._check_complete(update)
+    @property
+    def streaming(self) -> bool:
+        """True while chunks are missing."""
+        return self.received < self.total
 
-    def tick(self, now: float) -> None:
-        """Fetch the rest of an update that has stalled once more, or give it up."""
-        update = self.update
-        if update is None:
-            return
-        patience = self._settings.retry_interval
-        if update.stalled(now, min(PUSH_PATIENCE, patience) if update.pushed else patience):
-            update.restarts += 1
-            update.pushed = False
-            update.fruitless += 1
-            update.last_progress = now
-            if update.fruitless > FRUITLESS_RESTARTS:
-                # The trainer does not know this update any more; PONG will show it that nothing is under way.
-                self.drop()
-            else:
-                self._grant_credit(update)
+    def stalled(self, now: float, patience: float) -> bool:
+        """True if something is missing and nothing has come for so long."""
+        return self.streaming and now >= self.last_progress + patience
 
-    def _grant_credit(self, update: IncomingUpdate) -> None:
-        update.granted = min(update.received + self._settings.window_bytes, update.total)
-        upto, pushed = (0, update.granted) if update.pushed else (update.granted, 0)
-        bases = update.base_versions if update.bases else ()
-        self._send(Fetch(update.epoch, update.serial, update.restarts, update.received, upto, pushed, bases))
+    def expects(self, part: int, offset: int, size: int) -> bool:
+        """Whether these bytes of a part are the next ones; False if they were there already, or something before them
+        is missing. Raises ProtocolError if the part has no such bytes."""
+        if part >= len(self.parts) or offset + size > self.parts[part].streamed:
+            raise ProtocolError(f"a chunk of {size} bytes at {offset} of part {part} does not fit")
+        return self._ends[part] - self.parts[part].streamed + offset == self.received and size > 0
 
-    def _fetch_gap(self, update: IncomingUpdate) -> None:
-        """Some of what is pushed has been lost: fetch just that."""
-        update.restarts += 1
-        update.filling = update.beyond[0][0]
-        self._send(Fetch(update.epoch, update.serial, update.restarts, update.received, update.filling, update.granted))
-
-    def _check_complete(self, update: IncomingUpdate) -> bool:
-        if not update.complete:
+    def write(self, part: int, offset: int, data: Buffer, crc: int | None) -> bool:
+        """Put a piece where it belongs; False if it was there already, or something before it is missing. Raises
+        ProtocolError, with nothing written, as :meth:`expects`, and if its checksum is wrong."""
+        expected = self.expects(part, offset, len(data))
+        if crc is not None and zlib.crc32(data) != crc:
+            raise ProtocolError(f"a chunk at {offset} of part {part} has a wrong checksum")
+        start = self._ends[part] - self.parts[part].streamed + offset
+        stop = start + len(data)
+        if not expected and not self.pushed:
             return False
-        self.update = None
-        if self.watcher is not None:
-            self.watcher.ended(update)
-        self._complete(update.serial, update.parts, update.take(), update.metadata)
+        # What is pushed and what fills a gap are cut at different places.
+        is_beyond = start > self.received
+        if stop <= self.received or (is_beyond and not self._is_wanted_beyond(start, stop)):
+            return False
+        slab = self.slabs[part]
+        slab.write(offset, data)
+        if is_beyond:
+            self.beyond = sorted([*self.beyond, (start, stop)])
+            return True
+        self.received = stop
+        while self.beyond and self.beyond[0][0] <= self.received:
+            self.received = max(self.received, self.beyond.pop(0)[1])
         return True
 
-    def _give_up(self, update: IncomingUpdate, error: Exception) -> None:
-        self.drop()
-        self._failed(update.serial, update.parts, error)
+    def _is_wanted_beyond(self, start: int, stop: int) -> bool:
+        if len(self.beyond) >= MAX_GAPS:
+            return False
+        return all(stop <= begin or end <= start for begin, end in self.beyond)
+
+    def keep_bases(self, find: Callable[[Part, Layout], Slab | None]) -> None:
+        """Keep the bases that the trainer has named, as far as they are here."""
+        found = [find(p, layout) if p.base else None for p, layout in zip(self.parts, self.layouts, strict=True)]
+        if any(found):
+            self.bases = [None if slab is None else slab.retain() for slab in found]
+
+    def base(self, part: int, offset: int, size: int) -> Bytes | None:
+        """These bytes of a part's base; None: it is not here, or not any more."""
+        slab = self.bases[part] if self.bases else None
+        return None if slab is None else slab._array()[offset : offset + size]
+
+    @property
+    def base_versions(self) -> tuple[int, ...]:
+        """Of each part the version of its base, for FETCH; empty: there is none."""
+        pairs = zip(self.parts, self.bases, strict=False)
+        return tuple([0 if slab is None else part.base for part, slab in pairs])
+
+    def forget_bases(self) -> None:
+        """What is still missing is fetched whole."""
+        bases, self.bases = self.bases, []
+        for slab in bases:
+            if slab is not None:
+                slab.release()
+
+    def take(self) -> list[Slab]:
+        """Hand over the filled slabs."""
+        if self.bases:
+            self.forget_bases()
+        slabs, self.slabs = self.slabs, []
+        return slabs
+
+    def release(self) -> None:
+        for slab in self.take():
+            slab.release()

@@ -15,36 +15,63 @@ a higher epoch replaces everything that was under way, a lower one is ignored.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import traceback
+import zlib
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 
-from asyncsync.errors import ProtocolError
+from asyncsync.errors import ProtocolError, SchemaMismatch
 from asyncsync.model.binding import Binding
-from asyncsync.protocol.companions import FastPath, Relaying
-from asyncsync.protocol.holdings import Holdings, Reports
-from asyncsync.protocol.incoming import Incoming
+from asyncsync.protocol.companions import FastPath, Relaying, Watcher
+from asyncsync.protocol.holdings import Holdings
+from asyncsync.protocol.incoming import IncomingUpdate
 from asyncsync.protocol.session import Session
 from asyncsync.protocol.settings import Identity, Settings
 from asyncsync.protocol.staging import StagedPart, StagedUpdates, Staging
+from asyncsync.weights.encoding import decode_onto
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab, SlabPool
 from asyncsync.wire import messages
 from asyncsync.wire.codec import decode
-from asyncsync.wire.messages import NONCE_END, Buffer, Instruction, Part, Recount
+from asyncsync.wire.messages import (
+    MAX_NAME,
+    MAX_TEXT,
+    NONCE_END,
+    Buffer,
+    Chunk,
+    Fetch,
+    Instruction,
+    InUse,
+    Part,
+    Ping,
+    Recount,
+    Update,
+)
+
+FRUITLESS_RESTARTS = 3
+PUSH_PATIENCE = 2.0  # seconds; those who set the pace of what is pushed may have stopped
 
 
 class Subscriber:
     """The receiver's half of a bus: one worker incarnation, named by ``nonce``, 16 random bytes.
 
     Attributes:
-        attach: brings the slab of a part with a descriptor at once, or None: then it is to be fetched.
-        waits: whether updates of these models will not be applied at once, as far as one knows.
+        incoming: the update whose bytes are missing.
         staged: what should go through the gate, oldest first.
+        fetches: ``(serial, index, part, slab)`` of the parts that a transport is to bring; each ends in
+            :meth:`fetched`.
+        serial: of the latest update that has come. A report names the slabs in use of all updates up to it.
         base: serial and one part of the update that AGAIN builds on.
+        unreported: what STAGED has not reported; the short APPLIED will, if it is applied at once.
+        failure: the report of the last update that failed, until what is newer is applied.
+        relayed: counts the reports of a relay's workers.
         targets: the version that each model should have, as far as this worker knows.
-        fast_path: applies what is as always; whatever else happens here ends it.
         leaving: whether further updates are ignored.
-        relaying: who passes on what comes; None: nobody.
+        attach: brings the slab of a part with a descriptor at once, or None: then it is to be fetched.
+        acquire: brings a slab for the bytes of a part.
         found: makes a Binding for a model that the trainer serves and this side does not have yet; None: it is left.
+        fast_path: applies what is as always; whatever else happens here ends it.
+        relaying, watcher: who passes on what comes, and is told of each update; None: nobody.
     """
 
     def __init__(
@@ -52,25 +79,31 @@ class Subscriber:
     ) -> None:
         self.worker = worker
         self.settings = settings or Settings()
-        self.pool = SlabPool()
+        self.pool = pool = SlabPool()
         self.models: dict[str, Binding] = {}
         self.session = session = Session(worker, nonce, identity, self.settings, self.models, self._adopt, role)
-        self.holdings = Holdings()
-        self.incoming = Incoming(self.settings, self.pool, self._attach, session.send, self._stage, self._fail)
-        self.incoming.base = self._base
-        self.staged = StagedUpdates()
-        self.reports = Reports(session, self.incoming, self.holdings, self.staged)
         self.outbox = session.outbox
-        self.targets: dict[str, int] = {}
-        self.fast_path: FastPath | None = None
-        self.last_seen: float | None = None
-        self.attach: Callable[[Part, Layout], Slab | None] = lambda part, layout: None
-        self.leaving = False
-        self.relaying: Relaying | None = None
-        self.found: Callable[[str], Binding] | None = None
+        self.holdings = Holdings()
+        self.incoming: IncomingUpdate | None = None
+        self.staged = StagedUpdates()
+        self.fetches: deque[tuple[int, int, Part, Slab]] = deque()
+        self.bytes_received = 0
+        self.serial = 0
         self.base: tuple[int, Part] | None = None
+        self.unreported: Staging | None = None
+        self.failure: messages.Failed | None = None
+        self.relayed = 0
+        self.targets: dict[str, int] = {}
+        self.last_seen: float | None = None
+        self.leaving = False
+        self.attach: Callable[[Part, Layout], Slab | None] = lambda part, layout: None
+        self.acquire: Callable[[Part, Layout], Slab] = lambda part, layout: pool.acquire(layout)
+        self.found: Callable[[str], Binding] | None = None
+        self.fast_path: FastPath | None = None
+        self.relaying: Relaying | None = None
+        self.watcher: Watcher | None = None
 
-    # -- what the worker does ---------------------------------------------------------------------------------------
+    # -- what the worker does ------------------------------------------------------------------------------------------
 
     def register(self, model_id: str, binding: Binding, now: float) -> None:
         """Take part in the updates of one more model, or of another one under its name, of which nothing may be staged.
@@ -86,7 +119,7 @@ class Subscriber:
         del self.models[model_id]
         self.staged.leave_out(model_id)
         self.session.forget(model_id)
-        self.reports.failure = None  # what has failed together with others comes again to these
+        self.failure = None  # what has failed together with others comes again to these
         self._hello(now)
 
     def check_again(self, model_id: str, now: float) -> None:
@@ -110,7 +143,7 @@ class Subscriber:
             return
         self.staged.finish(staging)
         self.holdings.applied(staging)
-        self.reports.applied(staging)
+        self._report_applied(staging)
 
     def failed(self, staging: Staging, error: BaseException) -> None:
         """Applying has raised; see :meth:`Holdings.failed`."""
@@ -121,23 +154,23 @@ class Subscriber:
         self.holdings.failed(staging)
         staging.release()
         if staging.epoch == self.session.epoch:
-            self.reports.failed(staging.serial, versions, error)
+            self._report_failed(staging.serial, versions, error)
 
     def leave(self) -> None:
         """Ignore further updates; :meth:`bye` follows."""
         self.end_fast_path()
-        self.incoming.drop()
+        self._drop()
         self.leaving = True
 
     def bye(self, message: str, *, reads: bool = False) -> None:
         """Leave. ``reads``: some leased slabs are in use all the same, until this process ends."""
-        self.incoming.drop()
+        self._drop()
         self.session.bye(message, reads=reads)
 
     def close(self) -> None:
         """Release all slabs."""
         self.end_fast_path()
-        self.incoming.drop()
+        self._drop()
         self.staged.abandon()
         self.staged.clear()
         self.holdings.close()
@@ -150,7 +183,22 @@ class Subscriber:
             return False
         return not session.served[model_id] or self.holdings.version(model_id) > 0
 
-    # -- what comes from the trainer --------------------------------------------------------------------------------
+    def tick(self, now: float) -> None:
+        """Repeat what has got no answer."""
+        if self.session.ended is not None or not self.session.online:
+            return
+        if self.session.is_hello_due(now):
+            self._hello(now)
+        self.holdings.check_forked()
+        self._refetch(now)
+
+    def _hello(self, now: float) -> None:
+        # The trainer starts afresh with this HELLO: it releases what was under way, so its bytes may change.
+        if self.session.online:
+            self._drop()
+            self.session.hello(self.holdings.versions, self.serial, now)
+
+    # -- what comes from the trainer -----------------------------------------------------------------------------------
 
     def receive(self, instruction: Instruction, payload: Sequence[Buffer], now: float) -> None:
         """Take in one message. Raises ProtocolError, with nothing changed, if it is malformed, of an unknown layout or
@@ -172,7 +220,7 @@ class Subscriber:
                 self.relaying.welcomed(now)
         elif isinstance(instruction, messages.Bye):
             session.ends(instruction, now)
-            self.incoming.drop()
+            self._drop()
             if self.relaying is not None and instruction.reason == "closed":
                 self.relaying.dismissed(instruction.message)
         elif epoch != session.epoch:
@@ -184,9 +232,9 @@ class Subscriber:
         elif isinstance(instruction, messages.Cast):
             self._on_cast(instruction, payload, now)
         elif isinstance(instruction, messages.Chunk):
-            self.incoming.chunk(instruction, payload, now)
+            self._on_chunk(instruction, payload, now)
         elif isinstance(instruction, messages.Ping):
-            self.reports.pong(instruction)
+            self._pong(instruction)
         elif isinstance(instruction, Recount) and self.relaying is not None:
             self.relaying.recount()
         elif isinstance(instruction, messages.Pong):
@@ -206,10 +254,10 @@ class Subscriber:
 
     def _adopt(self) -> None:
         """A new trainer: nothing of the old one's counts any more; the models keep what they hold."""
-        self.incoming.drop()
+        self._drop()
         self.staged.abandon()
         self.holdings.adopt(self.session.epoch)
-        self.reports.adopt()
+        self.serial, self.failure = 0, None  # it counts its updates afresh
         self.targets = {}
         if self.relaying is not None:
             self.relaying.adopted()
@@ -217,10 +265,10 @@ class Subscriber:
     def _on_update(
         self, update: messages.Update, payload: Sequence[Buffer], now: float, *, pushed: bool = False
     ) -> None:
-        if update.serial <= self.reports.serial:
+        if update.serial <= self.serial:
             return  # a duplicate, or overtaken by a newer one
         if self.leaving:
-            self.reports.serial = update.serial
+            self.serial = update.serial
             return
         layouts = []
         for part in update.parts:
@@ -229,25 +277,25 @@ class Subscriber:
                 raise ProtocolError(f"an update of {part.model_id!r} with an unknown layout")
             layouts.append(layout)
         try:
-            loaded = self.incoming.load(update, layouts, payload, now)
+            loaded = self._load(update, layouts, payload, now)
         except ProtocolError:
             raise
         except Exception as error:  # no memory, or no access to the sender's: the trainer learns of it
-            self.reports.serial = update.serial
+            self.serial = update.serial
             self._fail(update.serial, update.parts, error)
             return
-        self.incoming.drop()
-        self.reports.serial = update.serial
+        self._drop()
+        self.serial = update.serial
         self.base = (update.serial, update.parts[0]) if len(update.parts) == 1 else None
         for part in update.parts:
             model_id = self.session.local(part.model_id)
             self.targets[model_id] = max(part.version, self.targets.get(model_id, 0))
-        self.incoming.begin(loaded, pushed=pushed)
+        self._begin(loaded, pushed=pushed)
 
     def _on_cast(self, cast: messages.Cast, payload: Sequence[Buffer], now: float) -> None:
         """What many workers are told at once; who is meant, see :mod:`asyncsync.protocol.fanout`."""
         mine, excluded = self.session.nonce[-NONCE_END:], cast.excluded
-        if cast.since != self.reports.serial:
+        if cast.since != self.serial:
             return
         if any(excluded[i : i + NONCE_END] == mine for i in range(0, len(excluded), NONCE_END)):
             return
@@ -262,11 +310,11 @@ class Subscriber:
             raise ProtocolError(f"a CAST of {type(instruction).__name__}")
 
     def _on_again(self, again: messages.Again, payload: Sequence[Buffer], now: float) -> None:
-        if again.serial <= self.reports.serial:
+        if again.serial <= self.serial:
             if self.steady(again.serial) is not None:  # an interrupt came between applying and reporting it
                 self.session.send(messages.Applied.at_once(again.epoch, again.serial))
             return
-        if self.base is None or self.base[0] != again.since or self.reports.serial != again.since:
+        if self.base is None or self.base[0] != again.since or self.serial != again.since:
             raise ProtocolError("an AGAIN of an update that has not come")
         before = self.base[1]
         part = Part(before.model_id, again.version, before.digest, before.nbytes, None, again.descriptor)
@@ -275,23 +323,23 @@ class Subscriber:
         if payload and len(payload[0]) != part.nbytes:
             raise ProtocolError(f"an AGAIN with {len(payload[0])} bytes for a slab of {part.nbytes}")
         slab: Slab | None = None
-        quick = self.settings.fast and not (self.staged or self.incoming.update or self.leaving)
+        quick = self.settings.fast and not (self.staged or self.incoming or self.leaving)
         if layout is None or not quick or again.version <= self.holdings.version(model_id):
             self._on_update(again.expanded(part), (b"", *(payload or (b"",))), now)
             return
         # Otherwise the same in fewer steps: nothing is on its way or waits, and the layout fits.
         try:
             if payload:
-                slab = self.incoming.acquire(part, layout)
+                slab = self.acquire(part, layout)
                 slab.write(0, payload[0])
             elif (slab := self._attach(part, layout)) is None:  # it has to be fetched
                 self._on_update(again.expanded(part), (b"", b""), now)
                 return
             slab.values = b""
-            self.reports.serial = again.serial
+            self.serial = again.serial
             self.base = again.serial, part
             self.targets[model_id] = max(again.version, self.targets.get(model_id, 0))
-            self.incoming.bytes_received += part.nbytes
+            self.bytes_received += part.nbytes
             prepared = self.models[model_id].prepare(slab)
         except BaseException as error:
             if slab is not None:
@@ -299,36 +347,190 @@ class Subscriber:
             if not isinstance(error, Exception):
                 raise
             # No memory, no access to the sender's, or a strategy's: the trainer learns of it.
-            self.reports.serial = again.serial
-            self.reports.failed(again.serial, {model_id: again.version}, error)
+            self.serial = again.serial
+            self._report_failed(again.serial, {model_id: again.version}, error)
             return
         parts = {model_id: StagedPart(again.version, slab, prepared)}
-        self.reports.unreported = Staging(again.epoch, again.serial, parts)
-        self.staged.append(self.reports.unreported)
+        self.unreported = Staging(again.epoch, again.serial, parts)
+        self.staged.append(self.unreported)
 
-    # -- the fast path ------------------------------------------------------------------------------------------------
+    # -- the bytes of an update ----------------------------------------------------------------------------------------
 
-    def steady(self, serial: int) -> tuple[str, Part] | None:
-        """The model and the part of the AGAIN of this serial, if that is applied and reported, and nothing else is
-        going on."""
-        base, session, holdings, reports = self.base, self.session, self.holdings, self.reports
-        if base is None or base[0] != serial or reports.serial != serial or self.leaving or not self.settings.fast:
-            return None
-        if self.staged or self.incoming.update or reports.unreported or reports.failure or self.outbox:
-            return None
-        model_id = session.local(base[1].model_id)
-        held = holdings.held.get(model_id)
-        if session.ended is not None or not holdings.are_plain or held is None:
-            return None
-        if held[:2] != (session.epoch, self.targets.get(model_id)):
-            return None
-        return model_id, base[1]
+    def _load(
+        self,
+        update: Update,
+        layouts: Sequence[Layout],
+        payload: Sequence[Buffer],
+        now: float,
+    ) -> IncomingUpdate:
+        """What an UPDATE has brought, which is to :meth:`begin`; changes nothing else. Raises ProtocolError where the
+        UPDATE is malformed, and other exceptions where there is no memory, or no access to the sender's."""
+        parts = update.parts
+        attached: list[Slab | None] = []
+        try:
+            for part, layout in zip(parts, layouts, strict=True):
+                attached.append(None if part.descriptor is None else self._attach(part, layout))
+            pairs = zip(parts, attached, strict=True)
+            whole = update.eager and all(part.descriptor is None or slab is not None for part, slab in pairs)
+            incoming = IncomingUpdate(update, layouts, payload, self.acquire, now, attached)
+        finally:
+            for slab in attached:
+                if slab is not None:
+                    slab.release()
+        if update.eager:
+            self.bytes_received += sum(part.nbytes for part in parts) if whole else incoming.total
+        return incoming
 
-    def end_fast_path(self) -> None:
-        """The next update goes the general way."""
-        fast_path, self.fast_path = self.fast_path, None
-        if fast_path is not None:
-            fast_path.end()
+    def _begin(self, update: IncomingUpdate, *, pushed: bool = False) -> None:
+        """Wait for what this update lacks; there is no other one. ``pushed``: the bytes go to all subscribers."""
+        self.incoming = update
+        update.pushed = pushed
+        if self.watcher is not None:
+            self.watcher.begun(update)
+        for index in sorted(update.fetching):
+            slab = update.slabs[index]
+            self.fetches.append((update.serial, index, update.parts[index], slab.retain()))
+        if not self._check_complete(update) and update.streaming:
+            if any(part.base for part in update.parts):
+                update.keep_bases(self._base)
+            self._grant_credit(update)
+
+    def _drop(self) -> None:
+        """The update whose bytes are missing is not wanted any more."""
+        update, self.incoming = self.incoming, None
+        if update is not None:
+            if self.watcher is not None:
+                self.watcher.ended(update)
+            update.release()
+
+    def _on_chunk(self, chunk: Chunk, payload: Sequence[Buffer], now: float) -> None:
+        """A piece of one part has come."""
+        update = self.incoming
+        if update is None or chunk.serial != update.serial:
+            return
+        if chunk.size:
+            self._decode(update, chunk, payload[0] if payload else b"", now)
+        else:
+            self._put(update, chunk.part, chunk.offset, payload[0], chunk.crc, len(payload[0]), now)
+
+    def _decode(self, update: IncomingUpdate, chunk: Chunk, frame: Buffer, now: float) -> None:
+        """It has come as fewer bytes."""
+        if not update.expects(chunk.part, chunk.offset, chunk.size):
+            return
+        base = None
+        if chunk.base is not None:
+            base = update.base(chunk.part, chunk.offset, chunk.size)
+            if base is None:
+                return  # it was sent before the trainer knew that this base does not fit
+            if zlib.adler32(base.data) != chunk.base:
+                self._fetch_whole(update, now)
+                return
+        data = decode_onto(frame, chunk.size, base)
+        if zlib.crc32(data) == chunk.crc:
+            self._put(update, chunk.part, chunk.offset, data, None, len(frame), now)
+        elif base is not None:
+            self._fetch_whole(update, now)
+        else:
+            raise ProtocolError(f"a piece at {chunk.offset} of part {chunk.part} has a wrong checksum")
+
+    def _fetch_whole(self, update: IncomingUpdate, now: float) -> None:
+        """This worker's base is not what the trainer takes it for: somebody has written into it."""
+        update.forget_bases()
+        update.restarts += 1
+        update.last_progress = now
+        self._grant_credit(update)
+
+    def _put(
+        self,
+        update: IncomingUpdate,
+        part: int,
+        offset: int,
+        data: Buffer,
+        crc: int | None,
+        travelled: int,
+        now: float,
+    ) -> None:
+        try:
+            if update.write(part, offset, data, crc):
+                update.last_progress = now
+                update.fruitless = 0
+                self.bytes_received += travelled
+                if self.watcher is not None:
+                    self.watcher.written(update)
+        except MemoryError as error:
+            self._give_up(update, error)
+            return
+        if self._check_complete(update):
+            return
+        if update.beyond and update.filling < update.beyond[0][0]:
+            self._fetch_gap(update)
+        if update.granted == update.total:
+            return
+        if update.granted - update.received <= self.settings.window_bytes // 2:
+            self._grant_credit(update)
+
+    def is_overtaken_by(self, chunk: Chunk) -> bool:
+        """Whether that is of a newer update than the one whose bytes are missing here."""
+        return self.incoming is not None and chunk.serial > self.incoming.serial
+
+    def fetched(self, serial: int, index: int, slab: Slab, error: Exception | None, now: float) -> None:
+        """A transport has brought one part of :attr:`fetches`, or has failed to, and releases its slab."""
+        update = self.incoming
+        # Serial numbers begin again with every trainer; a slab is one part of one update.
+        wanted = update is not None and any(slab is one for one in update.slabs)
+        slab.release()
+        if update is None or not wanted:
+            return
+        if error is not None:
+            self._give_up(update, error)
+            return
+        update.fetching.discard(index)
+        update.last_progress = now
+        self._check_complete(update)
+
+    def _refetch(self, now: float) -> None:
+        """Fetch the rest of an update that has stalled once more, or give it up."""
+        update = self.incoming
+        if update is None:
+            return
+        patience = self.settings.retry_interval
+        if update.stalled(now, min(PUSH_PATIENCE, patience) if update.pushed else patience):
+            update.restarts += 1
+            update.pushed = False
+            update.fruitless += 1
+            update.last_progress = now
+            if update.fruitless > FRUITLESS_RESTARTS:
+                # The trainer does not know this update any more; PONG will show it that nothing is under way.
+                self._drop()
+            else:
+                self._grant_credit(update)
+
+    def _grant_credit(self, update: IncomingUpdate) -> None:
+        update.granted = min(update.received + self.settings.window_bytes, update.total)
+        upto, pushed = (0, update.granted) if update.pushed else (update.granted, 0)
+        bases = update.base_versions if update.bases else ()
+        self.session.send(Fetch(update.epoch, update.serial, update.restarts, update.received, upto, pushed, bases))
+
+    def _fetch_gap(self, update: IncomingUpdate) -> None:
+        """Some of what is pushed has been lost: fetch just that."""
+        update.restarts += 1
+        update.filling = update.beyond[0][0]
+        self.session.send(
+            Fetch(update.epoch, update.serial, update.restarts, update.received, update.filling, update.granted)
+        )
+
+    def _check_complete(self, update: IncomingUpdate) -> bool:
+        if not update.complete:
+            return False
+        self.incoming = None
+        if self.watcher is not None:
+            self.watcher.ended(update)
+        self._stage(update.serial, update.parts, update.take(), update.metadata)
+        return True
+
+    def _give_up(self, update: IncomingUpdate, error: Exception) -> None:
+        self._drop()
+        self._fail(update.serial, update.parts, error)
 
     def _attach(self, part: Part, layout: Layout) -> Slab | None:
         slab = self.attach(part, layout)
@@ -366,28 +568,107 @@ class Subscriber:
                 slab.release()
         if ready:
             self.staged.line_up(Staging(session.epoch, serial, ready))
-        session.send(messages.Staged(session.epoch, serial, *self.reports.in_use()))
+        session.send(messages.Staged(session.epoch, serial, *self._in_use()))
         if not ready:
-            self.reports.versions()
+            self._report_versions()
 
     def _fail(self, serial: int, parts: Sequence[Part], error: Exception) -> None:
-        self.reports.failed(serial, {self.session.local(p.model_id): p.version for p in parts}, error)
+        self._report_failed(serial, {self.session.local(p.model_id): p.version for p in parts}, error)
 
-    # -- time -------------------------------------------------------------------------------------------------------
+    # -- reports -------------------------------------------------------------------------------------------------------
 
-    def tick(self, now: float) -> None:
-        """Repeat what has got no answer."""
-        if self.session.ended is not None or not self.session.online:
+    def _in_use(self) -> tuple[int, InUse]:
+        """Which leased slabs are in use, of the updates up to which serial: see :mod:`asyncsync.protocol.leases`."""
+        holdings = self.holdings
+        holdings.is_report_due = False
+        if holdings.leased:
+            holdings.leased = {key: slab for key, slab in holdings.leased.items() if slab.is_used}
+        return self.serial, tuple(holdings.leased)
+
+    def flush(self) -> None:
+        """Before the outbox is sent: report an AGAIN that has not been applied at once, and slabs that no other message
+        has reported."""
+        session, holdings = self.session, self.holdings
+        if (unreported := self.unreported) is not None:
+            self.unreported = None
+            if unreported.epoch == session.epoch and not unreported.abandoned:
+                session.send(messages.Staged(unreported.epoch, unreported.serial, *self._in_use()))
+        if holdings.is_report_due and session.epoch is not None and session.ended is None:
+            before = len(holdings.leased)
+            serial, in_use = self._in_use()
+            if len(holdings.leased) < before:
+                session.send(messages.Released(session.epoch, session.nonce, serial, in_use))
+
+    def _report_versions(self) -> None:
+        """Report the versions that the models hold."""
+        session = self.session
+        assert session.epoch is not None
+        session.send(messages.Applied(session.epoch, session.named(self.holdings.versions), *self._in_use()))
+
+    def _report_applied(self, staging: Staging) -> None:
+        """The models hold these versions."""
+        session, holdings = self.session, self.holdings
+        failed = {} if self.failure is None else self.failure.versions
+        if all(holdings.version(session.local(m)) >= version for m, version in failed.items()):
+            self.failure = None
+        if staging.epoch != session.epoch:
             return
-        if self.session.is_hello_due(now):
-            self._hello(now)
-        self.holdings.check_forked()
-        self.incoming.tick(now)
+        outbox = session.outbox
+        if outbox and type(last := outbox[-1][0]) is messages.Staged and last.serial == staging.serial:
+            outbox.pop()  # APPLIED reports it, too
+        if at_once := self.unreported is staging:
+            self.unreported = None
+        serial, in_use = self._in_use()
+        if at_once and serial == staging.serial and not in_use:
+            session.send(messages.Applied.at_once(staging.epoch, staging.serial))
+        else:
+            session.send(messages.Applied(staging.epoch, session.named(holdings.versions), serial, in_use))
 
-    # -- the machinery ----------------------------------------------------------------------------------------------
+    def _report_failed(self, serial: int, versions: Mapping[str, int], error: BaseException) -> None:
+        """These versions could not be applied."""
+        session = self.session
+        assert session.epoch is not None
+        self.holdings.note_error(versions, error)
+        name = f"{type(error).__module__}.{type(error).__qualname__}"[:MAX_NAME]
+        text = "".join(traceback.format_exception(error))[-MAX_TEXT:]
+        mismatch = isinstance(error, SchemaMismatch)
+        self.failure = messages.Failed(
+            session.epoch, serial, session.named(versions), mismatch, name, str(error)[:MAX_TEXT], text, *self._in_use()
+        )
+        session.send(self.failure)
 
-    def _hello(self, now: float) -> None:
-        # The trainer starts afresh with this HELLO: it releases what was under way, so its bytes may change.
-        if self.session.online:
-            self.incoming.drop()
-            self.session.hello(self.holdings.versions, self.reports.serial, now)
+    def _pong(self, ping: Ping) -> None:
+        """Everything, as the answer to a PING."""
+        # An UPDATE that was sent before this and is not here is lost, maybe for good: its slabs are not waited for.
+        self.serial = max(self.serial, ping.serial)
+        session = self.session
+        if self.failure is not None:
+            session.send(self.failure)
+        versions = session.named(self.holdings.versions)
+        staged = session.named(self.staged.versions(session.epoch))
+        incoming = 0 if self.incoming is None else self.incoming.serial
+        session.send(messages.Pong(ping.epoch, ping.seq, versions, staged, incoming, *self._in_use(), self.relayed))
+
+    # -- the fast path -------------------------------------------------------------------------------------------------
+
+    def steady(self, serial: int) -> tuple[str, Part] | None:
+        """The model and the part of the AGAIN of this serial, if that is applied and reported, and nothing else is
+        going on."""
+        base, session, holdings = self.base, self.session, self.holdings
+        if base is None or base[0] != serial or self.serial != serial or self.leaving or not self.settings.fast:
+            return None
+        if self.staged or self.incoming or self.unreported or self.failure or self.outbox:
+            return None
+        model_id = session.local(base[1].model_id)
+        held = holdings.held.get(model_id)
+        if session.ended is not None or not holdings.are_plain or held is None:
+            return None
+        if held[:2] != (session.epoch, self.targets.get(model_id)):
+            return None
+        return model_id, base[1]
+
+    def end_fast_path(self) -> None:
+        """The next update goes the general way."""
+        fast_path, self.fast_path = self.fast_path, None
+        if fast_path is not None:
+            fast_path.end()

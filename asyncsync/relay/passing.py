@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from asyncsync.errors import RemoteError, SchemaMismatch
-from asyncsync.protocol.incoming_update import IncomingUpdate
+from asyncsync.protocol.incoming import IncomingUpdate
 from asyncsync.protocol.peer import Peer
 from asyncsync.protocol.publisher import Publisher
 from asyncsync.protocol.subscriber import Subscriber
@@ -69,7 +69,7 @@ class Passing:
         self._under_way: tuple[IncomingUpdate, dict[str, Slab], Replaced] | None = None
         self._reported: dict[int, RelayedWorker] = {}
         self._session: tuple[Epoch | None, int] | None = None  # in which everybody has been reported
-        subscriber.relaying = subscriber.incoming.watcher = self
+        subscriber.relaying = subscriber.watcher = self
         self._follow(NO_EPOCH)
 
     # -- downwards --------------------------------------------------------------------------------------------------
@@ -222,9 +222,9 @@ class Passing:
         assert session.epoch is not None
         batches = list(_in_reports(changed))
         for i, batch in enumerate(batches):
-            self._subscriber.reports.relayed += 1
+            self._subscriber.relayed += 1
             more = i + 1 < len(batches)
-            session.send(Relayed(session.epoch, self._subscriber.reports.relayed, whole and not i, more, batch))
+            session.send(Relayed(session.epoch, self._subscriber.relayed, whole and not i, more, batch))
 
     def _state(self, worker: int) -> RelayedWorker | None:
         """What is to be reported of this worker; None: nothing."""

@@ -88,7 +88,7 @@ class Relay:
         subscriber = self.upstream.subscriber
         subscriber.session.reconnects = True
         if self.slots is not None:
-            subscriber.incoming.acquire = self.slots.acquire
+            subscriber.acquire = self.slots.acquire
         self.passing = Passing(subscriber, self.downstream.publisher, slots=self.slots, keeps=options.keep is not None)
         self._kept: Kept = {}
         self._kept_of: Epoch | None = None

@@ -323,7 +323,7 @@ class Station:
 
     def flush(self) -> None:
         """What a shell does before it sends."""
-        self.subscriber.reports.flush()
+        self.subscriber.flush()
 
     def chunk(self, serial: int, offset: int, size: int, value: float, part: int = 0) -> None:
         slab = slab_of(self.pool, value)

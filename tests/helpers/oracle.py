@@ -73,12 +73,12 @@ class Oracle:
         for staging in subscriber.staged:
             assert not staging.abandoned
             holders.update(part.slab for part in staging.parts.values())
-        if subscriber.incoming.update is not None:
-            holders.update(slab for slab in subscriber.incoming.update.slabs if slab is not None)
-            holders.update(slab for slab in subscriber.incoming.update.bases if slab is not None)
-            ahead = subscriber.incoming.update.granted - subscriber.incoming.update.received
+        if subscriber.incoming is not None:
+            holders.update(slab for slab in subscriber.incoming.slabs if slab is not None)
+            holders.update(slab for slab in subscriber.incoming.bases if slab is not None)
+            ahead = subscriber.incoming.granted - subscriber.incoming.received
             assert ahead <= self.world.settings.window_bytes, f"{worker} lets {ahead} bytes be sent ahead"
-        holders.update(slab for *_, slab in (*subscriber.incoming.fetches, *worker.fetches))
+        holders.update(slab for *_, slab in (*subscriber.fetches, *worker.fetches))
         holders.update(use.slab for use in worker.uses if use.kind == "reader")
         for model in worker.models:
             if (version := subscriber.holdings.version(model)) and subscriber.session.epoch is not None:
@@ -86,7 +86,7 @@ class Oracle:
                 assert worker.epochs[model] >= said, f"{worker} says that {model!r} is at {said}, and it is not"
         if (fast := subscriber.fast_path) is not None:
             holders.update((fast._newest, fast._next))
-            busy = subscriber.staged or subscriber.incoming.update or subscriber.holdings.leased
+            busy = subscriber.staged or subscriber.incoming or subscriber.holdings.leased
             assert not busy, f"{worker} has a fast path beside something else"
         for slab, count in holders.items():
             assert slab.references == count, f"{worker}: {slab.references} references to a slab that {count} hold"
@@ -109,7 +109,7 @@ class Oracle:
         seen = [(*held, model) for model, held in subscriber.holdings.held.items()]
         for staging in subscriber.staged:
             seen += [(staging.epoch, part.version, part.slab, m) for m, part in staging.parts.items()]
-        if (incoming := subscriber.incoming.update) is not None:
+        if (incoming := subscriber.incoming) is not None:
             parts = zip(incoming.parts, incoming.slabs, strict=True)
             seen += [(subscriber.session.epoch, p.version, slab, p.model_id) for p, slab in parts if slab is not None]
         for epoch, version, slab, model in seen:

@@ -436,8 +436,8 @@ class Worker(_Party):
             os.kill(os.getpid(), signal.SIGSTOP)
 
         if point == "transfer":
-            incoming = self.scheme.bus._link.subscriber.incoming
-            original, count = incoming.chunk, 0
+            subscriber = self.scheme.bus._link.subscriber
+            original, count = subscriber._on_chunk, 0
 
             def on_chunk(*args: Any) -> None:
                 nonlocal count
@@ -446,7 +446,7 @@ class Worker(_Party):
                     halt()
                 original(*args)
 
-            incoming.chunk = on_chunk
+            subscriber._on_chunk = on_chunk
         else:
 
             def copy_half(destinations: list[torch.Tensor], sources: list[torch.Tensor]) -> None:

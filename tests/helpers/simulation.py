@@ -709,8 +709,8 @@ class Simulation(Oracle):
     def _settle_workers(self) -> None:
         for worker in self.workers:
             if worker.alive:
-                while worker.subscriber.incoming.fetches:
-                    worker.fetches.append(worker.subscriber.incoming.fetches.popleft())
+                while worker.subscriber.fetches:
+                    worker.fetches.append(worker.subscriber.fetches.popleft())
                 if not worker.held:
                     while worker.fetches:
                         self._fetch(worker, *worker.fetches.pop(0))
@@ -723,7 +723,7 @@ class Simulation(Oracle):
 
     def _send_up(self, worker: Worker) -> None:
         if worker.running_on:
-            worker.subscriber.reports.flush()
+            worker.subscriber.flush()
         outbox = worker.subscriber.outbox
         while outbox:
             instruction, payload = outbox.popleft()
@@ -752,7 +752,7 @@ class Simulation(Oracle):
         error = None if offers else RuntimeError("this slab is not offered any more")
         slab.memory[:] = offers[0].memory if offers else b"\x55" * slab.nbytes
         if worker.alive:
-            worker.subscriber.incoming.fetched(serial, index, slab, error, self.now)
+            worker.subscriber.fetched(serial, index, slab, error, self.now)
 
     def _publish(
         self,

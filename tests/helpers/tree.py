@@ -222,7 +222,7 @@ class Tree:
                     self.look(node)
             if node.passing is not None and node.passing.is_report_due:
                 self.turn[node] = None
-            subscriber.reports.flush()
+            subscriber.flush()
             while subscriber.outbox:
                 self._send(node, node.parent, node.route, *subscriber.outbox.popleft(), up=True)
         if (publisher := node.publisher) is not None:

@@ -130,7 +130,7 @@ async def test_a_packet_that_no_sender_sends_is_dropped_on_the_fast_path(api: Ap
         unknown = packet(serial=serial, since=since, version=again.version + 1, descriptor=b"x" * 40)
         with pytest.raises(ValueError, match="another transport"):
             fast.take(unknown, 0.0)
-        assert (subscriber.reports.serial, everybody.read) == (since, [{10}])
+        assert (subscriber.serial, everybody.read) == (since, [{10}])
         await send(everybody, 11, 12)
 
 

@@ -222,7 +222,7 @@ def test_what_nobody_sends_to_all_is_refused(frames: list[bytes]) -> None:
     station.update(1, {"policy": (1, 1)})
     with pytest.raises(ProtocolError):
         station.receive(messages.Cast(EPOCH, 1, b"", False), frames)
-    assert station.subscriber.reports.serial == 1
+    assert station.subscriber.serial == 1
 
 
 def test_the_dtype_that_the_others_have_is_not_forced_on_one_that_has_refused_it() -> None:

@@ -19,9 +19,7 @@ from hypothesis import strategies as st
 from asyncsync.fastpath.sender import SteadySender
 from asyncsync.fastpath.worker import SteadyWorker
 from asyncsync.protocol.fanout import FanOut
-from asyncsync.protocol.holdings import Reports
-from asyncsync.protocol.incoming import Incoming
-from asyncsync.protocol.incoming_update import IncomingUpdate
+from asyncsync.protocol.incoming import IncomingUpdate
 from asyncsync.protocol.leases import Leases
 from asyncsync.protocol.membership import Membership
 from asyncsync.protocol.peer import Peer
@@ -76,7 +74,7 @@ MUTATIONS = {
     "bytes behind a gap count as if there were none": [
         (IncomingUpdate, "write", "is_beyond = start > self.received", "is_beyond = False")
     ],
-    "chunks of another update are taken": [(Incoming, "chunk", "chunk.serial != update.serial", "False")],
+    "chunks of another update are taken": [(Subscriber, "_on_chunk", "chunk.serial != update.serial", "False")],
     "checksums are not compared": [(IncomingUpdate, "write", "zlib.crc32(data) != crc", "False")],
     "a transfer does not hold its slab": [(Transfer, "__init__", "slab.retain()", "slab")],
     "a transfer never lets go of its slab": [(Peer, "end_transfer", "self.transfer.release()", "pass")],
@@ -87,7 +85,7 @@ MUTATIONS = {
         (Targets, "_withdraw", "slot.take_back(version)", "slot.pending = []")
     ],
     "old updates are taken": [
-        (Subscriber, "_on_update", "update.serial <= self.reports.serial", "False"),
+        (Subscriber, "_on_update", "update.serial <= self.serial", "False"),
         (Subscriber, "_stage", "if part.version > waiting.get(model_id, holdings.version(model_id)):", "if True:"),
     ],
     "messages of other trainers are taken": [(Subscriber, "receive", "epoch != session.epoch", "False")],
@@ -128,12 +126,17 @@ MUTATIONS = {
         (Membership, "outrun", "self.begin((hello.epoch[0] + 1, self.epoch[1]))", "pass")
     ],
     "missing chunks are not asked for again": [
-        (Incoming, "tick", "update.stalled(now, min(PUSH_PATIENCE, patience) if update.pushed else patience)", "False")
+        (
+            Subscriber,
+            "_refetch",
+            "update.stalled(now, min(PUSH_PATIENCE, patience) if update.pushed else patience)",
+            "False",
+        )
     ],
     "staging alone gives a slot back": [(Publisher, "_on_staged", "peer.end_transfer()", f"peer.end_transfer(){GIVE}")],
     "an old report gives back what was lent after it": [(Leases, "report", "serial <= last and", "")],
-    "a report says nothing of what is in use": [(Reports, "in_use", "slab.is_used", "False")],
-    "a report says nothing of what a forked child uses": [(Reports, "in_use", "slab.is_used", "slab.references")],
+    "a report says nothing of what is in use": [(Subscriber, "_in_use", "slab.is_used", "False")],
+    "a report says nothing of what a forked child uses": [(Subscriber, "_in_use", "slab.is_used", "slab.references")],
     "whoever is superseded has given everything back": [
         (
             Membership,
@@ -152,7 +155,7 @@ MUTATIONS = {
     ],
     "whoever leaves has given everything back": [(Publisher, "_on_bye", 'bye.reason != "reading"', "True")],
     "nothing tells of a slot that its last reader leaves": [
-        (Reports, "flush", "len(holdings.leased) < before", "False"),
+        (Subscriber, "flush", "len(holdings.leased) < before", "False"),
         NO_PONG,
     ],
     "whoever was superseded gives nothing back": [(Session, "bye", "elif not reads:", "elif False:")],
@@ -173,7 +176,7 @@ MUTATIONS = {
     ],
     "a worker's fast path goes on whatever else it hears": [
         (Subscriber, "receive", "self.end_fast_path()", "pass"),
-        (SteadyWorker, "take", "since != self._reports.serial or ", ""),
+        (SteadyWorker, "take", "since != subscriber.serial or ", ""),
     ],
     "a worker's fast path writes where the newest version is": [
         (SteadyWorker, "take", "slab.memory[:] = window", "self._newest.memory[:] = window")
@@ -185,7 +188,7 @@ MUTATIONS = {
         (Publisher, "receive", "messages.Applied | messages.Failed | messages.Pong", "messages.Failed")
     ],
     "what is sent to all is taken by those who have missed what was before": [
-        (Subscriber, "_on_cast", "cast.since != self.reports.serial", "False")
+        (Subscriber, "_on_cast", "cast.since != self.serial", "False")
     ],
     "those who are sent something at once count as having had what was before": [
         (FanOut, "started", "peer.before = peer.serial", "peer.before = serial - 1")

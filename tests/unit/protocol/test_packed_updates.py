@@ -323,7 +323,7 @@ def test_a_base_is_kept_while_it_is_needed_and_not_longer() -> None:
     station.apply()
     assert held.references == 0
     assert begin(station, 3, 3, base=2).bases == (2,)
-    station.subscriber.incoming.drop()
+    station.subscriber._drop()
     assert station.subscriber.holdings.held["policy"][2].references == 1
 
 

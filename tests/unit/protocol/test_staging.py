@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from asyncsync.errors import ProtocolError, SchemaMismatch
-from asyncsync.protocol.incoming_update import IncomingUpdate
+from asyncsync.protocol.incoming import IncomingUpdate
 from asyncsync.protocol.staging import StagedPart, Staging
 from asyncsync.weights.layout import MAX_VALUE_BYTES, Layout
 from asyncsync.weights.slab import Slab, SlabPool

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from asyncsync.errors import ClosedError, Fenced, LimitExceeded, NotConnected, ProtocolError, SchemaMismatch
-from asyncsync.protocol.incoming import FRUITLESS_RESTARTS
 from asyncsync.protocol.session import KEPT_LAYOUTS
 from asyncsync.protocol.settings import Settings
-from asyncsync.protocol.subscriber import Subscriber
+from asyncsync.protocol.subscriber import FRUITLESS_RESTARTS, Subscriber
 from asyncsync.weights.encoding import codecs_here
 from asyncsync.weights.slab import SlabPool
 from asyncsync.wire import checks, messages
@@ -156,7 +155,7 @@ def test_an_update_is_staged_when_its_last_chunk_is_here_in_whatever_order(stati
     station.chunk(1, 120, 8, 10)
     station.apply()
     assert station.content() == {10}
-    assert station.subscriber.incoming.bytes_received == 128
+    assert station.subscriber.bytes_received == 128
 
 
 def test_a_gap_is_asked_for_again_and_never_more_than_the_window_is_in_flight(station: Station) -> None:
@@ -328,10 +327,10 @@ def test_an_update_or_again_with_a_descriptor_is_fetched_into_the_slab(station: 
         else:
             station.receive(messages.Again(EPOCH, 2, 1, 2, b"2"))
         assert not station.take()
-        serial, index, part, slab = station.subscriber.incoming.fetches.popleft()
+        serial, index, part, slab = station.subscriber.fetches.popleft()
         assert (serial, index, part.descriptor) == (version, 0, b"%d" % version)
         slab.memory[:] = content_of(version)
-        station.subscriber.incoming.fetched(serial, index, slab, None, station.now)
+        station.subscriber.fetched(serial, index, slab, None, station.now)
         station.apply()
         station.take()
         assert station.content() == {version}
@@ -339,12 +338,12 @@ def test_an_update_or_again_with_a_descriptor_is_fetched_into_the_slab(station: 
 
 def test_a_fetch_that_fails_is_told_unless_its_update_was_replaced(station: Station) -> None:
     station.update(1, {"policy": (1, 10)}, descriptor=b"old")
-    old = station.subscriber.incoming.fetches.popleft()
+    old = station.subscriber.fetches.popleft()
     station.update_now(2, {"policy": (2, 20)})
     station.update(3, {"policy": (3, 30)}, descriptor=b"over there")
-    new = station.subscriber.incoming.fetches.popleft()
+    new = station.subscriber.fetches.popleft()
     for told, (serial, index, _, slab) in enumerate((old, new)):
-        station.subscriber.incoming.fetched(serial, index, slab, OSError("it is gone"), station.now)
+        station.subscriber.fetched(serial, index, slab, OSError("it is gone"), station.now)
         failed = station.take(messages.Failed)
         assert [(one.serial, one.message) for one in failed] == [(3, "it is gone")] * told  # type: ignore[attr-defined]
     assert station.content() == {20}
@@ -353,12 +352,12 @@ def test_a_fetch_that_fails_is_told_unless_its_update_was_replaced(station: Stat
 
 def test_a_fetch_for_an_older_trainer_does_not_complete_the_update_of_a_newer_one(station: Station) -> None:
     station.update(1, {"policy": (1, 10)}, descriptor=b"old")
-    old = station.subscriber.incoming.fetches.popleft()
+    old = station.subscriber.fetches.popleft()
     station.subscriber.connected(station.now)
     station.welcome(epoch=NEWER)
     station.update(1, {"policy": (1, 20)}, epoch=NEWER, descriptor=b"new")
-    assert station.subscriber.incoming.fetches[0][0] == old[0]  # serial numbers begin again
-    station.subscriber.incoming.fetched(old[0], old[1], old[3], None, station.now)
+    assert station.subscriber.fetches[0][0] == old[0]  # serial numbers begin again
+    station.subscriber.fetched(old[0], old[1], old[3], None, station.now)
     assert not station.subscriber.staged
 
 
@@ -725,8 +724,8 @@ def state(subscriber: Subscriber) -> object:
         subscriber.session.ended,
         dict(subscriber.targets),
         subscriber.staged.copy(),
-        subscriber.incoming.update,
-        subscriber.reports.serial,
+        subscriber.incoming,
+        subscriber.serial,
         subscriber.last_seen,
     )
 

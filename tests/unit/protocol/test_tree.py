@@ -196,7 +196,7 @@ def test_what_a_worker_hears_of_its_last_sender_after_its_hello_keeps_it_from_no
     tree = updated((1,), 1)
     worker = tree.workers[0]
     tree.connect(worker, tree.root)
-    worker.subscriber.reports.serial += 100_000
+    worker.subscriber.serial += 100_000
     tree.settle()
     tree.flow()
     tree.publish()
