@@ -9,6 +9,7 @@ docstring says otherwise. Transports (:mod:`asyncsync.transports`) are carriers 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import ClassVar
 
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab, SlabPool
@@ -26,6 +27,7 @@ class Carrier:
 
     supports_timeout: bool = True
     pool: SlabPool | None = None
+    _holds_received: ClassVar[bool] = False  # whether whatever comes is received into slabs of this transport's
 
     async def offer(self, slab: Slab, workers: Iterable[int] | None) -> bytes | None:
         """Sender: make a packed slab available to these workers (None: all).

@@ -6,41 +6,43 @@ import asyncio
 from collections.abc import Callable, Iterable
 
 from asyncsync.bus.carrier import Carrier
+from asyncsync.net.memory_file import is_open
+from asyncsync.protocol.incoming import Memory
 from asyncsync.protocol.subscriber import Subscriber
 from asyncsync.runtime.threads import WorkThread, finish
 from asyncsync.weights.layout import Layout
-from asyncsync.weights.slab import Slab
+from asyncsync.weights.slab import Slab, SlabPool
 from asyncsync.wire.messages import Part
 
 FETCH_DEADLINE = 60.0
 
 
-class Fetches:
+class Fetches(Memory):
     """One task per part that is being fetched; ``tasks`` has those that have not ended. ``transports`` are those of the
-    models, by name. ``changed`` is called when the subscriber has taken what has come."""
+    models, by name; ``common``: that of all others, where a relay or a guest takes every model. ``fetched`` is called
+    with a part's serial, index and slab when it is here, or with the reason why it is not."""
 
-    def __init__(self, subscriber: Subscriber, changed: Callable[[], None]) -> None:
+    def __init__(self, fetched: Callable[[int, int, Slab, Exception | None], None], common: Carrier | None) -> None:
         self.transports: dict[str, Carrier] = {}
-        self._subscriber = subscriber
-        subscriber.attach = self.attach
-        subscriber.acquire = self.acquire
-        self._changed = changed
+        self._common = common
+        self._fetched = fetched
         self._loop = asyncio.get_running_loop()
         self.tasks: set[asyncio.Task[None]] = set()
 
-    def start(self) -> None:
+    def start(self, subscriber: Subscriber) -> None:
         """Begin with what the subscriber wants."""
-        waiting = self._subscriber.fetches
-        while waiting:
-            serial, index, part, slab = waiting.popleft()
-            transport = self._transport(part)
+        while subscriber.fetches:
+            serial, index, part, slab = subscriber.fetches.popleft()
+            transport = self._transport(subscriber.session.local(part.model_id))
             assert part.descriptor is not None
             task = self._loop.create_task(self._fetch(serial, index, part.descriptor, slab, transport))
             self.tasks.add(task)
             task.add_done_callback(self.tasks.discard)
 
-    def _transport(self, part: Part) -> Carrier:
-        return self.transports[self._subscriber.session.local(part.model_id)]
+    def _transport(self, model_id: str) -> Carrier:
+        transport = self.transports.get(model_id, self._common)
+        assert transport is not None
+        return transport
 
     async def detach(self, models: Iterable[str], thread: WorkThread, *, in_use: bool) -> bool:
         """Have nothing depend on the sender's memory any more by which these models came; False: something does."""
@@ -50,21 +52,20 @@ class Fetches:
                 done = await finish(thread.submit(transport._detach)) and done
         return done
 
-    def attach(self, part: Part, layout: Layout) -> Slab | None:
-        """The part's slab, if its transport has it at hand. Raises what that raises."""
+    def attach(self, model_id: str, part: Part, layout: Layout, pool: SlabPool) -> Slab | None:
         assert part.descriptor is not None
-        return self._transport(part).attach(part.descriptor, layout, self._subscriber.pool)
+        return self._transport(model_id).attach(part.descriptor, layout, pool)
 
-    def acquire(self, part: Part, layout: Layout) -> Slab:
-        """A slab for the part's bytes, in which Parameters may lie where the transport has such slabs."""
-        subscriber = self._subscriber
-        if subscriber.models[subscriber.session.local(part.model_id)].repoints:
-            return self._transport(part)._acquire(layout, subscriber.pool)
-        return subscriber.pool.acquire(layout)
+    def acquire(self, model_id: str, layout: Layout, pool: SlabPool, *, adopts: bool) -> Slab:
+        transport = self._transport(model_id)
+        return transport._acquire(layout, pool) if adopts or transport._holds_received else pool.acquire(layout)
 
-    def window(self, part: Part, layout: Layout, descriptor: bytes) -> memoryview | None:
-        """Where :meth:`attach` would copy the bytes from, if it did; with another descriptor than this part's."""
-        return self._transport(part)._slot_window(descriptor, layout)
+    def opens(self, pid: int) -> bool:
+        return is_open(pid)
+
+    def window(self, model_id: str, layout: Layout, descriptor: bytes) -> memoryview | None:
+        """Where :meth:`attach` would copy the bytes from, if it did; with another descriptor than a part's."""
+        return self._transport(model_id)._slot_window(descriptor, layout)
 
     async def _fetch(self, serial: int, index: int, descriptor: bytes, slab: Slab, transport: Carrier) -> None:
         failure: Exception | None = None
@@ -76,6 +77,5 @@ class Fetches:
         except asyncio.CancelledError:
             slab.release()
             raise
-        self._subscriber.fetched(serial, index, slab, failure, self._loop.time())
+        self._fetched(serial, index, slab, failure)
         del failure  # its traceback refers to this frame, and to the slab's memory
-        self._changed()

@@ -36,8 +36,8 @@ def guest_link(
     """A link that takes every model of a sender; its place is one that no worker has. On the running loop. Raises
     NotConnected if it cannot connect."""
     place = FIRST_GUEST + secrets.randbelow(FIRST_GUEST)
-    link = ReceiverLink(sender, place, settings, Gate(), credentials, role)
-    link.take_all(transport)
+    link = ReceiverLink(sender, place, settings, Gate(), credentials, role, transport=transport)
+    link.settle()  # from now on it looks for the sender, at each of its addresses
     return link
 
 

@@ -23,14 +23,12 @@ from asyncsync.errors import ClosedError, NotConnected, ProtocolError
 from asyncsync.fastpath.worker import begin
 from asyncsync.model.binding import Binding
 from asyncsync.model.gate import Gate
-from asyncsync.model.strategy import WeightStrategy
 from asyncsync.monitor.metrics import Metrics
 from asyncsync.monitor.options import UNMONITORED, Monitoring
 from asyncsync.monitor.spans import hooks_of
 from asyncsync.net.endpoint import is_trustworthy, side_channel_path
 from asyncsync.net.introduction import Introduction
 from asyncsync.net.keys import Credentials
-from asyncsync.net.memory_file import is_open
 from asyncsync.net.processes import ProcessWatch, this_process
 from asyncsync.net.side_channel import ALONE, BY_SIDE_CHANNEL, SideChannel, connect, read
 from asyncsync.net.zmq_socket import LoopSocket, dealer
@@ -38,6 +36,7 @@ from asyncsync.protocol.settings import Settings
 from asyncsync.protocol.staging import Acting
 from asyncsync.protocol.subscriber import Subscriber
 from asyncsync.runtime.threads import finish, yield_core
+from asyncsync.weights.slab import Slab
 from asyncsync.wire.codec import decode, encode
 from asyncsync.wire.messages import Again, Bye, Cast, Chunk, Epoch, Instruction, Welcome
 
@@ -52,6 +51,7 @@ class ReceiverLink(Link):
 
     ``shown`` has, of each model, epoch and version of what it shows to its readers, in a tree the version at its root
     that this one stands for, else the same, and the metadata. It is switched where the model is: under the gate.
+    ``transport``: of a relay or a guest, which takes every model that the sender serves, and applies it to nothing.
     """
 
     def __init__(
@@ -63,16 +63,17 @@ class ReceiverLink(Link):
         credentials: Callable[[], Credentials] | None = None,
         role: str = "worker",
         monitoring: Monitoring = UNMONITORED,
+        transport: Carrier | None = None,
     ) -> None:
         hooks = hooks_of(monitoring.tracing)
         super().__init__("asyncsync-copy")
-        self.subscriber = Subscriber(worker, secrets.token_bytes(16), this_process(), settings, role)
-        self.subscriber.session.opens = is_open
+        self._fetches = Fetches(self._fetched, transport)
+        nonce = secrets.token_bytes(16)
+        self.subscriber = Subscriber(worker, nonce, this_process(), settings, role, self._fetches)
         self.gate = gate
         self.gate.bind()
         self.shown: dict[str, tuple[Epoch, int, int, bytes]] = {}
         self.sender_lost = False
-        self._fetches = Fetches(self.subscriber, self._fetched)
         self.observer = ReceiverObserver(worker, hooks)
         self.applying = Applying(self, self.subscriber, gate, self._fetches.transports, self._show, self.observer)
         self.receiving = Receiving(
@@ -115,16 +116,6 @@ class ReceiverLink(Link):
             del self._fetches.transports[model_id]
             self.subscriber.holdings.take_out(model_id)
             self.settle()
-
-    def take_all(self, transport: Carrier) -> None:
-        """Take every model that the sender serves, as it is, and apply it to nothing."""
-
-        def found(model_id: str) -> Binding:
-            self._fetches.transports[model_id] = transport
-            return Binding(None, WeightStrategy())
-
-        self.subscriber.found = found
-        self.settle()  # from now on it looks for the sender, at each of its addresses
 
     def pass_on(self, model_id: str, context: Any) -> None:
         """Pass the updates of this model on to this context, from the next one on."""
@@ -306,7 +297,7 @@ class ReceiverLink(Link):
                 self.observer.look(subscriber.staged)
             self.applying.offer()
         if subscriber.fetches:
-            self._fetches.start()
+            self._fetches.start(subscriber)
         self._send_all()
 
     def _send_all(self) -> None:
@@ -332,7 +323,8 @@ class ReceiverLink(Link):
         # which may go on for as long as it is granted, 0.7 ms and more: in receive(), or in the user's code.
         yield_core()
 
-    def _fetched(self) -> None:
+    def _fetched(self, serial: int, index: int, slab: Slab, failure: Exception | None) -> None:
+        self.subscriber.fetched(serial, index, slab, failure, self.loop.time())
         if not self.closed:
             self.settle()
 

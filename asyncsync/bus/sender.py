@@ -80,8 +80,6 @@ class SenderLink(Link):
         super().__init__("asyncsync-pack", self._per_worker * (num_workers or 1) + of_all)
         epoch = (time.time_ns(), secrets.randbits(62))
         self.publisher = Publisher(epoch, this_process(), num_workers, settings)
-        self.publisher.membership.is_watched = self._is_watched
-        self.publisher.membership.shortage = lambda: shortage(self._per_worker)
         self.pool = SlabPool(partial(self.call_from_thread, self.notify))
         known: dict[str, SourceCache] = {}
         self.fast = FastSender(self, known, is_on=settings.fast)
@@ -378,6 +376,8 @@ class SenderLink(Link):
                 self._answer(route, instruction)
                 return
             peer = self.publisher.membership.routes.get(route) if self.observer.lives else None
+            if isinstance(instruction, Hello):
+                self.publisher.membership.shortage = shortage(self._per_worker)
             self.publisher.receive(route, instruction, payload, now)
             if peer is not None:
                 self.observer.heard(peer.worker, instruction)
@@ -463,17 +463,12 @@ class SenderLink(Link):
         chosen = {p.nonce: (p.worker, p.hello.pid) for p in publisher.peers.values() if p.local and not p.lost}
         # One that has left may still be reading what was leased to it.
         chosen |= {nonce: (leases.worker, leases.pid) for nonce, leases in publisher.leases.of.items() if leases.pid}
-        if chosen.keys() == self._watches.keys():
-            return
         for nonce in self._watches.keys() - chosen.keys():
             self._watches.pop(nonce).close()
         for nonce in chosen.keys() - self._watches.keys():
             worker, pid = chosen[nonce]
             self._watches[nonce] = ProcessWatch(pid, partial(self._worker_ended, worker, nonce, pid))
-
-    def _is_watched(self, nonce: bytes) -> bool:
-        watch = self._watches.get(nonce)
-        return watch is not None and watch.is_watching
+        publisher.membership.unwatched = {nonce for nonce, watch in self._watches.items() if not watch.is_watching}
 
     def _worker_ended(self, worker: int, nonce: bytes, pid: int) -> None:
         with self.guard():

@@ -43,13 +43,13 @@ def begin(
     again: Again,
     gate: Gate,
     goes_straight: Callable[[Iterable[str]], bool],
-    window: Callable[[Part, Layout, bytes], memoryview | None],
+    window: Callable[[str, Layout, bytes], memoryview | None],
     show: Show,
 ) -> None:
     """Begin a steady state, if ``again``, the last instruction, was applied at once, by copying a few bytes.
 
-    ``window`` returns, for a part and its layout, where the bytes are that another descriptor names. ``goes_straight``:
-    whether updates of models wait for readers only. ``show`` is called when the model has a version.
+    ``window`` returns, for a model and its layout, where the bytes are that another descriptor names.
+    ``goes_straight``: whether updates of models wait for readers only. ``show`` is called when the model has a version.
     """
     if not subscriber.settings.fast or subscriber.fast_path is not None:
         return
@@ -76,7 +76,7 @@ def begin(
         return
     finally:
         slab.release()
-    found = partial(window, part, newest.layout)
+    found = partial(window, model_id, newest.layout)
     subscriber.fast_path = SteadyWorker(subscriber, model_id, part, slabs, gate, found, show)
 
 

@@ -18,7 +18,8 @@ class FastPath(Protocol):
 
 
 class Relaying(Protocol):
-    """Whoever passes on to other workers what comes here."""
+    """Passes on to other workers what comes here, while it comes. An update's slabs are its own: to keep them takes
+    references."""
 
     def adopted(self) -> None:
         """A new trainer's epoch has begun, from which nothing has come yet."""
@@ -34,11 +35,6 @@ class Relaying(Protocol):
 
     def recount(self) -> None:
         """The trainer requests a report of all of them."""
-
-
-class Watcher(Protocol):
-    """Whoever uses the bytes of an update before all of them are here. An update's slabs are its own: to keep them
-    takes references."""
 
     def begun(self, update: IncomingUpdate) -> None:
         """An update has been announced; small ones are complete already."""

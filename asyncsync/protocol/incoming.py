@@ -1,4 +1,4 @@
-"""An update whose bytes are arriving. No I/O, no clock."""
+"""An update whose bytes are arriving, and the memory that they arrive in. No I/O, no clock."""
 
 from __future__ import annotations
 
@@ -9,10 +9,27 @@ from itertools import accumulate
 from asyncsync.errors import ProtocolError
 from asyncsync.weights.encoding import Bytes, decode_piece
 from asyncsync.weights.layout import MAX_VALUE_BYTES, Layout
-from asyncsync.weights.slab import Slab
+from asyncsync.weights.slab import Slab, SlabPool
 from asyncsync.wire.messages import Buffer, Part, Update
 
 MAX_GAPS = 256
+
+
+class Memory:
+    """Where the slabs of a worker come from, and what its process may open. This one opens nothing."""
+
+    def attach(self, model_id: str, part: Part, layout: Layout, pool: SlabPool) -> Slab | None:
+        """The slab of a part with a descriptor, if it can be had at once; None: a transport is to fetch it. Raises what
+        the transport raises."""
+        return None
+
+    def acquire(self, model_id: str, layout: Layout, pool: SlabPool, *, adopts: bool) -> Slab:
+        """A slab for the bytes of a part; ``adopts``: Parameters may get their memory in it."""
+        return pool.acquire(layout)
+
+    def opens(self, pid: int) -> bool:
+        """Whether this process may open the memory of that one, on the same host."""
+        return True
 
 
 class IncomingUpdate:

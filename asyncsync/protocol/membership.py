@@ -58,9 +58,9 @@ class Membership:
         gone: elastic workers that were lost a while ago, and why.
         outbox: ``(route, instruction, payload frames)`` to be sent, in order.
         turned_away, refused: why the last one was that was turned away, and how many were, by reason.
-        is_watched: whether the end of a co-located incarnation's process will be noticed.
+        unwatched: the incarnations beside this process whose end would go unnoticed; the shell says so.
         fanout_port: where workers can subscribe to what goes to all of them, beside the trainer's address; 0: nowhere.
-        shortage: why there cannot be another worker; empty: there can.
+        shortage: why there cannot be another worker; empty: there can. The shell sets it before each HELLO.
         behind: the workers that relays serve, by their index; see :mod:`asyncsync.protocol.relays`.
         follows: whether another sender has published what this one serves: a worker may know more of it than this one.
     """
@@ -88,8 +88,8 @@ class Membership:
         self.turned_away = ""
         self.refused: Counter[str] = Counter()
         self.fanout_port = 0
-        self.is_watched: Callable[[bytes], bool] = lambda nonce: True
-        self.shortage: Callable[[], str] = str
+        self.unwatched: set[bytes] = set()
+        self.shortage = ""
         self._targets = targets
         self._welcome = welcome
         self._entered = entered
@@ -166,7 +166,7 @@ class Membership:
             self._move(peer, new, now)
         elif peer is None and len(self.peers) >= MAX_PEERS:
             self._refuse(route, nonce, "too many workers", f"more than {MAX_PEERS} workers")
-        elif why := self.shortage():
+        elif why := self.shortage:
             self._refuse(route, nonce, "too few file descriptors", f"worker {worker}: {why}")
         else:
             if peer is not None:
@@ -350,7 +350,7 @@ class Membership:
         # Its transfer goes on to hold the slab: the worker may be reading it, by its descriptor, without a connection.
         if peer.unreachable_since is None:
             peer.unreachable_since = now
-        elif peer.local and self.is_watched(peer.nonce):
+        elif peer.local and peer.nonce not in self.unwatched:
             return None  # its end is noticed
         elif now - peer.unreachable_since >= self.settings.retry_interval:
             return peer

@@ -34,7 +34,7 @@ KEPT_LAYOUTS = 4
 
 class Session:
     """One worker incarnation's sessions, one after the other; ``adopted`` is called when a new trainer's epoch has
-    begun.
+    begun. ``opens``: see :class:`asyncsync.protocol.incoming.Memory`.
 
     Attributes:
         outbox: ``(instruction, payload frames)`` to be sent, in order.
@@ -43,7 +43,6 @@ class Session:
         reconnects: whether to wait for another trainer after this one's BYE, as after its crash.
         attempt: of the last HELLO.
         ended: why nothing will come any more; None while alive.
-        opens: whether this process may open the memory of that one, beside it.
         refused: per model, why its layout does not fit; cleared by one that does.
     """
 
@@ -56,6 +55,7 @@ class Session:
         models: Mapping[str, Binding],
         adopted: Callable[[], None],
         role: str,
+        opens: Callable[[int], bool],
     ) -> None:
         self.worker = worker
         self.nonce = nonce
@@ -69,11 +69,11 @@ class Session:
         self.reconnects = False
         self.ended: WeightSyncError | None = None
         self.refused: dict[str, SchemaMismatch] = {}
-        self.opens: Callable[[int], bool] = lambda pid: True
         self._settings = settings
         self._models = models
         self._adopted = adopted
         self._role = role
+        self._opens = opens
         self._layouts: dict[str, dict[bytes, Layout]] = {}  # that fit: of each model, the latest few
         self._unfit: dict[str, Layout] = {}  # what was refused
         self._nameless = False
@@ -183,7 +183,7 @@ class Session:
                 self.send(Refused(welcome.epoch, self.name(model_id), layout.digest, text, welcome.number))
         # Behind the refusals: alone, it could complete a publication that one of them must stop.
         beside = self.identity.is_beside(welcome.pid, welcome.boot, welcome.namespace)
-        self.send(Ready(welcome.epoch, accepted, not beside or self.opens(welcome.pid)))
+        self.send(Ready(welcome.epoch, accepted, not beside or self._opens(welcome.pid)))
 
     def fits_by_now(self, model_id: str) -> bool:
         """Whether the trainer's layout has not fitted this model, and does by now: then HELLO is due."""

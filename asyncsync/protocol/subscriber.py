@@ -18,13 +18,14 @@ from __future__ import annotations
 import traceback
 import zlib
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from asyncsync.errors import ProtocolError, SchemaMismatch
 from asyncsync.model.binding import Binding
-from asyncsync.protocol.companions import FastPath, Relaying, Watcher
+from asyncsync.model.strategy import WeightStrategy
+from asyncsync.protocol.companions import FastPath, Relaying
 from asyncsync.protocol.holdings import Holdings
-from asyncsync.protocol.incoming import IncomingUpdate
+from asyncsync.protocol.incoming import IncomingUpdate, Memory
 from asyncsync.protocol.session import Session
 from asyncsync.protocol.settings import Identity, Settings
 from asyncsync.protocol.staging import StagedPart, StagedUpdates, Staging
@@ -39,6 +40,7 @@ from asyncsync.wire.messages import (
     NONCE_END,
     Buffer,
     Chunk,
+    Epoch,
     Fetch,
     Instruction,
     InUse,
@@ -67,21 +69,27 @@ class Subscriber:
         relayed: counts the reports of a relay's workers.
         targets: the version that each model should have, as far as this worker knows.
         leaving: whether further updates are ignored.
-        attach: brings the slab of a part with a descriptor at once, or None: then it is to be fetched.
-        acquire: brings a slab for the bytes of a part.
-        found: makes a Binding for a model that the trainer serves and this side does not have yet; None: it is left.
         fast_path: applies what is as always; whatever else happens here ends it.
-        relaying, watcher: who passes on what comes, and is told of each update; None: nobody.
+        relaying: passes on what comes to other workers; None: nobody does.
     """
 
     def __init__(
-        self, worker: int, nonce: bytes, identity: Identity, settings: Settings | None = None, role: str = "worker"
+        self,
+        worker: int,
+        nonce: bytes,
+        identity: Identity,
+        settings: Settings | None = None,
+        role: str = "worker",
+        memory: Memory | None = None,
     ) -> None:
         self.worker = worker
         self.settings = settings or Settings()
-        self.pool = pool = SlabPool()
+        self.pool = SlabPool()
         self.models: dict[str, Binding] = {}
-        self.session = session = Session(worker, nonce, identity, self.settings, self.models, self._adopt, role)
+        self._memory = memory or Memory()
+        self._takes_all = role != "worker"  # relays and guests
+        opens = self._memory.opens
+        self.session = session = Session(worker, nonce, identity, self.settings, self.models, self._adopt, role, opens)
         self.outbox = session.outbox
         self.holdings = Holdings()
         self.incoming: IncomingUpdate | None = None
@@ -96,12 +104,8 @@ class Subscriber:
         self.targets: dict[str, int] = {}
         self.last_seen: float | None = None
         self.leaving = False
-        self.attach: Callable[[Part, Layout], Slab | None] = lambda part, layout: None
-        self.acquire: Callable[[Part, Layout], Slab] = lambda part, layout: pool.acquire(layout)
-        self.found: Callable[[str], Binding] | None = None
         self.fast_path: FastPath | None = None
         self.relaying: Relaying | None = None
-        self.watcher: Watcher | None = None
 
     # -- what the worker does ------------------------------------------------------------------------------------------
 
@@ -121,6 +125,14 @@ class Subscriber:
         self.session.forget(model_id)
         self.failure = None  # what has failed together with others comes again to these
         self._hello(now)
+
+    def restore(self, epoch: Epoch, kept: Mapping[str, tuple[int, Slab]]) -> None:
+        """A relay begins with these versions, as if they had come. Takes over a reference to each slab."""
+        self.session.epoch = epoch
+        self.holdings.adopt(epoch)
+        for model_id, (version, slab) in kept.items():
+            self.models[model_id] = Binding(None, WeightStrategy())
+            self.holdings.held[model_id] = (epoch, version, slab)
 
     def check_again(self, model_id: str, now: float) -> None:
         """If the trainer's layout has not fitted this model, and does by now, let the trainer show it once more."""
@@ -214,8 +226,8 @@ class Subscriber:
             self._on_again(instruction, payload, now)
         elif isinstance(instruction, messages.Welcome):
             session.welcome(instruction, payload)
-            if self.found is not None:
-                self._take_all(self.found, now)
+            if self._takes_all:
+                self._take_all(now)
             if self.relaying is not None:
                 self.relaying.welcomed(now)
         elif isinstance(instruction, messages.Bye):
@@ -246,10 +258,10 @@ class Subscriber:
             raise ProtocolError(f"the trainer sent {type(instruction).__name__}, which only a worker sends")
         self.last_seen = now
 
-    def _take_all(self, found: Callable[[str], Binding], now: float) -> None:
+    def _take_all(self, now: float) -> None:
         """Take part in the updates of every model that the trainer serves."""
         if new := [model_id for model_id in self.session.served if model_id not in self.models]:
-            self.models.update({model_id: found(model_id) for model_id in new})
+            self.models.update({model_id: Binding(None, WeightStrategy()) for model_id in new})
             self._hello(now)
 
     def _adopt(self) -> None:
@@ -330,7 +342,7 @@ class Subscriber:
         # Otherwise the same in fewer steps: nothing is on its way or waits, and the layout fits.
         try:
             if payload:
-                slab = self.acquire(part, layout)
+                slab = self._acquire(part, layout)
                 slab.write(0, payload[0])
             elif (slab := self._attach(part, layout)) is None:  # it has to be fetched
                 self._on_update(again.expanded(part), (b"", b""), now)
@@ -372,7 +384,7 @@ class Subscriber:
                 attached.append(None if part.descriptor is None else self._attach(part, layout))
             pairs = zip(parts, attached, strict=True)
             whole = update.eager and all(part.descriptor is None or slab is not None for part, slab in pairs)
-            incoming = IncomingUpdate(update, layouts, payload, self.acquire, now, attached)
+            incoming = IncomingUpdate(update, layouts, payload, self._acquire, now, attached)
         finally:
             for slab in attached:
                 if slab is not None:
@@ -385,8 +397,8 @@ class Subscriber:
         """Wait for what this update lacks; there is no other one. ``pushed``: the bytes go to all subscribers."""
         self.incoming = update
         update.pushed = pushed
-        if self.watcher is not None:
-            self.watcher.begun(update)
+        if self.relaying is not None:
+            self.relaying.begun(update)
         for index in sorted(update.fetching):
             slab = update.slabs[index]
             self.fetches.append((update.serial, index, update.parts[index], slab.retain()))
@@ -399,8 +411,8 @@ class Subscriber:
         """The update whose bytes are missing is not wanted any more."""
         update, self.incoming = self.incoming, None
         if update is not None:
-            if self.watcher is not None:
-                self.watcher.ended(update)
+            if self.relaying is not None:
+                self.relaying.ended(update)
             update.release()
 
     def _on_chunk(self, chunk: Chunk, payload: Sequence[Buffer], now: float) -> None:
@@ -455,8 +467,8 @@ class Subscriber:
                 update.last_progress = now
                 update.fruitless = 0
                 self.bytes_received += travelled
-                if self.watcher is not None:
-                    self.watcher.written(update)
+                if self.relaying is not None:
+                    self.relaying.written(update)
         except MemoryError as error:
             self._give_up(update, error)
             return
@@ -523,8 +535,8 @@ class Subscriber:
         if not update.complete:
             return False
         self.incoming = None
-        if self.watcher is not None:
-            self.watcher.ended(update)
+        if self.relaying is not None:
+            self.relaying.ended(update)
         self._stage(update.serial, update.parts, update.take(), update.metadata)
         return True
 
@@ -533,10 +545,14 @@ class Subscriber:
         self._fail(update.serial, update.parts, error)
 
     def _attach(self, part: Part, layout: Layout) -> Slab | None:
-        slab = self.attach(part, layout)
+        slab = self._memory.attach(self.session.local(part.model_id), part, layout, self.pool)
         if slab is not None and slab.leased:
             self.holdings.lease(part, slab)
         return slab
+
+    def _acquire(self, part: Part, layout: Layout) -> Slab:
+        model_id = self.session.local(part.model_id)
+        return self._memory.acquire(model_id, layout, self.pool, adopts=self.models[model_id].repoints)
 
     def _base(self, part: Part, layout: Layout) -> Slab | None:
         """What this worker has of the version that is the base of this part, staged or applied; None: nothing."""

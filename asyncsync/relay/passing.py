@@ -69,7 +69,7 @@ class Passing:
         self._under_way: tuple[IncomingUpdate, dict[str, Slab], Replaced] | None = None
         self._reported: dict[int, RelayedWorker] = {}
         self._session: tuple[Epoch | None, int] | None = None  # in which everybody has been reported
-        subscriber.relaying = subscriber.watcher = self
+        subscriber.relaying = self
         self._follow(NO_EPOCH)
 
     # -- downwards --------------------------------------------------------------------------------------------------
@@ -109,14 +109,8 @@ class Passing:
 
     def restore(self, epoch: Epoch, kept: Kept, now: float) -> None:
         """Begin with what was kept of this epoch, with a reference to each slab."""
-        subscriber = self._subscriber
-        subscriber.session.epoch = epoch
-        subscriber.holdings.adopt(epoch)
+        self._subscriber.restore(epoch, {m: (version, slab) for m, (version, slab, _) in kept.items()})
         self._follow(epoch)
-        assert subscriber.found is not None
-        for model_id, (version, slab, _) in kept.items():
-            subscriber.models[model_id] = subscriber.found(model_id)
-            subscriber.holdings.held[model_id] = (epoch, version, slab)
         for version in sorted({version for version, *_ in kept.values()}):
             slabs = {m: slab for m, (of, slab, _) in kept.items() if of == version}
             metadata = next(metadata for of, _, metadata in kept.values() if of == version)

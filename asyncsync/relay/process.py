@@ -27,7 +27,7 @@ from asyncsync.relay.passing import Kept, Passing
 from asyncsync.transports.shared_memory import SLOTS
 from asyncsync.transports.slots import COPY_BYTES, SlotPool
 from asyncsync.weights.layout import Layout
-from asyncsync.weights.slab import Slab
+from asyncsync.weights.slab import Slab, SlabPool
 from asyncsync.wire.messages import Epoch
 
 logger = logging.getLogger("asyncsync")
@@ -54,13 +54,16 @@ class RelayOptions:
     keys: KeyFiles | None = None
 
 
-class Slots:
+class Slots(Carrier):
     """Slabs in shared memory, into which an update is received, and which the workers read."""
+
+    pool: SlotPool
+    _holds_received = True
 
     def __init__(self) -> None:
         self.pool = SlotPool(SLOTS, COPY_BYTES)
 
-    def acquire(self, part: object, layout: Layout) -> Slab:
+    def _acquire(self, layout: Layout, pool: SlabPool) -> Slab:
         return self.pool.acquire(layout)
 
     def describe(self, slab: Slab) -> bytes:
@@ -81,14 +84,13 @@ class Relay:
         self.slots = Slots() if options.shared else None
         self.downstream = SenderLink(options.bind, None, 0, Settings(checksum=checksum), keys=options.keys)
         try:
-            self.upstream = guest_link(options.upstream, Carrier(), Settings(), "relay", options.credentials)
+            received = self.slots or Carrier()
+            self.upstream = guest_link(options.upstream, received, Settings(), "relay", options.credentials)
         except BaseException:
             self.downstream.cut(0)
             raise
         subscriber = self.upstream.subscriber
         subscriber.session.reconnects = True
-        if self.slots is not None:
-            subscriber.acquire = self.slots.acquire
         self.passing = Passing(subscriber, self.downstream.publisher, slots=self.slots, keeps=options.keep is not None)
         self._kept: Kept = {}
         self._kept_of: Epoch | None = None

@@ -11,6 +11,7 @@ from asyncsync.bus.link import TICK
 from asyncsync.model.binding import Binding
 from asyncsync.model.strategy import WeightStrategy
 from asyncsync.model.update import Prepared
+from asyncsync.protocol.incoming import Memory
 from asyncsync.protocol.publisher import Publisher
 from asyncsync.protocol.settings import Identity, Settings
 from asyncsync.protocol.subscriber import Subscriber
@@ -216,14 +217,13 @@ class Fickle(Binding):
         return super().prepare(slab)
 
 
-class Station:
+class Station(Memory):
     """A subscriber with float32 models; the test plays its trainer."""
 
     def __init__(self, models: Iterable[str] = ("policy",), settings: Settings = SMALL, *, cast: bool = False) -> None:
         self.now = 0.0
         self.pool = SlabPool()
-        self.subscriber = Subscriber(0, nonce(7), Identity(107, "here", 1), settings)
-        self.subscriber.attach = self._attach
+        self.subscriber = Subscriber(0, nonce(7), Identity(107, "here", 1), settings, memory=self)
         self.offered: dict[bytes, tuple[Slab, bool]] = {}
         self.borrowed: dict[bytes, Borrowed] = {}
         self.unavailable: set[str] = set()
@@ -305,7 +305,7 @@ class Station:
             if descriptor.endswith(b" %d" % version):
                 slab.memory[:] = b"\xaa" * slab.nbytes
 
-    def _attach(self, part: messages.Part, layout: Layout) -> Slab | None:
+    def attach(self, model_id: str, part: messages.Part, layout: Layout, pool: SlabPool) -> Slab | None:
         if part.model_id in self.unavailable:
             raise OSError("it is not here")
         if part.descriptor not in self.offered:

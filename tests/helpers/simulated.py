@@ -17,6 +17,7 @@ from asyncsync.model.gate import Writer
 from asyncsync.model.strategy import WeightStrategy
 from asyncsync.model.update import Prepared
 from asyncsync.net.side_channel import split
+from asyncsync.protocol.incoming import Memory
 from asyncsync.protocol.publisher import Publisher
 from asyncsync.protocol.settings import Identity, Settings
 from asyncsync.protocol.staging import Staging
@@ -323,7 +324,7 @@ class SimulatedGate:
         return True
 
 
-class Worker:
+class Worker(Memory):
     """A worker process: one incarnation of a worker_idx."""
 
     def __init__(self, index: int, number: int, world: World, now: float) -> None:
@@ -334,8 +335,7 @@ class Worker:
         self.held = False
         self.connection: Connection | None = None
         identity = Identity(100 + number, BOOT if world.is_beside(index) else "another host", 1)
-        self.subscriber = Subscriber(index, number.to_bytes(16, "big"), identity, world.settings)
-        self.subscriber.attach = self._attach
+        self.subscriber = Subscriber(index, number.to_bytes(16, "big"), identity, world.settings, memory=self)
         self.left = False
         self.mapped: dict[Slab, Borrowed] = {}
         self.uses: list[Use] = []
@@ -356,7 +356,7 @@ class Worker:
         self.contents[model] = 0
         self.subscriber.register(model, self.bindings[model], now)
 
-    def _attach(self, part: messages.Part, layout: Layout) -> Slab | None:
+    def attach(self, model_id: str, part: messages.Part, layout: Layout, pool: SlabPool) -> Slab | None:
         """As transports.attachments do it."""
         if not part.descriptor.startswith(b"slot "):
             return None
@@ -381,7 +381,7 @@ class Worker:
         return known
 
     def _window(self, descriptor: bytes) -> memoryview | None:
-        """What :meth:`_attach` would copy."""
+        """What :meth:`attach` would copy."""
         if not descriptor.startswith(b"slot ") or descriptor.endswith(b"1"):
             return None
         _, index, _ = map(int, descriptor.split()[1:])

@@ -118,7 +118,6 @@ class Tree:
         index = FIRST_GUEST + self.random.randrange(FIRST_GUEST)
         node.subscriber = Subscriber(index, self._nonce(), Identity(), self.settings, "relay")
         node.subscriber.session.reconnects = True
-        node.subscriber.found = lambda model_id: Binding(None, WeightStrategy())
         node.publisher = Publisher((0, 0), Identity(), None, self.settings)
         node.passing = Passing(node.subscriber, node.publisher)
         self.connect(node, parent)

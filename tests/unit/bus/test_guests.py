@@ -11,8 +11,6 @@ from asyncsync import SharedMemWeightSyncScheme, ZMQWeightSyncScheme
 from asyncsync.bus.guest import Guest
 from asyncsync.commands import fetch
 from asyncsync.errors import ProtocolError
-from asyncsync.model.binding import Binding
-from asyncsync.model.strategy import WeightStrategy
 from asyncsync.protocol.membership import GONE_SECONDS
 from asyncsync.protocol.settings import Identity
 from asyncsync.protocol.subscriber import Subscriber
@@ -97,7 +95,6 @@ def test_a_guest_that_has_gone_is_forgotten_by_trainers_of_fixed_workers_too() -
 
 def test_a_guest_takes_whatever_models_the_trainer_has() -> None:
     guest = Subscriber(GUEST, nonce(1), Identity(1, "here", 1), role="guest")
-    guest.found = lambda model_id: Binding(None, WeightStrategy())
     guest.connected(0.0)
     (hello, _) = guest.outbox.popleft()
     assert isinstance(hello, messages.Hello)

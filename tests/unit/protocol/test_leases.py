@@ -229,8 +229,8 @@ def test_a_connection_that_is_gone_gives_nothing_back_unless_it_was_to_another_h
     local: bool | None, watched: bool, left: set[int]
 ) -> None:
     desk = Desk(1)
-    desk.publisher.membership.is_watched = lambda nonce: watched
     desk.hello(0, local=local)
+    desk.publisher.membership.unwatched = set() if watched else {nonce(0)}
     desk.ready(0)
     desk.publish(1, lent=True)
     for _ in range(2):
