@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from asyncsync.protocol.incoming import IncomingUpdate
+from asyncsync.protocol.staging import Staging
 
 
 class FastPath(Protocol):
@@ -41,6 +42,12 @@ class Relaying(Protocol):
 
     def written(self, update: IncomingUpdate) -> None:
         """More of it is here."""
+
+    def committed(self, held: Staging, now: float) -> None:
+        """What was staged is to be applied."""
+
+    def dropped(self, version: int) -> None:
+        """What was staged as this version will not be applied."""
 
     def ended(self, update: IncomingUpdate) -> None:
         """It is complete, or it will never be."""

@@ -57,6 +57,7 @@ class IncomingUpdate:
         self.epoch, self.serial = update.epoch, update.serial
         self.parts: tuple[Part, ...] = update.parts
         self.metadata = update.metadata
+        self.phase = update.phase
         for frame in values:
             if len(frame) > MAX_VALUE_BYTES:
                 raise ProtocolError(f"{len(frame)} bytes of values in an update; the limit is {MAX_VALUE_BYTES}")

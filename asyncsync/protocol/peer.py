@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from asyncsync.errors import SchemaMismatch
 from asyncsync.protocol.settings import Settings
 from asyncsync.protocol.transfer import Transfer
-from asyncsync.wire.messages import FIRST_GUEST, Hello
+from asyncsync.wire.messages import FIRST_GUEST, STAGE, Hello
 
 KEPT_REFUSALS = 64
 MAX_UNANSWERED_WELCOMES = 2
@@ -23,6 +23,7 @@ class Peer:
         local: whether it is a process beside this one (:meth:`Identity.is_beside`).
         opens: whether it may open this one's memory then.
         applied, staged, failed: per model, the version it holds, has ready, could not apply.
+        held: per model, the version that it has ready, and applies when that is committed.
         accepted, refused: ``(model_id, digest)`` of the layouts that fit its models, and why the others do not.
         serial, before: of the latest announcement that it was sent, and of the one before that; 0: none since it came
             from another sender.
@@ -39,6 +40,7 @@ class Peer:
     last_seen: float
     applied: dict[str, int] = field(default_factory=dict)
     staged: dict[str, int] = field(default_factory=dict)
+    held: dict[str, int] = field(default_factory=dict)
     failed: dict[str, tuple[int, Exception]] = field(default_factory=dict)
     accepted: set[tuple[str, bytes]] = field(default_factory=set)
     refused: dict[tuple[str, bytes], SchemaMismatch] = field(default_factory=dict)
@@ -75,7 +77,7 @@ class Peer:
         """The same incarnation again, over a new connection: nothing that was under way counts."""
         self.end_transfer()
         self.hello, self.route, self.applied = hello, route, applied
-        self.staged, self.failed, self.refused, self.shown, self.unanswered_welcomes = {}, {}, {}, {}, 0
+        self.staged, self.held, self.failed, self.refused, self.shown, self.unanswered_welcomes = {}, {}, {}, {}, {}, 0
         self.ready, self.lost, self.slow, self.unreachable_since = False, None, False, None
         self.pong_seq = self.ping_seq
         self.last_seen = now
@@ -147,8 +149,9 @@ class Peer:
         for model_id, version in versions.items():
             if version > self.applied.get(model_id, 0):
                 self.applied[model_id] = version
-            if self.staged.get(model_id, 0) <= version:
-                self.staged.pop(model_id, None)
+            for ready in (self.staged, self.held):
+                if ready.get(model_id, 0) <= version:
+                    ready.pop(model_id, None)
             if model_id in self.failed and self.failed[model_id][0] <= version:
                 del self.failed[model_id]
         if self.transfer is None:
@@ -163,8 +166,9 @@ class Peer:
         for model_id, version in versions.items():
             if version > max(self.applied.get(model_id, 0), self.failed.get(model_id, (0, error))[0]):
                 self.failed[model_id] = (version, error)
-            if self.staged.get(model_id, 0) <= version:
-                self.staged.pop(model_id, None)
+            for ready in (self.staged, self.held):
+                if ready.get(model_id, 0) <= version:
+                    ready.pop(model_id, None)
 
     def has(self, version: int, models: Iterable[str]) -> bool:
         """True if it has applied this version of each model, or a newer one."""
@@ -176,7 +180,7 @@ class Peer:
 
     def is_getting(self, version: int, models: Iterable[str]) -> bool:
         """True if an UPDATE to it is under way that brings this version of each model, and nothing has gone wrong."""
-        if self.transfer is None or self.lost or self.failed or self.refused:
+        if self.transfer is None or self.transfer.phase == STAGE or self.lost or self.failed or self.refused:
             return False
         parts = self.transfer.parts
         for model_id in models:  # noqa: SIM110 (as above)

@@ -65,6 +65,33 @@ class Progress:
                 self._judge(worker, version, self._models_of(worker, models), result)
         return result
 
+    def staged(self, version: int, workers: Iterable[int]) -> Outcome:
+        """Which of these workers hold this version, which is staged, or have applied it, or a newer one, already; which
+        cannot; which have still to answer."""
+        result = Outcome()
+        for worker in workers:
+            peer = self._peers.get(worker) or self._behind.get(worker)
+            mine = {
+                m: t for m in self._models_of(worker, None) if (t := self._targets.staged_for(worker, m)) is not None
+            }
+            if peer is None:
+                if (gone := self._membership.gone.get(worker)) is not None:
+                    result.failed[worker] = PeerLost(f"worker {worker} is lost: {gone}")
+                else:
+                    result.waiting.add(worker)
+                continue
+            refused = [peer.refused.get((m, target.slab.layout.digest)) for m, target in mine.items()]
+            failed = [f[1] for m in mine if (f := self._failure(peer, m)) is not None and f[0] >= version]
+            if mine and all(max(peer.held.get(m, 0), peer.applied.get(m, 0)) >= version for m in mine):
+                result.acked[worker] = version
+            elif errors := [error for error in (*refused, *failed) if error is not None]:
+                result.failed[worker] = errors[0]
+            elif peer.lost:
+                result.failed[worker] = PeerLost(f"worker {worker} is lost: {peer.lost}")
+            else:
+                result.waiting.add(worker)
+        return result
+
     def awaited(self, version: int, models: list[str], first: int | None = None) -> int | None:
         """A worker that may still come to hold this version of these models; None: nobody may. ``first``: who is asked
         before all others."""

@@ -30,7 +30,8 @@ from asyncsync.protocol.transfer import Announcement, Parts, Transfer
 from asyncsync.weights.encoding import Encoding, is_decodable
 from asyncsync.weights.slab import Slab
 from asyncsync.wire import messages
-from asyncsync.wire.messages import NO_EPOCH, Buffer, Chunk, Epoch, Instruction, Relayed, Update
+from asyncsync.wire.checks import MAX_SERIAL
+from asyncsync.wire.messages import APPLY, COMMIT, NO_EPOCH, STAGE, Buffer, Chunk, Epoch, Instruction, Relayed, Update
 
 # What the sender before has sent after the last that a worker has told of may still come: it must be none of these.
 GAP = 1 << 16
@@ -103,13 +104,53 @@ class Publisher:
     ) -> int:
         """Make these slabs the targets; returns the version, a new one unless it was given elsewhere. The caller keeps
         its own references. A large slab may still be being packed: then :meth:`packed` follows, or :meth:`abandon`.
-        Raises Fenced or ClosedError as :meth:`check_open`."""
+        Raises Fenced or ClosedError as :meth:`check_open`. What was staged is dropped."""
         self.check_open()
+        self.drop()
         if workers is None and len(parts) == 1 and not metadata and version is None:
             ((model_id, slab),) = parts.items()
             if isinstance(slab, Slab) and (peers := self.steady(model_id, slab)) is not None:
                 return self._again(model_id, slab, peers, now)
         return self._propose(parts, workers, now + self.settings.layout_patience, metadata, version)
+
+    def stage(
+        self,
+        parts: Mapping[str, Slab | Mapping[int, Slab]],
+        workers: Iterable[int] | None,
+        now: float,
+        metadata: bytes = b"",
+        version: int | None = None,
+    ) -> int:
+        """:meth:`publish`, but the workers keep the version, and the targets stay as they are, until :meth:`commit`.
+        There is one staged version at most: what was staged before is dropped."""
+        self.check_open()
+        self.drop()
+        return self._propose(parts, workers, now + self.settings.layout_patience, metadata, version, stages=True)
+
+    def commit(self, version: int) -> None:
+        """The staged version becomes the target, as soon as those who have to have accepted its layouts. Raises
+        ValueError: it is not staged (any more)."""
+        self.check_open()
+        staged = self.targets.staged
+        if staged is None or staged.version != version:
+            now = "nothing is" if staged is None else f"version {staged.version} is"
+            raise ValueError(f"version {version} is not staged; {now}")
+        self.targets.apply_staged()
+        self._pump()
+
+    def drop(self) -> None:
+        """The staged version, if there is one, goes to nobody."""
+        if version := self.targets.drop_staged():
+            for peer in self.peers.values():
+                if peer.transfer is not None and version in peer.transfer.versions.values():
+                    peer.end_transfer()
+                self._drop_at(peer, version)
+
+    def _drop_at(self, peer: Peer, version: int) -> None:
+        """Tell a worker that may have staged this version; PONG shows whether it has heard of it."""
+        peer.held = {m: v for m, v in peer.held.items() if v != version}
+        if not peer.lost:
+            self.membership.send(peer.route, messages.Drop(self.epoch, version))
 
     def packed(self) -> None:
         """More of a slab that was published while it is being packed is there, or of what was :attr:`wanted`."""
@@ -167,7 +208,7 @@ class Publisher:
         newcomer = self.membership.newcomer_at(route) if peer is None else None
         if peer is None and newcomer is None and kind is not messages.Released:
             raise ProtocolError(f"{kind.__name__} from an unknown peer")
-        if getattr(instruction, "epoch", None) != self.epoch:
+        if getattr(instruction, "epoch", None) != self.epoch and not self._leaves(peer, instruction):
             whom = "an unknown peer" if peer is None else f"worker {peer.worker}"
             raise ProtocolError(f"{kind.__name__} of another epoch from {whom}")
         if isinstance(instruction, messages.Released):  # perhaps from one that is no peer any more
@@ -187,6 +228,13 @@ class Publisher:
         peer.last_seen = now
         peer.slow = False
         peer.unreachable_since = None
+
+    def _leaves(self, peer: Peer | None, instruction: Instruction) -> bool:
+        """Whether a worker leaves with this. It does so for good, also if it has not heard of this epoch yet."""
+        if isinstance(instruction, messages.Bye):
+            return peer is not None and instruction.nonce == peer.nonce
+        is_last = isinstance(instruction, messages.Released) and instruction.last == MAX_SERIAL
+        return is_last and instruction.nonce in self.leases.of
 
     def _on_hello(self, route: bytes, hello: messages.Hello, now: float) -> None:
         if hello.epoch is not None and hello.epoch > self.epoch and not self.membership.follows:
@@ -245,7 +293,8 @@ class Publisher:
 
     def _on_staged(self, peer: Peer, staged: messages.Staged, now: float) -> None:
         if peer.transfer is not None and peer.transfer.serial == staged.serial:
-            peer.staged.update(peer.transfer.versions)
+            ready = peer.held if peer.transfer.phase == STAGE else peer.staged
+            ready.update(peer.transfer.versions)
             peer.end_transfer()
             self._pump(peer)
 
@@ -283,16 +332,29 @@ class Publisher:
             # What was staged once may have been dropped since: an update that failed, and whose report was lost.
             peer.staged = {m: v for m, v in pong.staged.items() if v > peer.applied.get(m, 0)}
         elif transfer.after_ping < pong.seq and pong.serial != transfer.serial:
-            if all(max(pong.staged.get(m, 0), peer.applied.get(m, 0)) >= v for m, v in transfer.versions.items()):
+            if transfer.phase == STAGE and transfer.versions.items() <= pong.held.items():
+                pass
+            elif all(max(pong.staged.get(m, 0), peer.applied.get(m, 0)) >= v for m, v in transfer.versions.items()):
                 peer.staged.update(transfer.versions)
             else:
                 # The UPDATE was lost, or dropped: maybe the worker does not know its layouts any more.
                 peer.accepted -= transfer.layouts
                 self._welcome(peer)
             peer.end_transfer()
+        if transfer is None or transfer.after_ping < pong.seq:
+            self._check_held(peer, pong.held)
         if peer.welcome_after_ping < pong.seq and peer.unsettled:
             self._welcome(peer)
         self._pump(peer)
+
+    def _check_held(self, peer: Peer, held: Mapping[str, int]) -> None:
+        """A worker holds these versions until COMMIT: those that will not come are dropped."""
+        peer.held = {m: version for m, version in held.items() if version > peer.applied.get(m, 0)}
+        staged = 0 if self.targets.staged is None else self.targets.staged.version
+        for version in set(held.values()) - {staged}:
+            targets = (self.targets.target(peer.worker, m) for m, v in held.items() if v == version)
+            if not any(target is not None and target.version == version for target in targets):
+                self._drop_at(peer, version)
 
     def _on_bye(self, peer: Peer, bye: messages.Bye, now: float) -> None:
         if bye.reason != "reading":
@@ -376,10 +438,13 @@ class Publisher:
         deadline: float,
         metadata: bytes = b"",
         version: int | None = None,
+        *,
+        stages: bool = False,
     ) -> int:
-        """Make these slabs the targets, as soon as those who have to have accepted their layouts; the version."""
+        """Make these slabs the targets, or stage them, as soon as those who have to have accepted their layouts; the
+        version."""
         waiting = {layout for pending in self.targets.pending.values() for layout in pending.layouts}
-        publication = self.targets.publish(parts, workers, deadline, metadata, version)
+        publication = self.targets.publish(parts, workers, deadline, metadata, version, stages=stages)
         if not self._is_agreed(publication):
             # Whoever has refused these layouts is shown them again: its model may fit now.
             again = [peer for peer in self.peers.values() if peer.show_again(publication.layouts, waiting)]
@@ -517,6 +582,9 @@ class Publisher:
     def _announce(self, peer: Peer) -> None:
         """Announce what is due to a worker that has nothing outstanding, by UPDATE."""
         parts = self._due(peer)
+        phase = COMMIT if parts and all(peer.held.get(m) == version for m, (version, _) in parts.items()) else APPLY
+        if not parts and self.targets.staged is not None:
+            parts, phase = self._staged_for(peer), STAGE
         if not parts:
             return
         # A relay passes bytes on, wherever it is.
@@ -531,10 +599,12 @@ class Publisher:
             last is None
             or not whole
             or last.serial <= peer.serial
-            or not last.matches(parts, streams=streams, codec=codec)
+            or not last.matches(parts, streams=streams, codec=codec, phase=phase)
         ):
             self.serial += 1
-            target = self.targets.target(peer.worker, next(iter(parts)))
+            first = next(iter(parts))
+            of = self.targets.staged_for if phase == STAGE else self.targets.target
+            target = of(peer.worker, first)
             assert target is not None
             last = self.announcement = Announcement(
                 self.serial,
@@ -546,6 +616,7 @@ class Publisher:
                 streams=streams,
                 codec=codec,
                 castable=target.publication.workers is None,
+                phase=phase,
             )
         self._start(peer, last, parts)
 
@@ -584,6 +655,19 @@ class Publisher:
         ):
             version = max(newer)
         return {m: (t.version, t.slab) for m, t in behind.items() if t.version == version}
+
+    def _staged_for(self, peer: Peer) -> Parts:
+        """What is staged, as far as it is for this worker, which does not hold it yet."""
+        found: Parts = {}
+        for model_id in peer.hello.have:
+            target = self.targets.staged_for(peer.worker, model_id)
+            if target is None:
+                continue
+            if (model_id, target.slab.layout.digest) not in peer.accepted:
+                return {}  # together or not at all
+            if peer.failed.get(model_id, (0,))[0] < target.version:
+                found[model_id] = target.version, target.slab
+        return {} if all(peer.held.get(m) == version for m, (version, _) in found.items()) else found
 
     def _pass_by(self, peer: Peer, serial: int) -> None:
         """A worker has had this announcement of the epoch, and ignores all up to it. Where this sender has not sent it
@@ -630,6 +714,8 @@ class Publisher:
             return None
         model = self.targets.models.get(model_id)
         current = None if model is None else model.common.current
+        if self.targets.staged is not None:
+            return None
         if model is None or current is None or model.own or current.version != self.targets.version:
             return None  # a version that was skipped, or refused, is nobody's
         layout = model_id, slab.layout.digest

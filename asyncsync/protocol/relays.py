@@ -109,6 +109,7 @@ class Behind:
             peer.last_seen = now - self._membership.settings.slow_after
         peer.slow = one.slow
         peer.applied.update({m: version for m, version in one.applied.items() if version <= newest})
+        peer.held = dict(one.held)
         peer.failed = {model_id: (version, one.error) for model_id, version in one.failed.items()}
         if one.lost:
             self._lose(peer, one.lost, now)

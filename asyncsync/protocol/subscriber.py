@@ -35,9 +35,11 @@ from asyncsync.weights.slab import Slab, SlabPool
 from asyncsync.wire import messages
 from asyncsync.wire.codec import decode
 from asyncsync.wire.messages import (
+    COMMIT,
     MAX_NAME,
     MAX_TEXT,
     NONCE_END,
+    STAGE,
     Buffer,
     Chunk,
     Epoch,
@@ -60,6 +62,7 @@ class Subscriber:
     Attributes:
         incoming: the update whose bytes are missing.
         staged: what should go through the gate, oldest first.
+        held: what is as ready as that, and waits for COMMIT.
         fetches: ``(serial, index, part, slab)`` of the parts that a transport is to bring; each ends in
             :meth:`fetched`.
         serial: of the latest update that has come. A report names the slabs in use of all updates up to it.
@@ -94,6 +97,7 @@ class Subscriber:
         self.holdings = Holdings()
         self.incoming: IncomingUpdate | None = None
         self.staged = StagedUpdates()
+        self.held: Staging | None = None
         self.fetches: deque[tuple[int, int, Part, Slab]] = deque()
         self.bytes_received = 0
         self.serial = 0
@@ -122,6 +126,8 @@ class Subscriber:
         self.end_fast_path()
         del self.models[model_id]
         self.staged.leave_out(model_id)
+        if self.held is not None and model_id in self.held.parts:
+            self._let_go()  # its trainer sends what is left of it again
         self.session.forget(model_id)
         self.failure = None  # what has failed together with others comes again to these
         self._hello(now)
@@ -183,6 +189,7 @@ class Subscriber:
         """Release all slabs."""
         self.end_fast_path()
         self._drop()
+        self._let_go()
         self.staged.abandon()
         self.staged.clear()
         self.holdings.close()
@@ -245,6 +252,8 @@ class Subscriber:
             self._on_cast(instruction, payload, now)
         elif isinstance(instruction, messages.Chunk):
             self._on_chunk(instruction, payload, now)
+        elif isinstance(instruction, messages.Drop):
+            self._on_drop(instruction)
         elif isinstance(instruction, messages.Ping):
             self._pong(instruction)
         elif isinstance(instruction, Recount) and self.relaying is not None:
@@ -267,6 +276,7 @@ class Subscriber:
     def _adopt(self) -> None:
         """A new trainer: nothing of the old one's counts any more; the models keep what they hold."""
         self._drop()
+        self._let_go()
         self.staged.abandon()
         self.holdings.adopt(self.session.epoch)
         self.serial, self.failure = 0, None  # it counts its updates afresh
@@ -281,6 +291,9 @@ class Subscriber:
             return  # a duplicate, or overtaken by a newer one
         if self.leaving:
             self.serial = update.serial
+            return
+        if update.phase == COMMIT:
+            self._on_commit(update, now)
             return
         layouts = []
         for part in update.parts:
@@ -297,12 +310,48 @@ class Subscriber:
             self._fail(update.serial, update.parts, error)
             return
         self._drop()
+        if self.held is not None and update.parts[0].version > max(self.held.versions.values()):
+            self._let_go()
         self.serial = update.serial
         self.base = (update.serial, update.parts[0]) if len(update.parts) == 1 else None
         for part in update.parts:
             model_id = self.session.local(part.model_id)
             self.targets[model_id] = max(part.version, self.targets.get(model_id, 0))
         self._begin(loaded, pushed=pushed)
+
+    def _on_commit(self, commit: Update, now: float) -> None:
+        """Apply what is held. A worker that does not hold just this has missed something, as PONG will show."""
+        held, versions = self.held, {self.session.local(part.model_id): part.version for part in commit.parts}
+        self._drop()
+        self.serial, self.base = commit.serial, None
+        for model_id, version in versions.items():
+            self.targets[model_id] = max(version, self.targets.get(model_id, 0))
+        if held is not None and held.versions == versions:
+            self.held, held.serial = None, commit.serial
+            if self.relaying is not None:
+                self.relaying.committed(held, now)
+            self.staged.line_up(held)
+            self.session.send(messages.Staged(commit.epoch, commit.serial, *self._in_use()))
+        elif all(self.holdings.version(model_id) >= version for model_id, version in versions.items()):
+            self._report_versions()
+
+    def _on_drop(self, drop: messages.Drop) -> None:
+        if self.held is not None and drop.version in self.held.versions.values():
+            self._let_go()
+        if (
+            self.incoming is not None
+            and self.incoming.phase == STAGE
+            and drop.version == self.incoming.parts[0].version
+        ):
+            self._drop()
+        if self.relaying is not None:
+            self.relaying.dropped(drop.version)
+
+    def _let_go(self) -> None:
+        """What is held will not be applied."""
+        held, self.held = self.held, None
+        if held is not None:
+            held.abandon()
 
     def _on_cast(self, cast: messages.Cast, payload: Sequence[Buffer], now: float) -> None:
         """What many workers are told at once; who is meant, see :mod:`asyncsync.protocol.fanout`."""
@@ -335,7 +384,7 @@ class Subscriber:
         if payload and len(payload[0]) != part.nbytes:
             raise ProtocolError(f"an AGAIN with {len(payload[0])} bytes for a slab of {part.nbytes}")
         slab: Slab | None = None
-        quick = self.settings.fast and not (self.staged or self.incoming or self.leaving)
+        quick = self.settings.fast and not (self.staged or self.held or self.incoming or self.leaving)
         if layout is None or not quick or again.version <= self.holdings.version(model_id):
             self._on_update(again.expanded(part), (b"", *(payload or (b"",))), now)
             return
@@ -537,7 +586,7 @@ class Subscriber:
         self.incoming = None
         if self.relaying is not None:
             self.relaying.ended(update)
-        self._stage(update.serial, update.parts, update.take(), update.metadata)
+        self._stage(update.serial, update.parts, update.take(), update.metadata, update.phase)
         return True
 
     def _give_up(self, update: IncomingUpdate, error: Exception) -> None:
@@ -562,8 +611,8 @@ class Subscriber:
         leased = any(slab is one for one in self.holdings.leased.values())
         return None if slab is None or leased or slab.layout.digest != layout.digest else slab
 
-    def _stage(self, serial: int, parts: Sequence[Part], slabs: Sequence[Slab], metadata: bytes) -> None:
-        """All bytes are here: convert, check, and wait for the gate."""
+    def _stage(self, serial: int, parts: Sequence[Part], slabs: Sequence[Slab], metadata: bytes, phase: int) -> None:
+        """All bytes are here: convert, check, and wait for the gate, or for COMMIT."""
         session, holdings = self.session, self.holdings
         assert session.epoch is not None
         ready: dict[str, StagedPart] = {}
@@ -582,7 +631,10 @@ class Subscriber:
         finally:
             for slab in slabs:
                 slab.release()
-        if ready:
+        if ready and phase == STAGE:
+            self._let_go()
+            self.held = Staging(session.epoch, serial, ready)
+        elif ready:
             self.staged.line_up(Staging(session.epoch, serial, ready))
         session.send(messages.Staged(session.epoch, serial, *self._in_use()))
         if not ready:
@@ -662,8 +714,11 @@ class Subscriber:
             session.send(self.failure)
         versions = session.named(self.holdings.versions)
         staged = session.named(self.staged.versions(session.epoch))
+        held = {} if self.held is None else session.named(self.held.versions)
         incoming = 0 if self.incoming is None else self.incoming.serial
-        session.send(messages.Pong(ping.epoch, ping.seq, versions, staged, incoming, *self._in_use(), self.relayed))
+        session.send(
+            messages.Pong(ping.epoch, ping.seq, versions, staged, incoming, *self._in_use(), self.relayed, held=held)
+        )
 
     # -- the fast path -------------------------------------------------------------------------------------------------
 
@@ -673,7 +728,7 @@ class Subscriber:
         base, session, holdings = self.base, self.session, self.holdings
         if base is None or base[0] != serial or self.serial != serial or self.leaving or not self.settings.fast:
             return None
-        if self.staged or self.incoming or self.unreported or self.failure or self.outbox:
+        if self.staged or self.held or self.incoming or self.unreported or self.failure or self.outbox:
             return None
         model_id = session.local(base[1].model_id)
         held = holdings.held.get(model_id)

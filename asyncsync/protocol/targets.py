@@ -25,7 +25,8 @@ KEPT_REJECTIONS = 16
 class Publication:
     """One call of publish, for these ``workers``; None: everybody. ``layouts`` has ``(model_id, digest)`` of everything
     in it. Those in ``awaiting`` have still to accept them, and stop holding up the others at ``deadline``. ``first``:
-    the oldest version that it has replaced before that was accepted. ``then``: called when it becomes the target."""
+    the oldest version that it has replaced before that was accepted. ``then``: called when it becomes the target.
+    ``stages``: it does so when it is committed, not when it is accepted."""
 
     version: int
     models: frozenset[str]
@@ -36,6 +37,7 @@ class Publication:
     awaiting: set[int] = field(default_factory=set)
     first: int = 0
     then: Callable[[], object] | None = None
+    stages: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,11 +55,19 @@ Replaced = list[tuple[str, int | None, Target]]
 class _Slot:
     current: Target | None = None
     pending: list[Target] = field(default_factory=list)  # oldest first
+    staged: Target | None = None
 
     @property
     def targets(self) -> list[Target]:
-        """The current one and the pending ones."""
-        return self.pending if self.current is None else [self.current, *self.pending]
+        """All of them: the current one, those that may follow, the staged one."""
+        return [t for t in (self.current, *self.pending, self.staged) if t is not None]
+
+    def stage(self, publication: Publication) -> None:
+        for target in self.pending:
+            if target.publication is publication:
+                self.pending.remove(target)
+                self.staged = target
+                return
 
     def commit(self, publication: Publication) -> None:
         for target in self.pending:
@@ -74,9 +84,11 @@ class _Slot:
         self.pending = [t for t in self.pending if t.version != version]
         if self.current is not None and self.current.version == version:
             self.current = None
+        if self.staged is not None and self.staged.version == version:
+            self.staged = None
 
     def drop(self, below: float = math.inf) -> None:
-        """Release everything older than this version."""
+        """Release everything older than this version. What is staged is newer than all else."""
         if self.current is not None and self.current.version < below:
             self.current.slab.release()
             self.current = None
@@ -85,6 +97,9 @@ class _Slot:
                 target.slab.release()
         if self.pending:
             self.pending = [t for t in self.pending if t.version >= below]
+        if self.staged is not None and self.staged.version < below:
+            self.staged.slab.release()
+            self.staged = None
 
 
 @dataclass(slots=True)
@@ -101,13 +116,15 @@ class Model:
 
 class Targets:
     """The targets of all workers, for all models of a bus. ``version`` is the last one that a publication was given,
-    ``published`` the newest one that has become a target: a pending one may still be refused, and never was. With
+    ``published`` the newest one that has become a target: a pending one may still be refused, and never was.
+    ``staged`` is the publication that waits for :meth:`apply_staged`, of which there is one at most. With
     ``keeps_bases``, what is for everybody keeps what was so before it, as the base of what is sent of it."""
 
     def __init__(self, *, keeps_bases: bool = False) -> None:
         self.keeps_bases = keeps_bases
         self.models: dict[str, Model] = {}
         self.pending: dict[int, Publication] = {}
+        self.staged: Publication | None = None
         self.version = self.published = self._carried = 0
         self._rejections: list[tuple[Publication, dict[int, SchemaMismatch]]] = []
 
@@ -130,9 +147,11 @@ class Targets:
         deadline: float,
         metadata: bytes = b"",
         version: int | None = None,
+        *,
+        stages: bool = False,
     ) -> Publication:
         """Enter a publication as pending, as the next version, or as one that another sender has given. Takes
-        references of its own to the slabs."""
+        references of its own to the slabs. Nothing is staged."""
         version = self.version + 1 if version is None else version
         self.version = max(self.version, version)
         named: set[int] | None = None if workers is None else set(workers)
@@ -147,7 +166,7 @@ class Targets:
         models = frozenset([model_id for model_id, _ in layouts])
         publication = Publication(version, models, frozenset(layouts), whom, deadline, metadata, first=version)
         for older in list(self.pending.values()):
-            if (older.layouts, older.workers) == (publication.layouts, whom):
+            if (older.layouts, older.workers) == (publication.layouts, whom) and not stages:
                 # The same layouts for the same workers: whoever is silent has been so since then.
                 publication.deadline = min(deadline, older.deadline)
                 publication.first = min(publication.first, older.first)
@@ -162,6 +181,8 @@ class Targets:
             for slot, slab in entered:
                 slot.pending.append(Target(publication.version, slab.retain(), publication))
         self.pending[publication.version] = publication
+        if stages:
+            publication.stages, self.staged = True, publication
         return publication
 
     def are_assembled(self, models: Iterable[str]) -> bool:
@@ -169,8 +190,12 @@ class Targets:
         return all(self.models[model_id].assembled for model_id in models)
 
     def commit(self, publication: Publication) -> None:
-        """Every targeted worker has accepted the layouts: the publication becomes the target."""
+        """Every targeted worker has accepted the layouts: the publication becomes the target, or is staged."""
         self.pending.pop(publication.version, None)
+        if publication.stages:
+            for slot in self.slots():
+                slot.stage(publication)
+            return
         self.published = max(self.published, publication.version)
         for model_id in publication.models:
             model = self.models[model_id]
@@ -189,6 +214,27 @@ class Targets:
                 model.forget_empty()
         if publication.then is not None:
             publication.then()
+
+    def apply_staged(self) -> None:
+        """What is staged becomes the target, or does so when it is accepted."""
+        publication, self.staged = self.staged, None
+        assert publication is not None
+        publication.stages = False
+        if publication.version in self.pending:
+            return
+        for slot in self.slots():
+            if slot.staged is not None:
+                slot.pending.append(slot.staged)
+                slot.staged = None
+        self.commit(publication)
+
+    def drop_staged(self) -> int:
+        """What is staged goes to nobody; returns its version, 0: nothing was."""
+        if self.staged is None:
+            return 0
+        version = self.staged.version
+        self._withdraw(version)
+        return version
 
     def when_agreed(self, version: int, then: Callable[[], object]) -> None:
         """Call this when a version that was published becomes the target; at once, if it has; never, if it does not."""
@@ -213,6 +259,8 @@ class Targets:
 
     def _withdraw(self, version: int) -> None:
         self.pending.pop(version, None)
+        if self.staged is not None and self.staged.version == version:
+            self.staged = None
         for slot in self.slots():
             slot.take_back(version)
         for model in self.models.values():
@@ -266,18 +314,26 @@ class Targets:
         return True
 
     def upcoming(self, worker: int, model_id: str) -> list[Target]:
-        """What may follow, oldest first: the pending ones."""
+        """What may follow, oldest first: the pending ones, and what is staged."""
         model = self.models.get(model_id)
         if model is None:
             return []
         now = self.target(worker, model_id)
-        pending = [*model.common.pending, *(model.own[worker].pending if worker in model.own else ())]
-        return sorted((t for t in pending if now is None or t.version > now.version), key=lambda t: t.version)
+        slots = [model.common, *([model.own[worker]] if worker in model.own else [])]
+        found = [t for slot in slots for t in (*slot.pending, slot.staged) if t is not None]
+        return sorted((t for t in found if now is None or t.version > now.version), key=lambda t: t.version)
+
+    def staged_for(self, worker: int, model_id: str) -> Target | None:
+        """What is staged for this worker, and accepted; None: nothing."""
+        if self.staged is None or (model := self.models.get(model_id)) is None:
+            return None
+        own = model.own.get(worker)
+        return model.common.staged if own is None or own.staged is None else own.staged
 
     def newest(self, worker: int, model_id: str) -> Target | None:
-        """What this worker should have once everything pending has been accepted."""
-        upcoming = self.upcoming(worker, model_id) if self.pending else None
-        return upcoming[-1] if upcoming else self.target(worker, model_id)
+        """What this worker should have once everything pending has been accepted; what is staged does not count."""
+        upcoming = self.upcoming(worker, model_id) if self.pending else ()
+        return next((t for t in reversed(upcoming) if not t.publication.stages), self.target(worker, model_id))
 
     def rejection(self, worker: int, version: int, models: Collection[str]) -> SchemaMismatch | None:
         """Why this version of these models, or what has replaced it, will not come to this worker."""
@@ -301,6 +357,7 @@ class Targets:
         self.close()
         self.models = {}
         self.version = self.published = self._carried = 0
+        self.staged = None
         self._rejections = []
 
     def forget_worker(self, worker: int) -> None:

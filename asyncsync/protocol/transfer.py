@@ -9,7 +9,7 @@ from itertools import accumulate
 
 from asyncsync.weights.encoding import Encoding, encode_piece, encoding_of
 from asyncsync.weights.slab import Slab
-from asyncsync.wire.messages import Again, Buffer, Chunk, Epoch, Fetch, Part, Update
+from asyncsync.wire.messages import APPLY, COMMIT, Again, Buffer, Chunk, Epoch, Fetch, Part, Update
 
 ENCODED_ABOVE = 2 << 10  # so many bytes in an UPDATE are not worth the work
 
@@ -44,8 +44,10 @@ class Announcement:
         streams: bool = False,
         codec: str = "",
         castable: bool = False,
+        phase: int = APPLY,
     ) -> None:
         self.serial = serial
+        self.phase = phase
         self.streams = streams
         self.codec = codec
         self.key = [(m, version, id(slab)) for m, (version, slab) in parts.items()]
@@ -53,6 +55,9 @@ class Announcement:
         apart = {m for m, (_, slab) in parts.items() if slab.streamable} if streams else set()
         self.leases = any(slab.leased for m, (_, slab) in parts.items() if m not in apart)
         self.apart = apart
+        if phase == COMMIT:
+            self._commit(epoch, parts)
+            return
         self.sizes = [slab.nbytes if m in apart else slab.streamed for m, (_, slab) in parts.items()]
         self.ends = list(accumulate(self.sizes))
         # What is not there yet can only follow as chunks.
@@ -74,13 +79,21 @@ class Announcement:
             announced.append(Part(model_id, version, digest, slab.nbytes, crc, descriptor, slab.origin, base))
         self.eager = eager
         self.castable = castable and all(part.descriptor is None for part in announced)
-        self.instruction = Update(epoch, serial, eager, tuple(announced), metadata, packed)
+        self.instruction = Update(epoch, serial, eager, tuple(announced), metadata, packed, phase)
         self.payload: list[Buffer] = [*values, *payload]
         self.nbytes = sum(map(len, self.payload))
         only = announced[0]
-        self.repeatable = len(announced) == 1 and eager and not values[0]
+        self.repeatable = len(announced) == 1 and eager and phase == APPLY and not values[0]
         self.repeatable = self.repeatable and only.crc is None and only.origin is None and not packed
         self._at_hand = only.descriptor is not None
+
+    def _commit(self, epoch: Epoch, parts: Parts) -> None:
+        """It brings nothing: whoever it is for has staged these parts."""
+        self.sizes = self.ends = [0] * len(parts)
+        self.eager, self.castable, self.repeatable = True, True, False
+        announced = [Part(m, version, slab.layout.digest, slab.nbytes) for m, (version, slab) in parts.items()]
+        self.instruction = Update(epoch, self.serial, True, tuple(announced), phase=COMMIT)
+        self.payload, self.nbytes = [], 0
 
     def can_repeat(self, slab: Slab) -> bool:
         """Whether AGAIN can announce this slab, which has the same layout."""
@@ -99,10 +112,10 @@ class Announcement:
         announced.nbytes = 0 if slab.descriptor is not None else slab.nbytes
         return announced
 
-    def matches(self, parts: Parts, *, streams: bool, codec: str) -> bool:
+    def matches(self, parts: Parts, *, streams: bool, codec: str, phase: int) -> bool:
         """True for the very same versions and slabs, in the same form."""
         key = [(m, version, id(slab)) for m, (version, slab) in parts.items()]
-        return self.key == key and (self.streams, self.codec) == (streams, codec)
+        return self.key == key and (self.streams, self.codec, self.phase) == (streams, codec, phase)
 
 
 class Transfer:
@@ -115,6 +128,7 @@ class Transfer:
 
     def __init__(self, announcement: Announcement, parts: Parts, after_ping: int) -> None:
         self.serial = announcement.serial
+        self.phase = announcement.phase
         self.parts = parts
         self.layouts = announcement.layouts
         apart = announcement.apart

@@ -17,10 +17,11 @@ from asyncsync.errors import RemoteError, SchemaMismatch
 from asyncsync.protocol.incoming import IncomingUpdate
 from asyncsync.protocol.peer import Peer
 from asyncsync.protocol.publisher import Publisher
+from asyncsync.protocol.staging import Staging
 from asyncsync.protocol.subscriber import Subscriber
 from asyncsync.protocol.targets import Replaced
 from asyncsync.weights.slab import Slab
-from asyncsync.wire.messages import MAX_NAME, MAX_RELAYED, NO_EPOCH, Bye, Epoch, Relayed, RelayedWorker
+from asyncsync.wire.messages import APPLY, MAX_NAME, MAX_RELAYED, NO_EPOCH, STAGE, Bye, Epoch, Relayed, RelayedWorker
 
 logger = logging.getLogger("asyncsync")
 
@@ -132,14 +133,15 @@ class Passing:
             return
         self._under_way = update, slabs, self._publisher.targets.keep(slabs)
         self._mark(update, slabs)
-        self._publish(update.parts[0].version, slabs, update.metadata, update.last_progress)
+        self._publish(update.parts[0].version, slabs, update.metadata, update.last_progress, update.phase)
 
-    def _publish(self, version: int, slabs: dict[str, Slab], metadata: bytes, now: float) -> None:
+    def _publish(self, version: int, slabs: dict[str, Slab], metadata: bytes, now: float, phase: int = APPLY) -> None:
         for model_id, slab in slabs.items():
             self._publisher.serve(model_id, now)
             if self._slots is not None:
                 slab.descriptor = self._slots.describe(slab)
-        self._publisher.publish(slabs, None, now, metadata, version)
+        publish = self._publisher.stage if phase == STAGE else self._publisher.publish
+        publish(slabs, None, now, metadata, version)
 
     def _mark(self, update: IncomingUpdate, slabs: dict[str, Slab]) -> None:
         """How far each slab is filled."""
@@ -163,7 +165,7 @@ class Passing:
         version = update.parts[0].version
         if self._slots is not None:
             if update.complete:
-                self._publish(version, slabs, update.metadata, update.last_progress)
+                self._publish(version, slabs, update.metadata, update.last_progress, update.phase)
             for slab in slabs.values():
                 slab.release()
         elif update.complete:
@@ -171,8 +173,24 @@ class Passing:
             self._publisher.targets.forget(replaced)
         else:
             self._publisher.abandon(version, replaced)
-        if update.complete:
+        if update.complete and update.phase == APPLY:
             self.complete(version, slabs, update.metadata)
+
+    def committed(self, held: Staging, now: float) -> None:
+        """What was staged is to be applied, below, too."""
+        slabs = {model_id: part.slab for model_id, part in held.parts.items()}
+        part = next(iter(held.parts.values()))
+        staged = self._publisher.targets.staged
+        if staged is not None and staged.version == part.version:
+            self._publisher.commit(part.version)
+        else:
+            self._publish(part.version, slabs, part.metadata, now)
+        self.complete(part.version, slabs, part.metadata)
+
+    def dropped(self, version: int) -> None:
+        staged = self._publisher.targets.staged
+        if staged is not None and staged.version == version:
+            self._publisher.drop()
 
     def written_whole(self, slabs: dict[str, Slab]) -> None:
         for slab in slabs.values():
@@ -235,8 +253,8 @@ class Passing:
         else:
             failed, error = self._failure(peer)
             applied = {m: peer.applied.get(m, 0) for m in peer.hello.have}
-            attempt, slow = peer.hello.attempt, peer.slow
-            now = RelayedWorker(worker, peer.nonce, applied, failed, *_texts(error), attempt=attempt, slow=slow)
+            about = peer.hello.attempt, peer.slow, dict(peer.held)
+            now = RelayedWorker(worker, peer.nonce, applied, failed, *_texts(error), "", *about)
         if now == before:
             return None
         self._reported[worker] = now

@@ -23,6 +23,7 @@ from asyncsync.errors import LimitExceeded, ProtocolError
 from asyncsync.msgpack_limits import check_structure
 from asyncsync.wire.checks import show
 from asyncsync.wire.messages import (
+    COMMIT,
     INSTRUCTIONS,
     MAX_CHUNK,
     MAX_DESCRIPTOR,
@@ -171,9 +172,10 @@ def _check_payload(instruction: Instruction, payload: Sequence[Buffer]) -> None:
         parts = instruction.parts
         if len(parts) > 1 and len({p.model_id for p in parts}) != len(parts):
             raise ProtocolError("an update with two parts for one model")
-        if len(payload) != len(parts) * (2 if instruction.eager else 1):
+        frames = 0 if instruction.phase == COMMIT else 2 if instruction.eager else 1
+        if len(payload) != frames * len(parts):
             raise ProtocolError(f"an update of {len(parts)} parts with {len(payload)} payload frames")
-        if instruction.eager:
+        if instruction.eager and payload:
             for part, frame in zip(parts, payload[len(parts) :], strict=True):
                 if len(frame) != part.streamed and not (instruction.packed and 0 < len(frame) < part.streamed):
                     raise ProtocolError(f"a part of {part.streamed} bytes came with {len(frame)}")

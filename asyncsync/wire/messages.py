@@ -8,6 +8,7 @@ UPDATE    trainer → worker   a list of parts, one per model; small ones bring 
 FETCH     worker → trainer   send me the bytes [start, upto) of that update: credit, restart
 CHUNK     trainer → worker   a piece of one part, as it is or as fewer bytes
 CAST      trainer → workers  an UPDATE or AGAIN for many workers, over the socket that they have subscribed to
+DROP      trainer → worker   what you have staged as that version will not be applied
 AGAIN     trainer → worker   the UPDATE before, with newer bytes: one part, everything else as it was
 STAGED    worker → trainer   all parts are here and checked
 APPLIED   worker → trainer   the versions my models hold now; in short, that they hold what that AGAIN has brought
@@ -26,7 +27,7 @@ there are: the first of each are in it, and the counts tell of the others.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any, ClassVar
 
@@ -61,6 +62,7 @@ MAX_REASON = 200  # characters
 NONCE_END = 8  # bytes of a nonce: enough to tell thousands apart
 # Relays and guests have indices from here on: there is no worker of such an index.
 FIRST_GUEST = 1 << 30
+APPLY, STAGE, COMMIT = range(3)
 ROLES = ("worker", "relay", "guest")
 
 Buffer = bytes | memoryview
@@ -169,7 +171,8 @@ class Part:
 @dataclass(frozen=True, slots=True)
 class Update(Instruction, kind=5, max_payload=2 * MAX_MODELS):
     """Payload: one frame of values per part; where ``eager``, the parts' bytes behind them. ``metadata`` is that of the
-    publication, of which all parts are. ``packed``: a part's bytes that are fewer than the part has are encoded."""
+    publication, of which all parts are. ``packed``: a part's bytes that are fewer than the part has are encoded.
+    ``phase``: APPLY it; STAGE it, and wait; or COMMIT, without a payload: apply what is staged as these versions."""
 
     epoch: Epoch
     serial: int
@@ -177,6 +180,7 @@ class Update(Instruction, kind=5, max_payload=2 * MAX_MODELS):
     parts: tuple[Part, ...]
     metadata: bytes = b""
     packed: bool = False
+    phase: int = APPLY
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,8 +272,9 @@ class Ping(Instruction, kind=11):
 
 @dataclass(frozen=True, slots=True)
 class Pong(Instruction, kind=12):
-    """From a worker: what is applied, what is staged, the serial being received (0: none); from a relay, how many
-    reports of its workers it has sent, too. From a trainer: targets; ``root``: those of the root of the tree."""
+    """From a worker: what is applied, what is staged, the serial being received (0: none), what it holds until COMMIT;
+    from a relay, how many reports of its workers it has sent, too. From a trainer: targets; ``root``: those of the root
+    of the tree."""
 
     epoch: Epoch
     seq: int
@@ -280,6 +285,7 @@ class Pong(Instruction, kind=12):
     in_use: InUse = ()
     reports: int = 0
     root: bool = False
+    held: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,6 +327,14 @@ class Again(Instruction, kind=16, max_payload=1):
 
 
 @dataclass(frozen=True, slots=True)
+class Drop(Instruction, kind=24):
+    """A worker that has staged another version, or none, does nothing."""
+
+    epoch: Epoch
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
 class Cast(Instruction, kind=23, max_payload=2 * MAX_MODELS + 1):
     """Payload: the frames of an UPDATE or AGAIN, its header first. It is for those who have had the announcement of the
     serial ``since`` as the latest, except those whose nonces' last eight bytes are among ``excluded``. With ``pushed``,
@@ -339,7 +353,8 @@ class Cast(Instruction, kind=23, max_payload=2 * MAX_MODELS + 1):
 class RelayedWorker:
     """One worker behind a relay: ``applied`` has the versions of the models that it has (0: none yet), ``failed`` those
     that it could not apply, and the four texts why. ``lost``: why it is not there any more; empty: it is. ``attempt``:
-    of its HELLO to the relay; it counts them wherever it goes. ``slow``: it has been silent for some seconds."""
+    of its HELLO to the relay; it counts them wherever it goes. ``slow``: it has been silent for some seconds. ``held``:
+    what it has staged, and holds until COMMIT."""
 
     worker: int
     nonce: bytes
@@ -352,6 +367,7 @@ class RelayedWorker:
     lost: str = ""
     attempt: int = 0
     slow: bool = False
+    held: dict[str, int] = field(default_factory=dict)
 
     @property
     def error(self) -> Exception:
@@ -493,7 +509,9 @@ CHECKS: dict[str, Check] = {
     **dict.fromkeys(["attempt", "namespace", "number", "restart", "start", "upto", "pushed", "offset", "last"], _u64),
     **dict.fromkeys(["seq", "reports", "token", "uptime", "bytes_sent", "num_models", "target", "lag", "base"], _u64),
     **dict.fromkeys(["worker", "pid", "index"], _index),
-    **dict.fromkeys(["versions", "have", "applied", "failed", "staged", "counts", "refused", "dropped"], _counts),
+    **dict.fromkeys(
+        ["versions", "have", "applied", "failed", "staged", "held", "counts", "refused", "dropped"], _counts
+    ),
     **dict.fromkeys(["eager", "packed", "opens", "mismatch", "root", "whole", "more", "slow", "local"], _boolean),
     **dict.fromkeys(["message", "traceback", "lost"], _text),
     "model_id": _name,
@@ -530,6 +548,7 @@ CHECKS: dict[str, Check] = {
     "crc": optional(_u32),
     "Chunk.base": optional(_u32),
     "size": _size,
+    "phase": integer(APPLY, COMMIT),
     "descriptor": optional(is_a(bytes, 0, MAX_DESCRIPTOR, f"a descriptor of at most {MAX_DESCRIPTOR} bytes")),
     "origin": optional(_u64),
     "part": integer(0, MAX_MODELS),

@@ -73,6 +73,10 @@ class Oracle:
         for staging in subscriber.staged:
             assert not staging.abandoned
             holders.update(part.slab for part in staging.parts.values())
+        if (held := subscriber.held) is not None:
+            assert not held.abandoned
+            assert held.epoch == subscriber.session.epoch, f"{worker} holds weights of another trainer"
+            holders.update(part.slab for part in held.parts.values())
         if subscriber.incoming is not None:
             holders.update(slab for slab in subscriber.incoming.slabs if slab is not None)
             holders.update(slab for slab in subscriber.incoming.bases if slab is not None)
@@ -86,7 +90,7 @@ class Oracle:
                 assert worker.epochs[model] >= said, f"{worker} says that {model!r} is at {said}, and it is not"
         if (fast := subscriber.fast_path) is not None:
             holders.update((fast._newest, fast._next))
-            busy = subscriber.staged or subscriber.incoming or subscriber.holdings.leased
+            busy = subscriber.staged or subscriber.held or subscriber.incoming or subscriber.holdings.leased
             assert not busy, f"{worker} has a fast path beside something else"
         for slab, count in holders.items():
             assert slab.references == count, f"{worker}: {slab.references} references to a slab that {count} hold"
@@ -107,7 +111,7 @@ class Oracle:
         """Whatever a worker may read in place is what it was when it was lent."""
         subscriber = worker.subscriber
         seen = [(*held, model) for model, held in subscriber.holdings.held.items()]
-        for staging in subscriber.staged:
+        for staging in (*subscriber.staged, *filter(None, [subscriber.held])):
             seen += [(staging.epoch, part.version, part.slab, m) for m, part in staging.parts.items()]
         if (incoming := subscriber.incoming) is not None:
             parts = zip(incoming.parts, incoming.slabs, strict=True)
@@ -137,14 +141,15 @@ class Oracle:
             assert record is not None, f"{worker} holds {number}, which nobody has published"
             owner = record.number_for(worker.index, self.world.topic(model))
             assert owner == number, f"{worker} holds the weights of another worker or model in {model!r}: {record}"
-            assert not record.rejected, f"{worker} holds a publication that was rejected: {record}"
+            assert not record.rejected, f"{worker} holds a publication that was rejected, or dropped: {record}"
+            assert not record.staged, f"{worker} holds a publication that was not committed: {record}"
             mark = (record.trainer.epoch, record.version)
             before = worker.epochs.get(model)
             assert before is None or mark > before, f"{worker} went back from {before} to {mark} of {model!r}"
             worker.epochs[model] = mark
             for objector in record.objectors:
                 publisher = record.trainer.publisher
-                if self._overtaken(record, objector.index):
+                if self._overtaken(record, objector.index) or self._should_have_it_anyway(record, objector.index):
                     continue
                 peer = publisher.peers.get(objector.index)
                 is_known = peer is not None and peer.nonce == objector.subscriber.session.nonce
@@ -155,6 +160,17 @@ class Oracle:
                 )
         for model in changed:
             self._check_together(worker, self.records[worker.contents[model]])
+
+    def _should_have_it_anyway(self, record: Record, worker: int) -> bool:
+        """Whether something older has given this worker the same layout: then it concerns this worker alone."""
+        for model in record.numbers:
+            if (number := record.number_for(worker, model)) is None:
+                continue
+            for older in record.trainer.records[: record.version - 1]:
+                before = older.number_for(worker, model)
+                if older.is_meant and before is not None and older.dtypes[before] is record.dtypes[number]:
+                    return True
+        return False
 
     def _check_together(self, worker: Worker, record: Record) -> None:
         """The models of one publication switch together, except where a newer publication has overtaken it."""
@@ -169,12 +185,12 @@ class Oracle:
 
     def _overtaken(self, record: Record, worker: int, models: Iterable[str] | None = None) -> bool:
         """Whether something newer is meant for this worker."""
-        later = [r for r in record.trainer.records if r.version > record.version and not r.rejected]
+        later = [r for r in record.trainer.records if r.version > record.version and r.is_meant]
         return any(r.number_for(worker, m) is not None for r in later for m in models or record.numbers)
 
 
 def _targets_of(publisher: Publisher) -> Iterator[Slab]:
     for slot in publisher.targets.slots():
-        for target in (slot.current, *slot.pending):
+        for target in (slot.current, *slot.pending, slot.staged):
             if target is not None:
                 yield target.slab

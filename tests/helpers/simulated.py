@@ -126,7 +126,13 @@ class Record:
     metadata: bytes = b""
     objectors: list[Worker] = field(default_factory=list)
     replaces: list[Record] = field(default_factory=list)
-    rejected: bool = False
+    rejected: bool = False  # or dropped
+    staged: bool = False  # and not committed (yet)
+
+    @property
+    def is_meant(self) -> bool:
+        """Whether workers are to have it."""
+        return not (self.rejected or self.staged)
 
     def number_for(self, worker: int, model: str) -> int | None:
         own = self.numbers.get(model, {})

@@ -65,6 +65,9 @@ OPERATIONS = {
     "steady": 3,
     "publish_some": 3,
     "publish_each": 3,
+    "stage": 4,
+    "commit": 5,
+    "abandon": 1,
     "pack": 6,
     "hold": 4,
     "begin": 3,
@@ -262,6 +265,31 @@ class Simulation(Oracle):
         """To each its own."""
         self._publish(self._some_models(a), self._some_workers(a // 2), self._dtype(b), each=True)
 
+    def _do_stage(self, a: int, b: int) -> None:
+        """For everybody, or for some; nobody applies it yet."""
+        workers = self._some_workers(a // 2) if b % 5 == 0 else None
+        self._publish(self._some_models(a), workers, self._dtype(b), stages=True)
+
+    def _do_commit(self, a: int, b: int) -> None:
+        staged = self.trainer.publisher.targets.staged
+        if staged is not None and self.trainer.usable:
+            self._record_staged().staged = False
+            self.trainer.pack()
+            self.trainer.publisher.commit(staged.version)
+
+    def _do_abandon(self, a: int, b: int) -> None:
+        self._dropped()
+        if self.trainer.usable:
+            self.trainer.publisher.drop()
+
+    def _record_staged(self) -> Record:
+        return self.trainer.records[self.trainer.publisher.targets.staged.version - 1]
+
+    def _dropped(self) -> None:
+        """What is staged will not be applied."""
+        if self.trainer.publisher.targets.staged is not None and self.trainer.usable:
+            self._record_staged().rejected = True
+
     def _do_pack(self, a: int, b: int) -> None:
         """The trainer has packed some more of what it has published already."""
         self.trainer.pack(1 + a)
@@ -431,9 +459,14 @@ class Simulation(Oracle):
         self._until(self._arrived, "the targets of before")
         self._until(self._returned, "what was lent before")
         self._check_progress()
+        if self.trainer.publisher.targets.staged is not None:
+            self._until(self._held, "what is staged")
+            self._do_commit(0, 0)
+            self._until(self._arrived, "what was staged")
         self._publish(self.world.models)
         self._until(self._arrived, "a publication for everybody")
         self._until(self._returned, "what was lent")
+        self._until(self._let_go, "what was dropped")
         self._check_progress()
         version = self.trainer.publisher.version
         progress = self.trainer.publisher.progress.of(version, self.trainer.publisher.progress.targeted(version))
@@ -506,7 +539,7 @@ class Simulation(Oracle):
     def _expected(self, worker: Worker, model: str) -> Record | None:
         """What this worker should have, from the publications alone."""
         topic = self.world.topic(model)
-        meant = [r for r in self.trainer.records if not r.rejected and r.number_for(worker.index, topic) is not None]
+        meant = [r for r in self.trainer.records if r.is_meant and r.number_for(worker.index, topic) is not None]
         return max(meant, key=lambda record: record.version, default=None)
 
     def _arrived(self) -> str | None:
@@ -538,6 +571,35 @@ class Simulation(Oracle):
                     excused = not record.fits(worker) or worker.failures
                     assert excused, f"{worker} has {worker.contents} instead of {record}: {progress.failed}"
         return None
+
+    def _held(self) -> str | None:
+        """None if everybody holds what is staged, or cannot."""
+        publisher = self.trainer.publisher
+        if (staged := publisher.targets.staged) is None:
+            return None
+        record = self._record_staged()
+        for index in range(self.world.workers):
+            worker = self._serving(index)
+            if worker is None or worker.models.keys() != set(self.world.names):
+                return f"worker {index} is still to come"
+            if all(record.number_for(index, model) is None for model in record.numbers):
+                continue
+            outcome = publisher.progress.staged(staged.version, [index])
+            if outcome.waiting:
+                return f"{worker} is still to hold {record}"
+            held = worker.subscriber.held
+            if outcome.acked:
+                assert held is not None, f"{worker} does not hold {record}, as the trainer believes"
+                assert set(held.versions.values()) == {staged.version}
+            else:
+                assert not record.fits(worker) or worker.failures, f"{worker} does not hold {record}: {outcome.failed}"
+        return None
+
+    def _let_go(self) -> str | None:
+        """None if nobody holds anything: nothing is staged."""
+        return next(
+            (f"{w} holds {w.subscriber.held.versions}" for w in self.workers if w.active and w.subscriber.held), None
+        )
 
     def _returned(self) -> str | None:
         """None if nothing is lent but what workers use, and nothing is in use but that and the targets."""
@@ -762,12 +824,14 @@ class Simulation(Oracle):
         *,
         each: bool = False,
         copied: bool = False,
+        stages: bool = False,
     ) -> None:
         trainer = self.trainer
         publisher = trainer.publisher
         if not trainer.usable:
             return  # its every call raises Fenced or ClosedError, which test_publisher.py shows
         trainer.pack()  # publications do not overtake each other
+        self._dropped()
         slabs: list[Slab] = []
         numbers: dict[str, dict[int | None, int]] = {}
         dtypes: dict[int, torch.dtype] = {}
@@ -789,7 +853,7 @@ class Simulation(Oracle):
                 parts[model] = make(model, workers if workers is not None else [None], dtype)
         number = publisher.version + 1
         metadata = encode_metadata({"version": number} if number % 4 == 0 else {})
-        record = Record(number, trainer, self.now, numbers, dtypes, metadata)
+        record = Record(number, trainer, self.now, numbers, dtypes, metadata, staged=stages)
         for worker in self.workers:
             peer = publisher.peers.get(worker.index)
             if peer is None or peer.nonce != worker.subscriber.session.nonce or peer.lost or peer.slow:
@@ -802,12 +866,13 @@ class Simulation(Oracle):
                 if worker.stubborn and dtypes[number] is not DTYPES[0] and not used:
                     record.objectors.append(worker)
         pending = [trainer.records[version - 1] for version in publisher.targets.pending]
-        record.replaces = [older for older in pending if older.asks_like(record)]
+        record.replaces = [] if stages else [older for older in pending if older.asks_like(record)]
         trainer.records.append(record)
         self.records.update(dict.fromkeys(dtypes, record))
         if not (self.world.eager or self.world.descriptors or version_is_packed_first(record.version)):
             trainer.unpack([slab for slab in slabs if not slab.leased])
-        version = publisher.publish(parts, None if each else workers, self.now, metadata)
+        publish = publisher.stage if stages else publisher.publish
+        version = publish(parts, None if each else workers, self.now, metadata)
         assert version == record.version
         for slab in slabs:
             slab.release()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -220,6 +221,20 @@ def test_the_end_of_a_process_gives_back_what_its_incarnation_had_and_no_more(de
     assert desk.publisher.peers[0].state == "live"
     desk.receive(b"no peer any more", messages.Released(EPOCH, nonce(1), checks.MAX_SERIAL, ()))
     assert desk.publisher.leases.of.keys() == {nonce(50)}
+
+
+@pytest.mark.parametrize("leaves", [messages.Bye, messages.Released])
+def test_a_worker_that_leaves_before_it_has_heard_of_a_new_epoch_gives_everything_back(leaves: Any) -> None:
+    desk = Desk(None)
+    desk.hello(0)
+    desk.ready(0)
+    desk.hello(1, epoch=(EPOCH[0] + 5, 1))  # whose trainer was a newer one: this one goes past it
+    desk.ready(1)
+    desk.publish(1, lent=True)
+    assert out(desk, 0) == {1}
+    about = ("closed", "") if leaves is messages.Bye else (checks.MAX_SERIAL, ())
+    desk.receive(0, leaves(EPOCH, nonce(0), *about))
+    assert out(desk, 0) == set()
 
 
 @pytest.mark.parametrize(

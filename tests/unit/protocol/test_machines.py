@@ -196,6 +196,28 @@ MUTATIONS = {
     "what is pushed may hold something else by now": [
         (FanOut, "end", "self._pushed.release()", "pass"),
     ],
+    "what is staged is the target": [(Targets, "commit", "if publication.stages:", "if False:")],
+    "what is staged is applied at once": [(Subscriber, "_stage", "phase == STAGE", "False")],
+    "COMMIT applies whatever is held": [(Subscriber, "_on_commit", "held.versions == versions", "held is not None")],
+    "COMMIT is sent to those who hold something else": [
+        (Publisher, "_announce", "peer.held.get(m) == version", "True"),
+    ],
+    "what was dropped is still to come": [(Targets, "drop_staged", "self._withdraw(version)", "pass")],
+    "DROP does nothing": [
+        (Subscriber, "_on_drop", "if self.held is not None and", "if False and"),
+        (Subscriber, "_on_update", "if self.held is not None and", "if False and"),
+    ],
+    "PONG does not show what is held": [
+        (Publisher, "_check_held", "version in held.items() if version", "version in {}.items() if version")
+    ],
+    "PONG does not show that DROP was lost": [
+        (Publisher, "_check_held", "for version in set(held.values()) - {staged}:", "for version in ():"),
+        (Subscriber, "_on_update", "if self.held is not None and", "if False and"),
+    ],
+    "what is staged takes the place of what is pending": [(Targets, "publish", " and not stages", "")],
+    "a late worker gets what is staged as if it were the target": [
+        (Publisher, "_announce", "self._staged_for(peer), STAGE", "self._staged_for(peer), APPLY")
+    ],
     "HELLO is said once": [(Subscriber, "tick", "self.session.is_hello_due(now)", "False")],
 }
 

@@ -15,6 +15,8 @@ from asyncsync.errors import LimitExceeded, ProtocolError
 from asyncsync.wire import codec
 from asyncsync.wire.codec import MAX_FRAMES, MAX_HEADER, decode, encode
 from asyncsync.wire.messages import (
+    APPLY,
+    COMMIT,
     INSTRUCTIONS,
     MAX_CHUNK,
     MAX_DESCRIPTOR,
@@ -22,11 +24,13 @@ from asyncsync.wire.messages import (
     MAX_MODELS,
     MAX_TEXT,
     ROLES,
+    STAGE,
     Again,
     Applied,
     Bye,
     Cast,
     Chunk,
+    Drop,
     Failed,
     Fetch,
     Hello,
@@ -82,8 +86,9 @@ def updates(draw: st.DrawFn) -> tuple[Update, list[bytes]]:
         payload = [piece[: draw(st.integers(min(1, len(piece)), len(piece)))] for piece in payload]
     values = [draw(st.binary(max_size=10)) for _ in parts]
     metadata = encode_metadata(draw(st.dictionaries(names, st.none() | u64 | texts, max_size=3)))
-    update = Update(draw(epochs), draw(positive), eager, tuple(parts), metadata, fewer)
-    return update, values + (payload if eager else [])
+    phase = draw(st.sampled_from([APPLY, STAGE, COMMIT]))
+    update = Update(draw(epochs), draw(positive), eager, tuple(parts), metadata, fewer, phase)
+    return update, [] if phase == COMMIT else values + (payload if eager else [])
 
 
 @st.composite
@@ -146,9 +151,10 @@ ANY: dict[type[Instruction], st.SearchStrategy[tuple[Any, list[bytes]]]] = {
     Applied: alone(st.builds(Applied, epochs, versions, u64, kept) | st.builds(Applied.at_once, epochs, positive)),
     Failed: alone(st.builds(Failed, epochs, u64, versions, st.booleans(), names, texts, texts, u64, kept)),
     Ping: alone(st.builds(Ping, epochs, u64, u64)),
-    Pong: alone(st.builds(Pong, epochs, u64, versions, versions, u64, u64, kept, u64)),
+    Pong: alone(st.builds(Pong, epochs, u64, versions, versions, u64, u64, kept, u64, st.booleans(), versions)),
     Bye: alone(st.builds(Bye, epochs, digests, st.text(unicode, max_size=32), texts)),
     Released: alone(st.builds(Released, epochs, digests, u64, kept)),
+    Drop: alone(st.builds(Drop, epochs, positive)),
     Again: agains(),
     Relayed: alone(
         st.builds(Relayed, epochs, positive, st.booleans(), st.booleans(), st.lists(relayed, max_size=3).map(tuple))
@@ -177,6 +183,7 @@ EXAMPLES: dict[type[Instruction], tuple[Instruction, list[bytes]]] = {
     Pong: (Pong((1, 2), 3, {"policy": 7}, {"policy": 8}, 5, 5, (("policy", 7), ("policy", 8))), []),
     Bye: (Bye((1, 2), bytes(16), "closed", "done"), []),
     Released: (Released((1, 2), bytes(16), 5, (("policy", 7), ("v", 1))), []),
+    Drop: (Drop((1, 2), 8), []),
     Again: (Again((1, 2), 6, 5, 8, None), [b"data"]),
     Relayed: (Relayed((1, 2), 3, True, False, (RelayedWorker(3, bytes(16), {"policy": 7}, {}),)), []),
     Recount: (Recount((1, 2), 4), []),
