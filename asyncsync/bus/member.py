@@ -126,6 +126,7 @@ def _disagreement(name: str, there: int | None, given: int) -> ValueError:
 
 
 SHARED = ("num_workers", "min_workers", "allow_plaintext", "checksum", "keys", "fanout", "compress", "delta")
+DEFAULTS = {"min_workers": 1, "allow_plaintext": False, "fanout": False, "delta": False, "monitoring": UNMONITORED}
 
 
 def join_buses(schemes: Iterable[Member]) -> Any:
@@ -160,7 +161,7 @@ def join_buses(schemes: Iterable[Member]) -> Any:
     common = (explicit or buses)[0]
     settings = {}
     for name in (*SHARED, "monitoring", "connect_endpoint"):
-        default = {"min_workers": 1, "allow_plaintext": False, "delta": False, "monitoring": UNMONITORED}.get(name)
+        default = DEFAULTS.get(name)
         given = [bus for bus in buses if name != "connect_endpoint" or bus.connect_endpoint != bus.endpoint]
         values = {getattr(bus, name) for bus in given} - {default}
         if len(values) > 1:

@@ -7,7 +7,7 @@ are not to have this one: workers that are behind, lost, or have targets of thei
 once, and whoever has missed something ignores all that follows, until the publisher, which learns of it by PONG as
 always, has told it by itself.
 
-With ``push``, the bytes go to all subscribers, too: as far as the fastest quarter of those who are to have them gives
+The bytes go to all subscribers, too: as far as the fastest quarter of those who are to have them gives
 credit. A slower one gets what its connection takes; the rest is dropped there, and fetched by that worker alone.
 """
 
@@ -40,7 +40,7 @@ class FanOut:
         self._membership = membership
         self._settings = settings = membership.settings
         # What travels as fewer bytes is encoded for each worker's base and codec.
-        self._pushes = settings.fanout == "push" and not (settings.compress or settings.delta)
+        self._pushes = not (settings.compress or settings.delta)
         self._recipients: dict[int, set[bytes]] = {}  # of the latest announcements, by serial
         self._members: list[Peer] = []
         self._pushed: Transfer | None = None
