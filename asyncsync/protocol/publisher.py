@@ -136,8 +136,7 @@ class Publisher:
         """The slab of this version, if it was published, will never be complete: nobody gets it, and what it has
         ``replaced``, which :meth:`Targets.keep` has returned before, is the target again."""
         self.targets.abandon(version, replaced)
-        if self.fanout.is_pushing(version):
-            self.fanout.end()
+        self.fanout.abandon(version)
         for peer in self.peers.values():
             if peer.transfer is not None and version in peer.transfer.versions.values():
                 peer.end_transfer()
@@ -236,11 +235,11 @@ class Publisher:
         if transfer.rewound(fetch) or not transfer.granted:
             self.streaming.begin(peer, transfer, fetch.bases)
         transfer.granted = max(transfer.granted, min(fetch.upto, transfer.total))
+        transfer.pushed = max(transfer.pushed, min(fetch.pushed, transfer.total))
         if transfer.in_place and not self._grant(peer, transfer):
             return
         self.streaming.go_on(peer, transfer)
-        if fetch.pushed:
-            self.fanout.credit(peer, fetch.pushed)
+        self.fanout.stream()
 
     def _grant(self, peer: Peer, transfer: Transfer) -> bool:
         """Lease to a worker what it wants to read in place; False if there is something newer, which is announced."""
