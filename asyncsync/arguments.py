@@ -84,9 +84,9 @@ def check_quorum(num_workers: int | None, min_workers: int) -> None:
         )
 
 
-def check_fanout(fanout: str | None) -> None:
-    if fanout not in (None, "pull", "push"):
-        raise ValueError(f"fanout must be 'pull', 'push' or None, not {fanout!r}")
+def check_fanout(fanout: bool) -> None:
+    if not isinstance(fanout, bool):
+        raise ValueError(f"fanout must be True or False, not {fanout!r} (fanout=True does what 'push' did)")
 
 
 def check_processes(processes: Iterable[Any]) -> tuple[Any, ...]:

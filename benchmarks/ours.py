@@ -192,9 +192,9 @@ def _keys(directory: str) -> dict[str, Any]:
 
 
 def _fanout() -> Any:
-    """Versions differ in how they call the way that sends large weights to all at once."""
+    """An older version, which may be installed beside, calls it "push"."""
     try:
-        asyncsync.ZMQWeightSyncScheme(fanout=True)  # type: ignore[arg-type]
+        asyncsync.ZMQWeightSyncScheme(fanout=True)
     except (TypeError, ValueError):
         return "push"
     return True

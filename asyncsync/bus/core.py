@@ -81,9 +81,9 @@ class BusCore(KnownKeywords):
             free port. A pickled bus does not take it along.
         tracing: True: record OpenTelemetry spans for each version; None: if the program has set up OpenTelemetry; or a
             function ``trace(event, info)``, which is called with each step of each version (docs/monitoring.md).
-        fanout: over tcp: ``"pull"`` broadcasts instructions for three or more workers, with weights of up to 64 KiB;
-            ``"push"`` broadcasts larger weights, too. None: the sender sends to each worker separately, which costs it
-            no more (docs/multi-host.md), and needs one port, and one connection per worker, less.
+        fanout: over tcp, send to all workers at once what three or more are to get; with ``compress`` or ``delta``, not
+            weights of more than 64 KiB. It takes one more port, and one more connection per worker, and saves CPU time
+            only with many workers and large weights (docs/multi-host.md).
         compress: ``"zstd"`` or ``"lz4"``: compress what travels over the bus, for workers that can decode it.
         delta: send a worker that has the previous version only what has changed. The sender keeps that version.
 
@@ -110,7 +110,7 @@ class BusCore(KnownKeywords):
         client_key: KeyFile | None = None,
         metrics_port: int | str | None = None,
         tracing: Tracing = None,
-        fanout: str | None = None,
+        fanout: bool = False,
         compress: str | None = None,
         delta: bool = False,
     ) -> None:
@@ -670,9 +670,7 @@ def _disagreement(name: str, there: int | None, given: int) -> ValueError:
 
 
 SHARED = ("num_workers", "min_workers", "allow_plaintext", "checksum", "keys", "fanout", "compress", "delta")
-
-
-SHARED = ("num_workers", "min_workers", "allow_plaintext", "checksum", "keys", "fanout", "compress", "delta")
+DEFAULTS = {"min_workers": 1, "allow_plaintext": False, "fanout": False, "delta": False, "monitoring": UNMONITORED}
 
 
 def join_buses(schemes: Iterable[Member]) -> Any:
@@ -707,7 +705,7 @@ def join_buses(schemes: Iterable[Member]) -> Any:
     common = (explicit or buses)[0]
     settings = {}
     for name in (*SHARED, "monitoring", "connect_endpoint"):
-        default = {"min_workers": 1, "allow_plaintext": False, "delta": False, "monitoring": UNMONITORED}.get(name)
+        default = DEFAULTS.get(name)
         given = [bus for bus in buses if name != "connect_endpoint" or bus.connect_endpoint != bus.endpoint]
         values = {getattr(bus, name) for bus in given} - {default}
         if len(values) > 1:

@@ -163,8 +163,7 @@ class Publisher:
         """The slab of this version, if it was published, will never be complete: nobody gets it, and what it has
         ``replaced``, which :meth:`Targets.keep` has returned before, is the target again."""
         self.targets.abandon(version, replaced)
-        if self.fanout.is_pushing(version):
-            self.fanout.end()
+        self.fanout.abandon(version)
         for peer in self.peers.values():
             if peer.transfer is not None and version in peer.transfer.versions.values():
                 peer.end_transfer()
@@ -233,8 +232,9 @@ class Publisher:
         """Whether a worker leaves with this. It does so for good, also if it has not heard of this epoch yet."""
         if isinstance(instruction, messages.Bye):
             return peer is not None and instruction.nonce == peer.nonce
-        is_last = isinstance(instruction, messages.Released) and instruction.last == MAX_SERIAL
-        return is_last and instruction.nonce in self.leases.of
+        if not isinstance(instruction, messages.Released) or instruction.last < MAX_SERIAL:
+            return False
+        return instruction.nonce in self.leases.of
 
     def _on_hello(self, route: bytes, hello: messages.Hello, now: float) -> None:
         if hello.epoch is not None and hello.epoch > self.epoch and not self.membership.follows:
@@ -287,9 +287,9 @@ class Publisher:
         if transfer.rewound(fetch) or not transfer.granted:
             self._begin_stream(peer, transfer, fetch.bases)
         transfer.granted = max(transfer.granted, min(fetch.upto, transfer.total))
+        transfer.pushed = max(transfer.pushed, min(fetch.pushed, transfer.total))
         self._stream(peer, transfer)
-        if fetch.pushed:
-            self.fanout.credit(peer, fetch.pushed)
+        self.fanout.stream()
 
     def _on_staged(self, peer: Peer, staged: messages.Staged, now: float) -> None:
         if peer.transfer is not None and peer.transfer.serial == staged.serial:

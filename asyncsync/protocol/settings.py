@@ -41,9 +41,8 @@ class Settings:
         piece_bytes: the pieces of updates that travel as fewer bytes: one takes milliseconds to encode.
         fast: False: every update goes the general way, announced by UPDATE and staged, without what is shorter in
             the steady state of a training loop.
-        fanout: over tcp, how what many workers are to get is sent to all at once: ``"pull"`` (announcements, and what
-            rides in them), ``"push"`` (the bytes, too), or None (to each of them).
-        fanout_least: fewer workers are told one by one.
+        fanout: over tcp, the trainer sends to all workers at once what many of them are to get.
+        fanout_least: it sends to fewer workers one by one.
     """
 
     eager_bytes: int = EAGER_BYTES
@@ -58,5 +57,5 @@ class Settings:
     delta: bool = False
     piece_bytes: int = 1 << 20
     fast: bool = True
-    fanout: str | None = None
+    fanout: bool = False
     fanout_least: int = 3

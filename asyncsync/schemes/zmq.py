@@ -49,13 +49,13 @@ class ChunkCore(SchemeCore):
         client_key: KeyFile | None = None,
         metrics_port: int | str | None = None,
         tracing: Tracing = None,
-        fanout: str | None = None,
+        fanout: bool = False,
         compress: str | None = None,
         delta: bool = False,
     ) -> None:
         check_bytes("map_above", map_above)
         check_fanout(fanout)
-        if bus is not None and fanout is not None:
+        if bus is not None and fanout:
             raise ValueError("fanout belongs to the Bus; pass it to Bus(...), not together with bus=")
         super().__init__(
             strategy,

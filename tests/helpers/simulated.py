@@ -50,7 +50,7 @@ class World:
     local: bool = True  # the workers share the trainer's host, so their death is noticed at once
     lent: frozenset[str] = frozenset()  # models in slots that workers map, or copy out at once; only if local
     fast: bool = True  # the steady state is shorter than the general way
-    fanout: str | None = None  # workers can subscribe to what is sent to all, and whether that is "push"
+    fanout: bool = False  # workers can subscribe to what is sent to all
     compress: str = ""
     delta: bool = False
     apart: frozenset[int] = frozenset()  # workers on another host, to which the bytes of slots travel
@@ -101,13 +101,13 @@ def draw_world(source: random.Random) -> World:
         local=bool(lent) or source.random() < 0.7,
         lent=lent,
         fast=bool(lent) or source.random() < 0.7,
-        fanout=None if lent else source.choice([None, "pull", "push"]),
+        fanout=not lent and source.choice([False, True, True]),
         compress=source.choice(["", "", "", "zstd", "lz4"]),
         delta=source.random() < 0.5,
         apart=frozenset(w for w in range(count) if source.random() < 0.5) if lent and source.random() < 0.3 else NOBODY,
     )
-    # What travels as fewer bytes is not pushed.
-    return replace(world, compress="", delta=False) if world.fanout == "push" else world
+    # What travels as fewer bytes is not pushed: half of these worlds push, and some of the others.
+    return replace(world, compress="", delta=False) if world.fanout and source.random() < 0.5 else world
 
 
 def layout_of(dtype: torch.dtype) -> Layout:

@@ -385,7 +385,7 @@ async def test_who_is_taken_off_the_list_hears_nothing_that_is_sent_to_all(site:
     keygen(site.keys, "--name", "third=2", "--name", "fourth=3")
     names = ["worker-0", "worker-1", "third", "fourth"]
     models = [Model() for _ in names]
-    sender = site.sender(source := Model(1.0), fanout="pull", min_workers=3)
+    sender = site.sender(source := Model(1.0), fanout=True, min_workers=3)
     receivers = [site.receiver(worker, models[worker], name) for worker, name in enumerate(names)]
     async with connected(sender, *receivers, timeout=20):
         before = planted.broadcast_of(sender).port
@@ -412,7 +412,7 @@ async def test_keys_that_are_taken_off_the_list_one_by_one_take_no_descriptors(s
     """Each time there is another port for what is sent to all, and nothing is left of the one before."""
     names = [f"former-{i}" for i in range(4)]
     keygen(site.keys, *(argument for name in names for argument in ("--name", name)))
-    async with running(site, fanout="pull") as run:
+    async with running(site, fanout=True) as run:
         link = run.sender.bus._link
         await until(lambda: len(link.publisher.fanout.subscribed) == 1)
         before, port = len(os.listdir("/proc/self/fd")), link.outgoing.broadcast.port

@@ -38,10 +38,10 @@ def test_copies_pickled_apart_find_each_other_in_a_worker() -> None:
 
 
 def test_settings_come_together_and_an_explicit_endpoint_is_kept() -> None:
-    one, two, three = schemes({"min_workers": 2}, {"endpoint": "tcp://127.0.0.1:5017"}, {"num_workers": 3})
+    one, two, three = schemes({"min_workers": 2, "fanout": True}, BIND, {"num_workers": 3})
     bus = join_buses([one, two, three])
     assert (bus.endpoint, bus.drawn) == ("tcp://127.0.0.1:5017", False)
-    assert (bus.num_workers, bus.min_workers) == (3, 2)
+    assert (bus.num_workers, bus.min_workers, bus.fanout) == (3, 2, True)
     assert {id(s.bus) for s in (one, two, three)} == {id(bus)}
     assert pickle.loads(pickle.dumps(bus)).drawn is False
 

@@ -43,7 +43,7 @@ async def test_a_connect_that_fails_after_its_socket_was_watched_leaves_no_reade
 
 @pytest.mark.parametrize(
     ("options", "asks"),
-    [({}, False), ({"compress": "zstd"}, True), ({"delta": True}, True), ({"fanout": "pull"}, True)],
+    [({}, False), ({"compress": "zstd"}, True), ({"delta": True}, True), ({"fanout": True}, True)],
     ids=["as it is", "compressed", "as a difference", "to all at once"],
 )
 async def test_half_a_mib_comes_unasked_where_it_comes_as_it_is(

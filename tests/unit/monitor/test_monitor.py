@@ -359,12 +359,12 @@ def parts_of(update: Any, found: list[Any]) -> list[Any]:
     return below
 
 
-@pytest.mark.parametrize(("fanout", "width"), [("pull", 64), ("pull", 2 << 20), ("push", 2 << 20)])
+@pytest.mark.parametrize(("delta", "width"), [(False, 64), (False, 2 << 20), (True, 2 << 20)])
 async def test_what_is_sent_to_all_is_followed_by_each_receiver(
-    spans: InMemorySpanExporter, caplog: pytest.LogCaptureFixture, unused_tcp_port: int, fanout: str, width: int
+    spans: InMemorySpanExporter, caplog: pytest.LogCaptureFixture, unused_tcp_port: int, delta: bool, width: int
 ) -> None:
     endpoint = f"tcp://127.0.0.1:{unused_tcp_port}"
-    scheme = ZMQWeightSyncScheme(endpoint=endpoint, num_workers=3, fanout=fanout)
+    scheme = ZMQWeightSyncScheme(endpoint=endpoint, num_workers=3, fanout=True, delta=delta)
     models = [Model(width=width) for _ in range(3)]
     async with crew(3, scheme=scheme, source=Model(0, width), models=models) as everybody:
         await until(lambda: len(scheme.bus._link.publisher.fanout.subscribed) == 3)

@@ -15,11 +15,11 @@ from asyncsync.wire import codec, messages
 from asyncsync.wire.messages import NONCE_END
 from helpers.machines import EPOCH, SMALL, Desk, Station, nonce
 
-PULL = Settings(fanout="pull", fanout_least=2)
-PUSH = replace(SMALL, fanout="push", fanout_least=2)
+WHOLE = Settings(fanout=True, fanout_least=2)
+PIECES = replace(SMALL, fanout=True, fanout_least=2)
 
 
-def desk(workers: int = 4, settings: Settings = PULL, **arguments: Any) -> Desk:
+def desk(workers: int = 4, settings: Settings = WHOLE, **arguments: Any) -> Desk:
     """All of them have subscribed, and have the first version."""
     made = Desk(workers, settings=settings, **arguments)
     made.publisher.membership.fanout_port = 5556
@@ -103,7 +103,7 @@ def test_where_not_many_can_take_the_same_they_are_told_one_by_one(port: int, su
     assert (casts, set(single)) == ([], {0, 1, 2, 3})
 
 
-# -- push ------------------------------------------------------------------------------------------------------------
+# -- the bytes -------------------------------------------------------------------------------------------------------
 
 
 def fetch(
@@ -124,7 +124,7 @@ def chunks(made: Desk) -> dict[bytes, list[int]]:
 
 @pytest.mark.requirement(198)
 def test_bytes_are_pushed_once_as_fast_as_the_fastest_quarter_takes_them() -> None:
-    made = desk(8, PUSH)
+    made = desk(8, PIECES)
     made.publish(2)
     [(cast, update)], _ = sent(made)
     assert cast.pushed
@@ -144,9 +144,17 @@ def test_bytes_are_pushed_once_as_fast_as_the_fastest_quarter_takes_them() -> No
     assert made.publisher.peers[5].bytes_sent == 128
 
 
+@pytest.mark.parametrize("fewer", [{"compress": "zstd"}, {"delta": True}], ids=str)
+def test_what_travels_as_fewer_bytes_is_announced_to_all_and_not_pushed(fewer: dict[str, Any]) -> None:
+    made = desk(4, replace(PIECES, **fewer))
+    made.publish(2)
+    [(cast, _)], single = sent(made)
+    assert (cast.pushed, single) == (False, {})
+
+
 @pytest.mark.requirement(198)
 def test_those_who_have_failed_or_gone_set_no_pace_and_nothing_is_kept_for_them() -> None:
-    made = desk(4, PUSH)
+    made = desk(4, PIECES)
     made.publish(2)
     [(_, update)], _ = sent(made)
     made.failed(0, update)

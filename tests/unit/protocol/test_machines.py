@@ -226,7 +226,7 @@ NOTICED = {
     "checksums are not compared": 875,
     "chunks of another update are taken": 323,
     "messages of other trainers are taken": 4547,
-    "bytes behind a gap count as if there were none": 2452,
+    "bytes behind a gap count as if there were none": 405,
     "the fast path goes on with what it has written, and not who has it": 4069,
 }
 

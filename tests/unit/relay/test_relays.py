@@ -281,7 +281,7 @@ async def test_the_port_of_what_goes_to_all_is_that_of_the_address_where_the_sen
 ) -> None:
     """At the next address nobody is subscribed to before its sender says where."""
     ports = [unused_tcp_port_factory() for _ in range(2)]
-    sender = trainer(Model(4.0), endpoint=f"tcp://127.0.0.1:{ports[0]}", fanout="pull")
+    sender = trainer(Model(4.0), endpoint=f"tcp://127.0.0.1:{ports[0]}", fanout=True)
     receiver = worker(Model(0.0), connect=f"tcp://127.0.0.1:{ports[0]},tcp://localhost:{ports[1]}", reconnect=True)
     async with receiver:
         async with sender:
