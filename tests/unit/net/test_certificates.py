@@ -15,11 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncsync import NotConnected
-from asyncsync.net import client_list
-from asyncsync.net.certificates import Certificate, Workers, parse_workers, read_certificate, write_new
-from asyncsync.net.client_list import ClientList
-from asyncsync.net.key_files import KeyFiles
-from asyncsync.net.keys import KeyPair
+from asyncsync.net import certificates
+from asyncsync.net.certificates import Certificate, ClientList, Workers, parse_workers, read_certificate, write_new
+from asyncsync.net.keys import KeyFiles, KeyPair
 
 RANGES = st.lists(st.tuples(st.integers(0, 500), st.integers(0, 500)).map(sorted), min_size=1, max_size=8)
 
@@ -146,7 +144,7 @@ def test_new_files_replace_none(tmp_path: Path) -> None:
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every look at the list take place."""
-    monkeypatch.setattr(client_list, "SHARE", 1e9)
+    monkeypatch.setattr(certificates, "SHARE", 1e9)
 
 
 @pytest.mark.usefixtures("at_once")
@@ -221,7 +219,7 @@ def test_a_slow_look_puts_off_the_next_one_by_no_more_than_is_promised(
 ) -> None:
     """A stalled file system takes none of the event loop's thread; and within two seconds a key is good for nothing."""
     put(tmp_path / "one.key", certificate("0").encode(secret=False))
-    monkeypatch.setattr(client_list, "time", clock := Clock())
+    monkeypatch.setattr(certificates, "time", clock := Clock())
     listed = ClientList(str(tmp_path))
     scan = listed._scan
 
