@@ -116,11 +116,15 @@ def _key_of(found: Mapping[str, str], name: str) -> bytes | None:
     raise ValueError(f"{name} is not a key of 40 characters")
 
 
+def _open_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)  # to open a pipe would wait for its writer
+
+
 def read_certificate(path: str, *, secret: bool) -> Certificate:
     """Read a certificate. With ``secret``, it must have its secret key. Raises NotConnected, which names the file, what
     is wrong with it and the remedy; also if others can read a secret key, or change the file."""
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=_open_at_once) as file:
             mode = os.fstat(file.fileno()).st_mode
             if not stat.S_ISREG(mode):
                 raise NotConnected(f"{path} is not a file")

@@ -126,6 +126,9 @@ def test_files_that_others_can_use_or_change_are_refused_with_the_remedy(tmp_pat
         read_certificate(str(tmp_path / "missing.key"), secret=False)
     with pytest.raises(NotConnected, match="Is a directory"):
         read_certificate(str(tmp_path), secret=False)
+    os.mkfifo(pipe := tmp_path / "pipe.key")
+    with pytest.raises(NotConnected, match=r"pipe\.key is not a file"):  # and nobody waits for its writer
+        read_certificate(str(pipe), secret=False)
 
 
 def test_new_files_replace_none(tmp_path: Path) -> None:
