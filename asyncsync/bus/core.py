@@ -39,9 +39,15 @@ from asyncsync.model.gate import Gate
 from asyncsync.model.readers import Hold
 from asyncsync.monitor.options import UNMONITORED, Monitoring, Tracing
 from asyncsync.net.address import tcp_endpoint
-from asyncsync.net.endpoint import INTRODUCED, draw_endpoint, is_plaintext_beyond_loopback
+from asyncsync.net.endpoint import (
+    INTRODUCED,
+    check_endpoint,
+    check_endpoints,
+    draw_endpoint,
+    is_plaintext_beyond_loopback,
+)
 from asyncsync.net.introduction import Introduction
-from asyncsync.net.key_files import KeyFile, KeyFiles, check_addresses, check_own_address
+from asyncsync.net.keys import KeyFile, KeyFiles
 from asyncsync.protocol.settings import EAGER_BYTES, Settings
 from asyncsync.protocol.staging import Acting
 from asyncsync.weights.encoding import check_codec
@@ -119,7 +125,11 @@ class BusCore(KnownKeywords):
         endpoint = draw_endpoint() if endpoint is None else endpoint
         self.keys = KeyFiles.given(server_key, clients, client_key)
         self.endpoint, self.connect_endpoint = endpoint, endpoint if connect is None else connect
-        check_addresses(self.endpoint, self.connect_endpoint, self.keys, allow_plaintext=allow_plaintext)
+        is_allowed = allow_plaintext or self.keys is not None
+        check_endpoint(self.endpoint, allow_plaintext=is_allowed)
+        check_endpoints(self.connect_endpoint, allow_plaintext=is_allowed)
+        if self.keys is not None:
+            self.keys.check_address(self.endpoint, self.connect_endpoint)
         if num_workers is not None:
             check_count("num_workers", num_workers)
         check_count("min_workers", min_workers, least=0)
@@ -189,8 +199,11 @@ class BusCore(KnownKeywords):
 
     def _join(self, scheme: Member, role: str, topic: str, num_workers: int | None = None) -> None:
         self._check_role(role)
-        if role == "sender":
-            check_own_address(self.endpoint, self.connect_endpoint, drawn=self.drawn)
+        if role == "sender" and self.drawn and self.connect_endpoint != self.endpoint:
+            raise ValueError(
+                f"this sender has no address to bind, only connect={self.connect_endpoint!r}, where workers look for "
+                'it: also give endpoint=, such as "tcp://0.0.0.0:5555"'
+            )
         if self._schemes.get(topic, scheme) is not scheme:
             raise ValueError(f"this bus has a scheme for {topic!r} already; give each scheme its own model_id")
         if self._closed:

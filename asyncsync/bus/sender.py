@@ -27,8 +27,7 @@ from asyncsync.monitor.options import UNMONITORED, Monitoring
 from asyncsync.monitor.spans import hooks_of
 from asyncsync.net.endpoint import EndpointLock, is_plaintext_beyond_loopback, side_channel_path
 from asyncsync.net.introduction import Introductions
-from asyncsync.net.key_files import KeyFiles
-from asyncsync.net.keys import Admission, KeyPair
+from asyncsync.net.keys import Admission, KeyFiles, KeyPair
 from asyncsync.net.processes import ProcessWatch, shortage, this_process
 from asyncsync.net.side_channel import Receive, SideChannels, read
 from asyncsync.net.zmq_socket import Bound, LoopSocket, router

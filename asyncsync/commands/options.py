@@ -12,8 +12,7 @@ from pathlib import Path
 
 from asyncsync.errors import NotConnected
 from asyncsync.net.endpoint import check_endpoint
-from asyncsync.net.key_files import KeyFiles
-from asyncsync.net.keys import Credentials
+from asyncsync.net.keys import Credentials, KeyFiles
 
 
 class CommandFailed(Exception):

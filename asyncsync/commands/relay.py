@@ -8,8 +8,8 @@ from pathlib import Path
 
 from asyncsync.commands.options import CommandFailed, as_options, need, safetensors_file
 from asyncsync.errors import NotConnected, WeightSyncError
-from asyncsync.net.endpoint import check_endpoint, several
-from asyncsync.net.key_files import KeyFiles
+from asyncsync.net.endpoint import check_endpoint, check_endpoints
+from asyncsync.net.keys import KeyFiles
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -64,8 +64,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def _above(options: argparse.Namespace) -> KeyFiles | None:
     try:
         above = KeyFiles.given(options.server_key, None, options.client_key)
-        for endpoint in several(options.upstream):
-            check_endpoint(endpoint, allow_plaintext=options.allow_plaintext or above is not None)
+        check_endpoints(options.upstream, allow_plaintext=options.allow_plaintext or above is not None)
         if above is not None:
             above.check_address("", options.upstream)
     except ValueError as error:

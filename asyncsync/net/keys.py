@@ -1,15 +1,16 @@
 """Keys: who may talk to a sender, and that nobody else reads along.
 
-CURVE encrypts every connection. Without a ZAP handler, libzmq would let in every client that knows the server's key: so
-:class:`Admission` answers for each handshake, from the keys that were given out and from a list of files. A message
-tells with which key it has come, and a worker's place belongs to the key that has taken it.
+CURVE encrypts every connection. Without a ZAP handler, libzmq would let in every client that knows the server's key, so
+:class:`Admission` answers for each handshake, from the keys that were given out or from a list of files. A message says
+with which key it has come, and a worker's place belongs to the key that has taken it.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 from collections import Counter
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,14 +18,17 @@ import zmq
 from zmq.utils import z85
 
 from asyncsync.errors import NotConnected, ProtocolError
-from asyncsync.net.certificates import Workers
-from asyncsync.net.client_list import Client, ClientList
+from asyncsync.net.certificates import Certificate, ClientList, Workers, read_certificate
+from asyncsync.net.endpoint import several
 from asyncsync.net.zmq_socket import LoopSocket, watch
 from asyncsync.protocol.peer import Peer
 from asyncsync.wire.messages import FIRST_GUEST, Hello, Instruction
 
 logger = logging.getLogger("asyncsync")
 
+KeyFile = str | os.PathLike[str]
+
+WORKER = "{worker_idx}"  # in client_key: the worker's index
 # Where libzmq asks, by the protocol's definition (ZeroMQ RFC 27).
 HANDLER = "inproc://zeromq.zap.01"
 VERSION = b"1.0"
@@ -32,18 +36,11 @@ DOMAIN = b"asyncsync"
 MOST_TOLD = 100  # lines in the log: strangers must not fill it
 SOON = 0.1  # seconds between two looks at the list for the sake of unknown keys
 
-# Why somebody is refused; in status().
-NO_KEY = "no key"
-UNLISTED = "a key that is not listed"
-OTHER_SERVER = "the key of another server"
-OTHER_INDEX = "the index of another worker"
-TAKEN_OFF = "a key that was taken off the list"
-OTHER_PROTOCOL = "another protocol"
-INCOMPLETE = "an incomplete handshake"  # it has hung up, perhaps because it has no key itself
-_WATCHED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-_FAILURES = {
-    int(zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH): NO_KEY,
-    int(zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC): OTHER_SERVER,
+# Of a connection for which libzmq does not ask.
+FAILED_EARLY = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+REASONS = {
+    int(zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH): "no key",
+    int(zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC): "the key of another server",
 }
 
 
@@ -54,7 +51,7 @@ def check_curve() -> None:
 
 @dataclass(frozen=True)
 class KeyPair:
-    """A public and a secret key, each of 40 characters (z85). Raises NotConnected: this libzmq has no CURVE."""
+    """A public and a secret key, each of 40 characters (z85). Raises NotConnected if this libzmq has no CURVE."""
 
     public: bytes
     secret: bytes = field(repr=False)
@@ -64,20 +61,25 @@ class KeyPair:
 
     @classmethod
     def draw(cls) -> KeyPair:
-        """A fresh pair. Raises NotConnected: this libzmq has no CURVE."""
         check_curve()
         return cls(*zmq.curve_keypair())
 
+    @classmethod
+    def read(cls, path: str) -> KeyPair:
+        """Raises NotConnected if the file is not as it has to be."""
+        found = read_certificate(path, secret=True)
+        assert found.secret is not None
+        return cls(found.public, found.secret)
+
     def serve(self, socket: zmq.Socket[bytes]) -> None:
-        """Before it is bound: only connections that are encrypted with this key, and that a handler has let in; without
-        one, nobody."""
+        """Before the socket is bound: let in only encrypted connections that a handler allows; without one, nobody."""
         socket.zap_domain = DOMAIN
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
         socket.curve_server = True
         socket.curve_publickey, socket.curve_secretkey = self.public, self.secret
 
     def join(self, socket: zmq.Socket[bytes], server: bytes) -> None:
-        """Before it is connected: be whom this pair was given to, and speak to nobody but this server."""
+        """Before the socket is connected: use this pair, and talk to no server but this one."""
         socket.curve_serverkey = server
         socket.curve_publickey, socket.curve_secretkey = self.public, self.secret
 
@@ -90,11 +92,84 @@ class Credentials:
     servers: tuple[bytes, ...]
 
 
+@dataclass(frozen=True)
+class KeyFiles:
+    """Where a bus has its keys: absolute paths of the server's certificates, of the directory of the clients that a
+    sender lets in, and of a worker's own certificate. A pickled scheme carries these paths, never what is in the
+    files."""
+
+    server: tuple[str, ...]
+    clients: str | None = None
+    client: str | None = None
+
+    @classmethod
+    def given(
+        cls, server_key: KeyFile | Sequence[KeyFile] | None, clients: KeyFile | None, client_key: KeyFile | None
+    ) -> KeyFiles | None:
+        """Of a constructor's arguments; None if there are none. Reads no file. Raises ValueError if one is missing, and
+        TypeError if one is no path."""
+        if server_key is None:
+            if clients is None and client_key is None:
+                return None
+            raise ValueError(
+                "keys also need server_key=: the server's secret file at the sender, its public one at a receiver"
+            )
+        servers = [server_key] if isinstance(server_key, str | os.PathLike) else list(server_key)
+        if not servers:
+            raise ValueError("server_key= names no file")
+        if clients is None and client_key is None:
+            raise ValueError(
+                "server_key= alone lets no worker in: a sender needs clients=, the directory of its clients' public "
+                "keys, and a receiver needs client_key=, its own secret key"
+            )
+        return cls(
+            tuple(_absolute("server_key", path) for path in servers),
+            None if clients is None else _absolute("clients", clients),
+            None if client_key is None else _absolute("client_key", client_key),
+        )
+
+    def check_address(self, endpoint: str, connect: str) -> None:
+        """Raise ValueError if keys would have no effect. Of several addresses to connect to, one by tcp is enough."""
+        given = [(self.clients, (endpoint,), "endpoint"), (self.client, several(connect), "connect")]
+        for needed, addresses, name in given:
+            if needed is not None and not any(address.startswith("tcp://") for address in addresses):
+                raise ValueError(
+                    f"keys are for tcp://HOST:PORT, and {name} is {','.join(addresses)!r}: on one host, file "
+                    f"permissions keep it private. Leave the keys out, or give {name}="
+                )
+
+    def sender(self) -> tuple[KeyPair, ClientList]:
+        """Raises NotConnected if a file is not as it has to be, ValueError if these are a receiver's."""
+        if self.clients is None:
+            raise ValueError("a sender with server_key= needs clients=, the directory of its clients' public keys")
+        if len(self.server) > 1:
+            raise ValueError("a sender has one server_key=; only receivers may have several, while you replace it")
+        return KeyPair.read(self.server[0]), ClientList(self.clients)
+
+    def receiver(self, worker: int) -> Credentials:
+        """Raises NotConnected if a file is not as it has to be, ValueError if these are a sender's."""
+        if self.client is None:
+            raise ValueError("a receiver with server_key= also needs client_key=, its own secret key")
+        own = KeyPair.read(self.client.replace(WORKER, str(worker)))
+        return Credentials(own, tuple(read_certificate(path, secret=False).public for path in self.server))
+
+
+def _absolute(name: str, path: KeyFile) -> str:
+    if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str) or not os.fspath(path):
+        raise TypeError(f"{name}= takes the path of a file or directory, not {path!r}")
+    return os.path.abspath(os.path.expanduser(path))
+
+
 class Admission:
-    """Whom the sockets of one context let in, as which worker. ``crash`` as for a LoopSocket. Raises NotConnected: the
-    context has another handler already.
+    """Whom the sockets of one context let in, as which worker. ``crash`` as for a LoopSocket. Raises NotConnected if
+    the context has another handler already.
+
+    ``zmq.auth``'s ``AsyncioAuthenticator`` is not used: an error ends its task unheard, and no client gets in any more.
+    It also asks for a key without the address, which our log names.
 
     Attributes:
+        given: the clients that are let in, by the keys that were given out to them; not used with a list.
+        listed: the list of clients, if there is one.
         refused: connections and messages that were refused, by reason.
     """
 
@@ -106,10 +181,10 @@ class Admission:
         listed: ClientList | None = None,
     ) -> None:
         self.server = server
+        self.given: dict[bytes, Certificate] = {}
+        self.listed = listed
         self.refused: Counter[str] = Counter()
         self._told: set[tuple[str, str]] = set()
-        self._listed = listed
-        self._given: dict[bytes, Client] = {}
         self._holders: dict[int, bytes] = {}  # the key that has a worker's place
         self._crash = crash
         self._watchers: list[tuple[zmq.Socket[bytes], LoopSocket]] = []
@@ -123,43 +198,44 @@ class Admission:
         self._socket = LoopSocket(handler, self._receive, crash)
 
     def guard(self, socket: zmq.Socket[bytes]) -> None:
-        """Before it is bound: let in by this socket only who is admitted, and count who is not."""
+        """Before the socket is bound: let in only clients that are admitted, and count the others."""
         for watcher in [watcher for one, watcher in self._watchers if one.closed]:
             watcher.close()
         self._watchers = [one for one in self._watchers if not one[0].closed]
         self.server.serve(socket)
-        self._watchers.append((socket, watch(socket, _WATCHED, self._failed, self._crash)))
+        self._watchers.append((socket, watch(socket, FAILED_EARLY, self._failed, self._crash)))
 
     def admit(self, public: bytes, worker: int) -> None:
-        """Let in whoever has the secret to this key, as this worker."""
-        self._given[public] = Client(f"worker {worker}", Workers((range(worker, worker + 1),)))
+        """Let in the holder of this key, as this worker."""
+        self.given[public] = Certificate(public, workers=Workers((range(worker, worker + 1),)), name=f"worker {worker}")
 
     def dismiss(self, public: bytes) -> None:
         """Let the holder of this key, which was admitted, in no more."""
-        del self._given[public]
+        del self.given[public]
 
-    def _client(self, key: bytes) -> Client | None:
-        client = self._given.get(key)
-        return self._listed.clients.get(key) if client is None and self._listed is not None else client
+    def client(self, key: bytes) -> Certificate | None:
+        """The client that has this key; None if it is not let in."""
+        return (self.given if self.listed is None else self.listed.clients).get(key)
 
     def _receive(self, frames: list[Any]) -> None:
-        route, _, version, request, _, address, _, mechanism, *credentials = [frame.bytes for frame in frames]
-        if version != VERSION:
-            return  # libzmq's own contract: it has been 1.0 since there is one
-        key = z85.encode(credentials[0]) if mechanism == b"CURVE" and len(credentials) == 1 else b""
-        client = self._client(key)
-        if client is None and key and self._listed is not None and self._listed.refresh(SOON):
-            client = self._client(key)
+        # By libzmq, in this process, and of CURVE only: other mechanisms fail before.
+        route, _, _, request, _, address, _, _, public = [frame.bytes for frame in frames]
+        key = z85.encode(public)
+        client = self.client(key)
+        if client is None and self.listed is not None and self.listed.refresh(SOON):
+            client = self.client(key)
         if client is None:
-            who = address.decode(errors="replace")
-            self._refuse(UNLISTED if key else NO_KEY, f"{who}, whose public key is {key.decode()}")
+            who = f"{address.decode(errors='replace')}, whose public key is {key.decode()}"
+            self._refuse("a key that is not listed", who)
         status, user = (b"400", b"") if client is None else (b"200", key)
         self._socket.send((route, b"", VERSION, request, status, b"", user, b""))
         self._socket.flushed()
 
     def _failed(self, event: int, value: int) -> None:
-        is_known = event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-        self._refuse(_FAILURES.get(value, OTHER_PROTOCOL) if is_known else INCOMPLETE, "somebody")
+        if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+            self._refuse(REASONS.get(value, "another protocol"), "somebody")
+        else:  # it has hung up, perhaps because it has no key itself
+            self._refuse("an incomplete handshake", "somebody")
 
     def _refuse(self, reason: str, who: str) -> None:
         self.refused[reason] += 1
@@ -168,47 +244,42 @@ class Admission:
             logger.warning("refused %s: %s (further ones of this kind are only counted)", who, reason)
 
     def check(self, frame: zmq.Frame, instruction: Instruction, peer: Peer | None) -> bytes:
-        """The key with which this message has come. Raises ProtocolError if its holder may not send it. ``peer``: who
-        is known by the message's route."""
+        """The key with which this message has come. Raises ProtocolError if its holder may not send it. ``peer`` is the
+        worker that has this message's route."""
         key: bytes = frame.get("User-Id").encode()  # type: ignore[union-attr]
-        client = self._client(key)
+        client = self.client(key)
         if client is None:
-            self._refuse(TAKEN_OFF, "a message")
+            self._refuse("a key that was taken off the list", "a message")
             raise ProtocolError("its key was taken off the list")
         # Both: a route may have been another worker's before.
-        for claimed in {one.worker for one in (instruction, peer) if isinstance(one, Hello | Peer)}:
-            if why := self._objection(client, key, claimed):
-                self._refuse(OTHER_INDEX, f"a message, because {why}")
-                raise ProtocolError(why)
+        for worker in {one.worker for one in (instruction, peer) if isinstance(one, Hello | Peer)}:
+            why, holder = f"it claims to be worker {worker}", self._holders.get(worker, key)
+            if worker not in client.workers:
+                why += f", but has {client.name}'s key, which is for {client.workers}"
+            elif holder != key and (other := self.client(holder)) is not None:
+                why += f" with {client.name}'s key, but {other.name} is that worker already"
+            else:
+                continue
+            self._refuse("the index of another worker", f"a message, because {why}")
+            raise ProtocolError(why)
         return key
 
-    def _objection(self, client: Client, key: bytes, worker: int) -> str:
-        """Why this client cannot be this worker; empty: it can."""
-        if worker not in client.workers:
-            return f"it claims to be worker {worker}, but has {client.name}'s key, which is for {client.workers}"
-        holder = self._holders.get(worker, key)
-        if holder == key or (other := self._client(holder)) is None:
-            return ""
-        return f"it claims to be worker {worker} with {client.name}'s key, but {other.name} is that worker already"
-
     def displaces(self, worker: int, key: bytes) -> bool:
-        """Whether the place of this worker, which the holder of this key may claim, is still that of a key that is good
-        for nothing any more, and that :meth:`revoked` has not told of."""
+        """Whether this worker's place still belongs to another key, which :meth:`check` has found to be unlisted."""
         return self._holders.get(worker, key) != key
 
     def take(self, worker: int, key: bytes) -> None:
-        """The holder of this key has become, or is about to become, this worker: nobody else can, as long as the key is
-        listed."""
+        """Give this worker's place to this key, for as long as it is listed."""
         self._holders[worker] = key
 
     def revoked(self, there: Container[int]) -> list[int]:
-        """The workers whose keys are not listed any more, or not for them; once. Guests that are not there any more are
-        forgotten: each of them has drawn an index of its own."""
-        if self._listed is None:
+        """The workers whose keys are no longer listed, or not for them; each once. ``there`` are the workers and guests
+        that are present; absent guests are forgotten, because each draws an index of its own."""
+        if self.listed is None:
             return []
-        self._listed.refresh()
+        self.listed.refresh()
         self._holders = {w: key for w, key in self._holders.items() if w < FIRST_GUEST or w in there}
-        gone = [w for w, key in self._holders.items() if (c := self._client(key)) is None or w not in c.workers]
+        gone = [w for w, key in self._holders.items() if (c := self.client(key)) is None or w not in c.workers]
         for worker in gone:
             del self._holders[worker]
         return gone
@@ -216,7 +287,7 @@ class Admission:
     @property
     def removed(self) -> int:
         """How many keys were taken off the list so far."""
-        return 0 if self._listed is None else self._listed.removed
+        return 0 if self.listed is None else self.listed.removed
 
     def close(self) -> None:
         """Let nobody in any more. Idempotent; before the sockets are closed."""

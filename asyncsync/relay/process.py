@@ -19,8 +19,7 @@ from asyncsync.bus.receiver import ReceiverLink
 from asyncsync.bus.sender import SenderLink
 from asyncsync.errors import WeightSyncError
 from asyncsync.net.endpoint import is_plaintext_beyond_loopback
-from asyncsync.net.key_files import KeyFiles
-from asyncsync.net.keys import Credentials
+from asyncsync.net.keys import Credentials, KeyFiles
 from asyncsync.protocol.settings import Settings
 from asyncsync.relay import store
 from asyncsync.relay.passing import Kept, Passing

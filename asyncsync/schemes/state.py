@@ -25,7 +25,7 @@ from asyncsync.model.readers import Hold
 from asyncsync.model.selection import Selection
 from asyncsync.model.strategy import WeightStrategy, flat_weights, resolve_strategy
 from asyncsync.monitor.options import Tracing
-from asyncsync.net.key_files import KeyFile
+from asyncsync.net.keys import KeyFile
 from asyncsync.schemes.receiving import Receiving
 from asyncsync.schemes.sources import Sources, as_tensordict, by_worker, find_model
 from asyncsync.schemes.torchrl_contexts import TorchRLContext

@@ -9,7 +9,7 @@ from asyncsync.arguments import check_bytes, check_fanout
 from asyncsync.bus.core import BusCore
 from asyncsync.model.strategy import WeightStrategy
 from asyncsync.monitor.options import Tracing
-from asyncsync.net.key_files import KeyFile
+from asyncsync.net.keys import KeyFile
 from asyncsync.schemes import aio, blocking
 from asyncsync.schemes.core import SchemeCore
 from asyncsync.schemes.registry import register

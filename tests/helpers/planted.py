@@ -224,9 +224,9 @@ def blocked_after(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
 
 async def between_looks(sender: Any) -> None:
     """Wait until the sender has just looked at its list of clients: the next look is a second away."""
-    listed = bare(sender).bus._link.admission._listed
-    before = listed._looked
-    await until(lambda: listed._looked != before)
+    listed = bare(sender).bus._link.admission.listed
+    before = listed.looked
+    await until(lambda: listed.looked != before)
     await asyncio.sleep(2 * SOON)
 
 

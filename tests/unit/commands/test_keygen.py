@@ -10,8 +10,7 @@ import pytest
 import zmq.auth
 
 from asyncsync.cli import main
-from asyncsync.net.certificates import read_certificate
-from asyncsync.net.client_list import ClientList
+from asyncsync.net.certificates import ClientList, read_certificate
 
 
 def snapshot(directory: Path) -> dict[str, bytes]:

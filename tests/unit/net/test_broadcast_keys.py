@@ -11,7 +11,7 @@ from asyncsync.net.broadcast import Broadcast, Subscription
 from asyncsync.net.dialing import Dialer
 from asyncsync.net.keys import Admission, Credentials, KeyPair
 from asyncsync.net.zmq_private import Context
-from asyncsync.net.zmq_socket import dealer, subscriber
+from asyncsync.net.zmq_socket import dealer, router, subscriber
 from helpers.pairs import until
 
 
@@ -61,6 +61,7 @@ async def test_a_subscriber_that_was_refused_tries_again_and_says_so_and_who_has
         await until(lambda: received == [b"to all"])
         assert not stranger.poll(100)
         assert "refused this key" in caplog.text
+        assert f"127.0.0.1, whose public key is {own.public.decode()}: a key that is not listed" in caplog.text
         assert not errors
     finally:
         subscription.close()
@@ -69,4 +70,28 @@ async def test_a_subscriber_that_was_refused_tries_again_and_says_so_and_who_has
         stranger.close()
         broadcast.close()
         admission.close()
+        context.destroy(0)
+
+
+async def test_an_error_while_a_key_is_checked_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else no client would get in any more, and nobody would know why."""
+
+    def client(key: bytes) -> None:
+        raise RuntimeError(f"cannot look {key.decode()} up")
+
+    errors: list[BaseException] = []
+    context, own = Context(), KeyPair.draw()
+    admission = Admission(context, KeyPair.draw(), errors.append)
+    monkeypatch.setattr(admission, "client", client)
+    server, worker = router(context), dealer(context)
+    try:
+        admission.guard(server)
+        port = server.bind_to_random_port("tcp://127.0.0.1")
+        own.join(worker, admission.server.public)
+        worker.connect(f"tcp://127.0.0.1:{port}")
+        await until(lambda: [str(error) for error in errors] == [f"cannot look {own.public.decode()} up"])
+    finally:
+        admission.close()
+        server.close()
+        worker.close()
         context.destroy(0)

@@ -15,11 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncsync import NotConnected
-from asyncsync.net import client_list
-from asyncsync.net.certificates import Certificate, Workers, parse_workers, read_certificate, write_new
-from asyncsync.net.client_list import ClientList
-from asyncsync.net.key_files import KeyFiles
-from asyncsync.net.keys import KeyPair
+from asyncsync.net import certificates
+from asyncsync.net.certificates import Certificate, ClientList, Workers, parse_workers, read_certificate, write_new
+from asyncsync.net.keys import KeyFiles, KeyPair
 
 RANGES = st.lists(st.tuples(st.integers(0, 500), st.integers(0, 500)).map(sorted), min_size=1, max_size=8)
 
@@ -128,6 +126,9 @@ def test_files_that_others_can_use_or_change_are_refused_with_the_remedy(tmp_pat
         read_certificate(str(tmp_path / "missing.key"), secret=False)
     with pytest.raises(NotConnected, match="Is a directory"):
         read_certificate(str(tmp_path), secret=False)
+    os.mkfifo(pipe := tmp_path / "pipe.key")
+    with pytest.raises(NotConnected, match=r"pipe\.key is not a file"):  # and nobody waits for its writer
+        read_certificate(str(pipe), secret=False)
 
 
 def test_new_files_replace_none(tmp_path: Path) -> None:
@@ -146,7 +147,7 @@ def test_new_files_replace_none(tmp_path: Path) -> None:
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every look at the list take place."""
-    monkeypatch.setattr(client_list, "SHARE", 1e9)
+    monkeypatch.setattr(certificates, "SHARE", 1e9)
 
 
 @pytest.mark.usefixtures("at_once")
@@ -221,7 +222,7 @@ def test_a_slow_look_puts_off_the_next_one_by_no_more_than_is_promised(
 ) -> None:
     """A stalled file system takes none of the event loop's thread; and within two seconds a key is good for nothing."""
     put(tmp_path / "one.key", certificate("0").encode(secret=False))
-    monkeypatch.setattr(client_list, "time", clock := Clock())
+    monkeypatch.setattr(certificates, "time", clock := Clock())
     listed = ClientList(str(tmp_path))
     scan = listed._scan
 

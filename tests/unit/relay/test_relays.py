@@ -19,7 +19,7 @@ import torch
 from asyncsync import AckTimeout, Bus, NotConnected, PartialSendError, SharedMemWeightSyncScheme, ZMQWeightSyncScheme
 from asyncsync.cli import main
 from asyncsync.net.endpoint import several
-from asyncsync.net.key_files import KeyFiles
+from asyncsync.net.keys import KeyFiles
 from asyncsync.relay import store
 from asyncsync.relay.process import Relay, RelayOptions, run
 from asyncsync.weights import files

@@ -99,20 +99,20 @@ async def test_workers_come_and_go_without_end_and_those_that_are_there_keep_the
         admission, there = sender._introductions().admission, {0}
         introductions = Introductions(admission, there, 3)
         introductions.endpoint = sender._introductions().endpoint
-        before = len(admission._given)
+        before = len(admission.given)
         made = {worker: introductions(worker) for worker in range(50)}
 
         def good() -> list[int]:
-            return [worker for worker, one in made.items() if admission._client(one.own.public) is not None]
+            return [worker for worker, one in made.items() if admission.client(one.own.public) is not None]
 
         assert good() == [0, 48, 49]
         assert introductions(0) == made[0]
         assert introductions(1) != made[1], "another one, for a worker that was away for long"
-        assert len(admission._given) == before + 3
+        assert len(admission.given) == before + 3
         there |= {1, 49}
         made[2] = introductions(2)
         assert good() == [0, 2, 49]
-        assert len(admission._given) == before + 4, "of those that are there, all"
+        assert len(admission.given) == before + 4, "of those that are there, all"
 
 
 async def test_keys_are_not_pickled_and_are_drawn_for_each_connection() -> None:
