@@ -285,7 +285,9 @@ class Publishing:
     def _has_room(self, pool: SlabPool, nbytes: int, jobs: list[_Job], count: int) -> bool:
         if pool.is_quick(nbytes):
             return True
-        return pool.has_room(nbytes, {*self._publisher.targets.slabs(), *(job.slab for job in jobs)}, count)
+        publisher = self._publisher
+        wanted = {*publisher.targets.slabs(), *publisher.leases.of_takers(), *(job.slab for job in jobs)}
+        return pool.has_room(nbytes, wanted, count)
 
     def _why_full(self, pool: SlabPool) -> str:
         publisher = self._publisher

@@ -22,10 +22,11 @@ Key = tuple[str, int]
 @dataclass(slots=True, eq=False)
 class WorkerLeases:
     """The slabs that one worker incarnation may be reading, each with the serial of the last UPDATE that named it. Its
-    process, ``pid``, ends all its leases when it ends; 0: it is not on this host."""
+    process, ``pid``, ends all its leases when it ends; 0: it is not on this host. ``takes``: see HELLO."""
 
     worker: int
     pid: int
+    takes: bool = False
     slabs: dict[Key, tuple[int, Slab]] = field(default_factory=dict)
 
 
@@ -39,13 +40,19 @@ class Leases:
     def lease(self, peer: Peer, serial: int, parts: Mapping[str, tuple[int, Slab]]) -> None:
         """These parts of the UPDATE of this serial are the worker's from now on."""
         if (leases := self.of.get(peer.nonce)) is None:
-            leases = self.of[peer.nonce] = WorkerLeases(peer.worker, peer.hello.pid if peer.local else 0)
+            leases = self.of[peer.nonce] = WorkerLeases(
+                peer.worker, peer.hello.pid if peer.local else 0, peer.hello.takes
+            )
         for model_id, (version, slab) in parts.items():
             if slab.leased:
                 key = (model_id, version)
                 if key not in leases.slabs:
                     slab.retain()
                 leases.slabs[key] = (serial, slab)
+
+    def of_takers(self) -> set[Slab]:
+        """What those may be reading who keep it as long as they like: it counts against nobody's slots."""
+        return {slab for leases in self.of.values() if leases.takes for _, slab in leases.slabs.values()}
 
     def report(self, nonce: bytes, last: int, in_use: Collection[Key]) -> None:
         """The worker has seen all UPDATEs up to this serial that it will ever take, and still uses these slabs."""

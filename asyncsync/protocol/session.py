@@ -129,7 +129,7 @@ class Session:
 
     # -- beginning --------------------------------------------------------------------------------------------------
 
-    def hello(self, versions: Mapping[str, int], serial: int, now: float) -> None:
+    def hello(self, versions: Mapping[str, int], serial: int, now: float, *, takes: bool = False) -> None:
         """Send HELLO, with the versions that the models hold, and the serial of the last UPDATE that has come."""
         self.attempt += 1
         self.welcomed = False
@@ -141,7 +141,7 @@ class Session:
         me = self.identity
         whence = me.pid, me.boot, me.namespace
         role, codecs = self._role, codecs_here()
-        self.send(Hello(self.worker, self.nonce, self.attempt, *whence, self.epoch, have, role, codecs, serial))
+        self.send(Hello(self.worker, self.nonce, self.attempt, *whence, self.epoch, have, role, codecs, serial, takes))
 
     def is_hello_due(self, now: float) -> bool:
         return not self.welcomed and now >= self._next_hello

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -60,6 +60,11 @@ class Staging:
         return {model_id: part.version for model_id, part in self.parts.items()}
 
     @property
+    def is_begun(self) -> bool:
+        """Whether the gate has begun with it."""
+        return self._begun
+
+    @property
     def acting(self) -> dict[str, Acting]:
         """What the models show when it has been applied."""
         return {
@@ -107,6 +112,25 @@ class Staging:
             part.slab.release()
 
 
+class Taken:
+    """An update that the user's code has taken, to apply it in its own time and thread. It is over with
+    :meth:`Subscriber.give_back`, and nothing newer replaces it before. ``previous``: per model, the version before and
+    its slab, which stay as they are meanwhile; without those of which there was none. Has references to all slabs."""
+
+    def __init__(self, staging: Staging, previous: dict[str, tuple[int, Slab]]) -> None:
+        self.staging = staging
+        self.previous = previous
+
+    def release(self) -> None:
+        self.staging.release()
+        self.leave_previous()
+
+    def leave_previous(self) -> None:
+        for _, slab in self.previous.values():
+            slab.release()
+        self.previous = {}
+
+
 class StagedUpdates(list[Staging]):
     """The updates that should go through the gate, oldest first. One that has gone through stays until the loop
     knows."""
@@ -118,12 +142,30 @@ class StagedUpdates(list[Staging]):
         the models. One that is newer in part stays whole, because its models switch together.
         """
         self.append(staging)
+        self._thin_out()
+
+    def line_up_again(self, staging: Staging) -> None:
+        """It was taken, and was not applied: it may be taken again, unless something newer is there."""
+        self.insert(0, staging)
+        self._thin_out()
+
+    def _thin_out(self) -> None:
         newer: set[str] = set()
         for one in reversed(self.copy()):
             if newer.issuperset(one.parts) and one.abandon():
                 self.remove(one)
             else:
                 newer.update(one.parts)
+
+    def take(self, models: Collection[str]) -> Staging | None:
+        """The newest that brings all of these models, and with which the gate has not begun: it is the caller's now.
+        Older ones of the same models are abandoned."""
+        for one in reversed(self.copy()):
+            if one.parts.keys() >= set(models) and not one.is_begun:
+                self.remove(one)
+                self[:] = [older for older in self if not (older.parts.keys() <= one.parts.keys() and older.abandon())]
+                return one
+        return None
 
     def finish(self, staging: Staging) -> None:
         """The gate has finished with it."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 import traceback
 import zlib
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from asyncsync.errors import ProtocolError, SchemaMismatch
 from asyncsync.model.binding import Binding
@@ -28,7 +28,7 @@ from asyncsync.protocol.holdings import Holdings
 from asyncsync.protocol.incoming import IncomingUpdate, Memory
 from asyncsync.protocol.session import Session
 from asyncsync.protocol.settings import Identity, Settings
-from asyncsync.protocol.staging import StagedPart, StagedUpdates, Staging
+from asyncsync.protocol.staging import StagedPart, StagedUpdates, Staging, Taken
 from asyncsync.weights.encoding import decode_onto
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab, SlabPool
@@ -63,6 +63,8 @@ class Subscriber:
         incoming: the update whose bytes are missing.
         staged: what should go through the gate, oldest first.
         held: what is as ready as that, and waits for COMMIT.
+        taken: what the user's code has taken.
+        takes: whether updates wait for :meth:`take`; the trainer knows, as what is taken may be kept for long.
         fetches: ``(serial, index, part, slab)`` of the parts that a transport is to bring; each ends in
             :meth:`fetched`.
         serial: of the latest update that has come. A report names the slabs in use of all updates up to it.
@@ -98,6 +100,8 @@ class Subscriber:
         self.incoming: IncomingUpdate | None = None
         self.staged = StagedUpdates()
         self.held: Staging | None = None
+        self.taken: Taken | None = None
+        self.takes = False
         self.fetches: deque[tuple[int, int, Part, Slab]] = deque()
         self.bytes_received = 0
         self.serial = 0
@@ -174,6 +178,37 @@ class Subscriber:
         if staging.epoch == self.session.epoch:
             self._report_failed(staging.serial, versions, error)
 
+    def take(self, models: Collection[str]) -> Taken | None:
+        """Take the newest update that is here, and brings all of these models; None: there is none. Raises
+        RuntimeError: one is taken already."""
+        if self.taken is not None:
+            raise RuntimeError("one update is taken already: leave its block before you take another one")
+        self.end_fast_path()
+        staging = self.staged.take(models)
+        if staging is None:
+            return None
+        held = {m: self.holdings.held[m] for m in staging.parts if m in self.holdings.held}
+        self.taken = Taken(staging, {m: (version, slab.retain()) for m, (_, version, slab) in held.items()})
+        return self.taken
+
+    def give_back(self, taken: Taken, error: BaseException | None = None) -> bool:
+        """The user's code is done with it: it has applied it, or could not, and may take it again. Returns whether its
+        trainer is still the one that counts."""
+        assert taken is self.taken
+        self.taken, staging = None, taken.staging
+        counts = staging.epoch == self.session.epoch
+        if error is None:
+            taken.leave_previous()
+            self.holdings.applied(staging)
+            self._report_applied(staging)
+        elif counts and not self.leaving:
+            taken.leave_previous()
+            self._report_failed(staging.serial, staging.versions, error)
+            self.staged.line_up_again(staging)
+        else:
+            taken.release()
+        return counts
+
     def leave(self) -> None:
         """Ignore further updates; :meth:`bye` follows."""
         self.end_fast_path()
@@ -215,7 +250,7 @@ class Subscriber:
         # The trainer starts afresh with this HELLO: it releases what was under way, so its bytes may change.
         if self.session.online:
             self._drop()
-            self.session.hello(self.holdings.versions, self.serial, now)
+            self.session.hello(self.holdings.versions, self.serial, now, takes=self.takes)
 
     # -- what comes from the trainer -----------------------------------------------------------------------------------
 
@@ -384,7 +419,7 @@ class Subscriber:
         if payload and len(payload[0]) != part.nbytes:
             raise ProtocolError(f"an AGAIN with {len(payload[0])} bytes for a slab of {part.nbytes}")
         slab: Slab | None = None
-        quick = self.settings.fast and not (self.staged or self.held or self.incoming or self.leaving)
+        quick = not (self.staged or self.held or self.taken or self.incoming or self.leaving) and self.settings.fast
         if layout is None or not quick or again.version <= self.holdings.version(model_id):
             self._on_update(again.expanded(part), (b"", *(payload or (b"",))), now)
             return
@@ -593,6 +628,13 @@ class Subscriber:
         self._drop()
         self._fail(update.serial, update.parts, error)
 
+    def _ready_versions(self) -> dict[str, int]:
+        """Per model, the newest version of this epoch that is staged, or taken."""
+        versions, taken = self.staged.versions(self.session.epoch), self.taken
+        if taken is not None and taken.staging.epoch == self.session.epoch:
+            versions = {**taken.staging.versions, **versions}
+        return versions
+
     def _attach(self, part: Part, layout: Layout) -> Slab | None:
         slab = self._memory.attach(self.session.local(part.model_id), part, layout, self.pool)
         if slab is not None and slab.leased:
@@ -616,7 +658,7 @@ class Subscriber:
         session, holdings = self.session, self.holdings
         assert session.epoch is not None
         ready: dict[str, StagedPart] = {}
-        waiting = self.staged.versions(session.epoch)
+        waiting = self._ready_versions()
         try:
             for part, slab in zip(parts, slabs, strict=True):
                 model_id = session.local(part.model_id)
@@ -713,7 +755,7 @@ class Subscriber:
         if self.failure is not None:
             session.send(self.failure)
         versions = session.named(self.holdings.versions)
-        staged = session.named(self.staged.versions(session.epoch))
+        staged = session.named(self._ready_versions())
         held = {} if self.held is None else session.named(self.held.versions)
         incoming = 0 if self.incoming is None else self.incoming.serial
         session.send(
@@ -728,7 +770,7 @@ class Subscriber:
         base, session, holdings = self.base, self.session, self.holdings
         if base is None or base[0] != serial or self.serial != serial or self.leaving or not self.settings.fast:
             return None
-        if self.staged or self.held or self.incoming or self.unreported or self.failure or self.outbox:
+        if self.staged or self.held or self.taken or self.incoming or self.unreported or self.failure or self.outbox:
             return None
         model_id = session.local(base[1].model_id)
         held = holdings.held.get(model_id)

@@ -93,7 +93,8 @@ class Hello(Instruction, kind=1):
     """``role``: a worker has one of the places that there are, and is waited for. A guest gets what is meant for
     everybody, and nobody waits for it; a relay is a guest that passes it on. These two draw their index. ``have``: the
     versions of its models. ``codecs``: what can be decoded, a bit for each; see :mod:`asyncsync.weights.encoding`.
-    ``serial``: of the last UPDATE that has come in this epoch, from whichever sender."""
+    ``serial``: of the last UPDATE that has come in this epoch, from whichever sender. ``takes``: it keeps what it is
+    sent for as long as it likes, beside other versions."""
 
     worker: int
     nonce: bytes
@@ -106,6 +107,7 @@ class Hello(Instruction, kind=1):
     role: str = "worker"
     codecs: int = 0
     serial: int = 0
+    takes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -512,7 +514,9 @@ CHECKS: dict[str, Check] = {
     **dict.fromkeys(
         ["versions", "have", "applied", "failed", "staged", "held", "counts", "refused", "dropped"], _counts
     ),
-    **dict.fromkeys(["eager", "packed", "opens", "mismatch", "root", "whole", "more", "slow", "local"], _boolean),
+    **dict.fromkeys(
+        ["eager", "packed", "opens", "mismatch", "root", "whole", "more", "slow", "local", "takes"], _boolean
+    ),
     **dict.fromkeys(["message", "traceback", "lost"], _text),
     "model_id": _name,
     "type_name": _name,

@@ -77,6 +77,9 @@ class Oracle:
             assert not held.abandoned
             assert held.epoch == subscriber.session.epoch, f"{worker} holds weights of another trainer"
             holders.update(part.slab for part in held.parts.values())
+        if (taken := subscriber.taken) is not None:
+            holders.update(part.slab for part in taken.staging.parts.values())
+            holders.update(slab for _, slab in taken.previous.values())
         if subscriber.incoming is not None:
             holders.update(slab for slab in subscriber.incoming.slabs if slab is not None)
             holders.update(slab for slab in subscriber.incoming.bases if slab is not None)
@@ -111,7 +114,7 @@ class Oracle:
         """Whatever a worker may read in place is what it was when it was lent."""
         subscriber = worker.subscriber
         seen = [(*held, model) for model, held in subscriber.holdings.held.items()]
-        for staging in (*subscriber.staged, *filter(None, [subscriber.held])):
+        for staging in (*subscriber.staged, *filter(None, [subscriber.held, worker.taken and worker.taken.staging])):
             seen += [(staging.epoch, part.version, part.slab, m) for m, part in staging.parts.items()]
         if (incoming := subscriber.incoming) is not None:
             parts = zip(incoming.parts, incoming.slabs, strict=True)

@@ -20,7 +20,7 @@ from asyncsync.net.side_channel import split
 from asyncsync.protocol.incoming import Memory
 from asyncsync.protocol.publisher import Publisher
 from asyncsync.protocol.settings import Identity, Settings
-from asyncsync.protocol.staging import Staging
+from asyncsync.protocol.staging import Staging, Taken
 from asyncsync.protocol.subscriber import Subscriber
 from asyncsync.protocol.targets import Publication
 from asyncsync.weights.layout import Layout
@@ -351,6 +351,7 @@ class Worker(Memory):
         self.late: set[str] = set()
         self.epochs: dict[str, tuple[tuple[int, int], int]] = {}
         self.running: Staging | None = None
+        self.taken: Taken | None = None
         self.fetches: list[tuple[int, int, messages.Part, Slab]] = []
         self.failures = 0
         self.again = 0  # the serial of an AGAIN that has just come

@@ -70,6 +70,8 @@ OPERATIONS = {
     "abandon": 1,
     "pack": 6,
     "hold": 4,
+    "take": 2,
+    "give": 3,
     "begin": 3,
     "finish": 2,
     "fetch": 2,
@@ -309,6 +311,28 @@ class Simulation(Oracle):
         if worker.running is not None:
             self._finish(worker)
 
+    def _do_take(self, a: int, b: int) -> None:
+        """The user's code takes an update, to apply it by itself."""
+        worker = self._pick(a)
+        if worker.active and worker.running is None and worker.taken is None:
+            worker.taken = worker.subscriber.take([worker.subscriber.session.local(self._some_models(b)[0])])
+
+    def _do_give(self, a: int, b: int) -> None:
+        """It has applied it, or could not."""
+        worker = self._pick(a)
+        if worker.taken is not None:
+            self._give(worker, fails=b % 4 == 0)
+
+    def _give(self, worker: Worker, *, fails: bool = False) -> None:
+        taken, worker.taken = worker.taken, None
+        if fails:
+            worker.failures += 1
+            worker.subscriber.give_back(taken, RuntimeError("the user's code has failed"))
+            return
+        taken.staging.run()
+        self._observe(worker)
+        worker.subscriber.give_back(taken)
+
     def _do_fetch(self, a: int, b: int) -> None:
         worker = self._pick(a)
         if worker.fetches:
@@ -317,7 +341,7 @@ class Simulation(Oracle):
     def _do_mismatch(self, a: int, b: int) -> None:
         """The user has put something else into the model when the update wants to go in."""
         worker = self._pick(a)
-        if worker.running is not None or not worker.subscriber.staged:
+        if worker.running is not None or worker.taken is not None or not worker.subscriber.staged:
             return
         staging = worker.subscriber.staged[0]
         model = worker.models[sorted(staging.parts)[b % len(staging.parts)]]
@@ -451,6 +475,8 @@ class Simulation(Oracle):
                 self._kill(worker)  # its BYE may have been lost
             if worker.running is not None:
                 self._finish(worker)
+            if worker.taken is not None:
+                self._give(worker)
             for binding in worker.bindings.values():
                 binding.fails = 0
         for trainer in self.trainers:
@@ -669,6 +695,8 @@ class Simulation(Oracle):
         subscriber = worker.subscriber
         if worker.running is not None:
             self._finish(worker)
+        if worker.taken is not None:
+            self._give(worker)
         subscriber.leave()
         for use in list(worker.uses):
             worker.end_use(use)
@@ -794,7 +822,7 @@ class Simulation(Oracle):
                 self.network.append(Message(worker.connection, True, frames))
 
     def _begin(self, worker: Worker) -> bool:
-        if worker.running is not None or not worker.subscriber.staged:
+        if worker.running is not None or worker.taken is not None or not worker.subscriber.staged:
             return False
         worker.running = worker.subscriber.staged[0]
         worker.running.run()

@@ -218,6 +218,11 @@ MUTATIONS = {
     "a late worker gets what is staged as if it were the target": [
         (Publisher, "_announce", "self._staged_for(peer), STAGE", "self._staged_for(peer), APPLY")
     ],
+    "what is taken is replaced by what is newer": [(StagedUpdates, "take", "self.remove(one)", "pass")],
+    "the version before what is taken is not kept": [(Subscriber, "take", "slab.retain()) for", "slab) for")],
+    "PONG does not show what is taken": [
+        (Subscriber, "_ready_versions", "taken.staging.epoch == self.session.epoch", "False")
+    ],
     "HELLO is said once": [(Subscriber, "tick", "self.session.is_hello_due(now)", "False")],
 }
 

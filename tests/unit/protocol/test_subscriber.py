@@ -789,6 +789,75 @@ def test_values_of_a_setting_are_those_that_are_documented() -> None:
     assert settings.slow_after > settings.ping_interval
 
 
+# -- taking ------------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_taken_is_replaced_by_nothing_newer_and_the_version_before_stays(station: Station) -> None:
+    station.join()
+    station.update_now(1, {"policy": (1, 10)})
+    station.update(2, {"policy": (2, 20)})
+    taken = station.subscriber.take(["policy"])
+    assert taken is not None
+    (version, before), slab = taken.previous["policy"], taken.staging.parts["policy"].slab
+    station.update(3, {"policy": (3, 30)})
+    with pytest.raises(RuntimeError, match="taken already"):
+        station.subscriber.take(["policy"])
+    assert bytes(slab.memory) == content_of(20)
+    assert (version, bytes(before.memory)) == (1, content_of(10))
+    station.take()
+    taken.staging.run()
+    assert station.subscriber.give_back(taken)
+    assert station.take() == [messages.Applied(EPOCH, {"policy": 2}, 3)]
+    assert not before.references
+    station.apply()
+    assert station.content() == {30}
+
+
+def test_what_could_not_be_applied_may_be_taken_again_until_something_newer_is_there(station: Station) -> None:
+    station.join()
+    station.update(1, {"policy": (1, 10)})
+    for _ in range(2):
+        taken = station.subscriber.take(["policy"])
+        assert taken is not None
+        station.take()
+        station.subscriber.give_back(taken, RuntimeError("out of memory"))
+        (failed,) = station.take(messages.Failed)
+        assert (failed.versions, failed.type_name) == ({"policy": 1}, "builtins.RuntimeError")  # type: ignore[attr-defined]
+    taken = station.subscriber.take(["policy"])
+    assert taken is not None
+    station.update(2, {"policy": (2, 20)})
+    station.subscriber.give_back(taken, RuntimeError("out of memory"))
+    taken = station.subscriber.take(["policy"])
+    assert taken is not None
+    assert taken.staging.versions == {"policy": 2}
+
+
+def test_what_is_taken_survives_a_reconnection_but_not_another_trainer(station: Station) -> None:
+    station.join()
+    station.update(1, {"policy": (1, 10)})
+    taken = station.subscriber.take(["policy"])
+    assert taken is not None
+    station.subscriber.disconnected()
+    station.subscriber.connected(station.now)
+    station.welcome()
+    station.take()
+    station.receive(messages.Ping(EPOCH, 1))
+    (pong,) = station.take(messages.Pong)
+    assert pong.staged == {"policy": 1}, "or the trainer would send it again"  # type: ignore[attr-defined]
+    station.subscriber.give_back(taken)
+    assert station.take() == [messages.Applied(EPOCH, {"policy": 1}, 1)]
+    station.update(2, {"policy": (2, 20)})
+    taken = station.subscriber.take(["policy"])
+    assert taken is not None
+    station.subscriber.disconnected()
+    station.subscriber.connected(station.now)
+    station.welcome(epoch=(EPOCH[0] + 1, 1))
+    station.take()
+    assert not station.subscriber.give_back(taken)
+    assert not station.take()
+    assert station.subscriber.take(["policy"]) is None
+
+
 # -- AGAIN -------------------------------------------------------------------------------------------------------------
 
 
