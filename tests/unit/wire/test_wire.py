@@ -401,16 +401,16 @@ def test_a_message_needs_a_known_protocol_and_kind() -> None:
     refused()
     refused(b"")
     ping = [11, [1, 2], 3, 0]
-    for raw in ([], [1], [2, 0], [2, 15], [2, "11"], [True, *ping], [2, True, [1, 2], 3], {}, 7):
+    for raw in ([], [1], [3, 0], [3, 15], [3, "11"], [True, *ping], [3, True, [1, 2], 3], {}, 7):
         refused(msgpack.packb(raw))
     assert "use one version" in str(refused(msgpack.packb([1, *ping])))
 
 
 def test_a_key_that_comes_twice_is_refused() -> None:
     rest = b"\x00\x90\x00"  # nothing is kept
-    once = b"\x97\x02\x09\x92\x01\x02\x81\xa1a\x01" + rest
+    once = b"\x97\x03\x09\x92\x01\x02\x81\xa1a\x01" + rest
     assert decode([once])[0] == Applied((1, 2), {"a": 1})
-    refused(b"\x97\x02\x09\x92\x01\x02\x82\xa1a\x01\xa1a\x02" + rest)
+    refused(b"\x97\x03\x09\x92\x01\x02\x82\xa1a\x01\xa1a\x02" + rest)
 
 
 def test_a_header_may_need_more_than_the_small_limits() -> None:
