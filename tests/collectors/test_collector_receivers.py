@@ -203,6 +203,13 @@ class Below(WeightUpdaterBase):
         self.brought.append(read(server_weights))
 
 
+@pytest.mark.requirement(160, 164)
+def test_what_a_collector_with_others_below_is_given_is_passed_on() -> None:
+    with tree(workers=2) as (top, leaves):
+        top.receive_weights(Model(6))
+        assert [read(each.policy) for each in (top, *leaves)] == [{6}] * 3
+
+
 @pytest.mark.requirement(74)
 @pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
 def test_whether_it_is_passed_on_is_asked_for_each_update() -> None:

@@ -337,6 +337,13 @@ def test_rollouts_that_are_cut_lose_no_frame_of_a_trajectory() -> None:
 
 
 @both
+async def test_coroutines_get_whole_trajectories(kind: Any) -> None:
+    given = options(frames_per_batch=12, total_frames=120, trajs_per_batch=3)
+    async with await kind.create([seeded(1), seeded(2)], policy(), **given) as collector:
+        assert_none_is_lost([row async for batch in collector for row in rows(batch.clone())], {1: 5, 2: 5})
+
+
+@both
 async def test_a_cancelled_wait_loses_no_trajectory_of_workers(kind: Any) -> None:
     given = options(frames_per_batch=16, total_frames=320, trajs_per_batch=1)
     found = []

@@ -148,7 +148,7 @@ WRONG: list[tuple[Any, type[Exception], str]] = [
     ([1], TypeError, "list"),
     ("epoch", TypeError, "mapping"),
     ({1: 2}, TypeError, "1"),
-    ({"loss": torch.tensor(1.0)}, TypeError, "'loss'"),
+    ({"step": 1, "loss": torch.tensor(1.0)}, TypeError, "'loss'"),
     *[({"a": wrong}, TypeError, "'a'") for wrong in ({1: 2}, np.zeros(2), {1}, 1 << 64, "\udcff")],
     ({"a": bytes(64 << 10)}, ValueError, "65536"),
     ({"a": deep(30)}, ValueError, "nested"),

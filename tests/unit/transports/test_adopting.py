@@ -204,6 +204,17 @@ class Overlaid(nn.Module):
         assert all(share_memory(getattr(self, one), getattr(self, other)) for one, other in pairs)
 
 
+def test_a_model_that_is_shared_between_updates_does_not_lose_them(pair: Callable[..., Pair]) -> None:
+    """Passing a model to a spawned process does that: torch moves the storage, under all tensors that use it."""
+    model = linear(0)
+    worker = pair(model)
+    for version in range(1, 7):
+        if version == 3:
+            model.share_memory()
+        worker.update(linear(version))
+        assert values_of(model) == {version}
+
+
 def test_parameters_that_share_memory_go_on_sharing_it(pair: Callable[..., Pair]) -> None:
     model: Any = filled(0, Overlaid)
     worker = pair(model)
