@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
 import msgpack
 
-__all__ = ["describe", "find", "the_ray"]
+__all__ = ["describe", "find", "kill", "the_ray"]
 
 
 def the_ray() -> Any:
@@ -24,6 +26,14 @@ def the_ray() -> Any:
     if not ray.is_initialized():
         raise RuntimeError("this process has not joined a Ray cluster: call ray.init() first")
     return ray
+
+
+def kill(actor: Any) -> None:
+    """End an actor for good, unless it has ended with its cluster."""
+    ray = sys.modules["ray"]
+    if ray.is_initialized():
+        with suppress(ValueError):  # the program has joined another cluster since
+            ray.kill(actor)
 
 
 # An ObjectRef that is pickled by anything but Ray's own calls is pinned for as long as this process lives. What Ray's

@@ -6,25 +6,35 @@ of a store is locked while it waits, so each thread has one of its own.
 
 from __future__ import annotations
 
+import math
 import os
+import secrets
 import socket
+import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 from torch import distributed
 
 from asyncsync.errors import NotConnected
+from asyncsync.net.rendezvous import THREAD, MeetingPlace
+from asyncsync.runtime.threads import elsewhere, until_cancelled
 
 Address = tuple[str, int]
 """Host and port of a store."""
 
 ANSWER_SECONDS = 20.0
 FOREVER = timedelta(days=365)
-FIRST_LOOK, LAST_LOOK = 0.002, 0.05
+QUESTIONS = "questions"
+ASK_AGAIN_SECONDS = 5.0
+FIRST_LOOK = 0.002
+ANSWERS_LOOK, QUESTIONS_LOOK = 0.05, 0.25  # the longest pauses between two looks
 
 _c10d: Any = distributed  # its annotations do not show the stores
 
@@ -63,19 +73,21 @@ class OwnStore:
         """Whether it listens."""
         return self._store is not None
 
-    def open(self) -> None:
-        """Listen; after :meth:`close`, once more, if the port is free. Idempotent."""
-        if self._store is None:
-            if self._bound.fileno() < 0:
-                self._take(*self.address)
-            self._bound.listen()
-            host, port = self.address
-            self._store = _c10d.TCPStore(
-                host, port, is_master=True, wait_for_workers=False, master_listen_fd=self._bound.detach()
-            )
-            _open.add(self._store)
-            self._forgotten = weakref.finalize(self, _forget, self._store, os.getpid())
-            self._forgotten.atexit = False
+    def open(self) -> bool:
+        """Listen; after :meth:`close`, once more, if the port is free. False: it does so already."""
+        if self._store is not None:
+            return False
+        if self._bound.fileno() < 0:
+            self._take(*self.address)
+        self._bound.listen()
+        host, port = self.address
+        self._store = _c10d.TCPStore(
+            host, port, is_master=True, wait_for_workers=False, master_listen_fd=self._bound.detach()
+        )
+        _open.add(self._store)
+        self._forgotten = weakref.finalize(self, _forget, self._store, os.getpid())
+        self._forgotten.atexit = False
+        return True
 
     def put(self, queue: str, content: bytes) -> None:
         """Into a queue of this store, which is open."""
@@ -134,14 +146,75 @@ def innermost(store: Any) -> Any:
     return store
 
 
-def wait_for(store: Any, key: str, seconds: float, is_over: Callable[[], bool]) -> bytes | None:
-    """The value of a key when there is one; None if it is over before, or the time is."""
+class StorePlace(MeetingPlace):
+    """A meeting place under a name in a store, of which ``client`` makes clients. The store is the process group's, or
+    the sender has opened it: its ``own``, which it shares with schemes that it was converted to."""
+
+    def __init__(self, name: str, client: Callable[[], Any], own: OwnStore | None = None) -> None:
+        super().__init__()
+        self.own = own
+        self._name = name
+        self._client = client
+        self._store: Any = None  # the sender's client
+        self._has_opened = False
+
+    def _visit(self) -> Any:
+        return part_of(self._client(), f"asyncsync/{self._name}")
+
+    async def open(self) -> None:
+        await elsewhere(THREAD, self._open)
+
+    def _open(self) -> None:
+        if self.own is not None:
+            self._has_opened = self.own.open() or self._has_opened
+        elif _in_groups.get(self._name, self).is_hosted:
+            raise NotConnected(
+                f"another scheme of this process is the sender of {self._name!r} in its process group: give each a "
+                "model_id of its own, or shut the other one down before"
+            )
+        else:
+            _in_groups[self._name] = self
+        self._store = self._visit()
+
+    def ask(self, worker: int, over: threading.Event) -> bytes:
+        store, key = self._visit(), secrets.token_hex(8)
+        try:
+            store.queue_push(QUESTIONS, f"{worker} {key}")
+            _look_for(key, store, over, ANSWERS_LOOK, ASK_AGAIN_SECONDS)
+            answer: bytes = store.get(key)
+            store.delete_key(key)
+        except RuntimeError as error:
+            raise NotConnected(str(error)) from error
+        return answer
+
+    async def asked(self) -> tuple[int, str]:
+        return await until_cancelled(THREAD, self._asked)
+
+    def _asked(self, over: threading.Event) -> tuple[int, str]:
+        while True:
+            _look_for(QUESTIONS, self._store, over, QUESTIONS_LOOK)
+            with suppress(_c10d.QueueEmptyError):  # another sender has taken it
+                worker, key = self._store.queue_pop(QUESTIONS, block=False).decode().split()
+                return int(worker), key
+
+    async def answer(self, key: str, answer: bytes) -> None:
+        await elsewhere(THREAD, partial(self._store.set, key, answer))
+
+    async def end(self) -> None:
+        if self.own is not None and (self._has_opened or not self.own.is_open):
+            self._has_opened = False
+            await elsewhere(THREAD, self.own.close)
+
+
+_in_groups: weakref.WeakValueDictionary[str, StorePlace] = weakref.WeakValueDictionary()
+"""The places in the stores of process groups where this process is the sender, by their names."""
+
+
+def _look_for(key: str, store: Any, over: threading.Event, longest: float, seconds: float = math.inf) -> None:
+    """Wait until there is something under this key. Raises NotConnected: it is over before, or the time is."""
     # A wait in the store cannot be ended from outside, and prints lines to stderr when its time is over.
     pause, deadline = FIRST_LOOK, time.monotonic() + seconds
     while not store.check([key]):
-        if is_over() or time.monotonic() > deadline:
-            return None
-        time.sleep(pause)
-        pause = min(2 * pause, LAST_LOOK)
-    value: bytes = store.get(key)
-    return value
+        if over.wait(pause) or time.monotonic() > deadline:
+            raise NotConnected("there is no answer yet")
+        pause = min(2 * pause, longest)

@@ -46,8 +46,8 @@ from asyncsync.net.endpoint import (
     draw_endpoint,
     is_plaintext_beyond_loopback,
 )
-from asyncsync.net.introduction import Introduction
 from asyncsync.net.keys import KeyFile, KeyFiles
+from asyncsync.net.rendezvous import Find, Introduction
 from asyncsync.protocol.settings import EAGER_BYTES, Settings
 from asyncsync.protocol.staging import Acting
 from asyncsync.weights.encoding import check_codec
@@ -151,6 +151,7 @@ class BusCore(KnownKeywords):
         self._worker: int | None = None
         self._late = False
         self._introduction: Introduction | None = None  # a worker's
+        self._find_sender: Find | None = None  # the successor of the one that it was introduced to
         self._constructed = self.num_workers  # by the constructor; init_on_sender() may set it instead
         self._starting: tuple[Any, ...] = ()  # workers' processes, to be watched while connect() waits
         self._closed = False
@@ -325,8 +326,8 @@ class BusCore(KnownKeywords):
             assert self._gate is not None
             sender = self._introduction or self.connect_endpoint
             credentials = None if self.keys is None else partial(self.keys.receiver, worker)
-            here = self.monitoring.here
-            link = ReceiverLink(sender, worker, self._settings(), self._gate, credentials, monitoring=here)
+            options: Any = {"monitoring": self.monitoring.here, "find": self._find_sender}
+            link = ReceiverLink(sender, worker, self._settings(), self._gate, credentials, **options)
             self._link = link
             self._end_with_the_loop(link)
         return self._receiver()

@@ -11,7 +11,6 @@ from asyncsync.bus.carrier import Carrier
 from asyncsync.bus.receiver import ReceiverLink
 from asyncsync.errors import NotConnected
 from asyncsync.model.gate import Gate
-from asyncsync.net.introduction import Introduction
 from asyncsync.net.keys import Credentials
 from asyncsync.protocol.settings import Settings
 from asyncsync.weights.slab import Slab
@@ -27,7 +26,7 @@ class Snapshot(NamedTuple):
 
 
 def guest_link(
-    sender: str | Introduction,
+    sender: str,
     transport: Carrier,
     settings: Settings,
     role: str,
@@ -54,7 +53,7 @@ class Guest:
 
     def __init__(
         self,
-        sender: str | Introduction,
+        sender: str,
         transport: Carrier,
         settings: Settings | None = None,
         *,
@@ -67,7 +66,7 @@ class Guest:
         """The newest weights of every model of which the sender has any, by name ("": a sender's only model that has
         none). Raises NotConnected if there is no sender, or it has none, within the timeout, and at once if it does not
         let this guest in for its key; ClosedError or Fenced if it has turned this guest away."""
-        subscriber, dialer = self.link.subscriber, self.link.whereabouts.dialer
+        subscriber, dialer = self.link.subscriber, self.link.whereabouts
         session = subscriber.session
 
         def have_come() -> bool:
@@ -91,8 +90,8 @@ class Guest:
     def why(self) -> str:
         """For people: why there are no weights yet."""
         subscriber = self.link.subscriber
-        if self.link.whereabouts.dialer.why:
-            return self.link.whereabouts.dialer.why
+        if self.link.whereabouts.why:
+            return self.link.whereabouts.why
         if not subscriber.session.online:
             return "there is no connection: is the sender running, and is this its address?"
         if not subscriber.session.welcomed:

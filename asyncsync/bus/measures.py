@@ -70,7 +70,7 @@ def _of_receiver(link: ReceiverLink, models: list[str]) -> list[Metric]:
     who, key = ("worker",), (str(worker),)
     applied = {(str(worker), name): float(link.version([name])) for name in models}
     states = {(str(worker), state): float(status.state == state) for state in STATES}
-    refused = link.whereabouts.dialer.refused
+    refused = link.whereabouts.refused
     return [
         _gauge("receiver_version", "The version that a model shows.", applied, (*who, "model")),
         _gauge("receiver_target_version", "The version that it should have.", {key: status.target}, who),

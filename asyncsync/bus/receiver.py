@@ -18,7 +18,6 @@ from asyncsync.bus.fetching import Fetches
 from asyncsync.bus.link import LINGER_MS, Link
 from asyncsync.bus.observing import ReceiverObserver
 from asyncsync.bus.receiving import Receiving
-from asyncsync.bus.whereabouts import Whereabouts
 from asyncsync.errors import ClosedError, NotConnected, ProtocolError
 from asyncsync.fastpath.worker import begin
 from asyncsync.model.binding import Binding
@@ -27,9 +26,9 @@ from asyncsync.monitor.metrics import Metrics
 from asyncsync.monitor.options import UNMONITORED, Monitoring
 from asyncsync.monitor.spans import hooks_of
 from asyncsync.net.endpoint import is_trustworthy, side_channel_path
-from asyncsync.net.introduction import Introduction
 from asyncsync.net.keys import Credentials
 from asyncsync.net.processes import ProcessWatch, this_process
+from asyncsync.net.rendezvous import Find, Introduction, Whereabouts
 from asyncsync.net.side_channel import ALONE, BY_SIDE_CHANNEL, SideChannel, connect, read
 from asyncsync.net.zmq_socket import LoopSocket, dealer
 from asyncsync.protocol.settings import Settings
@@ -64,6 +63,7 @@ class ReceiverLink(Link):
         role: str = "worker",
         monitoring: Monitoring = UNMONITORED,
         transport: Carrier | None = None,
+        find: Find | None = None,
     ) -> None:
         hooks = hooks_of(monitoring.tracing)
         super().__init__("asyncsync-copy")
@@ -77,7 +77,7 @@ class ReceiverLink(Link):
         self.observer = ReceiverObserver(worker, hooks)
         self.applying = Applying(self, self.subscriber, gate, self._fetches.transports, self._show, self.observer)
         self.receiving = Receiving(
-            self, self.subscriber, self.applying, gate, lambda: self.whereabouts.why(), self.origin
+            self, self.subscriber, self.applying, gate, lambda: self.whereabouts.why_not(), self.origin
         )
         self._watch: ProcessWatch | None = None
         self._watched: tuple[int, str, int] | None = None
@@ -91,8 +91,9 @@ class ReceiverLink(Link):
                 socket = dealer(self.context)
             except zmq.ZMQError as error:
                 raise NotConnected(f"cannot connect to the sender: {error}") from error
-            told = self._connected, self._disconnected, self._receive_cast, self.crash
-            self.whereabouts = Whereabouts(socket, sender, self.subscriber.session, credentials, *told)
+            session, told = self.subscriber.session, (self._connected, self._disconnected)
+            cast = self._receive_cast
+            self.whereabouts = Whereabouts(socket, sender, session, credentials, find, told, cast, self.crash)
             undo.callback(self.whereabouts.close)
             self._socket = LoopSocket(socket, self._receive, self.crash)
             undo.pop_all()
@@ -136,7 +137,6 @@ class ReceiverLink(Link):
     # -- callbacks --------------------------------------------------------------------------------------------------
 
     def _connected(self) -> None:
-        self.whereabouts.away_since = None
         if not is_trustworthy(endpoint := self.whereabouts.endpoint):
             # Without this worker's HELLO, whoever answers there does not know its nonce, and is not listened to.
             logger.error("%s no longer belongs to this user, so this worker does not connect there", endpoint)
@@ -145,15 +145,11 @@ class ReceiverLink(Link):
             self.settle()
 
     def _disconnected(self) -> None:
-        if self.subscriber.session.online:
-            self.whereabouts.away_since = self.loop.time()  # not anew with each attempt that comes to nothing
         if self.side_channel is not None:
             self.side_channel.drain()
             self.side_channel.close()
         self.subscriber.disconnected()
         self.settle()
-        if self.whereabouts.following is not None and self.subscriber.session.ended is None:
-            self.whereabouts.following.begin()
 
     def _receive(self, frames: list[Any]) -> None:
         if self.side_channel is not None:
@@ -356,9 +352,8 @@ class ReceiverLink(Link):
         self.subscriber.bye("shutdown", reads=reads)
         self._flush(self.loop.time())
         self.closed = True
-        passing_on = self.applying.cascade.task
-        asking = None if self.whereabouts.following is None else self.whereabouts.following.task
-        ending = {*self._fetches.tasks, *(task for task in (passing_on, asking) if task is not None)}
+        others = self.applying.cascade.task, self.whereabouts.search
+        ending = {*self._fetches.tasks, *(task for task in others if task is not None)}
         for task in self._fetches.tasks:
             task.cancel()
         self.applying.close()

@@ -26,9 +26,9 @@ from asyncsync.monitor.metrics import Metrics
 from asyncsync.monitor.options import UNMONITORED, Monitoring
 from asyncsync.monitor.spans import hooks_of
 from asyncsync.net.endpoint import EndpointLock, is_plaintext_beyond_loopback, side_channel_path
-from asyncsync.net.introduction import Introductions
 from asyncsync.net.keys import Admission, KeyFiles, KeyPair
 from asyncsync.net.processes import ProcessWatch, shortage, this_process
+from asyncsync.net.rendezvous import Introductions
 from asyncsync.net.side_channel import Receive, SideChannels, read
 from asyncsync.net.zmq_socket import Bound, LoopSocket, router
 from asyncsync.protocol.peer import Peer
@@ -57,7 +57,7 @@ class SenderLink(Link):
     sender needs ``min_workers``; ``pool`` has slabs for transports that have none.
     """
 
-    introductions: Introductions | None = None
+    introductions: Introductions  # if it is keyed
     admission: Admission | None = None
 
     def __init__(
@@ -113,7 +113,6 @@ class SenderLink(Link):
             hint = "bind a numeric address of this host, and tell the workers its name with connect="
             if keyed:
                 self.admission = Admission(self.context, KeyPair.draw(), self.crash)
-                self.introductions = Introductions(self.admission, self.publisher.peers)
             elif keys is not None:
                 server, listed = keys.sender()
                 self.admission = Admission(self.context, server, self.crash, listed)
@@ -124,8 +123,9 @@ class SenderLink(Link):
             if error.errno == zmq.EADDRINUSE:
                 hint = "is another sender using it?"
             raise NotConnected(f"cannot bind {endpoint}: {error}; {hint}") from error
-        if self.introductions is not None:
-            self.introductions.endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        if keyed and self.admission is not None:
+            bound = socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+            self.introductions = Introductions(bound, self.admission, self.publisher.peers)
         elif self.admission is None and is_plaintext_beyond_loopback(endpoint):
             logger.warning("%s is reachable from other hosts and not encrypted (allow_plaintext=True)", endpoint)
         self._bound = Bound(socket)

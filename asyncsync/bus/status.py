@@ -32,7 +32,7 @@ def bus_status(link: object, models: list[str]) -> BusStatus:
     if isinstance(link, SenderLink):
         return BusStatus(sender_status(link, models), {} if link.admission is None else link.admission.refused)
     if isinstance(link, ReceiverLink):
-        return BusStatus(receiver_status(link, models), link.whereabouts.dialer.refused)
+        return BusStatus(receiver_status(link, models), link.whereabouts.refused)
     return BusStatus({}, {})
 
 
@@ -59,7 +59,7 @@ def receiver_status(link: ReceiverLink, models: list[str]) -> dict[int, WorkerSt
     elif subscriber.session.ended is not None:
         state, reason = "lost", str(subscriber.session.ended)
     elif link.sender_lost or not subscriber.session.online:
-        state, reason = "lost", link.whereabouts.dialer.why or "the sender is gone; waiting for a new one"
+        state, reason = "lost", link.whereabouts.why or "the sender is gone; waiting for a new one"
     elif seen is None or seen > subscriber.settings.slow_after:
         state = "slow"
     return {subscriber.worker: WorkerStatus(version, target, lag, seen, state, subscriber.bytes_received, reason)}

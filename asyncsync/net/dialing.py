@@ -49,8 +49,6 @@ class Dialer:
         endpoints: Sequence[str],
         credentials: Callable[[], Credentials] | None,
         crash: Callable[[BaseException], None],
-        connected: Callable[[], object] = lambda: None,
-        disconnected: Callable[[], object] = lambda: None,
         attempt: int = 0,
     ) -> None:
         self.why = ""
@@ -63,8 +61,6 @@ class Dialer:
         self._with = None if credentials is None else credentials()
         self._attempt = attempt
         self._crash = crash
-        self._connected = connected
-        self._disconnected = disconnected
         self._pause = FIRST_PAUSE
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
@@ -76,6 +72,12 @@ class Dialer:
         except zmq.ZMQError as error:
             self.close()
             raise NotConnected(f"cannot connect to {self.endpoint}: {error}") from error
+
+    def connected(self) -> None:
+        """For a subclass: the connection has begun."""
+
+    def disconnected(self) -> None:
+        """For a subclass: the connection has ended."""
 
     def dial_beside(self, socket: zmq.Socket[bytes], endpoint: str) -> Dialer:
         """Have another socket connect to another port of this sender, with the same keys. Raises NotConnected."""
@@ -131,9 +133,9 @@ class Dialer:
     def _take_in(self, event: int, value: int) -> None:
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self.why, self.is_refused, self._pause = "", False, FIRST_PAUSE
-            self._connected()
+            self.connected()
         elif event == zmq.EVENT_DISCONNECTED:
-            self._disconnected()
+            self.disconnected()
         elif event & _ATTEMPTS:
             self._attempted(has_begun=event == zmq.EVENT_CONNECT_DELAYED)
         elif why := self._explain(event, value):

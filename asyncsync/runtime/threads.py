@@ -181,12 +181,12 @@ async def elsewhere(name: str, function: Callable[[], T], on_cancel: Callable[[]
         thread.abandon()
 
 
-async def until_cancelled(name: str, function: Callable[[Callable[[], bool]], T]) -> T:
-    """Run ``function(is_over)`` in a daemon thread of its own, which ends with it. Cancelled, this raises at once, and
-    ``is_over()`` is true from then on."""
+async def until_cancelled(name: str, function: Callable[[threading.Event], T]) -> T:
+    """Run ``function(over)`` in a daemon thread of its own, which ends with it. Cancelled, this raises at once, and
+    ``over`` is set."""
     over, thread = threading.Event(), WorkThread(name)
     try:
-        return await thread.submit(partial(function, over.is_set))
+        return await thread.submit(partial(function, over))
     finally:
         over.set()
         thread.abandon()

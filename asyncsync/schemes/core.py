@@ -7,6 +7,7 @@ other side.
 
 from __future__ import annotations
 
+import asyncio
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -262,8 +263,11 @@ class SchemeCore(SchemeState, ABC):
 
     # -- phase 2 ----------------------------------------------------------------------------------------------------
 
+    async def _open(self, timeout: float) -> None:
+        """Sender: let the workers find it, where it has no address."""
+
     async def _meet(self, worker_idx: int | None, timeout: float) -> None:
-        pass  # it has an address
+        """Receiver: find a sender that has none."""
 
     def _register(self, worker_idx: int | None = None) -> None:
         """Receiver: take part in the bus's HELLO, before waiting for anything."""
@@ -296,9 +300,10 @@ class SchemeCore(SchemeState, ABC):
             return None
         return await self._extract(weights, None)
 
-    async def _connect_sender(self, initial: Source | None, timeout: float, begun: float | None = None) -> None:
+    async def _connect_sender(self, initial: Source | None, timeout: float) -> None:
+        start = asyncio.get_running_loop().time()
+        await self._open(timeout)
         link = self._bus._open_sender()
-        start = link.loop.time() if begun is None else begun
         transport = self._transport()
         transport._start(None)
         await transport._ready(timeout)
@@ -319,11 +324,12 @@ class SchemeCore(SchemeState, ABC):
         self._registered = True
 
     async def _connect_receiver(self, worker_idx: int | None, timeout: float) -> None:
+        deadline = asyncio.get_running_loop().time() + timeout
+        await self._meet(worker_idx, timeout)
         self._register(worker_idx)
         link, receiving = self._receiver()
-        start = link.loop.time()
-        await link.receiving.connected(self._topic, timeout)
-        await self._transport()._ready(max(0.0, start + timeout - link.loop.time()))
+        await link.receiving.connected(self._topic, max(0.0, deadline - link.loop.time()))
+        await self._transport()._ready(max(0.0, deadline - link.loop.time()))
         if not receiving.has_connected:  # what comes after that has not been returned
             receiving.has_connected, receiving.returned = True, link.receiving.mark(self._topic)
 

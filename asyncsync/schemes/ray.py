@@ -7,8 +7,10 @@ import asyncio
 import base64
 import binascii
 import sys
-import weakref
+import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from typing import Any, ClassVar
 
@@ -18,14 +20,13 @@ from asyncsync.bus.member import Source
 from asyncsync.errors import NotConnected, PeerLost, WeightSyncError
 from asyncsync.model.strategy import WeightStrategy
 from asyncsync.net.address import own_address
-from asyncsync.net.introduction import Introduction, Introductions
-from asyncsync.runtime.threads import call_soon, elsewhere
-from asyncsync.schemes.ray_rendezvous import answer, find_introduction, hold_questions, kill, when_there
+from asyncsync.net.rendezvous import THREAD, MeetingPlace
+from asyncsync.runtime.threads import elsewhere
 from asyncsync.schemes.registry import register
 from asyncsync.schemes.remote_calls import METHOD, Call, Called, CalledBlocking, RemoteCallCore, failure_of
 from asyncsync.schemes.torch_distributed import check_backend
 from asyncsync.transports.ray_objects import BlockingRayTransport, ObjectTransport, RayTransport
-from asyncsync.transports.ray_private import the_ray
+from asyncsync.transports.ray_private import kill, the_ray
 from asyncsync.transports.slots import COPY_BYTES
 
 OBJECT_STORE = "object_store"
@@ -33,6 +34,98 @@ BACKENDS = ("gloo", "nccl", OBJECT_STORE)
 MARK = f"{METHOD} asyncsync:"  # a call's name, as Ray shows it; what follows is the Call
 MARGIN = 1.0  # a connect that is late says why
 MODULE = "transform_module"  # what a transform's module is called where the sender gives it no name
+LOOK_SECONDS = 0.1
+
+
+class ActorPlace(MeetingPlace):
+    """The meeting place of Ray's schemes: a small actor, whose name follows from the pickled scheme. (A worker's actor
+    takes no call while its ``connect`` waits, so the sender cannot bring an introduction there.) Ray restarts it if its
+    process ends, calls it again then, and ends it with the sender that has made it."""
+
+    outlives_sender = False
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.actor: Any = None
+        self._name = name
+
+    async def open(self) -> None:
+        if self.actor is None:
+            await elsewhere(THREAD, self._start)  # the actor is this sender's, also if it is cancelled meanwhile
+        try:
+            await _called(self.actor.is_there)
+        except NotConnected as error:
+            self.actor = None
+            raise NotConnected(f"the actor {self._name} has ended; connect() may be called again") from error
+
+    def _start(self) -> None:
+        # In here, so that Ray takes the class itself along: to import this library would take the actor seconds.
+        class ConnectionInfo:
+            def __init__(self) -> None:
+                self._answers: dict[int, asyncio.Future[bytes]] = {}
+                self._asked: asyncio.Queue[int] = asyncio.Queue()
+
+            async def is_there(self) -> None:
+                pass
+
+            async def ask(self, worker: int) -> bytes:
+                if worker not in self._answers:
+                    self._answers[worker] = asyncio.get_running_loop().create_future()
+                    self._asked.put_nowait(worker)
+                return await asyncio.shield(self._answers[worker])
+
+            async def asked(self) -> int:
+                return await self._asked.get()
+
+            async def answer(self, worker: int, answer: bytes) -> None:
+                if worker in self._answers:
+                    self._answers.pop(worker).set_result(answer)
+
+        options = {"name": self._name, "num_cpus": 0, "max_restarts": -1, "max_task_retries": -1}
+        self.actor = the_ray().remote(ConnectionInfo).options(**options).remote()
+
+    def ask(self, worker: int, over: threading.Event) -> bytes:
+        ray = the_ray()
+        try:
+            answer: Future[bytes] = ray.get_actor(self._name).ask.remote(worker).future()
+            while not over.is_set():
+                with suppress(TimeoutError):
+                    return answer.result(LOOK_SECONDS)
+        except (ValueError, ray.exceptions.RayError) as error:
+            raise NotConnected(str(error)) from error
+        raise NotConnected("there is no answer yet")
+
+    async def asked(self) -> tuple[int, int]:
+        worker: int = await _called(self.actor.asked)
+        return worker, worker
+
+    async def answer(self, key: int, answer: bytes) -> None:
+        await _called(self.actor.answer, key, answer)
+
+    async def end(self) -> None:
+        actor, self.actor = self.actor, None
+        if actor is not None:
+            await elsewhere(THREAD, partial(kill, actor))
+
+    def late(self, seconds: float, worker: int | None = None) -> str:
+        if worker is None:
+            late = f"Ray has not started the actor {self._name} within {seconds:g} s: can the cluster start processes?"
+        else:
+            late = (
+                f"worker {worker} has found no sender within {seconds:.3g} s: is it connecting, with the scheme that "
+                f"this one was pickled from, in this cluster and namespace?{f' ({self.why})' if self.why else ''}"
+            )
+        return f"{late} connect() may be called again"
+
+
+async def _called(method: Any, *args: Any) -> Any:
+    """What this method of an actor returns. Raises NotConnected: the actor has ended; RuntimeError: this process is in
+    no cluster, and would begin one."""
+    ray = the_ray()
+    try:
+        return await asyncio.wrap_future(method.remote(*args).future())
+    except ray.exceptions.RayError as error:
+        raise NotConnected(str(error)) from error
 
 
 class RayCore(RemoteCallCore):
@@ -60,13 +153,10 @@ class RayCore(RemoteCallCore):
 
     def _reset(self) -> None:
         super()._reset()
-        self._holder: Any = None
-        self._answering: Any = None
         self._info_name = ""  # if it was told another
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_holder", "_answering", "_info_name")
-        return {name: value for name, value in super().__getstate__().items() if name not in own}
+        return {name: value for name, value in super().__getstate__().items() if name != "_info_name"}
 
     def create_transport(self, **kwargs: Any) -> ObjectTransport:
         """The transport of this scheme's API."""
@@ -100,41 +190,12 @@ class RayCore(RemoteCallCore):
         scheme: Any = self
         scheme.connect(worker_idx=worker_idx)
 
-    async def _host(self, timeout: float) -> str:
-        host: str = await elsewhere("asyncsync-ray", lambda: the_ray().util.get_node_ip_address())
+    def _meeting_place(self) -> ActorPlace:
+        return ActorPlace(self.connection_info_name)
+
+    async def _host(self) -> str:
+        host: str = await elsewhere(THREAD, lambda: the_ray().util.get_node_ip_address())
         return host
-
-    async def _introduce(self, introductions: Introductions, timeout: float) -> None:
-        name = self.connection_info_name
-
-        def hold() -> None:
-            self._holder = hold_questions(name)
-
-        if self._answering is not None and self._answering.done():  # the actor has ended
-            self._holder = self._answering = None
-        if self._holder is None:
-            await elsewhere("asyncsync-ray", hold)  # the actor is this sender's, also if it is cancelled meanwhile
-        if self._answering is None:
-            holder = self._holder  # a shutdown takes it away
-            try:
-                await when_there(holder, name, timeout)
-            except the_ray().exceptions.RayError as error:
-                self._holder = None
-                raise NotConnected(f"the actor {name} has ended; connect() may be called again") from error
-            answering = answer(holder, weakref.ref(introductions), self._bus.num_workers)
-            self._answering = asyncio.get_running_loop().create_task(answering)
-
-    async def _find_sender(self, worker: int, timeout: float) -> Introduction:
-        return await find_introduction(self.connection_info_name, worker, timeout)
-
-    async def _end_transport(self, timeout: float) -> None:
-        holder, self._holder = self._holder, None
-        answering, self._answering = self._answering, None
-        if answering is not None:
-            call_soon(answering.get_loop(), answering.cancel)
-        if holder is not None:
-            await elsewhere("asyncsync-ray", partial(kill, holder))
-        await super()._end_transport(timeout)
 
     # -- calls --------------------------------------------------------------------------------------------------------
 
@@ -243,15 +304,15 @@ class TransformCore(RayCore):
 
     init_on_receiver.__doc__ = RemoteCallCore.init_on_receiver.__doc__
 
-    async def _connect_sender(self, initial: Source | None, timeout: float, begun: float | None = None) -> None:
+    async def _connect_sender(self, initial: Source | None, timeout: float) -> None:
         """The sender alone connects: it has the transform's actor do its part."""
         if self._registered:
-            await super()._connect_sender(initial, timeout, begun)
+            await super()._connect_sender(initial, timeout)
             return
         scheme: Any = self
         initialise = self._remotes[0]._init_weight_sync_scheme
         there = _returned(initialise.remote(scheme=scheme.blocking, model_id=self.model_id or MODULE), 0)
-        here = super()._connect_sender(initial, timeout, begun)
+        here = super()._connect_sender(initial, timeout)
         try:
             async with asyncio.timeout(timeout + MARGIN), asyncio.TaskGroup() as both:
                 both.create_task(there)

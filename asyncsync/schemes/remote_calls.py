@@ -27,7 +27,7 @@ from asyncsync.arguments import checked
 from asyncsync.bus.core import BusCore
 from asyncsync.bus.receiver import ReceiverLink
 from asyncsync.errors import AckTimeout, PeerLost, RemoteError, WeightSyncError
-from asyncsync.net.introduction import Introduction
+from asyncsync.net.rendezvous import Introduction
 from asyncsync.protocol.targets import Targets
 from asyncsync.schemes import aio, blocking
 from asyncsync.schemes.core import SchemeCore

@@ -22,7 +22,6 @@ from asyncsync.errors import NotConnected, PeerLost
 from asyncsync.model.strategy import WeightStrategy
 from asyncsync.net.address import own_address
 from asyncsync.net.endpoint import INTRODUCED
-from asyncsync.net.introduction import Introduction, Introductions
 from asyncsync.runtime.threads import elsewhere, settle
 from asyncsync.schemes.registry import register
 from asyncsync.schemes.remote_calls import METHOD, Call, Called, CalledBlocking, RemoteCallCore, failure_of
@@ -73,10 +72,9 @@ class RPCCore(RemoteCallCore):
     async def _initial(self, weights: Any) -> Source | None:
         return None if weights is None else await super()._initial(weights)
 
-    async def _connect_sender(self, initial: Source | None, timeout: float, begun: float | None = None) -> None:
+    async def _connect_sender(self, initial: Source | None, timeout: float) -> None:
         loop = asyncio.get_running_loop()
-        if self._bus.endpoint == INTRODUCED:
-            await self._open(timeout)
+        await self._open(timeout)
         link = self._bus._open_sender()
         publisher = link.caught_up()
         publisher.serve(self._topic, loop.time())
@@ -88,12 +86,6 @@ class RPCCore(RemoteCallCore):
                 {self._topic: initial}, {self._topic: self._transport()}, None, deadline=deadline
             )
         self._registered = True
-
-    async def _introduce(self, introductions: Introductions, timeout: float) -> None:
-        """Nothing: each call brings its worker's introduction."""
-
-    async def _meet(self, worker_idx: int | None, timeout: float) -> None:
-        """Nothing: nor does a bus wait that connects."""
 
     def _register(self, worker_idx: int | None = None) -> None:
         if self._is_called:
@@ -108,10 +100,6 @@ class RPCCore(RemoteCallCore):
         self._is_called = True
         await super()._connect_receiver(worker, timeout)
 
-    async def _find_sender(self, worker: int, timeout: float) -> Introduction:
-        """Raises NotConnected: always; the first call brings the introduction."""
-        raise NotConnected(f"worker {worker} has not been called by its sender yet, which introduces it")
-
     async def _receive(self, timeout: float | None) -> TensorDict | None:
         if self._role == "receiver" and not self._registered:
             self._check_open()
@@ -122,7 +110,7 @@ class RPCCore(RemoteCallCore):
 
     async def _call(self, call: Call) -> None:
         if self._bus.endpoint == INTRODUCED:
-            call = replace(call, introduction=self._introductions()(call.worker).encode())
+            call = replace(call, introduction=self._bus._sender().introductions(call.worker).encode())
         rref = self._remotes[call.worker]
         loop = asyncio.get_running_loop()
         done: asyncio.Future[Exception | None] = loop.create_future()

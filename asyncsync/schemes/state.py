@@ -146,7 +146,6 @@ class SchemeState(KnownKeywords):
         self._receiving: Receiving | None = None
         self._reconnect = False
         self._carrier: Carrier | None = None
-        self._rendezvous: Any = None  # where an introduced scheme's sides meet: what this side has of it
         self._registered = False
         self._closed = False
 
@@ -358,7 +357,7 @@ class SchemeState(KnownKeywords):
 
 LOCAL = {
     "_role", "_pid", "_context", "_model", "_worker_idx", "_sources", "_receiving", "_reconnect", "_carrier",
-    "_rendezvous", "_registered", "_closed",
+    "_registered", "_closed",
 }  # fmt: skip
 
 

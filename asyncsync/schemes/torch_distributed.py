@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, ClassVar
@@ -12,21 +12,19 @@ from torch import distributed
 
 from asyncsync.arguments import check_bytes, check_sync, check_timeout, checked
 from asyncsync.bus.core import DEFAULT_TIMEOUT, BusCore
-from asyncsync.bus.receiver import ReceiverLink
 from asyncsync.errors import NotConnected
 from asyncsync.model.strategy import WeightStrategy
 from asyncsync.monitor.options import Tracing
 from asyncsync.net.address import address_towards, own_address
 from asyncsync.net.endpoint import INTRODUCED
-from asyncsync.net.introduction import Introduction, Introductions
-from asyncsync.runtime.threads import elsewhere, until_cancelled
+from asyncsync.net.rendezvous import THREAD
+from asyncsync.runtime.threads import elsewhere
 from asyncsync.schemes import aio, blocking
 from asyncsync.schemes.core import SchemeCore
 from asyncsync.schemes.introduced import IntroducedCore
 from asyncsync.schemes.registry import register
-from asyncsync.schemes.store_rendezvous import Host, ask
 from asyncsync.transports.slots import COPY_BYTES
-from asyncsync.transports.store import Address, OwnStore, client_of, connect, innermost
+from asyncsync.transports.store import Address, OwnStore, StorePlace, client_of, connect, innermost
 from asyncsync.transports.torch_distributed import (
     PAIR_BYTES,
     BlockingDistributedTransport,
@@ -46,6 +44,7 @@ class DistributedCore(IntroducedCore):
 
     _adopts = True
     _transport_class: ClassVar[type[PairTransport]]
+    _place: StorePlace | None
 
     def __init__(
         self,
@@ -121,17 +120,13 @@ class DistributedCore(IntroducedCore):
         """Whether they meet in the store of the process group that there is already."""
         return self._bus.endpoint == INTRODUCED and self._store_info is None and default_store() is not None
 
-    @property
-    def _client(self) -> Callable[[], Any]:
-        return partial(_client_of, self._store_info, self._timeout)
-
-    def _name(self) -> str:
-        """What tells this scheme from others in the same store; one of its own has no others."""
-        return self._topic if self._store_info is None else ""
+    def _meeting_place(self, own: OwnStore | None = None) -> StorePlace:
+        name = self._topic if self._store_info is None else ""  # in a store of its own there is no other scheme
+        return StorePlace(name, partial(_client_of, self._store_info, self._timeout), own)
 
     @checked
     def init_on_sender(self, *, context: Any = None, num_workers: int | None = None, **options: Any) -> None:
-        host = None
+        place = None  # in a process group, one is made when it connects
         if self._joins():
             if not options.get("model_id"):
                 raise ValueError("in a process group, workers find this sender by its model_id=: pass one")
@@ -143,19 +138,22 @@ class DistributedCore(IntroducedCore):
                     raise ValueError(
                         "this process group has one process, and no workers: pass min_workers=0 if others come later"
                     )
-            host = Host(None)
         elif self._bus.endpoint == INTRODUCED:
-            host = self._rendezvous or Host(self._take_port(context))
-            self._store_info = host.address
+            place = self._place or self._own_place(context)
         try:
             super().init_on_sender(context=context, num_workers=num_workers, **options)
         except BaseException:
-            if host is not None and host is not self._rendezvous:  # where workers find this sender stays
-                host.close()
+            if place is not None and place.own is not None and self._place is None:
+                place.own.close()
             raise
-        self._rendezvous = host
+        self._place = place
 
     init_on_sender.__doc__ = IntroducedCore.init_on_sender.__doc__
+
+    def _own_place(self, context: Any) -> StorePlace:
+        own = self._take_port(context)
+        self._store_info = own.address
+        return self._meeting_place(own)
 
     def _take_port(self, context: Any) -> OwnStore:
         if self._store_info is not None:
@@ -167,8 +165,9 @@ class DistributedCore(IntroducedCore):
         return OwnStore(own_address())
 
     def _continue(self, original: SchemeCore) -> None:
-        if (host := original._rendezvous) is not None:
-            self._rendezvous = Host(host.own)
+        assert isinstance(original, DistributedCore)
+        if original._place is not None:
+            self._place = self._meeting_place(original._place.own)
 
     @checked
     def init_on_receiver(
@@ -194,28 +193,8 @@ class DistributedCore(IntroducedCore):
                 "before"
             )
 
-    async def _host(self, timeout: float) -> str:
-        return await elsewhere("asyncsync-meeting", self._listens_at)
-
-    async def _introduce(self, introductions: Introductions, timeout: float) -> None:
-        open_ = partial(self._rendezvous.open, self._client, self._name(), introductions)
-        await elsewhere("asyncsync-meeting", open_)
-
-    async def _find_sender(self, worker: int, timeout: float) -> Introduction:
-        return await _find(self._client, self._name(), worker)
-
-    def _register(self, worker_idx: int | None = None) -> None:
-        super()._register(worker_idx)
-        link = self._bus._link
-        if isinstance(link, ReceiverLink) and self._worker_idx is not None:
-            # Without a reference to the scheme: one that is forgotten ends its link.
-            link.whereabouts.follow(partial(_find, self._client, self._name(), self._worker_idx))
-
-    async def _end_transport(self, timeout: float) -> None:
-        host: Host | None = self._rendezvous
-        if host is not None:
-            await elsewhere("asyncsync-meeting", host.close)
-        await super()._end_transport(timeout)
+    async def _host(self) -> str:
+        return await elsewhere(THREAD, self._listens_at)
 
 
 def _client_of(store_info: Address | None, timeout: float) -> Any:
@@ -227,13 +206,6 @@ def _client_of(store_info: Address | None, timeout: float) -> Any:
             "destroy_process_group() after shutdown()"
         )
     return client_of(store)
-
-
-async def _find(client: Callable[[], Any], name: str, worker: int) -> Introduction:
-    """A worker's introduction, when there is a sender."""
-    found = await until_cancelled("asyncsync-meeting", partial(ask, client, name, worker))
-    assert found is not None
-    return found
 
 
 def check_backend(backend: str) -> None:

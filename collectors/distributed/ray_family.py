@@ -21,7 +21,7 @@ from asyncsync.collectors.distributed.ray_connection import connection, library
 from asyncsync.collectors.workers.channel import Parcel, loads
 from asyncsync.errors import PeerLost
 from asyncsync.runtime.threads import until_done
-from asyncsync.schemes.ray_rendezvous import kill
+from asyncsync.transports.ray_private import kill
 
 COMMANDS, SIGNAL_THREADS = 8, 6
 """Threads of an actor."""

@@ -193,21 +193,21 @@ async def a_connect_that_is_cancelled_may_be_called_again(lab: RayLab, api: Api)
     sender.init_on_sender(model_id="policy", model=model, remotes=[actor])
     await lab.result(actor.begin.remote(there, 0, 8))
     connecting = asyncio.ensure_future(sender.connect())
-    await eventually(lambda: sender._holder is not None)
+    await eventually(lambda: sender._place is not None and sender._place.actor is not None)
     connecting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await connecting
-    lab.ray.kill(sender._holder)  # by somebody else, while it starts
+    lab.ray.kill(sender._place.actor)  # by somebody else, while it starts
     with pytest.raises(asyncsync.NotConnected, match="has ended; connect"):
         await sender.connect()
     await cancel_connects(sender)
     connecting = asyncio.ensure_future(sender.connect())
-    await eventually(lambda: sender._answering is not None, 40)
+    await eventually(lambda: sender._place.is_hosted, 40)
     connecting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await connecting
-    lab.ray.kill(sender._holder)  # and while it is asked
-    await eventually(sender._answering.done)
+    lab.ray.kill(sender._place.actor)  # and while it is asked
+    await eventually(lambda: not sender._place.is_hosted)
     connecting = lab.result(actor.connect_again.remote())
     await asyncio.gather(sender.connect(), connecting)
     await sender.send_async(model.fill(2.0))
@@ -362,7 +362,7 @@ async def a_shutdown_ends_a_connect_that_waits(lab: RayLab, api: Api) -> None:
     receiver = api.scheme(**lab.options)
     receiver.init_on_receiver("policy", model=Filled(8, 0.0), worker_idx=0)
     connecting = asyncio.create_task(receiver.connect(timeout=50))
-    await eventually(lambda: any(thread.name == "asyncsync-ray" for thread in threading.enumerate()))
+    await eventually(lambda: any(thread.name == "asyncsync-meeting" for thread in threading.enumerate()))
     begin = time.monotonic()
     await receiver.shutdown()
     with pytest.raises(asyncsync.ClosedError):

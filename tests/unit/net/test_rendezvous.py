@@ -1,9 +1,11 @@
-"""Workers that are introduced to their sender: what travels is encrypted, and nobody takes a place without its key."""
+"""How workers and their sender find each other; what travels is encrypted, and nobody takes a place without its key."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, ClassVar
@@ -23,37 +25,65 @@ from asyncsync import (
     sync,
 )
 from asyncsync.net.address import address_towards, own_address, tcp_endpoint
-from asyncsync.net.introduction import Introduction, Introductions
-from asyncsync.net.keys import KeyPair
+from asyncsync.net.keys import Admission, KeyPair
+from asyncsync.net.rendezvous import Introduction, Introductions, MeetingPlace
 from asyncsync.runtime import loop_thread
 from asyncsync.schemes.introduced import IntroducedCore
 from asyncsync.wire import codec, messages
 from helpers.pairs import Clock, Model, crew, fill, passed_on, receiver_of, until
 
-BOARD: dict[str, dict[int, Introduction]] = {}
+
+class BoardPlace(MeetingPlace):
+    """Questions and answers hang on a board in this process, by the bus's name; ``None`` there ends it."""
+
+    boards: ClassVar[dict[str, BoardPlace]] = {}
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+        self.questions: asyncio.Queue[int | None] = asyncio.Queue()
+        self.answers: dict[int, bytes] = {}
+
+    async def open(self) -> None:
+        self.boards[self.name] = self
+
+    def ask(self, worker: int, over: threading.Event) -> bytes:
+        if (board := self.boards.get(self.name)) is None or board._answering is None:
+            raise NotConnected("there is no board yet")
+        board._answering.get_loop().call_soon_threadsafe(board.questions.put_nowait, worker)
+        while not over.wait(0.005):
+            if worker in board.answers:
+                return board.answers.pop(worker)
+        raise NotConnected("there is no answer yet")
+
+    async def asked(self) -> tuple[int, int]:
+        if (worker := await self.questions.get()) is None:
+            raise RuntimeError("the board has ended")
+        return worker, worker
+
+    async def answer(self, key: int, answer: bytes) -> None:
+        self.answers[key] = answer
+
+    async def end(self) -> None:
+        self.boards.pop(self.name, None)
 
 
 class BoardScheme(IntroducedCore, WeightSyncScheme):
-    """Introductions hang on a board in this process, by the bus's name."""
-
-    board: ClassVar[dict[str, dict[int, Introduction]]] = BOARD
+    """Both sides meet at a board."""
 
     def create_transport(self, **kwargs: Any) -> ZMQTransport:
         return ZMQTransport()
 
-    async def _host(self, timeout: float) -> str:
+    async def _host(self) -> str:
         return "127.0.0.1"
 
-    async def _introduce(self, introductions: Introductions, timeout: float) -> None:
-        assert self._bus.num_workers is not None
-        made = {worker: introductions(worker) for worker in range(self._bus.num_workers)}
-        self.board[self._bus._uid] = made
+    def _meeting_place(self) -> BoardPlace:
+        return BoardPlace(self._bus._uid)
 
-    async def _find_sender(self, worker: int, timeout: float) -> Introduction:
-        while True:
-            if (found := self.board.get(self._bus._uid, {}).get(worker)) is not None:
-                return found
-            await asyncio.sleep(0.005)
+
+def introductions_of(sender: Any) -> Introductions:
+    found: Introductions = sender._bus._sender().introductions
+    return found
 
 
 def board(workers: int = 1) -> Any:
@@ -73,11 +103,67 @@ async def test_workers_that_were_given_no_address_are_introduced_and_follow() ->
             assert model() == {2.0}
 
 
-class Waiting(BoardScheme):
-    """Whose introductions never come to hang there."""
+@pytest.mark.requirement(197)
+async def test_a_worker_turns_to_the_sender_that_answers_next_at_the_same_place() -> None:
+    """It has another address, and other keys."""
+    async with board() as everybody:
+        following = receiver_of(everybody.sender, 0, model := Model(), reconnect=True)
+        successor = passed_on(everybody.sender)
+        await everybody.receivers[0].shutdown()
+        await following.connect(timeout=10)
+        before = introductions_of(everybody.sender)
+        await everybody.sender.shutdown()
+    successor.init_on_sender(model_id="policy", model=Model(5.0), num_workers=1)
+    async with successor, following:
+        await successor.connect(timeout=20)
+        assert model() == {5.0}
+        assert introductions_of(successor).endpoint != before.endpoint
 
-    async def _introduce(self, introductions: Introductions, timeout: float) -> None:
+
+async def test_a_meeting_place_that_has_ended_is_made_anew_when_the_sender_connects_again() -> None:
+    async with board() as everybody:
+        place = everybody.sender._place
+        place.questions.put_nowait(None)
+        await until(lambda: not place.is_hosted)
+        await everybody.sender.connect(timeout=10)
+        assert place.is_hosted
+        await everybody.receivers[0].shutdown()
+        async with receiver_of(everybody.sender, 0, model := Model()) as again:
+            await again.connect(timeout=10)
+            assert model() == {1.0}
+
+
+async def test_who_forgets_a_senders_introductions_ends_its_answers() -> None:
+    place, asked = BoardPlace("forgotten"), Introductions("tcp://127.0.0.1:1", FakeAdmission(), ())
+    await place.host(asked)
+    found = await place.find(3)
+    assert found.endpoint == asked.endpoint
+    assert await place.find(3) == found
+    del asked
+    gc.collect()
+    await until(lambda: not place.is_hosted)
+    await place.close()
+    assert not BoardPlace.boards
+
+
+class FakeAdmission(Admission):
+    """Lets everybody in, without a socket."""
+
+    def __init__(self) -> None:
+        self.server = KeyPair.draw()
+        self.given = {}
+
+
+class Unopened(BoardPlace):
+    """A board that is never put up."""
+
+    async def open(self) -> None:
         await asyncio.Event().wait()
+
+
+class Waiting(BoardScheme):
+    def _meeting_place(self) -> BoardPlace:
+        return Unopened(self._bus._uid)
 
 
 async def test_a_shutdown_ends_a_sender_that_is_still_introducing_its_workers_at_once() -> None:
@@ -96,9 +182,9 @@ async def test_workers_come_and_go_without_end_and_those_that_are_there_keep_the
     sender.init_on_sender(model_id="policy", model=Model(1.0))
     async with sender:
         await sender._open(10)
-        admission, there = sender._introductions().admission, {0}
-        introductions = Introductions(admission, there, 3)
-        introductions.endpoint = sender._introductions().endpoint
+        made_there, there = introductions_of(sender), {0}
+        admission = made_there.admission
+        introductions = Introductions(made_there.endpoint, admission, there, 3)
         before = len(admission.given)
         made = {worker: introductions(worker) for worker in range(50)}
 
@@ -119,7 +205,7 @@ async def test_keys_are_not_pickled_and_are_drawn_for_each_connection() -> None:
     drawn = set()
     for _ in range(2):
         async with board() as (sender, _, _):
-            introduction = BOARD[sender._bus._uid][0]
+            introduction = introductions_of(sender)(0)
             drawn |= {introduction.server, introduction.own.public}
             assert passed_on(sender)._bus._introduction is None
             assert introduction.own.secret.decode() not in repr(introduction)
@@ -151,10 +237,10 @@ async def test_who_has_no_key_that_was_given_out_gets_no_answer_and_changes_noth
     }[what]
     async with board() as everybody:
         sender = everybody.sender
-        async with stranger(BOARD[sender._bus._uid][0], **changes) as socket:
+        async with stranger(introductions_of(sender)(0), **changes) as socket:
             socket.send(codec.encode(HELLO), zmq.NOBLOCK)
             if "not listed" in what:
-                refused = sender._introductions().admission.refused
+                refused = introductions_of(sender).admission.refused
                 await until(lambda: refused[what] > 0)
             await sender.send_async(fill(everybody.source, 2.0), timeout=10)
             assert not socket.poll(100)
@@ -167,7 +253,7 @@ async def test_a_key_is_good_for_its_own_worker_only() -> None:
     async with board(2) as everybody:
         sender = everybody.sender
         link = sender._bus._sender()
-        async with stranger(BOARD[sender._bus._uid][1]) as socket:
+        async with stranger(introductions_of(sender)(1)) as socket:
             socket.send(codec.encode(HELLO))
             await until(lambda: any("worker 0, but has worker 1's key" in why for why in link.dropped))
             await until(lambda: socket.poll(0) > 0)
