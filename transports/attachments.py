@@ -17,12 +17,13 @@ import os
 import threading
 import time
 import weakref
+from contextlib import closing
 
 import numpy as np
 import torch
 
 from asyncsync.model.gate import any_applying
-from asyncsync.net.memory_file import MemoryPlace, map_private, open_place
+from asyncsync.net.memory_file import MemoryFile, MemoryPlace
 from asyncsync.transports.private_memory import PrivateMapping, PrivateSlab
 from asyncsync.transports.slots import Place
 from asyncsync.weights.copying import copy_tensors, normal_tensors
@@ -69,17 +70,11 @@ class Attachment:
 
     def __init__(self, place: Place) -> None:
         self.is_copied = not place.mapped
-        file = MemoryPlace(place.pid, place.number, place.device, place.inode, place.size)  # as large, or larger
-        number = open_place(file, "the sender's", REMEDY)
-        try:
-            size = os.fstat(number).st_size
-            self.mapping = PrivateMapping(number, size)
+        found = MemoryPlace(place.pid, place.number, place.device, place.inode, place.size)  # as large, or larger
+        with closing(MemoryFile.open(found, "the sender's", REMEDY)) as file:
+            self.mapping = PrivateMapping(file)
             # A second time for readers of what was sent: where Parameters lie, a worker may write.
-            other = map_private(number, size) if place.mapped else self.mapping.memory
-        except (OSError, ValueError) as error:
-            raise MemoryError(f"cannot map a slot of {place.size} bytes: {error}") from error
-        finally:
-            os.close(number)
+            other = file.map(private=True) if place.mapped else self.mapping.memory
         with normal_tensors():
             self._untouched = torch.frombuffer(other, dtype=torch.uint8)
         self.is_detached = False

@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 
 from asyncsync.errors import WeightSyncError
-from asyncsync.net import memory_file
+from asyncsync.net.memory_file import MemoryFile
 from asyncsync.weights.copying import copy_arrays, normal_tensors
 from asyncsync.weights.layout import Entry, Layout
 from asyncsync.weights.slab import FOREIGN, Slab, SlabPool
@@ -34,17 +34,16 @@ _THERE, _SHARED = np.uint64(3 << 62), np.uint64(1 << 61)
 
 
 class PrivateMapping:
-    """A memory file, mapped copy on write; the descriptor ``number`` may be closed afterwards. Raises OSError,
-    ValueError: it cannot be mapped."""
+    """A memory file, mapped copy on write; it may be closed afterwards. Raises MemoryError."""
 
-    def __init__(self, number: int, size: int) -> None:
-        self.memory = memory_file.map_private(number, size)
+    def __init__(self, file: MemoryFile) -> None:
+        self.memory = file.map(private=True)
         with normal_tensors():
             self.buffer = torch.frombuffer(self.memory, dtype=torch.uint8)
         self.address = self.buffer.data_ptr()
-        self._size = size
+        self._size = len(self.memory)
         token = object()
-        FOREIGN[token] = self.address, self.address + size
+        FOREIGN[token] = self.address, self.address + self._size
         weakref.finalize(self.memory, FOREIGN.pop, token, None)  # tensors may outlive this object
 
     def tensor(self, entry: Entry) -> torch.Tensor:
@@ -115,15 +114,9 @@ class ReceivedSlab(PrivateSlab):
     may_hold_parameters = True
 
     def __init__(self, layout: Layout, pool: SlabPool) -> None:
-        size = -(-layout.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        self._file = memory_file.create(size, reserved=False)
-        weakref.finalize(self, os.close, self._file).atexit = False
-        try:
-            mapping = PrivateMapping(self._file, size)
-            self._sent = memoryview(mmap.mmap(self._file, size))
-        except OSError as error:
-            raise memory_file.no_memory(size, error) from error
-        super().__init__(layout, mapping)
+        self._file = MemoryFile.create(layout.nbytes, reserved=False)
+        self._sent = memoryview(self._file.map())
+        super().__init__(layout, PrivateMapping(self._file))
         self.pool = pool
         self.forks = _forks
         self._reserved = 0
@@ -133,10 +126,7 @@ class ReceivedSlab(PrivateSlab):
 
     def _reserve(self, end: int) -> None:
         if end > self._reserved:
-            try:
-                os.posix_fallocate(self._file, self._reserved, end - self._reserved)
-            except OSError as error:
-                raise memory_file.no_memory(self.nbytes, error) from error
+            self._file.reserve(self._reserved, end)
             self._reserved = end
 
     def write(self, offset: int, data: bytes | memoryview) -> None:
@@ -156,7 +146,7 @@ class ReceivedSlab(PrivateSlab):
         """What was sent, in a mapping of its own: a page is copied when somebody writes it. This slab is not used again
         before that mapping has ended."""
         assert self.pool is not None
-        memory = memory_file.map_private(self._file, len(self._sent))
+        memory = self._file.map(private=True)
         self.pool.exported(self)
         weakref.finalize(memory, self.pool.returned, self).atexit = False
         with normal_tensors():

@@ -13,18 +13,15 @@ Usage::
 from __future__ import annotations
 
 import contextlib
-import mmap
-import os
 import struct
 import threading
-import weakref
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from asyncsync.net import memory_file
+from asyncsync.net.memory_file import MemoryFile
 from asyncsync.weights.copying import normal_tensors
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab, SlabPool
@@ -81,19 +78,10 @@ class Slot(Slab):
     leased = True
 
     def __init__(self, layout: Layout, pool: SlabPool, *, pinned: bool) -> None:
-        # Shared memory comes in pages; an empty slab has one, too.
-        size = max(-(-layout.nbytes // mmap.PAGESIZE), 1) * mmap.PAGESIZE
-        self._file = memory_file.create(size)
-        self._close = weakref.finalize(self, os.close, self._file)
-        self._close.atexit = False
-        found = os.fstat(self._file)
-        self.device, self.inode = found.st_dev, found.st_ino
-        try:
-            self._map = mmap.mmap(self._file, size)
-            memory_file.seal(self._file, against_writing=True)
-        except OSError as error:
-            self._close()  # now: the traceback keeps this object alive for an unknown time
-            raise memory_file.no_memory(size, error) from error
+        self._file = MemoryFile.create(layout.nbytes)
+        self._map = self._file.map()
+        self._file.seal(against_writing=True)
+        self.inode = self._file.place.inode
         with normal_tensors():
             # By way of NumPy, as torch.frombuffer would let the mapping be closed under a tensor that is still there.
             buffer = torch.from_numpy(np.frombuffer(self._map, np.uint8))
@@ -102,11 +90,11 @@ class Slot(Slab):
         super().__init__(layout, buffer[: layout.nbytes], pool)
 
     def place(self, *, mapped: bool, inodes: tuple[int, ...]) -> Place:
-        return Place(mapped, os.getpid(), self._file, self.device, self.inode, self.nbytes, inodes)
+        return Place(mapped, *self._file.place[:4], self.nbytes, inodes)
 
     def dispose(self) -> None:
         """Free the memory; slow where there is much of it."""
-        if self._close.detach() is None:
+        if not self._file.close.alive:
             return
         if self.registered:
             torch.cuda.cudart().cudaHostUnregister(self.registered)  # type: ignore[no-untyped-call]
@@ -115,7 +103,7 @@ class Slot(Slab):
             self.memory.release()
             del self.buffer
             self._map.close()  # unlike its destructor, this lets other threads run
-        os.close(self._file)
+        self._file.close()
 
 
 class SlotPool(SlabPool):

@@ -5,19 +5,18 @@ A batch of which the worker's own code keeps something, as a hook may, goes by v
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 
 import torch
 from tensordict import TensorDictBase
 
 from asyncsync.collectors.batch_layout import BatchLayout, layout_of
-from asyncsync.collectors.workers.channel import mapped
 from asyncsync.collectors.workers.control_page import REMEDY, TRAINER
 from asyncsync.collectors.workers.shared_batches import Arrangement, Lease
-from asyncsync.net.memory_file import MemoryPlace, open_place
+from asyncsync.net.memory_file import MemoryFile, MemoryPlace
 from asyncsync.weights.copying import normal_tensors
 
 
@@ -25,11 +24,8 @@ class _Mapped:
     """A slot, mapped here."""
 
     def __init__(self, place: MemoryPlace) -> None:
-        number = open_place(place, TRAINER, REMEDY, writable=True)
-        try:
-            self._memory = mapped(number, place.size, shared=True)
-        finally:
-            os.close(number)
+        with closing(MemoryFile.open(place, TRAINER, REMEDY, writable=True)) as file:
+            self._memory = file.tensor().numpy()
         self.leased: Callable[[], memoryview | None] = lambda: None  # the memory, while some tensor keeps it alive
 
     def lease(self) -> memoryview:
@@ -62,7 +58,7 @@ class BatchWriter:
 
     def open(self, lease: Lease | None) -> None:
         """Let the next rollout go to the leased slot, unless this process still has tensors of it. Raises
-        WeightSyncError, OSError: the slot cannot be mapped."""
+        WeightSyncError, MemoryError: the slot cannot be mapped."""
         self._slot = self._views = None
         if lease is None:
             return

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from asyncsync.collectors.trajectories import _TrajectoryPool
-from asyncsync.net.memory_file import MemoryPlace, create, open_place, seal
+from asyncsync.net.memory_file import MemoryFile, MemoryPlace
 
 TRAINER = "the trainer's"
 REMEDY = "a collector's workers run on its host, as the same user and in the same pid namespace, and end with it"
@@ -45,23 +45,22 @@ class ControlPage:
     WeightSyncError: there is none, or it cannot be opened."""
 
     def __init__(self, place: MemoryPlace | None = None) -> None:
-        self._file = create(mmap.PAGESIZE) if place is None else open_place(place, TRAINER, REMEDY, writable=True)
-        self._close = weakref.finalize(self, os.close, self._file)
         if place is None:
-            seal(self._file)
-        self.place = MemoryPlace.of(self._file) if place is None else place
-        self._map = mmap.mmap(self._file, mmap.PAGESIZE)
+            self._file = MemoryFile.create(mmap.PAGESIZE)
+            self._file.seal()
+        else:
+            self._file = MemoryFile.open(place, TRAINER, REMEDY, writable=True)
+        self.place = place or self._file.place
+        self._map = self._file.map()
         self._slots = memoryview(self._map).cast("q")  # see close()
         self._lock = threading.Lock()  # the kernel's lock is one per process
 
     def close(self) -> None:
         """Release the memory; what was written can still be read here. Idempotent."""
-        if self._close.detach() is None:
-            return
         slots, self._slots = self._slots, memoryview(array("q", self._slots))
         slots.release()
         self._map.close()
-        os.close(self._file)
+        self._file.close()
 
     # -- written by the trainer ---------------------------------------------------------------------------------------
 
@@ -150,11 +149,11 @@ class ControlPage:
     @contextmanager
     def _locked(self) -> Iterator[None]:
         with self._lock:
-            fcntl.lockf(self._file, fcntl.LOCK_EX, 8)
+            fcntl.lockf(self._file.number, fcntl.LOCK_EX, 8)
             try:
                 yield
             finally:
-                fcntl.lockf(self._file, fcntl.LOCK_UN, 8)
+                fcntl.lockf(self._file.number, fcntl.LOCK_UN, 8)
 
 
 _opened: weakref.WeakValueDictionary[tuple[int, MemoryPlace], ControlPage] = weakref.WeakValueDictionary()

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import mmap
 import os
 import weakref
 from collections import deque
@@ -26,9 +25,9 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from asyncsync.collectors.batch_layout import BatchLayout
-from asyncsync.collectors.workers.channel import loads, mapped
+from asyncsync.collectors.workers.channel import loads
 from asyncsync.collectors.workers.group import RolloutResult
-from asyncsync.net.memory_file import MemoryPlace, create, no_memory, seal
+from asyncsync.net.memory_file import MemoryFile, MemoryPlace
 from asyncsync.weights.copying import normal_tensors
 
 ALIGNMENT = 64
@@ -172,17 +171,10 @@ class _Slot:
     """One memory file, mapped here."""
 
     def __init__(self, size: int) -> None:
-        size = max(-(-size // mmap.PAGESIZE), 1) * mmap.PAGESIZE
-        file = create(size)
-        self.close_file = weakref.finalize(self, os.close, file)
-        self.close_file.atexit = False
-        try:
-            seal(file)
-            self.memory = mapped(file, size, shared=True)
-        except (OSError, RuntimeError) as error:
-            self.close_file()
-            raise no_memory(size, error) from error
-        self.place = MemoryPlace.of(file)
+        self.file = MemoryFile.create(size)
+        self.file.seal()
+        self.place = self.file.place
+        self.memory = self.file.tensor().numpy()
         self.forked = _forked
         self.views: list[weakref.ref[memoryview]] = []
 
@@ -210,7 +202,7 @@ class Slots:
 
     def batch(self, slot: _Slot, index: int | None = None) -> TensorDictBase:
         """The whole batch in this slot, or one worker's part."""
-        slot.close_file()  # every process that needs the file has mapped it
+        slot.file.close()  # every process that needs the file has mapped it
         memory = memoryview(slot.memory)  # type: ignore[arg-type]
         slot.forked = _forked
         slot.views = [view for view in slot.views if view() is not None] + [weakref.ref(memory)]

@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncsync.errors import WeightSyncError
+from asyncsync.net import memory_file
 from asyncsync.transports import slots
 from asyncsync.transports.slots import LARGE_BYTES, MAX_FILES, Place, Slot, SlotPool
 from asyncsync.weights.layout import Layout
@@ -279,7 +280,7 @@ def refuse(*args: object, **kwargs: object) -> None:
     raise OSError(28, "No space left on device")
 
 
-@pytest.mark.parametrize(("module", "name"), [(os, "posix_fallocate"), (slots.mmap, "mmap")])
+@pytest.mark.parametrize(("module", "name"), [(os, "posix_fallocate"), (memory_file.mmap, "mmap")])
 def test_without_memory_there_is_an_error_that_says_so_and_nothing_is_left(
     monkeypatch: pytest.MonkeyPatch, pool: SlotPool, module: object, name: str
 ) -> None:

@@ -157,7 +157,7 @@ def test_batches_are_shared_where_memory_files_have_no_seals(monkeypatch: pytest
     assert arrangement is not None
     slot, lease = batches.Slots(arrangement).lease()
     assert lease.place.size >= 48
-    slot.close_file()
+    slot.file.close()
 
 
 def test_collectors_with_workers_say_that_they_need_linux(monkeypatch: pytest.MonkeyPatch) -> None:
