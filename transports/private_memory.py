@@ -24,10 +24,8 @@ import torch
 from asyncsync.errors import WeightSyncError
 from asyncsync.net.memory_file import MemoryFile
 from asyncsync.weights.copying import copy_arrays, normal_tensors
-from asyncsync.weights.layout import Entry, Layout
+from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import FOREIGN, Slab, SlabPool
-
-_forks = 0  # counted before each fork of this process, and after it
 
 # Bits of /proc/self/pagemap: present or swapped; of a file, or shared.
 _THERE, _SHARED = np.uint64(3 << 62), np.uint64(1 << 61)
@@ -45,13 +43,6 @@ class PrivateMapping:
         token = object()
         FOREIGN[token] = self.address, self.address + self._size
         weakref.finalize(self.memory, FOREIGN.pop, token, None)  # tensors may outlive this object
-
-    def tensor(self, entry: Entry) -> torch.Tensor:
-        """One of the tensors that lie here."""
-        if not entry.nbytes:
-            return torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
-        area = torch.frombuffer(self.memory, dtype=torch.uint8, count=entry.nbytes, offset=entry.offset)
-        return area.view(entry.dtype).view(entry.shape)
 
     def discard_own_pages(self) -> None:
         """Show what the file holds, wherever this process has written."""
@@ -92,7 +83,7 @@ class PrivateSlab(Slab):
         process, it takes along its bytes, not the whole slab's."""
         if self._views is None:
             with normal_tensors():
-                self._views = [self.mapping.tensor(entry) for entry in self.layout.entries]
+                self._views = [entry.tensor(self.mapping.memory) for entry in self.layout.entries]
         return self._views
 
     def show_the_file(self) -> None:
@@ -118,7 +109,7 @@ class ReceivedSlab(PrivateSlab):
         self._sent = memoryview(self._file.map())
         super().__init__(layout, PrivateMapping(self._file))
         self.pool = pool
-        self.forks = _forks
+        self.show_to_children()
         self._reserved = 0
 
     def reserve(self) -> None:
@@ -156,28 +147,15 @@ class ReceivedSlab(PrivateSlab):
 
     def reuse(self, layout: Layout) -> None:
         self.show_the_file()
-        self.forks = _forks
+        self.show_to_children()
         super().reuse(layout)
 
 
 class ReceivedPool(SlabPool):
-    """Received slabs that can be used again; plain ones where the system has no memory files. A slab that was in use at
-    a fork is written no more: a child's copy of a model reads it, in the mappings that it has from its parent."""
+    """Received slabs that can be used again; plain ones where the system has no memory files."""
 
     def _make(self, layout: Layout, *, pinned: bool) -> Slab:
         try:
             return ReceivedSlab(layout, self)
         except WeightSyncError:
             return super()._make(layout, pinned=pinned)
-
-    def _keep(self, slab: Slab) -> None:
-        if not isinstance(slab, ReceivedSlab) or slab.forks == _forks:
-            super()._keep(slab)
-
-
-def _count_fork() -> None:
-    global _forks
-    _forks += 1
-
-
-os.register_at_fork(before=_count_fork, after_in_parent=_count_fork)

@@ -14,7 +14,7 @@ from typing import Any
 from asyncsync.arguments import check_timeout
 from asyncsync.transports import base, blocking
 from asyncsync.transports.attachments import Attachment, Attachments
-from asyncsync.transports.slots import COPY_BYTES, Place, SlotPool
+from asyncsync.transports.slots import COPY_BYTES, Place, WeightSlots
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab, SlabPool
 
@@ -30,10 +30,10 @@ class SlotTransport(base.OwnTransport):
         map_above: workers read weights of more bytes in place, and copy smaller ones.
     """
 
-    pool: SlotPool
+    pool: WeightSlots
 
     def __init__(self, slots: int = SLOTS, map_above: int = COPY_BYTES) -> None:
-        self.pool = SlotPool(slots, map_above)
+        self.pool = WeightSlots(slots, map_above)
         self._attachments = Attachments()
 
     async def offer(self, slab: Slab, workers: Iterable[int] | None) -> bytes:

@@ -72,29 +72,62 @@ class Place(NamedTuple):
 
 
 class Slot(Slab):
-    """A slab in a memory file; ``pinned``: locked for the devices' copy engines. Raises MemoryError; WeightSyncError:
-    this system has no memory files."""
+    """A slab in a memory file of this process, which others open by the file's place."""
 
     leased = True
 
+    def __init__(self, layout: Layout, pool: SlabPool, file: MemoryFile, memory: torch.Tensor) -> None:
+        self.file = file
+        super().__init__(layout, memory[: layout.nbytes], pool)
+
+
+class SlotPool(SlabPool):
+    """Slots that can be used again."""
+
+    _inodes: tuple[int, ...] | None = None
+
+    @property
+    def inodes(self) -> tuple[int, ...]:
+        """Of all slots: others are not used again. The same object, as long as there are the same slots."""
+        if self._inodes is None:
+            with self._lock:
+                there = (*self.used, *self._draining, *self._spare)
+                inodes = {slot.file.place.inode for slot in there if isinstance(slot, Slot)}
+                self._inodes = tuple(sorted(inodes))[:MAX_FILES]
+            self._count_returned()
+        return self._inodes
+
+    def _make(self, layout: Layout, *, pinned: bool) -> Slab:
+        self._inodes = None
+        file = MemoryFile.create(layout.nbytes)
+        file.seal()
+        return Slot(layout, self, file, file.tensor())
+
+    def _drop(self, slab: Slab) -> None:
+        self._inodes = None
+
+
+class WeightSlot(Slot):
+    """A slot for weights, which nobody else can write; ``pinned``: locked for the devices' copy engines. Raises
+    MemoryError; WeightSyncError: this system has no memory files."""
+
     def __init__(self, layout: Layout, pool: SlabPool, *, pinned: bool) -> None:
-        self._file = MemoryFile.create(layout.nbytes)
-        self._map = self._file.map()
-        self._file.seal(against_writing=True)
-        self.inode = self._file.place.inode
+        file = MemoryFile.create(layout.nbytes)
+        self._map = file.map()
+        file.seal(against_writing=True)
         with normal_tensors():
             # By way of NumPy, as torch.frombuffer would let the mapping be closed under a tensor that is still there.
-            buffer = torch.from_numpy(np.frombuffer(self._map, np.uint8))
-        self.registered = _pin(buffer) if pinned else 0  # the address of its locked pages
+            memory = torch.from_numpy(np.frombuffer(self._map, np.uint8))
+        self.registered = _pin(memory) if pinned else 0  # the address of its locked pages
         self.described: tuple[tuple[int, ...], bytes] | None = None
-        super().__init__(layout, buffer[: layout.nbytes], pool)
+        super().__init__(layout, pool, file, memory)
 
     def place(self, *, mapped: bool, inodes: tuple[int, ...]) -> Place:
-        return Place(mapped, *self._file.place[:4], self.nbytes, inodes)
+        return Place(mapped, *self.file.place[:4], self.nbytes, inodes)
 
     def dispose(self) -> None:
         """Free the memory; slow where there is much of it."""
-        if not self._file.close.alive:
+        if not self.file.close.alive:
             return
         if self.registered:
             torch.cuda.cudart().cudaHostUnregister(self.registered)  # type: ignore[no-untyped-call]
@@ -103,37 +136,31 @@ class Slot(Slab):
             self.memory.release()
             del self.buffer
             self._map.close()  # unlike its destructor, this lets other threads run
-        self._file.close()
+        self.file.close()
 
 
-class SlotPool(SlabPool):
-    """Slots that can be used again: ``slots`` of a model, however slow the readers are, besides those that hold the
-    targets of single workers. Workers read slabs of more than ``map_above`` bytes in place; those that are
-    ``streamable`` may be on other hosts."""
+class WeightSlots(SlotPool):
+    """A sender's: ``slots`` of a model, however slow the readers are, besides those that hold the targets of single
+    workers. Workers read slabs of more than ``map_above`` bytes in place; those that are ``streamable`` may be on other
+    hosts."""
 
     def __init__(self, slots: int, map_above: int) -> None:
         super().__init__()
         self.slots_allowed = slots
         self.map_above = map_above
         self.streamable = False
-        self.used: set[Slot] = set()
-        self._inodes: tuple[int, ...] | None = None  # of all slots, while they are the same
         self._cannot_pin = False
 
     def describe(self, slab: Slab) -> bytes:
         """Where workers find this slab of the pool."""
-        assert isinstance(slab, Slot)
-        inodes = self._inodes
-        if inodes is None:
-            there = (*self.used, *list(self._draining), self._spare)
-            inodes = tuple(sorted([slot.inode for slot in there if isinstance(slot, Slot)]))[:MAX_FILES]
-            self._inodes = inodes
+        assert isinstance(slab, WeightSlot)
+        inodes = self.inodes
         if slab.described is None or slab.described[0] is not inodes:
             slab.described = inodes, slab.place(mapped=slab.in_place, inodes=inodes).encode()
         return slab.described[1]
 
     def is_quick(self, nbytes: int, *, pinned: bool = False) -> bool:
-        spare = self._spare
+        spare = self._spare[-1] if self._spare else None
         if spare is None or spare.buffer.numel() != nbytes:
             return False
         return not pinned or self._cannot_pin or spare.buffer.is_pinned()
@@ -145,26 +172,19 @@ class SlotPool(SlabPool):
         return self.is_quick(nbytes) or len(self.used.difference(wanted)) < (self.slots_allowed - 1) * count
 
     def _make(self, layout: Layout, *, pinned: bool) -> Slab:
-        slot = Slot(layout, self, pinned=pinned)
-        self._cannot_pin = self._cannot_pin or (pinned and not slot.registered)
         self._inodes = None
+        slot = WeightSlot(layout, self, pinned=pinned)
+        self._cannot_pin = self._cannot_pin or (pinned and not slot.registered)
         return slot
 
     def acquire(self, layout: Layout, *, pinned: bool = False) -> Slab:
         slab = super().acquire(layout, pinned=pinned and not self._cannot_pin)
-        assert isinstance(slab, Slot)
         slab.in_place, slab.streamable = slab.nbytes > self.map_above, self.streamable
-        self.used.add(slab)
         return slab
 
-    def released(self, slab: Slab) -> None:
-        assert isinstance(slab, Slot)
-        self.used.discard(slab)
-        super().released(slab)
-
     def _drop(self, slab: Slab) -> None:
-        assert isinstance(slab, Slot)
-        self._inodes = None
+        assert isinstance(slab, WeightSlot)
+        super()._drop(slab)
         if slab.nbytes < LARGE_BYTES:
             slab.dispose()
             return

@@ -25,7 +25,7 @@ from asyncsync.protocol.settings import Settings
 from asyncsync.relay import store
 from asyncsync.relay.passing import Kept, Passing
 from asyncsync.transports.shared_memory import SLOTS
-from asyncsync.transports.slots import COPY_BYTES, SlotPool
+from asyncsync.transports.slots import COPY_BYTES, WeightSlots
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab
 from asyncsync.wire.fields import Epoch
@@ -58,19 +58,19 @@ class Slots:
     """Slabs in shared memory, into which an update is received, and which the workers read."""
 
     def __init__(self) -> None:
-        self.pool = SlotPool(SLOTS, COPY_BYTES)
+        self.pool = WeightSlots(SLOTS, COPY_BYTES)
 
     def acquire(self, part: object, layout: Layout) -> Slab:
         return self.pool.acquire(layout)
 
     def describe(self, slab: Slab) -> bytes:
-        assert isinstance(slab.pool, SlotPool)
+        assert isinstance(slab.pool, WeightSlots)
         return slab.pool.describe(slab)
 
     def renew(self) -> None:
         """What there is goes with its last reader, and is never written again."""
         self.pool.close()
-        self.pool = SlotPool(SLOTS, COPY_BYTES)
+        self.pool = WeightSlots(SLOTS, COPY_BYTES)
 
 
 class Relay:

@@ -1,9 +1,9 @@
 """Batches through shared memory: workers write the parts of a batch where the trainer reads it.
 
-The trainer owns the memory (:class:`Slots`) and leases it. A request for a rollout names a slot, and the worker's
-collector stores each step there, by a :class:`~asyncsync.collectors.workers.batch_writer.BatchWriter`. So when the last
-step is done, one short message makes the batch readable, whatever its size. An :class:`Arrangement` defines how the
-parts of several workers lie in one slot: stacked, or one after another along a dimension.
+The trainer owns the slots (:mod:`asyncsync.transports.slots`) and leases them. A request for a rollout names a slot.
+The worker's collector stores each step there, by a :class:`~asyncsync.collectors.workers.batch_writer.BatchWriter`. So
+when the last step is done, one short message makes the batch readable, whatever its size. An :class:`Arrangement`
+defines how the parts of several workers lie in one slot: stacked, or one after another along a dimension.
 
 A slot is written again only when no tensor of its batch lives. The first batch of an arrangement comes by value, since
 its layout is not known before.
@@ -11,11 +11,6 @@ its layout is not known before.
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-import os
-import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -27,11 +22,11 @@ from tensordict import TensorDict, TensorDictBase
 from asyncsync.collectors.batch_layout import BatchLayout
 from asyncsync.collectors.workers.channel import loads
 from asyncsync.collectors.workers.group import RolloutResult
-from asyncsync.net.memory_file import MemoryFile, MemoryPlace
+from asyncsync.net.memory_file import MemoryPlace
+from asyncsync.transports.slots import Slot, SlotPool
 from asyncsync.weights.copying import normal_tensors
+from asyncsync.weights.layout import Layout
 
-ALIGNMENT = 64
-SPARE = 2  # free slots that are left open: the one that is written, and the one that is read
 MAX_HELD = 32  # batches of which a user keeps tensors at once; further ones are copies
 
 
@@ -106,30 +101,16 @@ class Arrangement:
         return [[*part.batch_size, part.steps][self.dim] for part in self.parts]
 
     @cached_property
-    def _leaves(self) -> list[tuple[torch.Size, torch.dtype, int, int]]:
-        """Shape, dtype, number of elements and first byte of each leaf of the whole batch."""
-        layout, found, offset = self.layout, [], 0
-        for leaf, shape in zip(layout.leaves, layout.shapes, strict=True):
-            found.append((shape, leaf.dtype, shape.numel(), offset))
-            offset += -(-shape.numel() * leaf.dtype.itemsize // ALIGNMENT) * ALIGNMENT
-        return found
-
-    @property
-    def size(self) -> int:
-        """Bytes of a slot."""
-        ends = (offset + count * dtype.itemsize for _, dtype, count, offset in self._leaves)
-        return max(ends)
+    def packed(self) -> Layout:
+        """How the leaves of the whole batch lie in a slot."""
+        leaves = zip(self.layout.leaves, self.layout.shapes, strict=True)
+        return Layout([((str(i),), leaf.dtype, tuple(shape)) for i, (leaf, shape) in enumerate(leaves)])
 
     def tensors(self, memory: Any, index: int | None = None) -> list[torch.Tensor]:
         """The leaves of the whole batch in this memory, or one worker's part of each, in the layout's order; they keep
         the memory alive."""
-        found = []
         with normal_tensors():
-            for shape, dtype, count, offset in self._leaves:
-                if not count:
-                    found.append(torch.empty(shape, dtype=dtype))
-                else:
-                    found.append(torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(shape))
+            found = [entry.tensor(memory) for entry in self.packed.entries]
         if index is None:
             return found
         if self.dim is None:
@@ -154,79 +135,24 @@ class Lease:
 
 # -- the trainer's side ------------------------------------------------------------------------------------------------
 
-# A forked child sees the pages of batches that its parent held, so these are not written again. Counted in the parent.
-_forks = itertools.count()
-_forked = next(_forks)
 
-
-def _after_fork() -> None:
-    global _forked
-    _forked = next(_forks)
-
-
-os.register_at_fork(before=_after_fork)
-
-
-class _Slot:
-    """One memory file, mapped here."""
-
-    def __init__(self, size: int) -> None:
-        self.file = MemoryFile.create(size)
-        self.file.seal()
-        self.place = self.file.place
-        self.memory = self.file.tensor().numpy()
-        self.forked = _forked
-        self.views: list[weakref.ref[memoryview]] = []
-
-
-class Slots:
+class BatchSlots(SlotPool):
     """The slots of an arrangement, always used by the same workers."""
 
+    most_spare = 2  # the one that is written, and the one that is read
+
     def __init__(self, arrangement: Arrangement) -> None:
+        super().__init__()
         self.arrangement = arrangement
-        self._free: deque[_Slot] = deque()
-        self._leased: set[_Slot] = set()
-        self._held: set[_Slot] = set()
 
-    def lease(self) -> tuple[_Slot, Lease]:
-        """A slot to be written, which is leased until :meth:`release`. Raises MemoryError."""
-        slot = self._free.popleft() if self._free else _Slot(self.arrangement.size)
-        self._leased.add(slot)
-        alive = [*self._free, *(self._held | self._leased)]
-        return slot, Lease(slot.place, tuple(other.place.inode for other in alive))
-
-    def release(self, slot: _Slot) -> None:
-        """Let the slot be leased again, now or when its last tensor has gone. From any thread. Idempotent."""
-        self._leased.discard(slot)
-        self._returned(slot)
-
-    def batch(self, slot: _Slot, index: int | None = None) -> TensorDictBase:
-        """The whole batch in this slot, or one worker's part."""
-        slot.file.close()  # every process that needs the file has mapped it
-        memory = memoryview(slot.memory)  # type: ignore[arg-type]
-        slot.forked = _forked
-        slot.views = [view for view in slot.views if view() is not None] + [weakref.ref(memory)]
-        self._held.add(slot)
-        with contextlib.suppress(ValueError):  # a second time, as the first was interrupted
-            self._free.remove(slot)
-        # The tensors hold this very object; the slots are not kept alive by what users keep.
-        weakref.finalize(memory, _returned, weakref.ref(self), slot).atexit = False
-        batch = self.arrangement.batch(memory, index)
-        return batch.clone() if len(self._held) > MAX_HELD else batch
-
-    def _returned(self, slot: _Slot) -> None:
-        # In whatever thread the last tensor went, between any two lines: set and deque do it in one step each.
-        if slot in self._leased or any(view() is not None for view in slot.views):
-            return
-        self._held.discard(slot)
-        if slot.forked == _forked and len(self._free) < SPARE and slot not in self._free:
-            self._free.append(slot)
-
-
-def _returned(slots: weakref.ref[Slots], slot: _Slot) -> None:
-    found = slots()
-    if found is not None:
-        found._returned(slot)
+    def lease(self) -> tuple[Slot, memoryview, Lease]:
+        """A slot to be written, and its memory: while that or a tensor of it lives, it is leased. Raises
+        WeightSyncError, MemoryError."""
+        slot = self.acquire(self.arrangement.packed)
+        assert isinstance(slot, Slot)
+        memory = slot.export(0, slot.nbytes)
+        slot.release()
+        return slot, memory, Lease(slot.file.place, self.inodes)
 
 
 Load = Callable[[RolloutResult], TensorDictBase]
@@ -240,14 +166,15 @@ def _loaded(result: RolloutResult) -> TensorDictBase:
 
 class SharedPlace:
     """Where the parts of one batch lie: in a slot; None: nowhere, and they come by value. ``lease`` is what is sent to
-    the workers."""
+    the workers. They may write there as long as this object lives."""
 
     lease: Lease | None = None
+    _memory: memoryview | None = None
 
-    def __init__(self, slots: Slots | None, load: Load = _loaded) -> None:
+    def __init__(self, slots: BatchSlots | None, load: Load = _loaded) -> None:
         self.slots, self._load = slots, load
         if slots is not None:
-            self._slot, self.lease = slots.lease()
+            self._slot, self._memory, self.lease = slots.lease()
 
     @property
     def has_private(self) -> bool:
@@ -262,19 +189,23 @@ class SharedPlace:
 
     def whole(self) -> TensorDictBase:
         """The whole batch: every part lies here."""
-        assert self.slots is not None
-        return self.slots.batch(self._slot)
+        return self._batch(None)
 
     def parts(self, results: Sequence[RolloutResult]) -> list[TensorDictBase]:
         """The part of each worker, as long as its rollout was."""
         found = []
         for index, result in enumerate(results):
-            if result.in_place:
-                assert self.slots is not None
-                found.append(self.slots.batch(self._slot, index)[..., : result.steps])
-            else:
-                found.append(self._load(result))
+            part = self._batch(index)[..., : result.steps] if result.in_place else self._load(result)
+            found.append(part)
         return found
+
+    def _batch(self, index: int | None) -> TensorDictBase:
+        """The whole batch, or one worker's part."""
+        assert self.slots is not None
+        self._slot.file.close()  # every process that needs the file has mapped it
+        self._slot.show_to_children()
+        batch = self.slots.arrangement.batch(self._memory, index)
+        return batch.clone() if self.slots.slabs > MAX_HELD else batch
 
     def missing(self, results: Sequence[RolloutResult]) -> list[int]:
         """How many steps each part here lacks, since its rollout was cut."""
@@ -284,8 +215,7 @@ class SharedPlace:
     def release(self) -> None:
         """The batch has been handed out, or nobody wants it: let the slot be used again when no tensor of it is left.
         From any thread. Idempotent."""
-        if self.slots is not None:
-            self.slots.release(self._slot)
+        self._memory = None
 
 
 class SharedPlaces:
@@ -297,7 +227,7 @@ class SharedPlaces:
 
     def __init__(self, dim: int | None, teach: Callable[[Arrangement], None], load: Load = _loaded) -> None:
         self._dim, self._teach, self._load = dim, teach, load
-        self._slots: Slots | None = None
+        self._slots: BatchSlots | None = None
         self._unlike: Arrangement | None = None  # of the latest batch that did not fit
 
     def next(self) -> SharedPlace:
@@ -314,14 +244,16 @@ class SharedPlaces:
         arrangement = Arrangement.of(layouts, self._dim)
         current = None if self._slots is None else self._slots.arrangement
         if arrangement is None:
-            self._slots = None
+            self.close()
         elif current is None or (current != arrangement and unlike == arrangement):
-            self._slots = None  # the workers forget these first
+            self.close()  # the workers forget these first
             self._teach(arrangement)
-            self._slots = Slots(arrangement)
+            self._slots = BatchSlots(arrangement)
         elif current != arrangement:  # one that comes once in a while is not worth a slot
             self._unlike = arrangement
 
     def close(self) -> None:
         """Forget all places. Batches that were taken stay what they are."""
-        self._slots = None
+        slots, self._slots = self._slots, None
+        if slots is not None:
+            slots.close()

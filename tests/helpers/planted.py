@@ -36,7 +36,7 @@ from asyncsync.net.processes import free_descriptors
 from asyncsync.protocol.leases import Leases
 from asyncsync.protocol.settings import Identity
 from asyncsync.runtime.interruption import Interruption as Interruption
-from asyncsync.transports.slots import Place, SlotPool
+from asyncsync.transports.slots import Place, WeightSlots
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.packing import pack
 from asyncsync.weights.slab import is_foreign
@@ -287,8 +287,8 @@ def another_file(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _describe_with(monkeypatch: pytest.MonkeyPatch, **changes: int) -> None:
-    real = SlotPool.describe
-    monkeypatch.setattr(SlotPool, "describe", lambda *given: Place.decode(real(*given))._replace(**changes).encode())
+    real = WeightSlots.describe
+    monkeypatch.setattr(WeightSlots, "describe", lambda *given: Place.decode(real(*given))._replace(**changes).encode())
 
 
 def newest_target_of(collector: Any) -> int:

@@ -59,7 +59,7 @@ async def test_one_copy_into_a_slot_and_no_further_copy(api: Api) -> None:
     async with api.crew(3, source=Model(6)) as everybody:
         sender, _, models = everybody
         assert everybody.read == [{6}] * 3, "connect has handed the slot over"
-        assert [files(model) for model in models] == [{slot.inode for slot in pool(sender).used}] * 3
+        assert [files(model) for model in models] == [{slot.file.place.inode for slot in pool(sender).used}] * 3
         kept = [dict(model.named_parameters()) for model in models]
         buffers = [model.scale.data_ptr() for model in models]
         before = {w: s.bytes_sent for w, s in sender.status().items()}
@@ -73,7 +73,7 @@ async def test_one_copy_into_a_slot_and_no_further_copy(api: Api) -> None:
                 assert model() == {value}
         assert {w: s.bytes_sent for w, s in sender.status().items()} == before, "no weights on the socket"
         assert pool(sender).peak <= 3, "the target, what the last worker lets go of, and the spare"
-        assert {slot.inode for slot in pool(sender).used} == files(models[0])
+        assert {slot.file.place.inode for slot in pool(sender).used} == files(models[0])
 
 
 @pytest.mark.requirement(28)

@@ -19,7 +19,7 @@ from asyncsync.errors import SchemaMismatch
 from asyncsync.model.binding import Binding
 from asyncsync.model.strategy import WeightStrategy, flat_weights
 from asyncsync.transports.attachments import Attachments
-from asyncsync.transports.slots import Place, SlotPool
+from asyncsync.transports.slots import Place, WeightSlots
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.packing import pack
 from asyncsync.weights.slab import Slab, SlabPool, is_foreign
@@ -32,7 +32,7 @@ class Pair:
         self.model = model
         self.strategy = WeightStrategy("state_dict")
         self.binding = Binding(model, self.strategy, repoints=True, **options)
-        self.pool = SlotPool(4, 0)
+        self.pool = WeightSlots(4, 0)
         self.attachments = Attachments()
         self.slots: list[Slab] = []
         self.held: Slab | None = None

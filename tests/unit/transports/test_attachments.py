@@ -19,7 +19,7 @@ from asyncsync.errors import WeightSyncError
 from asyncsync.net import memory_file
 from asyncsync.transports import attachments
 from asyncsync.transports.attachments import Attachment, Attachments
-from asyncsync.transports.slots import Place, Slot, SlotPool
+from asyncsync.transports.slots import Place, Slot, WeightSlots
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import FOREIGN, SlabPool
 from helpers.memory import files, mappings
@@ -34,9 +34,9 @@ def layout_of(nbytes: int = NBYTES) -> Layout:
 
 
 @pytest.fixture
-def pool() -> Iterator[SlotPool]:
+def pool() -> Iterator[WeightSlots]:
     """The sender's. Nothing is left behind, on either side."""
-    pool = SlotPool(4, 0)
+    pool = WeightSlots(4, 0)
     yield pool
     for slot in list(pool.used):
         slot.release()
@@ -47,7 +47,7 @@ def pool() -> Iterator[SlotPool]:
     assert not FOREIGN
 
 
-def lend(pool: SlotPool, value: int, nbytes: int = NBYTES) -> tuple[Slot, Place]:
+def lend(pool: WeightSlots, value: int, nbytes: int = NBYTES) -> tuple[Slot, Place]:
     slot = pool.acquire(layout_of(nbytes))
     fill(slot, value)
     return slot, Place.decode(pool.describe(slot))
@@ -65,7 +65,7 @@ def content(memory: memoryview | torch.Tensor) -> set[int]:
 
 
 @pytest.mark.parametrize("nbytes", [0, 64, NBYTES])
-def test_a_slot_is_read_where_it_is(pool: SlotPool, nbytes: int) -> None:
+def test_a_slot_is_read_where_it_is(pool: WeightSlots, nbytes: int) -> None:
     slot, place = lend(pool, 1, nbytes)
     known = Attachments()
     slab = known.find(place).slab(layout_of(nbytes))
@@ -79,7 +79,7 @@ def test_a_slot_is_read_where_it_is(pool: SlotPool, nbytes: int) -> None:
     slab.release()
 
 
-def test_a_copy_is_independent_of_the_slot(pool: SlotPool) -> None:
+def test_a_copy_is_independent_of_the_slot(pool: WeightSlots) -> None:
     slot, place = lend(pool, 1)
     for layout in (layout_of(), layout_of(64)):
         slab = Attachments().find(place).copy(layout, SlabPool())
@@ -90,14 +90,14 @@ def test_a_copy_is_independent_of_the_slot(pool: SlotPool) -> None:
         slab.release()
 
 
-def test_a_worker_opens_a_slot_once_and_keeps_no_file_open_for_it(pool: SlotPool) -> None:
+def test_a_worker_opens_a_slot_once_and_keeps_no_file_open_for_it(pool: WeightSlots) -> None:
     _, place = lend(pool, 1)
     known = Attachments()
     assert known.find(place) is known.find(place)
     assert len(mappings()) == 3  # the owner's, the Parameters', and that of readers of what was sent
 
 
-def test_what_a_worker_writes_stays_its_own_and_hides_nothing_newer(pool: SlotPool) -> None:
+def test_what_a_worker_writes_stays_its_own_and_hides_nothing_newer(pool: WeightSlots) -> None:
     slot, place = lend(pool, 1)
     one, other = Attachments(), Attachments()
     mine, theirs = (known.find(place).slab(layout_of()) for known in (one, other))
@@ -116,7 +116,9 @@ def test_what_a_worker_writes_stays_its_own_and_hides_nothing_newer(pool: SlotPo
 
 
 @pytest.mark.parametrize("can_look", [True, False])
-def test_one_page_that_was_written_is_enough(pool: SlotPool, monkeypatch: pytest.MonkeyPatch, can_look: bool) -> None:
+def test_one_page_that_was_written_is_enough(
+    pool: WeightSlots, monkeypatch: pytest.MonkeyPatch, can_look: bool
+) -> None:
     """Pages are thrown away, too, where one cannot find out which were written."""
 
     def refuse(*args: object) -> bytes:
@@ -137,7 +139,7 @@ def test_one_page_that_was_written_is_enough(pool: SlotPool, monkeypatch: pytest
         slab.release()
 
 
-def test_a_slot_of_the_same_size_may_come_back_with_another_layout(pool: SlotPool) -> None:
+def test_a_slot_of_the_same_size_may_come_back_with_another_layout(pool: WeightSlots) -> None:
     _, place = lend(pool, 0)
     known = Attachments()
     slab = known.find(place).slab(layout_of())
@@ -154,7 +156,7 @@ def test_a_slot_of_the_same_size_may_come_back_with_another_layout(pool: SlotPoo
 # -- letting go --------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_detached_never_changes_again(pool: SlotPool) -> None:
+def test_what_is_detached_never_changes_again(pool: WeightSlots) -> None:
     slot, place = lend(pool, 1)
     known = Attachments()
     slab = known.find(place).slab(layout_of())
@@ -175,7 +177,7 @@ def test_what_is_detached_never_changes_again(pool: SlotPool) -> None:
     assert content(parameter) == {1, 9}  # its memory lives as long as it does
 
 
-def test_a_mapping_that_is_in_use_outlives_its_slot(pool: SlotPool) -> None:
+def test_a_mapping_that_is_in_use_outlives_its_slot(pool: WeightSlots) -> None:
     known = Attachments()
     first, place = lend(pool, 1)
     slab = known.find(place).slab(layout_of())
@@ -186,7 +188,7 @@ def test_a_mapping_that_is_in_use_outlives_its_slot(pool: SlotPool) -> None:
     slab.release()
 
 
-def test_many_slots_that_come_and_go_leave_no_mappings(pool: SlotPool) -> None:
+def test_many_slots_that_come_and_go_leave_no_mappings(pool: WeightSlots) -> None:
     known = Attachments()
     for number in range(20):
         slot, place = lend(pool, number, (1 + number % 3) * NBYTES)
@@ -198,7 +200,7 @@ def test_many_slots_that_come_and_go_leave_no_mappings(pool: SlotPool) -> None:
     assert len(mappings()) <= 4
 
 
-def test_a_forked_child_keeps_its_copy_and_its_parent_the_slot_until_it_has_one(pool: SlotPool) -> None:
+def test_a_forked_child_keeps_its_copy_and_its_parent_the_slot_until_it_has_one(pool: WeightSlots) -> None:
     slot, place = lend(pool, 1)
     known = Attachments()
     attachment = known.find(place)
@@ -245,7 +247,7 @@ def of_file(number: int, size: int = 64) -> Place:
     return Place(True, os.getpid(), number, found.st_dev, found.st_ino, size, ())
 
 
-def test_a_place_of_nobody_or_of_another_file_is_refused(pool: SlotPool) -> None:
+def test_a_place_of_nobody_or_of_another_file_is_refused(pool: WeightSlots) -> None:
     _, place = lend(pool, 1)
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
@@ -271,7 +273,7 @@ def test_pipes_directories_and_devices_are_refused_without_waiting(tmp_path: Pat
             os.close(number)
 
 
-def test_a_file_that_can_shrink_or_is_too_small_is_refused(tmp_path: Path, pool: SlotPool) -> None:
+def test_a_file_that_can_shrink_or_is_too_small_is_refused(tmp_path: Path, pool: WeightSlots) -> None:
     (tmp_path / "file").write_bytes(bytes(PAGE))
     unsealed = os.memfd_create("other", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(unsealed, PAGE)
@@ -286,7 +288,7 @@ def test_a_file_that_can_shrink_or_is_too_small_is_refused(tmp_path: Path, pool:
     refused(place._replace(size=NBYTES + 1), f"not a slot of {NBYTES + 1} bytes")
 
 
-def test_without_address_space_there_is_a_memory_error(pool: SlotPool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_address_space_there_is_a_memory_error(pool: WeightSlots, monkeypatch: pytest.MonkeyPatch) -> None:
     _, place = lend(pool, 1)
 
     def refuse(*args: object, **kwargs: object) -> None:
@@ -305,9 +307,9 @@ def test_beyond_the_limit_of_a_process_there_is_a_memory_error() -> None:
         import resource, torch
         from asyncsync.weights.layout import Layout
         from asyncsync.transports.attachments import Attachments
-        from asyncsync.transports.slots import Place, SlotPool
+        from asyncsync.transports.slots import Place, WeightSlots
 
-        pool = SlotPool(4, 0)
+        pool = WeightSlots(4, 0)
         slot = pool.acquire(Layout([(("w",), torch.uint8, (64 << 20,))]))
         place = Place.decode(pool.describe(slot))
         used = int(open("/proc/self/statm").read().split()[0]) * {PAGE}

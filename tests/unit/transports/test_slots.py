@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from asyncsync.errors import WeightSyncError
 from asyncsync.net import memory_file
 from asyncsync.transports import slots
-from asyncsync.transports.slots import LARGE_BYTES, MAX_FILES, Place, Slot, SlotPool
+from asyncsync.transports.slots import LARGE_BYTES, MAX_FILES, Place, Slot, WeightSlots
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.packing import pack
 from asyncsync.weights.tree import FlatWeights
@@ -31,9 +31,9 @@ PAGE = mmap.PAGESIZE
 
 
 @pytest.fixture
-def pool() -> Iterator[SlotPool]:
+def pool() -> Iterator[WeightSlots]:
     """Workers map every slot of it. Nothing is left of it at the end."""
-    pool = SlotPool(4, 0)
+    pool = WeightSlots(4, 0)
     yield pool
     for slot in list(pool.used):
         slot.release()
@@ -54,13 +54,13 @@ def layout_of(nbytes: int) -> Layout:
     return Layout([(("w",), torch.uint8, (nbytes,))])
 
 
-def acquire(pool: SlotPool, nbytes: int = PAGE, value: int = 1) -> Slot:
+def acquire(pool: WeightSlots, nbytes: int = PAGE, value: int = 1) -> Slot:
     slot = pool.acquire(layout_of(nbytes))
     pack(slot, FlatWeights({("w",): torch.full((nbytes,), value, dtype=torch.uint8)}))
     return slot
 
 
-def place_of(pool: SlotPool, slot: Slot) -> Place:
+def place_of(pool: WeightSlots, slot: Slot) -> Place:
     """As workers are told it."""
     return Place.decode(pool.describe(slot))
 
@@ -71,7 +71,7 @@ def path_of(slot: Slot) -> str:
 
 
 def inodes_of(*slots: Slot) -> tuple[int, ...]:
-    return tuple(sorted(slot.inode for slot in slots))
+    return tuple(sorted(slot.file.place.inode for slot in slots))
 
 
 # -- places ------------------------------------------------------------------------------------------------------------
@@ -115,7 +115,7 @@ def test_a_descriptor_of_more_slots_than_one_process_has_is_refused() -> None:
 
 
 @pytest.mark.parametrize("nbytes", [0, 64, PAGE, PAGE + 64, 3 * PAGE])
-def test_a_slot_holds_what_was_packed_wherever_it_is_read(pool: SlotPool, nbytes: int) -> None:
+def test_a_slot_holds_what_was_packed_wherever_it_is_read(pool: WeightSlots, nbytes: int) -> None:
     slot = acquire(pool, nbytes, 7)
     assert bytes(slot.memory) == b"\x07" * nbytes
     place = place_of(pool, slot)
@@ -129,7 +129,7 @@ def test_a_slot_holds_what_was_packed_wherever_it_is_read(pool: SlotPool, nbytes
 
 
 @pytest.mark.promise(27)
-def test_nobody_else_can_write_or_resize_a_slot(pool: SlotPool) -> None:
+def test_nobody_else_can_write_or_resize_a_slot(pool: WeightSlots) -> None:
     slot = acquire(pool)
     with open(path_of(slot), "r+b", buffering=0) as file:  # the same user may open it for writing
         with pytest.raises(PermissionError):
@@ -147,7 +147,7 @@ def test_nobody_else_can_write_or_resize_a_slot(pool: SlotPool) -> None:
 
 @pytest.mark.promise(31)
 @pytest.mark.parametrize("nbytes", [0, 64, LARGE_BYTES])
-def test_nothing_is_left_of_slots(pool: SlotPool, nbytes: int) -> None:
+def test_nothing_is_left_of_slots(pool: WeightSlots, nbytes: int) -> None:
     held = [acquire(pool, nbytes) for _ in range(3)]
     assert (len(files()), len(mappings())) == (3, 3)
     held.pop().release()
@@ -160,7 +160,7 @@ def test_nothing_is_left_of_slots(pool: SlotPool, nbytes: int) -> None:
 
 
 def test_nothing_is_left_of_a_pool_that_nobody_closed() -> None:
-    pool = SlotPool(4, 0)
+    pool = WeightSlots(4, 0)
     slot = acquire(pool)
     pool.describe(slot)
     del pool, slot
@@ -175,9 +175,9 @@ def test_a_view_that_somebody_kept_stays_readable() -> None:
     program = """
         import torch
         from asyncsync.weights.layout import Layout
-        from asyncsync.transports.slots import SlotPool
+        from asyncsync.transports.slots import WeightSlots
 
-        pool = SlotPool(4, 0)
+        pool = WeightSlots(4, 0)
         slab = pool.acquire(Layout([(("w",), torch.uint8, (4096,))]))
         slab.memory[:] = b"\\x07" * 4096
         view = slab.views[0][:10]
@@ -190,7 +190,7 @@ def test_a_view_that_somebody_kept_stays_readable() -> None:
 
 
 def test_disposing_twice_is_disposing_once() -> None:
-    slot = acquire(SlotPool(4, 0))
+    slot = acquire(WeightSlots(4, 0))
     number = slot.place(mapped=True, inodes=()).number
     slot.dispose()
     other = os.open("/dev/null", os.O_RDONLY)
@@ -203,7 +203,7 @@ def test_disposing_twice_is_disposing_once() -> None:
 # -- the pool ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_slot_that_came_back_is_used_again_also_for_another_layout(pool: SlotPool) -> None:
+def test_a_slot_that_came_back_is_used_again_also_for_another_layout(pool: WeightSlots) -> None:
     first = acquire(pool, 64, 1)
     place = place_of(pool, first)
     first.release()
@@ -218,15 +218,15 @@ def test_a_slot_that_came_back_is_used_again_also_for_another_layout(pool: SlotP
     assert (third.views[0].dtype, third.views[0].shape) == (torch.int64, (8,))
 
 
-def test_a_slot_of_another_size_is_given_back(pool: SlotPool) -> None:
+def test_a_slot_of_another_size_is_given_back(pool: WeightSlots) -> None:
     acquire(pool, 64).release()
     large = acquire(pool, 128)
     assert not pool.is_quick(64)
     assert (len(files()), pool.slabs) == (1, 1)
-    assert place_of(pool, large).inodes == (large.inode,)
+    assert place_of(pool, large).inodes == inodes_of(large)
 
 
-def test_workers_are_told_which_slots_there_are_and_whether_to_map_them(pool: SlotPool) -> None:
+def test_workers_are_told_which_slots_there_are_and_whether_to_map_them(pool: WeightSlots) -> None:
     pool.map_above = 100
     slots = [acquire(pool, 64), acquire(pool, 128)]
     told = [place_of(pool, slot) for slot in slots]
@@ -234,7 +234,7 @@ def test_workers_are_told_which_slots_there_are_and_whether_to_map_them(pool: Sl
     assert told[1].inodes == inodes_of(*slots)
 
 
-def test_a_descriptor_is_made_anew_when_there_are_other_slots(pool: SlotPool) -> None:
+def test_a_descriptor_is_made_anew_when_there_are_other_slots(pool: WeightSlots) -> None:
     first = acquire(pool, 64)
     alone = pool.describe(first)
     assert pool.describe(first) is alone
@@ -254,10 +254,10 @@ def test_a_descriptor_is_made_anew_when_there_are_other_slots(pool: SlotPool) ->
     larger.release()  # and the largest
     again = acquire(pool, 128)
     assert again is larger
-    assert place_of(pool, again).inodes == (larger.inode,)
+    assert place_of(pool, again).inodes == inodes_of(larger)
 
 
-def test_there_is_room_for_the_targets_and_so_many_that_readers_hold(pool: SlotPool) -> None:
+def test_there_is_room_for_the_targets_and_so_many_that_readers_hold(pool: WeightSlots) -> None:
     pool.slots_allowed = 2
     assert pool.has_room(64, (), 1)
     first = acquire(pool, 64)
@@ -282,7 +282,7 @@ def refuse(*args: object, **kwargs: object) -> None:
 
 @pytest.mark.parametrize(("module", "name"), [(os, "posix_fallocate"), (memory_file.mmap, "mmap")])
 def test_without_memory_there_is_an_error_that_says_so_and_nothing_is_left(
-    monkeypatch: pytest.MonkeyPatch, pool: SlotPool, module: object, name: str
+    monkeypatch: pytest.MonkeyPatch, pool: WeightSlots, module: object, name: str
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(module, name, refuse)
@@ -294,7 +294,7 @@ def test_without_memory_there_is_an_error_that_says_so_and_nothing_is_left(
     acquire(pool, 64)
 
 
-def test_without_file_descriptors_there_is_an_error_that_says_so(pool: SlotPool) -> None:
+def test_without_file_descriptors_there_is_an_error_that_says_so(pool: WeightSlots) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     lowest = os.dup(0)
     os.close(lowest)
@@ -307,7 +307,7 @@ def test_without_file_descriptors_there_is_an_error_that_says_so(pool: SlotPool)
     assert pool.slabs == 0
 
 
-def test_memory_that_cannot_be_locked_is_not_tried_again(monkeypatch: pytest.MonkeyPatch, pool: SlotPool) -> None:
+def test_memory_that_cannot_be_locked_is_not_tried_again(monkeypatch: pytest.MonkeyPatch, pool: WeightSlots) -> None:
     """Also not after a slot that was not to be locked."""
     tried: list[int] = []
     monkeypatch.setattr(slots, "_pin", lambda buffer: bool(tried.append(buffer.nbytes)))
