@@ -18,12 +18,11 @@ import os
 import weakref
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from asyncsync.errors import WeightSyncError
 from asyncsync.net.memory_file import MemoryFile
-from asyncsync.weights.copying import copy_arrays, normal_tensors
+from asyncsync.weights.copying import normal_tensors
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import FOREIGN, Slab, SlabPool
 
@@ -31,27 +30,54 @@ from asyncsync.weights.slab import FOREIGN, Slab, SlabPool
 _THERE, _SHARED = np.uint64(3 << 62), np.uint64(1 << 61)
 
 
-class PrivateMapping:
-    """A memory file, mapped copy on write; it may be closed afterwards. Raises MemoryError."""
+class PrivateSlab(Slab):
+    """A slab in a memory file, which is mapped twice: privately, where Parameters may lie, and once more for what was
+    sent, whatever this process has written into its Parameters since. Raises MemoryError."""
 
-    def __init__(self, file: MemoryFile) -> None:
-        self.memory = file.map(private=True)
+    may_hold_parameters = True
+
+    def __init__(self, layout: Layout, file: MemoryFile, sent: mmap.mmap) -> None:
+        self.mapping = file.map(private=True)
         with normal_tensors():
-            self.buffer = torch.frombuffer(self.memory, dtype=torch.uint8)
-        self.address = self.buffer.data_ptr()
-        self._size = len(self.memory)
+            own, self._sent = (torch.frombuffer(memory, dtype=torch.uint8) for memory in (self.mapping, sent))
+        self._address = own.data_ptr()
         token = object()
-        FOREIGN[token] = self.address, self.address + self._size
-        weakref.finalize(self.memory, FOREIGN.pop, token, None)  # tensors may outlive this object
+        FOREIGN[token] = self._address, self._address + len(own)
+        weakref.finalize(self.mapping, FOREIGN.pop, token, None)  # tensors may outlive this object
+        super().__init__(layout, own[: layout.nbytes])
 
-    def discard_own_pages(self) -> None:
-        """Show what the file holds, wherever this process has written."""
+    @property
+    def sent(self) -> torch.Tensor:
+        return self._sent[: self.nbytes]
+
+    @property
+    def views(self) -> list[torch.Tensor]:
+        """A typed view per entry of the layout, each with a storage of its own: pickled, saved, or shared with another
+        process, it takes along its bytes, not the whole slab's."""
+        if self._views is None:
+            with normal_tensors():
+                self._views = [entry.tensor(self.mapping) for entry in self.layout.entries]
+        return self._views
+
+    def reuse(self, layout: Layout) -> None:
+        self.show_the_file()
+        super().reuse(layout)
+
+    def show_the_file(self) -> None:
+        """Discard this process's own pages before the file's next version, when no Parameter lies here."""
+        if not (self.holds_parameters or self.exposed):
+            return
         if self._has_own_pages():
-            self.memory.madvise(mmap.MADV_DONTNEED)
+            self.mapping.madvise(mmap.MADV_DONTNEED)
+        # share_memory() on a model, or its way into a spawned process, moves a storage with all its views.
+        begin, pairs = self._address, zip(self._views or (), self.layout.entries, strict=False)
+        if any(view.data_ptr() != begin + entry.offset for view, entry in pairs if entry.nbytes):
+            self._views = None
+        self.holds_parameters = self.holds_all_parameters = self.exposed = False
 
     def _has_own_pages(self) -> bool:
         # Asking the kernel is cheaper than throwing away, and mapping anew, all pages whenever some might be written.
-        first, count = self.address // mmap.PAGESIZE, self._size // mmap.PAGESIZE
+        first, count = self._address // mmap.PAGESIZE, len(self.mapping) // mmap.PAGESIZE
         try:
             number = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
@@ -68,46 +94,14 @@ class PrivateMapping:
         return bool((there & ~shared).any())
 
 
-class PrivateSlab(Slab):
-    """A slab that is read in a private mapping."""
-
-    may_hold_parameters = True
-
-    def __init__(self, layout: Layout, mapping: PrivateMapping) -> None:
-        super().__init__(layout, mapping.buffer[: layout.nbytes])
-        self.mapping = mapping
-
-    @property
-    def views(self) -> list[torch.Tensor]:
-        """A typed view per entry of the layout, each with a storage of its own: pickled, saved, or shared with another
-        process, it takes along its bytes, not the whole slab's."""
-        if self._views is None:
-            with normal_tensors():
-                self._views = [entry.tensor(self.mapping.memory) for entry in self.layout.entries]
-        return self._views
-
-    def show_the_file(self) -> None:
-        """Discard this process's own pages before the file's next version, when no Parameter lies here."""
-        if not (self.holds_parameters or self.exposed):
-            return
-        self.mapping.discard_own_pages()
-        # share_memory() on a model, or its way into a spawned process, moves a storage with all its views.
-        begin, pairs = self.mapping.address, zip(self._views or (), self.layout.entries, strict=False)
-        if any(view.data_ptr() != begin + entry.offset for view, entry in pairs if entry.nbytes):
-            self._views = None
-        self.holds_parameters = self.holds_all_parameters = self.exposed = False
-
-
 class ReceivedSlab(PrivateSlab):
     """A slab of a worker's own in which Parameters may lie; ``layout`` has some bytes. Raises WeightSyncError: this
     system has no memory files; MemoryError: it cannot be mapped."""
 
-    may_hold_parameters = True
-
     def __init__(self, layout: Layout, pool: SlabPool) -> None:
         self._file = MemoryFile.create(layout.nbytes, reserved=False)
-        self._sent = memoryview(self._file.map())
-        super().__init__(layout, PrivateMapping(self._file))
+        self._window = self._file.map()
+        super().__init__(layout, self._file, self._window)
         self.pool = pool
         self.show_to_children()
         self._reserved = 0
@@ -123,15 +117,7 @@ class ReceivedSlab(PrivateSlab):
     def write(self, offset: int, data: bytes | memoryview) -> None:
         end = offset + len(data)
         self._reserve(end)
-        self._sent[offset:end] = data
-
-    def _array(self) -> npt.NDArray[np.uint8]:
-        return np.frombuffer(self._sent, np.uint8)
-
-    def copy_to(self, other: Slab) -> None:
-        """What was sent, whatever this process has written into its Parameters since."""
-        copy_arrays([(np.frombuffer(other.memory, np.uint8), self._array()[: self.nbytes])])
-        other.values = self.values
+        self._window[offset:end] = data
 
     def copy(self) -> Slab:
         """What was sent, in a mapping of its own: a page is copied when somebody writes it. This slab is not used again
@@ -146,7 +132,6 @@ class ReceivedSlab(PrivateSlab):
         return twin
 
     def reuse(self, layout: Layout) -> None:
-        self.show_the_file()
         self.show_to_children()
         super().reuse(layout)
 

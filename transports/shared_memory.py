@@ -8,17 +8,19 @@ newer version has been applied. When a slot may be written again is in :mod:`asy
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from typing import Any
 
 from asyncsync.arguments import check_timeout
 from asyncsync.transports import base, blocking
-from asyncsync.transports.attachments import Attachment, Attachments
-from asyncsync.transports.slots import COPY_BYTES, Place, WeightSlots
+from asyncsync.transports.attachments import AttachedSlab, Attachments, Window
+from asyncsync.transports.slots import COPY_BYTES, Lease, WeightSlots
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab, SlabPool
 
 SLOTS = 4
+FORK_PATIENCE = 2.0
 
 
 class SlotTransport(base.OwnTransport):
@@ -34,7 +36,7 @@ class SlotTransport(base.OwnTransport):
 
     def __init__(self, slots: int = SLOTS, map_above: int = COPY_BYTES) -> None:
         self.pool = WeightSlots(slots, map_above)
-        self._attachments = Attachments()
+        self._attachments: Attachments[AttachedSlab | Window] = Attachments()
 
     async def offer(self, slab: Slab, workers: Iterable[int] | None) -> bytes:
         """Describe the slab's slot. This copies nothing, because the sender packed the weights there."""
@@ -57,35 +59,69 @@ class SlotTransport(base.OwnTransport):
             WeightSyncError: this process cannot open the sender's memory.
             MemoryError: this process cannot map the slot.
         """
-        attachment = self._find(descriptor, layout)
-        return attachment.copy(layout, pool) if attachment.is_copied else attachment.slab(layout)
+        lease = self._lease(descriptor, layout)
+        if not lease.in_place:
+            return self._window(lease).copy(layout, pool)
+        found = self._attachments.find(lease)
+        if not isinstance(found, AttachedSlab) or found.is_detached or found.nbytes != layout.nbytes:
+            self._attachments.add(lease, found := AttachedSlab(lease.place, layout))
+        elif found.references:
+            found.retain()  # the same update again; the slot cannot have been written meanwhile
+        else:
+            found.reuse(layout)
+        return found
 
     def _slot_window(self, descriptor: bytes, layout: Layout) -> memoryview | None:
         if type(self).attach is not SlotTransport.attach:
             return None
-        attachment = self._find(descriptor, layout)
-        return attachment.window(layout) if attachment.is_copied else None
+        lease = self._lease(descriptor, layout)
+        return None if lease.in_place else self._window(lease).memory[: layout.nbytes]
 
-    def _find(self, descriptor: bytes, layout: Layout) -> Attachment:
-        place = Place.decode(descriptor)
-        if place.size != layout.nbytes:
-            raise ValueError(f"a slot of {place.size} bytes for a layout of {layout.nbytes}")
-        return self._attachments.find(place)
+    def _lease(self, descriptor: bytes, layout: Layout) -> Lease:
+        lease = Lease.decode(descriptor)
+        if lease.place.size < layout.nbytes:
+            raise ValueError(f"a slot of {lease.place.size} bytes for a layout of {layout.nbytes}")
+        return lease
+
+    def _window(self, lease: Lease) -> Window:
+        found = self._attachments.find(lease)
+        if not isinstance(found, Window):
+            self._attachments.add(lease, found := Window(lease.place))
+        return found
+
+    @property
+    def _attached(self) -> list[AttachedSlab]:
+        return [one for one in self._attachments if isinstance(one, AttachedSlab)]
 
     @property
     def _is_adopted(self) -> bool:
-        return self._attachments.are_adopted
+        return any(slab.is_adopted or slab.readers() for slab in self._attached)
 
     def _clean(self) -> None:
-        self._attachments.clean()
+        # Now rather than when the next update is waited for: it takes milliseconds.
+        for slab in self._attached:
+            if not slab.references and not slab.is_detached:
+                slab.show_the_file()
 
     def _detach(self) -> bool:
-        return self._attachments.detach()
+        attached = self._attached
+        for slab in attached:
+            if slab.references:
+                slab.detach()
+        deadline = time.monotonic() + FORK_PATIENCE
+        while forked := any(slab.readers() for slab in attached):
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(0.005)
+        return not forked
 
     def close(self) -> None:
         """Release the sender's free memory; a slot that workers still read is freed when they release it."""
         self.pool.close()
-        self._attachments.close()
+        for slab in self._attached:
+            if not slab.references:
+                slab.children.clear()
+        self._attachments.clear()
 
 
 class SharedMemTransport(SlotTransport, base.TransportBackend):

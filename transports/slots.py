@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from asyncsync.net.memory_file import MemoryFile
+from asyncsync.net.memory_file import MemoryFile, MemoryPlace
 from asyncsync.weights.copying import normal_tensors
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab, SlabPool
@@ -35,46 +35,38 @@ _MAGIC = b"SHM\x01"
 MAX_FILES = 1024
 
 
-class Place(NamedTuple):
-    """Where a slot is; the content of a descriptor.
+class Lease(NamedTuple):
+    """A slot that a worker may use; the content of a descriptor.
 
     Attributes:
-        mapped: workers read it there until they have something newer; else they copy it at once.
-        pid, number: the owner's process, and the file's descriptor there.
-        device, inode: of the file, by which a worker knows whether the descriptor is still that of this file.
-        size: of the slab, in bytes.
-        inodes: of all slots of the owner that will be used again.
+        place: where it is.
+        kept: the inodes of all slots of the owner that will be used again; workers unmap others.
+        in_place: workers use it there, and release it later; else they copy it at once.
     """
 
-    mapped: bool
-    pid: int
-    number: int
-    device: int
-    inode: int
-    size: int
-    inodes: tuple[int, ...]
+    place: MemoryPlace
+    kept: tuple[int, ...]
+    in_place: bool
 
     def encode(self) -> bytes:
-        head = _HEAD.pack(_MAGIC, self.mapped, self.pid, self.number, self.device, self.inode, self.size)
-        return head + struct.pack(f"<{len(self.inodes)}Q", *self.inodes)
+        return _HEAD.pack(_MAGIC, self.in_place, *self.place) + struct.pack(f"<{len(self.kept)}Q", *self.kept)
 
     @classmethod
-    def decode(cls, descriptor: bytes) -> Place:
+    def decode(cls, descriptor: bytes) -> Lease:
         """Raises ValueError if this is no descriptor of a slot."""
         count, rest = divmod(len(descriptor) - _HEAD.size, 8)
         if not descriptor.startswith(_MAGIC) or count < 0 or rest or count > MAX_FILES:
             raise ValueError("another transport sent this update: use the same scheme class on both sides")
-        _, mapped, pid, number, device, inode, size = _HEAD.unpack_from(descriptor)
-        if mapped > 1:
+        _, in_place, *place = _HEAD.unpack_from(descriptor)
+        if in_place > 1:
             raise ValueError("a descriptor of a slot with an unknown flag")
-        inodes = struct.unpack_from(f"<{count}Q", descriptor, _HEAD.size)
-        return cls(bool(mapped), pid, number, device, inode, size, inodes)
+        return cls(MemoryPlace(*place), struct.unpack_from(f"<{count}Q", descriptor, _HEAD.size), bool(in_place))
 
 
 class Slot(Slab):
     """A slab in a memory file of this process, which others open by the file's place."""
 
-    leased = True
+    leased = in_place = True
 
     def __init__(self, layout: Layout, pool: SlabPool, file: MemoryFile, memory: torch.Tensor) -> None:
         self.file = file
@@ -88,7 +80,7 @@ class SlotPool(SlabPool):
 
     @property
     def inodes(self) -> tuple[int, ...]:
-        """Of all slots: others are not used again. The same object, as long as there are the same slots."""
+        """Of all slots. The same object, as long as there are the same ones."""
         if self._inodes is None:
             with self._lock:
                 there = (*self.used, *self._draining, *self._spare)
@@ -96,6 +88,10 @@ class SlotPool(SlabPool):
                 self._inodes = tuple(sorted(inodes))[:MAX_FILES]
             self._count_returned()
         return self._inodes
+
+    def lease(self, slot: Slot) -> Lease:
+        """What workers need to use this slot of the pool."""
+        return Lease(slot.file.place, self.inodes, slot.in_place)
 
     def _make(self, layout: Layout, *, pinned: bool) -> Slab:
         self._inodes = None
@@ -121,9 +117,6 @@ class WeightSlot(Slot):
         self.registered = _pin(memory) if pinned else 0  # the address of its locked pages
         self.described: tuple[tuple[int, ...], bytes] | None = None
         super().__init__(layout, pool, file, memory)
-
-    def place(self, *, mapped: bool, inodes: tuple[int, ...]) -> Place:
-        return Place(mapped, *self.file.place[:4], self.nbytes, inodes)
 
     def dispose(self) -> None:
         """Free the memory; slow where there is much of it."""
@@ -154,9 +147,8 @@ class WeightSlots(SlotPool):
     def describe(self, slab: Slab) -> bytes:
         """Where workers find this slab of the pool."""
         assert isinstance(slab, WeightSlot)
-        inodes = self.inodes
-        if slab.described is None or slab.described[0] is not inodes:
-            slab.described = inodes, slab.place(mapped=slab.in_place, inodes=inodes).encode()
+        if slab.described is None or slab.described[0] is not self.inodes:
+            slab.described = self.inodes, self.lease(slab).encode()
         return slab.described[1]
 
     def is_quick(self, nbytes: int, *, pinned: bool = False) -> bool:

@@ -21,8 +21,6 @@ from collections import deque
 from collections.abc import Callable, Collection
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from tensordict import TensorDict
 
@@ -114,7 +112,7 @@ class Slab:
 
     @property
     def sent(self) -> torch.Tensor:
-        """The bytes as they were sent."""
+        """The bytes as they are sent, or have come."""
         return self.buffer
 
     @property
@@ -218,15 +216,11 @@ class Slab:
         """A piece of the slab for a zero-copy send, or for a user's code to write; the slab is not reused while the
         piece, a part of it, or a socket holds it."""
         # A fresh array per piece, which all views of it refer to: the array's end of life tells that none is left.
-        piece = self._array()[start:stop]
+        piece = self.sent.numpy()[start:stop]
         if self.pool is not None:
             self.pool.exported(self)
             weakref.finalize(piece, self.pool.returned, self).atexit = False
         return piece.data
-
-    def _array(self) -> npt.NDArray[np.uint8]:
-        """The bytes as they are sent, and as they come in."""
-        return self.buffer.numpy()
 
     def contents(self) -> bytes:
         """All bytes, copied once however often this is called: for small slabs, which ride in instructions."""

@@ -15,13 +15,15 @@ from tensordict import TensorDictBase
 
 from asyncsync.collectors.batch_layout import BatchLayout, layout_of
 from asyncsync.collectors.workers.control_page import REMEDY, TRAINER
-from asyncsync.collectors.workers.shared_batches import Arrangement, Lease
+from asyncsync.collectors.workers.shared_batches import Arrangement
 from asyncsync.net.memory_file import MemoryFile, MemoryPlace
+from asyncsync.transports.attachments import Attachments
+from asyncsync.transports.slots import Lease
 from asyncsync.weights.copying import normal_tensors
 
 
-class _Mapped:
-    """A slot, mapped here."""
+class _MappedSlot:
+    """A slot that this worker writes."""
 
     def __init__(self, place: MemoryPlace) -> None:
         with closing(MemoryFile.open(place, TRAINER, REMEDY, writable=True)) as file:
@@ -33,6 +35,10 @@ class _Mapped:
         memory = memoryview(self._memory)  # type: ignore[arg-type]
         self.leased = weakref.ref(memory)
         return memory
+
+    @property
+    def is_used(self) -> bool:
+        return self.leased() is not None
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor lies anywhere in this slot."""
@@ -47,8 +53,8 @@ class BatchWriter:
     _index: int
 
     def __init__(self) -> None:
-        self._slots: dict[int, _Mapped] = {}  # by inode
-        self._slot: _Mapped | None = None
+        self._slots: Attachments[_MappedSlot] = Attachments()
+        self._slot: _MappedSlot | None = None
         self._views: list[torch.Tensor] | None = None
 
     def learn(self, arrangement: Arrangement, index: int) -> None:
@@ -62,11 +68,9 @@ class BatchWriter:
         self._slot = self._views = None
         if lease is None:
             return
-        self._slots = {inode: slot for inode, slot in self._slots.items() if inode in lease.alive}
-        slot = self._slots.get(lease.place.inode)
-        if slot is None:
-            slot = self._slots[lease.place.inode] = _Mapped(lease.place)
-        if slot.leased() is None:
+        if (slot := self._slots.find(lease)) is None:
+            self._slots.add(lease, slot := _MappedSlot(lease.place))
+        if not slot.is_used:
             self._slot = slot
             self._views = self._arrangement.tensors(slot.lease(), self._index)
 

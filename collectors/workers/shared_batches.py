@@ -22,8 +22,7 @@ from tensordict import TensorDict, TensorDictBase
 from asyncsync.collectors.batch_layout import BatchLayout
 from asyncsync.collectors.workers.channel import loads
 from asyncsync.collectors.workers.group import RolloutResult
-from asyncsync.net.memory_file import MemoryPlace
-from asyncsync.transports.slots import Slot, SlotPool
+from asyncsync.transports.slots import Lease, Slot, SlotPool
 from asyncsync.weights.copying import normal_tensors
 from asyncsync.weights.layout import Layout
 
@@ -124,15 +123,6 @@ class Arrangement:
         return layout.build(self.tensors(memory, index))
 
 
-@dataclass(frozen=True)
-class Lease:
-    """A slot that a worker may write its part into. ``alive`` has the inodes of all slots that will be leased again:
-    the worker unmaps others."""
-
-    place: MemoryPlace
-    alive: tuple[int, ...]
-
-
 # -- the trainer's side ------------------------------------------------------------------------------------------------
 
 
@@ -145,14 +135,14 @@ class BatchSlots(SlotPool):
         super().__init__()
         self.arrangement = arrangement
 
-    def lease(self) -> tuple[Slot, memoryview, Lease]:
+    def take(self) -> tuple[Slot, memoryview]:
         """A slot to be written, and its memory: while that or a tensor of it lives, it is leased. Raises
         WeightSyncError, MemoryError."""
         slot = self.acquire(self.arrangement.packed)
         assert isinstance(slot, Slot)
         memory = slot.export(0, slot.nbytes)
         slot.release()
-        return slot, memory, Lease(slot.file.place, self.inodes)
+        return slot, memory
 
 
 Load = Callable[[RolloutResult], TensorDictBase]
@@ -174,7 +164,8 @@ class SharedPlace:
     def __init__(self, slots: BatchSlots | None, load: Load = _loaded) -> None:
         self.slots, self._load = slots, load
         if slots is not None:
-            self._slot, self._memory, self.lease = slots.lease()
+            self._slot, self._memory = slots.take()
+            self.lease = slots.lease(self._slot)
 
     @property
     def has_private(self) -> bool:

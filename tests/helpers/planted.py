@@ -36,7 +36,7 @@ from asyncsync.net.processes import free_descriptors
 from asyncsync.protocol.leases import Leases
 from asyncsync.protocol.settings import Identity
 from asyncsync.runtime.interruption import Interruption as Interruption
-from asyncsync.transports.slots import Place, WeightSlots
+from asyncsync.transports.slots import Lease, WeightSlots
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.packing import pack
 from asyncsync.weights.slab import is_foreign
@@ -287,8 +287,13 @@ def another_file(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _describe_with(monkeypatch: pytest.MonkeyPatch, **changes: int) -> None:
-    real = WeightSlots.describe
-    monkeypatch.setattr(WeightSlots, "describe", lambda *given: Place.decode(real(*given))._replace(**changes).encode())
+    real = WeightSlots.lease
+
+    def lease(*given: Any) -> Lease:
+        found = real(*given)
+        return found._replace(place=found.place._replace(**changes))
+
+    monkeypatch.setattr(WeightSlots, "lease", lease)
 
 
 def newest_target_of(collector: Any) -> int:

@@ -10,16 +10,14 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
-from asyncsync.errors import WeightSyncError
 from asyncsync.net import memory_file
-from asyncsync.transports import attachments
-from asyncsync.transports.attachments import Attachment, Attachments
-from asyncsync.transports.slots import Place, Slot, WeightSlots
+from asyncsync.transports import SharedMemTransport, private_memory
+from asyncsync.transports.attachments import AttachedSlab
+from asyncsync.transports.slots import Lease, Slot, WeightSlots
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import FOREIGN, SlabPool
 from helpers.memory import files, mappings
@@ -47,10 +45,18 @@ def pool() -> Iterator[WeightSlots]:
     assert not FOREIGN
 
 
-def lend(pool: WeightSlots, value: int, nbytes: int = NBYTES) -> tuple[Slot, Place]:
+def lend(pool: WeightSlots, value: int, nbytes: int = NBYTES) -> tuple[Slot, bytes]:
+    """A slot, and its descriptor."""
     slot = pool.acquire(layout_of(nbytes))
     fill(slot, value)
-    return slot, Place.decode(pool.describe(slot))
+    return slot, pool.describe(slot)
+
+
+class Reader(SharedMemTransport):
+    """A worker's transport."""
+
+    def slab(self, descriptor: bytes, nbytes: int = NBYTES, layout: Layout | None = None) -> AttachedSlab:
+        return self.attach(descriptor, layout or layout_of(nbytes), SlabPool())
 
 
 def fill(slot: Slot, value: int) -> None:
@@ -64,43 +70,49 @@ def content(memory: memoryview | torch.Tensor) -> set[int]:
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("nbytes", [0, 64, NBYTES])
+@pytest.mark.parametrize("nbytes", [64, NBYTES])
 def test_a_slot_is_read_where_it_is(pool: WeightSlots, nbytes: int) -> None:
-    slot, place = lend(pool, 1, nbytes)
-    known = Attachments()
-    slab = known.find(place).slab(layout_of(nbytes))
+    slot, descriptor = lend(pool, 1, nbytes)
+    known = Reader()
+    slab = known.slab(descriptor, nbytes)
     assert (slab.leased, slab.may_hold_parameters, slab.holds_parameters, slab.references) == (True, True, False, 1)
     assert bytes(slab.memory) == b"\x01" * nbytes
     fill(slot, 2)
     assert bytes(slab.memory) == b"\x02" * nbytes  # which is why nobody writes before it is given back
-    assert known.find(place).slab(layout_of(nbytes)) is slab
+    assert known.slab(descriptor, nbytes) is slab
     assert slab.references == 2
     slab.release()
     slab.release()
 
 
 def test_a_copy_is_independent_of_the_slot(pool: WeightSlots) -> None:
-    slot, place = lend(pool, 1)
-    for layout in (layout_of(), layout_of(64)):
-        slab = Attachments().find(place).copy(layout, SlabPool())
+    slot, descriptor = lend(pool, 1)
+    small = Lease.decode(descriptor)._replace(in_place=False).encode()
+    for layout in (layout_of(), layout_of(64), layout_of(0)):
+        slab = Reader().attach(small, layout, SlabPool())
         fill(slot, 2)
-        assert content(slab.memory) == {1}
+        assert content(slab.memory) == ({1} if layout.nbytes else set())
         assert not slab.leased
         fill(slot, 1)
         slab.release()
 
 
 def test_a_worker_opens_a_slot_once_and_keeps_no_file_open_for_it(pool: WeightSlots) -> None:
-    _, place = lend(pool, 1)
-    known = Attachments()
-    assert known.find(place) is known.find(place)
+    _, descriptor = lend(pool, 1)
+    known = Reader()
+    slab = known.slab(descriptor)
+    assert known.slab(descriptor) is slab
+    slab.release()
+    slab.release()
+    assert known.slab(descriptor) is slab
+    slab.release()
     assert len(mappings()) == 3  # the owner's, the Parameters', and that of readers of what was sent
 
 
 def test_what_a_worker_writes_stays_its_own_and_hides_nothing_newer(pool: WeightSlots) -> None:
-    slot, place = lend(pool, 1)
-    one, other = Attachments(), Attachments()
-    mine, theirs = (known.find(place).slab(layout_of()) for known in (one, other))
+    slot, descriptor = lend(pool, 1)
+    one, other = Reader(), Reader()
+    mine, theirs = one.slab(descriptor), other.slab(descriptor)
     mine.holds_parameters = True
     mine.buffer[::PAGE] = 9  # one byte in every page
     assert content(mine.memory) == {1, 9}
@@ -108,7 +120,7 @@ def test_what_a_worker_writes_stays_its_own_and_hides_nothing_newer(pool: Weight
     mine.release()
     theirs.release()
     fill(slot, 2)
-    again = one.find(place).slab(layout_of())
+    again = one.slab(descriptor)
     assert again is mine
     assert not again.holds_parameters
     assert content(again.memory) == {2}
@@ -125,30 +137,30 @@ def test_one_page_that_was_written_is_enough(
         raise PermissionError
 
     if not can_look:
-        monkeypatch.setattr(attachments.os, "pread", refuse)
-    slot, place = lend(pool, 1)
-    known = Attachments()
+        monkeypatch.setattr(private_memory.os, "pread", refuse)
+    slot, descriptor = lend(pool, 1)
+    known = Reader()
     for version in range(2, 4 + PAGES):
-        slab = known.find(place).slab(layout_of())
+        slab = known.slab(descriptor)
         slab.holds_parameters = True
         slab.buffer[(version % PAGES) * PAGE + 7] = 99
         slab.release()
         fill(slot, version)
-        slab = known.find(place).slab(layout_of())
+        slab = known.slab(descriptor)
         assert content(slab.memory) == {version}
         slab.release()
 
 
 def test_a_slot_of_the_same_size_may_come_back_with_another_layout(pool: WeightSlots) -> None:
-    _, place = lend(pool, 0)
-    known = Attachments()
-    slab = known.find(place).slab(layout_of())
+    _, descriptor = lend(pool, 0)
+    known = Reader()
+    slab = known.slab(descriptor)
     assert slab.views[0].dtype is torch.uint8
     slab.release()
-    slab = known.find(place).slab(Layout([(("w",), torch.float32, (NBYTES // 4,))]))
+    slab = known.slab(descriptor, layout=Layout([(("w",), torch.float32, (NBYTES // 4,))]))
     assert slab.views[0].dtype is torch.float32
     slab.release()
-    smaller = known.find(place).slab(layout_of(64))
+    smaller = known.slab(descriptor, 64)
     assert smaller.nbytes == 64
     smaller.release()
 
@@ -157,18 +169,18 @@ def test_a_slot_of_the_same_size_may_come_back_with_another_layout(pool: WeightS
 
 
 def test_what_is_detached_never_changes_again(pool: WeightSlots) -> None:
-    slot, place = lend(pool, 1)
-    known = Attachments()
-    slab = known.find(place).slab(layout_of())
+    slot, descriptor = lend(pool, 1)
+    known = Reader()
+    slab = known.slab(descriptor)
     slab.holds_parameters = True
-    assert known.are_adopted
+    assert known._is_adopted
     parameter = slab.buffer[PAGE : 2 * PAGE]
     parameter[0] = 9
-    known.detach()
+    assert known._detach()
     fill(slot, 2)
     assert content(slab.memory) == {1, 9}
     slab.release()
-    assert not known.are_adopted
+    assert not known._is_adopted
     known.close()
     pool.close()
     slot.release()
@@ -178,21 +190,21 @@ def test_what_is_detached_never_changes_again(pool: WeightSlots) -> None:
 
 
 def test_a_mapping_that_is_in_use_outlives_its_slot(pool: WeightSlots) -> None:
-    known = Attachments()
-    first, place = lend(pool, 1)
-    slab = known.find(place).slab(layout_of())
+    known = Reader()
+    first, descriptor = lend(pool, 1)
+    slab = known.slab(descriptor)
     first.release()
-    _, place = lend(pool, 2, 2 * NBYTES)
-    known.find(place)
+    _, descriptor = lend(pool, 2, 2 * NBYTES)
+    known.slab(descriptor, 2 * NBYTES).release()
     assert content(slab.memory) == {1}
     slab.release()
 
 
 def test_many_slots_that_come_and_go_leave_no_mappings(pool: WeightSlots) -> None:
-    known = Attachments()
+    known = Reader()
     for number in range(20):
-        slot, place = lend(pool, number, (1 + number % 3) * NBYTES)
-        slab = known.find(place).slab(layout_of((1 + number % 3) * NBYTES))
+        slot, descriptor = lend(pool, number, (1 + number % 3) * NBYTES)
+        slab = known.slab(descriptor, (1 + number % 3) * NBYTES)
         assert content(slab.memory) == {number}
         slab.release()
         slot.release()
@@ -201,10 +213,9 @@ def test_many_slots_that_come_and_go_leave_no_mappings(pool: WeightSlots) -> Non
 
 
 def test_a_forked_child_keeps_its_copy_and_its_parent_the_slot_until_it_has_one(pool: WeightSlots) -> None:
-    slot, place = lend(pool, 1)
-    known = Attachments()
-    attachment = known.find(place)
-    slab = attachment.slab(layout_of())
+    slot, descriptor = lend(pool, 1)
+    known = Reader()
+    slab = known.slab(descriptor)
     slab.holds_parameters = True
     go, tell = os.pipe(), os.pipe()
     child = os.fork()
@@ -213,7 +224,7 @@ def test_a_forked_child_keeps_its_copy_and_its_parent_the_slot_until_it_has_one(
         os.write(tell[1], bytes(sorted(content(slab.memory))))
         os._exit(0)
     slab.release()
-    assert wait_for_copy(attachment)
+    assert wait_for_copy(slab)
     fill(slot, 2)
     os.write(go[1], b"x")
     seen = os.read(tell[0], 10)
@@ -224,72 +235,17 @@ def test_a_forked_child_keeps_its_copy_and_its_parent_the_slot_until_it_has_one(
     assert not slab.is_used
 
 
-def wait_for_copy(attachment: Attachment) -> bool:
+def wait_for_copy(slab: AttachedSlab) -> bool:
     """The child's end of the pipe is closed when it has its own copy."""
-    select.select(attachment._forks, [], [], 10)
-    return not attachment.is_forked
+    select.select([child._reading for child in slab.children], [], [], 10)
+    return not slab.readers()
 
 
-# -- what is not a slot ------------------------------------------------------------------------------------------------
-
-
-def refused(place: Place, match: str) -> None:
-    before = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(WeightSyncError, match=match) as caught:
-        Attachment(place)
-    del caught
-    gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == before
-
-
-def of_file(number: int, size: int = 64) -> Place:
-    found = os.fstat(number)
-    return Place(True, os.getpid(), number, found.st_dev, found.st_ino, size, ())
-
-
-def test_a_place_of_nobody_or_of_another_file_is_refused(pool: WeightSlots) -> None:
-    _, place = lend(pool, 1)
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
-    for nobody in ({"pid": ended.pid}, {"pid": (1 << 32) - 1}, {"number": 1 << 30}, {"number": (1 << 32) - 1}):
-        refused(place._replace(**nobody), "cannot open.*same user.*ZMQWeightSyncScheme")
-    for other in ({"inode": place.inode + 1}, {"device": place.device + 1}, {"inode": 0, "device": 0}):
-        refused(place._replace(**other), "is not the sender's shared memory")
-
-
-def test_pipes_directories_and_devices_are_refused_without_waiting(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "fifo")
-    numbers = [
-        os.open(tmp_path / "fifo", os.O_RDONLY | os.O_NONBLOCK),
-        os.open(tmp_path, os.O_RDONLY),
-        os.open("/dev/zero", os.O_RDONLY),
-        *os.pipe(),
-    ]
-    try:
-        for number in numbers:
-            refused(of_file(number), "is not the sender's shared memory|cannot open|cannot shrink")
-    finally:
-        for number in numbers:
-            os.close(number)
-
-
-def test_a_file_that_can_shrink_or_is_too_small_is_refused(tmp_path: Path, pool: WeightSlots) -> None:
-    (tmp_path / "file").write_bytes(bytes(PAGE))
-    unsealed = os.memfd_create("other", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(unsealed, PAGE)
-    plain = os.open(tmp_path / "file", os.O_RDONLY)
-    try:
-        refused(of_file(unsealed), "cannot shrink")
-        refused(of_file(plain), "cannot shrink")
-    finally:
-        os.close(unsealed)
-        os.close(plain)
-    _, place = lend(pool, 1)
-    refused(place._replace(size=NBYTES + 1), f"not a slot of {NBYTES + 1} bytes")
+# -- no memory ---------------------------------------------------------------------------------------------------------
 
 
 def test_without_address_space_there_is_a_memory_error(pool: WeightSlots, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, place = lend(pool, 1)
+    _, descriptor = lend(pool, 1)
 
     def refuse(*args: object, **kwargs: object) -> None:
         raise OSError(12, "Cannot allocate memory")
@@ -297,7 +253,7 @@ def test_without_address_space_there_is_a_memory_error(pool: WeightSlots, monkey
     with monkeypatch.context() as patch:
         patch.setattr(memory_file.mmap, "mmap", refuse)
         with pytest.raises(MemoryError, match=r"no shared memory.*Cannot allocate"):
-            Attachment(place)
+            Reader().slab(descriptor)
     assert len(mappings()) == 1
 
 
@@ -305,21 +261,26 @@ def test_without_address_space_there_is_a_memory_error(pool: WeightSlots, monkey
 def test_beyond_the_limit_of_a_process_there_is_a_memory_error() -> None:
     program = f"""
         import resource, torch
+        from asyncsync import SharedMemTransport
         from asyncsync.weights.layout import Layout
-        from asyncsync.transports.attachments import Attachments
-        from asyncsync.transports.slots import Place, WeightSlots
 
-        pool = WeightSlots(4, 0)
-        slot = pool.acquire(Layout([(("w",), torch.uint8, (64 << 20,))]))
-        place = Place.decode(pool.describe(slot))
+        sender, worker = SharedMemTransport(4, 0), SharedMemTransport(4, 0)
+        slot = sender.pool.acquire(Layout([(("w",), torch.uint8, (64 << 20,))]))
+        descriptor = sender.describe(slot)
         used = int(open("/proc/self/statm").read().split()[0]) * {PAGE}
         resource.setrlimit(resource.RLIMIT_AS, (used + (32 << 20), resource.RLIM_INFINITY))
-        for call in (lambda: Attachments().find(place), lambda: pool.acquire(slot.layout)):
+        for call in (lambda: worker.attach(descriptor, slot.layout, None), lambda: sender.pool.acquire(slot.layout)):
             try:
                 call()
             except MemoryError as error:
-                print(str(error).partition(" bytes")[0], pool.slabs)
+                print(str(error).partition(" bytes")[0], sender.pool.slabs)
     """
     ran = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=60)
     said = "no shared memory for a slot of 67108864 1\n"
     assert (ran.returncode, ran.stdout) == (0, 2 * said), ran.stderr
+
+
+def test_a_slot_that_is_smaller_than_the_layout_is_refused(pool: WeightSlots) -> None:
+    _, descriptor = lend(pool, 1)
+    with pytest.raises(ValueError, match=f"a slot of {NBYTES} bytes for a layout of {NBYTES + 64}"):
+        Reader().slab(descriptor, NBYTES + 64)

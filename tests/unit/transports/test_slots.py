@@ -20,8 +20,9 @@ from hypothesis import strategies as st
 
 from asyncsync.errors import WeightSyncError
 from asyncsync.net import memory_file
+from asyncsync.net.memory_file import MemoryPlace
 from asyncsync.transports import slots
-from asyncsync.transports.slots import LARGE_BYTES, MAX_FILES, Place, Slot, WeightSlots
+from asyncsync.transports.slots import LARGE_BYTES, MAX_FILES, Lease, Slot, WeightSlots
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.packing import pack
 from asyncsync.weights.tree import FlatWeights
@@ -60,55 +61,55 @@ def acquire(pool: WeightSlots, nbytes: int = PAGE, value: int = 1) -> Slot:
     return slot
 
 
-def place_of(pool: WeightSlots, slot: Slot) -> Place:
+def lease_of(pool: WeightSlots, slot: Slot) -> Lease:
     """As workers are told it."""
-    return Place.decode(pool.describe(slot))
+    return Lease.decode(pool.describe(slot))
 
 
 def path_of(slot: Slot) -> str:
-    place = slot.place(mapped=True, inodes=())
-    return f"/proc/{place.pid}/fd/{place.number}"
+    return f"/proc/{os.getpid()}/fd/{slot.file.number}"
 
 
 def inodes_of(*slots: Slot) -> tuple[int, ...]:
     return tuple(sorted(slot.file.place.inode for slot in slots))
 
 
-# -- places ------------------------------------------------------------------------------------------------------------
+# -- leases ------------------------------------------------------------------------------------------------------------
 
 u32, u64 = st.integers(0, (1 << 32) - 1), st.integers(0, (1 << 64) - 1)
-places = st.builds(Place, st.booleans(), u32, u32, u64, u64, u64, st.lists(u64, max_size=20).map(tuple))
+places = st.builds(MemoryPlace, u32, u32, u64, u64, u64)
+leases = st.builds(Lease, places, st.lists(u64, max_size=20).map(tuple), st.booleans())
 
 
-@given(places)
-def test_a_place_comes_back_as_it_was(place: Place) -> None:
-    assert Place.decode(place.encode()) == place
-    assert len(place.encode()) == struct.calcsize("<4sBIIQQQ") + 8 * len(place.inodes)
+@given(leases)
+def test_a_lease_comes_back_as_it_was(lease: Lease) -> None:
+    assert Lease.decode(lease.encode()) == lease
+    assert len(lease.encode()) == struct.calcsize("<4sBIIQQQ") + 8 * len(lease.kept)
 
 
 @st.composite
 def damaged(draw: st.DrawFn) -> bytes:
     """A descriptor with another byte, cut off somewhere."""
-    descriptor = bytearray(draw(places).encode())
+    descriptor = bytearray(draw(leases).encode())
     descriptor[draw(st.integers(0, len(descriptor) - 1))] ^= draw(st.integers(1, 255))
     return bytes(descriptor[: draw(st.integers(0, len(descriptor)))])
 
 
 @given(st.binary(max_size=200) | st.binary(max_size=100).map(lambda rest: b"SHM\x01" + rest) | damaged())
-def test_whatever_else_is_decoded_is_a_place_or_a_value_error(descriptor: bytes) -> None:
+def test_whatever_else_is_decoded_is_a_lease_or_a_value_error(descriptor: bytes) -> None:
     try:
-        place = Place.decode(descriptor)
+        lease = Lease.decode(descriptor)
     except ValueError:
         return
-    assert place.encode() == descriptor
+    assert lease.encode() == descriptor
 
 
 def test_a_descriptor_of_more_slots_than_one_process_has_is_refused() -> None:
-    most = Place(True, 1, 2, 3, 4, 5, tuple(range(MAX_FILES)))
-    assert Place.decode(most.encode()) == most
+    most = Lease(MemoryPlace(1, 2, 3, 4, 5), tuple(range(MAX_FILES)), True)
+    assert Lease.decode(most.encode()) == most
     assert len(most.encode()) < 64 << 10  # what an instruction may bring
     with pytest.raises(ValueError, match="another transport"):
-        Place.decode(most._replace(inodes=tuple(range(MAX_FILES + 1))).encode())
+        Lease.decode(most._replace(kept=tuple(range(MAX_FILES + 1))).encode())
 
 
 # -- slots -------------------------------------------------------------------------------------------------------------
@@ -118,11 +119,11 @@ def test_a_descriptor_of_more_slots_than_one_process_has_is_refused() -> None:
 def test_a_slot_holds_what_was_packed_wherever_it_is_read(pool: WeightSlots, nbytes: int) -> None:
     slot = acquire(pool, nbytes, 7)
     assert bytes(slot.memory) == b"\x07" * nbytes
-    place = place_of(pool, slot)
-    assert (place.size, place.pid, place.inodes) == (nbytes, os.getpid(), (place.inode,))
+    place, kept, _ = lease_of(pool, slot)
+    assert (place.size, place.pid, kept) == (max(1, -(-nbytes // PAGE)) * PAGE, os.getpid(), (place.inode,))
     with open(path_of(slot), "rb") as file:
         content = file.read()
-    assert len(content) == max(1, -(-nbytes // PAGE)) * PAGE
+    assert len(content) == place.size
     assert content[:nbytes] == b"\x07" * nbytes
     assert slot.buffer.data_ptr() % 64 == 0
     assert not os.get_inheritable(place.number), "programs inherit no slot"
@@ -191,10 +192,9 @@ def test_a_view_that_somebody_kept_stays_readable() -> None:
 
 def test_disposing_twice_is_disposing_once() -> None:
     slot = acquire(WeightSlots(4, 0))
-    number = slot.place(mapped=True, inodes=()).number
     slot.dispose()
     other = os.open("/dev/null", os.O_RDONLY)
-    assert other == number  # the lowest number is taken first
+    assert other == slot.file.number  # the lowest number is taken first
     slot.dispose()
     os.fstat(other)
     os.close(other)
@@ -205,12 +205,12 @@ def test_disposing_twice_is_disposing_once() -> None:
 
 def test_a_slot_that_came_back_is_used_again_also_for_another_layout(pool: WeightSlots) -> None:
     first = acquire(pool, 64, 1)
-    place = place_of(pool, first)
+    lease = lease_of(pool, first)
     first.release()
     assert pool.is_quick(64)
     second = acquire(pool, 64, 2)
     assert second is first
-    assert place_of(pool, second) == place
+    assert lease_of(pool, second) == lease
     assert bytes(second.memory) == b"\x02" * 64
     second.release()
     third = pool.acquire(Layout([(("b",), torch.int64, (8,))]))
@@ -223,15 +223,15 @@ def test_a_slot_of_another_size_is_given_back(pool: WeightSlots) -> None:
     large = acquire(pool, 128)
     assert not pool.is_quick(64)
     assert (len(files()), pool.slabs) == (1, 1)
-    assert place_of(pool, large).inodes == inodes_of(large)
+    assert lease_of(pool, large).kept == inodes_of(large)
 
 
 def test_workers_are_told_which_slots_there_are_and_whether_to_map_them(pool: WeightSlots) -> None:
     pool.map_above = 100
     slots = [acquire(pool, 64), acquire(pool, 128)]
-    told = [place_of(pool, slot) for slot in slots]
-    assert [place.mapped for place in told] == [False, True]
-    assert told[1].inodes == inodes_of(*slots)
+    told = [lease_of(pool, slot) for slot in slots]
+    assert [lease.in_place for lease in told] == [False, True]
+    assert told[1].kept == inodes_of(*slots)
 
 
 def test_a_descriptor_is_made_anew_when_there_are_other_slots(pool: WeightSlots) -> None:
@@ -239,22 +239,22 @@ def test_a_descriptor_is_made_anew_when_there_are_other_slots(pool: WeightSlots)
     alone = pool.describe(first)
     assert pool.describe(first) is alone
     second = acquire(pool, 64)
-    assert place_of(pool, first).inodes == inodes_of(first, second)
+    assert lease_of(pool, first).kept == inodes_of(first, second)
     second.release()  # spare
-    assert len(place_of(pool, first).inodes) == 2
+    assert len(lease_of(pool, first).kept) == 2
     larger = acquire(pool, 128)  # the spare one does not fit, and goes
     for slot in (first, larger):
-        assert place_of(pool, slot).inodes == inodes_of(first, larger)
+        assert lease_of(pool, slot).kept == inodes_of(first, larger)
     piece = first.export(0, 1)
     first.release()  # draining: somebody has a piece of it
     largest = acquire(pool, 256)
-    assert len(place_of(pool, larger).inodes) == 3
+    assert len(lease_of(pool, larger).kept) == 3
     del piece
     largest.release()  # one spare slot is kept: the first goes
     larger.release()  # and the largest
     again = acquire(pool, 128)
     assert again is larger
-    assert place_of(pool, again).inodes == inodes_of(larger)
+    assert lease_of(pool, again).kept == inodes_of(larger)
 
 
 def test_there_is_room_for_the_targets_and_so_many_that_readers_hold(pool: WeightSlots) -> None:
