@@ -3,7 +3,7 @@
 A large slot of weights is an :class:`AttachedSlab`, mapped privately (:mod:`asyncsync.transports.private_memory`):
 reading it costs no copy, and what a worker writes there stays its own. A smaller one is a :class:`Window`, from which
 it is copied as soon as its update is announced. Batches are written through mappings of
-:mod:`asyncsync.collectors.workers.batch_writer`.
+:mod:`asyncsync.collectors.workers.shared_batches`.
 
 Only tensors of Parameters that :mod:`asyncsync.model.update` has pointed here may lie here, and only until this worker
 releases the slot. :meth:`AttachedSlab.detach` makes them the process's own, for models that outlive their scheme; a

@@ -89,8 +89,9 @@ class SlotPool(SlabPool):
             self._count_returned()
         return self._inodes
 
-    def lease(self, slot: Slot) -> Lease:
+    def lease(self, slot: Slab) -> Lease:
         """What workers need to use this slot of the pool."""
+        assert isinstance(slot, Slot)
         return Lease(slot.file.place, self.inodes, slot.in_place)
 
     def _make(self, layout: Layout, *, pinned: bool) -> Slab:

@@ -1,9 +1,9 @@
 """Batches through shared memory: workers write the parts of a batch where the trainer reads it.
 
-The trainer owns the slots (:mod:`asyncsync.transports.slots`) and leases them. A request for a rollout names a slot.
-The worker's collector stores each step there, by a :class:`~asyncsync.collectors.workers.batch_writer.BatchWriter`. So
-when the last step is done, one short message makes the batch readable, whatever its size. An :class:`Arrangement`
-defines how the parts of several workers lie in one slot: stacked, or one after another along a dimension.
+The trainer owns the slots (:mod:`asyncsync.transports.slots`) and leases them. A request for a rollout names a slot,
+where the worker's collector stores each step by a :class:`BatchWriter`. So when the last step is done, one short
+message makes the batch readable, whatever its size. An :class:`Arrangement` defines how the parts of several workers
+lie in one slot: stacked, or one after another along a dimension.
 
 A slot is written again only when no tensor of its batch lives. The first batch of an arrangement comes by value, since
 its layout is not known before.
@@ -11,7 +11,9 @@ its layout is not known before.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -19,9 +21,12 @@ from typing import Any
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from asyncsync.collectors.batch_layout import BatchLayout
+from asyncsync.collectors.batch_layout import BatchLayout, layout_of
 from asyncsync.collectors.workers.channel import loads
+from asyncsync.collectors.workers.control_page import REMEDY, TRAINER
 from asyncsync.collectors.workers.group import RolloutResult
+from asyncsync.net.memory_file import MemoryFile, MemoryPlace
+from asyncsync.transports.attachments import Attachments
 from asyncsync.transports.slots import Lease, Slot, SlotPool
 from asyncsync.weights.copying import normal_tensors
 from asyncsync.weights.layout import Layout
@@ -40,64 +45,52 @@ class Arrangement:
     @staticmethod
     def of(parts: Sequence[BatchLayout | None], dim: int | None) -> Arrangement | None:
         """The arrangement of these parts; None where they do not fit together, or do not lie in the host's memory."""
-        first = parts[0]
-        if first is None or any(leaf.device.type != "cpu" for leaf in first.leaves) or not first.leaves:
+        known = [part for part in parts if part is not None]
+        if len(known) < len(parts) or not known[0].leaves or any(x.device.type != "cpu" for x in known[0].leaves):
             return None
-        n = len(first.batch_size) + 1
-        if dim is not None:
-            dim = dim + n if dim < 0 else dim
-            if not 0 <= dim < n:
-                raise ValueError(
-                    f"cat_results={dim} is not a dimension of a batch with {n} dimensions: choose one, or 'stack'"
-                )
-        arrangement = Arrangement(tuple(part for part in parts if part is not None), dim)
-        same = len(arrangement.parts) == len(parts) and all(arrangement._fits(part) for part in arrangement.parts)
-        return arrangement if same else None
+        n = len(known[0].batch_size) + 1
+        if dim is not None and not -n <= dim < n:
+            raise ValueError(
+                f"cat_results={dim} is not a dimension of a batch with {n} dimensions: choose one, or 'stack'"
+            )
+        arrangement = Arrangement(tuple(known), None if dim is None else dim % n)
+        return arrangement if all(map(arrangement._fits, known)) else None
 
     def _fits(self, part: BatchLayout) -> bool:
         first = self.parts[0]
-        if self.dim is None:
+        if self.dim is None or len(part.batch_size) != len(first.batch_size):
             return part == first
-        sizes = [[*layout.batch_size, layout.steps] for layout in (part, first)]
-        for size in sizes:
-            if len(size) <= self.dim:
-                return False
-            del size[self.dim]
-        mine, others = part.leaves, first.leaves
-        n = len(first.batch_size)
-        return (
-            sizes[0] == sizes[1]
-            and (part.device, part.nodes) == (first.device, first.nodes)
-            and [(a.path, a.shape[n:], a.dtype) for a in mine] == [(a.path, a.shape[n:], a.dtype) for a in others]
-        )
-
-    @cached_property
-    def layout(self) -> BatchLayout:
-        """The layout of the whole batch."""
-        first = self.parts[0]
-        if self.dim is None:
-            count = len(self.parts)
-            leaves = tuple(replace(leaf, shape=torch.Size([count, *leaf.shape])) for leaf in first.leaves)
-            return replace(first, batch_size=torch.Size([count, *first.batch_size]), leaves=leaves)
-        n, dim, total = len(first.batch_size), self.dim, sum(self._extents)
-        if dim == n:
-            return replace(first, steps=total)
-        size = torch.Size([*first.batch_size[:dim], total, *first.batch_size[dim + 1 :]])
-        leaves = tuple(replace(leaf, shape=torch.Size([*size, *leaf.shape[n:]])) for leaf in first.leaves)
-        return replace(first, batch_size=size, leaves=leaves)
-
-    @cached_property
-    def has_private(self) -> bool:
-        """Whether the name of an entry begins with an underscore."""
-        leaves = [leaf.path for part in self.parts for leaf in part.leaves]
-        nodes = [node.path for part in self.parts for node in part.nodes]
-        return any(name.startswith("_") for path in leaves + nodes for name in path)
+        return self._with(part, self._extents[0]) == first
 
     @cached_property
     def _extents(self) -> list[int]:
         """How much of ``dim`` each part has."""
         assert self.dim is not None
         return [[*part.batch_size, part.steps][self.dim] for part in self.parts]
+
+    def _with(self, part: BatchLayout, extent: int) -> BatchLayout:
+        """Such a part with so much of ``dim``."""
+        n, dim = len(part.batch_size), self.dim
+        if dim == n:
+            return replace(part, steps=extent)
+        size = torch.Size([extent if i == dim else other for i, other in enumerate(part.batch_size)])
+        leaves = tuple(replace(leaf, shape=torch.Size([*size, *leaf.shape[n:]])) for leaf in part.leaves)
+        return replace(part, batch_size=size, leaves=leaves)
+
+    @cached_property
+    def layout(self) -> BatchLayout:
+        """The layout of the whole batch."""
+        first, count = self.parts[0], len(self.parts)
+        if self.dim is not None:
+            return self._with(first, sum(self._extents))
+        leaves = tuple(replace(leaf, shape=torch.Size([count, *leaf.shape])) for leaf in first.leaves)
+        return replace(first, batch_size=torch.Size([count, *first.batch_size]), leaves=leaves)
+
+    @cached_property
+    def has_private(self) -> bool:
+        """Whether the name of an entry begins with an underscore."""
+        paths = [leaf.path for leaf in self.layout.leaves] + [node.path for node in self.layout.nodes]
+        return any(name.startswith("_") for path in paths for name in path)
 
     @cached_property
     def packed(self) -> Layout:
@@ -135,15 +128,6 @@ class BatchSlots(SlotPool):
         super().__init__()
         self.arrangement = arrangement
 
-    def take(self) -> tuple[Slot, memoryview]:
-        """A slot to be written, and its memory: while that or a tensor of it lives, it is leased. Raises
-        WeightSyncError, MemoryError."""
-        slot = self.acquire(self.arrangement.packed)
-        assert isinstance(slot, Slot)
-        memory = slot.export(0, slot.nbytes)
-        slot.release()
-        return slot, memory
-
 
 Load = Callable[[RolloutResult], TensorDictBase]
 """The batch of a result that does not lie in its place."""
@@ -156,7 +140,7 @@ def _loaded(result: RolloutResult) -> TensorDictBase:
 
 class SharedPlace:
     """Where the parts of one batch lie: in a slot; None: nowhere, and they come by value. ``lease`` is what is sent to
-    the workers. They may write there as long as this object lives."""
+    the workers, which may write there until :meth:`release`. Raises WeightSyncError, MemoryError."""
 
     lease: Lease | None = None
     _memory: memoryview | None = None
@@ -164,7 +148,9 @@ class SharedPlace:
     def __init__(self, slots: BatchSlots | None, load: Load = _loaded) -> None:
         self.slots, self._load = slots, load
         if slots is not None:
-            self._slot, self._memory = slots.take()
+            self._slot = slots.acquire(slots.arrangement.packed)
+            self._memory = self._slot.export(0, self._slot.nbytes)
+            self._slot.release()  # it is used again when neither this nor a tensor has its memory
             self.lease = slots.lease(self._slot)
 
     @property
@@ -193,6 +179,7 @@ class SharedPlace:
     def _batch(self, index: int | None) -> TensorDictBase:
         """The whole batch, or one worker's part."""
         assert self.slots is not None
+        assert isinstance(self._slot, Slot)
         self._slot.file.close()  # every process that needs the file has mapped it
         self._slot.show_to_children()
         batch = self.slots.arrangement.batch(self._memory, index)
@@ -248,3 +235,105 @@ class SharedPlaces:
         slots, self._slots = self._slots, None
         if slots is not None:
             slots.close()
+
+
+# -- a worker's side ---------------------------------------------------------------------------------------------------
+
+
+class _MappedSlot:
+    """A slot that this worker writes."""
+
+    def __init__(self, place: MemoryPlace) -> None:
+        with closing(MemoryFile.open(place, TRAINER, REMEDY, writable=True)) as file:
+            self._memory = file.tensor()
+        self.leased: Callable[[], memoryview | None] = lambda: None  # the memory, while some tensor keeps it alive
+
+    @property
+    def is_used(self) -> bool:
+        return self.leased() is not None
+
+    def lease(self) -> memoryview:
+        """The memory. Tensors that are made of it keep this very object alive."""
+        memory = self._memory.numpy().data
+        self.leased = weakref.ref(memory)
+        return memory
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor lies anywhere in this slot."""
+        return 0 <= tensor.untyped_storage().data_ptr() - self._memory.data_ptr() < self._memory.nbytes
+
+
+class BatchWriter:
+    """Writes a worker's batches. One of which the worker's own code keeps something, as a hook may, goes by value: the
+    tensors stay that code's."""
+
+    _arrangement: Arrangement
+    _index: int
+
+    def __init__(self) -> None:
+        self._slots: Attachments[_MappedSlot] = Attachments()
+        self._slot: _MappedSlot | None = None
+        self._views: list[torch.Tensor] | None = None
+
+    def learn(self, arrangement: Arrangement, index: int) -> None:
+        """Note the arrangement of all leases that follow, of which this worker's part is ``index``."""
+        self._arrangement, self._index = arrangement, index
+        self._slots.clear()
+
+    def open(self, lease: Lease | None) -> None:
+        """Let the next rollout go to the leased slot, unless this process still has tensors of it. Raises
+        WeightSyncError, MemoryError: the slot cannot be mapped."""
+        self._slot = self._views = None
+        if lease is None:
+            return
+        if (slot := self._slots.find(lease)) is None:
+            self._slots.add(lease, slot := _MappedSlot(lease.place))
+        if not slot.is_used:
+            self._slot = slot
+            self._views = self._arrangement.tensors(slot.lease(), self._index)
+
+    def allocate(self, layout: BatchLayout) -> TensorDictBase | None:
+        """Memory for a batch of this layout in the slot; None if the slot was leased for another layout."""
+        if self._views is None or layout != self._arrangement.parts[self._index]:
+            return None
+        return layout.build(self._views)
+
+    def close(self, batch: TensorDictBase) -> tuple[bool, BatchLayout | None]:
+        """Have the batch in the slot, if it fits: it lies there already, or is copied. Returns whether it is there, and
+        its layout (None: none describes it)."""
+        found = layout_of(batch)
+        views, self._views = self._views, None
+        if views is None or found is None:
+            return False, found
+        assert self._slot is not None
+        leased = self._arrangement.parts[self._index]
+        if found.steps > leased.steps or replace(found, steps=leased.steps) != leased:
+            return False, found
+        n = len(found.batch_size)
+        targets, sources = [], []
+        for view, leaf in zip(views, found.leaves, strict=True):
+            target, source = view.narrow(n, 0, found.steps), batch.get(leaf.path)
+            if target.numel() and not _is_same(target, source):
+                targets.append(target)
+                # Another entry of this batch, or a part of one, which may be written before it is read.
+                sources.append(source.clone() if self._slot.holds(source) else source)
+        if targets:
+            with normal_tensors():
+                torch._foreach_copy_(targets, sources)
+        return True, found
+
+    def kept(self, steps: int) -> TensorDictBase | None:
+        """After the caller has dropped the written batch: a copy of its ``steps``, if other code here keeps tensors of
+        it, since what the trainer writes there later would change them."""
+        memory = None if self._slot is None else self._slot.leased()
+        return None if memory is None else self._arrangement.batch(memory, self._index)[..., :steps].clone()
+
+
+def _is_same(target: torch.Tensor, source: torch.Tensor) -> bool:
+    """Whether both share their memory, entry by entry."""
+    return (
+        target.data_ptr() == source.data_ptr()
+        and (target.shape, target.stride(), target.dtype) == (source.shape, source.stride(), source.dtype)
+        and not source.is_conj()
+        and not source.is_neg()
+    )

@@ -12,8 +12,7 @@ from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict
 
 from asyncsync.collectors.batch_layout import empty_batch, layout_of
 from asyncsync.collectors.rollout.buffer import RolloutBuffer
-from asyncsync.collectors.workers.batch_writer import BatchWriter
-from asyncsync.collectors.workers.shared_batches import MAX_HELD, Arrangement, BatchSlots, SharedPlace
+from asyncsync.collectors.workers.shared_batches import MAX_HELD, Arrangement, BatchSlots, BatchWriter, SharedPlace
 from helpers.memory import mappings
 
 
@@ -220,6 +219,10 @@ def test_no_layout_describes_lazy_stacks_and_other_things() -> None:
     assert layout_of(rollout().set("text", NonTensorData("hello"))) is None
     assert Arrangement.of([layout_of(rollout()), layout_of(rollout(steps=4))], None) is None
     assert Arrangement.of([layout_of(rollout()), layout_of(rollout(steps=4))], -1) is not None
+    assert Arrangement.of([layout_of(rollout()), layout_of(rollout(batch=(2,)))], -1) is None
+    assert Arrangement.of([layout_of(rollout(batch=(2,))), layout_of(rollout(batch=(3,)))], -1) is None
+    assert Arrangement.of([layout_of(rollout(batch=(2,))), layout_of(rollout(batch=(3,)))], 0) is not None
+    assert Arrangement.of([layout_of(rollout()), None], -1) is None
     with pytest.raises(ValueError, match="not a dimension of a batch with 1"):
         Arrangement.of([layout_of(rollout())], 1)
 
