@@ -3,12 +3,12 @@
 What a worker writes there (an optimiser's step, BatchNorm) stays its own. The price is that a page it has written shows
 nothing newer any more, so such pages are thrown away before the file is used for another version.
 
-Over shared memory the file is the sender's (:mod:`asyncsync.transports.attachments`). Over a socket it is the worker's
-own, a received slab: a module's Parameters lie in that of the version that they show, so nothing is copied when an
-update is applied, and the worker has two, the one that is shown and the one that is being filled. Bytes are written
-through a second mapping, which takes a third of pwrite's time. So the kernel counts this memory twice in the process's
-resident set; in its proportional set (Pss), and in its container's memory, it is counted once. Pages are reserved
-before they are written: memory that runs out raises an error, not a signal.
+Over shared memory the file is a slot of the sender's (:mod:`asyncsync.transports.shared_memory`). Over a socket it is
+the worker's own, a received slab: a module's Parameters lie in that of the version that they show, so nothing is copied
+when an update is applied, and the worker has two, the one that is shown and the one that is being filled. Bytes are
+written through a second mapping, which takes a third of pwrite's time. So the kernel counts this memory twice in the
+process's resident set; in its proportional set (Pss), and in its container's memory, it is counted once. Pages are
+reserved before they are written: memory that runs out raises an error, not a signal.
 """
 
 from __future__ import annotations

@@ -1,38 +1,33 @@
-"""Slots: slabs in shared memory that workers of this host open, on the sender's side. No asyncio.
+"""Slots: slabs in memory files that one process of this host owns and others map. For weights, which workers read, and
+for collectors' batches, which they write. No asyncio.
 
-A slot is a memory file (:mod:`asyncsync.net.memory_file`), sealed, so that nobody but its owner can write or shrink it:
-a mapping of it neither changes under a reader's hands nor faults.
+The owner's slots are in a :class:`SlotPool`, and may be used again when nothing can touch them any more. A worker is
+sent a :class:`Lease` of one, and has its mappings in :class:`Attachments`::
 
-Usage::
+    slot = pool.acquire(layout)                  # a slab like any other
+    lease = pool.lease(slot)                     # travels to the worker
+    mapping = attachments.find(lease)            # there; None: map the file of lease.place, and add() that
 
-    pool = SlotPool(slots=4, map_above=4 << 20)
-    slab = pool.acquire(layout)          # packed like any slab
-    descriptor = pool.describe(slab)     # for asyncsync.transports.attachments, in a worker
+A slot is sealed (:mod:`asyncsync.net.memory_file`): nobody can cut it, so that reading it would kill the reader.
 """
 
 from __future__ import annotations
 
-import contextlib
 import struct
-import threading
-from collections.abc import Collection
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
-import numpy as np
 import torch
 
 from asyncsync.net.memory_file import MemoryFile, MemoryPlace
-from asyncsync.weights.copying import normal_tensors
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab, SlabPool
 
 COPY_BYTES = 4 << 20  # two copies of more take longer than giving a few Parameters other memory
-# Freeing so much memory takes longer than a loop should stand still.
-LARGE_BYTES = 8 << 20
+MAX_FILES = 1024
 
 _HEAD = struct.Struct("<4sBIIQQQ")
 _MAGIC = b"SHM\x01"
-MAX_FILES = 1024
 
 
 class Lease(NamedTuple):
@@ -74,7 +69,7 @@ class Slot(Slab):
 
 
 class SlotPool(SlabPool):
-    """Slots that can be used again."""
+    """Slots that can be used again, and that workers may write."""
 
     _inodes: tuple[int, ...] | None = None
 
@@ -95,100 +90,48 @@ class SlotPool(SlabPool):
         return Lease(slot.file.place, self.inodes, slot.in_place)
 
     def _make(self, layout: Layout, *, pinned: bool) -> Slab:
-        self._inodes = None
         file = MemoryFile.create(layout.nbytes)
         file.seal()
-        return Slot(layout, self, file, file.tensor())
-
-    def _drop(self, slab: Slab) -> None:
+        slot = Slot(layout, self, file, file.tensor())
         self._inodes = None
-
-
-class WeightSlot(Slot):
-    """A slot for weights, which nobody else can write; ``pinned``: locked for the devices' copy engines. Raises
-    MemoryError; WeightSyncError: this system has no memory files."""
-
-    def __init__(self, layout: Layout, pool: SlabPool, *, pinned: bool) -> None:
-        file = MemoryFile.create(layout.nbytes)
-        self._map = file.map()
-        file.seal(against_writing=True)
-        with normal_tensors():
-            # By way of NumPy, as torch.frombuffer would let the mapping be closed under a tensor that is still there.
-            memory = torch.from_numpy(np.frombuffer(self._map, np.uint8))
-        self.registered = _pin(memory) if pinned else 0  # the address of its locked pages
-        self.described: tuple[tuple[int, ...], bytes] | None = None
-        super().__init__(layout, pool, file, memory)
-
-    def dispose(self) -> None:
-        """Free the memory; slow where there is much of it."""
-        if not self.file.close.alive:
-            return
-        if self.registered:
-            torch.cuda.cudart().cudaHostUnregister(self.registered)  # type: ignore[no-untyped-call]
-        self._views = self._pieces = None
-        with contextlib.suppress(BufferError):  # a view still exists: the memory is freed with that
-            self.memory.release()
-            del self.buffer
-            self._map.close()  # unlike its destructor, this lets other threads run
-        self.file.close()
-
-
-class WeightSlots(SlotPool):
-    """A sender's: ``slots`` of a model, however slow the readers are, besides those that hold the targets of single
-    workers. Workers read slabs of more than ``map_above`` bytes in place; those that are ``streamable`` may be on other
-    hosts."""
-
-    def __init__(self, slots: int, map_above: int) -> None:
-        super().__init__()
-        self.slots_allowed = slots
-        self.map_above = map_above
-        self.streamable = False
-        self._cannot_pin = False
-
-    def describe(self, slab: Slab) -> bytes:
-        """Where workers find this slab of the pool."""
-        assert isinstance(slab, WeightSlot)
-        if slab.described is None or slab.described[0] is not self.inodes:
-            slab.described = self.inodes, self.lease(slab).encode()
-        return slab.described[1]
-
-    def is_quick(self, nbytes: int, *, pinned: bool = False) -> bool:
-        spare = self._spare[-1] if self._spare else None
-        if spare is None or spare.buffer.numel() != nbytes:
-            return False
-        return not pinned or self._cannot_pin or spare.buffer.is_pinned()
-
-    def has_room(self, nbytes: int, wanted: Collection[Slab], count: int) -> bool:
-        """Whether a slot of ``nbytes`` can be had. ``wanted``: slabs that are targets or about to be, which do not
-        count. ``count``: how many slabs of their own the publication has for different workers."""
-        # Readers that are behind hold the other slots; the limit includes the target and the new slot.
-        return self.is_quick(nbytes) or len(self.used.difference(wanted)) < (self.slots_allowed - 1) * count
-
-    def _make(self, layout: Layout, *, pinned: bool) -> Slab:
-        self._inodes = None
-        slot = WeightSlot(layout, self, pinned=pinned)
-        self._cannot_pin = self._cannot_pin or (pinned and not slot.registered)
         return slot
 
-    def acquire(self, layout: Layout, *, pinned: bool = False) -> Slab:
-        slab = super().acquire(layout, pinned=pinned and not self._cannot_pin)
-        slab.in_place, slab.streamable = slab.nbytes > self.map_above, self.streamable
-        return slab
-
     def _drop(self, slab: Slab) -> None:
-        assert isinstance(slab, WeightSlot)
-        super()._drop(slab)
-        if slab.nbytes < LARGE_BYTES:
-            slab.dispose()
-            return
-        try:
-            threading.Thread(target=slab.dispose, name="asyncsync-unmapping", daemon=True).start()
-        except RuntimeError:  # no more threads, or the interpreter is ending
-            slab.dispose()
+        self._inodes = None
 
 
-def _pin(buffer: torch.Tensor) -> int:
-    """Lock the pages for the devices' copy engines, so that copies run beside kernels; returns the address, or 0."""
-    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    address = buffer.data_ptr()
-    return address if int(runtime.cudaHostRegister(address, buffer.nbytes, 0)) == 0 else 0
+class Mapping(Protocol):
+    """A slot, mapped here. ``is_used``: something reads or writes it."""
+
+    @property
+    def is_used(self) -> bool: ...
+
+
+M = TypeVar("M", bound=Mapping)
+
+
+class Attachments(Generic[M]):
+    """One worker's mappings of one owner's slots. Those that will not be leased again are dropped, unless used."""
+
+    def __init__(self) -> None:
+        self._known: dict[MemoryPlace, M] = {}
+        self._kept: tuple[int, ...] = ()
+
+    def __iter__(self) -> Iterator[M]:
+        return iter(list(self._known.values()))
+
+    def find(self, lease: Lease) -> M | None:
+        """The mapping of this slot; None: there is none yet."""
+        if self._kept != lease.kept or len(self._known) > len(lease.kept):
+            self._kept = lease.kept
+            # A file that the owner has closed keeps its memory as long as it is mapped.
+            known = self._known.items()
+            self._known = {place: one for place, one in known if place.inode in lease.kept or one.is_used}
+        return self._known.get(lease.place)
+
+    def add(self, lease: Lease, mapping: M) -> None:
+        self._known[lease.place] = mapping
+
+    def clear(self) -> None:
+        """Drop those that are not used."""
+        self._known = {place: one for place, one in self._known.items() if one.is_used}

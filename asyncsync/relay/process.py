@@ -24,8 +24,8 @@ from asyncsync.net.keys import Credentials
 from asyncsync.protocol.settings import Settings
 from asyncsync.relay import store
 from asyncsync.relay.passing import Kept, Passing
-from asyncsync.transports.shared_memory import SLOTS
-from asyncsync.transports.slots import COPY_BYTES, WeightSlots
+from asyncsync.transports.shared_memory import SLOTS, WeightSlots
+from asyncsync.transports.slots import COPY_BYTES
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab
 from asyncsync.wire.fields import Epoch

@@ -280,7 +280,7 @@ class SlabPool:
             return not fits and any(s.buffer.numel() == nbytes for s in self._draining)
 
     def has_room(self, nbytes: int, wanted: Collection[Slab], count: int) -> bool:
-        """Whether one more slab may be taken now; a :class:`asyncsync.transports.slots.WeightSlots` has a limit."""
+        """Whether one more slab may be taken now: slots of shared memory have a limit."""
         return True
 
     def __contains__(self, slab: Slab) -> bool:

@@ -26,8 +26,7 @@ from asyncsync.collectors.workers.channel import loads
 from asyncsync.collectors.workers.control_page import REMEDY, TRAINER
 from asyncsync.collectors.workers.group import RolloutResult
 from asyncsync.net.memory_file import MemoryFile, MemoryPlace
-from asyncsync.transports.attachments import Attachments
-from asyncsync.transports.slots import Lease, Slot, SlotPool
+from asyncsync.transports.slots import Attachments, Lease, Slot, SlotPool
 from asyncsync.weights.copying import normal_tensors
 from asyncsync.weights.layout import Layout
 

@@ -36,7 +36,8 @@ from asyncsync.net.processes import free_descriptors
 from asyncsync.protocol.leases import Leases
 from asyncsync.protocol.settings import Identity
 from asyncsync.runtime.interruption import Interruption as Interruption
-from asyncsync.transports.slots import Lease, WeightSlots
+from asyncsync.transports.shared_memory import WeightSlots
+from asyncsync.transports.slots import Lease
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.packing import pack
 from asyncsync.weights.slab import is_foreign
@@ -273,7 +274,7 @@ def no_permission(monkeypatch: pytest.MonkeyPatch) -> None:
             raise PermissionError(13, "Permission denied", str(path))
         return real(path, *arguments, **options)
 
-    monkeypatch.setattr("asyncsync.transports.attachments.os.open", refuse)
+    monkeypatch.setattr("asyncsync.transports.shared_memory.os.open", refuse)
 
 
 def another_namespace(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -357,7 +357,7 @@ class Worker:
         self.subscriber.register(model, self.bindings[model], now)
 
     def _attach(self, part: messages.Part, layout: Layout) -> Slab | None:
-        """As transports.attachments do it."""
+        """As transports.shared_memory does it."""
         if not part.descriptor.startswith(b"slot "):
             return None
         number, index, mapped = map(int, part.descriptor.split()[1:])

@@ -21,8 +21,9 @@ from hypothesis import strategies as st
 from asyncsync.errors import WeightSyncError
 from asyncsync.net import memory_file
 from asyncsync.net.memory_file import MemoryPlace
-from asyncsync.transports import slots
-from asyncsync.transports.slots import LARGE_BYTES, MAX_FILES, Lease, Slot, WeightSlots
+from asyncsync.transports import shared_memory
+from asyncsync.transports.shared_memory import LARGE_BYTES, WeightSlots
+from asyncsync.transports.slots import MAX_FILES, Lease, Slot
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.packing import pack
 from asyncsync.weights.tree import FlatWeights
@@ -176,7 +177,7 @@ def test_a_view_that_somebody_kept_stays_readable() -> None:
     program = """
         import torch
         from asyncsync.weights.layout import Layout
-        from asyncsync.transports.slots import WeightSlots
+        from asyncsync.transports.shared_memory import WeightSlots
 
         pool = WeightSlots(4, 0)
         slab = pool.acquire(Layout([(("w",), torch.uint8, (4096,))]))
@@ -310,7 +311,7 @@ def test_without_file_descriptors_there_is_an_error_that_says_so(pool: WeightSlo
 def test_memory_that_cannot_be_locked_is_not_tried_again(monkeypatch: pytest.MonkeyPatch, pool: WeightSlots) -> None:
     """Also not after a slot that was not to be locked."""
     tried: list[int] = []
-    monkeypatch.setattr(slots, "_pin", lambda buffer: bool(tried.append(buffer.nbytes)))
+    monkeypatch.setattr(shared_memory, "_pin", lambda buffer: bool(tried.append(buffer.nbytes)))
     for pinned in (True, False, True):
         pool.acquire(layout_of(PAGE), pinned=pinned)
     assert tried == [PAGE]

@@ -1,4 +1,4 @@
-"""Attachments: what a worker maps is the sender's slot and nothing else, and what it writes there stays its own."""
+"""Attached slabs: what a worker maps is the sender's slot and nothing else, and what it writes there stays its own."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import torch
 
 from asyncsync.net import memory_file
 from asyncsync.transports import SharedMemTransport, private_memory
-from asyncsync.transports.attachments import AttachedSlab
-from asyncsync.transports.slots import Lease, Slot, WeightSlots
+from asyncsync.transports.shared_memory import AttachedSlab, WeightSlots
+from asyncsync.transports.slots import Lease, Slot
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import FOREIGN, SlabPool
 from helpers.memory import files, mappings
