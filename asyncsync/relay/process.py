@@ -54,7 +54,7 @@ class RelayOptions:
     keys: KeyFiles | None = None
 
 
-class Slots:
+class RelaySlots:
     """Slabs in shared memory, into which an update is received, and which the workers read."""
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class Relay:
 
     def __init__(self, options: RelayOptions, kept: tuple[Epoch, Kept] | None = None) -> None:
         checksum = options.keys is None and is_plaintext_beyond_loopback(options.bind)
-        self.slots = Slots() if options.shared else None
+        self.slots = RelaySlots() if options.shared else None
         self.downstream = SenderLink(options.bind, None, 0, Settings(checksum=checksum), keys=options.keys)
         try:
             self.upstream = guest_link(options.upstream, Carrier(), Settings(), "relay", options.credentials)
