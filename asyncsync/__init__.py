@@ -35,10 +35,9 @@ from asyncsync.schemes.rpc import RPCWeightSyncScheme
 from asyncsync.schemes.shared_memory import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
 from asyncsync.schemes.torch_distributed import DistributedWeightSyncScheme
 from asyncsync.schemes.zmq import ZMQWeightSyncScheme
-from asyncsync.transports.auto import AutoTransport
 from asyncsync.transports.base import TransportBackend
 from asyncsync.transports.ray_objects import RayTransport
-from asyncsync.transports.shared_memory import MPTransport, SharedMemTransport
+from asyncsync.transports.shared_memory import AutoTransport, MPTransport, SharedMemTransport
 from asyncsync.transports.torch_distributed import DistributedTransport, RPCTransport
 from asyncsync.transports.zmq import ZMQTransport
 

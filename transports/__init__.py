@@ -3,11 +3,10 @@
 :data:`TAG` is the key under which a blocking transport of a user's own is handed a publication's id.
 """
 
-from asyncsync.transports.auto import AutoTransport
 from asyncsync.transports.base import TransportBackend
 from asyncsync.transports.channels import TAG
 from asyncsync.transports.ray_objects import RayTransport
-from asyncsync.transports.shared_memory import MPTransport, SharedMemTransport
+from asyncsync.transports.shared_memory import AutoTransport, MPTransport, SharedMemTransport
 from asyncsync.transports.torch_distributed import DistributedTransport, RPCTransport
 from asyncsync.transports.zmq import ZMQTransport
 

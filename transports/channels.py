@@ -11,7 +11,7 @@ channel to one worker that is first in, first out, knows no versions, and may bl
 - With it goes an entry :data:`TAG`, unique to that publication. The receiver takes messages from the channel until the
   one that the instruction names has come: never an older one, a duplicate, or a mixture.
 
-Threads that a user's code blocks are abandoned at the end, never waited for. This module has what both ends use.
+Threads that a user's code blocks are abandoned at the end, never waited for.
 """
 
 from __future__ import annotations
@@ -19,21 +19,27 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from tensordict import TensorDict
 
+from asyncsync.bus.carrier import Carrier, Failed
+from asyncsync.errors import NotConnected, SchemaMismatch
 from asyncsync.runtime.asyncio_private import running_loop
-from asyncsync.runtime.threads import elsewhere
-from asyncsync.transports.base import TransportCore
+from asyncsync.runtime.threads import WorkThread, as_exception, elsewhere, settle
+from asyncsync.transports.base import TransportCore, check_fit
 from asyncsync.transports.blocking import TransportBackend
+from asyncsync.weights.copying import copy_tensors, normal_tensors
+from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab
-from asyncsync.weights.tree import nest
+from asyncsync.weights.tree import dotted, flatten, nest
 
 logger = logging.getLogger("asyncsync")
 
@@ -45,6 +51,7 @@ CLOSE_SECONDS = 1.0
 
 SENDER_SETUP = "setup_connection_and_weights_on_sender"
 RECEIVER_SETUP = "setup_connection_and_weights_on_receiver"
+MARGIN = 0.5  # ends earlier than the bus's own deadline, whose message has less in it
 
 
 def is_channel(transport: Any) -> bool:
@@ -117,3 +124,426 @@ def _call(close: Callable[[], None]) -> None:
         close()
     except Exception:
         logger.exception("could not close a transport")
+
+
+# -- the sender's end --------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class _Dispatch:
+    """One slab, with a reference, on its way to one worker."""
+
+    slab: Slab | None
+    descriptor: bytes
+    incarnation: bytes
+    failed: Failed
+
+    def release(self) -> None:
+        """On the loop; idempotent."""
+        slab, self.slab = self.slab, None
+        if slab is not None:
+            slab.release()
+
+
+class _WorkerChannel:
+    """One worker's transport and thread. At most one dispatch is under way, and one, the newest, waits."""
+
+    def __init__(self, worker: int, channels: dict[int, Any], create: Callable[[int], Any]) -> None:
+        self.worker = worker
+        # The thread's own: the incarnation for which the connection is set up; b"": for the first one that comes.
+        self.connected_to: bytes | None = None
+        self.connecting: asyncio.Future[None] | None = None
+        self.thread = WorkThread(f"asyncsync-send-{worker}")
+        self._channels = channels
+        self._create = create
+        self._current: _Dispatch | None = None
+        self._waiting: _Dispatch | None = None
+        self._closed = False
+
+    # on the loop
+
+    def connect(self) -> asyncio.Future[None]:
+        """Set up the connection with the first receiver that comes; a setup that failed is begun anew."""
+        failed = self.connecting is not None and self.connecting.done() and self.connecting.exception() is not None
+        if self.connecting is None or failed:
+            self.connecting = self.thread.submit(self._connect)
+            self.connecting.add_done_callback(_retrieved)
+        return self.connecting
+
+    def put(self, dispatch: _Dispatch) -> None:
+        if self._current is None:
+            self._begin(dispatch)
+            return
+        # The instruction names one slab at a time: what still waits is not wanted any more.
+        if self._waiting is not None:
+            self._waiting.release()
+        self._waiting = dispatch
+
+    def _begin(self, dispatch: _Dispatch) -> None:
+        self._current = dispatch
+        send = partial(self._send, dispatch, asyncio.get_running_loop())
+        self.thread.submit(send).add_done_callback(self._ended)
+
+    def _ended(self, sent: asyncio.Future[None]) -> None:
+        dispatch, self._current = self._current, None
+        assert dispatch is not None
+        dispatch.release()
+        if sent.cancelled() or self._closed:
+            return
+        if (raised := sent.exception()) is not None:
+            error = as_exception(raised)
+            error.add_note(f"(raised while weights were handed to the transport of worker {self.worker})")
+            dispatch.failed(error)
+        following, self._waiting = self._waiting, None
+        if following is not None:
+            self._begin(following)
+
+    def close(self) -> None:
+        """Drop what waits; the thread ends when the user's code returns."""
+        self._closed = True
+        if self._waiting is not None:
+            self._waiting.release()
+            self._waiting = None
+        self.thread.abandon()
+
+    # in the thread
+
+    def _transport(self) -> Any:
+        if self.worker not in self._channels:  # only now: a create_transport may open a connection
+            self._channels[self.worker] = self._create(self.worker)
+        return self._channels[self.worker]
+
+    def _connect(self) -> None:
+        if self.connected_to is None and (setup := setup_of(self._transport(), SENDER_SETUP)) is not None:
+            setup()
+            self.connected_to = b""
+
+    def _send(self, dispatch: _Dispatch, loop: asyncio.AbstractEventLoop) -> None:
+        transport = self._transport()
+        if self.connected_to == b"":
+            self.connected_to = dispatch.incarnation
+        elif self.connected_to != dispatch.incarnation and (setup := setup_of(transport, SENDER_SETUP)) is not None:
+            setup()
+            self.connected_to = dispatch.incarnation
+        slab = dispatch.slab
+        assert slab is not None
+        weights = tagged(slab.copy(), dispatch.descriptor)
+        try:
+            loop.call_soon_threadsafe(dispatch.release)
+        except RuntimeError:
+            return  # the loop is closed: nobody waits for this any more
+        transport.send_weights(weights)
+
+
+class ChannelSender(Carrier):
+    """A sender's blocking transports: ``first`` is worker 0's, ``create`` makes those of the others; without a number
+    of workers, when each is first served."""
+
+    def __init__(self, first: Any, create: Callable[[int], Any], workers: int | None) -> None:
+        self.channels: dict[int, Any] = {0: first}
+        self.channels.update({worker: create(worker) for worker in range(1, workers or 0)})
+        self.supports_timeout = bool(getattr(first, "supports_timeout", True))
+        self._create = create
+        self._fixed = workers is not None
+        self._by_worker: dict[int, _WorkerChannel] = {}
+        self._offered: dict[bytes, Slab] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._ended = False
+
+    async def offer(self, slab: Slab, workers: Iterable[int] | None) -> bytes:
+        if any(path[0] == TAG for path in slab.layout.paths if path):
+            raise ValueError(f"the key {TAG!r} is reserved; rename that entry of the weights")
+        descriptor = secrets.token_bytes(TAG_BYTES)
+        self._offered[descriptor] = slab
+        return descriptor
+
+    def retire(self, descriptor: bytes) -> None:
+        self._offered.pop(descriptor, None)
+
+    def serve(self, descriptor: bytes, worker: int, incarnation: bytes, failed: Failed) -> None:
+        slab = self._offered.get(descriptor)
+        if slab is not None and not self._ended:
+            self._channel(worker).put(_Dispatch(slab.retain(), descriptor, incarnation, failed))
+
+    def _channel(self, worker: int) -> _WorkerChannel:
+        channel = self._by_worker.get(worker)
+        if channel is None:
+            self._loop = asyncio.get_running_loop()
+            channel = self._by_worker[worker] = _WorkerChannel(worker, self.channels, self._create)
+        return channel
+
+    def _start(self, worker: int | None) -> None:
+        if self._fixed and setup_of(self.channels[0], SENDER_SETUP) is not None:
+            for each in self.channels:
+                self._channel(each).connect()
+
+    async def _ready(self, timeout: float) -> None:
+        connections = {
+            worker: channel.connecting for worker, channel in self._by_worker.items() if channel.connecting is not None
+        }
+        if not connections:
+            return
+        await asyncio.wait(connections.values(), timeout=timeout, return_when=asyncio.FIRST_EXCEPTION)
+        for worker, connecting in connections.items():
+            if connecting.done() and (raised := connecting.exception()) is not None:
+                error = as_exception(raised)
+                error.add_note(f"(raised by {SENDER_SETUP} for worker {worker})")
+                raise error
+        missing = [worker for worker, connecting in connections.items() if not connecting.done()]
+        if missing:
+            raise NotConnected(
+                f"{SENDER_SETUP} has not returned within {timeout:g} s for workers {missing}: are they connecting? "
+                "connect() may be called again"
+            )
+
+    def close(self) -> None:
+        self._ended = True
+        for channel in self._by_worker.values():
+            channel.close()
+
+    async def _end(self, timeout: float) -> None:
+        if self._ended:
+            return
+        self.close()
+        await close_channels(list(self.channels.values()), self._loop, timeout)
+
+
+def _retrieved(future: asyncio.Future[None]) -> None:
+    """A done callback that keeps asyncio from reporting an exception as never retrieved; it still can be."""
+    if not future.cancelled():
+        future.exception()
+
+
+def make_sender(create: Callable[[int], Any], workers: int | None) -> Carrier:
+    """A sender's carrier: one transport for all workers, or one blocking transport per worker, made by its worker_idx.
+    Raises TypeError: ``create`` returns something that is no transport."""
+    first = create(0)
+    if not is_channel(first):
+        carrier: Carrier = first
+        return carrier
+
+    def create_channel(worker: int) -> Any:
+        made = create(worker)
+        if not is_channel(made):
+            raise TypeError(
+                f"create_transport returned a {type(made).__name__} for worker {worker}, but a "
+                f"{type(first).__name__} for worker 0: return one kind for all"
+            )
+        return made
+
+    return ChannelSender(first, create_channel, workers)
+
+
+# -- the receiver's end ------------------------------------------------------------------------------------------------
+
+
+Message = dict[str, torch.Tensor]
+"""What came through the channel: tensors by their dotted names, the tag among them."""
+
+
+@dataclass(eq=False)
+class _Request:
+    """A slab that a fetch waits for."""
+
+    descriptor: bytes
+    slab: Slab
+    until: float
+    done: asyncio.Future[None]
+
+
+class ChannelReceiver(Carrier):
+    """A receiver's blocking transport: ``channel`` is the user's."""
+
+    def __init__(self, channel: Any) -> None:
+        self.channel = channel
+        self.supports_timeout = bool(getattr(channel, "supports_timeout", True))
+        self._worker: int | None = None
+        self._lock = threading.Lock()
+        # Under the lock:
+        self._wanted: _Request | None = None
+        self._ahead: Message | None = None
+        self._closed = False
+        # The thread's own:
+        self._buffer: tuple[bytes, TensorDict] | None = None  # with its layout's digest
+        self._setup_error: Exception | None = None
+
+        self._thread = WorkThread("asyncsync-receive")
+        self._setup: asyncio.Future[Exception | None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    # -- on the loop --------------------------------------------------------------------------------------------------
+
+    def _start(self, worker: int | None) -> None:
+        if self._setup is None:
+            self._worker, self._loop = worker, asyncio.get_running_loop()
+            self._setup = self._thread.submit(self._set_up)
+
+    async def _ready(self, timeout: float) -> None:
+        assert self._setup is not None
+        await asyncio.wait([self._setup], timeout=timeout)
+        if not self._setup.done():
+            raise NotConnected(
+                f"{type(self.channel).__name__}.{RECEIVER_SETUP} has not returned within {timeout:g} s: is the "
+                "sender connecting? connect() may be called again"
+            )
+        if (error := self._setup.result()) is not None:
+            raise error
+
+    async def _fetch_slab(self, descriptor: bytes, slab: Slab, deadline: float) -> None:
+        """Receive until the weights with this tag have come, and copy them into the slab. Raises TimeoutError: not by
+        the deadline; SchemaMismatch: not what the sender announced; Exception: whatever the user's code raises."""
+        loop = asyncio.get_running_loop()
+        patience = deadline - loop.time()
+        patience -= min(MARGIN, patience / 10)
+        request = _Request(descriptor, slab, time.monotonic() + patience, loop.create_future())
+        with self._lock:
+            replaced, self._wanted = self._wanted, request
+            ahead = self._ahead
+            if ahead is not None and _tag(ahead) == descriptor:
+                self._wanted = self._ahead = None
+            else:
+                ahead = None
+        if ahead is not None:
+            # The message came before its instruction. The receiving thread may be waiting for another one.
+            threading.Thread(target=self._deliver, args=(request, ahead), name="asyncsync-copy", daemon=True).start()
+        elif not self._closed:
+            self._thread.submit(partial(self._receive, request))
+        if replaced is not None:
+            settle(replaced.done, error=TimeoutError("a newer update has replaced this one"))
+        cancelled: asyncio.CancelledError | None = None
+        try:
+            await asyncio.wait([request.done], timeout=patience)
+        except asyncio.CancelledError as error:
+            cancelled = error
+        with self._lock:
+            taken = self._wanted is not request
+            if not taken:
+                self._wanted = None
+        while taken and not request.done.done():
+            # The thread writes into the slab, which must not be released before that has ended.
+            try:
+                await asyncio.wait([request.done])
+            except asyncio.CancelledError as error:
+                cancelled = error
+        failure = request.done.exception() if request.done.done() else TimeoutError(self._nothing(patience))
+        if cancelled is not None:
+            raise cancelled
+        if failure is not None:
+            raise failure
+
+    def _nothing(self, seconds: float) -> str:
+        return (
+            f"{type(self.channel).__name__}.receive_weights did not return the announced weights of worker "
+            f"{self._worker} within {seconds:.3g} s: does everything given to send_weights reach this worker, complete "
+            "and in order?"
+        )
+
+    def close(self) -> None:
+        self._closed = True
+        self._thread.abandon()
+
+    async def _end(self, timeout: float) -> None:
+        if self._closed:
+            return
+        self.close()
+        await close_channels([self.channel], self._loop, timeout)
+
+    # -- in the thread ------------------------------------------------------------------------------------------------
+
+    def _set_up(self) -> Exception | None:
+        try:
+            method = setup_of(self.channel, RECEIVER_SETUP)
+            if method is not None:
+                method(worker_idx=self._worker, weights=None, model=None, strategy=None)
+        except BaseException as error:
+            self._setup_error = as_exception(error)
+        return self._setup_error
+
+    def _receive(self, request: _Request) -> None:
+        """Until the request is answered, has expired, or another has taken its place."""
+        try:
+            if self._setup_error is not None:
+                raise self._setup_error
+            while self._wanted is request and not self._closed:
+                if (remaining := request.until - time.monotonic()) <= 0:
+                    return
+                self._receive_one(request, remaining)
+        except BaseException as error:
+            # A failure of the channel is one of the fetch that waits.
+            with self._lock:
+                waiting, self._wanted = self._wanted, None
+            if waiting is not None:
+                settle(waiting.done, error=as_exception(error))
+
+    def _receive_one(self, request: _Request, remaining: float) -> None:
+        layout = request.slab.layout
+        if self._buffer is None or self._buffer[0] != layout.digest:
+            self._buffer = layout.digest, _empty(layout)
+        received = self.channel.receive_weights(
+            timeout=remaining if self.supports_timeout else None,
+            weights=self._buffer[1],
+            model=None,
+            strategy=None,
+        )
+        if received is not None:
+            self._take(self._checked(received))
+            return
+        if self._wanted is request:
+            raise TimeoutError(f"receive_weights returned None; {self._nothing(remaining)}")
+
+    def _checked(self, received: Any) -> Message:
+        message = {dotted(path): tensor for path, tensor in flatten(received).tensors.items()}
+        tag = message.get(TAG)
+        if tag is None or tag.dtype != torch.uint8 or tag.numel() != TAG_BYTES:
+            raise SchemaMismatch(
+                f"{type(self.channel).__name__}.receive_weights returned no entry {TAG!r}: it must return every entry "
+                "that send_weights was given, or fill it into weights="
+            )
+        return message
+
+    def _take(self, message: Message) -> None:
+        with self._lock:
+            request = self._wanted
+            if request is not None and request.descriptor == _tag(message):
+                self._wanted = None
+                self._ahead = None  # older, as the channel keeps the order
+            else:
+                # An older message, or a newer one, which must not be lost: its instruction is on the way.
+                request = None
+                self._ahead = message
+        if request is None:
+            self._buffer = None  # it may be the ahead's memory
+        else:
+            self._deliver(request, message)
+
+    def _deliver(self, request: _Request, message: Message) -> None:
+        """Copy into the slab of a request that nothing else answers any more."""
+        failure = None
+        try:
+            tensors = {name: tensor for name, tensor in message.items() if name != TAG}
+            sent = {dotted(path): tensor for path, tensor in request.slab.tensors().items()}
+            check_fit(tensors, sent, f"what {type(self.channel).__name__}.receive_weights returned")
+            copy_tensors(request.slab.views, [tensors[dotted(e.path)] for e in request.slab.layout.entries])
+        except BaseException as error:
+            failure = as_exception(error)
+        settle(request.done, error=failure)
+
+
+def _tag(message: Message) -> bytes:
+    return bytes(message[TAG].tolist())
+
+
+def _empty(layout: Layout) -> TensorDict:
+    """A TensorDict of a layout's entries and the tag, for the user's code to receive into."""
+    with normal_tensors():
+        entries = [torch.empty(e.shape, dtype=e.dtype, device="cpu") for e in layout.entries]
+        tag = torch.zeros(TAG_BYTES, dtype=torch.uint8, device="cpu")
+    tensors = {e.path: t for e, t in zip(layout.entries, entries, strict=True)}
+    tensors.update({path: entries[i] for path, i in layout.aliases.items()})
+    return nest({**tensors, (TAG,): tag})
+
+
+def make_receiver(transport: Any) -> Carrier:
+    """A receiver's carrier: the transport itself, or what makes one of a blocking transport of a user's own."""
+    carrier: Carrier = ChannelReceiver(transport) if is_channel(transport) else transport
+    return carrier

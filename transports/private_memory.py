@@ -3,12 +3,12 @@
 What a worker writes there (an optimiser's step, BatchNorm) stays its own. The price is that a page it has written shows
 nothing newer any more, so such pages are thrown away before the file is used for another version.
 
-Over shared memory the file is the sender's (:mod:`asyncsync.transports.attachments`). Over a socket it is the worker's
-own, a received slab: a module's Parameters lie in that of the version that they show, so nothing is copied when an
-update is applied, and the worker has two, the one that is shown and the one that is being filled. Bytes are written
-through a second mapping, which takes a third of pwrite's time. So the kernel counts this memory twice in the process's
-resident set; in its proportional set (Pss), and in its container's memory, it is counted once. Pages are reserved
-before they are written: memory that runs out raises an error, not a signal.
+Over shared memory the file is a slot of the sender's (:mod:`asyncsync.transports.shared_memory`). Over a socket it is
+the worker's own, a received slab: a module's Parameters lie in that of the version that they show, so nothing is copied
+when an update is applied, and the worker has two, the one that is shown and the one that is being filled. Bytes are
+written through a second mapping, which takes a third of pwrite's time. So the kernel counts this memory twice in the
+process's resident set; in its proportional set (Pss), and in its container's memory, it is counted once. Pages are
+reserved before they are written: memory that runs out raises an error, not a signal.
 """
 
 from __future__ import annotations
@@ -18,50 +18,66 @@ import os
 import weakref
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from asyncsync.errors import WeightSyncError
-from asyncsync.net import memory_file
-from asyncsync.weights.copying import copy_arrays, normal_tensors
-from asyncsync.weights.layout import Entry, Layout
+from asyncsync.net.memory_file import MemoryFile
+from asyncsync.weights.copying import normal_tensors
+from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import FOREIGN, Slab, SlabPool
-
-_forks = 0  # counted before each fork of this process, and after it
 
 # Bits of /proc/self/pagemap: present or swapped; of a file, or shared.
 _THERE, _SHARED = np.uint64(3 << 62), np.uint64(1 << 61)
 
 
-class PrivateMapping:
-    """A memory file, mapped copy on write; the descriptor ``number`` may be closed afterwards. Raises OSError,
-    ValueError: it cannot be mapped."""
+class PrivateSlab(Slab):
+    """A slab in a memory file, which is mapped twice: privately, where Parameters may lie, and once more for what was
+    sent, whatever this process has written into its Parameters since. Raises MemoryError."""
 
-    def __init__(self, number: int, size: int) -> None:
-        self.memory = memory_file.map_private(number, size)
+    may_hold_parameters = True
+
+    def __init__(self, layout: Layout, file: MemoryFile, sent: mmap.mmap) -> None:
+        self.mapping = file.map(private=True)
         with normal_tensors():
-            self.buffer = torch.frombuffer(self.memory, dtype=torch.uint8)
-        self.address = self.buffer.data_ptr()
-        self._size = size
+            own, self._sent = (torch.frombuffer(memory, dtype=torch.uint8) for memory in (self.mapping, sent))
+        self._address = own.data_ptr()
         token = object()
-        FOREIGN[token] = self.address, self.address + size
-        weakref.finalize(self.memory, FOREIGN.pop, token, None)  # tensors may outlive this object
+        FOREIGN[token] = self._address, self._address + len(own)
+        weakref.finalize(self.mapping, FOREIGN.pop, token, None)  # tensors may outlive this object
+        super().__init__(layout, own[: layout.nbytes])
 
-    def tensor(self, entry: Entry) -> torch.Tensor:
-        """One of the tensors that lie here."""
-        if not entry.nbytes:
-            return torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
-        area = torch.frombuffer(self.memory, dtype=torch.uint8, count=entry.nbytes, offset=entry.offset)
-        return area.view(entry.dtype).view(entry.shape)
+    @property
+    def sent(self) -> torch.Tensor:
+        return self._sent[: self.nbytes]
 
-    def discard_own_pages(self) -> None:
-        """Show what the file holds, wherever this process has written."""
+    @property
+    def views(self) -> list[torch.Tensor]:
+        """A typed view per entry of the layout, each with a storage of its own: pickled, saved, or shared with another
+        process, it takes along its bytes, not the whole slab's."""
+        if self._views is None:
+            with normal_tensors():
+                self._views = [entry.tensor(self.mapping) for entry in self.layout.entries]
+        return self._views
+
+    def reuse(self, layout: Layout) -> None:
+        self.show_the_file()
+        super().reuse(layout)
+
+    def show_the_file(self) -> None:
+        """Discard this process's own pages before the file's next version, when no Parameter lies here."""
+        if not (self.holds_parameters or self.exposed):
+            return
         if self._has_own_pages():
-            self.memory.madvise(mmap.MADV_DONTNEED)
+            self.mapping.madvise(mmap.MADV_DONTNEED)
+        # share_memory() on a model, or its way into a spawned process, moves a storage with all its views.
+        begin, pairs = self._address, zip(self._views or (), self.layout.entries, strict=False)
+        if any(view.data_ptr() != begin + entry.offset for view, entry in pairs if entry.nbytes):
+            self._views = None
+        self.holds_parameters = self.holds_all_parameters = self.exposed = False
 
     def _has_own_pages(self) -> bool:
         # Asking the kernel is cheaper than throwing away, and mapping anew, all pages whenever some might be written.
-        first, count = self.address // mmap.PAGESIZE, self._size // mmap.PAGESIZE
+        first, count = self._address // mmap.PAGESIZE, len(self.mapping) // mmap.PAGESIZE
         try:
             number = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
@@ -78,54 +94,16 @@ class PrivateMapping:
         return bool((there & ~shared).any())
 
 
-class PrivateSlab(Slab):
-    """A slab that is read in a private mapping."""
-
-    may_hold_parameters = True
-
-    def __init__(self, layout: Layout, mapping: PrivateMapping) -> None:
-        super().__init__(layout, mapping.buffer[: layout.nbytes])
-        self.mapping = mapping
-
-    @property
-    def views(self) -> list[torch.Tensor]:
-        """A typed view per entry of the layout, each with a storage of its own: pickled, saved, or shared with another
-        process, it takes along its bytes, not the whole slab's."""
-        if self._views is None:
-            with normal_tensors():
-                self._views = [self.mapping.tensor(entry) for entry in self.layout.entries]
-        return self._views
-
-    def show_the_file(self) -> None:
-        """Discard this process's own pages before the file's next version, when no Parameter lies here."""
-        if not (self.holds_parameters or self.exposed):
-            return
-        self.mapping.discard_own_pages()
-        # share_memory() on a model, or its way into a spawned process, moves a storage with all its views.
-        begin, pairs = self.mapping.address, zip(self._views or (), self.layout.entries, strict=False)
-        if any(view.data_ptr() != begin + entry.offset for view, entry in pairs if entry.nbytes):
-            self._views = None
-        self.holds_parameters = self.holds_all_parameters = self.exposed = False
-
-
 class ReceivedSlab(PrivateSlab):
     """A slab of a worker's own in which Parameters may lie; ``layout`` has some bytes. Raises WeightSyncError: this
     system has no memory files; MemoryError: it cannot be mapped."""
 
-    may_hold_parameters = True
-
     def __init__(self, layout: Layout, pool: SlabPool) -> None:
-        size = -(-layout.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        self._file = memory_file.create(size, reserved=False)
-        weakref.finalize(self, os.close, self._file).atexit = False
-        try:
-            mapping = PrivateMapping(self._file, size)
-            self._sent = memoryview(mmap.mmap(self._file, size))
-        except OSError as error:
-            raise memory_file.no_memory(size, error) from error
-        super().__init__(layout, mapping)
+        self._file = MemoryFile.create(layout.nbytes, reserved=False)
+        self._window = self._file.map()
+        super().__init__(layout, self._file, self._window)
         self.pool = pool
-        self.forks = _forks
+        self.show_to_children()
         self._reserved = 0
 
     def reserve(self) -> None:
@@ -133,30 +111,19 @@ class ReceivedSlab(PrivateSlab):
 
     def _reserve(self, end: int) -> None:
         if end > self._reserved:
-            try:
-                os.posix_fallocate(self._file, self._reserved, end - self._reserved)
-            except OSError as error:
-                raise memory_file.no_memory(self.nbytes, error) from error
+            self._file.reserve(self._reserved, end)
             self._reserved = end
 
     def write(self, offset: int, data: bytes | memoryview) -> None:
         end = offset + len(data)
         self._reserve(end)
-        self._sent[offset:end] = data
-
-    def _array(self) -> npt.NDArray[np.uint8]:
-        return np.frombuffer(self._sent, np.uint8)
-
-    def copy_to(self, other: Slab) -> None:
-        """What was sent, whatever this process has written into its Parameters since."""
-        copy_arrays([(np.frombuffer(other.memory, np.uint8), self._array()[: self.nbytes])])
-        other.values = self.values
+        self._window[offset:end] = data
 
     def copy(self) -> Slab:
         """What was sent, in a mapping of its own: a page is copied when somebody writes it. This slab is not used again
         before that mapping has ended."""
         assert self.pool is not None
-        memory = memory_file.map_private(self._file, len(self._sent))
+        memory = self._file.map(private=True)
         self.pool.exported(self)
         weakref.finalize(memory, self.pool.returned, self).atexit = False
         with normal_tensors():
@@ -165,29 +132,15 @@ class ReceivedSlab(PrivateSlab):
         return twin
 
     def reuse(self, layout: Layout) -> None:
-        self.show_the_file()
-        self.forks = _forks
+        self.show_to_children()
         super().reuse(layout)
 
 
 class ReceivedPool(SlabPool):
-    """Received slabs that can be used again; plain ones where the system has no memory files. A slab that was in use at
-    a fork is written no more: a child's copy of a model reads it, in the mappings that it has from its parent."""
+    """Received slabs that can be used again; plain ones where the system has no memory files."""
 
     def _make(self, layout: Layout, *, pinned: bool) -> Slab:
         try:
             return ReceivedSlab(layout, self)
         except WeightSyncError:
             return super()._make(layout, pinned=pinned)
-
-    def _keep(self, slab: Slab) -> None:
-        if not isinstance(slab, ReceivedSlab) or slab.forks == _forks:
-            super()._keep(slab)
-
-
-def _count_fork() -> None:
-    global _forks
-    _forks += 1
-
-
-os.register_at_fork(before=_count_fork, after_in_parent=_count_fork)

@@ -1,193 +1,137 @@
-"""Slots: slabs in shared memory that workers of this host open, on the sender's side. No asyncio.
+"""Slots: slabs in memory files that one process of this host owns and others map. For weights, which workers read, and
+for collectors' batches, which they write. No asyncio.
 
-A slot is a memory file (:mod:`asyncsync.net.memory_file`), sealed, so that nobody but its owner can write or shrink it:
-a mapping of it neither changes under a reader's hands nor faults.
+The owner's slots are in a :class:`SlotPool`, and may be used again when nothing can touch them any more. A worker is
+sent a :class:`Lease` of one, and has its mappings in :class:`Attachments`::
 
-Usage::
+    slot = pool.acquire(layout)                  # a slab like any other
+    lease = pool.lease(slot)                     # travels to the worker
+    mapping = attachments.find(lease)            # there; None: map the file of lease.place, and add() that
 
-    pool = SlotPool(slots=4, map_above=4 << 20)
-    slab = pool.acquire(layout)          # packed like any slab
-    descriptor = pool.describe(slab)     # for asyncsync.transports.attachments, in a worker
+A slot is sealed (:mod:`asyncsync.net.memory_file`): nobody can cut it, so that reading it would kill the reader.
 """
 
 from __future__ import annotations
 
-import contextlib
-import mmap
-import os
 import struct
-import threading
-import weakref
-from collections.abc import Collection
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
-import numpy as np
 import torch
 
-from asyncsync.net import memory_file
-from asyncsync.weights.copying import normal_tensors
+from asyncsync.net.memory_file import MemoryFile, MemoryPlace
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab, SlabPool
 
 COPY_BYTES = 4 << 20  # two copies of more take longer than giving a few Parameters other memory
-# Freeing so much memory takes longer than a loop should stand still.
-LARGE_BYTES = 8 << 20
+MAX_FILES = 1024
 
 _HEAD = struct.Struct("<4sBIIQQQ")
 _MAGIC = b"SHM\x01"
-MAX_FILES = 1024
 
 
-class Place(NamedTuple):
-    """Where a slot is; the content of a descriptor.
+class Lease(NamedTuple):
+    """A slot that a worker may use; the content of a descriptor.
 
     Attributes:
-        mapped: workers read it there until they have something newer; else they copy it at once.
-        pid, number: the owner's process, and the file's descriptor there.
-        device, inode: of the file, by which a worker knows whether the descriptor is still that of this file.
-        size: of the slab, in bytes.
-        inodes: of all slots of the owner that will be used again.
+        place: where it is.
+        kept: the inodes of all slots of the owner that will be used again; workers unmap others.
+        in_place: workers use it there, and release it later; else they copy it at once.
     """
 
-    mapped: bool
-    pid: int
-    number: int
-    device: int
-    inode: int
-    size: int
-    inodes: tuple[int, ...]
+    place: MemoryPlace
+    kept: tuple[int, ...]
+    in_place: bool
 
     def encode(self) -> bytes:
-        head = _HEAD.pack(_MAGIC, self.mapped, self.pid, self.number, self.device, self.inode, self.size)
-        return head + struct.pack(f"<{len(self.inodes)}Q", *self.inodes)
+        return _HEAD.pack(_MAGIC, self.in_place, *self.place) + struct.pack(f"<{len(self.kept)}Q", *self.kept)
 
     @classmethod
-    def decode(cls, descriptor: bytes) -> Place:
+    def decode(cls, descriptor: bytes) -> Lease:
         """Raises ValueError if this is no descriptor of a slot."""
         count, rest = divmod(len(descriptor) - _HEAD.size, 8)
         if not descriptor.startswith(_MAGIC) or count < 0 or rest or count > MAX_FILES:
             raise ValueError("another transport sent this update: use the same scheme class on both sides")
-        _, mapped, pid, number, device, inode, size = _HEAD.unpack_from(descriptor)
-        if mapped > 1:
+        _, in_place, *place = _HEAD.unpack_from(descriptor)
+        if in_place > 1:
             raise ValueError("a descriptor of a slot with an unknown flag")
-        inodes = struct.unpack_from(f"<{count}Q", descriptor, _HEAD.size)
-        return cls(bool(mapped), pid, number, device, inode, size, inodes)
+        return cls(MemoryPlace(*place), struct.unpack_from(f"<{count}Q", descriptor, _HEAD.size), bool(in_place))
 
 
 class Slot(Slab):
-    """A slab in a memory file; ``pinned``: locked for the devices' copy engines. Raises MemoryError; WeightSyncError:
-    this system has no memory files."""
+    """A slab in a memory file of this process, which others open by the file's place."""
 
-    leased = True
+    leased = mapped = True
 
-    def __init__(self, layout: Layout, pool: SlabPool, *, pinned: bool) -> None:
-        # Shared memory comes in pages; an empty slab has one, too.
-        size = max(-(-layout.nbytes // mmap.PAGESIZE), 1) * mmap.PAGESIZE
-        self._file = memory_file.create(size)
-        self._close = weakref.finalize(self, os.close, self._file)
-        self._close.atexit = False
-        found = os.fstat(self._file)
-        self.device, self.inode = found.st_dev, found.st_ino
-        try:
-            self._map = mmap.mmap(self._file, size)
-            memory_file.seal(self._file, against_writing=True)
-        except OSError as error:
-            self._close()  # now: the traceback keeps this object alive for an unknown time
-            raise memory_file.no_memory(size, error) from error
-        with normal_tensors():
-            # By way of NumPy, as torch.frombuffer would let the mapping be closed under a tensor that is still there.
-            buffer = torch.from_numpy(np.frombuffer(self._map, np.uint8))
-        self.registered = _pin(buffer) if pinned else 0  # the address of its locked pages
-        self.described: tuple[tuple[int, ...], bytes] | None = None
-        super().__init__(layout, buffer[: layout.nbytes], pool)
-
-    def place(self, *, mapped: bool, inodes: tuple[int, ...]) -> Place:
-        return Place(mapped, os.getpid(), self._file, self.device, self.inode, self.nbytes, inodes)
-
-    def dispose(self) -> None:
-        """Free the memory; slow where there is much of it."""
-        if self._close.detach() is None:
-            return
-        if self.registered:
-            torch.cuda.cudart().cudaHostUnregister(self.registered)  # type: ignore[no-untyped-call]
-        self._views = self._pieces = None
-        with contextlib.suppress(BufferError):  # a view still exists: the memory is freed with that
-            self.memory.release()
-            del self.buffer
-            self._map.close()  # unlike its destructor, this lets other threads run
-        os.close(self._file)
+    def __init__(self, layout: Layout, pool: SlabPool, file: MemoryFile, memory: torch.Tensor) -> None:
+        self.file = file
+        super().__init__(layout, memory[: layout.nbytes], pool)
 
 
 class SlotPool(SlabPool):
-    """Slots that can be used again: ``slots`` of a model, however slow the readers are, besides those that hold the
-    targets of single workers. Workers read slabs of more than ``map_above`` bytes in place; those that are
-    ``streamable`` may be on other hosts."""
+    """Slots that can be used again, and that workers may write."""
 
-    def __init__(self, slots: int, map_above: int) -> None:
-        super().__init__()
-        self.slots_allowed = slots
-        self.map_above = map_above
-        self.streamable = False
-        self.used: set[Slot] = set()
-        self._inodes: tuple[int, ...] | None = None  # of all slots, while they are the same
-        self._cannot_pin = False
+    _inodes: tuple[int, ...] | None = None
 
-    def describe(self, slab: Slab) -> bytes:
-        """Where workers find this slab of the pool."""
-        assert isinstance(slab, Slot)
-        inodes = self._inodes
-        if inodes is None:
-            there = (*self.used, *list(self._draining), self._spare)
-            inodes = tuple(sorted([slot.inode for slot in there if isinstance(slot, Slot)]))[:MAX_FILES]
-            self._inodes = inodes
-        if slab.described is None or slab.described[0] is not inodes:
-            slab.described = inodes, slab.place(mapped=slab.mapped, inodes=inodes).encode()
-        return slab.described[1]
+    @property
+    def inodes(self) -> tuple[int, ...]:
+        """Of all slots. The same object, as long as there are the same ones."""
+        if self._inodes is None:
+            with self._lock:
+                there = (*self.used, *self._draining, *self._spare)
+                inodes = {slot.file.place.inode for slot in there if isinstance(slot, Slot)}
+                self._inodes = tuple(sorted(inodes))[:MAX_FILES]
+            self._count_returned()
+        return self._inodes
 
-    def is_quick(self, nbytes: int, *, pinned: bool = False) -> bool:
-        spare = self._spare
-        if spare is None or spare.buffer.numel() != nbytes:
-            return False
-        return not pinned or self._cannot_pin or spare.buffer.is_pinned()
-
-    def has_room(self, nbytes: int, wanted: Collection[Slab], count: int) -> bool:
-        """Whether a slot of ``nbytes`` can be had. ``wanted``: slabs that are targets or about to be, which do not
-        count. ``count``: how many slabs of their own the publication has for different workers."""
-        # Readers that are behind hold the other slots; the limit includes the target and the new slot.
-        return self.is_quick(nbytes) or len(self.used.difference(wanted)) < (self.slots_allowed - 1) * count
+    def lease(self, slot: Slab) -> Lease:
+        """What workers need to use this slot of the pool."""
+        assert isinstance(slot, Slot)
+        return Lease(slot.file.place, self.inodes, slot.mapped)
 
     def _make(self, layout: Layout, *, pinned: bool) -> Slab:
-        slot = Slot(layout, self, pinned=pinned)
-        self._cannot_pin = self._cannot_pin or (pinned and not slot.registered)
+        file = MemoryFile.create(layout.nbytes)
+        file.seal()
+        slot = Slot(layout, self, file, file.tensor())
         self._inodes = None
         return slot
 
-    def acquire(self, layout: Layout, *, pinned: bool = False) -> Slab:
-        slab = super().acquire(layout, pinned=pinned and not self._cannot_pin)
-        assert isinstance(slab, Slot)
-        slab.mapped, slab.streamable = slab.nbytes > self.map_above, self.streamable
-        self.used.add(slab)
-        return slab
-
-    def released(self, slab: Slab) -> None:
-        assert isinstance(slab, Slot)
-        self.used.discard(slab)
-        super().released(slab)
-
     def _drop(self, slab: Slab) -> None:
-        assert isinstance(slab, Slot)
         self._inodes = None
-        if slab.nbytes < LARGE_BYTES:
-            slab.dispose()
-            return
-        try:
-            threading.Thread(target=slab.dispose, name="asyncsync-unmapping", daemon=True).start()
-        except RuntimeError:  # no more threads, or the interpreter is ending
-            slab.dispose()
 
 
-def _pin(buffer: torch.Tensor) -> int:
-    """Lock the pages for the devices' copy engines, so that copies run beside kernels; returns the address, or 0."""
-    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    address = buffer.data_ptr()
-    return address if int(runtime.cudaHostRegister(address, buffer.nbytes, 0)) == 0 else 0
+class Mapping(Protocol):
+    """A slot, mapped here. ``is_used``: something reads or writes it."""
+
+    @property
+    def is_used(self) -> bool: ...
+
+
+M = TypeVar("M", bound=Mapping)
+
+
+class Attachments(Generic[M]):
+    """One worker's mappings of one owner's slots. Those that will not be leased again are dropped, unless used."""
+
+    def __init__(self) -> None:
+        self._known: dict[MemoryPlace, M] = {}
+        self._kept: tuple[int, ...] = ()
+
+    def __iter__(self) -> Iterator[M]:
+        return iter(list(self._known.values()))
+
+    def find(self, lease: Lease) -> M | None:
+        """The mapping of this slot; None: there is none yet."""
+        if self._kept != lease.kept or len(self._known) > len(lease.kept):
+            self._kept = lease.kept
+            # A file that the owner has closed keeps its memory as long as it is mapped.
+            known = self._known.items()
+            self._known = {place: one for place, one in known if place.inode in lease.kept or one.is_used}
+        return self._known.get(lease.place)
+
+    def add(self, lease: Lease, mapping: M) -> None:
+        self._known[lease.place] = mapping
+
+    def clear(self) -> None:
+        """Drop those that are not used."""
+        self._known = {place: one for place, one in self._known.items() if one.is_used}

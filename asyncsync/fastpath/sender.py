@@ -45,7 +45,7 @@ BUSY_SECONDS = 0.0007
 _is_cpu = attrgetter("is_cpu")
 
 
-class Slots(Protocol):
+class Transport(Protocol):
     """A transport; see :class:`asyncsync.bus.carrier.Carrier`."""
 
     pool: SlabPool | None
@@ -114,7 +114,7 @@ class FastSender:
         return self.may_publish(timeout)
 
     def publish(
-        self, sources: Mapping[str, FlatWeights | Mapping[int, FlatWeights]], transports: Mapping[str, Slots]
+        self, sources: Mapping[str, FlatWeights | Mapping[int, FlatWeights]], transports: Mapping[str, Transport]
     ) -> int | None:
         """Publish for everybody, where :meth:`may_publish`; :meth:`complete` is to follow. Returns the version; None:
         this is not for the fast path, and nothing was done."""
@@ -148,7 +148,7 @@ class FastSender:
             await waiter
         return not steady.waiting
 
-    def _begin(self, model_id: str, transport: Slots) -> bool:
+    def _begin(self, model_id: str, transport: Transport) -> bool:
         """Begin a steady state, if all is ready for one."""
         pool, publisher, side_channels = transport.pool, self._shell.publisher, self._shell.side_channels
         if pool is None or not transport.is_at_hand:

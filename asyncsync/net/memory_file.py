@@ -3,13 +3,14 @@ whatever crashes: the memory is free when the last process that has it open or m
 
 Usage::
 
-    number = create(size)                   # a descriptor, of this process
-    mapping = mmap.mmap(number, size)
-    seal(number, against_writing=True)      # from now on, only this mapping writes
-    place = MemoryPlace.of(number)          # travels to the other process, which opens /proc/<pid>/fd/<n>
+    file = MemoryFile.create(size)
+    mapping = file.map()
+    file.seal(against_writing=True)         # from now on, only this mapping writes
+    file.place                              # travels to the other process, which opens /proc/<pid>/fd/<n>
 
-    number = open_place(place, "the trainer's", "workers run on its host")
-    mapping = map_private(number, place.size)
+    file = MemoryFile.open(place, "the trainer's", "workers run on its host")
+    mapping = file.map(private=True)
+    file.close()
 
 To open it takes the same user, host and pid namespace, and that the owner is dumpable (``prctl(2)``), or else the
 capability CAP_SYS_PTRACE.
@@ -20,13 +21,17 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-import stat
 import sys
+import weakref
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from asyncsync.errors import WeightSyncError
 from asyncsync.net.processes import shortage
+from asyncsync.weights.copying import normal_tensors
 
 # linux/fcntl.h; the fcntl module has no names for all of them.
 F_ADD_SEALS = 1033
@@ -44,83 +49,131 @@ class MemoryPlace(NamedTuple):
     inode: int
     size: int
 
+
+class MemoryFile:
+    """A memory file that this process has open, until :meth:`close` or until this object has gone. Mappings stay.
+
+    Attributes:
+        number: its file descriptor.
+        close: a function that closes it. Idempotent.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.close = weakref.finalize(self, os.close, number)
+        self.close.atexit = False
+
     @classmethod
-    def of(cls, number: int) -> MemoryPlace:
-        """The place of a file of this process, by its descriptor."""
-        found = os.fstat(number)
-        return cls(os.getpid(), number, found.st_dev, found.st_ino, found.st_size)
+    def create(cls, size: int, *, reserved: bool = True) -> MemoryFile:
+        """A new file of so many bytes, rounded up to whole pages, which are all there; ``reserved=False``: each comes
+        when it is written. Raises WeightSyncError if this system has none, or there are too few file descriptors;
+        MemoryError if there is not so much memory."""
+        if sys.platform != "linux":
+            raise WeightSyncError(f"anonymous shared memory needs Linux, not {sys.platform}: use ZMQWeightSyncScheme")
+        if why := shortage(3):  # the file's, and its mappings'
+            raise WeightSyncError(f"cannot get shared memory: {why}")
+        try:
+            if hasattr(os, "memfd_create"):
+                file = cls(os.memfd_create("asyncsync", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+            else:  # a Python that was built for an old libc: no name either, but no seals
+                file = cls(os.open("/dev/shm", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC | os.O_EXCL, 0o600))
+        except OSError as error:
+            raise WeightSyncError(f"cannot get shared memory: {error}; use ZMQWeightSyncScheme") from error
+        size = max(-(-size // mmap.PAGESIZE), 1) * mmap.PAGESIZE
+        try:
+            os.ftruncate(file.number, size)
+            if reserved:
+                file.reserve(0, size)
+        except BaseException:
+            file.close()  # now: the traceback keeps the object alive for an unknown time
+            raise
+        return file
 
-
-def create(size: int, *, reserved: bool = True) -> int:
-    """The descriptor of a new memory file, all of whose pages are there; ``reserved=False``: each comes when it is
-    written. Raises WeightSyncError if this system has none, or there are too few file descriptors; MemoryError if there
-    is not so much memory."""
-    if sys.platform != "linux":
-        raise WeightSyncError(f"anonymous shared memory needs Linux, not {sys.platform}: use ZMQWeightSyncScheme")
-    if why := shortage(3):  # the file's, and its mappings'
-        raise WeightSyncError(f"cannot get shared memory: {why}")
-    try:
-        if hasattr(os, "memfd_create"):
-            number = os.memfd_create("asyncsync", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        else:  # a Python that was built for an old libc: no name either, but no seals
-            number = os.open("/dev/shm", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC | os.O_EXCL, 0o600)
-    except OSError as error:
-        raise WeightSyncError(f"cannot get shared memory: {error}; use ZMQWeightSyncScheme") from error
-    try:
-        if reserved:  # afterwards, memory cannot run out in the middle of a copy (SIGBUS)
-            os.posix_fallocate(number, 0, size)
+    @classmethod
+    def open(cls, place: MemoryPlace, whose: str, remedy: str, *, writable: bool = False) -> MemoryFile:
+        """Another process's file. Raises WeightSyncError if it is not there any more, this process may not open it, or
+        it could be cut. ``whose``, such as "the trainer's", and ``remedy`` are for its message."""
+        path = f"/proc/{place.pid}/fd/{place.number}"
+        access = os.O_RDWR if writable else os.O_RDONLY
+        try:
+            file = cls(os.open(path, access | os.O_CLOEXEC | os.O_NONBLOCK))
+        except OSError as error:
+            why = f"; {_why_closed(place.pid)}" if isinstance(error, PermissionError) else ""
+            raise WeightSyncError(f"cannot open {whose} shared memory ({error}{why}): {remedy}") from error
+        if (file.place.device, file.place.inode) != (place.device, place.inode):
+            problem = f"{path} is not {whose} shared memory any more: {remedy}"
+        elif file.place.size < place.size or not file._is_sealed:
+            problem = f"{path} is not a slot of {place.size} bytes, which cannot shrink"
         else:
-            os.ftruncate(number, size)
-    except BaseException as error:
-        os.close(number)
-        if isinstance(error, OSError):
-            raise no_memory(size, error) from error
-        raise
-    return number
+            return file
+        file.close()
+        raise WeightSyncError(problem)
+
+    @cached_property
+    def place(self) -> MemoryPlace:
+        """Where others find it, if it is this process's own."""
+        found = os.fstat(self.number)
+        return MemoryPlace(os.getpid(), self.number, found.st_dev, found.st_ino, found.st_size)
+
+    def reserve(self, begin: int, end: int) -> None:
+        """Take the pages of these bytes now: memory cannot run out in the middle of a copy (SIGBUS) afterwards. Raises
+        MemoryError."""
+        try:
+            os.posix_fallocate(self.number, begin, end - begin)
+        except OSError as error:
+            raise _no_memory(self.place.size, error) from error
+
+    def seal(self, *, against_writing: bool = False) -> None:
+        """Make sure that nobody resizes the file: reading a mapping of a file that was cut kills the process.
+        ``against_writing``: nobody writes it either, except by mappings that are there already."""
+        if not hasattr(os, "memfd_create"):
+            return
+        seals = SEAL_SEAL | SEAL_SHRINK | SEAL_GROW
+        if against_writing:
+            try:
+                fcntl.fcntl(self.number, F_ADD_SEALS, seals | SEAL_FUTURE_WRITE)
+                return
+            except OSError:
+                pass  # Linux before 5.1 has no FUTURE_WRITE
+        fcntl.fcntl(self.number, F_ADD_SEALS, seals)
+
+    @property
+    def _is_sealed(self) -> bool:
+        if not hasattr(os, "memfd_create"):
+            return True  # nor has the owner had memory files, which can be sealed
+        try:
+            return bool(fcntl.fcntl(self.number, F_GET_SEALS) & SEAL_SHRINK)
+        except OSError:  # no memory file
+            return False
+
+    # Both raise MemoryError. An owner's file that cannot be mapped is closed at once, as a traceback may keep this.
+
+    def map(self, *, private: bool = False) -> mmap.mmap:
+        """The whole file. ``private``: what is written there is a copy of the page, of this process's own, and hides
+        what the file holds."""
+        try:
+            return mmap.mmap(self.number, self.place.size, flags=mmap.MAP_PRIVATE if private else mmap.MAP_SHARED)
+        except (OSError, ValueError) as error:  # ValueError: an empty file
+            if not private:
+                self.close()
+            raise _no_memory(self.place.size, error) from error
+
+    def tensor(self, *, private: bool = False) -> torch.Tensor:
+        """The bytes of the whole file, in a mapping without a descriptor, which Python's own mappings keep."""
+        path, size = f"/proc/self/fd/{self.number}", self.place.size
+        try:
+            with normal_tensors():
+                return torch.from_file(path, shared=not private, size=size, dtype=torch.uint8, device="cpu")
+        except (OSError, RuntimeError) as error:
+            self.close()
+            raise _no_memory(size, error) from error
 
 
-def no_memory(size: int, error: Exception) -> MemoryError:
+def _no_memory(size: int, error: Exception) -> MemoryError:
     return MemoryError(
         f"no shared memory for a slot of {size} bytes: {error}. Each version that is in use needs one, "
         "usually two at once: check the memory limit of this process or container"
     )
-
-
-def seal(number: int, *, against_writing: bool = False) -> None:
-    """Make sure that nobody resizes the file: reading a mapping of a file that was cut kills the process.
-    ``against_writing``: nobody writes it either, except by mappings that are there already."""
-    if not hasattr(os, "memfd_create"):
-        return
-    seals = SEAL_SEAL | SEAL_SHRINK | SEAL_GROW
-    if against_writing:
-        try:
-            fcntl.fcntl(number, F_ADD_SEALS, seals | SEAL_FUTURE_WRITE)
-            return
-        except OSError:
-            pass  # Linux before 5.1 has no FUTURE_WRITE
-    fcntl.fcntl(number, F_ADD_SEALS, seals)
-
-
-def open_place(place: MemoryPlace, whose: str, remedy: str, *, writable: bool = False) -> int:
-    """A descriptor of another process's memory file. Raises WeightSyncError if it is not there any more, this process
-    may not open it, or it could be cut. ``whose``, such as "the trainer's", and ``remedy`` are for its message."""
-    path = f"/proc/{place.pid}/fd/{place.number}"
-    access = os.O_RDWR if writable else os.O_RDONLY
-    try:
-        number = os.open(path, access | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError as error:
-        why = f"; {_why_closed(place.pid)}" if isinstance(error, PermissionError) else ""
-        raise WeightSyncError(f"cannot open {whose} shared memory ({error}{why}): {remedy}") from error
-    try:
-        found = os.fstat(number)
-        if not stat.S_ISREG(found.st_mode) or (found.st_dev, found.st_ino) != (place.device, place.inode):
-            raise WeightSyncError(f"{path} is not {whose} shared memory any more: {remedy}")
-        if found.st_size < place.size or not _cannot_shrink(number):
-            raise WeightSyncError(f"{path} is not a slot of {place.size} bytes, which cannot shrink")
-    except BaseException:
-        os.close(number)
-        raise
-    return number
 
 
 def is_open(pid: int) -> bool:
@@ -145,18 +198,3 @@ def _why_closed(pid: int) -> str:
         f"process {pid} of the same user hides its memory: it is not dumpable, as after setuid() or under some task "
         "runners, or it has capabilities that this one lacks; prctl(PR_SET_DUMPABLE, 1) in that process cures the first"
     )
-
-
-def _cannot_shrink(number: int) -> bool:
-    if not hasattr(os, "memfd_create"):
-        return True  # nor has the owner had memory files, which can be sealed
-    try:
-        return bool(fcntl.fcntl(number, F_GET_SEALS) & SEAL_SHRINK)
-    except OSError:
-        return False
-
-
-def map_private(number: int, size: int) -> mmap.mmap:
-    """A mapping for reading. What is written there is a copy of the page, of this process's own, and hides what the
-    file holds."""
-    return mmap.mmap(number, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)

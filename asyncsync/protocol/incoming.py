@@ -149,7 +149,7 @@ class IncomingUpdate:
     def base(self, part: int, offset: int, size: int) -> Bytes | None:
         """These bytes of a part's base; None: it is not here, or not any more."""
         slab = self.bases[part] if self.bases else None
-        return None if slab is None else slab._array()[offset : offset + size]
+        return None if slab is None else slab.sent.numpy()[offset : offset + size]
 
     @property
     def base_versions(self) -> tuple[int, ...]:

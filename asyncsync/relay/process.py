@@ -23,8 +23,8 @@ from asyncsync.net.keys import Credentials, KeyFiles
 from asyncsync.protocol.settings import Settings
 from asyncsync.relay import store
 from asyncsync.relay.passing import Kept, Passing
-from asyncsync.transports.shared_memory import SLOTS
-from asyncsync.transports.slots import COPY_BYTES, SlotPool
+from asyncsync.transports.shared_memory import SLOTS, WeightSlots
+from asyncsync.transports.slots import COPY_BYTES
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab, SlabPool
 from asyncsync.wire.messages import Epoch
@@ -53,26 +53,26 @@ class RelayOptions:
     keys: KeyFiles | None = None
 
 
-class Slots(Carrier):
+class RelaySlots(Carrier):
     """Slabs in shared memory, into which an update is received, and which the workers read."""
 
-    pool: SlotPool
+    pool: WeightSlots
     _holds_received = True
 
     def __init__(self) -> None:
-        self.pool = SlotPool(SLOTS, COPY_BYTES)
+        self.pool = WeightSlots(SLOTS, COPY_BYTES)
 
     def _acquire(self, layout: Layout, pool: SlabPool) -> Slab:
         return self.pool.acquire(layout)
 
     def describe(self, slab: Slab) -> bytes:
-        assert isinstance(slab.pool, SlotPool)
+        assert isinstance(slab.pool, WeightSlots)
         return slab.pool.describe(slab)
 
     def renew(self) -> None:
         """What there is goes with its last reader, and is never written again."""
         self.pool.close()
-        self.pool = SlotPool(SLOTS, COPY_BYTES)
+        self.pool = WeightSlots(SLOTS, COPY_BYTES)
 
 
 class Relay:
@@ -80,7 +80,7 @@ class Relay:
 
     def __init__(self, options: RelayOptions, kept: tuple[Epoch, Kept] | None = None) -> None:
         checksum = options.keys is None and is_plaintext_beyond_loopback(options.bind)
-        self.slots = Slots() if options.shared else None
+        self.slots = RelaySlots() if options.shared else None
         self.downstream = SenderLink(options.bind, None, 0, Settings(checksum=checksum), keys=options.keys)
         try:
             received = self.slots or Carrier()

@@ -13,8 +13,7 @@ from asyncsync.net.keys import KeyFile
 from asyncsync.schemes import aio, blocking
 from asyncsync.schemes.core import SchemeCore
 from asyncsync.schemes.registry import register
-from asyncsync.transports.auto import AutoTransport, BlockingAutoTransport, NearAndFarTransport
-from asyncsync.transports.shared_memory import SLOTS
+from asyncsync.transports.shared_memory import SLOTS, AutoTransport, BlockingAutoTransport, NearAndFarTransport
 from asyncsync.transports.slots import COPY_BYTES
 
 

@@ -32,8 +32,7 @@ from asyncsync.schemes.sources import Sources, count_workers, resolve_model
 from asyncsync.schemes.state import SchemeState
 from asyncsync.schemes.torchrl_contexts import adapted
 from asyncsync.transports.base import TransportCore
-from asyncsync.transports.channel_receiver import make_receiver
-from asyncsync.transports.channel_sender import make_sender
+from asyncsync.transports.channels import make_receiver, make_sender
 from asyncsync.weights.tree import FlatWeights, Path
 
 

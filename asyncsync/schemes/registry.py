@@ -10,8 +10,7 @@ from typing import Any
 
 from asyncsync.schemes.state import LOCAL
 from asyncsync.transports.blocking import in_sync_as
-from asyncsync.transports.channel_receiver import make_receiver
-from asyncsync.transports.channel_sender import make_sender
+from asyncsync.transports.channels import make_receiver, make_sender
 
 _backends: dict[str, tuple[type[Any], type[Any]]] = {}
 _aliases: dict[str, str] = {}

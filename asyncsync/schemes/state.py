@@ -29,8 +29,7 @@ from asyncsync.net.keys import KeyFile
 from asyncsync.schemes.receiving import Receiving
 from asyncsync.schemes.sources import Sources, as_tensordict, by_worker, find_model
 from asyncsync.schemes.torchrl_contexts import TorchRLContext
-from asyncsync.transports.channel_receiver import ChannelReceiver
-from asyncsync.transports.channel_sender import ChannelSender
+from asyncsync.transports.channels import ChannelReceiver, ChannelSender
 from asyncsync.weights.packing import copy_flat
 from asyncsync.weights.slab import Slab
 from asyncsync.wire.messages import MAX_NAME

@@ -65,6 +65,13 @@ class Entry:
     offset: int
     nbytes: int
 
+    def tensor(self, memory: Any) -> torch.Tensor:
+        """This tensor in the memory of a slab, which it keeps alive; in a storage of its own."""
+        if not self.nbytes:
+            return torch.empty(self.shape, dtype=self.dtype, device="cpu")
+        count = self.nbytes // self.dtype.itemsize
+        return torch.frombuffer(memory, dtype=self.dtype, count=count, offset=self.offset).view(self.shape)
+
 
 class Layout:
     """The packing table of one schema, for slabs of ``nbytes`` bytes.

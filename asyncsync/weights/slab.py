@@ -14,14 +14,13 @@ Usage::
 from __future__ import annotations
 
 import mmap
+import os
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from tensordict import TensorDict
 
@@ -70,6 +69,7 @@ class Slab:
             :meth:`follow`.
         encodings: what its bytes are as fewer, while it is used; see :mod:`asyncsync.weights.encoding`.
         streamable: workers that cannot open what the descriptor names get its bytes as chunks.
+        forks: see :meth:`show_to_children`.
     """
 
     leased = False
@@ -80,6 +80,7 @@ class Slab:
     exposed = False
     streamable = False
     origin: int | None = None
+    forks: int | None = None
     base: tuple[int, Slab] | None = None
 
     def __init__(self, layout: Layout, buffer: torch.Tensor, pool: SlabPool | None = None) -> None:
@@ -111,7 +112,7 @@ class Slab:
 
     @property
     def sent(self) -> torch.Tensor:
-        """The bytes as they were sent."""
+        """The bytes as they are sent, or have come."""
         return self.buffer
 
     @property
@@ -215,15 +216,11 @@ class Slab:
         """A piece of the slab for a zero-copy send, or for a user's code to write; the slab is not reused while the
         piece, a part of it, or a socket holds it."""
         # A fresh array per piece, which all views of it refer to: the array's end of life tells that none is left.
-        piece = self._array()[start:stop]
+        piece = self.sent.numpy()[start:stop]
         if self.pool is not None:
             self.pool.exported(self)
             weakref.finalize(piece, self.pool.returned, self).atexit = False
         return piece.data
-
-    def _array(self) -> npt.NDArray[np.uint8]:
-        """The bytes as they are sent, and as they come in."""
-        return self.buffer.numpy()
 
     def contents(self) -> bytes:
         """All bytes, copied once however often this is called: for small slabs, which ride in instructions."""
@@ -231,6 +228,10 @@ class Slab:
             assert self.packed == self.nbytes
             self._contents = bytes(self.memory)
         return self._contents
+
+    def show_to_children(self) -> None:
+        """Of memory that forked children share: do not use it again after a fork, as a child may read it for ever."""
+        self.forks = _forks
 
     def reuse(self, layout: Layout) -> None:
         """Start again, as a slab of another layout of the same size."""
@@ -246,17 +247,19 @@ class Slab:
 class SlabPool:
     """Slabs that can be used again. Allocating a large buffer, and faulting it in, costs more than copying into it.
 
-    A pool has at most one spare slab. A slab whose bytes a socket still holds is *draining*. ``slabs`` counts those
-    that hold memory: in use, draining and spare; ``peak`` is the most there have ever been at once. ``on_idle`` is
-    called when a slab has drained, in whichever thread released its last piece.
+    A pool has at most ``most_spare`` spare slabs. A slab whose bytes a socket still holds is *draining*. ``slabs``
+    counts those that hold memory: ``used``, draining and spare; ``peak`` is the most there have ever been at once.
+    ``on_idle`` is called when a slab has drained, in whichever thread released its last piece.
     """
+
+    most_spare = 1
 
     def __init__(self, on_idle: Callable[[], None] | None = None) -> None:
         self.on_idle = on_idle
         self.peak = 0
-        self._in_use = 0
+        self.used: set[Slab] = set()
         self._draining: set[Slab] = set()
-        self._spare: Slab | None = None
+        self._spare: list[Slab] = []
         self._closed = False
         self._lock = threading.Lock()
         # Pieces come back in pyzmq's collector thread, or in a garbage collection that interrupts any line below, also
@@ -265,7 +268,7 @@ class SlabPool:
 
     @property
     def slabs(self) -> int:
-        return self._in_use + len(self._draining) + (self._spare is not None)
+        return len(self.used) + len(self._draining) + len(self._spare)
 
     def draining(self, nbytes: int) -> bool:
         """True if no spare fits, but a slab of this size is about to come back."""
@@ -273,11 +276,11 @@ class SlabPool:
             return False
         self._count_returned()
         with self._lock:
-            fits = self._spare is not None and self._spare.buffer.numel() == nbytes
+            fits = any(s.buffer.numel() == nbytes for s in self._spare)
             return not fits and any(s.buffer.numel() == nbytes for s in self._draining)
 
     def has_room(self, nbytes: int, wanted: Collection[Slab], count: int) -> bool:
-        """Whether one more slab may be taken now; a :class:`asyncsync.transports.slots.SlotPool` has a limit."""
+        """Whether one more slab may be taken now: slots of shared memory have a limit."""
         return True
 
     def __contains__(self, slab: Slab) -> bool:
@@ -293,33 +296,28 @@ class SlabPool:
     def acquire(self, layout: Layout, *, pinned: bool = False) -> Slab:
         """A slab for this layout, with one reference; its content is undefined."""
         with self._lock:
-            slab, self._spare = self._spare, None
-            self._in_use += 1
+            slab = self._spare.pop() if self._spare else None
         if self._came_back:
             self._count_returned()
         if slab is not None and slab.nbytes == layout.nbytes and (not pinned or slab.buffer.is_pinned()):
             slab.reuse(layout)
         else:
-            try:
-                if slab is not None:  # its memory goes before the new one's comes
-                    self._drop(slab)
-                    slab = None
-                slab = self._make(layout, pinned=pinned)
-            except BaseException:
-                with self._lock:
-                    self._in_use -= 1
-                raise
-            self.peak = max(self.peak, self.slabs)
+            if slab is not None:  # its memory goes before the new one's comes
+                self._drop(slab)
+                slab = None
+            slab = self._make(layout, pinned=pinned)
+            self.peak = max(self.peak, self.slabs + 1)
+        self.used.add(slab)
         return slab
 
     def close(self) -> None:
-        """Drop the spare slab, and every slab that comes back from now on."""
+        """Drop spare slabs, and every slab that comes back from now on."""
         with self._lock:
             self.on_idle = None
             self._closed = True
-            spare, self._spare = self._spare, None
-        if spare is not None:
-            self._drop(spare)
+            spare, self._spare = self._spare, []
+        for slab in spare:
+            self._drop(slab)
         self._count_returned()
 
     # Whoever takes the lock counts, after releasing it, what came back meanwhile.
@@ -331,7 +329,7 @@ class SlabPool:
 
     def released(self, slab: Slab) -> None:
         with self._lock:
-            self._in_use -= 1
+            self.used.discard(slab)
             if slab.exports:
                 self._draining.add(slab)
             else:
@@ -361,12 +359,26 @@ class SlabPool:
                 notify()
 
     def _keep(self, slab: Slab) -> None:
-        surplus, self._spare = (slab, None) if self._closed else (self._spare, slab)
-        if surplus is not None:
-            self._drop(surplus)
+        if slab.forks is not None and slab.forks != _forks:
+            self._drop(slab)
+            return
+        self._spare.append(slab)
+        while len(self._spare) > (0 if self._closed else self.most_spare):
+            self._drop(self._spare.pop(0))
 
     def _drop(self, slab: Slab) -> None:
         """A slab that will not be used again."""
+
+
+_forks = 0  # of this process, counted before each and, here, after it
+
+
+def _count_fork() -> None:
+    global _forks
+    _forks += 1
+
+
+os.register_at_fork(before=_count_fork, after_in_parent=_count_fork)
 
 
 def _allocate(nbytes: int, *, pinned: bool) -> torch.Tensor:

@@ -32,13 +32,13 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from asyncsync.collectors.trajectories import StridedPool, _TrajectoryPool
-from asyncsync.collectors.workers.batch_writer import BatchWriter
 from asyncsync.collectors.workers.channel import Parcel, loads
 from asyncsync.collectors.workers.control_page import ControlPage, SharedPool
 from asyncsync.collectors.workers.failures import Failure
 from asyncsync.collectors.workers.group import RolloutRequest, WorkerInfo
 from asyncsync.collectors.workers.main import seed_apart
 from asyncsync.collectors.workers.rollout_worker import RolloutWorker, Stopped
+from asyncsync.collectors.workers.shared_batches import BatchWriter
 from asyncsync.errors import ClosedError
 
 logger = logging.getLogger("asyncsync")

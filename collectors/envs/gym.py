@@ -28,7 +28,7 @@ ENTRIES = (*FLAGS, "reward", "next", "collector", "_reset")
 """What a step has beside observations and actions, and what a reset is asked for with."""
 
 
-class Slots(NamedTuple):
+class StepArrays(NamedTuple):
     """Where the results of one step go: numbers of shape ``[*batch_size]``, and all entries of "next", by key."""
 
     reward: Array
@@ -213,7 +213,7 @@ class GymEnv(NotTorchRLs):
         given = dict(tensordict.items())
         beside = given.pop("next", None)
         arrays = self._results.after()
-        first, finished = self.play(self._given_arrays(given), self.slots(arrays))
+        first, finished = self.play(self._given_arrays(given), self.step_arrays(arrays))
         after, root = self._results.tensors(arrays), given | self._results.tensors(first | self._results.flags())
         if beside is not None:  # what a policy has written for the next step: its hidden state, say
             for key in beside.keys() - after.keys():
@@ -224,26 +224,26 @@ class GymEnv(NotTorchRLs):
         tensordict.set("next", self.container(after))
         return tensordict, self.container(root)
 
-    def slots(self, after: Mapping[Any, Array]) -> Slots:
+    def step_arrays(self, after: Mapping[Any, Array]) -> StepArrays:
         """Where :meth:`play` writes: these arrays, by the keys of "next", each of its entry's shape and dtype."""
         reward, terminated, truncated, done = (
             after[key][..., 0] for key in ("reward", "terminated", "truncated", "done")
         )
-        return Slots(reward, terminated, truncated, done, after)
+        return StepArrays(reward, terminated, truncated, done, after)
 
-    def play(self, given: Mapping[NestedKey, Array], slots: Slots) -> tuple[dict[Any, Array], Array | None]:
+    def play(self, given: Mapping[NestedKey, Array], into: StepArrays) -> tuple[dict[Any, Array], Array | None]:
         """:meth:`step_and_maybe_reset`, as arrays.
 
         Args:
             given: entries, all those of the action among them.
-            slots: get what is under "next".
+            into: get what is under "next".
 
         Returns:
             The observations for the next step, in new memory, by key; and which environments have finished: bool
-            ``[*batch_size]``, a view of a slot, or None: none of them.
+            ``[*batch_size]``, a view of ``into.done``, or None: none of them.
         """
         observation, reward, terminated, truncated, info = self._found(5, "step", self.env.step(self._action(given)))
-        rewards, terminations, truncations, done, after = slots
+        rewards, terminations, truncations, done, after = into
         self._write_numbers(rewards, reward, "reward")
         self._write_numbers(terminations, terminated, "terminated")
         self._write_numbers(truncations, truncated, "truncated")

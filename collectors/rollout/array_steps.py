@@ -22,7 +22,7 @@ import torch
 from tensordict import TensorDictBase
 
 from asyncsync.collectors.batch_layout import BatchLayout, Path
-from asyncsync.collectors.envs.gym import GymEnv, Slots
+from asyncsync.collectors.envs.gym import GymEnv, StepArrays
 from asyncsync.collectors.rollout.buffer import RolloutBuffer
 from asyncsync.collectors.rollout.plain_modules import TensorsCall
 from asyncsync.collectors.rollout.policies import checked
@@ -38,7 +38,7 @@ class _Row(NamedTuple):
     """Where one step is written: what it has at its root but flags, by name; what it has under "next"."""
 
     root: list[tuple[str, Array]]
-    slots: Slots
+    after: StepArrays
 
 
 class _Rows:
@@ -67,7 +67,7 @@ class _Rows:
         self.each = [
             _Row(
                 [(name, array[i, ...]) for name, array in root.items()],
-                env.slots({name: array[i, ...] for name, array in after.items()}),
+                env.step_arrays({name: array[i, ...] for name, array in after.items()}),
             )
             for i in range(len(memory[0]))
         ]
@@ -194,7 +194,7 @@ class ArraySteps:
                 for name, array in row.root:
                     array[...] = given[name]
                 is_amid = True
-                first, _ = env.play(given, row.slots)
+                first, _ = env.play(given, row.after)
                 for name, array in first.items():
                     given[name], following[name] = array, torch.from_numpy(array)
                 buffer.count += 1  # no calls from here on: an interrupt finds a whole step

@@ -25,11 +25,11 @@ import numpy as np
 import torch
 
 from asyncsync.errors import AckTimeout
-from asyncsync.net.memory_file import create, seal
+from asyncsync.net.memory_file import MemoryFile
 from asyncsync.weights.copying import normal_tensors
 
 MAX_PACKET = 32 << 10
-_HEAD = struct.Struct("<QQ")  # parts, and bytes of all of them with their lengths
+_HEAD = struct.Struct("<Q")  # parts
 _ALIGNED = 64
 
 
@@ -103,15 +103,15 @@ def loads(pickled: bytes | Parcel) -> Any:
 
 
 class Packet(NamedTuple):
-    """A message that is ready to be sent. With a ``file``, the descriptor of a memory file with the message's bytes,
-    ``data`` is its head alone; whoever has sent the packet closes it."""
+    """A message that is ready to be sent. With a ``file``, which has the message's bytes, ``data`` is its head alone;
+    whoever has sent the packet closes it."""
 
     data: bytes
-    file: int | None
+    file: MemoryFile | None
 
     def close(self) -> None:
         if self.file is not None:
-            os.close(self.file)
+            self.file.close()
 
 
 def encode(message: Any) -> Packet:
@@ -122,24 +122,22 @@ def encode(message: Any) -> Packet:
     table = struct.pack(f"<{len(parts)}Q", *map(len, parts))
     pieces: list[Any] = [piece for part in (table, *parts) for piece in (part, bytes(-len(part) % _ALIGNED))]
     size = sum(len(piece) for piece in pieces)
-    head = _HEAD.pack(len(parts), size)
+    head = _HEAD.pack(len(parts))
     if _HEAD.size + size <= MAX_PACKET:
         return Packet(b"".join([head, *pieces]), None)
-    file = create(size)
-    try:
-        with os.fdopen(file, "wb", closefd=False) as writer:
-            writer.writelines(pieces)
-        seal(file)
-    except BaseException:
-        os.close(file)
-        raise
+    file = MemoryFile.create(size)
+    with os.fdopen(file.number, "wb", closefd=False) as writer:
+        writer.writelines(pieces)
+    file.seal()
     return Packet(head, file)
 
 
-def _decode(data: bytes, file: int | None) -> Any:
-    count, size = _HEAD.unpack_from(data)
+def _decode(data: bytes, files: Sequence[int]) -> Any:
+    [count] = _HEAD.unpack_from(data)
     # Tensors in it are written to.
-    memory: Any = bytearray(memoryview(data)[_HEAD.size :]) if file is None else mapped(file, size, shared=False)
+    memory: Any = (
+        MemoryFile(*files).tensor(private=True).numpy() if files else bytearray(memoryview(data)[_HEAD.size :])
+    )
     rest = memoryview(memory)
     sizes = struct.unpack_from(f"<{count}Q", rest)
     position, parts = 8 * count, []
@@ -148,14 +146,6 @@ def _decode(data: bytes, file: int | None) -> Any:
         parts.append(rest[position : position + length])
         position += length
     return _Unpickler(io.BytesIO(parts[0]), buffers=parts[1:]).load()
-
-
-def mapped(file: int, size: int, *, shared: bool) -> np.ndarray[Any, Any]:
-    """A memory file as an array, without a descriptor, which Python's own mmap objects need."""
-    with normal_tensors():
-        memory = torch.from_file(f"/proc/self/fd/{file}", shared=shared, size=size, dtype=torch.uint8)
-    found: np.ndarray[Any, Any] = memory.numpy()
-    return found
 
 
 # -- channels ----------------------------------------------------------------------------------------------------------
@@ -182,7 +172,7 @@ class Channel:
             if packet.file is None:
                 self._socket.send(packet.data)
             else:
-                socket.send_fds(self._socket, [packet.data], [packet.file])
+                socket.send_fds(self._socket, [packet.data], [packet.file.number])
         except BlockingIOError:
             return False
         return True
@@ -200,11 +190,7 @@ class Channel:
             raise EOFError
         if flags & socket.MSG_CTRUNC:
             raise OSError(errno.EMFILE, "this process lost a message, because it has too many open files (ulimit -n)")
-        try:
-            return _decode(data, files[0] if files else None)
-        finally:
-            for file in files:
-                os.close(file)
+        return _decode(data, files)
 
     def put(self, packet: Packet, timeout: float) -> None:
         """Send the packet as soon as there is room. Raises AckTimeout: there was none for ``timeout`` seconds;

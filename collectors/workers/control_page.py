@@ -1,7 +1,7 @@
 """Control page: what workers read between two steps, in one page of memory that the trainer shares with them.
 
 The trainer writes, and workers read: whether to stop or to pause, which rollouts end early, and the newest version that
-was published for each of them. A reader needs no lock: a slot is an aligned 64-bit number. Two counters, of trajectory
+was published for each of them. A reader needs no lock: they are aligned 64-bit numbers. Two counters, of trajectory
 identifiers and of frames, are written by all, under a lock that the kernel frees when its holder is killed.
 """
 
@@ -13,13 +13,12 @@ import mmap
 import os
 import threading
 import weakref
-from array import array
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from asyncsync.collectors.trajectories import _TrajectoryPool
-from asyncsync.net.memory_file import MemoryPlace, create, open_place, seal
+from asyncsync.net.memory_file import MemoryFile, MemoryPlace
 
 TRAINER = "the trainer's"
 REMEDY = "a collector's workers run on its host, as the same user and in the same pid namespace, and end with it"
@@ -28,16 +27,16 @@ _STOP, _PAUSE, _CUT, _TRAJECTORIES, _FRAMES, _COUNTED, _BEGUN, _NEWEST = 0, 1, 2
 
 
 class _Number:
-    """A number that the trainer alone writes, by its slot."""
+    """A number that the trainer alone writes, by its index."""
 
-    def __init__(self, slot: int) -> None:
-        self._slot = slot
+    def __init__(self, index: int) -> None:
+        self._index = index
 
     def __get__(self, page: ControlPage, owner: type) -> int:
-        return page._slots[self._slot]
+        return page._numbers[self._index]
 
     def __set__(self, page: ControlPage, number: int) -> None:
-        page._slots[self._slot] = number
+        page._numbers[self._index] = number
 
 
 class ControlPage:
@@ -45,23 +44,19 @@ class ControlPage:
     WeightSyncError: there is none, or it cannot be opened."""
 
     def __init__(self, place: MemoryPlace | None = None) -> None:
-        self._file = create(mmap.PAGESIZE) if place is None else open_place(place, TRAINER, REMEDY, writable=True)
-        self._close = weakref.finalize(self, os.close, self._file)
         if place is None:
-            seal(self._file)
-        self.place = MemoryPlace.of(self._file) if place is None else place
-        self._map = mmap.mmap(self._file, mmap.PAGESIZE)
-        self._slots = memoryview(self._map).cast("q")  # see close()
+            self._file = MemoryFile.create(mmap.PAGESIZE)
+            self._file.seal()
+        else:
+            self._file = MemoryFile.open(place, TRAINER, REMEDY, writable=True)
+        self.place = place or self._file.place
+        page: Any = self._file.tensor().numpy()
+        self._numbers = memoryview(page).cast("q")
         self._lock = threading.Lock()  # the kernel's lock is one per process
 
     def close(self) -> None:
-        """Release the memory; what was written can still be read here. Idempotent."""
-        if self._close.detach() is None:
-            return
-        slots, self._slots = self._slots, memoryview(array("q", self._slots))
-        slots.release()
-        self._map.close()
-        os.close(self._file)
+        """Close the file; what was written can still be read here. Idempotent."""
+        self._file.close()
 
     # -- written by the trainer ---------------------------------------------------------------------------------------
 
@@ -70,91 +65,91 @@ class ControlPage:
 
     def stop(self, close_env: bool = True) -> None:
         """Have all workers end before their next step, and close their environments or not."""
-        self._slots[_STOP] = 1 if close_env else 2
+        self._numbers[_STOP] = 1 if close_env else 2
 
     @property
     def stopped(self) -> bool:
-        return bool(self._slots[_STOP])
+        return bool(self._numbers[_STOP])
 
     @property
     def closes_env(self) -> bool:
         """Whether a worker that ends closes its environment."""
-        return self._slots[_STOP] != 2
+        return self._numbers[_STOP] != 2
 
     def cut(self, serial: int) -> None:
         """End rollouts with this serial number, or a smaller one, after the step under way."""
-        self._slots[_CUT] = serial
+        self._numbers[_CUT] = serial
 
     def is_cut(self, serial: int) -> bool:
-        return self._slots[_CUT] >= serial
+        return self._numbers[_CUT] >= serial
 
     def interrupts(self, serial: int) -> bool:
         """Whether a worker that does this rollout is to stop, to pause, or to end the rollout."""
-        slots = self._slots
-        return bool(slots[_STOP] or slots[_PAUSE] or slots[_CUT] >= serial)
+        numbers = self._numbers
+        return bool(numbers[_STOP] or numbers[_PAUSE] or numbers[_CUT] >= serial)
 
     def publish(self, version: int, workers: Iterable[int]) -> None:
         """Write the newest version for these workers."""
-        for slot in (_NEWEST + worker for worker in workers):
-            self._slots[slot] = max(self._slots[slot], version)
+        for index in (_NEWEST + worker for worker in workers):
+            self._numbers[index] = max(self._numbers[index], version)
 
     def newest(self, worker: int) -> int:
-        return self._slots[_NEWEST + worker]
+        return self._numbers[_NEWEST + worker]
 
     def count(self) -> None:
         """Add one to :attr:`counted`."""
         with self._lock:
-            self._slots[_COUNTED] += 1
+            self._numbers[_COUNTED] += 1
 
     # -- written by all -----------------------------------------------------------------------------------------------
 
     @property
     def frames(self) -> int:
         """Frames that were collected by workers that run free, or write to a replay buffer."""
-        return self._slots[_FRAMES]
+        return self._numbers[_FRAMES]
 
     @frames.setter
     def frames(self, frames: int) -> None:
         with self._locked():
-            self._slots[_FRAMES] = frames
+            self._numbers[_FRAMES] = frames
 
     @property
     def begun(self) -> int:
         """Frames that were collected, and those of rollouts under way."""
         with self._locked():
-            return self._slots[_FRAMES] + self._slots[_BEGUN]
+            return self._numbers[_FRAMES] + self._numbers[_BEGUN]
 
     def begin(self, expected: int, total: float = math.inf) -> int | None:
         """Begin a rollout of so many frames. Returns how many have been collected or begun before; None: that is the
         total, and this rollout is not to be done."""
         with self._locked():
-            before = self._slots[_FRAMES] + self._slots[_BEGUN]
+            before = self._numbers[_FRAMES] + self._numbers[_BEGUN]
             if before >= total:
                 return None
-            self._slots[_BEGUN] += expected
+            self._numbers[_BEGUN] += expected
         return before
 
     def add_frames(self, n: int, expected: int) -> None:
         """After a rollout that was begun with ``expected`` frames, and has collected ``n``."""
         with self._locked():
-            self._slots[_FRAMES] += n
-            self._slots[_BEGUN] -= expected
+            self._numbers[_FRAMES] += n
+            self._numbers[_BEGUN] -= expected
 
     def advance_trajectories(self, n: int, least: int = 0) -> int:
         """Draw ``n`` identifiers, none below ``least``; returns the first."""
         with self._locked():
-            first = max(self._slots[_TRAJECTORIES], least)
-            self._slots[_TRAJECTORIES] = first + n
+            first = max(self._numbers[_TRAJECTORIES], least)
+            self._numbers[_TRAJECTORIES] = first + n
         return first
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
         with self._lock:
-            fcntl.lockf(self._file, fcntl.LOCK_EX, 8)
+            fcntl.lockf(self._file.number, fcntl.LOCK_EX, 8)
             try:
                 yield
             finally:
-                fcntl.lockf(self._file, fcntl.LOCK_UN, 8)
+                fcntl.lockf(self._file.number, fcntl.LOCK_UN, 8)
 
 
 _opened: weakref.WeakValueDictionary[tuple[int, MemoryPlace], ControlPage] = weakref.WeakValueDictionary()

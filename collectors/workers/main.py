@@ -31,12 +31,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncsync.collectors.workers.batch_writer import BatchWriter
 from asyncsync.collectors.workers.channel import Channel, Parcel, encode, loads
 from asyncsync.collectors.workers.control_page import page_at
 from asyncsync.collectors.workers.failures import Failure
 from asyncsync.collectors.workers.group import RolloutRequest
 from asyncsync.collectors.workers.rollout_worker import RolloutWorker, Stopped
+from asyncsync.collectors.workers.shared_batches import BatchWriter
 from asyncsync.errors import ClosedError, WeightSyncError
 from asyncsync.net.endpoint import private_directory, sweep
 from asyncsync.net.memory_file import MemoryPlace

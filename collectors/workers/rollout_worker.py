@@ -27,10 +27,10 @@ import torch
 from tensordict import TensorDictBase, set_lazy_legacy
 
 from asyncsync.collectors.trajectories import processed
-from asyncsync.collectors.workers.batch_writer import BatchWriter
 from asyncsync.collectors.workers.channel import dumps
 from asyncsync.collectors.workers.control_page import ControlPage, page_at
 from asyncsync.collectors.workers.group import FreeLimits, RolloutRequest, RolloutResult, WorkerInfo
+from asyncsync.collectors.workers.shared_batches import BatchWriter
 
 FREE = sys.maxsize  # serial number of rollouts that are never cut
 

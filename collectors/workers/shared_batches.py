@@ -1,9 +1,9 @@
 """Batches through shared memory: workers write the parts of a batch where the trainer reads it.
 
-The trainer owns the memory (:class:`Slots`) and leases it. A request for a rollout names a slot, and the worker's
-collector stores each step there, by a :class:`~asyncsync.collectors.workers.batch_writer.BatchWriter`. So when the last
-step is done, one short message makes the batch readable, whatever its size. An :class:`Arrangement` defines how the
-parts of several workers lie in one slot: stacked, or one after another along a dimension.
+The trainer owns the slots (:mod:`asyncsync.transports.slots`) and leases them. A request for a rollout names a slot,
+where the worker's collector stores each step by a :class:`BatchWriter`. So when the last step is done, one short
+message makes the batch readable, whatever its size. An :class:`Arrangement` defines how the parts of several workers
+lie in one slot: stacked, or one after another along a dimension.
 
 A slot is written again only when no tensor of its batch lives. The first batch of an arrangement comes by value, since
 its layout is not known before.
@@ -11,13 +11,9 @@ its layout is not known before.
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-import mmap
-import os
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -25,14 +21,15 @@ from typing import Any
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from asyncsync.collectors.batch_layout import BatchLayout
-from asyncsync.collectors.workers.channel import loads, mapped
+from asyncsync.collectors.batch_layout import BatchLayout, layout_of
+from asyncsync.collectors.workers.channel import loads
+from asyncsync.collectors.workers.control_page import REMEDY, TRAINER
 from asyncsync.collectors.workers.group import RolloutResult
-from asyncsync.net.memory_file import MemoryPlace, create, no_memory, seal
+from asyncsync.net.memory_file import MemoryFile, MemoryPlace
+from asyncsync.transports.slots import Attachments, Lease, Slot, SlotPool
 from asyncsync.weights.copying import normal_tensors
+from asyncsync.weights.layout import Layout
 
-ALIGNMENT = 64
-SPARE = 2  # free slots that are left open: the one that is written, and the one that is read
 MAX_HELD = 32  # batches of which a user keeps tensors at once; further ones are copies
 
 
@@ -47,58 +44,22 @@ class Arrangement:
     @staticmethod
     def of(parts: Sequence[BatchLayout | None], dim: int | None) -> Arrangement | None:
         """The arrangement of these parts; None where they do not fit together, or do not lie in the host's memory."""
-        first = parts[0]
-        if first is None or any(leaf.device.type != "cpu" for leaf in first.leaves) or not first.leaves:
+        known = [part for part in parts if part is not None]
+        if len(known) < len(parts) or not known[0].leaves or any(x.device.type != "cpu" for x in known[0].leaves):
             return None
-        n = len(first.batch_size) + 1
-        if dim is not None:
-            dim = dim + n if dim < 0 else dim
-            if not 0 <= dim < n:
-                raise ValueError(
-                    f"cat_results={dim} is not a dimension of a batch with {n} dimensions: choose one, or 'stack'"
-                )
-        arrangement = Arrangement(tuple(part for part in parts if part is not None), dim)
-        same = len(arrangement.parts) == len(parts) and all(arrangement._fits(part) for part in arrangement.parts)
-        return arrangement if same else None
+        n = len(known[0].batch_size) + 1
+        if dim is not None and not -n <= dim < n:
+            raise ValueError(
+                f"cat_results={dim} is not a dimension of a batch with {n} dimensions: choose one, or 'stack'"
+            )
+        arrangement = Arrangement(tuple(known), None if dim is None else dim % n)
+        return arrangement if all(map(arrangement._fits, known)) else None
 
     def _fits(self, part: BatchLayout) -> bool:
         first = self.parts[0]
-        if self.dim is None:
+        if self.dim is None or len(part.batch_size) != len(first.batch_size):
             return part == first
-        sizes = [[*layout.batch_size, layout.steps] for layout in (part, first)]
-        for size in sizes:
-            if len(size) <= self.dim:
-                return False
-            del size[self.dim]
-        mine, others = part.leaves, first.leaves
-        n = len(first.batch_size)
-        return (
-            sizes[0] == sizes[1]
-            and (part.device, part.nodes) == (first.device, first.nodes)
-            and [(a.path, a.shape[n:], a.dtype) for a in mine] == [(a.path, a.shape[n:], a.dtype) for a in others]
-        )
-
-    @cached_property
-    def layout(self) -> BatchLayout:
-        """The layout of the whole batch."""
-        first = self.parts[0]
-        if self.dim is None:
-            count = len(self.parts)
-            leaves = tuple(replace(leaf, shape=torch.Size([count, *leaf.shape])) for leaf in first.leaves)
-            return replace(first, batch_size=torch.Size([count, *first.batch_size]), leaves=leaves)
-        n, dim, total = len(first.batch_size), self.dim, sum(self._extents)
-        if dim == n:
-            return replace(first, steps=total)
-        size = torch.Size([*first.batch_size[:dim], total, *first.batch_size[dim + 1 :]])
-        leaves = tuple(replace(leaf, shape=torch.Size([*size, *leaf.shape[n:]])) for leaf in first.leaves)
-        return replace(first, batch_size=size, leaves=leaves)
-
-    @cached_property
-    def has_private(self) -> bool:
-        """Whether the name of an entry begins with an underscore."""
-        leaves = [leaf.path for part in self.parts for leaf in part.leaves]
-        nodes = [node.path for part in self.parts for node in part.nodes]
-        return any(name.startswith("_") for path in leaves + nodes for name in path)
+        return self._with(part, self._extents[0]) == first
 
     @cached_property
     def _extents(self) -> list[int]:
@@ -106,31 +67,41 @@ class Arrangement:
         assert self.dim is not None
         return [[*part.batch_size, part.steps][self.dim] for part in self.parts]
 
-    @cached_property
-    def _leaves(self) -> list[tuple[torch.Size, torch.dtype, int, int]]:
-        """Shape, dtype, number of elements and first byte of each leaf of the whole batch."""
-        layout, found, offset = self.layout, [], 0
-        for leaf, shape in zip(layout.leaves, layout.shapes, strict=True):
-            found.append((shape, leaf.dtype, shape.numel(), offset))
-            offset += -(-shape.numel() * leaf.dtype.itemsize // ALIGNMENT) * ALIGNMENT
-        return found
+    def _with(self, part: BatchLayout, extent: int) -> BatchLayout:
+        """Such a part with so much of ``dim``."""
+        n, dim = len(part.batch_size), self.dim
+        if dim == n:
+            return replace(part, steps=extent)
+        size = torch.Size([extent if i == dim else other for i, other in enumerate(part.batch_size)])
+        leaves = tuple(replace(leaf, shape=torch.Size([*size, *leaf.shape[n:]])) for leaf in part.leaves)
+        return replace(part, batch_size=size, leaves=leaves)
 
-    @property
-    def size(self) -> int:
-        """Bytes of a slot."""
-        ends = (offset + count * dtype.itemsize for _, dtype, count, offset in self._leaves)
-        return max(ends)
+    @cached_property
+    def layout(self) -> BatchLayout:
+        """The layout of the whole batch."""
+        first, count = self.parts[0], len(self.parts)
+        if self.dim is not None:
+            return self._with(first, sum(self._extents))
+        leaves = tuple(replace(leaf, shape=torch.Size([count, *leaf.shape])) for leaf in first.leaves)
+        return replace(first, batch_size=torch.Size([count, *first.batch_size]), leaves=leaves)
+
+    @cached_property
+    def has_private(self) -> bool:
+        """Whether the name of an entry begins with an underscore."""
+        paths = [leaf.path for leaf in self.layout.leaves] + [node.path for node in self.layout.nodes]
+        return any(name.startswith("_") for path in paths for name in path)
+
+    @cached_property
+    def packed(self) -> Layout:
+        """How the leaves of the whole batch lie in a slot."""
+        leaves = zip(self.layout.leaves, self.layout.shapes, strict=True)
+        return Layout([((str(i),), leaf.dtype, tuple(shape)) for i, (leaf, shape) in enumerate(leaves)])
 
     def tensors(self, memory: Any, index: int | None = None) -> list[torch.Tensor]:
         """The leaves of the whole batch in this memory, or one worker's part of each, in the layout's order; they keep
         the memory alive."""
-        found = []
         with normal_tensors():
-            for shape, dtype, count, offset in self._leaves:
-                if not count:
-                    found.append(torch.empty(shape, dtype=dtype))
-                else:
-                    found.append(torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(shape))
+            found = [entry.tensor(memory) for entry in self.packed.entries]
         if index is None:
             return found
         if self.dim is None:
@@ -144,97 +115,17 @@ class Arrangement:
         return layout.build(self.tensors(memory, index))
 
 
-@dataclass(frozen=True)
-class Lease:
-    """A slot that a worker may write its part into. ``alive`` has the inodes of all slots that will be leased again:
-    the worker unmaps others."""
-
-    place: MemoryPlace
-    alive: tuple[int, ...]
-
-
 # -- the trainer's side ------------------------------------------------------------------------------------------------
 
-# A forked child sees the pages of batches that its parent held, so these are not written again. Counted in the parent.
-_forks = itertools.count()
-_forked = next(_forks)
 
-
-def _after_fork() -> None:
-    global _forked
-    _forked = next(_forks)
-
-
-os.register_at_fork(before=_after_fork)
-
-
-class _Slot:
-    """One memory file, mapped here."""
-
-    def __init__(self, size: int) -> None:
-        size = max(-(-size // mmap.PAGESIZE), 1) * mmap.PAGESIZE
-        file = create(size)
-        self.close_file = weakref.finalize(self, os.close, file)
-        self.close_file.atexit = False
-        try:
-            seal(file)
-            self.memory = mapped(file, size, shared=True)
-        except (OSError, RuntimeError) as error:
-            self.close_file()
-            raise no_memory(size, error) from error
-        self.place = MemoryPlace.of(file)
-        self.forked = _forked
-        self.views: list[weakref.ref[memoryview]] = []
-
-
-class Slots:
+class BatchSlots(SlotPool):
     """The slots of an arrangement, always used by the same workers."""
 
+    most_spare = 2  # the one that is written, and the one that is read
+
     def __init__(self, arrangement: Arrangement) -> None:
+        super().__init__()
         self.arrangement = arrangement
-        self._free: deque[_Slot] = deque()
-        self._leased: set[_Slot] = set()
-        self._held: set[_Slot] = set()
-
-    def lease(self) -> tuple[_Slot, Lease]:
-        """A slot to be written, which is leased until :meth:`release`. Raises MemoryError."""
-        slot = self._free.popleft() if self._free else _Slot(self.arrangement.size)
-        self._leased.add(slot)
-        alive = [*self._free, *(self._held | self._leased)]
-        return slot, Lease(slot.place, tuple(other.place.inode for other in alive))
-
-    def release(self, slot: _Slot) -> None:
-        """Let the slot be leased again, now or when its last tensor has gone. From any thread. Idempotent."""
-        self._leased.discard(slot)
-        self._returned(slot)
-
-    def batch(self, slot: _Slot, index: int | None = None) -> TensorDictBase:
-        """The whole batch in this slot, or one worker's part."""
-        slot.close_file()  # every process that needs the file has mapped it
-        memory = memoryview(slot.memory)  # type: ignore[arg-type]
-        slot.forked = _forked
-        slot.views = [view for view in slot.views if view() is not None] + [weakref.ref(memory)]
-        self._held.add(slot)
-        with contextlib.suppress(ValueError):  # a second time, as the first was interrupted
-            self._free.remove(slot)
-        # The tensors hold this very object; the slots are not kept alive by what users keep.
-        weakref.finalize(memory, _returned, weakref.ref(self), slot).atexit = False
-        batch = self.arrangement.batch(memory, index)
-        return batch.clone() if len(self._held) > MAX_HELD else batch
-
-    def _returned(self, slot: _Slot) -> None:
-        # In whatever thread the last tensor went, between any two lines: set and deque do it in one step each.
-        if slot in self._leased or any(view() is not None for view in slot.views):
-            return
-        self._held.discard(slot)
-        if slot.forked == _forked and len(self._free) < SPARE and slot not in self._free:
-            self._free.append(slot)
-
-
-def _returned(slots: weakref.ref[Slots], slot: _Slot) -> None:
-    found = slots()
-    if found is not None:
-        found._returned(slot)
 
 
 Load = Callable[[RolloutResult], TensorDictBase]
@@ -248,14 +139,18 @@ def _loaded(result: RolloutResult) -> TensorDictBase:
 
 class SharedPlace:
     """Where the parts of one batch lie: in a slot; None: nowhere, and they come by value. ``lease`` is what is sent to
-    the workers."""
+    the workers, which may write there until :meth:`release`. Raises WeightSyncError, MemoryError."""
 
     lease: Lease | None = None
+    _memory: memoryview | None = None
 
-    def __init__(self, slots: Slots | None, load: Load = _loaded) -> None:
+    def __init__(self, slots: BatchSlots | None, load: Load = _loaded) -> None:
         self.slots, self._load = slots, load
         if slots is not None:
-            self._slot, self.lease = slots.lease()
+            self._slot = slots.acquire(slots.arrangement.packed)
+            self._memory = self._slot.export(0, self._slot.nbytes)
+            self._slot.release()  # it is used again when neither this nor a tensor has its memory
+            self.lease = slots.lease(self._slot)
 
     @property
     def has_private(self) -> bool:
@@ -270,19 +165,24 @@ class SharedPlace:
 
     def whole(self) -> TensorDictBase:
         """The whole batch: every part lies here."""
-        assert self.slots is not None
-        return self.slots.batch(self._slot)
+        return self._batch(None)
 
     def parts(self, results: Sequence[RolloutResult]) -> list[TensorDictBase]:
         """The part of each worker, as long as its rollout was."""
         found = []
         for index, result in enumerate(results):
-            if result.in_place:
-                assert self.slots is not None
-                found.append(self.slots.batch(self._slot, index)[..., : result.steps])
-            else:
-                found.append(self._load(result))
+            part = self._batch(index)[..., : result.steps] if result.in_place else self._load(result)
+            found.append(part)
         return found
+
+    def _batch(self, index: int | None) -> TensorDictBase:
+        """The whole batch, or one worker's part."""
+        assert self.slots is not None
+        assert isinstance(self._slot, Slot)
+        self._slot.file.close()  # every process that needs the file has mapped it
+        self._slot.show_to_children()
+        batch = self.slots.arrangement.batch(self._memory, index)
+        return batch.clone() if self.slots.slabs > MAX_HELD else batch
 
     def missing(self, results: Sequence[RolloutResult]) -> list[int]:
         """How many steps each part here lacks, since its rollout was cut."""
@@ -292,8 +192,7 @@ class SharedPlace:
     def release(self) -> None:
         """The batch has been handed out, or nobody wants it: let the slot be used again when no tensor of it is left.
         From any thread. Idempotent."""
-        if self.slots is not None:
-            self.slots.release(self._slot)
+        self._memory = None
 
 
 class SharedPlaces:
@@ -305,7 +204,7 @@ class SharedPlaces:
 
     def __init__(self, dim: int | None, teach: Callable[[Arrangement], None], load: Load = _loaded) -> None:
         self._dim, self._teach, self._load = dim, teach, load
-        self._slots: Slots | None = None
+        self._slots: BatchSlots | None = None
         self._unlike: Arrangement | None = None  # of the latest batch that did not fit
 
     def next(self) -> SharedPlace:
@@ -322,14 +221,118 @@ class SharedPlaces:
         arrangement = Arrangement.of(layouts, self._dim)
         current = None if self._slots is None else self._slots.arrangement
         if arrangement is None:
-            self._slots = None
+            self.close()
         elif current is None or (current != arrangement and unlike == arrangement):
-            self._slots = None  # the workers forget these first
+            self.close()  # the workers forget these first
             self._teach(arrangement)
-            self._slots = Slots(arrangement)
+            self._slots = BatchSlots(arrangement)
         elif current != arrangement:  # one that comes once in a while is not worth a slot
             self._unlike = arrangement
 
     def close(self) -> None:
         """Forget all places. Batches that were taken stay what they are."""
-        self._slots = None
+        slots, self._slots = self._slots, None
+        if slots is not None:
+            slots.close()
+
+
+# -- a worker's side ---------------------------------------------------------------------------------------------------
+
+
+class _MappedSlot:
+    """A slot that this worker writes."""
+
+    def __init__(self, place: MemoryPlace) -> None:
+        with closing(MemoryFile.open(place, TRAINER, REMEDY, writable=True)) as file:
+            self._memory = file.tensor()
+        self.leased: Callable[[], memoryview | None] = lambda: None  # the memory, while some tensor keeps it alive
+
+    @property
+    def is_used(self) -> bool:
+        return self.leased() is not None
+
+    def lease(self) -> memoryview:
+        """The memory. Tensors that are made of it keep this very object alive."""
+        memory = self._memory.numpy().data
+        self.leased = weakref.ref(memory)
+        return memory
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor lies anywhere in this slot."""
+        return 0 <= tensor.untyped_storage().data_ptr() - self._memory.data_ptr() < self._memory.nbytes
+
+
+class BatchWriter:
+    """Writes a worker's batches. One of which the worker's own code keeps something, as a hook may, goes by value: the
+    tensors stay that code's."""
+
+    _arrangement: Arrangement
+    _index: int
+
+    def __init__(self) -> None:
+        self._slots: Attachments[_MappedSlot] = Attachments()
+        self._slot: _MappedSlot | None = None
+        self._views: list[torch.Tensor] | None = None
+
+    def learn(self, arrangement: Arrangement, index: int) -> None:
+        """Note the arrangement of all leases that follow, of which this worker's part is ``index``."""
+        self._arrangement, self._index = arrangement, index
+        self._slots.clear()
+
+    def open(self, lease: Lease | None) -> None:
+        """Let the next rollout go to the leased slot, unless this process still has tensors of it. Raises
+        WeightSyncError, MemoryError: the slot cannot be mapped."""
+        self._slot = self._views = None
+        if lease is None:
+            return
+        if (slot := self._slots.find(lease)) is None:
+            self._slots.add(lease, slot := _MappedSlot(lease.place))
+        if not slot.is_used:
+            self._slot = slot
+            self._views = self._arrangement.tensors(slot.lease(), self._index)
+
+    def allocate(self, layout: BatchLayout) -> TensorDictBase | None:
+        """Memory for a batch of this layout in the slot; None if the slot was leased for another layout."""
+        if self._views is None or layout != self._arrangement.parts[self._index]:
+            return None
+        return layout.build(self._views)
+
+    def close(self, batch: TensorDictBase) -> tuple[bool, BatchLayout | None]:
+        """Have the batch in the slot, if it fits: it lies there already, or is copied. Returns whether it is there, and
+        its layout (None: none describes it)."""
+        found = layout_of(batch)
+        views, self._views = self._views, None
+        if views is None or found is None:
+            return False, found
+        assert self._slot is not None
+        leased = self._arrangement.parts[self._index]
+        if found.steps > leased.steps or replace(found, steps=leased.steps) != leased:
+            return False, found
+        n = len(found.batch_size)
+        targets, sources = [], []
+        for view, leaf in zip(views, found.leaves, strict=True):
+            target, source = view.narrow(n, 0, found.steps), batch.get(leaf.path)
+            if target.numel() and not _is_same(target, source):
+                targets.append(target)
+                # Another entry of this batch, or a part of one, which may be written before it is read.
+                sources.append(source.clone() if self._slot.holds(source) else source)
+        if targets:
+            with normal_tensors():
+                torch._foreach_copy_(targets, sources)
+        return True, found
+
+    def kept(self, steps: int) -> TensorDictBase | None:
+        """After the caller has dropped the written batch: a copy of its ``steps``, if other code here keeps tensors of
+        it, since what the trainer writes there later would change them."""
+        memory = None if self._slot is None else self._slot.leased()
+        return None if memory is None else self._arrangement.batch(memory, self._index)[..., :steps].clone()
+
+
+def _is_same(target: torch.Tensor, source: torch.Tensor) -> bool:
+    """Whether both share their memory, entry by entry."""
+    return (
+        target.data_ptr() == source.data_ptr()
+        and (target.shape, target.stride(), target.dtype) == (source.shape, source.stride(), source.dtype)
+        and not source.is_conj()
+        and not source.is_neg()
+    )

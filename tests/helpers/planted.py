@@ -36,7 +36,8 @@ from asyncsync.net.processes import free_descriptors
 from asyncsync.protocol.leases import Leases
 from asyncsync.protocol.settings import Identity
 from asyncsync.runtime.interruption import Interruption as Interruption
-from asyncsync.transports.slots import Place, SlotPool
+from asyncsync.transports.shared_memory import WeightSlots
+from asyncsync.transports.slots import Lease
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.packing import pack
 from asyncsync.weights.slab import is_foreign
@@ -261,7 +262,7 @@ def no_memory_files(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: Any, **options: Any) -> int:
         raise asyncsync.WeightSyncError("this system has none")
 
-    monkeypatch.setattr("asyncsync.net.memory_file.create", refuse)
+    monkeypatch.setattr("asyncsync.net.memory_file.MemoryFile.create", refuse)
 
 
 def no_permission(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,7 +274,7 @@ def no_permission(monkeypatch: pytest.MonkeyPatch) -> None:
             raise PermissionError(13, "Permission denied", str(path))
         return real(path, *arguments, **options)
 
-    monkeypatch.setattr("asyncsync.transports.attachments.os.open", refuse)
+    monkeypatch.setattr("asyncsync.transports.shared_memory.os.open", refuse)
 
 
 def another_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,8 +288,13 @@ def another_file(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _describe_with(monkeypatch: pytest.MonkeyPatch, **changes: int) -> None:
-    real = SlotPool.describe
-    monkeypatch.setattr(SlotPool, "describe", lambda *given: Place.decode(real(*given))._replace(**changes).encode())
+    real = WeightSlots.lease
+
+    def lease(*given: Any) -> Lease:
+        found = real(*given)
+        return found._replace(place=found.place._replace(**changes))
+
+    monkeypatch.setattr(WeightSlots, "lease", lease)
 
 
 def newest_target_of(collector: Any) -> int:

@@ -364,7 +364,7 @@ class Worker(Memory):
         self.subscriber.register(model, self.bindings[model], now)
 
     def attach(self, model_id: str, part: messages.Part, layout: Layout, pool: SlabPool) -> Slab | None:
-        """As transports.attachments do it."""
+        """As transports.shared_memory does it."""
         if not part.descriptor.startswith(b"slot "):
             return None
         number, index, mapped = map(int, part.descriptor.split()[1:])

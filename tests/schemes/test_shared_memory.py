@@ -59,7 +59,7 @@ async def test_one_copy_into_a_slot_and_no_further_copy(api: Api) -> None:
     async with api.crew(3, source=Model(6)) as everybody:
         sender, _, models = everybody
         assert everybody.read == [{6}] * 3, "connect has handed the slot over"
-        assert [files(model) for model in models] == [{slot.inode for slot in pool(sender).used}] * 3
+        assert [files(model) for model in models] == [{slot.file.place.inode for slot in pool(sender).used}] * 3
         kept = [dict(model.named_parameters()) for model in models]
         buffers = [model.scale.data_ptr() for model in models]
         before = {w: s.bytes_sent for w, s in sender.status().items()}
@@ -73,7 +73,7 @@ async def test_one_copy_into_a_slot_and_no_further_copy(api: Api) -> None:
                 assert model() == {value}
         assert {w: s.bytes_sent for w, s in sender.status().items()} == before, "no weights on the socket"
         assert pool(sender).peak <= 3, "the target, what the last worker lets go of, and the spare"
-        assert {slot.inode for slot in pool(sender).used} == files(models[0])
+        assert {slot.file.place.inode for slot in pool(sender).used} == files(models[0])
 
 
 @pytest.mark.requirement(28)
@@ -639,7 +639,7 @@ async def test_a_worker_that_ends_before_an_update_could_be_applied_reads_the_sl
         with held(receiver):
             await sender.publish(fill(source, 3))
             await until(lambda: link.gate.pending)
-            waiting = [a for a in link._fetches.transports["policy"]._attachments._known.values() if a.in_use]
+            waiting = [a for a in link._fetches.transports["policy"]._attached if a.is_used]
             assert waiting
             link.gate.withdraw = lambda: False  # as after an interrupt in the middle of an apply
             await receiver.shutdown()

@@ -140,7 +140,7 @@ def out(desk: Desk, worker: int) -> set[int]:
 
 
 def slabs_out(desk: Desk) -> int:
-    return desk.pool._in_use
+    return len(desk.pool.used)
 
 
 def follow(desk: Desk, update: messages.Instruction) -> None:

@@ -1057,7 +1057,7 @@ def test_what_follows_an_update_that_everybody_has_is_said_in_short(lent: bool) 
         assert not desk.publisher.progress.outstanding(version, [0, 1], ["policy"])
         assert desk.publisher.progress.of(version, [0, 1]).acked == {0: version, 1: version}
         assert desk.publisher.leases.of == {}
-        assert desk.pool._in_use == 1
+        assert len(desk.pool.used) == 1
 
 
 def test_it_is_said_in_full_where_anything_is_different() -> None:

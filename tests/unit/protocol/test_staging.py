@@ -122,7 +122,7 @@ def test_no_slab_is_taken_for_values_beyond_the_limit_and_all_go_back_when_one_c
     assert (pool.slabs, pool.peak) == (0, 0)
     with pytest.raises(MemoryError):
         IncomingUpdate(update, layouts, [b"", b""], plain(pool), 0.0, [None, None])
-    assert pool._in_use == 0
+    assert len(pool.used) == 0
 
 
 def at_hand(size: int, value: bytes) -> Slab:
@@ -153,13 +153,13 @@ def test_of_an_eager_update_only_the_parts_that_came_with_it_are_filled() -> Non
 
     with pytest.raises(ProtocolError, match="checksum"):
         eager(Part("m1", 1, DIGEST, 4, crc=1), b"oops")
-    assert (slab.references, pool._in_use) == (1, 0), "it lets go of what was at hand"
+    assert (slab.references, len(pool.used)) == (1, 0), "it lets go of what was at hand"
     update = eager(Part("m1", 1, DIGEST, 64), b"b" * 64)
     assert update.complete
     slabs = update.take()
     assert [bytes(one.memory) for one in slabs] == [b"a" * 64, b"b" * 64]
     assert [one.values for one in slabs] == [b"v", b"w"]
-    assert (slab.references, pool._in_use) == (2, 1)
+    assert (slab.references, len(pool.used)) == (2, 1)
 
 
 # -- parts that wait for the gate --------------------------------------------------------------------------------------

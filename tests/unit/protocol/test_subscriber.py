@@ -999,8 +999,8 @@ def test_an_again_that_cannot_be_had_or_converted_is_told_and_an_interrupt_leave
     repeat(station, 5, 5, 50)
     station.apply()
     assert station.content() == {50}
-    assert station.subscriber.pool._in_use == 1
+    assert len(station.subscriber.pool.used) == 1
     station.bindings["policy"].broken = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
         repeat(station, 6, 6, 60)
-    assert station.subscriber.pool._in_use == 1
+    assert len(station.subscriber.pool.used) == 1

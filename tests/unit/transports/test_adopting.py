@@ -18,8 +18,7 @@ from torch import nn
 from asyncsync.errors import SchemaMismatch
 from asyncsync.model.binding import Binding
 from asyncsync.model.strategy import WeightStrategy, flat_weights
-from asyncsync.transports.attachments import Attachments
-from asyncsync.transports.slots import Place, SlotPool
+from asyncsync.transports import SharedMemTransport
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.packing import pack
 from asyncsync.weights.slab import Slab, SlabPool, is_foreign
@@ -32,8 +31,8 @@ class Pair:
         self.model = model
         self.strategy = WeightStrategy("state_dict")
         self.binding = Binding(model, self.strategy, repoints=True, **options)
-        self.pool = SlotPool(4, 0)
-        self.attachments = Attachments()
+        self.transport = SharedMemTransport(4, 0)
+        self.pool = self.transport.pool
         self.slots: list[Slab] = []
         self.held: Slab | None = None
 
@@ -43,7 +42,7 @@ class Pair:
         slot = self.pool.acquire(Layout.of(flat))
         pack(slot, flat)
         self.slots.append(slot)
-        slab = self.attachments.find(Place.decode(self.pool.describe(slot))).slab(slot.layout)
+        slab = self.transport.attach(self.pool.describe(slot), slot.layout, SlabPool())
         slab.values = slot.values
         return slab
 
@@ -85,8 +84,7 @@ class Pair:
         if self.held is not None:
             self.held.release()
         self.forget()
-        self.attachments.close()
-        self.pool.close()
+        self.transport.close()
 
 
 @pytest.fixture
@@ -148,7 +146,7 @@ def test_parameters_are_adopted_and_buffers_copied(
         assert values_of(model) == {version}
         assert adopted(model) == {name for name, _ in model.named_parameters()}  # tied ones once
         assert dict(model.named_parameters(remove_duplicate=False)) == parameters  # those that an optimiser has
-        assert worker.attachments.are_adopted
+        assert worker.transport._is_adopted
     assert all(p.requires_grad and p.is_leaf for p in parameters.values())
 
 
@@ -300,7 +298,7 @@ def test_only_modules_adopt(pair: Callable[..., Pair], model: dict[str, torch.Te
     worker = pair(model)
     worker.update({"w": torch.ones(3)})
     assert (model["w"] == 1).all()
-    assert not worker.attachments.are_adopted
+    assert not worker.transport._is_adopted
 
 
 # -- moving on ---------------------------------------------------------------------------------------------------------

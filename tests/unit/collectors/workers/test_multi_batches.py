@@ -134,13 +134,13 @@ class Alternating(Counting):
 @pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
 def test_layouts_that_alternate_cost_no_slot_each(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
-    init = batches._Slot.__init__
+    make = batches.BatchSlots._make
 
-    def counting(slot: Any, size: int) -> None:
-        made.append(size)
-        init(slot, size)
+    def counting(slots: Any, *arguments: Any, **options: Any) -> Any:
+        made.append(slots)
+        return make(slots, *arguments, **options)
 
-    monkeypatch.setattr(batches._Slot, "__init__", counting)
+    monkeypatch.setattr(batches.BatchSlots, "_make", counting)
     given = options(frames_per_batch=3, reset_at_each_iter=True)
     with kind([lambda: Alternating(length=99)], policy(), **given) as collector:
         widths = [collector.next()["wide"].shape[-1] for _ in range(12)]
@@ -155,9 +155,9 @@ def test_batches_are_shared_where_memory_files_have_no_seals(monkeypatch: pytest
     part = layout_of(TensorDict({"value": torch.zeros(3, 4)}, [3]))
     arrangement = batches.Arrangement.of([part], None)
     assert arrangement is not None
-    slot, lease = batches.Slots(arrangement).lease()
-    assert lease.place.size >= 48
-    slot.close_file()
+    place = batches.SharedPlace(batches.BatchSlots(arrangement))
+    assert place.lease is not None
+    assert place.lease.place.size >= 48
 
 
 def test_collectors_with_workers_say_that_they_need_linux(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,9 +12,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from asyncsync.transports import channel_receiver
-from asyncsync.transports.channel_receiver import ChannelReceiver
-from asyncsync.transports.channels import tagged
+from asyncsync.transports import channels
+from asyncsync.transports.channels import ChannelReceiver, tagged
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.packing import pack
 from asyncsync.weights.slab import Slab, SlabPool
@@ -81,14 +80,14 @@ async def test_a_fetch_that_is_cancelled_while_its_slab_is_written_waits_for_tha
 ) -> None:
     _, lines = named
     writing, go_on = threading.Event(), threading.Event()
-    original = channel_receiver.copy_tensors
+    original = channels.copy_tensors
 
     def slowly(destinations: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         writing.set()
         assert go_on.wait(20)
         original(destinations, sources)
 
-    monkeypatch.setattr(channel_receiver, "copy_tensors", slowly)
+    monkeypatch.setattr(channels, "copy_tensors", slowly)
     async with receiving(lines[0]) as receiver:
         slab = slab_of(-1)
         lines[0].messages.put(message(slab_of(1), ONE))

@@ -12,8 +12,8 @@ from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict
 
 from asyncsync.collectors.batch_layout import empty_batch, layout_of
 from asyncsync.collectors.rollout.buffer import RolloutBuffer
-from asyncsync.collectors.workers.batch_writer import BatchWriter
-from asyncsync.collectors.workers.shared_batches import MAX_HELD, Arrangement, Slots
+from asyncsync.collectors.workers.shared_batches import MAX_HELD, Arrangement, BatchSlots, BatchWriter, SharedPlace
+from helpers.memory import mappings
 
 
 def rollout(
@@ -40,25 +40,30 @@ def _first(shared: Any, layout: Any) -> Any:
     return empty_batch(layout) if shared is None else shared
 
 
-def make(parts: list[TensorDict], dim: int | None) -> Slots:
+def make(parts: list[TensorDict], dim: int | None) -> BatchSlots:
     arrangement = Arrangement.of([layout_of(part) for part in parts], dim)
     assert arrangement is not None
-    return Slots(arrangement)
+    return BatchSlots(arrangement)
 
 
-def opened(*part: TensorDict) -> tuple[Slots, Any, BatchWriter]:
-    """Slots for the batches of one worker, one that is lent, and the worker's writer, which has it open."""
+def opened(*part: TensorDict) -> tuple[BatchSlots, SharedPlace, BatchWriter]:
+    """Slots for the batches of one worker, a place in one of them, and the worker's writer, which has it open."""
     slots, writer = make([*part] or [rollout()], -1), BatchWriter()
-    slot, lease = slots.lease()
+    place = SharedPlace(slots)
     writer.learn(slots.arrangement, 0)
-    writer.open(lease)
-    return slots, slot, writer
+    writer.open(place.lease)
+    return slots, place, writer
 
 
-def handed_out(slots: Slots, slot: Any) -> Any:
-    batch = slots.batch(slot)
-    slots.release(slot)
+def handed_out(place: SharedPlace) -> Any:
+    batch = place.whole()
+    place.release()
     return batch
+
+
+def next_slot(slots: BatchSlots) -> Any:
+    """The one that is used for the next batch, which nobody wants."""
+    return SharedPlace(slots)._slot
 
 
 @pytest.mark.parametrize("batch", [(), (2,)])
@@ -66,16 +71,16 @@ def handed_out(slots: Slots, slot: Any) -> Any:
 def test_the_parts_of_several_workers_make_one_batch(batch: tuple[int, ...], dim: int | None) -> None:
     parts = [rollout(10.0 * i, batch) for i in range(3)]
     slots = make(parts, dim)
-    slot, lease = slots.lease()
+    place = SharedPlace(slots)
     writers = [BatchWriter() for _ in parts]
     for i, writer in enumerate(writers):
         writer.learn(slots.arrangement, i)
-        writer.open(lease)
+        writer.open(place.lease)
         batched = rollout(10.0 * i, batch, writer=writer)
         written, layout = writer.close(batched)
         assert written
         assert layout == layout_of(parts[i])
-    whole = slots.batch(slot)
+    whole = place.whole()
     expected = torch.stack(parts, 0) if dim is None else torch.cat(parts, dim)
     assert whole.batch_size == expected.batch_size
     assert (whole == expected).all()
@@ -83,10 +88,10 @@ def test_the_parts_of_several_workers_make_one_batch(batch: tuple[int, ...], dim
 
 
 def test_what_was_not_stored_in_the_slot_is_copied_there_if_it_fits() -> None:
-    slots, slot, writer = opened()
+    _, place, writer = opened()
     assert writer.close(rollout(7.0))[0]
-    assert slots.batch(slot)["a"][0, 0] == 7.0
-    slots, slot, writer = opened()
+    assert place.whole()["a"][0, 0] == 7.0
+    _, place, writer = opened()
     other = rollout().set("c", torch.zeros(3))
     assert writer.allocate(layout_of(other)) is None  # type: ignore[arg-type]
     assert writer.close(other) == (False, layout_of(other)), "it comes by value"
@@ -102,108 +107,111 @@ def test_entries_that_are_other_views_of_the_slot_are_what_arrives() -> None:
         lambda batch: batch.set("a", batch["a"].transpose(-1, -2)),
         lambda batch: batch.set("a", batch["a"].flip(0)).set("b", batch["a"][:1].expand(2, 2, 2)),
     ):
-        slots, slot, writer = opened(wide(BatchWriter()))
+        _, place, writer = opened(wide(BatchWriter()))
         batch = wide(writer)
         change(batch)
         expected = batch.clone()
         assert writer.close(batch)[0]
-        assert (slots.batch(slot) == expected).all()
+        assert (place.whole() == expected).all()
 
 
 def test_what_a_worker_keeps_is_its_own() -> None:
-    slots, slot, writer = opened()
+    slots, place, writer = opened()
     batch: Any = rollout(1.0, writer=writer)
     assert writer.close(batch)[0]
     kept = batch["a"][1:]
     del batch
     copy: Any = writer.kept(2)
     assert copy["a"][:, 0].tolist() == [1.0, 2.0]
-    slots.release(slot)
-    slots.release(slot)
-    again, lease = slots.lease()
-    assert again is slot
-    writer.open(lease)
+    slot = place._slot
+    place.release()
+    place.release()
+    again = SharedPlace(slots)
+    assert again._slot is slot
+    writer.open(again.lease)
     assert writer.allocate(layout_of(rollout())) is None  # type: ignore[arg-type]
     del kept
-    writer.open(lease)
+    writer.open(again.lease)
     assert writer.allocate(layout_of(rollout())) is not None  # type: ignore[arg-type]
     writer.close(rollout())
     assert writer.kept(3) is None
-    assert slots.lease()[0] is not slot
+    assert next_slot(slots) is not slot
 
 
 def test_a_slot_that_was_handed_out_twice_is_read_until_both_have_gone() -> None:
-    slots = make([rollout()], -1)
-    slot, _ = slots.lease()
-    first = handed_out(slots, slot)
-    second = handed_out(slots, slot)
-    del first
-    assert slots.lease()[0] is not slot
+    """The first time, an interrupt has come before the batch was taken."""
+    slots, place, _ = opened()
+    slot = place._slot
+    first, second = place.whole(), handed_out(place)
+    del first, place
+    assert next_slot(slots) is not slot
     del second
-    assert slots.lease()[0] is slot
+    assert next_slot(slots) is slot
 
 
 def test_a_rollout_that_was_cut_lies_at_the_beginning() -> None:
-    slots, slot, writer = opened()
+    _, place, writer = opened()
     written, layout = writer.close(rollout(4.0, writer=writer)[:2])
     assert written
     assert layout is not None
     assert layout.steps == 2
-    assert slots.batch(slot)["a"][:2, 0].tolist() == [4.0, 5.0]
+    assert place.whole()["a"][:2, 0].tolist() == [4.0, 5.0]
 
 
 def test_a_slot_is_written_again_only_when_its_last_tensor_has_gone() -> None:
-    slots = make([rollout()], -1)
-    first, _ = slots.lease()
-    batch = handed_out(slots, first)
+    slots, place, _ = opened()
+    first = place._slot
+    batch = handed_out(place)
     last = batch["nested", "b"]
-    second, _ = slots.lease()
-    assert second is not first
+    assert next_slot(slots) is not first
     del batch
-    third, _ = slots.lease()
-    assert third is not first
+    assert next_slot(slots) is not first
     view = last[1:]
     del last
-    assert slots.lease()[0] is not first
+    assert next_slot(slots) is not first
     del view
     gc.collect()
-    assert slots.lease()[0] is first
+    assert next_slot(slots) is first
 
 
 def test_who_keeps_many_batches_gets_copies() -> None:
     slots = make([rollout()], -1)
     before = len(os.listdir("/proc/self/fd"))
-    kept = [handed_out(slots, slots.lease()[0]) for _ in range(3 * MAX_HELD)]
+    kept = [handed_out(SharedPlace(slots)) for _ in range(3 * MAX_HELD)]
     assert len({batch["a"].data_ptr() for batch in kept}) == len(kept)
     assert len(os.listdir("/proc/self/fd")) <= before + MAX_HELD + 2
+    assert slots.slabs <= MAX_HELD + 2
     del kept
 
 
 def test_batches_outlive_the_slots_and_can_be_written_and_no_descriptor_is_left() -> None:
+    gc.collect()  # what other tests have left
     before = len(os.listdir("/proc/self/fd"))
-    slots, slot, writer = opened()
+    slots, place, writer = opened()
     writer.close(rollout(writer=writer))
-    batch = slots.batch(slot)
-    del slots, slot, writer
-    gc.collect()
+    batch = handed_out(place)
+    unused = SharedPlace(slots)
+    slots.close()
+    del slots, place, writer, unused
+    assert len(os.listdir("/proc/self/fd")) == before
     batch["a"].fill_(3.0)
     assert batch["a"].eq(3.0).all()
+    assert len(mappings()) == 1
     del batch
-    gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert not mappings()
 
 
 def test_a_slot_that_a_forked_child_may_read_is_not_written_again() -> None:
-    slots = make([rollout()], -1)
-    slot, _ = slots.lease()
-    batch = handed_out(slots, slot)
+    slots, place, _ = opened()
+    slot = place._slot
+    batch = handed_out(place)
     pid = os.fork()
     if not pid:
         os._exit(0)
     os.waitpid(pid, 0)
     del batch
     gc.collect()
-    assert slots.lease()[0] is not slot
+    assert next_slot(slots) is not slot
 
 
 def test_no_layout_describes_lazy_stacks_and_other_things() -> None:
@@ -211,6 +219,10 @@ def test_no_layout_describes_lazy_stacks_and_other_things() -> None:
     assert layout_of(rollout().set("text", NonTensorData("hello"))) is None
     assert Arrangement.of([layout_of(rollout()), layout_of(rollout(steps=4))], None) is None
     assert Arrangement.of([layout_of(rollout()), layout_of(rollout(steps=4))], -1) is not None
+    assert Arrangement.of([layout_of(rollout()), layout_of(rollout(batch=(2,)))], -1) is None
+    assert Arrangement.of([layout_of(rollout(batch=(2,))), layout_of(rollout(batch=(3,)))], -1) is None
+    assert Arrangement.of([layout_of(rollout(batch=(2,))), layout_of(rollout(batch=(3,)))], 0) is not None
+    assert Arrangement.of([layout_of(rollout()), None], -1) is None
     with pytest.raises(ValueError, match="not a dimension of a batch with 1"):
         Arrangement.of([layout_of(rollout())], 1)
 
