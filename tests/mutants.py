@@ -130,7 +130,10 @@ def killed(place: dict[str, Any], root: Path, tests: Path, ids: list[str], limit
             )
         except subprocess.TimeoutExpired:
             return True
-        return done.returncode in (1, 2, 3)  # a test failed, or the broken module cannot be imported
+        if b"not found:" in done.stdout + done.stderr:
+            raise SystemExit(f"pytest knows no such tests: {ids}")
+        # A test failed, the broken module cannot be imported, or the process was ended by a signal.
+        return done.returncode not in (0, 5)
 
 
 def main() -> None:

@@ -63,8 +63,9 @@ class Receiving:
             return here
         raise ClosedError("this scheme was shut down")
 
-    async def connected(self, model_id: str, timeout: float) -> None:
-        """Wait for the sender's welcome, and for the initial weights if it has any. Raises SchemaMismatch if these do
+    async def connected(self, model_id: str, timeout: float, deadline: float) -> None:
+        """Wait for the sender's welcome, and for the initial weights if it has any, until ``deadline``, by the loop's
+        clock, which the caller gave as ``timeout``. Raises SchemaMismatch if these do
         not fit the model; NotConnected, Fenced or ClosedError if no sender has come in time, or it turned this worker
         away."""
         subscriber = self._subscriber
@@ -86,7 +87,7 @@ class Receiving:
         self._check_again(model_id)
         with self._wanted(model_id):
             self._link.settle()
-            if not await self._link.wait(done, timeout):
+            if not await self._link.wait(done, max(0.0, deadline - self._link.loop.time())):
                 raise NotConnected(
                     f"worker {subscriber.worker} is not connected after {timeout:g} s: "
                     f"{self._why(model_id)}. connect() may be called again"

@@ -327,7 +327,7 @@ class SchemeCore(SchemeState, ABC):
         await self._meet(worker_idx, timeout)
         self._register(worker_idx)
         link, receiving = self._receiver()
-        await link.receiving.connected(self._topic, max(0.0, deadline - link.loop.time()))
+        await link.receiving.connected(self._topic, timeout, deadline)
         await self._transport()._ready(max(0.0, deadline - link.loop.time()))
         if not receiving.has_connected:  # what comes after that has not been returned
             receiving.has_connected, receiving.returned = True, link.receiving.mark(self._topic)

@@ -104,7 +104,7 @@ class Receiving:
         self.bind(model)
         self._attach(link.gate)
         await link.replace(self.topic, self.binding, timeout)
-        await link.receiving.connected(self.topic, timeout)
+        await link.receiving.connected(self.topic, timeout, link.loop.time() + timeout)
 
     def register(self, link: ReceiverLink, transport: Carrier, context: Any) -> None:
         """Take part in the updates of a link, and pass updates on to this context."""
