@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from asyncsync.errors import NotConnected
 from asyncsync.net.certificates import read_certificate
 from asyncsync.net.client_list import ClientList
 from asyncsync.net.endpoint import check_endpoint, check_endpoints, several
@@ -68,7 +69,10 @@ class KeyFiles:
             raise ValueError("a sender with server_key= needs clients=, the directory of its clients' public keys")
         if len(self.server) > 1:
             raise ValueError("a sender has one server_key=; only receivers may have several, while you replace it")
-        return _pair(self.server[0]), ClientList(self.clients)
+        pair, listed = _pair(self.server[0]), ClientList(self.clients)
+        if pair.public in listed.clients:
+            raise NotConnected(f"{self.clients} has the server's own key: did you mean {self.clients}/clients?")
+        return pair, listed
 
     def receiver(self, worker: int) -> Credentials:
         """Raises NotConnected: a file is not as it has to be; ValueError: these are a sender's."""
