@@ -185,6 +185,11 @@ class Admission:
 
     def _objection(self, client: Client, key: bytes, worker: int) -> str:
         """Why this client cannot be this worker; empty: it can."""
+        if worker not in client.workers and worker >= FIRST_GUEST:
+            return (
+                f"{client.name}'s key is for worker {client.workers} only; fetch and relays need a key for any worker: "
+                "asyncsync keygen DIR --name watcher"
+            )
         if worker not in client.workers:
             return f"it claims to be worker {worker}, but has {client.name}'s key, which is for {client.workers}"
         holder = self._holders.get(worker, key)
