@@ -41,7 +41,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "does not wait for this command.",
         epilog="Exit codes: 0 saved; 1 not saved, with the reason on stderr; 2 wrong arguments; 130 ended by Ctrl-C.",
     )
-    add_sender(parser)
+    add_sender(parser, "a secret certificate that the sender lets in as any worker (asyncsync keygen DIR --name NAME)")
     parser.add_argument(
         "--out", type=safetensors_file, required=True, metavar="FILE.safetensors", help="where to save them"
     )

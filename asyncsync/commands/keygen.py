@@ -98,8 +98,10 @@ def _told(directory: Path, clients: list[Client], *, is_new: bool) -> str:
         f"{directory}/clients/: stays here; the sender gives it as clients=, and lets in every client in it",
     ]
     for name, workers in clients:
-        which = f"worker {workers}" if workers.ranges else "any worker"
-        lines.append(f"{directory}/client_secrets/{name}.key_secret: move it to the host of {which}, as client_key=")
+        use = "for any worker: move it to the host that uses it, as client_key= or --client-key"
+        if workers.ranges:
+            use = f"move it to the host of worker {workers}, as client_key="
+        lines.append(f"{directory}/client_secrets/{name}.key_secret: {use}")
     if not clients:
         lines.append(f"no client has a key yet: asyncsync keygen {directory} --workers N, or --name NAME")
     return "\n".join(lines)

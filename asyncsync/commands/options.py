@@ -73,20 +73,15 @@ def bound(text: str) -> str:
     return _endpoint(text, allow_plaintext=False)
 
 
-def add_sender(parser: argparse.ArgumentParser) -> None:
-    """The options of a command that connects to a sender."""
+def add_sender(parser: argparse.ArgumentParser, client_key: str) -> None:
+    """The options of a command that connects to a sender; ``client_key``: which key it needs."""
     parser.add_argument(
         "endpoint", type=_sender, metavar="ENDPOINT", help="the same that the workers are given, tcp://HOST:PORT"
     )
     parser.add_argument(
         "--server-key", default=None, metavar="FILE", help="the sender's public certificate, if it uses keys"
     )
-    parser.add_argument(
-        "--client-key",
-        default=None,
-        metavar="FILE",
-        help="a secret certificate that the sender lets in for any worker index",
-    )
+    parser.add_argument("--client-key", default=None, metavar="FILE", help=client_key)
 
 
 def credentials_of(options: argparse.Namespace) -> Callable[[], Credentials] | None:

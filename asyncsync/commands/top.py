@@ -34,7 +34,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         epilog="Exit codes: 0 shown (--once); 1 no trainer has answered (--once), or the trainer refuses this command; "
         "130 ended by Ctrl-C.",
     )
-    add_sender(parser)
+    add_sender(parser, "the secret certificate of any client that the sender lets in")
     parser.add_argument("--json", action="store_true", help="print one JSON object per interval, one per line")
     parser.add_argument("--once", action="store_true", help="show it once, and end")
     parser.add_argument(

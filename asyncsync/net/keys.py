@@ -144,7 +144,10 @@ class KeyFiles:
             raise ValueError("a sender with server_key= needs clients=, the directory of its clients' public keys")
         if len(self.server) > 1:
             raise ValueError("a sender has one server_key=; only receivers may have several, while you replace it")
-        return KeyPair.read(self.server[0]), ClientList(self.clients)
+        pair, listed = KeyPair.read(self.server[0]), ClientList(self.clients)
+        if pair.public in listed.clients:
+            raise NotConnected(f"{self.clients} has the server's own key: did you mean {self.clients}/clients?")
+        return pair, listed
 
     def receiver(self, worker: int) -> Credentials:
         """Raises NotConnected if a file is not as it has to be, ValueError if these are a sender's."""
@@ -254,7 +257,10 @@ class Admission:
         # Both: a route may have been another worker's before.
         for worker in {one.worker for one in (instruction, peer) if isinstance(one, Hello | Peer)}:
             why, holder = f"it claims to be worker {worker}", self._holders.get(worker, key)
-            if worker not in client.workers:
+            if worker not in client.workers and worker >= FIRST_GUEST:
+                why = f"{client.name}'s key is for worker {client.workers} only; fetch and relays need a key for any "
+                why += "worker: asyncsync keygen DIR --name watcher"
+            elif worker not in client.workers:
                 why += f", but has {client.name}'s key, which is for {client.workers}"
             elif holder != key and (other := self.client(holder)) is not None:
                 why += f" with {client.name}'s key, but {other.name} is that worker already"

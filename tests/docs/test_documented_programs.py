@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import tempfile
 import textwrap
 from pathlib import Path
 
 import pytest
 
+from asyncsync.net.endpoint import sweep
 from helpers.command import EXAMPLES, private_directories, run
 
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(120)]  # up to three processes, each of which imports torch
@@ -113,6 +115,24 @@ def test_ctrl_c_lets_workers_end_well(tmp_path: Path) -> None:
     assert (code, err) == (0, ""), err
     assert len(re.findall(r"^worker \d: bias ", out, re.MULTILINE)) == 2, "a worker was interrupted"
     assert out.splitlines()[-1] == "[0, 0]"
+
+
+def test_workers_of_a_killed_trainer_end_with_the_recipe(tmp_path: Path) -> None:
+    program, recipe = programs("README.md")[0][0], fragment("docs/recipes.md", '!= "lost":')
+    waiting = re.search(r"^ +while not scheme\.closed:.*\n.*\n", program, re.MULTILINE)
+    assert waiting is not None
+    program = program.replace(waiting[0], textwrap.indent(recipe, " " * 8))
+    ends = "        for step in range(1, 4):\n"
+    assert program.count(ends) == 1
+    program = program.replace(ends, f"        import os\n        os.kill(os.getpid(), 9)\n{ends}")
+    (tmp_path / "killed.py").write_text(program)
+    code, out, _ = run(
+        tmp_path / "killed.py", cwd=tmp_path
+    )  # until the workers, which have its output, have ended, too
+    assert code == -9
+    assert len(re.findall(r"^worker \d: bias ", out, re.MULTILINE)) == 2
+    sweep(Path(tempfile.gettempdir()))  # as the next trainer does
+    assert private_directories() == []
 
 
 SHARDED = """

@@ -43,8 +43,10 @@ def test_keygen_makes_what_both_sides_need_and_says_what_goes_where(
         ("worker-0", "0"), ("worker-1", "1"), ("gpu-host", "2-5, 7"), ("evaluator", "any"),
     }  # fmt: skip
     out = capsys.readouterr().out
-    for word in ("server.key_secret", "gpu-host.key_secret", "evaluator.key_secret", "2-5, 7", "any worker"):
+    for word in ("server.key_secret", "gpu-host.key_secret: move it to the host of worker 2-5, 7"):
         assert word in out
+    assert "evaluator.key_secret: for any worker: move it to the host that uses it" in out
+    assert "client_key= or --client-key" in out
     for path in secrets:
         secret_key = read_certificate(str(path), secret=True).secret
         assert secret_key is not None

@@ -195,19 +195,28 @@ def test_top_and_fetch_come_in_with_keys_and_say_what_is_missing_without(
 ) -> None:
     monkeypatch.setattr("asyncsync.commands.top.PATIENCE", 2.0)
     keys = tmp_path / "keys"
-    assert main(["keygen", str(keys), "--name", "watcher"]) == 0
+    assert main(["keygen", str(keys), "--name", "watcher", "worker-0=0"]) == 0
     address, accepted = f"tcp://127.0.0.1:{unused_tcp_port}", {"clients": keys / "clients"}
     bus = asyncsync.sync.Bus(address, min_workers=0, server_key=keys / "server.key_secret", **accepted)
     scheme = asyncsync.sync.ZMQWeightSyncScheme(bus=bus)
     scheme.init_on_sender(model_id="policy", model=Model(2.0))
-    given = ["--server-key", str(keys / "server.key"), "--client-key", str(keys / "client_secrets/watcher.key_secret")]
+    server = ["--server-key", str(keys / "server.key")]
+    given, workers = (
+        [*server, "--client-key", str(keys / f"client_secrets/{name}.key_secret")] for name in ("watcher", "worker-0")
+    )
     with bus:
         bus.connect()
         capsys.readouterr()
         assert main(["top", address, "--once", "--json", *given]) == 0
         assert json.loads(capsys.readouterr().out)["answered"] is True
         assert main(["fetch", address, "--out", str(tmp_path / "w.safetensors"), *given]) == 0
-        for missing in (["--json"], given[:2]):
+        assert main(["top", address, "--once", "--json", *workers]) == 0, "any client may ask"
+        assert json.loads(capsys.readouterr().out.splitlines()[-1])["answered"] is True
+        assert main(["fetch", address, "--out", str(tmp_path / "none.safetensors"), *workers]) == 1
+        said = capsys.readouterr().err
+        assert "worker-0's key is for worker 0 only" in said
+        assert "asyncsync keygen DIR --name watcher" in said
+        for missing in (["--json"], server):
             assert main(["top", address, "--once", *missing]) == 1
             assert "--client-key" in capsys.readouterr().err
     assert read(tmp_path / "w.safetensors")[0]["scale"].tolist() == [2.0] * 5

@@ -258,6 +258,19 @@ def test_a_list_that_is_wrong_at_the_start_is_refused(tmp_path: Path) -> None:
         ClientList(str(tmp_path))
 
 
+def test_the_folder_above_that_of_the_clients_is_refused(tmp_path: Path) -> None:
+    """Where `asyncsync keygen` puts the server's key, which has the name of a client's."""
+    server, worker = certificate(), certificate("0")
+    put(tmp_path / "server.key", server.encode(secret=False))
+    secret = put(tmp_path / "server.key_secret", server.encode(secret=True))
+    (tmp_path / "clients").mkdir(mode=0o700)
+    put(tmp_path / "clients" / "worker-0.key", worker.encode(secret=False))
+    above, right = (KeyFiles((secret,), str(folder)) for folder in (tmp_path, tmp_path / "clients"))
+    with pytest.raises(NotConnected, match=f"{tmp_path} has the server's own key: did you mean {tmp_path}/clients"):
+        above.sender()
+    assert right.sender()[1].clients.keys() == {worker.public}
+
+
 # -- arguments
 
 
