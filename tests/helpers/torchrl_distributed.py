@@ -8,6 +8,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -58,9 +59,12 @@ def by_their_nodes(kind: str, is_sync: bool) -> dict[str, Any]:
         for update in range(4):
             policy.module.fill(update + 2.0)
             collector.update_policy_weights_()
-            for _ in range(1 if is_sync else 4):
+            counts: Counter[int] = Counter()
+            # Without waiting for each other, a node may have finished one batch before the update, and begun another.
+            while max(counts.values(), default=0) < (1 if is_sync else 3):
                 batch = next(batches)
-                pids |= set(batch["process"].flatten().tolist())
+                counts.update(set(batch["process"].flatten().tolist()))
+            pids |= counts.keys()
             found["shown"].append(shown(batch))
         found["pids"] = len(pids)
         os.kill(min(pids), signal.SIGKILL)
