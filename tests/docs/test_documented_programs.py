@@ -73,10 +73,11 @@ def test_the_notebook_runs(tmp_path: Path) -> None:
     (tmp_path / "workers.py").write_text(programs("README.md")[0][0])
     (tmp_path / "cell.py").write_text(fragment("docs/recipes.md", "from workers import"))
     notebook = (
-        "import ast, asyncio, pathlib\n"
+        "import ast, asyncio, multiprocessing, pathlib\n"
         "code = compile(pathlib.Path('cell.py').read_text(), 'cell', 'exec', ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)\n"
         "async def cell(): await eval(code, {})\n"
         "asyncio.run(cell())\n"
+        "for worker in multiprocessing.active_children(): worker.join(10)\n"  # a kernel runs on after the cell
     )
     code, out, err = run("-c", notebook, cwd=tmp_path)
     assert (code, err) == (0, "")

@@ -689,6 +689,7 @@ class Simulation(Oracle):
     def _kill(self, worker: Worker) -> None:
         worker.alive = False
         worker.uses = []
+        worker.running = worker.taken = None  # what it read may be written again
 
     def _leave(self, worker: Worker, *, reads: bool) -> None:
         """As a receiver's shutdown does it."""

@@ -192,7 +192,7 @@ async def test_an_expired_timeout_returns_none_and_loses_nothing(api: Api, timeo
             start = time.monotonic()
             with Clock(timeout + 0.1):
                 assert await receive(timeout) is None
-            assert time.monotonic() - start >= timeout
+            assert time.monotonic() - start >= timeout - 0.002, "uvloop's clock has whole milliseconds"
             await sender.send_async(Model(1))
             assert read(await receive(timeout)) == {1}
             assert await receive(timeout) is None
