@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from asyncsync.errors import SchemaMismatch
@@ -23,7 +23,7 @@ class Peer:
         local: whether it is a process beside this one (:meth:`Identity.is_beside`).
         opens: whether it may open this one's memory then.
         applied, staged, failed: per model, the version it holds, has ready, could not apply.
-        held: per model, the version that it has ready, and applies when that is committed.
+        held, unstaged: per model, the staged version that it has ready, and applies on COMMIT; could not get ready.
         accepted, refused: ``(model_id, digest)`` of the layouts that fit its models, and why the others do not.
         serial, before: of the latest announcement that it was sent, and of the one before that; 0: none since it came
             from another sender.
@@ -42,6 +42,7 @@ class Peer:
     staged: dict[str, int] = field(default_factory=dict)
     held: dict[str, int] = field(default_factory=dict)
     failed: dict[str, tuple[int, Exception]] = field(default_factory=dict)
+    unstaged: dict[str, tuple[int, Exception]] = field(default_factory=dict)
     accepted: set[tuple[str, bytes]] = field(default_factory=set)
     refused: dict[tuple[str, bytes], SchemaMismatch] = field(default_factory=dict)
     announced: dict[str, bytes] = field(default_factory=dict)
@@ -77,7 +78,8 @@ class Peer:
         """The same incarnation again, over a new connection: nothing that was under way counts."""
         self.end_transfer()
         self.hello, self.route, self.applied = hello, route, applied
-        self.staged, self.held, self.failed, self.refused, self.shown, self.unanswered_welcomes = {}, {}, {}, {}, {}, 0
+        self.staged, self.held, self.failed, self.unstaged, self.refused, self.shown = {}, {}, {}, {}, {}, {}
+        self.unanswered_welcomes = 0
         self.ready, self.lost, self.slow, self.unreachable_since = False, None, False, None
         self.pong_seq = self.ping_seq
         self.last_seen = now
@@ -161,11 +163,13 @@ class Peer:
                 return
         self.end_transfer()
 
-    def note_failed(self, versions: dict[str, int], error: Exception) -> None:
-        """These versions could not be applied."""
+    def note_failed(self, versions: Mapping[str, int], unstaged: Mapping[str, int], error: Exception) -> None:
+        """These versions could not be applied, or not be got ready for their commit."""
+        self.unstaged.update({model_id: (version, error) for model_id, version in unstaged.items()})
         for model_id, version in versions.items():
             if version > max(self.applied.get(model_id, 0), self.failed.get(model_id, (0, error))[0]):
                 self.failed[model_id] = (version, error)
+        for model_id, version in (*versions.items(), *unstaged.items()):
             for ready in (self.staged, self.held):
                 if ready.get(model_id, 0) <= version:
                     ready.pop(model_id, None)
@@ -197,6 +201,7 @@ class Peer:
         """A transport cannot bring the slab that this worker was to fetch; False if it is not needed any more."""
         if self.transfer is None or all(slab.descriptor != descriptor for _, slab in self.transfer.parts.values()):
             return False
-        self.failed.update({model_id: (version, error) for model_id, version in self.transfer.versions.items()})
+        into = self.unstaged if self.transfer.phase == STAGE else self.failed
+        into.update({model_id: (version, error) for model_id, version in self.transfer.versions.items()})
         self.end_transfer()
         return True

@@ -81,7 +81,7 @@ class Progress:
                     result.waiting.add(worker)
                 continue
             refused = [peer.refused.get((m, target.slab.layout.digest)) for m, target in mine.items()]
-            failed = [f[1] for m in mine if (f := self._failure(peer, m)) is not None and f[0] >= version]
+            failed = [f[1] for m in mine if (f := self._failure(peer, m, staged=True)) is not None and f[0] >= version]
             if mine and all(max(peer.held.get(m, 0), peer.applied.get(m, 0)) >= version for m in mine):
                 result.acked[worker] = version
             elif errors := [error for error in (*refused, *failed) if error is not None]:
@@ -156,10 +156,12 @@ class Progress:
         else:
             result.waiting.add(worker)
 
-    def _failure(self, peer: Peer, model_id: str) -> tuple[int, Exception] | None:
+    def _failure(self, peer: Peer, model_id: str, *, staged: bool = False) -> tuple[int, Exception] | None:
         """The version of this model that a worker, or its relay, could not take, and why."""
-        relay = None if peer.relay is None else self._peers.get(peer.relay)
-        return peer.failed.get(model_id) or (None if relay is None else relay.failed.get(model_id))
+        for one in (peer, None if peer.relay is None else self._peers.get(peer.relay)):
+            if one is not None and (found := (one.unstaged if staged else one.failed).get(model_id)) is not None:
+                return found
+        return None
 
     def refusal(self, peer: Peer, target: Target) -> SchemaMismatch | None:
         """Why this target will not come: its models come together, and one of them was refused."""

@@ -311,7 +311,7 @@ class Publisher:
 
     def _on_failed(self, peer: Peer, failed: messages.Failed, now: float) -> None:
         self.membership.check_versions(peer, failed.versions)
-        peer.note_failed(failed.versions, failed.error(peer.worker))
+        peer.note_failed(*self.targets.split_failed(peer.worker, failed.versions), failed.error(peer.worker))
         if peer.transfer is not None and peer.transfer.serial == failed.serial:
             peer.end_transfer()
         self._pump(peer)
@@ -360,6 +360,10 @@ class Publisher:
         if bye.reason != "reading":
             self.leases.release(peer.nonce)
         self.lost(peer.worker, peer.nonce, f"it has left: {bye.message}" if bye.message else "it has left", now)
+
+    def _on_released(self, peer: Peer, released: messages.Released, now: float) -> None:
+        if released.nonce == peer.nonce and released.last == MAX_SERIAL:
+            self.lost(peer.worker, peer.nonce, "it has left: it was turned away", now)
 
     # -- liveness ------------------------------------------------------------------------------------------------------
 
@@ -665,7 +669,7 @@ class Publisher:
                 continue
             if (model_id, target.slab.layout.digest) not in peer.accepted:
                 return {}  # together or not at all
-            if peer.failed.get(model_id, (0,))[0] < target.version:
+            if peer.unstaged.get(model_id, (0,))[0] < target.version:
                 found[model_id] = target.version, target.slab
         return {} if all(peer.held.get(m) == version for m, (version, _) in found.items()) else found
 
@@ -808,6 +812,6 @@ _HANDLERS: dict[type[Instruction], Callable[..., None]] = {
     messages.Ping: lambda self, peer, ping, now: self.questions.put(peer, ping),
     messages.Pong: Publisher._on_pong,
     messages.Bye: Publisher._on_bye,
-    messages.Released: lambda *_: None,  # see receive()
+    messages.Released: Publisher._on_released,
     Relayed: lambda self, peer, relayed, now: self.touched.update(self.behind.report(peer, relayed, now)),
 }

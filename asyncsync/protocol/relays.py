@@ -110,7 +110,8 @@ class Behind:
         peer.slow = one.slow
         peer.applied.update({m: version for m, version in one.applied.items() if version <= newest})
         peer.held = dict(one.held)
-        peer.failed = {model_id: (version, one.error) for model_id, version in one.failed.items()}
+        peer.failed, peer.unstaged = {}, {}
+        peer.note_failed(*self._targets.split_failed(one.worker, one.failed), one.error)
         if one.lost:
             self._lose(peer, one.lost, now)
         elif is_new or self.workers.get(one.worker) is not peer:

@@ -159,13 +159,18 @@ class StagedUpdates(list[Staging]):
 
     def take(self, models: Collection[str]) -> Staging | None:
         """The newest that brings all of these models, and with which the gate has not begun: it is the caller's now.
-        Older ones of the same models are abandoned."""
-        for one in reversed(self.copy()):
-            if one.parts.keys() >= set(models) and not one.is_begun:
-                self.remove(one)
-                self[:] = [older for older in self if not (older.parts.keys() <= one.parts.keys() and older.abandon())]
-                return one
-        return None
+        What is older no longer reaches its models."""
+        fitting = [one for one in self if one.parts.keys() >= set(models) and not one.is_begun]
+        if not fitting:
+            return None
+        taken = fitting[-1]
+        for older in self[: self.index(taken)]:
+            if not older.parts.keys() <= taken.parts.keys():
+                older.leave_out(taken.parts)
+            elif older.abandon():
+                self.remove(older)
+        self.remove(taken)
+        return taken
 
     def finish(self, staging: Staging) -> None:
         """The gate has finished with it."""

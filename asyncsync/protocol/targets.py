@@ -330,6 +330,14 @@ class Targets:
         own = model.own.get(worker)
         return model.common.staged if own is None or own.staged is None else own.staged
 
+    def split_failed(self, worker: int, versions: Mapping[str, int]) -> tuple[dict[str, int], dict[str, int]]:
+        """Of versions that a worker could not apply, those that count against its targets, and those that count against
+        what is staged. One that was dropped counts for nothing."""
+        staged = 0 if self.staged is None else self.staged.version
+        newest = {m: t.version for m in versions if (t := self.newest(worker, m)) is not None}
+        counts = {m: version for m, version in versions.items() if version <= newest.get(m, 0)}
+        return counts, {m: version for m, version in versions.items() if version == staged}
+
     def newest(self, worker: int, model_id: str) -> Target | None:
         """What this worker should have once everything pending has been accepted; what is staged does not count."""
         upcoming = self.upcoming(worker, model_id) if self.pending else ()

@@ -263,8 +263,9 @@ class Passing:
     def _failure(self, peer: Peer) -> tuple[dict[str, int], Exception | None]:
         """Which versions this worker could not apply, and why."""
         targets, progress = self._publisher.targets, self._publisher.progress
-        failed = {m: version for m, (version, _) in peer.failed.items()}
-        errors = [error for _, error in peer.failed.values()]
+        reasons = {**peer.unstaged, **peer.failed}
+        failed = {m: version for m, (version, _) in reasons.items()}
+        errors = [error for _, error in reasons.values()]
         for model_id in peer.hello.have:
             target = targets.newest(peer.worker, model_id)
             if target is not None and (refusal := progress.refusal(peer, target)) is not None:

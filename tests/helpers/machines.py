@@ -129,13 +129,14 @@ class Desk:
         dtype: torch.dtype = torch.float32,
         models: Iterable[str] = ("policy",),
         lent: bool = False,
+        stages: bool = False,
     ) -> int:
         slabs = {m: slab_of(self.pool, value, dtype) for m in models}
         for model, slab in slabs.items():
             slab.leased = lent
             slab.descriptor = f"{model} {self.publisher.version + 1}".encode() if lent else None
         try:
-            return self.publisher.publish(slabs, workers, self.now)
+            return (self.publisher.stage if stages else self.publisher.publish)(slabs, workers, self.now)
         finally:
             for slab in slabs.values():
                 slab.release()

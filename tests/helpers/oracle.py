@@ -80,6 +80,12 @@ class Oracle:
         if (taken := subscriber.taken) is not None:
             holders.update(part.slab for part in taken.staging.parts.values())
             holders.update(slab for _, slab in taken.previous.values())
+            for staging in subscriber.staged:
+                for model in staging.parts.keys() & taken.staging.parts.keys():
+                    here = taken.staging.epoch, taken.staging.versions[model]
+                    assert (staging.epoch, staging.versions[model]) > here, (
+                        f"{worker} gets again what it has taken of {model!r}, or something older"
+                    )
         if subscriber.incoming is not None:
             holders.update(slab for slab in subscriber.incoming.slabs if slab is not None)
             holders.update(slab for slab in subscriber.incoming.bases if slab is not None)

@@ -823,7 +823,7 @@ class Simulation(Oracle):
                 self.network.append(Message(worker.connection, True, frames))
 
     def _begin(self, worker: Worker) -> bool:
-        if worker.running is not None or worker.taken is not None or not worker.subscriber.staged:
+        if worker.running is not None or worker.taken is not None or not worker.subscriber.staged or not worker.alive:
             return False
         worker.running = worker.subscriber.staged[0]
         worker.running.run()

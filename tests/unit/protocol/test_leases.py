@@ -234,7 +234,7 @@ def test_a_worker_that_leaves_before_it_has_heard_of_a_new_epoch_gives_everythin
     assert out(desk, 0) == {1}
     about = ("closed", "") if leaves is messages.Bye else (checks.MAX_SERIAL, ())
     desk.receive(0, leaves(EPOCH, nonce(0), *about))
-    assert out(desk, 0) == set()
+    assert (out(desk, 0), desk.publisher.peers[0].state) == (set(), "lost")
 
 
 @pytest.mark.parametrize(

@@ -755,6 +755,30 @@ def test_what_a_newer_publication_has_left_of_one_follows_it(answer: Callable[..
     desk.expect({"critic": newer - 1})
 
 
+def test_a_staged_version_that_failed_is_tried_again_when_it_is_committed() -> None:
+    desk = joined(0)
+    desk.publish()
+    desk.finish_all()
+    version = desk.publish(stages=True)
+    desk.failed(0, desk.expect({"policy": version}))
+    assert list(desk.publisher.progress.staged(version, [0]).failed) == [0]
+    assert desk.publisher.progress.of(version - 1, [0]).acked == {0: version - 1}
+    assert not desk.take(messages.Update)
+    desk.publisher.commit(version)
+    desk.finish(0, desk.expect({"policy": version}))
+    assert desk.publisher.progress.of(version, [0]).acked == {0: version}
+
+
+def test_a_version_that_was_dropped_fails_nothing() -> None:
+    desk = joined(0)
+    desk.publish()
+    desk.finish_all()
+    staged = desk.expect({"policy": desk.publish(stages=True)})
+    desk.publisher.drop()
+    desk.failed(0, staged)
+    assert (desk.publisher.peers[0].failed, desk.publisher.peers[0].unstaged) == ({}, {})
+
+
 # -- workers that come from another sender of the epoch ---------------------------------------------------------------
 
 

@@ -813,6 +813,20 @@ def test_what_is_taken_is_replaced_by_nothing_newer_and_the_version_before_stays
     assert station.content() == {30}
 
 
+def test_what_is_older_no_longer_reaches_the_models_of_what_is_taken(pair: Station) -> None:
+    pair.update(1, {"policy": (1, 10), "critic": (1, 11)})
+    pair.update(2, {"policy": (2, 20)})
+    assert pair.subscriber.take(["policy"]) is not None
+    assert [one.versions for one in pair.subscriber.staged] == [{"critic": 1}]
+
+
+def test_what_is_newer_than_what_is_taken_still_comes(pair: Station) -> None:
+    pair.update(1, {"policy": (1, 10), "critic": (1, 11)})
+    pair.update(2, {"critic": (2, 21)})
+    assert pair.subscriber.take(["policy"]) is not None
+    assert [one.versions for one in pair.subscriber.staged] == [{"critic": 2}]
+
+
 def test_what_could_not_be_applied_may_be_taken_again_until_something_newer_is_there(station: Station) -> None:
     station.join()
     station.update(1, {"policy": (1, 10)})
