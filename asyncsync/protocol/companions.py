@@ -6,6 +6,7 @@ from typing import Protocol
 
 from asyncsync.protocol.incoming import IncomingUpdate
 from asyncsync.protocol.staging import Staging
+from asyncsync.wire.messages import Verify
 
 
 class FastPath(Protocol):
@@ -33,6 +34,9 @@ class Relaying(Protocol):
 
     def answered(self, request: int) -> None:
         """The root of the tree has answered a request for its targets."""
+
+    def asked(self, question: Verify) -> None:
+        """The root of the tree asks a worker what its model holds."""
 
     def recount(self) -> None:
         """The trainer requests a report of all of them."""

@@ -27,6 +27,7 @@ from asyncsync.protocol.relays import Behind, Questions
 from asyncsync.protocol.settings import Identity, Settings
 from asyncsync.protocol.targets import Model, Publication, Replaced, Target, Targets
 from asyncsync.protocol.transfer import Announcement, Parts, Transfer
+from asyncsync.protocol.verifying import Verification
 from asyncsync.weights.encoding import Encoding, is_decodable
 from asyncsync.weights.slab import Slab
 from asyncsync.wire import messages
@@ -38,6 +39,7 @@ GAP = 1 << 16
 # A peer's word moves everybody's serials: one that lies cannot use them up, for less than a thousand million messages.
 LARGEST_LEAP = 1 << 32
 LAST_LEAP = 1 << 63
+KEPT_ANSWERS = 1024  # of a relay, until it can pass them on; the root requests again what is lost
 
 
 class Publisher:
@@ -47,6 +49,7 @@ class Publisher:
     ``epoch`` is its fencing token: start time in ns, and a random number. Where ``num_workers`` is None, it is elastic.
     ``announcement`` is the newest one; None: there is none, or it must not be used any more. ``serial`` is that of the
     last UPDATE or AGAIN. ``touched`` has the workers whose state may have changed; whoever reads it clears it.
+    ``verification`` is what :meth:`verify` has begun last; ``answers``, in a relay, are for the sender above it.
     """
 
     def __init__(
@@ -67,6 +70,9 @@ class Publisher:
         self.announcement: Announcement | None = None
         self.serial = 0
         self.wanted: deque[tuple[Encoding, int]] = deque()
+        self.verification: Verification | None = None
+        self.answers: deque[messages.Digests] = deque(maxlen=KEPT_ANSWERS)
+        self._verifications = 0
         self.touched: set[int] = set()
         self.fenced: Fenced | None = None
         self.closed = False
@@ -416,6 +422,44 @@ class Publisher:
             self._stop_waiting(now)
             self.fanout.stream()
             self.behind.tick(now)
+            self._request_digests(now)
+
+    # -- verifying: what the workers' models hold ----------------------------------------------------------------------
+
+    def verify(self, model_id: str, workers: Iterable[int], now: float) -> Verification:
+        """Ask these workers what they hold of a model, instead of what was asked before."""
+        self._verifications += 1
+        self.verification = Verification(
+            self.epoch, self._verifications, model_id, workers, self._peer_of, self.settings.retry_interval
+        )
+        self._request_digests(now)
+        return self.verification
+
+    def pass_on(self, question: messages.Verify) -> None:
+        """Send a question to the worker that it is for, or to the relay that this one is behind."""
+        peer = self._peer_of(question.worker)
+        if peer is not None and peer.nonce == question.nonce and not peer.lost:
+            relay = peer if peer.relay is None else self.peers.get(peer.relay)
+            if relay is not None:
+                self.membership.send(relay.route, question)
+
+    def _peer_of(self, worker: int) -> Peer | None:
+        return self.peers.get(worker) or self.behind.workers.get(worker)
+
+    def _request_digests(self, now: float) -> None:
+        if self.verification is not None:
+            for question in self.verification.due(now):
+                self.pass_on(question)
+
+    def _on_digests(self, peer: Peer, page: messages.Digests, now: float) -> None:
+        asked = self._peer_of(page.worker)
+        if asked is None or peer.worker not in (asked.worker, asked.relay):
+            raise ProtocolError(f"worker {peer.worker} answers for worker {page.worker}")
+        if self.membership.follows:
+            self.answers.append(page)
+        elif self.verification is not None and self.verification.number == page.number:
+            self.verification.answer(page, now)
+            self._request_digests(now)
 
     # -- agreement: who has to accept the layouts of a publication -----------------------------------------------------
 
@@ -813,5 +857,6 @@ _HANDLERS: dict[type[Instruction], Callable[..., None]] = {
     messages.Pong: Publisher._on_pong,
     messages.Bye: Publisher._on_bye,
     messages.Released: Publisher._on_released,
+    messages.Digests: Publisher._on_digests,
     Relayed: lambda self, peer, relayed, now: self.touched.update(self.behind.report(peer, relayed, now)),
 }

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from asyncsync.wire.messages import MAX_DIGESTS
+
 EAGER_BYTES = 1 << 20
 
 
@@ -39,6 +41,7 @@ class Settings:
         compress: the codec, of :mod:`asyncsync.weights.encoding`, for workers that can decode it; empty: none.
         delta: a sender keeps the version before, and a worker that has it gets what has changed.
         piece_bytes: the pieces of updates that travel as fewer bytes: one takes milliseconds to encode.
+        page_digests: how many digests a worker sends at once.
         fast: False: every update goes the general way, announced by UPDATE and staged, without what is shorter in
             the steady state of a training loop.
         fanout: over tcp, the trainer sends to all workers at once what many of them are to get.
@@ -56,6 +59,7 @@ class Settings:
     compress: str = ""
     delta: bool = False
     piece_bytes: int = 1 << 20
+    page_digests: int = MAX_DIGESTS
     fast: bool = True
     fanout: bool = False
     fanout_least: int = 3

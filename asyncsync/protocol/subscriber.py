@@ -50,6 +50,7 @@ from asyncsync.wire.messages import (
     Ping,
     Recount,
     Update,
+    Verify,
 )
 
 FRUITLESS_RESTARTS = 3
@@ -73,6 +74,7 @@ class Subscriber:
         failure: the report of the last update that failed, until what is newer is applied.
         relayed: counts the reports of a relay's workers.
         targets: the version that each model should have, as far as this worker knows.
+        asked: what the trainer wants to know of a model; :meth:`answer` follows.
         leaving: whether further updates are ignored.
         fast_path: applies what is as always; whatever else happens here ends it.
         relaying: passes on what comes to other workers; None: nobody does.
@@ -111,6 +113,8 @@ class Subscriber:
         self.relayed = 0
         self.targets: dict[str, int] = {}
         self.last_seen: float | None = None
+        self.asked: Verify | None = None
+        self._answer: tuple[Verify, int, Sequence[bytes], str] | None = None
         self.leaving = False
         self.fast_path: FastPath | None = None
         self.relaying: Relaying | None = None
@@ -209,6 +213,13 @@ class Subscriber:
             taken.release()
         return counts
 
+    def answer(self, question: Verify, version: int, digests: Sequence[bytes], problem: str = "") -> None:
+        """What a model holds: a digest of each tensor, in the order of the layout of this version, or why there is
+        nothing to compare. Of no use once another question has come."""
+        if self.asked is not None and self.asked.number == question.number:
+            self.asked, self._answer = None, (question, version, digests, problem)
+            self._show_digests(question.start)
+
     def leave(self) -> None:
         """Ignore further updates; :meth:`bye` follows."""
         self.end_fast_path()
@@ -291,6 +302,8 @@ class Subscriber:
             self._on_drop(instruction)
         elif isinstance(instruction, messages.Ping):
             self._pong(instruction)
+        elif isinstance(instruction, Verify):
+            self._on_verify(instruction)
         elif isinstance(instruction, Recount) and self.relaying is not None:
             self.relaying.recount()
         elif isinstance(instruction, messages.Pong):
@@ -301,6 +314,22 @@ class Subscriber:
         else:
             raise ProtocolError(f"the trainer sent {type(instruction).__name__}, which only a worker sends")
         self.last_seen = now
+
+    def _on_verify(self, question: Verify) -> None:
+        if question.nonce != self.session.nonce:
+            if self.relaying is not None:
+                self.relaying.asked(question)
+        elif self._answer is not None and self._answer[0].number == question.number:
+            self._show_digests(question.start)
+        elif self.asked is None or self.asked.number != question.number:
+            self.asked, self._answer = question, None
+
+    def _show_digests(self, start: int) -> None:
+        assert self._answer is not None
+        question, version, digests, problem = self._answer
+        page = b"".join(digests[start : start + self.settings.page_digests])
+        asked = question.epoch, question.number, question.worker, question.nonce
+        self.session.send(messages.Digests(*asked, version, start, len(digests), page, problem[:MAX_TEXT]))
 
     def _take_all(self, now: float) -> None:
         """Take part in the updates of every model that the trainer serves."""
@@ -316,6 +345,7 @@ class Subscriber:
         self.holdings.adopt(self.session.epoch)
         self.serial, self.failure = 0, None  # it counts its updates afresh
         self.targets = {}
+        self.asked = self._answer = None
         if self.relaying is not None:
             self.relaying.adopted()
 

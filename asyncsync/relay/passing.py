@@ -21,7 +21,18 @@ from asyncsync.protocol.staging import Staging
 from asyncsync.protocol.subscriber import Subscriber
 from asyncsync.protocol.targets import Replaced
 from asyncsync.weights.slab import Slab
-from asyncsync.wire.messages import APPLY, MAX_NAME, MAX_RELAYED, NO_EPOCH, STAGE, Bye, Epoch, Relayed, RelayedWorker
+from asyncsync.wire.messages import (
+    APPLY,
+    MAX_NAME,
+    MAX_RELAYED,
+    NO_EPOCH,
+    STAGE,
+    Bye,
+    Epoch,
+    Relayed,
+    RelayedWorker,
+    Verify,
+)
 
 logger = logging.getLogger("asyncsync")
 
@@ -91,6 +102,7 @@ class Passing:
         slabs before must not be written again."""
         publisher = self._publisher
         publisher.outbox.clear()
+        publisher.answers.clear()
         publisher.announcement = None
         if self._slots is not None:
             self._slots.renew()
@@ -202,12 +214,17 @@ class Passing:
     @property
     def is_report_due(self) -> bool:
         """Whether :meth:`report` may have something to say."""
-        session, has_news = self._subscriber.session, bool(self._publisher.touched) or self._publisher.questions.are_new
-        return session.welcomed and (has_news or self._session != (session.epoch, session.attempt))
+        session, publisher = self._subscriber.session, self._publisher
+        has_news = publisher.touched or publisher.questions.are_new or publisher.answers
+        return session.welcomed and (bool(has_news) or self._session != (session.epoch, session.attempt))
 
     def answered(self, request: int) -> None:
         """The root of the tree has answered: so have its workers here the answer."""
         self._publisher.questions.answered(request, self._subscriber.targets)
+
+    def asked(self, question: Verify) -> None:
+        """The root of the tree asks a worker here."""
+        self._publisher.pass_on(question)
 
     def recount(self) -> None:
         """A report was lost."""
@@ -221,6 +238,8 @@ class Passing:
             return
         if publisher.questions.are_new:
             publisher.questions.passed_on(session.request(root=True))
+        while publisher.answers:
+            session.send(publisher.answers.popleft())
         whole = self._session != (session.epoch, session.attempt)
         workers: Iterable[int] = publisher.touched
         if whole:

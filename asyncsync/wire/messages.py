@@ -16,6 +16,8 @@ FAILED    worker → trainer   applying raised, with the traceback
 RELEASED  worker → trainer   which leased slabs are still in use, and nothing else
 PING/PONG both ways          liveness, and the state that repairs whatever message was lost
 BYE       both ways          I am leaving, or: you are not welcome
+VERIFY    trainer → worker   what does this model hold, tensor by tensor?
+DIGESTS   worker → trainer   a page of the answer
 RELAYED   relay → trainer    which workers behind me have changed, each of them whole
 RECOUNT   trainer → relay    a report was lost: count them all
 INQUIRY   anybody → trainer  how is everything? Without HELLO: whoever may connect may ask
@@ -32,6 +34,7 @@ from functools import cache
 from typing import Any, ClassVar
 
 from asyncsync.errors import ProtocolError, RemoteError, SchemaMismatch
+from asyncsync.weights.layout import MAX_ENTRIES
 from asyncsync.wire.checks import (
     Check,
     binary,
@@ -59,6 +62,8 @@ MAX_RELAYED = 1024  # workers in one report of a relay
 MAX_REPORTED = 256  # workers
 MAX_REPORTED_MODELS = 64
 MAX_REASON = 200  # characters
+DIGEST_BYTES = 16
+MAX_DIGESTS = 2048  # in one page
 NONCE_END = 8  # bytes of a nonce: enough to tell thousands apart
 # Relays and guests have indices from here on: there is no worker of such an index.
 FIRST_GUEST = 1 << 30
@@ -348,6 +353,35 @@ class Cast(Instruction, kind=23, max_payload=2 * MAX_MODELS + 1):
     pushed: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Verify(Instruction, kind=25):
+    """``worker`` and ``nonce``: who is asked; a relay passes on what is for another. ``number``: of the question.
+    ``start``: the first tensor of the page that is to come."""
+
+    epoch: Epoch
+    number: int
+    worker: int
+    nonce: bytes
+    model_id: str
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class Digests(Instruction, kind=26):
+    """``digests``: one of each tensor from ``start`` on, of ``count`` in the layout of ``version``. ``problem``: why
+    there is nothing to compare; empty: there is."""
+
+    epoch: Epoch
+    number: int
+    worker: int
+    nonce: bytes
+    version: int
+    start: int
+    count: int
+    digests: bytes
+    problem: str = ""
+
+
 # -- relays ------------------------------------------------------------------------------------------------------------
 
 
@@ -501,6 +535,12 @@ def _nonces(raw: Any) -> bytes:
     return raw
 
 
+def _page(raw: Any) -> bytes:
+    if type(raw) is not bytes or len(raw) > MAX_DIGESTS * DIGEST_BYTES or len(raw) % DIGEST_BYTES:
+        raise ProtocolError(f"expected at most {MAX_DIGESTS} digests of {DIGEST_BYTES} bytes, not {show(raw)}")
+    return raw
+
+
 _u64, _number, _index, _u32 = integer(), integer(1), integer(0, (1 << 31) - 1), integer(0, (1 << 32) - 1)
 _name, _text, _boolean, _digest = text(MAX_NAME), text(MAX_TEXT), is_a(bool, 0, 1, "true or false"), binary(16)
 _size, _nbytes, _counts = integer(0, MAX_CHUNK), integer(0, 1 << 42), mapping(_name, _u64, MAX_MODELS)
@@ -517,7 +557,7 @@ CHECKS: dict[str, Check] = {
     **dict.fromkeys(
         ["eager", "packed", "opens", "mismatch", "root", "whole", "more", "slow", "local", "takes"], _boolean
     ),
-    **dict.fromkeys(["message", "traceback", "lost"], _text),
+    **dict.fromkeys(["message", "traceback", "lost", "problem"], _text),
     "model_id": _name,
     "type_name": _name,
     # A version, or a serial number, begins with 1; 0: there has been none.
@@ -539,6 +579,9 @@ CHECKS: dict[str, Check] = {
     "digest": _digest,
     "ModelReport.digest": optional(_digest),
     "digests": mapping(_name, _digest, MAX_MODELS),
+    "Digests.digests": _page,
+    "Digests.version": _u64,
+    "count": integer(0, MAX_ENTRIES),
     "models": mapping(_name, optional(_digest, b""), MAX_MODELS),
     "boot": text(64),
     "host": text(255),

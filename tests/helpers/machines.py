@@ -24,7 +24,7 @@ from asyncsync.wire.messages import Instruction
 
 EPOCH = (1000, 1)
 SHAPES = {("a",): (15,), ("b",): (2, 5)}  # 128 bytes as float32
-SMALL = Settings(eager_bytes=0, chunk_bytes=40, window_bytes=80)
+SMALL = Settings(eager_bytes=0, chunk_bytes=40, window_bytes=80, page_digests=1)
 Sent = tuple[Instruction, Sequence[messages.Buffer]]
 
 

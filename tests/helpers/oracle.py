@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from asyncsync.protocol.publisher import Publisher
 from asyncsync.weights.slab import Slab
+from helpers.machines import SHAPES
 from helpers.simulated import Record, Trainer, Worker, World
 
 
@@ -63,6 +64,10 @@ class Oracle:
         fetching = sum(len(p.transfer._slabs) for p in publisher.peers.values() if p.transfer is not None)
         fetching += 0 if pushed is None else len(pushed._slabs)
         assert slabs <= targets + fetching + bases + lent + len(packing) + spares
+        if (verification := publisher.verification) is not None:
+            for worker, found in verification.found.items():
+                number = trainer.records[found.version - 1].number_for(worker, verification.model_id)
+                assert found.digests == (digest_of(number),) * len(SHAPES), f"worker {worker} has not version {found}"
         for publication in publisher.targets.pending.values():
             assert publication.awaiting, "a publication that awaits nobody is still pending"
 
@@ -196,6 +201,11 @@ class Oracle:
         """Whether something newer is meant for this worker."""
         later = [r for r in record.trainer.records if r.version > record.version and r.is_meant]
         return any(r.number_for(worker, m) is not None for r in later for m in models or record.numbers)
+
+
+def digest_of(number: int) -> bytes:
+    """What stands for the digest of a tensor that holds this number."""
+    return b"%016d" % number
 
 
 def _targets_of(publisher: Publisher) -> Iterator[Slab]:

@@ -69,6 +69,7 @@ class World:
             compress=self.compress,
             delta=self.delta,
             piece_bytes=40,
+            page_digests=1,
         )
 
     def is_beside(self, worker: int) -> bool:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 
@@ -24,12 +25,13 @@ from asyncsync.bus.link import TICK
 from asyncsync.errors import ProtocolError, SchemaMismatch
 from asyncsync.net.side_channel import join
 from asyncsync.protocol.fanout import EVERYBODY
+from asyncsync.protocol.verifying import Verification
 from asyncsync.weights.packing import pack
 from asyncsync.weights.slab import Slab
 from asyncsync.wire import codec, messages
 from asyncsync.wire.metadata import encode_metadata
-from helpers.machines import flat
-from helpers.oracle import Oracle
+from helpers.machines import SHAPES, flat
+from helpers.oracle import Oracle, digest_of
 from helpers.simulated import (
     DTYPES,
     Connection,
@@ -90,6 +92,7 @@ OPERATIONS = {
     "notice": 1,
     "assemble": 1,
     "restart_trainer": 1,
+    "verify": 2,
 }
 ALWAYS = {"flow", "publish", "tick"}
 
@@ -462,6 +465,12 @@ class Simulation(Oracle):
         count = len(self.trainers)
         self.trainer = self._start_trainer(1000 + 10 * count if a % 3 else 1000 - 10 * count)
 
+    def _do_verify(self, a: int, b: int) -> None:
+        """The trainer asks some workers, or all, what their models hold."""
+        workers = self._some_workers(a // 2) if b % 3 else range(self.world.workers)
+        if self.trainer.usable:
+            self.trainer.publisher.verify(self.world.topic(self._some_models(a)[0]), workers, self.now)
+
     # -- messages flow again ----------------------------------------------------------------------------------------
 
     def converge(self) -> None:
@@ -498,6 +507,11 @@ class Simulation(Oracle):
         progress = self.trainer.publisher.progress.of(version, self.trainer.publisher.progress.targeted(version))
         assert not progress.failed, progress.failed
         assert set(progress.acked) == set(range(self.world.workers)), progress
+        for model in self.world.models:
+            verification = self.trainer.publisher.verify(self.world.topic(model), range(self.world.workers), self.now)
+            self._until(partial(self._verified, verification), "a verification")
+            assert not verification.problems, verification.problems
+            assert {found.version for found in verification.found.values()} == {version}, verification.found
 
     def _until(self, done: Callable[[], str | None], what: str) -> None:
         self._need_trainer()
@@ -639,6 +653,9 @@ class Simulation(Oracle):
                 if key not in used:
                     return f"{key} is still lent to {worker}, which uses {used}"
         return None
+
+    def _verified(self, verification: Verification) -> str | None:
+        return f"{verification.waiting} are still to answer" if verification.waiting else None
 
     def _check_progress(self) -> None:
         publisher = self.trainer.publisher
@@ -807,10 +824,24 @@ class Simulation(Oracle):
                         self._fetch(worker, *worker.fetches.pop(0))
                     while self._begin(worker):
                         self._finish(worker)
+                    self._answer(worker)
             self._send_up(worker)
             if worker.again and worker.active:
                 worker.begin_fast_path(worker.again)
             worker.again = 0
+
+    def _answer(self, worker: Worker) -> None:
+        """The trainer has asked what a model holds: the number that was published, for each tensor."""
+        subscriber, question = worker.subscriber, worker.subscriber.asked
+        if question is None or worker.running is not None:
+            return
+        subscriber.end_fast_path()
+        model = subscriber.session.local(question.model_id)
+        version = subscriber.holdings.version(model) if model in worker.models else 0
+        if version:
+            subscriber.answer(question, version, [digest_of(worker.look(model))] * len(SHAPES))
+        else:
+            subscriber.answer(question, 0, [], "it has no version of this model")
 
     def _send_up(self, worker: Worker) -> None:
         if worker.running_on:

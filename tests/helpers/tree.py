@@ -221,6 +221,9 @@ class Tree:
                     self.look(node)
             if node.passing is not None and node.passing.is_report_due:
                 self.turn[node] = None
+            if (question := subscriber.asked) is not None and MODEL in subscriber.holdings.held:
+                _, version, slab = subscriber.holdings.held[MODEL]
+                subscriber.answer(question, version, [b"%016d" % content(slab)] * 2)
             subscriber.flush()
             while subscriber.outbox:
                 self._send(node, node.parent, node.route, *subscriber.outbox.popleft(), up=True)

@@ -148,6 +148,7 @@ def out_of_place(epoch: messages.Epoch, version: int) -> list[messages.Instructi
             messages.Pong(e, 10**9, {"policy": version + 10**9}, {"policy": 10**9}, 10**9),
             messages.Bye(e, NONCE, "closed", "adieu"),
             messages.Applied.at_once(e, 1),
+            messages.Digests(e, 1, 10**6, NONCE, 1, 0, 1, digest),
         ]
     return instructions
 

@@ -29,6 +29,7 @@ from asyncsync.protocol.staging import StagedUpdates
 from asyncsync.protocol.subscriber import Subscriber
 from asyncsync.protocol.targets import Targets
 from asyncsync.protocol.transfer import Announcement, Transfer
+from asyncsync.protocol.verifying import Verification
 from helpers.mutation import mutate
 from helpers.simulation import ALWAYS, OPERATIONS, Simulation, World, draw_operations, draw_world
 
@@ -225,6 +226,19 @@ MUTATIONS = {
     "the version before what is taken is not kept": [(Subscriber, "take", "slab.retain()) for", "slab) for")],
     "PONG does not show what is taken": [
         (Subscriber, "_ready_versions", "taken.staging.epoch == self.session.epoch", "False")
+    ],
+    "a page of an answer counts twice": [
+        (Verification, "answer", "page.start * DIGEST_BYTES != len(pages.found)", "False")
+    ],
+    "the pages of two incarnations make one answer": [
+        (Verification, "due", "pages.nonce != peer.nonce", "False"),
+        (Verification, "answer", "pages.nonce != page.nonce", "False"),
+    ],
+    "a lost question is not asked again": [
+        (Verification, "due", "now + self._retry_interval", "float('inf')"),
+    ],
+    "the answer to another question is shown": [
+        (Subscriber, "_on_verify", "self._answer[0].number == question.number", "True"),
     ],
     "HELLO is said once": [(Subscriber, "tick", "self.session.is_hello_due(now)", "False")],
 }

@@ -11,6 +11,7 @@ import pytest
 
 from asyncsync.errors import PeerLost, RemoteError, SchemaMismatch
 from asyncsync.protocol.settings import Settings
+from asyncsync.protocol.verifying import Verified
 from asyncsync.wire import codec, messages
 from asyncsync.wire.messages import Relayed
 from helpers.tree import MODEL, SETTINGS, Node, Tree
@@ -266,6 +267,22 @@ def test_what_the_root_has_published_counts_before_it_has_come_to_the_relay(monk
     assert worker.subscriber.session.answered(request, root=True)
     assert worker.subscriber.targets == {MODEL: 2}
     assert tree.until(tree.is_everywhere, 5), tree.missing()
+
+
+def test_workers_behind_relays_answer_what_they_hold_page_by_page() -> None:
+    tree = Tree([2, 2], 3)
+    version = tree.publish()
+    assert tree.until(tree.is_everywhere), tree.missing()
+    tree.loss = 0.2
+    verification = tree.root.publisher.verify(MODEL, range(tree.count), tree.now)
+    tree.pass_time(4)
+    tree.restart_relay(1, 0)
+    tree.restart_worker(11)
+    tree.loss = 0.0
+    assert tree.until(lambda: not verification.waiting), verification.waiting
+    assert set(verification.found) | set(verification.problems) == set(range(tree.count))
+    assert set(verification.found.values()) == {Verified(version, (b"%016d" % 1,) * 2)}
+    assert len(verification.found) >= tree.count - 4, "but for those that were lost meanwhile"
 
 
 def test_a_lost_report_is_found_by_the_next_pong(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,7 @@ from asyncsync.wire.messages import (
     Bye,
     Cast,
     Chunk,
+    Digests,
     Drop,
     Failed,
     Fetch,
@@ -49,6 +50,7 @@ from asyncsync.wire.messages import (
     Report,
     Staged,
     Update,
+    Verify,
     Welcome,
     WorkerReport,
 )
@@ -155,6 +157,12 @@ ANY: dict[type[Instruction], st.SearchStrategy[tuple[Any, list[bytes]]]] = {
     Bye: alone(st.builds(Bye, epochs, digests, st.text(unicode, max_size=32), texts)),
     Released: alone(st.builds(Released, epochs, digests, u64, kept)),
     Drop: alone(st.builds(Drop, epochs, positive)),
+    Verify: alone(st.builds(Verify, epochs, u64, u31, digests, names, u64)),
+    Digests: alone(
+        st.builds(
+            Digests, epochs, u64, u31, digests, u64, u64, st.integers(0, 200_000), st.lists(digests).map(b"".join), texts
+        )
+    ),
     Again: agains(),
     Relayed: alone(
         st.builds(Relayed, epochs, positive, st.booleans(), st.booleans(), st.lists(relayed, max_size=3).map(tuple))
@@ -184,6 +192,8 @@ EXAMPLES: dict[type[Instruction], tuple[Instruction, list[bytes]]] = {
     Bye: (Bye((1, 2), bytes(16), "closed", "done"), []),
     Released: (Released((1, 2), bytes(16), 5, (("policy", 7), ("v", 1))), []),
     Drop: (Drop((1, 2), 8), []),
+    Verify: (Verify((1, 2), 1, 3, bytes(16), "policy", 0), []),
+    Digests: (Digests((1, 2), 1, 3, bytes(16), 8, 0, 1, bytes(16)), []),
     Again: (Again((1, 2), 6, 5, 8, None), [b"data"]),
     Relayed: (Relayed((1, 2), 3, True, False, (RelayedWorker(3, bytes(16), {"policy": 7}, {}),)), []),
     Recount: (Recount((1, 2), 4), []),
