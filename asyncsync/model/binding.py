@@ -16,6 +16,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import nn
 
+from asyncsync.errors import SchemaMismatch
 from asyncsync.model.bound_model import BoundModel, LayoutPlan, constant
 from asyncsync.model.selection import Selection
 from asyncsync.model.strategy import WeightStrategy
@@ -79,6 +80,8 @@ class Binding:
         raises."""
         if self.bound is None or self._custom is not None:
             return
+        if layout.boxes:
+            raise SchemaMismatch("the sent tensors are parts of larger ones, which a model cannot take")
         self.bound.refresh()
         specs = _specs(layout)
         if self._converts:

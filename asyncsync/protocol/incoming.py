@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 from asyncsync.errors import ProtocolError
@@ -41,7 +42,11 @@ class IncomingUpdate:
     up to the first gap. What comes behind a gap is sent again with it, unless it is ``pushed`` to all subscribers: then
     it is kept, and ``beyond`` has where it begins and ends. ``granted`` is up to where the trainer has credit.
     ``restarts`` and ``fruitless`` count how often the rest was fetched again, in all and since something came.
+    ``source``: which of the trainer's processes it comes from. What comes from another one is an update of its own,
+    :meth:`share`, into the same slabs.
     """
+
+    source = 0
 
     def __init__(
         self,
@@ -90,6 +95,21 @@ class IncomingUpdate:
         self.restarts = 0
         self.fruitless = 0
         self.last_progress = now
+
+    @property
+    def sources(self) -> set[int]:
+        """The processes beside the sender that have some of its bytes."""
+        return {part.source for part in self.parts if part.source and part.descriptor is None}
+
+    def share(self, source: int, now: float) -> IncomingUpdate:
+        """What comes from that process: its parts of this version, in the order in which it has them."""
+        chosen = [i for i, p in enumerate(self.parts) if p.source == source and p.descriptor is None]
+        slabs, layouts = [self.slabs[i] for i in chosen], [self.layouts[i] for i in chosen]
+        parts = tuple([replace(self.parts[i], source=0) for i in chosen])
+        update = Update(self.epoch, parts[0].version, False, parts)
+        share = IncomingUpdate(update, layouts, [slab.values for slab in slabs], lambda *_: slabs[0], now, slabs)
+        share.source = source
+        return share
 
     @property
     def complete(self) -> bool:

@@ -49,7 +49,8 @@ class Publisher:
     ``epoch`` is its fencing token: start time in ns, and a random number. Where ``num_workers`` is None, it is elastic.
     ``announcement`` is the newest one; None: there is none, or it must not be used any more. ``serial`` is that of the
     last UPDATE or AGAIN. ``touched`` has the workers whose state may have changed; whoever reads it clears it.
-    ``verification`` is what :meth:`verify` has begun last; ``answers``, in a relay, are for the sender above it.
+    ``sources`` are the addresses of the other processes that have shares of what is published. ``verification`` is what
+    :meth:`verify` has begun last; ``answers``, in a relay, are for the sender above it.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Publisher:
         self.announcement: Announcement | None = None
         self.serial = 0
         self.wanted: deque[tuple[Encoding, int]] = deque()
+        self.sources: tuple[str, ...] = ()
         self.verification: Verification | None = None
         self.answers: deque[messages.Digests] = deque(maxlen=KEPT_ANSWERS)
         self._verifications = 0
@@ -522,8 +524,9 @@ class Publisher:
             number = peer.count_welcome(models.items())
             attempt = peer.hello.attempt
             welcome = messages.Welcome(
-                members.epoch, peer.nonce, attempt, me.pid, me.boot, me.namespace, models, number, members.fanout_port
-            )
+                members.epoch, peer.nonce, attempt, me.pid, me.boot, me.namespace, models, number,
+                members.fanout_port, self.sources,
+            )  # fmt: skip
             members.send(peer.route, welcome, layouts)
 
     def _recheck(self, worker: int) -> None:

@@ -48,6 +48,7 @@ from asyncsync.wire.messages import (
     InUse,
     Part,
     Ping,
+    Pull,
     Recount,
     Update,
     Verify,
@@ -61,7 +62,8 @@ class Subscriber:
     """The receiver's half of a bus: one worker incarnation, named by ``nonce``, 16 random bytes.
 
     Attributes:
-        incoming: the update whose bytes are missing.
+        incoming: the update whose bytes are missing; ``shares``: what of it comes from other processes of the
+            trainer's, by their numbers. What is for them is in ``to_sources``.
         staged: what should go through the gate, oldest first.
         held: what is as ready as that, and waits for COMMIT.
         taken: what the user's code has taken.
@@ -100,6 +102,8 @@ class Subscriber:
         self.outbox = session.outbox
         self.holdings = Holdings()
         self.incoming: IncomingUpdate | None = None
+        self.shares: dict[int, IncomingUpdate] = {}
+        self.to_sources: deque[tuple[int, Pull]] = deque()
         self.staged = StagedUpdates()
         self.held: Staging | None = None
         self.taken: Taken | None = None
@@ -115,6 +119,7 @@ class Subscriber:
         self.last_seen: float | None = None
         self.asked: Verify | None = None
         self._answer: tuple[Verify, int, Sequence[bytes], str] | None = None
+        self._questions = 0
         self.leaving = False
         self.fast_path: FastPath | None = None
         self.relaying: Relaying | None = None
@@ -321,8 +326,8 @@ class Subscriber:
                 self.relaying.asked(question)
         elif self._answer is not None and self._answer[0].number == question.number:
             self._show_digests(question.start)
-        elif self.asked is None or self.asked.number != question.number:
-            self.asked, self._answer = question, None
+        elif question.number > self._questions:  # an older one may come late
+            self._questions, self.asked, self._answer = question.number, question, None
 
     def _show_digests(self, start: int) -> None:
         assert self._answer is not None
@@ -345,7 +350,7 @@ class Subscriber:
         self.holdings.adopt(self.session.epoch)
         self.serial, self.failure = 0, None  # it counts its updates afresh
         self.targets = {}
-        self.asked = self._answer = None
+        self.asked, self._answer, self._questions = None, None, 0
         if self.relaying is not None:
             self.relaying.adopted()
 
@@ -510,16 +515,20 @@ class Subscriber:
     def _begin(self, update: IncomingUpdate, *, pushed: bool = False) -> None:
         """Wait for what this update lacks; there is no other one. ``pushed``: the bytes go to all subscribers."""
         self.incoming = update
+        self.shares = {source: update.share(source, update.last_progress) for source in sorted(update.sources)}
         update.pushed = pushed
         if self.relaying is not None:
             self.relaying.begun(update)
         for index in sorted(update.fetching):
             slab = update.slabs[index]
             self.fetches.append((update.serial, index, update.parts[index], slab.retain()))
-        if not self._check_complete(update) and update.streaming:
+        if not self._check_complete() and update.streaming:
             if any(part.base for part in update.parts):
                 update.keep_bases(self._base)
             self._grant_credit(update)
+        if self.incoming is update:
+            for share in self.shares.values():
+                self._grant_credit(share)
 
     def _drop(self) -> None:
         """The update whose bytes are missing is not wanted any more."""
@@ -527,7 +536,29 @@ class Subscriber:
         if update is not None:
             if self.relaying is not None:
                 self.relaying.ended(update)
+            self._release_shares()
             update.release()
+
+    def _release_shares(self) -> None:
+        for share in self.shares.values():
+            share.release()
+        self.shares = {}
+
+    def receive_share(self, source: int, instruction: Instruction, payload: Sequence[Buffer], now: float) -> None:
+        """Take in one message of the trainer's process of this number. Raises ProtocolError, with nothing changed, if
+        it is malformed, of another epoch, or neither CHUNK nor DROP."""
+        if not isinstance(instruction, Chunk | messages.Drop):
+            raise ProtocolError(f"{type(instruction).__name__} from a process that only serves shares")
+        if instruction.epoch != self.session.epoch:
+            raise ProtocolError(f"{type(instruction).__name__} of another epoch")
+        share = self.shares.get(source)
+        if share is None:
+            return
+        if isinstance(instruction, messages.Drop):
+            if instruction.version == share.serial:
+                self._drop()  # there is a newer one, which has still to be announced
+        elif instruction.serial == share.serial:
+            self._put(share, instruction.part, instruction.offset, payload[0], instruction.crc, len(payload[0]), now)
 
     def _on_chunk(self, chunk: Chunk, payload: Sequence[Buffer], now: float) -> None:
         """A piece of one part has come."""
@@ -584,9 +615,9 @@ class Subscriber:
                 if self.relaying is not None:
                     self.relaying.written(update)
         except MemoryError as error:
-            self._give_up(update, error)
+            self._give_up(error)
             return
-        if self._check_complete(update):
+        if self._check_complete():
             return
         if update.beyond and update.filling < update.beyond[0][0]:
             self._fetch_gap(update)
@@ -608,19 +639,18 @@ class Subscriber:
         if update is None or not wanted:
             return
         if error is not None:
-            self._give_up(update, error)
+            self._give_up(error)
             return
         update.fetching.discard(index)
         update.last_progress = now
-        self._check_complete(update)
+        self._check_complete()
 
     def _refetch(self, now: float) -> None:
         """Fetch the rest of an update that has stalled once more, or give it up."""
-        update = self.incoming
-        if update is None:
-            return
         patience = self.settings.retry_interval
-        if update.stalled(now, min(PUSH_PATIENCE, patience) if update.pushed else patience):
+        for update in () if self.incoming is None else (self.incoming, *self.shares.values()):
+            if not update.stalled(now, min(PUSH_PATIENCE, patience) if update.pushed else patience):
+                continue
             update.restarts += 1
             update.pushed = False
             update.fruitless += 1
@@ -628,11 +658,16 @@ class Subscriber:
             if update.fruitless > FRUITLESS_RESTARTS:
                 # The trainer does not know this update any more; PONG will show it that nothing is under way.
                 self._drop()
-            else:
-                self._grant_credit(update)
+                return
+            self._grant_credit(update)
 
     def _grant_credit(self, update: IncomingUpdate) -> None:
         update.granted = min(update.received + self.settings.window_bytes, update.total)
+        if update.source:
+            models = tuple([part.model_id for part in update.parts])
+            asked = Pull(update.epoch, update.serial, models, update.restarts, update.received, update.granted)
+            self.to_sources.append((update.source, asked))
+            return
         upto, pushed = (0, update.granted) if update.pushed else (update.granted, 0)
         bases = update.base_versions if update.bases else ()
         self.session.send(Fetch(update.epoch, update.serial, update.restarts, update.received, upto, pushed, bases))
@@ -645,16 +680,20 @@ class Subscriber:
             Fetch(update.epoch, update.serial, update.restarts, update.received, update.filling, update.granted)
         )
 
-    def _check_complete(self, update: IncomingUpdate) -> bool:
-        if not update.complete:
+    def _check_complete(self) -> bool:
+        update = self.incoming
+        if update is None or not update.complete or not all(share.complete for share in self.shares.values()):
             return False
+        self._release_shares()
         self.incoming = None
         if self.relaying is not None:
             self.relaying.ended(update)
         self._stage(update.serial, update.parts, update.take(), update.metadata, update.phase)
         return True
 
-    def _give_up(self, update: IncomingUpdate, error: Exception) -> None:
+    def _give_up(self, error: Exception) -> None:
+        update = self.incoming
+        assert update is not None
         self._drop()
         self._fail(update.serial, update.parts, error)
 

@@ -9,7 +9,7 @@ from itertools import accumulate
 
 from asyncsync.weights.encoding import Encoding, encode_piece, encoding_of
 from asyncsync.weights.slab import Slab
-from asyncsync.wire.messages import APPLY, COMMIT, Again, Buffer, Chunk, Epoch, Fetch, Part, Update
+from asyncsync.wire.messages import APPLY, COMMIT, Again, Buffer, Chunk, Epoch, Fetch, Part, Pull, Update
 
 ENCODED_ABOVE = 2 << 10  # so many bytes in an UPDATE are not worth the work
 
@@ -76,7 +76,9 @@ class Announcement:
                 base = slab.base[0]
             digest = slab.layout.digest
             descriptor = None if model_id in apart else slab.descriptor
-            announced.append(Part(model_id, version, digest, slab.nbytes, crc, descriptor, slab.origin, base))
+            announced.append(
+                Part(model_id, version, digest, slab.nbytes, crc, descriptor, slab.origin, base, slab.source)
+            )
         self.eager = eager
         self.castable = castable and all(part.descriptor is None for part in announced)
         self.instruction = Update(epoch, serial, eager, tuple(announced), metadata, packed, phase)
@@ -84,7 +86,7 @@ class Announcement:
         self.nbytes = sum(map(len, self.payload))
         only = announced[0]
         self.repeatable = len(announced) == 1 and eager and phase == APPLY and not values[0]
-        self.repeatable = self.repeatable and only.crc is None and only.origin is None and not packed
+        self.repeatable = self.repeatable and only.crc is None and only.origin is None and not (packed or only.source)
         self._at_hand = only.descriptor is not None
 
     def _commit(self, epoch: Epoch, parts: Parts) -> None:
@@ -147,7 +149,7 @@ class Transfer:
     def versions(self) -> dict[str, int]:
         return {model_id: version for model_id, (version, _) in self.parts.items()}
 
-    def rewound(self, fetch: Fetch) -> bool:
+    def rewound(self, fetch: Fetch | Pull) -> bool:
         """Whether the worker fetches some of it once more; then it is sent from there again."""
         if fetch.restart <= self.restart:
             return False

@@ -140,6 +140,8 @@ class Passing:
         slabs = {part.model_id: slab for part, slab in zip(update.parts, update.slabs, strict=True)}
         for part in update.parts:
             slabs[part.model_id].origin = part.origin
+            if part.source:
+                slabs[part.model_id].packed = 0
         if self._slots is not None:
             self._under_way = update, {m: slab.retain() for m, slab in slabs.items()}, []
             return
@@ -159,8 +161,9 @@ class Passing:
         """How far each slab is filled."""
         received = update.received
         for part in update.parts:
-            slabs[part.model_id].packed = max(0, min(received, part.nbytes))
-            received -= part.nbytes
+            if not part.source:
+                slabs[part.model_id].packed = max(0, min(received, part.nbytes))
+                received -= part.nbytes
 
     def written(self, update: IncomingUpdate) -> None:
         """Send on what has come."""

@@ -73,6 +73,10 @@ class Entry:
         return torch.frombuffer(memory, dtype=self.dtype, count=count, offset=self.offset).view(self.shape)
 
 
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Where a part of a tensor begins in the whole one, and the shape of that."""
+
+
 class Layout:
     """The packing table of one schema, for slabs of ``nbytes`` bytes.
 
@@ -80,6 +84,8 @@ class Layout:
         entries: the stored tensors, in slab order.
         aliases: ``{path: index of the entry}`` of tied tensors, which are stored once.
         value_paths: key paths of the msgpack values, which are extra state and ride in the instruction.
+        boxes: of the entries that are parts of larger tensors, by index: where each begins in the whole tensor, and the
+            shape of that.
         digest: 16 bytes that stand for the layout once both sides know it.
     """
 
@@ -88,6 +94,7 @@ class Layout:
         schema: Sequence[tuple[Path, torch.dtype, tuple[int, ...]]],
         aliases: Mapping[Path, int] | None = None,
         value_paths: Iterable[Path] = (),
+        boxes: Mapping[int, Box] | None = None,
     ) -> None:
         entries = []
         offset = 0
@@ -99,6 +106,7 @@ class Layout:
         self.entries = tuple(entries)
         self.aliases = dict(aliases or {})
         self.value_paths = tuple(value_paths)
+        self.boxes = dict(boxes or {})
         self.nbytes = offset
         paths = self.paths
         if offset > MAX_SLAB_BYTES:
@@ -117,6 +125,13 @@ class Layout:
             names.add(name)
             while (path := path[:-1]) and path not in groups:
                 groups.add(path)
+        for i, (begins, whole) in self.boxes.items():
+            entry = self.entries[i]
+            if not len(begins) == len(whole) == len(entry.shape) or any(
+                begin + size > full for begin, size, full in zip(begins, entry.shape, whole, strict=True)
+            ):
+                name = dotted(entry.path)
+                raise ValueError(f"{name!r}, of shape {entry.shape}, is not in {whole} from {begins} on")
         if both := groups.intersection(paths):
             name = dotted(min(both))
             below = min(n for n in names if n.startswith(f"{name}."))
@@ -205,7 +220,9 @@ class Layout:
         """The layout as it travels, in msgpack."""
         entries = [[list(e.path), NAMES[e.dtype], list(e.shape)] for e in self.entries]
         aliases = [[list(path), i] for path, i in self.aliases.items()]
-        blob: bytes = msgpack.packb([1, entries, aliases, [list(p) for p in self.value_paths]])
+        boxes = [[i, list(begins), list(whole)] for i, (begins, whole) in sorted(self.boxes.items())]
+        parts = [1, entries, aliases, [list(p) for p in self.value_paths]]
+        blob: bytes = msgpack.packb([*parts, boxes] if boxes else parts)
         return blob
 
     @cached_property
@@ -231,10 +248,13 @@ class Layout:
 
     @classmethod
     def _build(cls, raw: Any) -> Layout:
-        version, entries, aliases, values = raw
+        if not isinstance(raw, list) or len(raw) not in (4, 5):
+            raise ProtocolError("a layout that is no list of four or five parts")
+        version, entries, aliases, values = raw[:4]
+        boxes = raw[4] if len(raw) == 5 else []
         if version != 1:
             raise ProtocolError(f"a layout of unknown version {version!r}")
-        if not all(isinstance(each, list) for each in (entries, aliases, values)):
+        if not all(isinstance(each, list) for each in (entries, aliases, values, boxes)):
             raise ProtocolError("a layout whose parts are not lists")
         schema = []
         for path, dtype, shape in entries:
@@ -248,7 +268,17 @@ class Layout:
             if type(i) is not int or not 0 <= i < len(schema):
                 raise ProtocolError(f"a layout with a tie to entry {i!r} of {len(schema)}")
             ties[_checked_path(path)] = i
-        return cls(schema, ties, [_checked_path(p) for p in values])
+        places = {}
+        for i, begins, whole in boxes:
+            if type(i) is not int or not 0 <= i < len(schema):
+                raise ProtocolError(f"a layout with a box of entry {i!r} of {len(schema)}")
+            itemsize = schema[i][1].itemsize
+            if not (isinstance(begins, list) and isinstance(whole, list)):
+                raise ProtocolError("a layout with a box that is not of lists")
+            if not _is_shape(begins, 1) or not _is_shape(whole, itemsize):
+                raise ProtocolError(f"a layout with the box {begins!r:.100} in {whole!r:.100}")
+            places[i] = tuple(begins), tuple(whole)
+        return cls(schema, ties, [_checked_path(p) for p in values], places)
 
     def __repr__(self) -> str:
         return f"Layout({len(self.paths)} keys, {self.nbytes} bytes, {self.digest.hex()[:8]})"

@@ -69,6 +69,7 @@ class Slab:
             :meth:`follow`.
         encodings: what its bytes are as fewer, while it is used; see :mod:`asyncsync.weights.encoding`.
         streamable: workers that cannot open what the descriptor names get its bytes as chunks.
+        source: which of several trainer processes has the bytes; 0: this one. See :mod:`asyncsync.protocol.sharing`.
         forks: see :meth:`show_to_children`.
     """
 
@@ -79,6 +80,7 @@ class Slab:
     holds_all_parameters = False
     exposed = False
     streamable = False
+    source = 0
     origin: int | None = None
     forks: int | None = None
     base: tuple[int, Slab] | None = None

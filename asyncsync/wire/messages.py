@@ -6,9 +6,10 @@ READY     worker → trainer   these layouts fit my models
 REFUSED   worker → trainer   this one does not, and why
 UPDATE    trainer → worker   a list of parts, one per model; small ones bring their payload
 FETCH     worker → trainer   send me the bytes [start, upto) of that update: credit, restart
+PULL      worker → trainer   FETCH, to one of several processes that have the bytes of a version
 CHUNK     trainer → worker   a piece of one part, as it is or as fewer bytes
 CAST      trainer → workers  an UPDATE or AGAIN for many workers, over the socket that they have subscribed to
-DROP      trainer → worker   what you have staged as that version will not be applied
+DROP      trainer → worker   what you have staged as that version will not be applied; or: I do not have it
 AGAIN     trainer → worker   the UPDATE before, with newer bytes: one part, everything else as it was
 STAGED    worker → trainer   all parts are here and checked
 APPLIED   worker → trainer   the versions my models hold now; in short, that they hold what that AGAIN has brought
@@ -62,6 +63,7 @@ MAX_RELAYED = 1024  # workers in one report of a relay
 MAX_REPORTED = 256  # workers
 MAX_REPORTED_MODELS = 64
 MAX_REASON = 200  # characters
+MAX_SOURCES = 4096
 DIGEST_BYTES = 16
 MAX_DIGESTS = 2048  # in one page
 NONCE_END = 8  # bytes of a nonce: enough to tell thousands apart
@@ -119,7 +121,8 @@ class Hello(Instruction, kind=1):
 class Welcome(Instruction, kind=2, max_payload=MAX_MODELS):
     """``models``: per model that the trainer serves, its layout's digest; empty where there are no weights yet.
     ``number``: counts those that this worker is sent; a refusal names the one that it answers. ``fanout``: the port
-    beside the trainer's own where workers can subscribe; 0: there is none."""
+    beside the trainer's own where workers can subscribe; 0: there is none. ``sources``: the addresses of the trainer's
+    other processes, which parts of updates name by their numbers, from 1 on."""
 
     epoch: Epoch
     nonce: bytes
@@ -130,6 +133,7 @@ class Welcome(Instruction, kind=2, max_payload=MAX_MODELS):
     models: dict[str, bytes]
     number: int = 0
     fanout: int = 0
+    sources: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +161,8 @@ class Part:
 
     With a ``descriptor`` the bytes do not come as chunks: the worker's transport fetches them from there. ``origin``:
     in a tree, the version at its root that this one stands for; None: the sender is the root. ``base``: the version of
-    which the trainer can send what has changed since; 0: none.
+    which the trainer can send what has changed since; 0: none. ``source``: which of the trainer's processes has the
+    bytes, if it is not the one that sends this.
     """
 
     model_id: str
@@ -168,11 +173,12 @@ class Part:
     descriptor: bytes | None = None
     origin: int | None = None
     base: int = 0
+    source: int = 0
 
     @property
     def streamed(self) -> int:
-        """Bytes of this part that come as payload or chunks."""
-        return self.nbytes if self.descriptor is None else 0
+        """Bytes of this part that come as payload or chunks from the one who sends this."""
+        return self.nbytes if self.descriptor is None and not self.source else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +209,19 @@ class Fetch(Instruction, kind=6):
     upto: int
     pushed: int = 0
     bases: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Pull(Instruction, kind=27):
+    """FETCH of this process's parts of a version, those of these models, laid end to end. Its CHUNKs have the version
+    as serial."""
+
+    epoch: Epoch
+    version: int
+    names: tuple[str, ...]
+    restart: int
+    start: int
+    upto: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -596,6 +615,9 @@ CHECKS: dict[str, Check] = {
     "Chunk.base": optional(_u32),
     "size": _size,
     "phase": integer(APPLY, COMMIT),
+    "source": integer(0, MAX_SOURCES),
+    "names": several(_name, 1, MAX_MODELS, "names of models"),
+    "sources": several(text(255), 0, MAX_SOURCES, "addresses"),
     "descriptor": optional(is_a(bytes, 0, MAX_DESCRIPTOR, f"a descriptor of at most {MAX_DESCRIPTOR} bytes")),
     "origin": optional(_u64),
     "part": integer(0, MAX_MODELS),

@@ -56,8 +56,14 @@ class Oracle:
             assert base.base is None, "a base keeps its own"
             holders[base] += 1
             bases += 1
+        for sharer in trainer.sharers.values():
+            holders.update(sharer.slabs.values())
+            for transfer in sharer.transfers.values():
+                holders.update(transfer._slabs)
         for slab, count in holders.items():
             assert slab.references == count, f"{slab.references} references to a slab that {count} hold"
+        for share in [slab for slab in holders if slab.source]:
+            del holders[share]  # it has no memory
         slabs, spares = trainer.pool.slabs + trainer.slots.slabs, 2 if self.world.lent else 1
         assert len(holders) <= slabs <= len(holders) + spares, "a slab is neither in use nor the spare one"
         # Distinct live targets, versions that are being fetched, and the spare.
@@ -96,6 +102,9 @@ class Oracle:
             holders.update(slab for slab in subscriber.incoming.bases if slab is not None)
             ahead = subscriber.incoming.granted - subscriber.incoming.received
             assert ahead <= self.world.settings.window_bytes, f"{worker} lets {ahead} bytes be sent ahead"
+        for share in subscriber.shares.values():
+            holders.update(share.slabs)
+            assert share.granted - share.received <= self.world.settings.window_bytes
         holders.update(slab for *_, slab in (*subscriber.fetches, *worker.fetches))
         holders.update(use.slab for use in worker.uses if use.kind == "reader")
         for model in worker.models:

@@ -20,6 +20,7 @@ from asyncsync.net.side_channel import split
 from asyncsync.protocol.incoming import Memory
 from asyncsync.protocol.publisher import Publisher
 from asyncsync.protocol.settings import Identity, Settings
+from asyncsync.protocol.sharing import Sharer, ShareSlab
 from asyncsync.protocol.staging import Staging, Taken
 from asyncsync.protocol.subscriber import Subscriber
 from asyncsync.protocol.targets import Publication
@@ -54,6 +55,7 @@ class World:
     compress: str = ""
     delta: bool = False
     apart: frozenset[int] = frozenset()  # workers on another host, to which the bytes of slots travel
+    elsewhere: frozenset[str] = frozenset()  # models whose bytes other processes of the trainer's have
 
     @property
     def settings(self) -> Settings:
@@ -107,8 +109,18 @@ def draw_world(source: random.Random) -> World:
         delta=source.random() < 0.5,
         apart=frozenset(w for w in range(count) if source.random() < 0.5) if lent and source.random() < 0.3 else NOBODY,
     )
+    if not (world.lent or world.descriptors) and source.random() < 0.4:
+        world = replace(world, elsewhere=frozenset(source.choice([models, models[:1], models[1:]])))
     # What travels as fewer bytes is not pushed: half of these worlds push, and some of the others.
     return replace(world, compress="", delta=False) if world.fanout and source.random() < 0.5 else world
+
+
+SOURCES = (1, 2)
+
+
+def source_of(model: str) -> int:
+    """Which process of the trainer's has a model's bytes."""
+    return 2 if model == "critic" else 1
 
 
 def layout_of(dtype: torch.dtype) -> Layout:
@@ -204,6 +216,7 @@ class Trainer:
         self.shared: dict[bytes, Slab] = {}
         self.packing: list[tuple[Slab, bytes]] = []
         self.fast_path: SteadySender | None = None
+        self.sharers = {source: Sharer((start, number), world.settings) for source in SOURCES}
         self._publisher = Publisher(
             (start, number), Identity(1, BOOT, 1), None if world.elastic else world.workers, world.settings
         )
@@ -243,6 +256,16 @@ class Trainer:
         known = SourceCache(slab.layout)
         self.fast_path = SteadySender(publisher, model, known, (target.slab.retain(), slab), workers)
         return self.fast_path
+
+    def shared_out(self, model: str, slab: Slab) -> Slab:
+        """What the coordinator publishes in the place of this slab, which another process has. Takes it over."""
+        source, version = source_of(model), self.publisher.version + 1
+        sharer = self.sharers[source]
+        sharer.offer(version, {model: slab})
+        slab.release()
+        share = ShareSlab(slab.layout, source)
+        share.on_release = lambda: sharer.retire(version, model)
+        return share
 
     def rejected(self, publication: Publication, refusals: dict[int, SchemaMismatch]) -> None:
         assert refusals
@@ -465,3 +488,4 @@ class Message:
     connection: Connection
     upward: bool
     frames: list[bytes]
+    source: int = 0  # which of the trainer's processes it is for, or from

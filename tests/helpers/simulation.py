@@ -756,7 +756,15 @@ class Simulation(Oracle):
         connection = message.connection
         try:
             instruction, payload = codec.decode(message.frames)
-            if message.upward:
+            if message.source and message.upward:
+                if connection.trainer.alive:
+                    sharer = connection.trainer.sharers[message.source]
+                    sharer.epoch = connection.trainer.epoch  # the coordinator has told
+                    sharer.receive(connection.route, instruction)
+            elif message.source:
+                if connection.worker.running_on:
+                    connection.worker.subscriber.receive_share(message.source, instruction, payload, self.now)
+            elif message.upward:
                 if connection.trainer.alive and not self._answers(message):
                     connection.trainer.publisher.receive(connection.route, instruction, payload, self.now)
             elif connection.worker.running_on and not self._takes(connection, instruction, message.frames):
@@ -794,6 +802,7 @@ class Simulation(Oracle):
         self._settle_workers()
         for trainer in self.trainers:
             trainer.encode(2)
+            self._send_shares(trainer)
             outbox = trainer.publisher.outbox
             while outbox:
                 route, instruction, payload = outbox.popleft()
@@ -813,6 +822,17 @@ class Simulation(Oracle):
                     self.network.append(Message(connection, False, frames))
                 else:
                     trainer.publisher.unreachable(route, self.now)
+
+    def _send_shares(self, trainer: Trainer) -> None:
+        for source, sharer in trainer.sharers.items():
+            while sharer.outbox:
+                route, instruction, payload = sharer.outbox.popleft()
+                connection = next(c for c in reversed(self.connections) if c.route == route)
+                if not connection.open:
+                    sharer.disconnected(route)
+                elif trainer.alive:
+                    frames = [codec.encode(instruction), *map(bytes, payload)]
+                    self.network.append(Message(connection, False, frames, source))
 
     def _settle_workers(self) -> None:
         for worker in self.workers:
@@ -852,6 +872,10 @@ class Simulation(Oracle):
             if worker.alive and worker.connection is not None:
                 frames = [codec.encode(instruction), *map(bytes, payload)]
                 self.network.append(Message(worker.connection, True, frames))
+        while worker.subscriber.to_sources:
+            source, pull = worker.subscriber.to_sources.popleft()
+            if worker.alive and worker.connection is not None:
+                self.network.append(Message(worker.connection, True, [codec.encode(pull)], source))
 
     def _begin(self, worker: Worker) -> bool:
         if worker.running is not None or worker.taken is not None or not worker.subscriber.staged or not worker.alive:
@@ -900,6 +924,8 @@ class Simulation(Oracle):
         def make(model: str, whom: Iterable[int | None], dtype: torch.dtype) -> Slab:
             number = len(self.records) + len(dtypes) + 1
             slab = self._slab(trainer, model, number, dtype, copied=copied)
+            if model in self.world.elsewhere and not each:
+                slab = trainer.shared_out(model, slab)
             slabs.append(slab)
             dtypes[number] = dtype
             numbers.setdefault(model, {}).update(dict.fromkeys(whom, number))
@@ -930,7 +956,7 @@ class Simulation(Oracle):
         trainer.records.append(record)
         self.records.update(dict.fromkeys(dtypes, record))
         if not (self.world.eager or self.world.descriptors or version_is_packed_first(record.version)):
-            trainer.unpack([slab for slab in slabs if not slab.leased])
+            trainer.unpack([slab for slab in slabs if not slab.leased and not slab.source])
         publish = publisher.stage if stages else publisher.publish
         version = publish(parts, None if each else workers, self.now, metadata)
         assert version == record.version

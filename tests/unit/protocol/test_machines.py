@@ -25,6 +25,7 @@ from asyncsync.protocol.membership import Membership
 from asyncsync.protocol.peer import Peer
 from asyncsync.protocol.publisher import Publisher
 from asyncsync.protocol.session import Session
+from asyncsync.protocol.sharing import ShareSlab
 from asyncsync.protocol.staging import StagedUpdates
 from asyncsync.protocol.subscriber import Subscriber
 from asyncsync.protocol.targets import Targets
@@ -227,6 +228,17 @@ MUTATIONS = {
     "PONG does not show what is taken": [
         (Subscriber, "_ready_versions", "taken.staging.epoch == self.session.epoch", "False")
     ],
+    "an update counts as complete while a share is missing": [
+        (Subscriber, "_check_complete", "all(share.complete for share in self.shares.values())", "True")
+    ],
+    "a share of another epoch is taken": [
+        (Subscriber, "receive_share", "instruction.epoch != self.session.epoch", "False")
+    ],
+    "a share of another version is taken": [
+        (Subscriber, "receive_share", "elif instruction.serial == share.serial:", "else:")
+    ],
+    "a share that was lost is not requested again": [(Subscriber, "_refetch", "*self.shares.values()", "")],
+    "a share is requested from the wrong process": [(ShareSlab, "__init__", "= source", "= 3 - source")],
     "a page of an answer counts twice": [
         (Verification, "answer", "page.start * DIGEST_BYTES != len(pages.found)", "False")
     ],

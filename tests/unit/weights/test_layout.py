@@ -402,9 +402,26 @@ def test_a_layout_survives_the_wire_and_must_match_its_digest() -> None:
         Layout.decode(layout.encoded, bytes(16))
 
 
+def test_parts_of_larger_tensors_say_where_they_begin() -> None:
+    schema = [(("w",), torch.float32, (2, 8)), (("b",), torch.float32, (4,))]
+    whole, part = Layout(schema), Layout(schema, boxes={0: ((6, 0), (8, 8))})
+    assert whole.digest != part.digest
+    twin = Layout.decode(part.encoded, part.digest)
+    assert (twin.boxes, twin.entries) == ({0: ((6, 0), (8, 8))}, part.entries)
+    with pytest.raises(ValueError, match="'w'"):
+        Layout(schema, boxes={0: ((7, 0), (8, 8))})
+
+
 MALFORMED: dict[str, Any] = {
     "no list": 3,
     "too short": [1, []],
+    "too long": [1, [], [], [], [], []],
+    "a box of nothing": [1, [], [], [], [[0, [0], [2]]]],
+    "a box that sticks out": [1, [[["a"], "float32", [2]]], [], [], [[0, [1], [2]]]],
+    "a box of other dimensions": [1, [[["a"], "float32", [2]]], [], [], [[0, [0, 0], [2, 2]]]],
+    "a box that is too large": [1, [[["a"], "float32", [2]]], [], [], [[0, [0], [1 << 41]]]],
+    "a box of texts": [1, [[["a"], "float32", [2]]], [], [], [[0, "a", "b"]]],
+    "a box with a negative begin": [1, [[["a"], "float32", [2]]], [], [], [[0, [-1], [2]]]],
     "another version": [2, [], [], []],
     "a map for a list": [1, {"a": 1}, [], []],
     "a text for a list": [1, "abc", [], []],

@@ -41,6 +41,7 @@ from asyncsync.wire.messages import (
     Part,
     Ping,
     Pong,
+    Pull,
     Ready,
     Recount,
     Refused,
@@ -81,7 +82,8 @@ def updates(draw: st.DrawFn) -> tuple[Update, list[bytes]]:
         nbytes = draw(st.integers(0, 100) if eager else st.integers(0, 1 << 42))
         origin = draw(st.none() | u64)
         base = draw(st.just(0) | u64)
-        parts.append(Part(name, draw(positive), draw(digests), nbytes, draw(crcs), descriptor, origin, base))
+        source = draw(st.integers(0, 3))
+        parts.append(Part(name, draw(positive), draw(digests), nbytes, draw(crcs), descriptor, origin, base, source))
         payload.append(bytes(parts[-1].streamed) if eager else b"")
     fewer = draw(st.booleans())
     if fewer:
@@ -107,7 +109,7 @@ def chunks(draw: st.DrawFn) -> tuple[Chunk, list[bytes]]:
 def welcomes(draw: st.DrawFn) -> tuple[Welcome, list[bytes]]:
     models = draw(st.dictionaries(names, digests | st.just(b""), max_size=4))
     fixed = (draw(epochs), draw(digests), draw(u64), draw(u31), draw(names), draw(u64))
-    welcome = Welcome(*fixed, models, draw(u64), draw(st.integers(0, 65535)))
+    welcome = Welcome(*fixed, models, draw(u64), draw(st.integers(0, 65535)), tuple(draw(st.lists(names, max_size=3))))
     return welcome, [b"layout" for digest in models.values() if digest]
 
 
@@ -148,6 +150,9 @@ ANY: dict[type[Instruction], st.SearchStrategy[tuple[Any, list[bytes]]]] = {
     Refused: alone(st.builds(Refused, epochs, names, digests, texts)),
     Update: updates(),
     Fetch: alone(st.builds(Fetch, epochs, positive, u64, u64, u64, u64, st.lists(u64, max_size=4).map(tuple))),
+    Pull: alone(
+        st.builds(Pull, epochs, positive, st.lists(names, min_size=1, max_size=3).map(tuple), u64, u64, u64)
+    ),
     Chunk: chunks(),
     Staged: alone(st.builds(Staged, epochs, positive, u64, kept)),
     Applied: alone(st.builds(Applied, epochs, versions, u64, kept) | st.builds(Applied.at_once, epochs, positive)),
@@ -183,6 +188,7 @@ EXAMPLES: dict[type[Instruction], tuple[Instruction, list[bytes]]] = {
     Update: (Update((1, 2), 5, True, (Part("policy", 7, b"d" * 16, 4, 9), Part("v", 7, b"e" * 16, 8, None, b"slot"))),
              [b"", b"", b"data", b""]),
     Fetch: (Fetch((1, 2), 5, 0, 0, 1 << 20), []),
+    Pull: (Pull((1, 2), 8, ("policy",), 0, 0, 1 << 20), []),
     Chunk: (Chunk((1, 2), 5, 0, 64, 12), [b"bytes"]),
     Staged: (Staged((1, 2), 5, 5, (("policy", 7),)), []),
     Applied: (Applied((1, 2), {"policy": 7}, 5, (("policy", 7),)), []),
@@ -418,9 +424,9 @@ def test_a_message_needs_a_known_protocol_and_kind() -> None:
 
 def test_a_key_that_comes_twice_is_refused() -> None:
     rest = b"\x00\x90\x00"  # nothing is kept
-    once = b"\x97\x03\x09\x92\x01\x02\x81\xa1a\x01" + rest
+    once = b"\x97\x04\x09\x92\x01\x02\x81\xa1a\x01" + rest
     assert decode([once])[0] == Applied((1, 2), {"a": 1})
-    refused(b"\x97\x03\x09\x92\x01\x02\x82\xa1a\x01\xa1a\x02" + rest)
+    refused(b"\x97\x04\x09\x92\x01\x02\x82\xa1a\x01\xa1a\x02" + rest)
 
 
 def test_a_header_may_need_more_than_the_small_limits() -> None:
