@@ -13,16 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from asyncsync.collectors import Collector, GymEnv, MultiAsyncCollector, MultiSyncCollector
 from helpers import planted
 from helpers.collecting_multi import SharedBuffer, make, options, policy
-from helpers.collecting_single import (
-    KINDS,
-    Actor,
-    WalkEnv,
-    environment,
-    equal,
-    needs_torchrl,
-    torchrl,
-    torchrl_walk,
-)
+from helpers.collecting_single import KINDS, Actor, WalkEnv, environment, equal, needs_torchrl, torchrl, torchrl_walk
 
 pytestmark = [
     pytest.mark.requirement(226),

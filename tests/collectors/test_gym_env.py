@@ -177,9 +177,7 @@ VECTORS: dict[str, Callable[..., Any]] = {
     "sync-disabled": lambda **kwargs: sync(AutoresetMode.DISABLED, **kwargs),
     "sync-same-step": lambda **kwargs: sync(AutoresetMode.SAME_STEP, **kwargs),
     "async-same-step": lambda **kwargs: AsyncVectorEnv(
-        [counting(index, **kwargs) for index in range(N)],
-        autoreset_mode=AutoresetMode.SAME_STEP,
-        **FORKED,
+        [counting(index, **kwargs) for index in range(N)], autoreset_mode=AutoresetMode.SAME_STEP, **FORKED
     ),
     "wrapped": lambda **kwargs: gymnasium.wrappers.vector.RecordEpisodeStatistics(
         sync(AutoresetMode.DISABLED, **kwargs)

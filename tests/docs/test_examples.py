@@ -214,10 +214,7 @@ def test_multi_host_pubsub_is_followed_by_those_with_keys_only(tmp_path: Path, u
         return int(match[1])
 
     with start(*follower, "worker-0.key_secret", cwd=there) as good:
-        with (
-            start(*trainer, cwd=tmp_path) as training,
-            start(*follower, "other.key_secret", cwd=there) as stranger,
-        ):
+        with start(*trainer, cwd=tmp_path) as training, start(*follower, "other.key_secret", cwd=there) as stranger:
             versions = [following(good) for _ in range(10)]
             assert versions == sorted(set(versions))
             code, out, err = finish(stranger, 100)
@@ -313,11 +310,7 @@ def test_ctrl_c_ends_an_example_and_its_workers_without_a_traceback(tmp_path: Pa
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "arguments",
-    [
-        [],
-        ["--scheme", "process", "--start-method", "spawn"],
-        ["--scheme", "zmq", "--start-method", "forkserver"],
-    ],
+    [[], ["--scheme", "process", "--start-method", "spawn"], ["--scheme", "zmq", "--start-method", "forkserver"]],
     ids=" ".join,
 )
 def test_weight_sync_standalone_runs_with_every_scheme(tmp_path: Path, arguments: list[str]) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import resource
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -14,6 +12,7 @@ import pytest
 from asyncsync import NotConnected, SharedMemWeightSyncScheme, WeightSyncError
 from helpers import planted
 from helpers.processes import Schemes
+from helpers.programs import python
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -90,5 +89,5 @@ asyncio.run(main())
 
 @pytest.mark.thorough
 def test_many_senders_end_with_an_error_and_not_with_an_abort() -> None:
-    ran = subprocess.run([sys.executable, "-c", MANY], capture_output=True, text=True, timeout=50)
+    ran = python("-c", MANY)
     assert (ran.returncode, ran.stdout.strip()) == (0, "refused True"), ran.stderr

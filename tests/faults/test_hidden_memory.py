@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from helpers.programs import python
 
 pytestmark = [pytest.mark.requirement(195), pytest.mark.timeout(120)]
 
@@ -72,10 +72,9 @@ if __name__ == "__main__":
 
 
 def run(program: str, folder: Path, *arguments: str) -> str:
-    path = folder / "program.py"
+    path = folder / "program.py"  # whose workers import it
     path.write_text(program)
-    command = [sys.executable, str(path), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=True).stdout
+    return python(path, *arguments).stdout
 
 
 @pytest.mark.thorough

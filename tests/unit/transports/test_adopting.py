@@ -22,6 +22,7 @@ from asyncsync.transports import SharedMemTransport
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.packing import pack
 from asyncsync.weights.slab import Slab, SlabPool, is_foreign
+from helpers.whole_models import Tied, filled, finish, published, values_of
 
 
 class Pair:
@@ -49,10 +50,7 @@ class Pair:
     def apply(self, slab: Slab) -> None:
         """As a subscriber does it: the new one is held, and the old one let go of, when it has been applied."""
         self.binding.check(slab.layout)
-        prepared = self.binding.prepare(slab)
-        prepared.resolve()
-        prepared.apply()
-        prepared.complete()
+        finish(self.binding.prepare(slab))
         if self.held is not None:
             self.held.release()
         self.held = slab
@@ -64,10 +62,7 @@ class Pair:
 
     def update_otherwise(self, source: Any) -> None:
         """As ZeroMQ would bring it."""
-        flat = flat_weights(self.strategy, source)
-        slab = SlabPool().acquire(Layout.of(flat))
-        pack(slab, flat)
-        self.apply(slab)
+        self.apply(published(source, self.strategy))
         self.forget()
 
     def forget(self) -> None:
@@ -101,18 +96,6 @@ def pair() -> Iterator[Callable[..., Pair]]:
     made.clear()  # what a model lies in lives as long as the model
 
 
-def filled(value: float, make: Callable[[], nn.Module] | None = None) -> nn.Module:
-    """A model whose every element is this number: a torn update shows."""
-    model = make() if make is not None else nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-    for tensor in model.state_dict().values():
-        tensor.fill_(value)
-    return model
-
-
-def values_of(model: nn.Module) -> set[float]:
-    return {x for tensor in model.state_dict().values() for x in tensor.flatten().tolist()}
-
-
 def adopted(model: nn.Module) -> set[str]:
     """The tensors that lie in a slot."""
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -124,14 +107,6 @@ def linear(value: float) -> nn.Module:
 
 
 # -- what is adopted ---------------------------------------------------------------------------------------------------
-
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(5, 3)
-        self.head = nn.Linear(3, 5, bias=False)
-        self.head.weight = self.embed.weight
 
 
 @pytest.mark.parametrize("make", [None, Tied])
@@ -150,10 +125,8 @@ def test_parameters_are_adopted_and_buffers_copied(
     assert all(p.requires_grad and p.is_leaf for p in parameters.values())
 
 
-class Untied(Tied):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head.weight = nn.Parameter(self.embed.weight.detach().clone())
+def untied() -> Tied:
+    return Tied(tied=False)
 
 
 def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -168,9 +141,9 @@ def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def test_parameters_that_only_the_sender_ties_stay_separate(pair: Callable[..., Pair]) -> None:
     """Also those that lay in a slot of their own before the sender tied them, and that the model itself tied before."""
-    model: Any = filled(0, Untied)
+    model: Any = filled(0, untied)
     worker = pair(model)
-    for version, make in enumerate([Tied, Tied, Untied, Tied, Tied, Tied], 1):
+    for version, make in enumerate([Tied, Tied, untied, Tied, Tied, Tied], 1):
         worker.update(filled(version, make))
         assert values_of(model) == {version}
         assert not share_memory(model.embed.weight, model.head.weight)

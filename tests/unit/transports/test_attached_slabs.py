@@ -6,8 +6,6 @@ import gc
 import mmap
 import os
 import select
-import subprocess
-import sys
 import textwrap
 from collections.abc import Iterator
 
@@ -21,6 +19,7 @@ from asyncsync.transports.slots import Lease, Slot
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import FOREIGN, SlabPool
 from helpers.memory import files, mappings
+from helpers.programs import python
 
 PAGE = mmap.PAGESIZE
 PAGES = 5
@@ -275,7 +274,7 @@ def test_beyond_the_limit_of_a_process_there_is_a_memory_error() -> None:
             except MemoryError as error:
                 print(str(error).partition(" bytes")[0], sender.pool.slabs)
     """
-    ran = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=60)
+    ran = python("-c", textwrap.dedent(program))
     said = "no shared memory for a slot of 67108864 1\n"
     assert (ran.returncode, ran.stdout) == (0, 2 * said), ran.stderr
 

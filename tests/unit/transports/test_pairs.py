@@ -13,16 +13,10 @@ from asyncsync.transports.pairs import Place
 from asyncsync.weights.slab import SlabPool
 from helpers.fetchers import Fetcher, Offerer, filled, layout_of
 from helpers.pairs import Clock, until
-from helpers.processes import Remote, processes
+from helpers.processes import Remote
 
 MIB = 1 << 20
 LARGE = 256 * MIB
-
-
-@pytest.fixture
-async def start() -> AsyncIterator[Callable[..., Remote]]:
-    async with processes() as start:
-        yield start
 
 
 @pytest.fixture
@@ -117,10 +111,7 @@ async def test_the_workers_of_a_sender_that_is_killed_in_the_middle_are_told_at_
     call = worker.fetch(descriptor, LARGE)
     sender.signal(signal.SIGSTOP)
     sender.signal(signal.SIGKILL)
-    with (
-        Clock(1.0),
-        pytest.raises(NotConnected, match=r"worker 0 cannot connect to the sender at 127\."),
-    ):
+    with Clock(1.0), pytest.raises(NotConnected, match=r"worker 0 cannot connect to the sender at 127\."):
         await call
     with Clock(1.0), pytest.raises(NotConnected, match="worker 0 cannot connect"):
         await worker.fetch(descriptor, LARGE)

@@ -7,8 +7,6 @@ import mmap
 import os
 import resource
 import struct
-import subprocess
-import sys
 import textwrap
 import threading
 from collections.abc import Callable, Iterator
@@ -28,6 +26,7 @@ from asyncsync.weights.layout import Layout
 from asyncsync.weights.packing import pack
 from asyncsync.weights.tree import FlatWeights
 from helpers.memory import files, mappings
+from helpers.programs import python
 
 PAGE = mmap.PAGESIZE
 
@@ -187,7 +186,7 @@ def test_a_view_that_somebody_kept_stays_readable() -> None:
         pool.close()
         print(int(view.sum()))
     """
-    ran = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=60)
+    ran = python("-c", textwrap.dedent(program))
     assert (ran.returncode, ran.stdout) == (0, "70\n"), ran.stderr
 
 

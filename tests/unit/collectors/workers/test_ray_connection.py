@@ -12,11 +12,7 @@ import torch
 from asyncsync.runtime.threads import join
 from helpers.programs import in_program
 
-pytestmark = [
-    pytest.mark.thorough,
-    pytest.mark.timeout(200),
-    pytest.mark.ray,
-]
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(200), pytest.mark.ray]
 
 RAY: dict[str, Any] = {"num_cpus": 1, "include_dashboard": False, "logging_level": "error", "log_to_driver": False}
 
