@@ -181,7 +181,8 @@ class Stuck(WalkEnv):
 
 def test_an_error_at_the_end_is_raised_or_logged(caplog: pytest.LogCaptureFixture) -> None:
     for given in ({}, {"raise_on_error": True}):
-        collector = Collector(Stuck(), Actor(), frames_per_batch=4)
+        collector = Collector(Stuck(), Actor(), frames_per_batch=4, total_frames=8)
+        assert [batch.numel() for batch in collector] == [4, 4], "the last one, too"
         with pytest.raises(OSError, match="the environment does not close"):
             collector.shutdown(**given)
         assert collector.closed

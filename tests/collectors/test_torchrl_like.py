@@ -13,6 +13,8 @@ import pytest
 from helpers import torchrl_programs as programs
 from helpers.collecting_single import needs_torchrl
 from helpers.collecting_torchrl import Programs
+from helpers.programs import in_program as programs_alone
+from helpers.torchrl_distributed import by_their_nodes
 
 pytest.importorskip("gymnasium")
 pytestmark = [
@@ -141,3 +143,68 @@ CASES: dict[str, tuple[list[str], Any]] = {
 @pytest.mark.parametrize(("case", "name"), [(case, name) for case, (names, _) in CASES.items() for name in names])
 def test_what_else_torchrl_does_with_weights(in_program: Programs, case: str, name: str) -> None:
     assert in_program(getattr(programs, case), name) == CASES[case][1]
+
+
+# -- TorchRL's collectors of nodes -------------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    "kind", ["DistributedCollector", "RPCCollector", pytest.param("RayCollector", marks=pytest.mark.ray)]
+)
+@pytest.mark.parametrize("sync", [True, False])
+def test_nodes_of_torchrl_get_each_update_and_one_that_is_killed_is_an_error(
+    in_program: Programs, kind: str, sync: bool
+) -> None:
+    if kind == "RayCollector":  # whose actors are no children of the program
+        found = programs_alone(by_their_nodes, kind, sync, seconds=150)
+    else:
+        found = in_program(by_their_nodes, kind, sync)
+    assert found["first"] == [4.0]
+    assert found["shown"] == [[8.0], [12.0], [16.0], [20.0]]
+    assert found["pids"] == 2
+    error, message, seconds = found["lost"]
+    assert error == "PartialSendError"
+    assert "lost" in message
+    assert seconds < 5
+
+
+# -- workers that fail: the trainer gets an error, without a hang ------------------------------------------------------
+
+
+NAMES = ["SharedMemWeightSyncScheme", "MultiProcessWeightSyncScheme", "ZMQWeightSyncScheme"]
+
+
+@pytest.mark.parametrize("kind", ["MultiSyncCollector", "MultiAsyncCollector"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_killed_worker_ends_an_update_and_the_collection_with_an_error(
+    in_program: Programs, name: str, kind: str
+) -> None:
+    found = in_program(programs.killed, name, kind)
+    assert found["update"] == {0: "PeerLost"}
+    assert found["acked"] == [1]
+    assert found["seconds"] < 10
+    # TorchRL's own: it ends the other worker, and fails with ValueError where that takes longer than a moment. Where
+    # the killed one has put a batch into the queue, there is nobody to take the files of its tensors from.
+    assert found["next"] in ("RuntimeError", "ValueError", "ConnectionRefusedError", "FileNotFoundError")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_worker_that_fails_to_start_is_shown_with_its_traceback(in_program: Programs, name: str) -> None:
+    kind, text = in_program(programs.fails_to_start, name)
+    assert kind == "NotConnected"
+    assert "Worker 1 has raised:" in text
+    assert "FloatingPointError: this environment cannot be made" in text
+    assert "in _broken" in text
+
+
+def test_a_worker_that_is_killed_before_it_is_connected(in_program: Programs) -> None:
+    kind, text = in_program(programs.killed_at_start, NAMES[0])
+    assert kind == "NotConnected"
+    assert "was ended by signal 9 before it was connected" in text
+
+
+def test_weights_that_do_not_fit_the_workers_policies(in_program: Programs) -> None:
+    kind, text = in_program(programs.mismatched, NAMES[2])
+    assert kind == "PartialSendError"
+    assert "module.lean" in text

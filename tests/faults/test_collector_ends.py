@@ -16,11 +16,10 @@ from typing import Any
 
 import pytest
 
-from asyncsync.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
+from asyncsync.collectors import MultiAsyncCollector, MultiSyncCollector
 from asyncsync.errors import ClosedError
 from helpers.blocking_interrupts import sigint_raises
 from helpers.collecting_multi import (
-    Counting,
     alive,
     ask,
     gone_within,
@@ -291,16 +290,3 @@ print("ended")
 def test_a_worker_whose_trainer_ends_before_it_has_started_says_nothing() -> None:
     done = python("-c", LATE)
     assert (done.returncode, done.stdout, done.stderr) == (0, "ended\n", "")
-
-
-def test_an_environment_that_cannot_be_closed_does_not_cost_the_last_batch() -> None:
-    class Stuck(Counting):
-        def close(self) -> None:
-            raise OSError("cannot be closed")
-
-    collector = Collector(Stuck(), policy(), frames_per_batch=4, total_frames=8)
-    assert [batch.numel() for batch in collector] == [4, 4]  # type: ignore[union-attr]
-    with pytest.raises(OSError, match="cannot be closed"):
-        collector.shutdown()
-    collector.shutdown()
-    assert collector.closed

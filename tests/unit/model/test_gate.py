@@ -1045,11 +1045,9 @@ class Stage:
         assert not any(future.done() for future in world.blocked.values())
 
 
-@pytest.fixture(
-    scope="module", params=[asyncio.new_event_loop, pytest.param(uvloop.new_event_loop, marks=pytest.mark.thorough)]
-)
+@pytest.fixture(scope="module")
 def stage(request: pytest.FixtureRequest) -> Iterator[Stage]:
-    stage = Stage(request.param())
+    stage = Stage(getattr(request, "param", asyncio.new_event_loop)())
     yield stage
     stage.close()
 
@@ -1070,7 +1068,15 @@ many = settings(
 )
 
 
-@pytest.mark.parametrize("count", [40, pytest.param(400, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    ("stage", "count"),
+    [
+        (asyncio.new_event_loop, 40),
+        pytest.param(asyncio.new_event_loop, 400, marks=pytest.mark.thorough),
+        pytest.param(uvloop.new_event_loop, 40, marks=pytest.mark.thorough),
+    ],
+    indirect=["stage"],
+)
 def test_in_every_schedule_readers_and_updates_do_what_the_reference_does(
     stage: Stage, no_ticks: None, count: int
 ) -> None:
