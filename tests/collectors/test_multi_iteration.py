@@ -366,7 +366,7 @@ def test_split_trajs_and_postproc_run_here_on_the_whole_batch(kind: Any) -> None
 
 
 @pytest.mark.parametrize("cat_results", ["stack", -1])
-def test_preemption_marks_what_is_missing_where_batches_are_stacked_and_leaves_it_out_otherwise(
+def test_preemption_marks_what_a_stack_lacks_and_leaves_it_out_otherwise(
     cat_results: Any,
 ) -> None:
     factories = [make(length=99), make(length=99, delay=0.05)]

@@ -98,9 +98,7 @@ SOON = 0.1  # seconds, for 64 KiB
 
 @pytest.mark.requirement(25)
 @pytest.mark.parametrize(("numel", "rounds", "bound"), [(1 << 14, 15, SOON), (1 << 20, 5, 4 * SOON)])
-def test_a_busy_main_thread_delays_an_update_by_few_turns_of_the_interpreter(
-    numel: int, rounds: int, bound: float
-) -> None:
+def test_a_busy_main_thread_delays_an_update_by_few_of_its_turns(numel: int, rounds: int, bound: float) -> None:
     sender = new_sender(numel, num_workers=1)
     with blocking_worker(sender, compute, numel) as (_, pipe):
         sender.connect()

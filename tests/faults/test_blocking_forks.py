@@ -10,7 +10,7 @@ import pytest
 
 from asyncsync.sync import MultiProcessWeightSyncScheme, ZMQWeightSyncScheme
 from helpers import planted
-from helpers.blocking_crew import KINDS, crew, idle, in_fork, new_sender
+from helpers.blocking_crew import KINDS, crew, idle, in_fork, new_sender, outcomes
 from helpers.blocking_workers import follow
 from helpers.process_crew import blocking_worker
 from helpers.programs import python
@@ -72,12 +72,7 @@ def test_a_connected_scheme_refuses_every_method_in_a_forked_child(kind: type) -
             calls[f"{name} wait_version"] = lambda each=each: each.wait_version(1)
 
         def child() -> dict[str, str]:
-            found = {}
-            for name, call in calls.items():
-                try:
-                    found[name] = f"returned {call()!r}"
-                except BaseException as error:
-                    found[name] = f"{type(error).__name__}: {error}"
+            found = outcomes(calls)
             for scheme in (sender, receiver):
                 scheme.shutdown()
                 scheme.shutdown()

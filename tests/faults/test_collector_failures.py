@@ -120,13 +120,6 @@ def test_what_a_worker_raises_comes_up_and_ends_the_collector(what: str) -> None
 NOWHERE = raises(LookupError, "there is no such environment")
 
 
-@pytest.mark.thorough
-def test_an_exception_of_the_environments_constructor() -> None:
-    with pytest.raises(LookupError, match="no such environment") as caught:
-        MultiSyncCollector([make(), NOWHERE], policy(), **options())
-    check(caught.value, "in broken")
-
-
 @pytest.mark.parametrize(
     ("given", "error", "word"),
     [
@@ -232,8 +225,9 @@ def test_a_worker_that_is_still_being_built_when_another_fails_ends_by_itself(
     kind: Any, tmp_path: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     log = tmp_path / "log"
-    with pytest.raises(LookupError, match="no such environment"):
+    with pytest.raises(LookupError, match="no such environment") as caught:
         kind([functools.partial(slow_to_make, str(log)), NOWHERE], policy(), **options())
+    check(caught.value, "in broken")
     assert log.read_text().split()[1:] == ["closed"]
     assert "terminating" not in caplog.text
 

@@ -8,13 +8,12 @@ import contextlib
 import os
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from asyncsync import ClosedError, NotConnected
-from helpers.processes import Remote, Schemes, Trainer, Worker, value_of
+from helpers.processes import Schemes, Start, Trainer, Worker, value_of
 from helpers.programs import python
 
 pytestmark = pytest.mark.timeout(120)
@@ -55,9 +54,7 @@ async def test_a_program_that_ends_amid_all_calls_ends_at_once_and_what_it_left_
 
 
 @pytest.mark.requirement(210)
-async def test_a_program_that_just_ends_has_said_goodbye(
-    endpoint: str, schemes: Schemes, start: Callable[..., Remote]
-) -> None:
+async def test_a_program_that_just_ends_has_said_goodbye(endpoint: str, schemes: Schemes, start: Start) -> None:
     plan = schemes.sender(1000, 9, endpoint=endpoint, num_workers=2)
     worker, server = schemes.receiver(plan), schemes.receiver(plan, 1, reconnect=True)
     trainer = start(Trainer)
@@ -79,9 +76,7 @@ async def test_a_program_that_just_ends_has_said_goodbye(
 
 
 @pytest.mark.requirement(195)
-async def test_a_worker_whose_program_just_ended_is_lost_at_once(
-    schemes: Schemes, start: Callable[..., Remote]
-) -> None:
+async def test_a_worker_whose_program_just_ended_is_lost_at_once(schemes: Schemes, start: Start) -> None:
     sender = schemes.sender(1000)
     worker, steady = start(Worker), start(Worker)
     await asyncio.gather(sender.connect(), worker.connect(sender, 0, 1000), steady.connect(sender, 1, 1000))

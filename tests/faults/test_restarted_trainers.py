@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from asyncsync import (
 )
 from helpers.apis import face, free_port
 from helpers.pairs import passed_on
-from helpers.processes import Remote, Schemes, Trainer, Worker, eventually, impatient, value_of
+from helpers.processes import Schemes, Start, Trainer, Worker, eventually, impatient, value_of
 from helpers.throttle import FAST, Network, throttled
 
 pytestmark = pytest.mark.requirement(197)
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.requirement(197)
     indirect=["endpoint"],
 )
 async def test_workers_wait_for_a_killed_trainer_and_follow_the_restarted_one(
-    endpoint: str, numel: int, kind: Any, blocking: bool, schemes: Schemes, start: Callable[..., Remote]
+    endpoint: str, numel: int, kind: Any, blocking: bool, schemes: Schemes, start: Start
 ) -> None:
     """Of the two workers, one has the blocking API where that is asked for."""
     plan = schemes.sender(numel, endpoint=endpoint, num_workers=2, kind=kind)
@@ -84,7 +84,7 @@ async def test_workers_wait_for_a_killed_trainer_and_follow_the_restarted_one(
 
 @pytest.mark.parametrize("endpoint", ["ipc", "tcp"], indirect=True)
 async def test_a_child_forked_from_the_trainer_keeps_neither_its_address_nor_its_workers(
-    endpoint: str, schemes: Schemes, start: Callable[..., Remote]
+    endpoint: str, schemes: Schemes, start: Start
 ) -> None:
     """A DataLoader's worker outlives its trainer; the trainer's successor binds the same address all the same, and the
     workers hear of the end of their connection."""
@@ -103,7 +103,7 @@ async def test_a_child_forked_from_the_trainer_keeps_neither_its_address_nor_its
 
 
 async def test_a_trainer_killed_in_the_middle_of_a_transfer_leaves_no_half_update(
-    endpoint: str, schemes: Schemes, start: Callable[..., Remote]
+    endpoint: str, schemes: Schemes, start: Start
 ) -> None:
     """Another worker dies and is replaced before the next trainer comes."""
     numel = 64 << 18
@@ -132,7 +132,7 @@ async def test_a_trainer_killed_in_the_middle_of_a_transfer_leaves_no_half_updat
 
 
 async def test_a_second_trainer_cannot_take_the_endpoint_of_one_that_lives_or_is_only_stopped(
-    endpoint: str, schemes: Schemes, start: Callable[..., Remote]
+    endpoint: str, schemes: Schemes, start: Start
 ) -> None:
     plan = schemes.sender(1000, 20, endpoint=endpoint, num_workers=1)
     first = start(Trainer)
@@ -254,9 +254,7 @@ async def test_the_connections_are_cut_again_and_again_and_nothing_is_lost(
 
 
 @pytest.mark.promise(31)
-async def test_the_private_directory_of_a_killed_trainer_is_swept_by_the_next_connect(
-    schemes: Schemes, start: Callable[..., Remote]
-) -> None:
+async def test_the_private_directory_of_a_killed_trainer_is_swept_by_the_next(schemes: Schemes, start: Start) -> None:
     plan = schemes.sender(100, num_workers=1)
     directory = Path(plan.bus.endpoint.removeprefix("ipc://")).parent
     trainer, worker = start(Trainer), start(Worker)

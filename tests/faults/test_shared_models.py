@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ from asyncsync import (
 )
 from helpers.pairs import receiver_of
 from helpers.process_crew import ProcessCrew
-from helpers.processes import Remote, Schemes, eventually
+from helpers.processes import Schemes, Start, eventually
 from helpers.shared_workers import MIB, BatchNormed, SharedTrainer, SharedWorker, is_repointed, slots_in_sight
 
 pytestmark = pytest.mark.timeout(90)
@@ -38,7 +37,7 @@ repointing = pytest.mark.parametrize("kind", [SharedMemWeightSyncScheme, ZMQWeig
 @every_kind
 @pytest.mark.parametrize("inplace", [None, True], ids=["re-pointed", "in place"])
 async def test_batch_norm_in_one_worker_leaves_the_others_alone(
-    kind: Any, inplace: bool | None, schemes: Schemes, start: Callable[..., Remote]
+    kind: Any, inplace: bool | None, schemes: Schemes, start: Start
 ) -> None:
     workers = [start(SharedWorker), start(SharedWorker)]
     source = BatchNormed(2 * MIB, 1)
@@ -191,9 +190,7 @@ async def test_a_worker_that_just_ends_gives_its_slot_back(crew: ProcessCrew) ->
 
 @pytest.mark.requirement(218)
 @pytest.mark.parametrize("stopped", [False, True])
-async def test_a_worker_that_is_shut_down_while_it_is_behind_keeps_what_it_has(
-    stopped: bool, crew: ProcessCrew
-) -> None:
+async def test_a_worker_that_is_shut_down_while_behind_keeps_what_it_has(stopped: bool, crew: ProcessCrew) -> None:
     """Updates are on their way to it all the time; also when it was stopped."""
     await crew.shared(MIB, 3)
     async with crew.firing():
@@ -248,9 +245,7 @@ async def shutdown_when(event: asyncio.Event, scheme: Any) -> None:
 
 
 @pytest.mark.promise(34)
-async def test_a_worker_has_two_slabs_and_no_memory_for_the_model_beside_them(
-    schemes: Schemes, start: Callable[..., Remote]
-) -> None:
+async def test_a_worker_has_two_slabs_and_no_memory_for_the_model_beside_them(schemes: Schemes, start: Start) -> None:
     worker, numel = start(SharedWorker), 96 * MIB
     sender = schemes.sender(numel, kind=ZMQWeightSyncScheme, num_workers=1)
     before = await worker.resident()
@@ -303,7 +298,7 @@ async def test_the_model_of_a_forked_child_keeps_what_it_held(options: dict[str,
 
 
 @pytest.mark.requirement(201)
-async def test_children_that_end_or_are_killed_at_once_cost_nothing_and_cannot_use_the_scheme(
+async def test_children_that_end_or_are_killed_cost_nothing_and_cannot_use_the_scheme(
     crew: ProcessCrew,
 ) -> None:
     await crew.shared(4 * MIB, slots=2)
@@ -328,7 +323,7 @@ async def test_children_that_end_or_are_killed_at_once_cost_nothing_and_cannot_u
 
 @pytest.mark.requirement(201)
 async def test_a_fork_of_the_trainer_neither_publishes_nor_keeps_its_slots(
-    endpoint: str, schemes: Schemes, start: Callable[..., Remote]
+    endpoint: str, schemes: Schemes, start: Start
 ) -> None:
     plan = schemes.sender(4 * MIB, kind=SharedMemWeightSyncScheme, endpoint=endpoint, num_workers=1, map_above=0)
     trainer, worker = start(SharedTrainer), start(SharedWorker)

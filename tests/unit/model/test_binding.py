@@ -65,9 +65,7 @@ def with_a_tensordict(value: float) -> nn.Module:
     ],
     ids=["module", "a TensorDict in a module", "dict", "state dict", "TensorDict", "locked", "TensorDictParams"],
 )
-def test_a_model_of_each_kind_gets_all_of_an_update(
-    make: Callable[[float], Any], inplace: bool, extract_as: str
-) -> None:
+def test_models_of_each_kind_get_all_of_an_update(make: Callable[[float], Any], inplace: bool, extract_as: str) -> None:
     model = make(0.0)
     binding = bound(model, extract_as, inplace=inplace)
     for version in (1.0, 2.0, 3.0):
@@ -277,9 +275,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("change", "when", "cast"), CASES)
-def test_a_model_that_has_changed_since_is_refused_before_anything_is_written(
-    change: str, when: str, cast: bool
-) -> None:
+def test_a_changed_model_is_refused_before_anything_is_written(change: str, when: str, cast: bool) -> None:
     model = filled(0)
     binding = bound(model, cast=cast)
     update(binding, filled(0))  # what the binding has learnt then is out of date

@@ -247,9 +247,7 @@ def test_an_update_that_calls_the_model_does_not_deadlock(gate: Gate, model: Mod
     assert (seen, done, gate.readers) == ([0, 1], [None], 0)
 
 
-def test_updates_that_are_offered_during_an_apply_and_by_its_done_are_applied_afterwards(
-    gate: Gate, model: Model
-) -> None:
+def test_updates_offered_during_an_apply_and_by_its_done_are_applied_afterwards(gate: Gate, model: Model) -> None:
     order: list[str] = []
 
     def first() -> None:
@@ -1077,9 +1075,7 @@ many = settings(
     ],
     indirect=["stage"],
 )
-def test_in_every_schedule_readers_and_updates_do_what_the_reference_does(
-    stage: Stage, no_ticks: None, count: int
-) -> None:
+def test_in_every_schedule_readers_and_updates_do_as_the_reference(stage: Stage, no_ticks: None, count: int) -> None:
     @settings(many, max_examples=count)
     @given(schedule=schedules)
     def play(schedule: list[tuple[int, str]]) -> None:

@@ -190,7 +190,7 @@ def test_a_connection_that_says_nothing_or_half_a_request_is_closed(
     assert capfd.readouterr().err == ""
 
 
-async def test_missing_libraries_are_named_with_their_extra_and_not_needed_otherwise(
+async def test_missing_libraries_are_named_with_their_extra_or_not_needed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name in ("prometheus_client", "opentelemetry"):

@@ -285,9 +285,7 @@ READY = b"\x04\x1c\x05READY\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
 
 
 @pytest.mark.parametrize("endpoint", ["ipc", "tcp"], indirect=True)
-async def test_connections_that_do_not_speak_zmtp_and_a_flood_of_them_disturb_nobody(
-    endpoint: str, schemes: Schemes
-) -> None:
+async def test_a_flood_of_connections_that_do_not_speak_zmtp_disturbs_nobody(endpoint: str, schemes: Schemes) -> None:
     sender = schemes.sender(CHUNKED, min_workers=2, endpoint=endpoint)
     receivers = [schemes.receiver(sender, i) for i in range(2)]
     await asyncio.gather(sender.connect(), *(r.connect() for r in receivers))

@@ -398,9 +398,7 @@ def test_what_a_worker_writes_stays_its_own_and_hides_nothing_newer(pool: Weight
 
 
 @pytest.mark.parametrize("can_look", [True, False])
-def test_one_page_that_was_written_is_enough(
-    pool: WeightSlots, monkeypatch: pytest.MonkeyPatch, can_look: bool
-) -> None:
+def test_one_written_page_is_enough(pool: WeightSlots, monkeypatch: pytest.MonkeyPatch, can_look: bool) -> None:
     """Pages are thrown away, too, where one cannot find out which were written."""
 
     def hide(*args: object) -> bytes:

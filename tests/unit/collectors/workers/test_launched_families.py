@@ -87,9 +87,7 @@ def test_the_end_of_the_program_before_is_not_that_of_its_successor(family: Gloo
     again.close()
 
 
-def test_a_program_that_comes_when_there_is_another_is_not_taken_for_it(
-    family: GlooFamily, launcher: OwnLauncher
-) -> None:
+def test_a_program_that_comes_late_is_not_taken_for_its_successor(family: GlooFamily, launcher: OwnLauncher) -> None:
     family.launch(0)
     second: Future[str] = family.launch(0)
     family.store.set("here/1", "a host of before")
