@@ -170,11 +170,8 @@ def test_nodes_of_torchrl_get_each_update_and_one_that_is_killed_is_an_error(
 # -- workers that fail: the trainer gets an error, without a hang ------------------------------------------------------
 
 
-NAMES = ["SharedMemWeightSyncScheme", "MultiProcessWeightSyncScheme", "ZMQWeightSyncScheme"]
-
-
-@pytest.mark.parametrize("kind", ["MultiSyncCollector", "MultiAsyncCollector"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("kind", [SYNC, ASYNC])
+@pytest.mark.parametrize("name", ALL)
 def test_a_killed_worker_ends_updates_and_collection_with_an_error(in_program: Programs, name: str, kind: str) -> None:
     found = in_program(programs.killed, name, kind)
     assert found["update"] == {0: "PeerLost"}
@@ -185,7 +182,7 @@ def test_a_killed_worker_ends_updates_and_collection_with_an_error(in_program: P
     assert found["next"] in ("RuntimeError", "ValueError", "ConnectionRefusedError", "FileNotFoundError")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ALL)
 def test_a_worker_that_fails_to_start_is_shown_with_its_traceback(in_program: Programs, name: str) -> None:
     kind, text = in_program(programs.fails_to_start, name)
     assert kind == "NotConnected"
@@ -195,12 +192,12 @@ def test_a_worker_that_fails_to_start_is_shown_with_its_traceback(in_program: Pr
 
 
 def test_a_worker_that_is_killed_before_it_is_connected(in_program: Programs) -> None:
-    kind, text = in_program(programs.killed_at_start, NAMES[0])
+    kind, text = in_program(programs.killed_at_start, SHARED)
     assert kind == "NotConnected"
     assert "was ended by signal 9 before it was connected" in text
 
 
 def test_weights_that_do_not_fit_the_workers_policies(in_program: Programs) -> None:
-    kind, text = in_program(programs.mismatched, NAMES[2])
+    kind, text = in_program(programs.mismatched, ZMQ)
     assert kind == "PartialSendError"
     assert "module.lean" in text
