@@ -215,9 +215,7 @@ def test_what_is_for_batches_of_several_workers_is_not_for_the_asynchronous_one(
 
 
 @pytest.mark.parametrize("name", ["device", "storing_device", "policy_device", "env_device"])
-def test_a_device_that_is_not_there_is_named_before_anything_is_made(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_device_is_named_before_anything_is_made(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def message(device: Any) -> str:
         with pytest.raises(ValueError) as caught:
             Collector(never, Actor(), frames_per_batch=4, **{name: device})

@@ -13,16 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from asyncsync.collectors import Collector, GymEnv, MultiAsyncCollector, MultiSyncCollector
 from helpers import planted
 from helpers.collecting_multi import SharedBuffer, make, options, policy
-from helpers.collecting_single import (
-    KINDS,
-    Actor,
-    WalkEnv,
-    environment,
-    equal,
-    needs_torchrl,
-    torchrl,
-    torchrl_walk,
-)
+from helpers.collecting_single import KINDS, Actor, WalkEnv, environment, equal, needs_torchrl, torchrl, torchrl_walk
 
 pytestmark = [
     pytest.mark.requirement(226),
@@ -190,7 +181,8 @@ class Stuck(WalkEnv):
 
 def test_an_error_at_the_end_is_raised_or_logged(caplog: pytest.LogCaptureFixture) -> None:
     for given in ({}, {"raise_on_error": True}):
-        collector = Collector(Stuck(), Actor(), frames_per_batch=4)
+        collector = Collector(Stuck(), Actor(), frames_per_batch=4, total_frames=8)
+        assert [batch.numel() for batch in collector] == [4, 4], "the last one, too"
         with pytest.raises(OSError, match="the environment does not close"):
             collector.shutdown(**given)
         assert collector.closed

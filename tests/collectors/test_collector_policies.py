@@ -163,9 +163,7 @@ def test_a_factory_makes_the_policy(kind: str) -> None:
 @pytest.mark.parametrize(
     ("frames", "batches"), [(-1, 0), (None, 0), (8, 1), pytest.param(9, 2, marks=pytest.mark.filterwarnings("ignore"))]
 )
-def test_random_frames_are_whole_batches_in_which_the_policy_is_ignored(
-    kind: str, frames: int | None, batches: int
-) -> None:
+def test_random_frames_are_whole_batches_without_the_policy(kind: str, frames: int | None, batches: int) -> None:
     policy = Actor()
     with collector(environment(kind), policy, init_random_frames=frames, total_frames=24) as c:
         assert [is_random(batch) for batch in c] == [i < batches for i in range(3)]

@@ -18,7 +18,7 @@ from asyncsync.collectors import MultiSyncCollector, WeightUpdaterBase
 from asyncsync.errors import AckTimeout, ClosedError, PartialSendError, RemoteError
 from helpers import planted
 from helpers.collecting_multi import make, options, policy
-from helpers.collecting_weights import VALUE, Stepping, reading, step, tree, update
+from helpers.collecting_weights import VALUE, Stepping, reading, rooted, step, tree, update
 from helpers.pairs import Clock, Model, fill, read
 
 # -- receive_weights --------------------------------------------------------------------------------------------------
@@ -89,10 +89,8 @@ def test_registering_initialises_and_synchronizes_at_once() -> None:
 
 @pytest.mark.requirement(163)
 def test_synchronize_weights_false_leaves_connecting_to_the_caller() -> None:
-    scheme, leaf = sync.ZMQWeightSyncScheme(), reading(worker_idx=0)
+    (scheme, given), leaf = rooted(Model(3)), reading(worker_idx=0)
     assert leaf._receiver_schemes == {}
-    scheme.init_on_sender(model_id="policy", model=Model(3), num_workers=1)
-    given = pickle.loads(pickle.dumps(scheme))
     leaf.register_scheme_receiver({"policy": given}, synchronize_weights=False)
     assert read(leaf.policy) == {-1}
     thread = threading.Thread(target=given.connect)
@@ -285,9 +283,7 @@ def test_a_worker_that_joins_later_has_the_roots_version_too(kind: str) -> None:
 
 
 def test_a_collector_that_is_the_context_of_a_users_scheme_labels_its_frames() -> None:
-    sender, leaf = sync.SharedMemWeightSyncScheme(), reading(worker_idx=0)
-    sender.init_on_sender(model_id="policy", model=Model(1), num_workers=1)
-    scheme = pickle.loads(pickle.dumps(sender))
+    (sender, scheme), leaf = rooted(Model(1), sync.SharedMemWeightSyncScheme), reading(worker_idx=0)
     scheme.init_on_receiver(model_id="policy", context=leaf)
     thread = threading.Thread(target=scheme.connect)
     thread.start()

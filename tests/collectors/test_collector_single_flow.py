@@ -209,27 +209,6 @@ def test_a_policy_does_not_override_what_the_environment_returns_nor_any_of_its_
         assert (c.rollout() == other.rollout()).all()
 
 
-@pytest.mark.requirement(93)
-def test_the_environments_own_container_is_the_carrier() -> None:
-    """The collector makes no container for a step: those of an environment that uses two in turn are used again."""
-
-    class Reusing(WalkEnv):
-        def __init__(self) -> None:
-            super().__init__()
-            self.kept, self.other = TensorDict(), TensorDict()
-
-        def step_and_maybe_reset(self, td: TensorDictBase) -> tuple[TensorDict, TensorDict]:
-            output, root = super().step_and_maybe_reset(td)
-            self.kept, self.other = self.other.update(root), self.kept
-            return output, self.kept
-
-    env = Reusing()
-    with collector(env, frames_per_batch=2) as c, collector(WalkEnv(), frames_per_batch=2) as other:
-        for _ in range(4):
-            assert (c.rollout() == other.rollout()).all()
-            assert c._rollouts.carrier is env.kept
-
-
 @pytest.mark.requirement(95, 96)
 @pytest.mark.parametrize(
     ("devices", "cleared"),

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -19,6 +16,7 @@ from helpers import collecting_torchrl
 from helpers.collecting_multi import options
 from helpers.collecting_single import Actor, WalkEnv, equal, needs_torchrl, torchrl, torchrl_walk
 from helpers.collecting_torchrl import Programs
+from helpers.programs import python
 
 pytestmark = [needs_torchrl, pytest.mark.filterwarnings("ignore")]
 
@@ -151,10 +149,7 @@ for kwargs in ({"postproc": MultiStep(gamma=0.9, n_steps=2)}, {"extend_buffer": 
 @pytest.mark.thorough
 def test_torchrls_buffers_and_transforms_take_what_comes() -> None:
     # In a process of its own: TorchRL's buffers keep shared memory for as long as theirs lasts.
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", BUFFERS], env=env, capture_output=True, text=True, timeout=50
-    )
+    done = python("-W", "ignore", "-c", BUFFERS)
     assert done.returncode == 0, done.stderr
 
 

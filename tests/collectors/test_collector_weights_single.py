@@ -21,7 +21,7 @@ from asyncsync import sync
 from asyncsync.collectors import Collector, VanillaWeightUpdater
 from helpers import planted
 from helpers.collecting_single import Buffer
-from helpers.collecting_weights import NET, Level, LevelEnv, below, update
+from helpers.collecting_weights import NET, CountsUpdates, Level, LevelEnv, below, rooted, update
 
 
 def collector(**options: Any) -> Collector:
@@ -34,16 +34,8 @@ def levels(batch: Any) -> set[tuple[float, float, int]]:
     return set(zip(*(t.flatten().tolist() for t in (batch["action"], batch["next", "level"], version)), strict=True))
 
 
-class Counting(Level):
-    """A policy with extra state."""
-
-    updates = 0
-
-    def get_extra_state(self) -> Any:
-        return {"updates": self.updates}
-
-    def set_extra_state(self, state: Any) -> None:
-        self.updates = state["updates"]
+class Counting(CountsUpdates, Level):
+    pass
 
 
 @pytest.mark.requirement(6, 160)
@@ -167,8 +159,7 @@ def test_max_lag_waits_for_the_newer_version() -> None:
 def test_max_lag_and_versions_of_several_buses_are_counted_bus_by_bus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asyncsync.collectors.rollout.rollout.LAG_SECONDS", 5.0)
     with ThreadPoolExecutor(2) as threads, receiving({NET: Level(-1)}, max_lag=0) as (leaf, nets):
-        policies = sync.ZMQWeightSyncScheme()
-        policies.init_on_sender(model_id="policy", model=Level(1), num_workers=1)
+        policies, _ = rooted(Level(1))
         with below({"policy": policies}, [leaf]):
             policies.connect()
         nets.send({NET: Level(1)})
@@ -235,9 +226,7 @@ class Reading(Level):
 def registered_in_the_midst(policy: Any, **init: Any) -> Iterator[tuple[Collector, Any, Any]]:
     """A collector that rolls out, in the background, its trainer's scheme, and its own, which is registered and
     connected meanwhile."""
-    scheme = sync.ZMQWeightSyncScheme()
-    scheme.init_on_sender(model_id="policy", model=Level(1), num_workers=1)
-    given = pickle.loads(pickle.dumps(scheme))
+    scheme, given = rooted(Level(1))
     with collector(policy=policy, frames_per_batch=100_000, replay_buffer=Buffer(), worker_idx=0) as one:
         one.start()
         while not one.env.steps:

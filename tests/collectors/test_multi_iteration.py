@@ -365,34 +365,30 @@ def test_split_trajs_and_postproc_run_here_on_the_whole_batch(kind: Any) -> None
     assert len(calls) == 3
 
 
-def test_preemption_stacked_marks_what_is_missing() -> None:
+@pytest.mark.parametrize("cat_results", ["stack", -1])
+def test_preemption_marks_what_a_stack_lacks_and_leaves_it_out_otherwise(
+    cat_results: Any,
+) -> None:
     factories = [make(length=99), make(length=99, delay=0.05)]
-    given = options(frames_per_batch=20, preemptive_threshold=0.5)
+    given = options(frames_per_batch=20, preemptive_threshold=0.5, cat_results=cat_results)
     with MultiSyncCollector(factories, policy(), **given) as collector:
         slow: list[Any] = []
+        frames = 0
         for _ in range(4):
             batch: Any = collector.next()
-            assert batch.batch_size == (2, 10)
-            mask, ids = batch["collector", "mask"], batch["collector", "traj_ids"]
-            assert mask[0].all()
-            assert 1 <= mask[1].sum() < 10
-            assert torch.equal(mask, ids != -1)
-            assert (batch["next", "reward"][1][~mask[1]] == 0).all()
-            assert (batch["action"][mask] == 1).all()
-            slow += batch["observation"][1, :, 2][mask[1]].tolist()
-        assert slow == [float(i) for i in range(len(slow))]  # nothing was lost in between
-
-
-def test_preemption_concatenated_has_valid_frames_only() -> None:
-    factories = [make(length=99), make(length=99, delay=0.05)]
-    given = options(frames_per_batch=20, preemptive_threshold=0.5, cat_results=-1)
-    with MultiSyncCollector(factories, policy(), **given) as collector:
-        frames = 0
-        for _ in range(3):
-            batch: Any = collector.next()
+            if cat_results == "stack":
+                assert batch.batch_size == (2, 10)
+                mask, ids = batch["collector", "mask"], batch["collector", "traj_ids"]
+                assert mask[0].all()
+                assert 1 <= mask[1].sum() < 10
+                assert torch.equal(mask, ids != -1)
+                assert (batch["next", "reward"][1][~mask[1]] == 0).all()
+                slow += batch["observation"][1, :, 2][mask[1]].tolist()
+                batch = batch[mask]
             assert 11 <= batch.numel() < 20
             assert (batch["action"] == 1).all()
             frames += batch.numel()
+        assert slow == [float(i) for i in range(len(slow))], "nothing was lost in between"
         assert collector._driver.frames == frames
 
 

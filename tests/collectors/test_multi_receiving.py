@@ -21,7 +21,7 @@ from asyncsync.collectors import MultiAsyncCollector, MultiSyncCollector
 from asyncsync.errors import SchemaMismatch
 from asyncsync.sync import SharedMemWeightSyncScheme, ZMQWeightSyncScheme
 from helpers.collecting_multi import Marked, Scaled, SharedBuffer, acted, make, options, policy, settled, versions
-from helpers.collecting_weights import update
+from helpers.collecting_weights import CountsUpdates, rooted, update
 
 BOTH = pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
 
@@ -87,16 +87,8 @@ def test_what_is_given_becomes_the_policys_and_every_workers(crew: Any) -> None:
     assert acted(fresh(crew)) == [15.0], "without arguments, the registered policy's"
 
 
-class Counted(Marked):
-    """With extra state."""
-
-    updates = 0
-
-    def get_extra_state(self) -> Any:
-        return {"updates": self.updates}
-
-    def set_extra_state(self, state: Any) -> None:
-        self.updates = state["updates"]
+class Counted(CountsUpdates, Marked):
+    pass
 
 
 @pytest.mark.requirement(160)
@@ -238,12 +230,11 @@ def acted_at_last(collector: Any) -> list[float]:
 @contextmanager
 def trainer() -> Iterator[tuple[ZMQWeightSyncScheme, dict[str, Any]]]:
     """A sender with one worker, which connects meanwhile, and that worker's schemes."""
-    above = ZMQWeightSyncScheme()
-    above.init_on_sender(model_id="policy", model=policy(4.0), num_workers=1)
+    above, received = rooted(policy(4.0))
     connecting = threading.Thread(target=above.connect, kwargs={"timeout": 50})
     connecting.start()
     try:
-        yield above, {"weight_recv_schemes": {"policy": pickle.loads(pickle.dumps(above))}, "worker_idx": 0}
+        yield above, {"weight_recv_schemes": {"policy": received}, "worker_idx": 0}
         connecting.join(50)
     finally:
         above.shutdown()
@@ -305,9 +296,8 @@ def test_it_does_so_as_a_worker() -> None:
 @BOTH
 @pytest.mark.parametrize("source", ["policy", "policy_factory"])
 def test_weights_that_would_reach_no_worker_are_refused_at_once(kind: Any, source: str) -> None:
-    above = ZMQWeightSyncScheme()
-    above.init_on_sender(model_id="policy", model=policy(4.0), num_workers=1)
-    given = {"weight_recv_schemes": {"policy": pickle.loads(pickle.dumps(above))}, "worker_idx": 0}
+    above, received = rooted(policy(4.0))
+    given = {"weight_recv_schemes": {"policy": received}, "worker_idx": 0}
     given |= {source: policy() if source == "policy" else policy, "weight_sync_schemes": {}}
     with pytest.raises(ValueError, match=r"'policy'.* weight_sync_schemes="):
         kind([make()], **given, **options())
@@ -316,9 +306,7 @@ def test_weights_that_would_reach_no_worker_are_refused_at_once(kind: Any, sourc
 
 @pytest.mark.requirement(237)
 def test_a_receiver_that_the_user_has_initialised_must_know_the_collector() -> None:
-    above = ZMQWeightSyncScheme()
-    above.init_on_sender(model_id="policy", model=policy(4.0), num_workers=1)
-    received = pickle.loads(pickle.dumps(above))
+    above, received = rooted(policy(4.0))
     with MultiSyncCollector([make()], policy(), worker_idx=0, **options()) as collector:
         received.init_on_receiver("policy", model=collector.policy, worker_idx=0)
         with pytest.raises(ValueError, match=r"without this collector as its context.*init_on_receiver"):

@@ -15,6 +15,7 @@ import pytest
 
 import asyncsync
 import asyncsync.sync
+from helpers.command import EXAMPLES
 
 SOURCE = Path(os.environ.get("ASYNCSYNC_SOURCE", Path(__file__).parents[2]))  # `make test` runs a copy of the tests
 DOCUMENTS = [SOURCE / "README.md", *sorted((SOURCE / "docs").rglob("*.md"))]
@@ -36,6 +37,11 @@ def rows(document: str, heading: str) -> list[list[str]]:
 
 def default(method: Any, parameter: str) -> Any:
     return inspect.signature(method).parameters[parameter].default
+
+
+def test_every_example_has_a_test() -> None:
+    tests = Path(__file__).with_name("test_examples.py").read_text()
+    assert [path.stem for path in EXAMPLES.rglob("*.py") if path.name not in tests] == []
 
 
 @pytest.mark.requirement(217)

@@ -22,7 +22,7 @@ import pytest
 from asyncsync.cli import main
 from helpers.command import EXAMPLES, children_of, finish, private_directories, run, start
 
-pytestmark = pytest.mark.timeout(240)  # up to three processes, each of which imports torch
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(240)]  # up to three processes, each of which imports torch
 
 
 NEEDS = {"gymnasium": "Gym", "ray": "Ray", "stable_baselines3": "stable_baselines3"}
@@ -54,12 +54,6 @@ def columns(pattern: str, out: str) -> list[list[int]]:
     return [list(map(int, column)) for column in zip(*re.findall(pattern, out), strict=True)]
 
 
-def test_every_example_has_a_test() -> None:
-    here = Path(__file__).read_text()
-    assert [path.stem for path in EXAMPLES.rglob("*.py") if path.name not in here] == []
-
-
-@pytest.mark.thorough
 def test_quickstart_delivers_every_version_and_says_goodbye(tmp_path: Path) -> None:
     out = example("quickstart.py", tmp_path)
     assert re.findall(r"sender: version (\d+) is everywhere", out) == ["2", "3", "4"]
@@ -70,7 +64,6 @@ def test_quickstart_delivers_every_version_and_says_goodbye(tmp_path: Path) -> N
         assert f"worker {worker}: the sender has said goodbye" in out
 
 
-@pytest.mark.thorough
 def test_async_trainer_may_change_the_model_once_publish_has_returned(tmp_path: Path) -> None:
     out = example("async_trainer.py", tmp_path)
     for step in range(1, 6):
@@ -84,7 +77,6 @@ def test_async_trainer_may_change_the_model_once_publish_has_returned(tmp_path: 
     assert int(turns[1]) > 0
 
 
-@pytest.mark.thorough
 def test_many_models_switches_both_models_or_neither(tmp_path: Path) -> None:
     out = example("many_models.py", tmp_path)
     versions = [int(version) for version in re.findall(r"trainer: version (\d+), both models", out)]
@@ -95,7 +87,6 @@ def test_many_models_switches_both_models_or_neither(tmp_path: Path) -> None:
     assert all(int(seen) >= 1 and mixed == "0" for seen, mixed in pairs)
 
 
-@pytest.mark.thorough
 def test_mixed_trainer_has_both_blocking_workers_act_on_every_version(tmp_path: Path) -> None:
     out = example("mixed_trainer.py", tmp_path)
     assert re.findall(r"step (\d+): version (\d+) is everywhere", out) == [(str(n), str(n + 1)) for n in range(1, 11)]
@@ -104,7 +95,6 @@ def test_mixed_trainer_has_both_blocking_workers_act_on_every_version(tmp_path: 
     assert all(float(value) == int(version) - 1 for version, _, value in acted), "a version holds one value"
 
 
-@pytest.mark.thorough
 def test_distributed_trainer_and_its_workers_are_ranks_of_torchruns(tmp_path: Path) -> None:
     program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
     program += [str(EXAMPLES / "distributed_trainer.py"), "--updates", "40"]
@@ -118,7 +108,6 @@ def test_distributed_trainer_and_its_workers_are_ranks_of_torchruns(tmp_path: Pa
 
 
 @pytest.mark.ray
-@pytest.mark.thorough
 def test_ray_trainer_learns_while_its_actors_play(tmp_path: Path) -> None:
     out = example("ray_trainer.py", tmp_path, "--rounds", "60", err=None)
     shown = re.findall(r"round (\d+): version (\d+) of (\d+) is wrong by ([\d.]+)", out)
@@ -137,7 +126,6 @@ def answered(url: str) -> dict[str, object]:
     return found
 
 
-@pytest.mark.thorough
 def test_inference_server_never_fails_a_request_while_the_trainer_is_killed_and_restarted(tmp_path: Path) -> None:
     program, endpoint = EXAMPLES / "inference_server.py", f"ipc://{tmp_path}/bus"
     training = [program, "train", endpoint, "--checkpoint", tmp_path / "checkpoint.pt"]
@@ -164,7 +152,6 @@ def test_inference_server_never_fails_a_request_while_the_trainer_is_killed_and_
             assert json.loads(answer.read()).keys() == {"version", "trainer", "why"}
 
 
-@pytest.mark.thorough
 def test_inference_server_shows_that_by_itself(tmp_path: Path) -> None:
     out = example("inference_server.py", tmp_path)
     [killed_at] = re.findall(r"version (\d+): the trainer is killed", out)
@@ -172,7 +159,6 @@ def test_inference_server_shows_that_by_itself(tmp_path: Path) -> None:
     assert int(first) < int(killed_at) < int(last)
 
 
-@pytest.mark.thorough
 def test_lora_sends_the_adapters_and_leaves_the_rest_alone(tmp_path: Path) -> None:
     out = example("lora.py", tmp_path)
     [(sent, whole)] = re.findall(r"an update has (\d+) of the model's (\d+) bytes", out)
@@ -189,7 +175,6 @@ def test_lora_sends_the_adapters_and_leaves_the_rest_alone(tmp_path: Path) -> No
 
 
 @pytest.mark.requirement(203)
-@pytest.mark.thorough
 @pytest.mark.timeout(200)
 def test_multi_host_pubsub_is_followed_by_those_with_keys_only(tmp_path: Path, unused_tcp_port: int) -> None:
     """Processes of their own, and files that were carried elsewhere, as between hosts. Then the trainer is killed, and
@@ -214,10 +199,7 @@ def test_multi_host_pubsub_is_followed_by_those_with_keys_only(tmp_path: Path, u
         return int(match[1])
 
     with start(*follower, "worker-0.key_secret", cwd=there) as good:
-        with (
-            start(*trainer, cwd=tmp_path) as training,
-            start(*follower, "other.key_secret", cwd=there) as stranger,
-        ):
+        with start(*trainer, cwd=tmp_path) as training, start(*follower, "other.key_secret", cwd=there) as stranger:
             versions = [following(good) for _ in range(10)]
             assert versions == sorted(set(versions))
             code, out, err = finish(stranger, 100)
@@ -238,7 +220,6 @@ def test_multi_host_pubsub_is_followed_by_those_with_keys_only(tmp_path: Path, u
     assert private_directories() == []
 
 
-@pytest.mark.thorough
 def test_the_trainer_for_many_hosts_goes_on_until_it_is_stopped(tmp_path: Path, unused_tcp_port: int) -> None:
     assert main(["keygen", str(tmp_path / "keys"), "--workers", "1"]) == 0
     address = f"tcp://127.0.0.1:{unused_tcp_port}"
@@ -251,14 +232,12 @@ def test_the_trainer_for_many_hosts_goes_on_until_it_is_stopped(tmp_path: Path, 
     assert (code, err) == (0, "")
 
 
-@pytest.mark.thorough
 def test_sb3_workers_says_what_it_needs(tmp_path: Path) -> None:
     code, out, err = run(EXAMPLES / "sb3_workers.py", cwd=tmp_path, without="stable_baselines3")
     assert (code, out) == (1, "")
     assert err == "this example needs Stable-Baselines3: pip install stable-baselines3\n"
 
 
-@pytest.mark.thorough
 @pytest.mark.timeout(200)
 def test_sb3_workers_play_with_what_ppo_has_learnt(tmp_path: Path) -> None:
     out = example("sb3_workers.py", tmp_path, seconds=180)
@@ -273,7 +252,6 @@ def test_sb3_workers_play_with_what_ppo_has_learnt(tmp_path: Path) -> None:
     assert len(re.findall(r"worker \d: the last version is 19", out)) == 2
 
 
-@pytest.mark.thorough
 @pytest.mark.timeout(260)  # it takes 10 s on two cores that nobody else uses
 def test_ppo_plain_learns_and_ends(tmp_path: Path) -> None:
     out = example("ppo_plain.py", tmp_path, seconds=240)
@@ -285,7 +263,6 @@ def test_ppo_plain_learns_and_ends(tmp_path: Path) -> None:
     assert first < last / 2, "there was nothing to learn"
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "moment"),
     [(name, "running") for name in ("quickstart", "async_trainer", "lora", "many_models", "mixed_trainer", "ppo_plain")]
@@ -310,14 +287,9 @@ def test_ctrl_c_ends_an_example_and_its_workers_without_a_traceback(tmp_path: Pa
 
 
 @pytest.mark.requirement(35, 37)
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     "arguments",
-    [
-        [],
-        ["--scheme", "process", "--start-method", "spawn"],
-        ["--scheme", "zmq", "--start-method", "forkserver"],
-    ],
+    [[], ["--scheme", "process", "--start-method", "spawn"], ["--scheme", "zmq", "--start-method", "forkserver"]],
     ids=" ".join,
 )
 def test_weight_sync_standalone_runs_with_every_scheme(tmp_path: Path, arguments: list[str]) -> None:
@@ -327,7 +299,6 @@ def test_weight_sync_standalone_runs_with_every_scheme(tmp_path: Path, arguments
     assert {worker for worker, _ in ends} == {"0", "1"}
 
 
-@pytest.mark.thorough
 def test_file_transport_brings_a_version_and_the_bus_moves_no_bytes(tmp_path: Path) -> None:
     told = ["trainer: version 2 is applied; 0 bytes by the bus", "worker: version 2, bias [1.0, 1.0]"]
     assert sorted(example("file_transport.py", tmp_path).splitlines()) == told, "two processes print"
@@ -339,7 +310,6 @@ WARNING = r".*UserWarning: total_frames \(10000\) is not exactly divisible[^\n]*
 
 
 @pytest.mark.requirement(34, 37)
-@pytest.mark.thorough
 def test_the_pages_collector_example_runs(tmp_path: Path) -> None:
     """Of 34: with this library's collector and TorchRL's 192/10000."""
     out = example("collectors/weight_sync_collectors.py", tmp_path, err=WARNING)
@@ -350,7 +320,6 @@ def test_the_pages_collector_example_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.requirement(204)
-@pytest.mark.thorough
 def test_torchrl_collector_learns_with_a_scheme_of_ours(tmp_path: Path) -> None:
     out = example("collectors/torchrl_collector.py", tmp_path)
     shown = re.findall(r"(\d+) frames, version (\d+): +([\d.]+) steps per trajectory", out)
@@ -359,7 +328,6 @@ def test_torchrl_collector_learns_with_a_scheme_of_ours(tmp_path: Path) -> None:
     assert float(shown[-1][2]) > 1.5 * float(shown[0][2]), "has not learnt"
 
 
-@pytest.mark.thorough
 def test_async_collector_learns_and_acts_with_what_it_has_learnt(tmp_path: Path) -> None:
     out = example("collectors/async_collector.py", tmp_path, "--total-frames", "15360")
     frames, lengths, versions = columns(r"(\d+) frames, .* s: (\d+) steps a trajectory, version (\d+)", out)
@@ -370,7 +338,6 @@ def test_async_collector_learns_and_acts_with_what_it_has_learnt(tmp_path: Path)
 
 
 @pytest.mark.requirement(11, 199)
-@pytest.mark.thorough
 def test_multi_model_never_acts_with_two_versions(tmp_path: Path) -> None:
     updates = 10
     out = example("collectors/multi_model.py", tmp_path, "--updates", str(updates))
@@ -381,7 +348,6 @@ def test_multi_model_never_acts_with_two_versions(tmp_path: Path) -> None:
 
 
 @pytest.mark.ray
-@pytest.mark.thorough
 def test_ray_collector_learns_from_whichever_actor_is_ready(tmp_path: Path) -> None:
     out = example("collectors/ray_collector.py", tmp_path, err=None)
     frames, lengths, versions = columns(r"(\d+) frames: (\d+) steps a trajectory, version (\d+)", out)
@@ -390,7 +356,6 @@ def test_ray_collector_learns_from_whichever_actor_is_ready(tmp_path: Path) -> N
     assert versions[-1] >= 50  # 60 updates; a batch may be a few of them old
 
 
-@pytest.mark.thorough
 def test_rpc_collector_tries_each_policy_with_all_nodes(tmp_path: Path) -> None:
     out = example("collectors/rpc_collector.py", tmp_path)
     shown = re.findall(r"try (\d+): versions \[(\d+)\], the best makes (\d+) steps", out)
@@ -398,7 +363,6 @@ def test_rpc_collector_tries_each_policy_with_all_nodes(tmp_path: Path) -> None:
     assert int(shown[-1][2]) > int(shown[0][2]), "has found nothing better"
 
 
-@pytest.mark.thorough
 def test_replay_buffer_learns_from_what_workers_add(tmp_path: Path) -> None:
     # TorchRL's log is there.
     out = example("collectors/replay_buffer.py", tmp_path, "--updates", "2400", err=r"(?s)(?!.*Warning).*")

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,9 +10,10 @@ import pytest
 
 from asyncsync.sync import MultiProcessWeightSyncScheme, ZMQWeightSyncScheme
 from helpers import planted
-from helpers.blocking_crew import KINDS, crew, idle, in_fork, new_sender
+from helpers.blocking_crew import KINDS, crew, idle, in_fork, new_sender, outcomes
 from helpers.blocking_workers import follow
 from helpers.process_crew import blocking_worker
+from helpers.programs import python
 
 pytestmark = pytest.mark.requirement(201)
 
@@ -23,8 +21,7 @@ pytestmark = pytest.mark.requirement(201)
 @pytest.mark.requirement(35)
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("method", "running"),
-    [("fork", False), ("fork", True), ("forkserver", True), ("spawn", True)],
+    ("method", "running"), [("fork", False), ("fork", True), ("forkserver", True), ("spawn", True)]
 )
 @pytest.mark.parametrize("kind", [ZMQWeightSyncScheme, MultiProcessWeightSyncScheme])
 def test_workers_of_every_start_method(kind: type, method: str, running: bool) -> None:
@@ -75,12 +72,7 @@ def test_a_connected_scheme_refuses_every_method_in_a_forked_child(kind: type) -
             calls[f"{name} wait_version"] = lambda each=each: each.wait_version(1)
 
         def child() -> dict[str, str]:
-            found = {}
-            for name, call in calls.items():
-                try:
-                    found[name] = f"returned {call()!r}"
-                except BaseException as error:
-                    found[name] = f"{type(error).__name__}: {error}"
+            found = outcomes(calls)
             for scheme in (sender, receiver):
                 scheme.shutdown()
                 scheme.shutdown()
@@ -176,12 +168,6 @@ print("over")
 @pytest.mark.thorough
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
 def test_a_forked_child_that_ends_as_any_program_leaves_the_parents_scheme_working(loop: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, loop],
-        capture_output=True,
-        text=True,
-        timeout=50,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
-    )
+    done = python("-c", PROGRAM, loop)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines()[-1] == "over"

@@ -7,8 +7,6 @@ import gc
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,11 +16,10 @@ from typing import Any
 
 import pytest
 
-from asyncsync.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
+from asyncsync.collectors import MultiAsyncCollector, MultiSyncCollector
 from asyncsync.errors import ClosedError
 from helpers.blocking_interrupts import sigint_raises
 from helpers.collecting_multi import (
-    Counting,
     alive,
     ask,
     gone_within,
@@ -33,6 +30,7 @@ from helpers.collecting_multi import (
     trainer,
 )
 from helpers.command import private_directories
+from helpers.programs import python
 
 BOTH = pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
 
@@ -268,9 +266,7 @@ MultiSyncCollector([make()], policy(numel=100_000), frames_per_batch=4)
 def test_a_missing_guard_is_named_whatever_the_size_of_the_policy(tmp_path: Path) -> None:
     program = tmp_path / "unguarded.py"
     program.write_text(UNGUARDED)
-    path = os.pathsep.join(p for p in sys.path if p)
-    environment = os.environ | {"PYTHONPATH": path}
-    ended = subprocess.run([sys.executable, program], env=environment, capture_output=True, text=True, timeout=100)
+    ended = python(program)
     assert ended.returncode
     assert "if __name__ == '__main__':" in ended.stderr.splitlines()[-1]
     assert "BrokenPipe" not in ended.stderr
@@ -292,18 +288,5 @@ print("ended")
 
 @pytest.mark.thorough
 def test_a_worker_whose_trainer_ends_before_it_has_started_says_nothing() -> None:
-    done = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, timeout=60, check=True)
-    assert (done.stdout, done.stderr) == ("ended\n", "")
-
-
-def test_an_environment_that_cannot_be_closed_does_not_cost_the_last_batch() -> None:
-    class Stuck(Counting):
-        def close(self) -> None:
-            raise OSError("cannot be closed")
-
-    collector = Collector(Stuck(), policy(), frames_per_batch=4, total_frames=8)
-    assert [batch.numel() for batch in collector] == [4, 4]  # type: ignore[union-attr]
-    with pytest.raises(OSError, match="cannot be closed"):
-        collector.shutdown()
-    collector.shutdown()
-    assert collector.closed
+    done = python("-c", LATE)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "ended\n", "")

@@ -18,6 +18,7 @@ from tensordict.nn import TensorDictModule
 from asyncsync.collectors import MultiAsyncCollector, MultiSyncCollector
 from asyncsync.errors import AckTimeout, ClosedError, PartialSendError, PeerLost, RemoteError
 from helpers.collecting_multi import BadPolicy, CannotTravel, Unpicklable, ask, gone_within, make, options, policy
+from helpers.collecting_single import Buffer
 
 BOTH = pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
 STEP = "in step_and_maybe_reset"
@@ -40,16 +41,10 @@ class Frozen(Exception):
         return Frozen, (self.code,)
 
 
-class Buffer:
+class Shared(Buffer):
     """Stands for a shared replay buffer."""
 
     shared = True
-
-    def extend(self, batch: Any) -> None:
-        del batch
-
-    def add(self, frame: Any) -> None:
-        del frame
 
 
 def check(error: BaseException, text: str) -> None:
@@ -88,7 +83,7 @@ async def test_the_end_of_a_worker_in_a_coroutine(given: dict[str, int], error: 
 
 
 HOOK = raises(ArithmeticError, "the hook has failed")
-POSTPROC = {"replay_buffer": Buffer(), "postproc": raises(ArithmeticError, "the postproc has failed")}
+POSTPROC = {"replay_buffer": Shared(), "postproc": raises(ArithmeticError, "the postproc has failed")}
 BAD = TensorDictModule(BadPolicy(), in_keys=["observation"], out_keys=["action"])
 # What is wrong: an environment, a policy, or options; what is raised, with which words; and a line of the traceback.
 RAISED: dict[str, tuple[Any, Any, Any, Any, str, str]] = {
@@ -123,13 +118,6 @@ def test_what_a_worker_raises_comes_up_and_ends_the_collector(what: str) -> None
 
 
 NOWHERE = raises(LookupError, "there is no such environment")
-
-
-@pytest.mark.thorough
-def test_an_exception_of_the_environments_constructor() -> None:
-    with pytest.raises(LookupError, match="no such environment") as caught:
-        MultiSyncCollector([make(), NOWHERE], policy(), **options())
-    check(caught.value, "in broken")
 
 
 @pytest.mark.parametrize(
@@ -175,16 +163,6 @@ def test_what_cannot_travel_is_told_before_anything_starts() -> None:
     assert any("cloudpickle" in note for note in caught.value.__notes__)
 
 
-def test_a_model_that_the_workers_do_not_have() -> None:
-    from asyncsync.sync import SharedMemWeightSyncScheme
-
-    began = time.monotonic()
-    schemes = {"policy": SharedMemWeightSyncScheme(), "env.nobody": SharedMemWeightSyncScheme()}
-    with pytest.raises(ValueError, match=r"env\.nobody"):
-        MultiSyncCollector([make()], policy(), weight_sync_schemes=schemes, **options())
-    assert time.monotonic() - began < 20
-
-
 @BOTH
 def test_a_killed_worker_is_noticed_at_once(kind: Any) -> None:
     with kind([make(delay=0.05)] * 2, policy(), **options(frames_per_batch=2000)) as collector:
@@ -208,7 +186,7 @@ def test_a_killed_worker_is_noticed_at_once(kind: Any) -> None:
 @pytest.mark.requirement(165)
 @pytest.mark.parametrize("way", ["pause", "async_shutdown", "shutdown"])
 def test_what_ends_a_free_running_collector_surfaces(way: str, caplog: pytest.LogCaptureFixture) -> None:
-    collector: Any = MultiSyncCollector([make(fail_at=20)], policy(), **options(replay_buffer=Buffer()))
+    collector: Any = MultiSyncCollector([make(fail_at=20)], policy(), **options(replay_buffer=Shared()))
     try:
         collector.start()
         while collector.is_running():
@@ -247,8 +225,9 @@ def test_a_worker_that_is_still_being_built_when_another_fails_ends_by_itself(
     kind: Any, tmp_path: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     log = tmp_path / "log"
-    with pytest.raises(LookupError, match="no such environment"):
+    with pytest.raises(LookupError, match="no such environment") as caught:
         kind([functools.partial(slow_to_make, str(log)), NOWHERE], policy(), **options())
+    check(caught.value, "in broken")
     assert log.read_text().split()[1:] == ["closed"]
     assert "terminating" not in caplog.text
 

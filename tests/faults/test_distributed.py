@@ -23,7 +23,7 @@ from asyncsync import (
 from helpers import planted
 from helpers.apis import Api, face
 from helpers.pairs import Clock, Model, connected, fill, passed_on, read, receiver_of, until
-from helpers.processes import LARGE, Remote, Trainer, Worker
+from helpers.processes import LARGE, Remote, Start, Trainer, Worker
 from helpers.programs import in_program
 from helpers.ranks import Rank, free_port
 from helpers.shared_workers import MIB
@@ -34,7 +34,7 @@ PROMISED = 1.0
 LOOPBACK = ("127.0.0.1", 0)
 
 
-async def program(start: Callable[..., Remote], world: int, port: int) -> list[Remote]:
+async def program(start: Start, world: int, port: int) -> list[Remote]:
     ranks = [start(Rank) for _ in range(world)]
     await asyncio.gather(*(rank.begin(port, i, world) for i, rank in enumerate(ranks)))
     return ranks
@@ -43,9 +43,7 @@ async def program(start: Callable[..., Remote], world: int, port: int) -> list[R
 @pytest.mark.thorough
 @pytest.mark.requirement(15, 19, 24, 30, 47, 190, 211)
 @pytest.mark.parametrize("is_blocking", [False, True])
-async def test_in_a_process_group_the_documented_arguments_suffice(
-    start: Callable[..., Remote], is_blocking: bool
-) -> None:
+async def test_in_a_process_group_the_documented_arguments_suffice(start: Start, is_blocking: bool) -> None:
     """Of 190 and 211: for Distributed."""
     trainer, *workers = await program(start, 3, free_port())
     following = [worker.follow(LARGE, is_blocking) for worker in workers]
@@ -62,7 +60,7 @@ async def test_in_a_process_group_the_documented_arguments_suffice(
 
 @pytest.mark.requirement(194, 195)
 @pytest.mark.thorough
-async def test_a_worker_killed_amid_a_transfer_of_256_mib_is_named_at_once(start: Callable[..., Remote]) -> None:
+async def test_a_worker_killed_amid_a_transfer_of_256_mib_is_named_at_once(start: Start) -> None:
     numel = 256 * MIB
     trainer, *workers = await program(start, 3, free_port())
     following = [worker.follow(numel) for worker in workers]
@@ -85,9 +83,7 @@ async def test_a_worker_killed_amid_a_transfer_of_256_mib_is_named_at_once(start
 
 @pytest.mark.requirement(194, 200)
 @pytest.mark.thorough
-async def test_a_trainer_killed_amid_a_transfer_of_256_mib_is_noticed_and_the_port_is_free(
-    start: Callable[..., Remote],
-) -> None:
+async def test_a_trainer_killed_amid_a_transfer_of_256_mib_is_noticed_and_the_port_is_free(start: Start) -> None:
     numel, port = 256 * MIB, free_port()
     trainer, worker = await program(start, 2, port)
     following = worker.follow(numel)
@@ -189,7 +185,7 @@ async def test_a_worker_follows_the_next_trainer_in_the_same_store(api: Api) -> 
 
 
 @pytest.mark.requirement(197)
-async def test_a_worker_follows_the_next_trainer_after_a_kill(start: Callable[..., Remote]) -> None:
+async def test_a_worker_follows_the_next_trainer_after_a_kill(start: Start) -> None:
     port = free_port()
     scheme = DistributedWeightSyncScheme(num_workers=1, store_info=("127.0.0.1", port))
     trainer, worker = start(Trainer), start(Worker)

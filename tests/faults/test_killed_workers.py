@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from asyncsync import (
 from helpers import planted
 from helpers.pairs import Clock
 from helpers.process_crew import ProcessCrew
-from helpers.processes import Filled, Remote, Schemes, Worker, eventually, impatient
+from helpers.processes import Filled, Schemes, Start, Worker, eventually, impatient
 from helpers.shared_workers import MIB, SharedWorker
 
 pytestmark = pytest.mark.timeout(90)
@@ -87,9 +86,7 @@ async def test_a_worker_killed_in_the_middle_is_named_at_once_and_catches_up_whe
 @pytest.mark.requirement(195, 198)
 @pytest.mark.thorough
 @pytest.mark.parametrize("endpoint", ["tcp"], indirect=True)
-async def test_a_subscriber_killed_amid_a_transfer_is_named_and_the_others_have_it(
-    endpoint: str, crew: ProcessCrew
-) -> None:
+async def test_a_subscriber_killed_amid_a_transfer_is_named_others_have_it(endpoint: str, crew: ProcessCrew) -> None:
     await crew(64 * MIB, 4, endpoint=endpoint, fanout=True)
     await are_subscribed(crew)
     victim = crew.workers.pop(1)
@@ -242,7 +239,7 @@ async def test_a_second_incarnation_takes_over_from_a_stopped_one(kind: Any, cre
 @pytest.mark.requirement(195)
 @pytest.mark.parametrize("why", ["no pidfd", "no boot id"])
 async def test_a_killed_worker_that_cannot_be_watched_is_lost_when_its_connection_is_gone(
-    schemes: Schemes, start: Callable[..., Remote], monkeypatch: pytest.MonkeyPatch, why: str
+    schemes: Schemes, start: Start, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
     """Of 195: it is named as lost before the time is up."""
     worker = start(Worker)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from asyncsync import AutoWeightSyncScheme, PartialSendError, ZMQWeightSyncSchem
 from helpers.far_host import far_host
 from helpers.hosts import LARGE, Host, Hosts, Process, hosts, until, values
 from helpers.pairs import Model, fill
-from helpers.processes import Remote, Schemes, Worker
+from helpers.processes import Schemes, Start, Worker
 from helpers.ranks import free_port
 from helpers.shared_workers import MIB
 
@@ -189,9 +189,7 @@ async def test_relays_stack(three: Hosts, trainer: Trainer, tmp_path: Path) -> N
     assert len({one.relay for w, one in trainer.scheme.status().items() if w < 4}) == 1
 
 
-async def test_one_update_reaches_a_worker_of_this_host_and_one_of_another(
-    schemes: Schemes, start: Callable[..., Remote]
-) -> None:
+async def test_one_update_reaches_a_worker_of_this_host_and_one_of_another(schemes: Schemes, start: Start) -> None:
     async with far_host() as far:
         sender = schemes.sender(
             MIB,

@@ -6,33 +6,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from asyncsync import ClosedError, NotConnected
-from helpers.processes import Remote, Schemes, Trainer, Worker, value_of
+from helpers.processes import Schemes, Start, Trainer, Worker, value_of
+from helpers.programs import python
 
 pytestmark = pytest.mark.timeout(120)
 
 PROMISED = 5.0  # seconds
-
-
-def run(program: str, folder: str | Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """A program whose temporary directory is this one."""
-    return subprocess.run(
-        [sys.executable, "-W", "ignore::ResourceWarning", "-c", program, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=110,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "TMPDIR": str(folder)},
-        start_new_session=True,
-    )
+QUIET = ("-W", "ignore::ResourceWarning", "-c")  # runs a program that forgets things
 
 
 BUSY = """
@@ -55,7 +42,7 @@ print(time.monotonic())
 
 @pytest.mark.thorough
 async def test_a_program_that_ends_amid_all_calls_ends_at_once_and_what_it_left_is_swept(schemes: Schemes) -> None:
-    done = await asyncio.to_thread(run, BUSY, tempfile.gettempdir())
+    done = await asyncio.to_thread(python, *QUIET, BUSY, folder=tempfile.gettempdir())
     assert (done.returncode, done.stderr) == (0, "")
     assert time.monotonic() - float(done.stdout) < 2 * PROMISED  # half is for Python and torch
     # Nobody said where they were: the next sender finds them.
@@ -67,9 +54,7 @@ async def test_a_program_that_ends_amid_all_calls_ends_at_once_and_what_it_left_
 
 
 @pytest.mark.requirement(210)
-async def test_a_program_that_just_ends_has_said_goodbye(
-    endpoint: str, schemes: Schemes, start: Callable[..., Remote]
-) -> None:
+async def test_a_program_that_just_ends_has_said_goodbye(endpoint: str, schemes: Schemes, start: Start) -> None:
     plan = schemes.sender(1000, 9, endpoint=endpoint, num_workers=2)
     worker, server = schemes.receiver(plan), schemes.receiver(plan, 1, reconnect=True)
     trainer = start(Trainer)
@@ -91,9 +76,7 @@ async def test_a_program_that_just_ends_has_said_goodbye(
 
 
 @pytest.mark.requirement(195)
-async def test_a_worker_whose_program_just_ended_is_lost_at_once(
-    schemes: Schemes, start: Callable[..., Remote]
-) -> None:
+async def test_a_worker_whose_program_just_ended_is_lost_at_once(schemes: Schemes, start: Start) -> None:
     sender = schemes.sender(1000)
     worker, steady = start(Worker), start(Worker)
     await asyncio.gather(sender.connect(), worker.connect(sender, 0, 1000), steady.connect(sender, 1, 1000))
@@ -194,7 +177,7 @@ else:
 
 @pytest.mark.thorough
 def test_workers_of_a_trainer_that_ends_without_shutdown_and_joins_them_are_told(tmp_path: Path) -> None:
-    done = run(FORGETFUL, tmp_path, str(2 * PROMISED))
+    done = python(*QUIET, FORGETFUL, str(2 * PROMISED), folder=tmp_path)
     assert (done.stdout, done.returncode) == ("over\n", 0), done.stdout + done.stderr
     assert "Fatal" not in done.stderr, done.stderr
     assert [n for n in os.listdir(tmp_path) if "asyncsync" in n] == []
@@ -282,5 +265,5 @@ print("over", flush=True)
 
 @pytest.mark.thorough
 def test_a_scheme_that_is_forgotten_is_collected_without_waiting(tmp_path: Path) -> None:
-    done = run(COLLECTED, tmp_path, str(tmp_path))
+    done = python(*QUIET, COLLECTED, tmp_path, folder=tmp_path)
     assert (done.stdout, done.stderr, done.returncode) == ("over\n", "", 0), done.stderr[-3000:]

@@ -6,7 +6,6 @@ import asyncio
 import json
 import signal
 import subprocess
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from safetensors import safe_open
 
 from asyncsync import PartialSendError, SharedMemWeightSyncScheme, ZMQWeightSyncScheme
 from helpers.command import start as command
-from helpers.processes import LARGE, Remote, Schemes, Worker, eventually, impatient
+from helpers.processes import LARGE, Remote, Schemes, Start, Worker, eventually, impatient
 
 MIB = 1 << 20
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(120)]
@@ -38,7 +37,7 @@ def follower(down: str, shared: bool) -> Any:
 
 @pytest.mark.requirement(198, 206)
 async def test_a_stopped_worker_of_a_relays_host_delays_nobody_and_memory_stays_bounded(
-    endpoint: str, tmp_path: Path, shared: bool, schemes: Schemes, start: Callable[..., Remote]
+    endpoint: str, tmp_path: Path, shared: bool, schemes: Schemes, start: Start
 ) -> None:
     down = f"ipc://{tmp_path}/down"
     sender = schemes.sender(LARGE, endpoint=endpoint, num_workers=3)
@@ -65,7 +64,7 @@ async def test_a_stopped_worker_of_a_relays_host_delays_nobody_and_memory_stays_
 
 @pytest.mark.requirement(200)
 async def test_status_tells_who_behind_a_relay_is_slow_or_lost(
-    endpoint: str, tmp_path: Path, shared: bool, schemes: Schemes, start: Callable[..., Remote]
+    endpoint: str, tmp_path: Path, shared: bool, schemes: Schemes, start: Start
 ) -> None:
     """Stopped, killed, and all of them with their relay, while who is connected to the trainer itself is there."""
     down = f"ipc://{tmp_path}/down"
@@ -103,7 +102,7 @@ async def test_status_tells_who_behind_a_relay_is_slow_or_lost(
 
 @pytest.mark.requirement(4)
 async def test_a_store_serves_the_last_version_without_its_trainer_and_after_its_own_kill(
-    endpoint: str, tmp_path: Path, shared: bool, schemes: Schemes, start: Callable[..., Remote]
+    endpoint: str, tmp_path: Path, shared: bool, schemes: Schemes, start: Start
 ) -> None:
     """Of 4: the store, a process of its own. Who was there before has the next trainer's weights from it, too."""
     down, keep = f"ipc://{tmp_path}/down", tmp_path / "kept.safetensors"

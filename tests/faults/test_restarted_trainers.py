@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,8 @@ from asyncsync import (
 )
 from helpers.apis import face, free_port
 from helpers.pairs import passed_on
-from helpers.processes import Remote, Schemes, Trainer, Worker, eventually, impatient, value_of
+from helpers.processes import Schemes, Start, Trainer, Worker, eventually, impatient, value_of
+from helpers.throttle import FAST, Network, throttled
 
 pytestmark = pytest.mark.requirement(197)
 
@@ -38,7 +39,7 @@ pytestmark = pytest.mark.requirement(197)
     indirect=["endpoint"],
 )
 async def test_workers_wait_for_a_killed_trainer_and_follow_the_restarted_one(
-    endpoint: str, numel: int, kind: Any, blocking: bool, schemes: Schemes, start: Callable[..., Remote]
+    endpoint: str, numel: int, kind: Any, blocking: bool, schemes: Schemes, start: Start
 ) -> None:
     """Of the two workers, one has the blocking API where that is asked for."""
     plan = schemes.sender(numel, endpoint=endpoint, num_workers=2, kind=kind)
@@ -83,7 +84,7 @@ async def test_workers_wait_for_a_killed_trainer_and_follow_the_restarted_one(
 
 @pytest.mark.parametrize("endpoint", ["ipc", "tcp"], indirect=True)
 async def test_a_child_forked_from_the_trainer_keeps_neither_its_address_nor_its_workers(
-    endpoint: str, schemes: Schemes, start: Callable[..., Remote]
+    endpoint: str, schemes: Schemes, start: Start
 ) -> None:
     """A DataLoader's worker outlives its trainer; the trainer's successor binds the same address all the same, and the
     workers hear of the end of their connection."""
@@ -102,7 +103,7 @@ async def test_a_child_forked_from_the_trainer_keeps_neither_its_address_nor_its
 
 
 async def test_a_trainer_killed_in_the_middle_of_a_transfer_leaves_no_half_update(
-    endpoint: str, schemes: Schemes, start: Callable[..., Remote]
+    endpoint: str, schemes: Schemes, start: Start
 ) -> None:
     """Another worker dies and is replaced before the next trainer comes."""
     numel = 64 << 18
@@ -131,7 +132,7 @@ async def test_a_trainer_killed_in_the_middle_of_a_transfer_leaves_no_half_updat
 
 
 async def test_a_second_trainer_cannot_take_the_endpoint_of_one_that_lives_or_is_only_stopped(
-    endpoint: str, schemes: Schemes, start: Callable[..., Remote]
+    endpoint: str, schemes: Schemes, start: Start
 ) -> None:
     plan = schemes.sender(1000, 20, endpoint=endpoint, num_workers=1)
     first = start(Trainer)
@@ -157,81 +158,38 @@ async def test_a_tcp_port_that_is_taken_is_refused(schemes: Schemes) -> None:
             await sender.connect(timeout=5)
 
 
-class Forwarder:
-    """A TCP port whose connections go where `upstream` says at the time."""
-
-    def __init__(self) -> None:
-        self.upstream = 0
-        self.server: asyncio.Server | None = None
-        self.writers: set[asyncio.StreamWriter] = set()
-
-    @property
-    def port(self) -> int:
-        assert self.server is not None
-        return self.server.sockets[0].getsockname()[1]
-
-    def switch(self, upstream: int) -> None:
-        self.upstream = upstream
-        for writer in self.writers:
-            writer.transport.abort()
-
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError, asyncio.IncompleteReadError):
-            there_reader, there_writer = await asyncio.open_connection("127.0.0.1", self.upstream)
-            mine = {writer, there_writer}
-            self.writers |= mine
-            try:
-                async with asyncio.TaskGroup() as group:
-                    group.create_task(self.pump(reader, there_writer))
-                    group.create_task(self.pump(there_reader, writer))
-            finally:
-                self.writers -= mine
-                there_writer.transport.abort()
-        writer.transport.abort()
-
-    async def pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError):
-            while data := await reader.read(1 << 16):
-                writer.write(data)
-                await writer.drain()
-        writer.transport.abort()
-
-
 @pytest.fixture
-async def forwarder() -> AsyncIterator[Forwarder]:
-    forwarder = Forwarder()
-    forwarder.server = await asyncio.start_server(forwarder.serve, "127.0.0.1", 0)
-    yield forwarder
-    forwarder.server.close()
-    forwarder.switch(0)
-    await forwarder.server.wait_closed()
-    await eventually(lambda: len(asyncio.all_tasks()) == 1, why=asyncio.all_tasks)
+async def forwarder() -> AsyncIterator[tuple[Network, int]]:
+    """A network, and the port to whose connections it says where they go."""
+    port = free_port()
+    async with throttled((port,), FAST) as network:
+        yield network, port
 
 
 @pytest.mark.promise(14)
 async def test_a_trainer_that_was_cut_off_is_fenced_when_its_workers_come_back_from_its_successor(
-    schemes: Schemes, forwarder: Forwarder
+    schemes: Schemes, forwarder: tuple[Network, int]
 ) -> None:
-    ports = free_port(), free_port()
+    (network, door), ports = forwarder, (free_port(), free_port())
     old, new = [
         schemes.sender(
-            100, value, endpoint=f"tcp://127.0.0.1:{port}", connect=f"tcp://127.0.0.1:{forwarder.port}", num_workers=1
+            100, value, endpoint=f"tcp://127.0.0.1:{port}", connect=f"tcp://{network.host}:{door}", num_workers=1
         )
         for value, port in zip((1, 10), ports, strict=True)
     ]
     receiver = schemes.receiver(old)
-    forwarder.switch(ports[0])
+    network.switch(ports[0])
     await asyncio.gather(old.connect(), receiver.connect())
     assert receiver.model.value == 1
 
-    forwarder.switch(ports[1])
+    network.switch(ports[1])
     await new.connect()
     assert receiver.model.value == 10
     assert value_of(await receiver.receive(5)) == 10
     version = await old.publish(old.model.fill(2))  # it does not know yet
     waiting = asyncio.create_task(old.wait_version(version))
 
-    forwarder.switch(ports[0])
+    network.switch(ports[0])
     with pytest.raises(Fenced, match="this trainer must stop"):
         await waiting
     for call in (old.publish, old.send_async, lambda: old.wait_version(1)):
@@ -240,7 +198,7 @@ async def test_a_trainer_that_was_cut_off_is_fenced_when_its_workers_come_back_f
     assert receiver.model.value == 10
     assert not receiver.closed
 
-    forwarder.switch(ports[1])
+    network.switch(ports[1])
     assert await new.send_async(new.model.fill(11), timeout=20) == 2
     assert receiver.model.value == 11
     await old.shutdown()  # a fenced one says goodbye to nobody
@@ -269,17 +227,17 @@ async def test_a_successor_whose_clock_is_behind_passes_its_predecessor(
 
 
 async def test_the_connections_are_cut_again_and_again_and_nothing_is_lost(
-    schemes: Schemes, forwarder: Forwarder
+    schemes: Schemes, forwarder: tuple[Network, int]
 ) -> None:
-    port = free_port()
+    (network, door), port = forwarder, free_port()
     sender = schemes.sender(
-        3 << 18, endpoint=f"tcp://127.0.0.1:{port}", connect=f"tcp://127.0.0.1:{forwarder.port}", num_workers=2
+        3 << 18, endpoint=f"tcp://127.0.0.1:{port}", connect=f"tcp://{network.host}:{door}", num_workers=2
     )
     impatient(sender)
     receivers = [schemes.receiver(sender, i) for i in range(2)]
     for receiver in receivers:
         impatient(receiver)
-    forwarder.switch(port)
+    network.switch(port)
     await asyncio.gather(sender.connect(), *(r.connect() for r in receivers))
     for value in range(2, 12):
         sending = asyncio.create_task(sender.send_async(sender.model.fill(value), timeout=30))
@@ -287,7 +245,7 @@ async def test_the_connections_are_cut_again_and_again_and_nothing_is_lost(
         await eventually(
             lambda sending=sending, target=target: sending.done() or sender.status()[0].bytes_sent >= target
         )
-        forwarder.switch(port)
+        network.switch(port)
         await sending
         for receiver in receivers:
             assert receiver.model.value == value
@@ -296,9 +254,7 @@ async def test_the_connections_are_cut_again_and_again_and_nothing_is_lost(
 
 
 @pytest.mark.promise(31)
-async def test_the_private_directory_of_a_killed_trainer_is_swept_by_the_next_connect(
-    schemes: Schemes, start: Callable[..., Remote]
-) -> None:
+async def test_the_private_directory_of_a_killed_trainer_is_swept_by_the_next(schemes: Schemes, start: Start) -> None:
     plan = schemes.sender(100, num_workers=1)
     directory = Path(plan.bus.endpoint.removeprefix("ipc://")).parent
     trainer, worker = start(Trainer), start(Worker)

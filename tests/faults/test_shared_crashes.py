@@ -12,7 +12,7 @@ import re
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -27,7 +27,7 @@ from asyncsync import (
 )
 from helpers.pairs import Clock
 from helpers.process_crew import ProcessCrew
-from helpers.processes import Remote, Schemes, eventually
+from helpers.processes import Schemes, Start, eventually
 from helpers.shared_workers import MIB, SharedTrainer, SharedWorker, slots_in_sight
 
 pytestmark = pytest.mark.timeout(90)
@@ -271,7 +271,7 @@ async def test_a_stopped_worker_costs_what_it_shows_and_what_it_was_told_of(slot
 @pytest.mark.requirement(197)
 @pytest.mark.parametrize("moment", ["half written", "random"])
 async def test_a_trainer_that_is_killed_while_it_writes_a_slot_leaves_the_last_whole_version(
-    moment: str, endpoint: str, schemes: Schemes, start: Callable[..., Remote]
+    moment: str, endpoint: str, schemes: Schemes, start: Start
 ) -> None:
     numel = 32 * MIB
     shared = set(os.listdir("/dev/shm"))
@@ -328,7 +328,7 @@ async def test_a_trainer_that_is_killed_while_it_writes_a_slot_leaves_the_last_w
 
 @pytest.mark.promise(32)
 async def test_a_trainer_that_gets_no_memory_for_a_slot_publishes_nothing_and_goes_on(
-    endpoint: str, schemes: Schemes, start: Callable[..., Remote]
+    endpoint: str, schemes: Schemes, start: Start
 ) -> None:
     numel = 16 * MIB
     plan = schemes.sender(numel, kind=SharedMemWeightSyncScheme, endpoint=endpoint, num_workers=1, map_above=0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from asyncsync import (
 from helpers import planted
 from helpers.pairs import receiver_of
 from helpers.process_crew import ProcessCrew
-from helpers.processes import Remote, Schemes, Worker, eventually, value_of
+from helpers.processes import Schemes, Start, Worker, eventually, value_of
 from helpers.shared_workers import MIB
 from helpers.stalls import longest_stall
 
@@ -86,7 +85,7 @@ async def test_what_arrives_is_what_the_parameters_held_when_publish_returned(
     ids=["zmq", "shared", "process", "distributed"],
 )
 async def test_the_loop_is_never_blocked_while_256_mib_are_sent(
-    kind: Any, options: dict[str, Any], schemes: Schemes, start: Callable[..., Remote]
+    kind: Any, options: dict[str, Any], schemes: Schemes, start: Start
 ) -> None:
     numel = 256 * MIB
     torch.set_num_threads(2)  # as a trainer has them; the fixture puts back what was before

@@ -24,7 +24,7 @@ from helpers import blocking_workers, planted, shared_workers
 from helpers.blocking_crew import idle
 from helpers.elsewhere import FarWorker
 from helpers.process_crew import ProcessCrew, blocking_worker
-from helpers.processes import Filled, Remote, Schemes, Worker
+from helpers.processes import Filled, Schemes, Start, Worker
 from helpers.shared_workers import MIB, SharedWorker
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.requirement(194)]
@@ -92,9 +92,7 @@ async def test_no_forward_is_torn_under_full_speed_sending(
 
 
 @every_case("shared, copied from the slot")
-async def test_no_forward_is_torn_while_slots_are_written_at_full_speed(
-    case: Case, long: bool, crew: ProcessCrew
-) -> None:
+async def test_no_forward_is_torn_while_slots_are_written_again(case: Case, long: bool, crew: ProcessCrew) -> None:
     numel, forwards = (MIB, SOAK) if long else (MIB // 4, FORWARDS)
     receiver = {"inplace": case.inplace}
     await crew(numel, of=SharedWorker, uvloop=[1], receiver=receiver, kind=case.kind, **case.options)
@@ -107,7 +105,7 @@ async def test_no_forward_is_torn_while_slots_are_written_at_full_speed(
 @thorough
 @pytest.mark.parametrize("options", [{}, {"map_above": 0}, {"map_above": 0, "compress": "lz4", "delta": True}], ids=str)
 async def test_no_forward_is_torn_where_one_worker_is_of_this_host_and_one_is_not(
-    options: dict[str, Any], crew: ProcessCrew, schemes: Schemes, start: Callable[..., Remote]
+    options: dict[str, Any], crew: ProcessCrew, schemes: Schemes, start: Start
 ) -> None:
     crew.sender = schemes.sender(MIB // 4, kind=AutoWeightSyncScheme, num_workers=2, **options)
     crew.workers = [start(Worker), start(FarWorker)]
@@ -139,9 +137,7 @@ async def test_no_forward_is_torn_in_a_training_loop(
 
 @thorough
 @pytest.mark.parametrize("broken", ["gate", "gate before a slot", "leases"])
-async def test_the_oracle_catches_what_is_broken(
-    broken: str, crew: ProcessCrew, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_oracle_sees_what_is_broken(broken: str, crew: ProcessCrew, monkeypatch: pytest.MonkeyPatch) -> None:
     if broken == "gate":
         await crew(1000, 1, receiver={"broken_gate": True})
     elif broken == "gate before a slot":

@@ -103,3 +103,14 @@ def in_fork(function: Callable[[], Any], timeout: float = 30.0) -> Any:
 def _one_thread(function: Callable[..., Any], args: Any) -> None:
     torch.set_num_threads(1)
     function(*args)
+
+
+def outcomes(calls: dict[str, Callable[[], Any]], run: Callable[[Any], Any] = lambda result: result) -> dict[str, str]:
+    """What each call returns, or raises. ``run``: what is done with what it returns."""
+    found = {}
+    for name, call in calls.items():
+        try:
+            found[name] = f"returned {run(call())!r}"
+        except BaseException as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found

@@ -261,7 +261,6 @@ async def of_many_publications_the_newest_is_applied(lab: Lab, api: Api) -> None
         assert max(await crew.states("calls")) <= 10
 
 
-@case
 async def receive_takes_a_timeout(lab: Lab, api: Api) -> None:
     async with lab.crew(api) as crew:
         await crew.send(2.0)
@@ -320,7 +319,6 @@ async def a_cancelled_send_loses_nothing(lab: Lab, api: Api) -> None:
         assert await crew.states("value") == [10.0, 10.0]
 
 
-@case
 async def the_loop_is_not_blocked_by_a_large_update(lab: Lab, api: Api) -> None:
     async with lab.crew(api, 256 << 18, 1) as crew:  # 256 MiB
         await crew.send(2.0)
@@ -389,12 +387,10 @@ async def read_under_fire(lab: Lab, api: Api, numel: int, held: bool, **options:
         assert await crew.states("value") == [1.0, 1.0]
 
 
-@case
 async def no_hold_is_torn_while_calls_apply_at_full_speed(lab: Lab, api: Api) -> None:
     await read_under_fire(lab, api, LARGE, held=True)
 
 
-@case
 async def no_forward_is_torn_while_updates_apply_as_they_come(lab: Lab, api: Api) -> None:
     await read_under_fire(lab, api, LARGE, held=False, apply="auto")
     await read_under_fire(lab, api, 1000, held=False, apply="auto")
@@ -580,6 +576,13 @@ async def cancel_waits(scheme: Any) -> None:
 
 
 APIS: tuple[ModuleType, ...] = (asyncsync, asyncsync.sync)
+ONCE: tuple[tuple[Case, ModuleType], ...] = (
+    (receive_takes_a_timeout, asyncsync.sync),
+    (the_loop_is_not_blocked_by_a_large_update, asyncsync),
+    (no_hold_is_torn_while_calls_apply_at_full_speed, asyncsync.sync),
+    (no_forward_is_torn_while_updates_apply_as_they_come, asyncsync),
+)
+"""Of every family, too. Their workers are the same with both APIs, and a blocking call has no loop to block."""
 Tell = Callable[[str, str, str], None]
 """``tell(case, api, failure)``"""
 

@@ -3,7 +3,6 @@ one program per family, which returns what it has seen."""
 
 from __future__ import annotations
 
-import pickle
 import tempfile
 import time
 import warnings
@@ -20,11 +19,11 @@ from tensordict.nn import InteractionType
 from tensordict.nn.probabilistic import interaction_type
 from torch import nn
 
-from asyncsync import sync
 from asyncsync.collectors import Collector
 from helpers.apis import free_port
 from helpers.collecting_multi import Counting, Scaled, SharedBuffer, acted, make, policy, versions
 from helpers.collecting_nodes import _prepare
+from helpers.collecting_weights import rooted
 from helpers.programs import cluster
 
 Makes = Callable[..., Any]
@@ -212,9 +211,7 @@ def updated(makes: Makes) -> dict[str, Any]:
 
 def from_above(c: Any, shown: Callable[[], Any]) -> dict[str, Any]:
     """A receiver's scheme is registered with a collector that collects already."""
-    above = sync.ZMQWeightSyncScheme()
-    above.init_on_sender(model_id="policy", model=policy(30.0), num_workers=1)
-    received = pickle.loads(pickle.dumps(above))
+    above, received = rooted(policy(30.0))
     with ThreadPoolExecutor(1) as pool:
         connecting = pool.submit(above.connect, timeout=60)
         c.register_scheme_receiver({"policy": received})

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -25,6 +24,7 @@ import torch
 from asyncsync import sync
 from asyncsync.collectors import Collector, Evaluator, distributed
 from helpers.collecting_multi import acted, make, policy
+from helpers.collecting_weights import rooted
 from helpers.programs import RAY, cluster, gone_within
 
 Makes = Callable[..., Any]
@@ -181,9 +181,7 @@ def failing(makes: Makes) -> dict[str, Any]:
 
 def nested(makes: Makes) -> dict[str, Any]:
     """A node with workers of its own, and a collector that receives what it passes on."""
-    above = sync.ZMQWeightSyncScheme()
-    above.init_on_sender(model_id="policy", model=policy(4.0), num_workers=1)
-    received = pickle.loads(pickle.dumps(above))
+    above, received = rooted(policy(4.0))
     with ThreadPoolExecutor(1) as pool:
         connecting = pool.submit(above.connect, timeout=90)
         collector = makes(

@@ -83,6 +83,13 @@ def schemes_on(bus: Any, *models: str, kind: str = "ZMQWeightSyncScheme", module
     return {model_id: getattr(module, kind)(bus=bus) for model_id in models}
 
 
+def rooted(model: Any, kind: Any = sync.ZMQWeightSyncScheme) -> tuple[Any, Any]:
+    """A trainer's scheme, which sends a policy to one worker, and that worker's."""
+    scheme = kind()
+    scheme.init_on_sender(model_id="policy", model=model, num_workers=1)
+    return scheme, pickle.loads(pickle.dumps(scheme))
+
+
 @contextmanager
 def below(schemes: dict[str, Any], collectors: list[Any], **options: Any) -> Iterator[None]:
     """A block in which these collectors connect as workers to whoever connects with the schemes inside it."""
@@ -165,6 +172,18 @@ class Level(nn.Module):
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         return tensordict.set("action", self.level.detach().clone())
+
+
+class CountsUpdates:
+    """Mixed into a module: extra state."""
+
+    updates = 0
+
+    def get_extra_state(self) -> Any:
+        return {"updates": self.updates}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.updates = state["updates"]
 
 
 class LevelEnv(WalkEnv):

@@ -19,7 +19,7 @@ from typing import Any
 
 from asyncsync import SharedMemWeightSyncScheme
 from helpers.blocking_crew import start
-from helpers.processes import Remote, Schemes, Worker, eventually, impatient
+from helpers.processes import Remote, Schemes, Start, Worker, eventually, impatient
 from helpers.shared_workers import SharedWorker
 
 __all__ = ["ProcessCrew", "blocking_worker"]
@@ -36,7 +36,7 @@ class ProcessCrew:
     sender: Any
     workers: list[Remote]
 
-    def __init__(self, schemes: Schemes, start: Callable[..., Remote]) -> None:
+    def __init__(self, schemes: Schemes, start: Start) -> None:
         self._schemes = schemes
         self._start = start
 

@@ -223,8 +223,12 @@ class Remote:
             self._connection.close()
 
 
+Start = Callable[..., Remote]
+"""Starts a process: ``start(kind)``."""
+
+
 @contextlib.asynccontextmanager
-async def processes() -> AsyncIterator[Callable[..., Remote]]:
+async def processes() -> AsyncIterator[Start]:
     """A function that starts processes; all of them end with the block."""
     started: list[Remote] = []
 

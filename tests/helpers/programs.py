@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import subprocess
+import sys
 import tempfile
 import time
 import traceback
@@ -16,11 +19,7 @@ import torch
 
 
 def in_program(
-    function: Callable[..., Any],
-    *args: Any,
-    seconds: float = 55,
-    start_method: str = "spawn",
-    must_end: bool = False,
+    function: Callable[..., Any], *args: Any, seconds: float = 55, start_method: str = "spawn", must_end: bool = False
 ) -> Any:
     """What a function returns in a program of its own, which may have processes; its failure is one here.
 
@@ -57,6 +56,20 @@ def report(pipe: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> No
     except BaseException:
         result, failure = None, traceback.format_exc()
     pipe.send((result, failure))
+
+
+def python(*arguments: str | Path, folder: Path | str | None = None) -> subprocess.CompletedProcess[str]:
+    """Run Python with these arguments, where it finds these helpers, to its end.
+
+    ``folder``: its temporary directory, instead of this program's.
+    """
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    if folder is not None:
+        environment["TMPDIR"] = str(folder)
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=110, start_new_session=True, check=False
+    )
 
 
 RAY: dict[str, Any] = {"num_cpus": 4, "include_dashboard": False, "logging_level": "error", "log_to_driver": False}

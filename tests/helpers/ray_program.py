@@ -441,6 +441,7 @@ BOTH_APIS = (
     a_shutdown_ends_a_connect_that_waits,
 )
 ONCE = (
+    *called.ONCE,
     (a_connect_that_is_cancelled_may_be_called_again, asyncsync),
     (a_restarted_actor_finds_its_target, asyncsync),
     (a_collector_updates_torchrls_transform, asyncsync.sync),
@@ -455,9 +456,9 @@ ONCE = (
 BOTH_APIS_OF_GLOO = (
     called.sends_call_each_worker,
     called.of_many_publications_the_newest_is_applied,
-    called.no_forward_is_torn_while_updates_apply_as_they_come,
 )
 ONCE_OF_GLOO = (
+    (called.no_forward_is_torn_while_updates_apply_as_they_come, asyncsync),
     (only_the_sender_of_a_transform_connects, asyncsync.sync),
     (called.a_worker_killed_amid_a_transfer_is_named_at_once, asyncsync),
     (called.a_trainer_killed_amid_a_transfer_is_noticed, asyncsync.sync),

@@ -114,6 +114,7 @@ async def coroutines_receive_in_a_loop_of_the_workers(lab: Lab, api: Api) -> Non
 
 BOTH_APIS = (*called.CASES, coroutines_receive_in_a_loop_of_the_workers)
 ONCE = (
+    *called.ONCE,
     (called.a_killed_worker_is_named_and_the_others_go_on, asyncsync),
     (called.a_worker_killed_amid_a_transfer_is_named_at_once, asyncsync.sync),
     (called.a_trainer_killed_amid_a_transfer_is_noticed, asyncsync.sync),

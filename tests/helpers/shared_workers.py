@@ -23,7 +23,7 @@ from torch import nn
 
 from asyncsync.bus import publishing
 from asyncsync.weights.slab import is_foreign
-from helpers.blocking_crew import in_fork
+from helpers.blocking_crew import in_fork, outcomes
 from helpers.blocking_workers import begin, reads
 from helpers.memory import descriptors, files, mappings
 from helpers.processes import Filled, Trainer, Worker, value_of
@@ -255,16 +255,7 @@ class SharedWorker(_Hurt, Worker):
             "connect": lambda: self.scheme.connect(),
         }
 
-        def child() -> dict[str, str]:
-            found = {}
-            for name, call in calls.items():
-                try:
-                    found[name] = f"returned {asyncio.new_event_loop().run_until_complete(call())!r}"
-                except BaseException as error:
-                    found[name] = f"{type(error).__name__}: {error}"
-            return found
-
-        return await asyncio.to_thread(in_fork, child)
+        return await asyncio.to_thread(in_fork, lambda: outcomes(calls, asyncio.new_event_loop().run_until_complete))
 
 
 def trains(model: nn.Module, steps: int, momentum: float = 0.0) -> float:

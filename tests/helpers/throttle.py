@@ -12,7 +12,7 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 PIECE = 16 << 10
 FAST = 1e9  # no limit
@@ -25,6 +25,14 @@ class Network:
 
     host: str
     rate: float
+    upstream: int | None = None  # a port that is reached instead
+    flows: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def switch(self, upstream: int) -> None:
+        """Break all connections off; later ones go to this port."""
+        self.upstream = upstream
+        for flow in self.flows:
+            flow.cancel()
 
 
 @asynccontextmanager
@@ -32,7 +40,6 @@ async def throttled(ports: Iterable[int], rate: float) -> AsyncIterator[Network]
     """These ports of 127.0.0.1, reached by a network that brings ``rate`` bytes per second of all of them together."""
     network = Network(f"127.0.0.{next(_hosts) % 250 + 2}", rate)
     turn = asyncio.Lock()
-    tasks: set[asyncio.Task[None]] = set()
 
     async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, slow: bool) -> None:
         try:
@@ -48,11 +55,15 @@ async def throttled(ports: Iterable[int], rate: float) -> AsyncIterator[Network]
             writer.transport.abort()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, port: int) -> None:
-        there = await asyncio.open_connection("127.0.0.1", port, limit=PIECE)
+        try:
+            there = await asyncio.open_connection("127.0.0.1", network.upstream or port, limit=PIECE)
+        except OSError:
+            writer.transport.abort()
+            return
         for source, target, slow in ((there[0], writer, True), (reader, there[1], False)):
             task = asyncio.create_task(pump(source, target, slow=slow))
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)
+            network.flows.add(task)
+            task.add_done_callback(network.flows.discard)
 
     servers = [
         await asyncio.start_server(lambda r, w, port=port: serve(r, w, port), network.host, port, limit=PIECE)
@@ -63,7 +74,7 @@ async def throttled(ports: Iterable[int], rate: float) -> AsyncIterator[Network]
     finally:
         for server in servers:
             server.close()
-        for task in list(tasks):
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        for flow in network.flows:
+            flow.cancel()
+        await asyncio.gather(*network.flows, return_exceptions=True)
         await asyncio.sleep(0)  # the transports close

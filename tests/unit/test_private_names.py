@@ -32,7 +32,7 @@ NAMES = {
     },
     "asyncsync.runtime.asyncio_private": {
         "asyncio:_get_running_loop": "A hold() takes a microsecond longer where no loop runs. Remedy: catch the "
-        "RuntimeError of asyncio.get_running_loop.",
+        "RuntimeError of asyncio.get_running_loop."
     },
     "asyncsync.net.zmq_private": {
         "zmq.backend:Socket.get": "A small message costs three times as much. Remedy: the same methods of zmq.Socket.",

@@ -145,10 +145,7 @@ def test_the_package_has_its_names() -> None:
 @pytest.mark.parametrize("style", ["blocking", "async"])
 def test_an_update_that_finds_no_end_of_a_step_changes_nothing(style: str) -> None:
     leaf = reading(0)
-    with (
-        step_under_way(leaf),
-        pytest.raises(AckTimeout, match=r"did not end within 0\.05 s; no weights were changed"),
-    ):
+    with step_under_way(leaf), pytest.raises(AckTimeout, match=r"did not end within 0\.05 s; no weights were changed"):
         update(leaf, style, Model(1), timeout=0.05)
     assert step(leaf) == ({0}, 0)
     leaf.update_policy_weights_(Model(1))

@@ -23,17 +23,8 @@ from asyncsync.model.parameters import ModelTensors
 from asyncsync.model.strategy import WeightStrategy, flat_weights
 from asyncsync.model.update import Prepared, prepare_flat
 from asyncsync.weights.copying import copy_tensors
-from asyncsync.weights.layout import Layout
-from asyncsync.weights.packing import pack
-from asyncsync.weights.slab import Slab, SlabPool
 from helpers.odd_tensors import Quantised, scaled
-
-
-def published(source: Any, strategy: WeightStrategy | None = None) -> Slab:
-    flat = flat_weights(strategy or WeightStrategy(), source)
-    slab = SlabPool().acquire(Layout.of(flat))
-    pack(slab, flat)
-    return slab
+from helpers.whole_models import Tied, filled, finish, published, values_of
 
 
 def prepared(binding: Binding, source: Any) -> Prepared | None:
@@ -42,39 +33,12 @@ def prepared(binding: Binding, source: Any) -> Prepared | None:
     return binding.prepare(slab)
 
 
-def finish(one: Any) -> None:
-    one.resolve()
-    one.apply()
-    one.complete()
-
-
 def update(binding: Binding, source: Any) -> None:
     finish(prepared(binding, source))
 
 
 def bound(model: Any, extract_as: str = "tensordict", **options: Any) -> Binding:
     return Binding(model, WeightStrategy(extract_as), **options)
-
-
-def filled(value: float, make: Callable[[], nn.Module] | None = None) -> nn.Module:
-    """A model whose every element is this number: a torn update shows."""
-    model = make() if make is not None else nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-    for tensor in model.state_dict().values():
-        tensor.fill_(value)
-    return model
-
-
-def values_of(model: nn.Module) -> set[float]:
-    return {x for tensor in model.state_dict().values() for x in tensor.flatten().tolist()}
-
-
-class Tied(nn.Module):
-    def __init__(self, tied: bool = True) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(5, 3)
-        self.head = nn.Linear(3, 5, bias=False)
-        if tied:
-            self.head.weight = self.embed.weight
 
 
 # -- kinds of models ---------------------------------------------------------------------------------------------------
@@ -101,9 +65,7 @@ def with_a_tensordict(value: float) -> nn.Module:
     ],
     ids=["module", "a TensorDict in a module", "dict", "state dict", "TensorDict", "locked", "TensorDictParams"],
 )
-def test_a_model_of_each_kind_gets_all_of_an_update(
-    make: Callable[[float], Any], inplace: bool, extract_as: str
-) -> None:
+def test_models_of_each_kind_get_all_of_an_update(make: Callable[[float], Any], inplace: bool, extract_as: str) -> None:
     model = make(0.0)
     binding = bound(model, extract_as, inplace=inplace)
     for version in (1.0, 2.0, 3.0):
@@ -313,9 +275,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("change", "when", "cast"), CASES)
-def test_a_model_that_has_changed_since_is_refused_before_anything_is_written(
-    change: str, when: str, cast: bool
-) -> None:
+def test_a_changed_model_is_refused_before_anything_is_written(change: str, when: str, cast: bool) -> None:
     model = filled(0)
     binding = bound(model, cast=cast)
     update(binding, filled(0))  # what the binding has learnt then is out of date
@@ -347,18 +307,21 @@ def test_a_tensor_that_has_become_extra_state_is_refused() -> None:
 # -- the model that is there -------------------------------------------------------------------------------------------
 
 
-def test_parameters_replaced_by_load_state_dict_are_the_ones_updated() -> None:
+def test_parameters_and_modules_that_were_replaced_are_the_ones_updated() -> None:
     model = filled(0)
     binding = bound(model)
     update(binding, filled(1))
-    old = model[0].weight
+    weight, last = model[0].weight, model[2]
     model.load_state_dict({k: v.clone() for k, v in filled(5).state_dict().items()}, assign=True)
-    assert model[0].weight is not old
+    assert model[0].weight is not weight
+    model[2] = nn.Linear(4, 2)
     update(binding, filled(2))
     assert values_of(model) == {2}
-    assert (old == 1).all()
+    assert (weight == 1).all()
+    assert values_of(last) == {5}
     one = prepared(binding, filled(3))
     model[0].weight = nn.Parameter(torch.zeros(4, 3))
+    model[2] = nn.Linear(4, 2)
     finish(one)
     assert values_of(model) == {3}
 
@@ -379,20 +342,6 @@ def test_a_buffer_may_be_set_to_none_and_back_on_both_sides() -> None:
     model.more = None
     with pytest.raises(SchemaMismatch, match=r"unexpected \[more\]|more: .* gone"):
         binding.prepare(published(source)).resolve()
-
-
-def test_a_module_replaced_by_one_of_the_same_kind_is_the_one_updated() -> None:
-    model = filled(0)
-    binding = bound(model)
-    update(binding, filled(1))
-    detached = model[2]
-    model[2] = nn.Linear(4, 2)
-    update(binding, filled(2))
-    one = prepared(binding, filled(3))
-    model[0] = nn.Linear(3, 4)
-    finish(one)
-    assert values_of(model) == {3}
-    assert (detached.weight == 1).all()
 
 
 def test_an_optimizer_goes_on_with_the_same_parameters_gradients_and_state() -> None:

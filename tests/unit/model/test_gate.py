@@ -172,16 +172,6 @@ def waiting(gate: Gate) -> int:
     return len(gate._changed._waiters) + len(gate._waiters)
 
 
-@contextlib.contextmanager
-def often_switching() -> Iterator[None]:
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)
-
-
 async def until_waiting(gate: Gate, count: int) -> None:
     while waiting(gate) < count:  # noqa: ASYNC110 - the gate has no event for it
         await asyncio.sleep(0)
@@ -257,9 +247,7 @@ def test_an_update_that_calls_the_model_does_not_deadlock(gate: Gate, model: Mod
     assert (seen, done, gate.readers) == ([0, 1], [None], 0)
 
 
-def test_updates_that_are_offered_during_an_apply_and_by_its_done_are_applied_afterwards(
-    gate: Gate, model: Model
-) -> None:
+def test_updates_offered_during_an_apply_and_by_its_done_are_applied_afterwards(gate: Gate, model: Model) -> None:
     order: list[str] = []
 
     def first() -> None:
@@ -334,9 +322,10 @@ def test_holds_of_two_gates_may_be_interleaved(model: Model) -> None:
     assert model.version() == 1
 
 
-async def test_a_hold_in_to_thread_is_nested_while_the_parents_is_open(gate: Gate, model: Model) -> None:
-    async with gate.hold():
+async def test_whatever_a_holder_calls_in_its_own_thread_or_in_to_thread_is_nested(gate: Gate, model: Model) -> None:
+    with gate.hold():
         offer(gate, model)
+        assert in_new_context(model) == 0, "as another task of the loop in this thread would call it"
         assert await asyncio.to_thread(model) == 0
     assert model() == 1
 
@@ -359,13 +348,6 @@ async def test_a_child_task_is_nested_and_protects_after_its_parent_has_left(gat
     assert gate.pending, "the inner hold outlives the outer one"
     leave.set()
     assert await task == 0
-    assert model() == 1
-
-
-def test_a_thread_does_not_wait_for_itself(gate: Gate, model: Model) -> None:
-    with gate.hold():
-        offer(gate, model)
-        assert in_new_context(model) == 0, "as another task of the loop in this thread would call it"
     assert model() == 1
 
 
@@ -572,17 +554,21 @@ def test_a_forward_that_is_running_is_never_taken_for_an_ended_one(gate: Gate, m
         for _ in busy():
             pass
 
-    go, started = threading.Event(), threading.Event()
-    with ThreadPoolExecutor(1) as pool, often_switching():
-        forward = pool.submit(model, consume)
-        assert started.wait(LONG)
-        offer(gate, model)
-        for _ in range(20_000):
-            gate.poll()
-        still = gate.readers
-        go.set()
-        assert forward.result(LONG) == 0
-        assert still == 1
+    go, started, interval = threading.Event(), threading.Event(), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            forward = pool.submit(model, consume)
+            assert started.wait(LONG)
+            offer(gate, model)
+            for _ in range(20_000):
+                gate.poll()
+            still = gate.readers
+            go.set()
+            assert forward.result(LONG) == 0
+            assert still == 1
+    finally:
+        sys.setswitchinterval(interval)
     assert model() == 1
 
 
@@ -700,27 +686,21 @@ def test_what_is_tried_is_applied_at_once_or_not_at_all(gate: Gate, model: Model
     assert (model(), gate.pending, gate.applying, done) == (7, False, False, [None])
 
 
-def test_a_done_callback_that_raises_is_logged_and_the_gate_goes_on(
+def test_a_done_callback_that_raises_is_logged_an_interrupt_propagates_and_the_update_stands(
     gate: Gate, model: Model, caplog: pytest.LogCaptureFixture
 ) -> None:
+    errors: list[BaseException] = [OSError("broken callback"), KeyboardInterrupt()]
+
     def done(error: BaseException | None) -> None:
-        raise OSError("broken callback")
+        raise errors.pop(0)
 
     with caplog.at_level(logging.ERROR, "asyncsync"), gate.hold():
         gate.offer(lambda: model.write(1), done)
     assert "broken callback" in caplog.text
     assert model() == 1
-    offer(gate, model, 2)
-    assert model() == 2
-
-
-def test_an_interrupt_in_a_done_callback_propagates_and_the_update_stands(gate: Gate, model: Model) -> None:
-    def done(error: BaseException | None) -> None:
-        raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        gate.offer(lambda: model.write(1), done)
-    assert (model(), gate.pending, gate.readers) == (1, False, 0)
+        gate.offer(lambda: model.write(2), done)
+    assert (model(), gate.pending, gate.readers) == (2, False, 0)
 
 
 # Modules
@@ -737,11 +717,7 @@ def save_and_load(model: Model) -> Model:
     return torch.load(file, weights_only=False)
 
 
-def pickled(model: Model) -> Model:
-    return pickle.loads(pickle.dumps(model))
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, pickled, save_and_load])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), save_and_load])
 @pytest.mark.parametrize("first", ["succeeds", "raises", "never reaches our hook"])
 def test_a_copy_of_an_attached_model_is_not_gated(
     copied: Callable[[Model], Model], first: str, gate: Gate, model: Model
@@ -1067,11 +1043,9 @@ class Stage:
         assert not any(future.done() for future in world.blocked.values())
 
 
-@pytest.fixture(
-    scope="module", params=[asyncio.new_event_loop, pytest.param(uvloop.new_event_loop, marks=pytest.mark.thorough)]
-)
+@pytest.fixture(scope="module")
 def stage(request: pytest.FixtureRequest) -> Iterator[Stage]:
-    stage = Stage(request.param())
+    stage = Stage(getattr(request, "param", asyncio.new_event_loop)())
     yield stage
     stage.close()
 
@@ -1092,10 +1066,16 @@ many = settings(
 )
 
 
-@pytest.mark.parametrize("count", [40, pytest.param(400, marks=pytest.mark.thorough)])
-def test_in_every_schedule_readers_and_updates_do_what_the_reference_does(
-    stage: Stage, no_ticks: None, count: int
-) -> None:
+@pytest.mark.parametrize(
+    ("stage", "count"),
+    [
+        (asyncio.new_event_loop, 40),
+        pytest.param(asyncio.new_event_loop, 400, marks=pytest.mark.thorough),
+        pytest.param(uvloop.new_event_loop, 40, marks=pytest.mark.thorough),
+    ],
+    indirect=["stage"],
+)
+def test_in_every_schedule_readers_and_updates_do_as_the_reference(stage: Stage, no_ticks: None, count: int) -> None:
     @settings(many, max_examples=count)
     @given(schedule=schedules)
     def play(schedule: list[tuple[int, str]]) -> None:

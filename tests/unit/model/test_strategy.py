@@ -17,28 +17,14 @@ from asyncsync.errors import SchemaMismatch
 from asyncsync.model.binding import Binding
 from asyncsync.model.strategy import WeightStrategy, flat_weights, resolve_strategy
 from asyncsync.weights.layout import Layout
-from asyncsync.weights.packing import pack
-from asyncsync.weights.slab import Slab, SlabPool
-
-
-def published(strategy: WeightStrategy, source: Any) -> Slab:
-    """What a worker gets: packed, the layout and the values having crossed the wire."""
-    flat = flat_weights(strategy, source)
-    layout = Layout.of(flat)
-    slab = SlabPool().acquire(Layout.decode(layout.encoded, layout.digest))
-    pack(slab, flat)
-    return slab
+from helpers.whole_models import finish, published
 
 
 def deliver(strategy: WeightStrategy, source: Any, model: Any, **options: Any) -> None:
     binding = Binding(model, strategy, **options)
-    slab = published(strategy, source)
+    slab = published(source, strategy)
     binding.check(slab.layout)
-    prepared = binding.prepare(slab)
-    if prepared is not None:
-        prepared.resolve()
-        prepared.apply()
-        prepared.complete()
+    finish(binding.prepare(slab))
     slab.buffer.fill_(0xFF)  # the slab is used for another version: nothing may have kept it
 
 
@@ -140,7 +126,7 @@ def test_extra_state_travels_as_a_value_or_a_tensor(extract_as: str, state: Any)
 @pytest.mark.parametrize("extract_as", ["tensordict", "state_dict"])
 def test_extra_state_of_any_other_kind_is_refused_by_name(extract_as: str) -> None:
     with pytest.raises(TypeError, match=r"0\._extra_state"):
-        published(WeightStrategy(extract_as), nn.Sequential(WithExtra(object())))
+        published(nn.Sequential(WithExtra(object())), WeightStrategy(extract_as))
 
 
 @pytest.mark.requirement(232)
@@ -254,7 +240,7 @@ def test_a_worker_may_have_other_keys_and_fewer() -> None:
 
 @pytest.mark.requirement(207)
 def test_what_a_conversion_makes_of_the_layout_is_checked_before_anything_is_sent() -> None:
-    layout = published(Actor(), nn.ModuleDict({"actor": nn.Linear(2, 2), "critic": nn.Linear(2, 2)})).layout
+    layout = published(nn.ModuleDict({"actor": nn.Linear(2, 2), "critic": nn.Linear(2, 2)}), Actor()).layout
     with pytest.raises(SchemaMismatch, match=r"policy\.weight"):
         Binding(nn.ModuleDict({"other": nn.Linear(2, 2)}), Actor()).check(layout)
     with pytest.raises(SchemaMismatch, match="shape"):

@@ -190,7 +190,7 @@ def test_a_connection_that_says_nothing_or_half_a_request_is_closed(
     assert capfd.readouterr().err == ""
 
 
-async def test_missing_libraries_are_named_with_their_extra_and_not_needed_otherwise(
+async def test_missing_libraries_are_named_with_their_extra_or_not_needed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name in ("prometheus_client", "opentelemetry"):
@@ -460,15 +460,19 @@ def number_of(durations: Histogram) -> float:
     return next(sample.value for sample in family.samples if sample.name.endswith("_count"))
 
 
+def publish(observer: SenderObserver, model: str, version: int, epoch: tuple[int, int]) -> None:
+    life = observer.begin([model])
+    assert life is not None
+    observer.published(life, version, epoch)
+
+
 def test_a_version_is_over_when_everybody_has_it_or_something_newer_or_is_lost() -> None:
     outstanding = {1, 2, 3}
     observer = SenderObserver(lambda v, models, first: 0 if v in outstanding else None)
     durations = observer.durations = histogram()
     epoch = (1, 1)
     for version in (1, 2, 3):
-        life = observer.begin(["policy"])
-        assert life is not None
-        observer.published(life, version, epoch)
+        publish(observer, "policy", version, epoch)
         for worker in (0, 1):
             parts = (messages.Part("policy", version, bytes(16), 4),)
             observer.sent(worker, messages.Update(epoch, version, False, parts))
@@ -493,10 +497,8 @@ def test_versions_that_a_stopped_worker_lacks_are_over_when(ends: str) -> None:
     observer = SenderObserver(publisher.progress.awaited)
     durations = observer.durations = histogram()
     for number in range(5):
-        life = observer.begin(["policy"])
-        assert life is not None
         version = desk.publish()
-        observer.published(life, version, publisher.epoch)
+        publish(observer, "policy", version, publisher.epoch)
         while publisher.outbox:
             route, instruction, _ = publisher.outbox.popleft()
             if isinstance(instruction, messages.Update | messages.Again):
@@ -526,9 +528,7 @@ def test_a_version_is_over_though_who_was_waited_for_waits_for_an_earlier_one_of
     observer = SenderObserver(lambda v, models, first: next(iter(waiting.get(v, [])), None))
     observer.durations = histogram()
     for version, model in ((1, "value"), (2, "policy")):
-        life = observer.begin([model])
-        assert life is not None
-        observer.published(life, version, (1, 1))
+        publish(observer, model, version, (1, 1))
     observer.check()
     assert set(observer.lives) == {1, 2}
     del waiting[2]

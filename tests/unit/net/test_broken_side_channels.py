@@ -6,7 +6,6 @@ import asyncio
 import os
 import pickle
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import pytest
 
 from asyncsync.net.side_channel import MAX_PACKET
 from asyncsync.wire import codec, messages
-from helpers.processes import Remote, Schemes, Trainer, Worker, eventually, impatient
+from helpers.processes import Schemes, Start, Trainer, Worker, eventually, impatient
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -113,7 +112,7 @@ async def test_malformed_packets_are_counted_and_change_nothing(schemes: Schemes
 
 
 async def test_a_newer_incarnation_has_the_side_channel_and_the_superseded_one_has_none(
-    schemes: Schemes, start: Callable[..., Remote]
+    schemes: Schemes, start: Start
 ) -> None:
     sender, old = schemes.sender(SMALL, num_workers=2), start(Worker)
     receiver = schemes.receiver(sender)
@@ -133,9 +132,7 @@ async def test_a_newer_incarnation_has_the_side_channel_and_the_superseded_one_h
             await asyncio.sleep(0.002)
 
 
-async def test_a_stopped_worker_holds_up_no_other_and_is_brought_up_to_date(
-    schemes: Schemes, start: Callable[..., Remote]
-) -> None:
+async def test_a_stopped_worker_holds_up_no_other_and_is_brought_up_to_date(schemes: Schemes, start: Start) -> None:
     sender = schemes.sender(16_000, num_workers=2)  # 64 KB: a few of them fill a side channel
     receiver, worker = schemes.receiver(sender), start(Worker)
     impatient(sender)
@@ -162,9 +159,7 @@ async def test_a_stopped_worker_holds_up_no_other_and_is_brought_up_to_date(
     assert sender.status()[1].state == "live"
 
 
-async def test_workers_have_a_side_channel_to_the_next_trainer_too(
-    tmp_path: Path, schemes: Schemes, start: Callable[..., Remote]
-) -> None:
+async def test_workers_have_a_side_channel_to_the_next_trainer(tmp_path: Path, schemes: Schemes, start: Start) -> None:
     plan = schemes.sender(SMALL, endpoint=f"ipc://{tmp_path}/bus", num_workers=1)
     first, receiver = start(Trainer), schemes.receiver(plan)
     await asyncio.gather(first.connect(pickle.loads(pickle.dumps(plan)), SMALL, 1), receiver.connect())

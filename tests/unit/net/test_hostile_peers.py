@@ -30,7 +30,7 @@ from asyncsync.weights.tree import FlatWeights
 from asyncsync.wire import codec, messages
 from helpers.processes import Schemes, eventually, value_of
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.requirement(202)]
 
 SMALL, CHUNKED = 1000, 3 << 18
 EPOCH = (1, 1)
@@ -153,7 +153,6 @@ def out_of_place(epoch: messages.Epoch, version: int) -> list[messages.Instructi
     return instructions
 
 
-@pytest.mark.requirement(202)
 @pytest.mark.promise(39)
 @pytest.mark.both_loops
 @pytest.mark.parametrize("endpoint", ["ipc", "tcp"], indirect=True)
@@ -186,7 +185,6 @@ async def test_garbage_from_strangers_is_counted_and_disturbs_nobody(
     assert not Bomb.gone_off
 
 
-@pytest.mark.requirement(202)
 async def test_a_worker_that_lies_is_refused_what_cannot_be_and_harms_itself_only(schemes: Schemes) -> None:
     sender = schemes.sender(CHUNKED)
     receivers = [schemes.receiver(sender, i) for i in range(2)]
@@ -215,7 +213,6 @@ async def test_a_worker_that_lies_is_refused_what_cannot_be_and_harms_itself_onl
     assert sender.bus._link.pool.peak <= 4
 
 
-@pytest.mark.requirement(202)
 async def test_a_worker_that_reads_nothing_holds_one_slab_and_no_queue(schemes: Schemes) -> None:
     sender = schemes.sender(CHUNKED)
     receivers = [schemes.receiver(sender, i) for i in range(2)]
@@ -288,11 +285,8 @@ GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x01" + b"NULL".ljust(20, b"\0")
 READY = b"\x04\x1c\x05READY\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
 
 
-@pytest.mark.requirement(202)
 @pytest.mark.parametrize("endpoint", ["ipc", "tcp"], indirect=True)
-async def test_connections_that_do_not_speak_zmtp_and_a_flood_of_them_disturb_nobody(
-    endpoint: str, schemes: Schemes
-) -> None:
+async def test_a_flood_of_connections_that_do_not_speak_zmtp_disturbs_nobody(endpoint: str, schemes: Schemes) -> None:
     sender = schemes.sender(CHUNKED, min_workers=2, endpoint=endpoint)
     receivers = [schemes.receiver(sender, i) for i in range(2)]
     await asyncio.gather(sender.connect(), *(r.connect() for r in receivers))
@@ -397,7 +391,6 @@ async def welcomed(fake: FakeTrainer, layout: Layout, answer: type) -> Any:
     return fake.last(answer)
 
 
-@pytest.mark.requirement(202)
 @pytest.mark.parametrize("leaves", [False, True])
 async def test_a_worker_whose_model_does_not_fit_says_so_whatever_follows(
     endpoint: str, fake: FakeTrainer, schemes: Schemes, leaves: bool
@@ -421,7 +414,6 @@ async def test_a_worker_whose_model_does_not_fit_says_so_whatever_follows(
     assert (receiver.version, receiver.model.value) == (0, -1)
 
 
-@pytest.mark.requirement(202)
 @pytest.mark.promise(39)
 async def test_a_worker_survives_a_trainer_that_talks_nonsense(
     endpoint: str, fake: FakeTrainer, schemes: Schemes, caplog: pytest.LogCaptureFixture
@@ -516,7 +508,6 @@ async def test_a_worker_survives_a_trainer_that_talks_nonsense(
     assert not any(r.levelno >= logging.ERROR for r in caplog.records)
 
 
-@pytest.mark.requirement(202)
 async def test_a_worker_that_reaches_something_else_than_a_trainer_says_so(schemes: Schemes) -> None:
     answered = 0
 

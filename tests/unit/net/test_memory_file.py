@@ -1,7 +1,10 @@
-"""Memory files: what another process opens is the file that it was told of, and nobody can cut it."""
+"""Memory files of other processes: each is the one that was told of, and nobody can cut it. Who watches a process."""
 
 from __future__ import annotations
 
+import asyncio
+import errno
+import logging
 import mmap
 import os
 import subprocess
@@ -12,7 +15,9 @@ from pathlib import Path
 import pytest
 
 from asyncsync.errors import WeightSyncError
+from asyncsync.net import processes
 from asyncsync.net.memory_file import MemoryFile, MemoryPlace
+from asyncsync.net.processes import ProcessWatch
 
 PAGE = mmap.PAGESIZE
 
@@ -83,3 +88,51 @@ def test_a_file_that_can_shrink_or_is_too_small_is_refused(tmp_path: Path, file:
     for other in (MemoryFile.create(1), plain):
         refused(other.place, "cannot shrink")
     refused(file.place._replace(size=3 * PAGE + 1), f"not a slot of {3 * PAGE + 1} bytes")
+
+
+# -- watching a process of this host -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        yield process
+        process.kill()
+
+
+async def test_a_process_that_could_not_be_watched_at_first_is_watched_later(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, child: subprocess.Popen[bytes]
+) -> None:
+    real, refusals = os.pidfd_open, iter([OSError(errno.EMFILE, "too many"), OSError(errno.EMFILE, "too many")])
+
+    def pidfd_open(pid: int, flags: int = 0) -> int:
+        if (refusal := next(refusals, None)) is not None:
+            raise refusal
+        return real(pid, flags)
+
+    monkeypatch.setattr(os, "pidfd_open", pidfd_open)
+    monkeypatch.setattr(processes, "WATCH_AGAIN", 0.01)
+    ended = asyncio.Event()
+    with caplog.at_level(logging.WARNING, "asyncsync"):
+        watch = ProcessWatch(child.pid, ended.set)
+        await asyncio.sleep(0.1)
+    assert len(caplog.records) == 1  # not one per attempt
+    assert not ended.is_set()
+    child.kill()
+    await asyncio.wait_for(ended.wait(), 5)
+    watch.close()
+
+
+async def test_a_watch_that_is_closed_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts = []
+
+    def pidfd_open(pid: int, flags: int = 0) -> int:
+        attempts.append(pid)
+        raise OSError(errno.EMFILE, "too many")
+
+    monkeypatch.setattr(os, "pidfd_open", pidfd_open)
+    monkeypatch.setattr(processes, "WATCH_AGAIN", 0.01)
+    watch = ProcessWatch(os.getppid(), lambda: None)
+    watch.close()
+    await asyncio.sleep(0.05)
+    assert len(attempts) == 1

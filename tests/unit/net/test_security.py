@@ -45,9 +45,7 @@ async def test_a_frame_beyond_every_limit_costs_its_sender_the_connection_and_no
 
 
 @pytest.mark.requirement(202)
-async def test_many_kinds_of_garbage_cannot_fill_the_memory_or_the_log(
-    api: Api, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_garbage_of_many_kinds_fills_neither_memory_nor_log(api: Api, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, logger="asyncsync")
     async with api.crew(1) as everybody:
         async with stranger(everybody.sender.bus.endpoint) as socket:

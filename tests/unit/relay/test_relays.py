@@ -86,9 +86,7 @@ def worker(
 @pytest.mark.promise(20)
 @pytest.mark.parametrize("shared", [False, True], ids=["frames", "shared memory"])
 @pytest.mark.parametrize("width", [64, LARGE, 2_000_000], ids=["small", "chunks", "large"])
-async def test_a_relay_fans_out_one_subscription_to_the_workers_of_its_host(
-    tmp_path: Path, shared: bool, width: int
-) -> None:
+async def test_a_relay_fans_one_subscription_out_to_its_hosts_workers(tmp_path: Path, shared: bool, width: int) -> None:
     async with relayed(tmp_path, width=width, shared=shared) as (sender, relay, receivers, models, source):
         for value in (2.0, 3.0, 4.0):
             version = await sender.send_async(fill(source, value), metadata={"step": value})
@@ -139,7 +137,7 @@ async def test_a_trainer_that_says_goodbye_ends_the_workers_unless_the_relay_kee
 
 
 @pytest.mark.requirement(4)
-async def test_a_store_serves_the_last_version_while_the_trainer_is_away_and_after_its_own_restart(
+async def test_a_store_serves_the_last_version_while_the_trainer_is_away_and_after_a_restart(
     tmp_path: Path,
 ) -> None:
     up, down, keep = f"ipc://{tmp_path}/up", f"ipc://{tmp_path}/down", tmp_path / "kept.safetensors"

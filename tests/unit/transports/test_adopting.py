@@ -22,6 +22,7 @@ from asyncsync.transports import SharedMemTransport
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.packing import pack
 from asyncsync.weights.slab import Slab, SlabPool, is_foreign
+from helpers.whole_models import Tied, filled, finish, published, values_of
 
 
 class Pair:
@@ -49,10 +50,7 @@ class Pair:
     def apply(self, slab: Slab) -> None:
         """As a subscriber does it: the new one is held, and the old one let go of, when it has been applied."""
         self.binding.check(slab.layout)
-        prepared = self.binding.prepare(slab)
-        prepared.resolve()
-        prepared.apply()
-        prepared.complete()
+        finish(self.binding.prepare(slab))
         if self.held is not None:
             self.held.release()
         self.held = slab
@@ -64,10 +62,7 @@ class Pair:
 
     def update_otherwise(self, source: Any) -> None:
         """As ZeroMQ would bring it."""
-        flat = flat_weights(self.strategy, source)
-        slab = SlabPool().acquire(Layout.of(flat))
-        pack(slab, flat)
-        self.apply(slab)
+        self.apply(published(source, self.strategy))
         self.forget()
 
     def forget(self) -> None:
@@ -87,8 +82,11 @@ class Pair:
         self.transport.close()
 
 
+Pairs = Callable[..., Pair]
+
+
 @pytest.fixture
-def pair() -> Iterator[Callable[..., Pair]]:
+def pair() -> Iterator[Pairs]:
     made: list[Pair] = []
 
     def make(model: Any, **options: Any) -> Pair:
@@ -99,18 +97,6 @@ def pair() -> Iterator[Callable[..., Pair]]:
     for one in made:
         one.close()
     made.clear()  # what a model lies in lives as long as the model
-
-
-def filled(value: float, make: Callable[[], nn.Module] | None = None) -> nn.Module:
-    """A model whose every element is this number: a torn update shows."""
-    model = make() if make is not None else nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-    for tensor in model.state_dict().values():
-        tensor.fill_(value)
-    return model
-
-
-def values_of(model: nn.Module) -> set[float]:
-    return {x for tensor in model.state_dict().values() for x in tensor.flatten().tolist()}
 
 
 def adopted(model: nn.Module) -> set[str]:
@@ -126,18 +112,8 @@ def linear(value: float) -> nn.Module:
 # -- what is adopted ---------------------------------------------------------------------------------------------------
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(5, 3)
-        self.head = nn.Linear(3, 5, bias=False)
-        self.head.weight = self.embed.weight
-
-
 @pytest.mark.parametrize("make", [None, Tied])
-def test_parameters_are_adopted_and_buffers_copied(
-    pair: Callable[..., Pair], make: Callable[[], nn.Module] | None
-) -> None:
+def test_parameters_are_adopted_and_buffers_copied(pair: Pairs, make: Callable[[], nn.Module] | None) -> None:
     model = filled(0, make)
     worker = pair(model)
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -150,10 +126,8 @@ def test_parameters_are_adopted_and_buffers_copied(
     assert all(p.requires_grad and p.is_leaf for p in parameters.values())
 
 
-class Untied(Tied):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head.weight = nn.Parameter(self.embed.weight.detach().clone())
+def untied() -> Tied:
+    return Tied(tied=False)
 
 
 def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -166,11 +140,11 @@ def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     return changed
 
 
-def test_parameters_that_only_the_sender_ties_stay_separate(pair: Callable[..., Pair]) -> None:
+def test_parameters_that_only_the_sender_ties_stay_separate(pair: Pairs) -> None:
     """Also those that lay in a slot of their own before the sender tied them, and that the model itself tied before."""
-    model: Any = filled(0, Untied)
+    model: Any = filled(0, untied)
     worker = pair(model)
-    for version, make in enumerate([Tied, Tied, Untied, Tied, Tied, Tied], 1):
+    for version, make in enumerate([Tied, Tied, untied, Tied, Tied, Tied], 1):
         worker.update(filled(version, make))
         assert values_of(model) == {version}
         assert not share_memory(model.embed.weight, model.head.weight)
@@ -202,7 +176,7 @@ class Overlaid(nn.Module):
         assert all(share_memory(getattr(self, one), getattr(self, other)) for one, other in pairs)
 
 
-def test_a_model_that_is_shared_between_updates_does_not_lose_them(pair: Callable[..., Pair]) -> None:
+def test_a_model_that_is_shared_between_updates_does_not_lose_them(pair: Pairs) -> None:
     """Passing a model to a spawned process does that: torch moves the storage, under all tensors that use it."""
     model = linear(0)
     worker = pair(model)
@@ -213,7 +187,7 @@ def test_a_model_that_is_shared_between_updates_does_not_lose_them(pair: Callabl
         assert values_of(model) == {version}
 
 
-def test_parameters_that_share_memory_go_on_sharing_it(pair: Callable[..., Pair]) -> None:
+def test_parameters_that_share_memory_go_on_sharing_it(pair: Pairs) -> None:
     model: Any = filled(0, Overlaid)
     worker = pair(model)
     for version in (1, 2, 3):
@@ -272,7 +246,7 @@ def compiled_itself() -> nn.Module:
     ids=["transposed", "of a subclass", "shared", "compiled inside", "cast", "a part", "of inference", "compiled"],
 )
 def test_what_cannot_be_moved_is_copied_into_its_own_memory(
-    pair: Callable[..., Pair], make: Callable[[], nn.Module], movable: set[str], cast: bool
+    pair: Pairs, make: Callable[[], nn.Module], movable: set[str], cast: bool
 ) -> None:
     model = make()
     worker = pair(model, cast=cast)
@@ -284,7 +258,7 @@ def test_what_cannot_be_moved_is_copied_into_its_own_memory(
         assert {n: p.data_ptr() for n, p in model.named_parameters() if n not in movable} == where
 
 
-def test_a_meta_model_gets_memory_of_its_own_first(pair: Callable[..., Pair]) -> None:
+def test_a_meta_model_gets_memory_of_its_own_first(pair: Pairs) -> None:
     with torch.device("meta"):
         model: nn.Module = nn.Linear(3, 4)
     worker = pair(model)
@@ -294,7 +268,7 @@ def test_a_meta_model_gets_memory_of_its_own_first(pair: Callable[..., Pair]) ->
 
 
 @pytest.mark.parametrize("model", [{"w": torch.zeros(3)}, {"w": nn.Parameter(torch.zeros(3))}])
-def test_only_modules_adopt(pair: Callable[..., Pair], model: dict[str, torch.Tensor]) -> None:
+def test_only_modules_adopt(pair: Pairs, model: dict[str, torch.Tensor]) -> None:
     worker = pair(model)
     worker.update({"w": torch.ones(3)})
     assert (model["w"] == 1).all()
@@ -304,7 +278,7 @@ def test_only_modules_adopt(pair: Callable[..., Pair], model: dict[str, torch.Te
 # -- moving on ---------------------------------------------------------------------------------------------------------
 
 
-def test_an_update_that_comes_another_way_moves_everything_out(pair: Callable[..., Pair]) -> None:
+def test_an_update_that_comes_another_way_moves_everything_out(pair: Pairs) -> None:
     model = filled(0)
     worker = pair(model)
     worker.update(filled(1))
@@ -316,7 +290,7 @@ def test_an_update_that_comes_another_way_moves_everything_out(pair: Callable[..
     assert len(adopted(model)) == 6
 
 
-def test_a_parameter_that_cannot_be_moved_any_more_gets_memory_of_its_own(pair: Callable[..., Pair]) -> None:
+def test_a_parameter_that_cannot_be_moved_any_more_gets_memory_of_its_own(pair: Pairs) -> None:
     model: Any = linear(0)
     worker = pair(model)
     worker.update(linear(1))
@@ -331,7 +305,7 @@ def test_a_parameter_that_cannot_be_moved_any_more_gets_memory_of_its_own(pair: 
     assert adopted(model) == {"bias"}
 
 
-def test_a_parameter_that_the_user_puts_over_adopted_memory_moves_along(pair: Callable[..., Pair]) -> None:
+def test_a_parameter_that_the_user_puts_over_adopted_memory_moves_along(pair: Pairs) -> None:
     model: Any = linear(0)
     worker = pair(model)
     worker.update(linear(1))
@@ -341,7 +315,7 @@ def test_a_parameter_that_the_user_puts_over_adopted_memory_moves_along(pair: Ca
     assert adopted(model) == {"weight", "bias"}
 
 
-def test_an_update_that_is_refused_at_the_last_moment_moves_nothing(pair: Callable[..., Pair]) -> None:
+def test_an_update_that_is_refused_at_the_last_moment_moves_nothing(pair: Pairs) -> None:
     model: Any = linear(0)
     worker = pair(model)
     worker.update(linear(1))
@@ -369,9 +343,7 @@ def saved(thing: Any) -> bytes:
     return file.getvalue()
 
 
-def test_copies_of_an_adopted_model_are_independent_and_have_their_own_bytes_and_no_others(
-    pair: Callable[..., Pair],
-) -> None:
+def test_copies_of_an_adopted_model_are_independent_and_have_their_own_bytes_and_no_others(pair: Pairs) -> None:
     model = wide(0)
     things: list[Callable[[], Any]] = [model.state_dict, lambda: model, lambda: next(model.parameters())]
     before = [(len(saved(thing())), len(pickle.dumps(thing()))) for thing in things]
@@ -389,7 +361,7 @@ def test_copies_of_an_adopted_model_are_independent_and_have_their_own_bytes_and
     assert {x for t in state.values() for x in t.flatten().tolist()} == {1}
 
 
-def test_a_parameter_that_leaves_the_model_keeps_what_it_shows(pair: Callable[..., Pair]) -> None:
+def test_a_parameter_that_leaves_the_model_keeps_what_it_shows(pair: Pairs) -> None:
     model = filled(0)
     worker = pair(model)
     worker.update(filled(1))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import pytest
 
@@ -13,16 +13,10 @@ from asyncsync.transports.pairs import Place
 from asyncsync.weights.slab import SlabPool
 from helpers.fetchers import Fetcher, Offerer, filled, layout_of
 from helpers.pairs import Clock, until
-from helpers.processes import Remote, processes
+from helpers.processes import Remote, Start
 
 MIB = 1 << 20
 LARGE = 256 * MIB
-
-
-@pytest.fixture
-async def start() -> AsyncIterator[Callable[..., Remote]]:
-    async with processes() as start:
-        yield start
 
 
 @pytest.fixture
@@ -33,15 +27,13 @@ async def transport() -> AsyncIterator[DistributedTransport]:
     await transport._end(2.0)
 
 
-async def fetchers(start: Callable[..., Remote], count: int) -> list[Remote]:
+async def fetchers(start: Start, count: int) -> list[Remote]:
     workers = [start(Fetcher) for _ in range(count)]
     await asyncio.gather(*(worker.begin(i) for i, worker in enumerate(workers)))
     return workers
 
 
-async def test_each_worker_gets_the_bytes_that_it_asks_for(
-    transport: DistributedTransport, start: Callable[..., Remote]
-) -> None:
+async def test_each_worker_gets_the_bytes_that_it_asks_for(transport: DistributedTransport, start: Start) -> None:
     pool, workers = SlabPool(), await fetchers(start, 2)
     slabs = [filled(pool, 300_000 + i, i) for i in range(3)]
     offered = [await transport.offer(slab, None) for slab in slabs]
@@ -55,9 +47,7 @@ async def test_few_bytes_go_over_the_bus() -> None:
     assert await DistributedTransport().offer(filled(SlabPool(), 64 << 10, 1), None) is None
 
 
-async def test_what_is_retired_is_not_to_be_had_and_its_memory_is_free(
-    transport: DistributedTransport, start: Callable[..., Remote]
-) -> None:
+async def test_what_is_retired_is_gone_and_its_memory_is_free(transport: DistributedTransport, start: Start) -> None:
     pool, (worker,) = SlabPool(), await fetchers(start, 1)
     first, second = filled(pool, 1024, 1), filled(pool, 2048, 2)
     gone, there = await transport.offer(first, None), await transport.offer(second, None)
@@ -71,9 +61,7 @@ async def test_what_is_retired_is_not_to_be_had_and_its_memory_is_free(
     assert await worker.fetch(there, 2048) == {2}
 
 
-async def test_whoever_finds_the_store_gets_nothing(
-    transport: DistributedTransport, start: Callable[..., Remote]
-) -> None:
+async def test_whoever_finds_the_store_gets_nothing(transport: DistributedTransport, start: Start) -> None:
     (worker,) = await fetchers(start, 1)
     descriptor = await transport.offer(filled(SlabPool(), 1000, 1), None)
     assert "does not offer" in await worker.stranger(descriptor)
@@ -90,7 +78,7 @@ async def test_other_transports_descriptors_are_refused_both_ways() -> None:
 
 
 async def test_a_worker_that_dies_in_the_middle_disturbs_nobody_and_its_successor_is_served(
-    transport: DistributedTransport, start: Callable[..., Remote]
+    transport: DistributedTransport, start: Start
 ) -> None:
     """gloo forgets such a send: whoever waits for it waits for ever, and its memory is not free."""
     pool, workers = SlabPool(), await fetchers(start, 2)
@@ -108,19 +96,14 @@ async def test_a_worker_that_dies_in_the_middle_disturbs_nobody_and_its_successo
     await until(lambda: not pool.draining(LARGE))
 
 
-async def test_the_workers_of_a_sender_that_is_killed_in_the_middle_are_told_at_once(
-    start: Callable[..., Remote],
-) -> None:
+async def test_the_workers_of_a_sender_that_is_killed_in_the_middle_are_told_at_once(start: Start) -> None:
     sender, (worker,) = start(Offerer), await fetchers(start, 1)
     descriptor = await sender.offer(LARGE, 7)
     assert await worker.fetch(descriptor, LARGE) == {7}
     call = worker.fetch(descriptor, LARGE)
     sender.signal(signal.SIGSTOP)
     sender.signal(signal.SIGKILL)
-    with (
-        Clock(1.0),
-        pytest.raises(NotConnected, match=r"worker 0 cannot connect to the sender at 127\."),
-    ):
+    with Clock(1.0), pytest.raises(NotConnected, match=r"worker 0 cannot connect to the sender at 127\."):
         await call
     with Clock(1.0), pytest.raises(NotConnected, match="worker 0 cannot connect"):
         await worker.fetch(descriptor, LARGE)
@@ -128,9 +111,7 @@ async def test_the_workers_of_a_sender_that_is_killed_in_the_middle_are_told_at_
     assert await worker.fetch(await again.offer(LARGE, 8), LARGE) == {8}
 
 
-async def test_a_fetch_that_is_cancelled_ends_at_once_though_the_sender_is_stopped(
-    start: Callable[..., Remote],
-) -> None:
+async def test_a_fetch_that_is_cancelled_ends_at_once_though_the_sender_is_stopped(start: Start) -> None:
     sender, (worker,) = start(Offerer), await fetchers(start, 1)
     descriptor = await sender.offer(MIB, 7)
     assert await worker.fetch(descriptor, MIB) == {7}

@@ -1,16 +1,26 @@
-"""Copies of a few small tensors, as bytes."""
+"""Copies: of a few small tensors as bytes; of large ones as bytes where they are nothing else, and on several cores."""
 
 from __future__ import annotations
 
+import threading
+import time
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from asyncsync.weights.copying import copy_bytes, copy_tensors
-from asyncsync.weights.source_cache import MOST, AddressCache
+from asyncsync.weights import copying
+from asyncsync.weights.copying import LARGE_NUMEL, clone, copy_bytes, copy_tensors
+from asyncsync.weights.layout import Layout
+from asyncsync.weights.packing import pack
+from asyncsync.weights.slab import Slab, SlabPool
+from asyncsync.weights.source_cache import CACHED_BYTES, FEW, MOST, AddressCache, SourceCache
+from asyncsync.weights.tree import FlatWeights, flatten
+from helpers.bits import bits, raw
 from helpers.command import start
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
@@ -122,3 +132,220 @@ def test_tensors_that_are_given_other_memory_during_a_copy_crash_nothing(tmp_pat
     with start("-c", REPLACED, cwd=tmp_path) as process:
         out, err = process.communicate(timeout=60)
     assert (process.returncode, out.split()) == (0, ["alive"]), err
+
+
+# -- large tensors -----------------------------------------------------------------------------------------------------
+
+
+COUNT = LARGE_NUMEL  # elements: at least so many bytes in every dtype
+
+
+SOURCES: dict[str, Any] = {
+    "float32 with any NaN": lambda: raw(torch.float32, COUNT),
+    "bfloat16": lambda: raw(torch.bfloat16, COUNT),
+    "float8": lambda: raw(torch.float8_e4m3fn, COUNT),
+    "bool": lambda: raw(torch.bool, COUNT),
+    "complex": lambda: torch.randn(COUNT, dtype=torch.complex64),
+    "conjugate view": lambda: torch.randn(COUNT, dtype=torch.complex64).conj(),
+    "negative view": lambda: torch.randn(COUNT, dtype=torch.complex64).conj().imag,
+    "negative view that is contiguous": lambda: torch._neg_view(torch.randn(COUNT)),
+    "transposed": lambda: torch.randn(64, COUNT // 16).t(),
+    "expanded": lambda: torch.randn(1, 7).expand(COUNT, 7),
+    "parameter": lambda: nn.Parameter(torch.randn(COUNT)),
+    "matrix": lambda: torch.randn(3, COUNT),
+}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_a_large_tensor_is_packed_and_cloned_bit_by_bit(name: str) -> None:
+    source = SOURCES[name]()
+    flat = flatten({"large": source, "small": torch.ones(3), "other": source.detach().clone()})
+    slab = SlabPool().acquire(Layout.of(flat))
+    pack(slab, flat)
+    for key in ("large", "other"):
+        assert bits(slab.tensors()[(key,)]) == bits(source)
+    assert slab.tensors()[("small",)].tolist() == [1, 1, 1]
+    assert bits(slab.copy().tensors()[("large",)]) == bits(source)
+    assert bits(clone(source)) == bits(source)
+
+
+def test_large_and_small_destinations_get_their_own_sources() -> None:
+    sources = [torch.full((size,), float(i)) for i, size in enumerate([COUNT, 3, COUNT, 5, COUNT + 1])]
+    destinations = [torch.empty_like(s) for s in sources]
+    copy_tensors(destinations, sources)
+    assert [set(d.tolist()) for d in destinations] == [{0.0}, {1.0}, {2.0}, {3.0}, {4.0}]
+
+
+def test_a_destination_of_another_dtype_or_made_in_inference_mode_can_be_written() -> None:
+    with torch.inference_mode():
+        made_there = torch.ones(COUNT)
+    destinations = [torch.empty(COUNT, dtype=torch.float64), made_there]
+    copy_tensors(destinations, [torch.full((COUNT,), 7, dtype=torch.int32), torch.full((COUNT,), 2.0)])
+    assert [set(d.tolist()) for d in destinations] == [{7.0}, {2.0}]
+
+
+def test_a_backward_that_needs_the_old_values_fails_instead_of_computing_wrong_gradients() -> None:
+    parameter = nn.Parameter(torch.ones(COUNT))
+    loss = parameter.square().sum()
+    copy_tensors([parameter], [torch.zeros(COUNT)])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.fixture
+def shared(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Copies of this size are shared among three threads."""
+    monkeypatch.setattr(copying, "BYTES_PER_THREAD", 1 << 16)
+    monkeypatch.setattr(copying, "_cores", lambda: 3)
+    return monkeypatch
+
+
+def test_very_large_copies_are_shared_among_threads_that_last_as_long(shared: pytest.MonkeyPatch) -> None:
+    copied_in = []
+    real = copying._copy_all
+    shared.setattr(copying, "_copy_all", lambda pairs: (copied_in.append(threading.current_thread()), real(pairs)))
+    sources = [torch.randn(size) for size in (COUNT, 7, 3 * COUNT + 1, COUNT, COUNT + 5)]
+    destinations = [torch.zeros_like(source) for source in sources]
+    before = threading.enumerate()
+    copy_tensors(destinations, sources)
+    assert threading.enumerate() == before
+    assert len(set(copied_in)) == 3
+    for destination, source in zip(destinations, sources, strict=True):
+        assert torch.equal(destination, source)
+
+
+def test_without_another_thread_the_copy_is_made_all_the_same(shared: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    shared.setattr(threading.Thread, "start", refuse)
+    source, destination = torch.randn(4 * COUNT), torch.zeros(4 * COUNT)
+    copy_tensors([destination], [source])
+    assert torch.equal(destination, source)
+
+
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+def test_what_a_copying_thread_raises_is_raised_when_nobody_writes_any_more(
+    shared: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    main, real, over = threading.get_ident(), copying._copy_all, []
+
+    def failing(pairs: list[Any]) -> None:
+        if (threading.get_ident() == main) is (error is KeyboardInterrupt):
+            raise error
+        time.sleep(0.05)
+        real(pairs)
+        over.append(True)
+
+    shared.setattr(copying, "_copy_all", failing)
+    with pytest.raises(error):
+        copy_tensors([torch.zeros(4 * COUNT)], [torch.randn(4 * COUNT)])
+    assert len(over) == (2 if error is KeyboardInterrupt else 1)
+
+
+# -- weights that are sent again (asyncsync/weights/source_cache.py) ---------------------------------------------------
+
+
+Weights = dict[str, torch.Tensor]
+
+
+def some(count: int = 3) -> Weights:
+    """Of several dtypes and shapes, so that a layout has another order."""
+    kinds = [torch.float32, torch.int64, torch.bfloat16, torch.bool]
+    return {f"t{i}": torch.ones(2 + i % 3, 5).to(kinds[i % 4]) for i in range(count)}
+
+
+def learnt(weights: Weights) -> SourceCache:
+    flat = flatten(weights)
+    known = SourceCache(Layout.of(flat))
+    assert known.again(flat) is None, "nothing is known before it is learnt"
+    known.learn(flat)
+    if len(weights) > FEW:
+        assert known.again(flat) is None, "many are known when they come once more"
+        known.learn(flat)
+    return known
+
+
+def copied(known: SourceCache, weights: Weights) -> Slab:
+    slab = SlabPool().acquire(known.layout)
+    slab.memory[:] = b"\x55" * slab.nbytes
+    memory = known.again(flatten(weights))
+    copy_bytes(slab.pieces, memory)
+    return slab
+
+
+@pytest.mark.parametrize("count", [1, 3, FEW, FEW + 1, 100])
+def test_the_same_tensors_with_other_values_are_copied_to_where_they_belong(count: int) -> None:
+    weights = some(count)
+    known = learnt(weights)
+    for value in (2, 3):
+        for tensor in weights.values():
+            tensor.fill_(value)
+        slab = copied(known, weights)
+        expected = SlabPool().acquire(known.layout)
+        pack(expected, flatten(weights))
+        for one, other in zip(slab.views, expected.views, strict=True):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("count", [3, 100])
+def test_other_tensors_names_or_values_beside_them_are_not_the_same_again(count: int) -> None:
+    weights = some(count)
+    known = learnt(weights)
+    assert known.again(flatten({**weights, "t1": weights["t1"].clone()})) is None
+    assert known.again(flatten({**weights, "more": torch.ones(1)})) is None
+    assert known.again(flatten({name: weights[name] for name in list(weights)[:-1]})) is None
+    assert known.again(flatten(dict(reversed(weights.items())))) is None
+    renamed = {("x" if name == "t1" else name): tensor for name, tensor in weights.items()}
+    assert known.again(flatten(renamed)) is None
+    flat = flatten(weights)
+    assert known.again(FlatWeights(flat.tensors, {("extra",): 1})) is None
+    assert known.again(flatten(weights)) is not None
+
+
+@pytest.mark.parametrize("count", [3, 100])
+def test_tensors_that_have_become_something_else_are_not_the_same_again(count: int) -> None:
+    weights = some(count)
+    known, tensor = learnt(weights), weights["t0"]
+    own = tensor.data
+    for other in (own.clone(), own.view(torch.int32), own.view(5, 2), torch.ones(5, 2).t(), torch._neg_view(own)):
+        tensor.data = other
+        assert known.again(flatten(weights)) is None
+        tensor.data = own
+        assert known.again(flatten(weights)) is not None
+    tensor.t_()
+    assert known.again(flatten(weights)) is None
+    tensor.t_()
+    tensor.untyped_storage().resize_(0)
+    assert known.again(flatten(weights)) is None
+
+
+@pytest.mark.parametrize("count", [3, 100])
+def test_nothing_is_kept_alive(count: int) -> None:
+    weights = some(count)
+    known = learnt(weights)
+    kept = [weakref.ref(tensor) for tensor in weights.values()]
+    weights.clear()
+    assert not any(one() is not None for one in kept)
+    assert known.again(flatten(some(count))) is None
+
+
+def test_what_takes_more_than_a_copy_of_bytes_is_not_known() -> None:
+    shared = torch.ones(3)
+    with torch.inference_mode():
+        inference = torch.ones(3)
+    for weights in (
+        {"a": shared, "b": shared},
+        {"a": torch.ones(2, 3).t()},
+        {"a": torch.ones(3, dtype=torch.complex64).conj()},
+        {"a": torch._neg_view(torch.ones(3))},
+        {"a": inference},
+        {"a": torch.ones(CACHED_BYTES // 4 + 1)},
+        {"a": torch.ones(3), "b": torch.ones(3, device="meta")},
+    ):
+        flat = flatten(weights)
+        on_cpu = weights if "b" not in weights or weights["b"].is_cpu else {"a": shared, "b": torch.zeros(3)}
+        known = SourceCache(Layout.of(flatten(on_cpu)))
+        for _ in range(3):
+            known.learn(flat)
+            assert known.again(flat) is None

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from asyncsync.weights.files import dotted_names, read, write
 from asyncsync.weights.tensors import DTYPES
+from helpers.bits import bits
 
 HELD = [dtype for name, dtype in DTYPES.items() if name not in ("complex32", "complex128")]
 
@@ -20,10 +21,6 @@ def weights() -> dict[str, torch.Tensor]:
     tensors = {f"layer.{dtype}": torch.ones(8 * dtype.itemsize).byte().view(dtype).view(2, 4) for dtype in HELD}
     tensors["layer.tied"] = tensors["layer.torch.float32"]
     return tensors | {"scalar": torch.tensor(2.5), "empty": torch.empty(0, 4), "turned": torch.arange(6).view(2, 3).t()}
-
-
-def bits(tensor: torch.Tensor) -> bytes:
-    return bytes(tensor.contiguous().view(-1).view(torch.uint8))
 
 
 def test_every_dtype_and_shape_comes_back_as_it_was(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def test_without_gymnasium_the_error_names_the_extra(monkeypatch: pytest.MonkeyP
     ],
     ids=str,
 )
-def test_the_fastest_vector_that_loses_no_frame_is_made(
+def test_the_fastest_vector_without_lost_frames_is_made(
     name: str, mode: Any, kwargs: dict[str, Any], kind: Any
 ) -> None:
     env = GymEnv(name, num_envs=2, vectorization_mode=mode, **kwargs)
@@ -331,9 +331,7 @@ def made(env: Any, vector: bool) -> GymEnv:
     ],
     ids=str,
 )
-def test_a_dictionary_that_has_no_tensor_form_is_named(
-    action: Any, observation: Any, message: str, vector: bool
-) -> None:
+def test_a_dictionary_without_a_tensor_form_is_named(action: Any, observation: Any, message: str, vector: bool) -> None:
     with pytest.raises(ValueError, match=message):
         made(Spaces(action, observation), vector)
 

@@ -104,9 +104,7 @@ def test_what_cannot_be_sent_though_the_worker_is_there_is_an_error(
     worker.close()
 
 
-def test_a_worker_whose_trainer_does_not_read_says_so(
-    ends: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_whose_trainer_is_deaf_says_so(ends: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "SEND_SECONDS", 0.05)
     page = ControlPage()
     loop = workers.WorkerLoop(ends[0], 0, page.place, {})

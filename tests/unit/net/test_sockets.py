@@ -1,8 +1,10 @@
-"""Keys on sockets: without what checks them, and on what is sent to all workers at once."""
+"""Sockets with keys, and of broadcasts; and that nothing which has come to an event loop's waits for ever."""
 
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
@@ -11,7 +13,7 @@ from asyncsync.net.broadcast import Broadcast, Subscription
 from asyncsync.net.dialing import Dialer
 from asyncsync.net.keys import Admission, Credentials, KeyPair
 from asyncsync.net.zmq_private import Context
-from asyncsync.net.zmq_socket import dealer, router, subscriber
+from asyncsync.net.zmq_socket import LoopSocket, dealer, router, subscriber
 from helpers.pairs import until
 
 
@@ -95,3 +97,41 @@ async def test_an_error_while_a_key_is_checked_is_told(monkeypatch: pytest.Monke
         server.close()
         worker.close()
         context.destroy(0)
+
+
+# -- on an event loop --------------------------------------------------------------------------------------------------
+
+
+class Strike(BaseException):
+    """What a signal's handler raises."""
+
+
+@pytest.mark.parametrize("error", [None, Strike], ids=["undisturbed", "interrupted"])
+async def test_what_has_come_behind_a_message_is_taken_in_whatever_becomes_of_that(
+    tmp_path: Path, error: type[BaseException] | None
+) -> None:
+    raised: list[BaseException] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: raised.append(context["exception"]))
+    context = zmq.Context()
+    trainer, worker = router(context), dealer(context)
+    trainer.bind(f"ipc://{tmp_path}/bus")
+    worker.connect(f"ipc://{tmp_path}/bus")
+    texts = [b"first", b"second", b"third"]
+    for text in texts:
+        worker.send(text)
+    assert trainer.poll(5000)
+    got: list[bytes] = []
+    crashed: list[BaseException] = []
+
+    def receive(frames: list[Any]) -> None:
+        got.append(frames[-1].bytes)
+        if error is not None and len(got) == 1:
+            raise error
+
+    socket = LoopSocket(trainer, receive, crashed.append)
+    await until(lambda: got == texts)
+    assert [type(one) for one in raised] == ([] if error is None else [error])
+    assert not crashed
+    socket.close()
+    worker.close()
+    context.term()

@@ -1,20 +1,24 @@
-"""Nodes that gloo reaches, launched again, with the test as the launcher and as the nodes' programs."""
+"""Nodes that gloo reaches, launched again, with the test as the launcher and as the nodes' programs; and RPC's."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any
 
 import pytest
 
+from asyncsync.collectors.distributed import rpc_family, rpc_private
 from asyncsync.collectors.distributed.gloo_family import _NODE, GlooFamily, Line
 from asyncsync.collectors.distributed.launched_family import Meeting, as_tensors
 from asyncsync.collectors.distributed.launchers import Launcher, Program, WhenEnded
 from asyncsync.collectors.distributed.node import Answer, where
+from asyncsync.collectors.distributed.rpc_family import RPCFamily
 from asyncsync.errors import PeerLost
 from asyncsync.transports import pairs
 from asyncsync.transports.pairs import Pair
+from asyncsync.transports.store import OwnStore
 
 
 class OwnLauncher(Launcher):
@@ -83,12 +87,27 @@ def test_the_end_of_the_program_before_is_not_that_of_its_successor(family: Gloo
     again.close()
 
 
-def test_a_program_that_comes_when_there_is_another_is_not_taken_for_it(
-    family: GlooFamily, launcher: OwnLauncher
-) -> None:
+def test_a_program_that_comes_late_is_not_taken_for_its_successor(family: GlooFamily, launcher: OwnLauncher) -> None:
     family.launch(0)
     second: Future[str] = family.launch(0)
     family.store.set("here/1", "a host of before")
     there = launcher.join(1)
     assert second.result(20) == where()
     there.close()
+
+
+# -- RPC's -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_node_waits_for_those_before_it_as_long_as_the_collector_does() -> None:
+    store = OwnStore("127.0.0.1")
+    store.open()
+    family = RPCFamily("mp", None, None, options={}, devices=None, connect_timeout=0.2)
+    program, arguments = family.program()
+    assert not rpc_private.has_agent()
+    begun = time.monotonic()
+    with pytest.raises(RuntimeError):  # node 0 does not come
+        program(Meeting(*store.address, "a collector", b"key"), 1, *arguments)
+    assert 0.2 <= time.monotonic() - begun < 20
+    rpc_family._nodes.pop("a collector").stop(1.0)
+    store.close()
