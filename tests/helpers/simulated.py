@@ -364,6 +364,7 @@ class Worker(Memory):
         self.alive = True
         self.held = False
         self.connection: Connection | None = None
+        self.trainer: Trainer | None = None  # of the last connection: what that has brought may come late
         identity = Identity(100 + number, BOOT if world.is_beside(index) else "another host", 1)
         self.subscriber = Subscriber(index, number.to_bytes(16, "big"), identity, world.settings, memory=self)
         self.left = False
@@ -392,7 +393,7 @@ class Worker(Memory):
         if not part.descriptor.startswith(b"slot "):
             return None
         number, index, mapped = map(int, part.descriptor.split()[1:])
-        trainer = self.connection.trainer
+        trainer = self.trainer
         assert trainer.number == number
         slot = trainer.slots.made[index]
         known = self.mapped.get(slot)
@@ -416,7 +417,7 @@ class Worker(Memory):
         if not descriptor.startswith(b"slot ") or descriptor.endswith(b"1"):
             return None
         _, index, _ = map(int, descriptor.split()[1:])
-        return memoryview(self.connection.trainer.slots.made[index].buffer.numpy())
+        return memoryview(self.trainer.slots.made[index].buffer.numpy())
 
     def begin_fast_path(self, serial: int) -> None:
         """As a receiver's link does it."""

@@ -694,7 +694,7 @@ class Simulation(Oracle):
         if trainer.alive and worker.active:
             connection = Connection(b"route %d" % len(self.connections), worker, trainer)
             self.connections.append(connection)
-            worker.connection = connection
+            worker.connection, worker.trainer = connection, trainer
             worker.subscriber.connected(self.now)
 
     def _disconnect(self, worker: Worker) -> None:

@@ -116,5 +116,6 @@ def test_what_a_process_has_no_more_is_not_waited_for() -> None:
     assert station.subscriber.incoming is not None
     station.subscriber.receive_share(1, Drop(EPOCH, 5), (), 0.0)
     assert station.subscriber.incoming is None
-    with pytest.raises(ProtocolError):
-        station.subscriber.receive_share(1, messages.Ping(EPOCH, 1), (), 0.0)
+    for wrong in (messages.Ping(EPOCH, 1), Chunk((EPOCH[0] - 1, 1), 5, 0, 0)):
+        with pytest.raises(ProtocolError):
+            station.subscriber.receive_share(1, wrong, [bytes(NBYTES)], 0.0)

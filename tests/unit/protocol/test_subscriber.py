@@ -789,6 +789,20 @@ def test_values_of_a_setting_are_those_that_are_documented() -> None:
     assert settings.slow_after > settings.ping_interval
 
 
+def test_commit_applies_just_what_it_names(station: Station) -> None:
+    def phase(serial: int, version: int, phase: int) -> None:
+        part = messages.Part("policy", version, layout().digest, layout().nbytes)
+        payload = [b"", content_of(version)] if phase == messages.STAGE else []
+        station.receive(messages.Update(EPOCH, serial, True, (part,), phase=phase), payload)
+
+    phase(1, 5, messages.STAGE)
+    phase(2, 6, messages.COMMIT)
+    assert (station.subscriber.held is not None, list(station.subscriber.staged)) == (True, [])
+    phase(3, 5, messages.COMMIT)
+    station.apply()
+    assert station.content() == {5}
+
+
 # -- taking ------------------------------------------------------------------------------------------------------------
 
 
