@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import wraps
-from inspect import Parameter, signature
+from inspect import Parameter, cleandoc, formatannotation, signature
 from itertools import dropwhile
-from typing import Any, Self, TypeVar, cast
+from textwrap import TextWrapper
+from typing import Annotated, Any, Self, TypeVar, cast, get_args, get_origin, get_type_hints
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -65,9 +68,9 @@ def check_bytes(name: str, value: int) -> None:
         raise ValueError(f"{name} must be a number of bytes, not {value!r}")
 
 
-def check_slots(slots: int) -> None:
+def check_slots(name: str, slots: int) -> None:
     if not isinstance(slots, int) or isinstance(slots, bool) or slots < 2:
-        raise ValueError(f"slots must be an integer of at least 2 (one is read, one is written), not {slots!r}")
+        raise ValueError(f"{name} must be an integer of at least 2 (one is read, one is written), not {slots!r}")
 
 
 def check_sync(sync: bool, *, is_blocking: bool) -> None:
@@ -84,9 +87,9 @@ def check_quorum(num_workers: int | None, min_workers: int) -> None:
         )
 
 
-def check_fanout(fanout: bool) -> None:
+def check_fanout(name: str, fanout: bool) -> None:
     if not isinstance(fanout, bool):
-        raise ValueError(f"fanout must be True or False, not {fanout!r} (fanout=True does what 'push' did)")
+        raise ValueError(f"{name} must be True or False, not {fanout!r} ({name}=True does what 'push' did)")
 
 
 def check_processes(processes: Iterable[Any]) -> tuple[Any, ...]:
@@ -142,6 +145,64 @@ def checked(method: Method) -> Method:
             raise TypeError(f"{called}(): {error}") from None
         return method(self, *args, **kwargs)
 
+    return cast("Method", call)
+
+
+@dataclass(frozen=True)
+class Option:
+    """What is known of one argument of a constructor: the metadata of its type, ``Annotated[int, Option(…)]``.
+
+    Attributes:
+        doc: one line of documentation.
+        default: of a keyword; a positional argument's is in the signature.
+        check: called with the name and the value, if that is not the default; raises ValueError or TypeError.
+    """
+
+    doc: str
+    default: Any = None
+    check: Callable[[str, Any], None] | None = None
+
+
+def options_of(typed: type) -> dict[str, Option]:
+    """The fields of a TypedDict whose types are annotated by an :class:`Option` each."""
+    return {name: hint.__metadata__[0] for name, hint in get_type_hints(typed, include_extras=True).items()}
+
+
+def declared(init: Method) -> Method:
+    """An ``__init__(self, …, **options: Unpack[X])``. ``X`` is a TypedDict, whose fields are annotated by an
+    :class:`Option` each.
+
+    The method gets all options of ``X``, checked, with their defaults. An unknown keyword is refused in the name of the
+    class that was called. The signature shows each option as a keyword, and the docstring describes it.
+    """
+    own, hints = signature(init), get_type_hints(init, include_extras=True)
+    given, rest = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD], list(own.parameters)[-1]
+    typed = get_args(hints[rest])[0]
+    fields, options = get_type_hints(typed, include_extras=True), options_of(typed)
+    defaults = {name: option.default for name, option in options.items()}
+    names = {p.name for p in given[1:]}
+
+    @wraps(init)
+    def call(self: Any, /, *args: Any, **kwargs: Any) -> None:
+        refuse_unknown(type(self).__name__, kwargs, names | options.keys())
+        for name, value in kwargs.items():
+            if (option := options.get(name)) is not None and option.check and value is not option.default:
+                option.check(name, value)
+        init(self, *args, **defaults | kwargs)
+
+    def shown(parameter: Parameter) -> Parameter:
+        hint = (hints | fields).get(parameter.name, Parameter.empty)
+        plain = get_args(hint)[0] if get_origin(hint) is Annotated else hint
+        text = plain if plain is Parameter.empty else re.sub(r"\b[a-z_.]+\.(?=[A-Z])", "", formatannotation(plain))
+        return parameter.replace(annotation=text)
+
+    keywords = [Parameter(name, Parameter.KEYWORD_ONLY, default=value) for name, value in defaults.items()]
+    call.__signature__ = own.replace(parameters=list(map(shown, [*given, *keywords])))  # type: ignore[attr-defined]
+    notes = {name: hint.__metadata__[0].doc for name, hint in (hints | fields).items() if get_origin(hint) is Annotated}
+    wrap = TextWrapper(112, initial_indent="    ", subsequent_indent="        ", break_on_hyphens=False)
+    lines = "\n".join(wrap.fill(f"{name}: {doc}") for name, doc in notes.items())
+    about, raises, errors = cleandoc(init.__doc__ or "").partition("Raises:")
+    call.__doc__ = f"{about.rstrip()}\n\nArgs:\n{lines}\n\n{raises}{errors}".strip()
     return cast("Method", call)
 
 

@@ -12,32 +12,32 @@ import asyncio
 import os
 import secrets
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 from asyncsync.arguments import (
-    KnownKeywords,
     as_version,
     as_workers,
     check_count,
-    check_fanout,
     check_forward,
     check_processes,
     check_quorum,
     check_timeout,
+    declared,
 )
 from asyncsync.bus.link import EXIT_SECONDS, Order, is_fast_path_on
 from asyncsync.bus.measures import serve_metrics
 from asyncsync.bus.member import Calls, Member, Source
+from asyncsync.bus.options import BusOptions, Endpoint
 from asyncsync.bus.receiver import ReceiverLink
 from asyncsync.bus.sender import SenderLink
 from asyncsync.bus.status import BusStatus, bus_status
 from asyncsync.errors import AckTimeout, ClosedError, NotConnected, PartialSendError
 from asyncsync.model.gate import Gate
 from asyncsync.model.readers import Hold
-from asyncsync.monitor.options import UNMONITORED, Monitoring, Tracing
+from asyncsync.monitor.options import UNMONITORED, Monitoring
 from asyncsync.net.address import tcp_endpoint
 from asyncsync.net.endpoint import (
     INTRODUCED,
@@ -46,7 +46,7 @@ from asyncsync.net.endpoint import (
     draw_endpoint,
     is_plaintext_beyond_loopback,
 )
-from asyncsync.net.keys import KeyFile, KeyFiles
+from asyncsync.net.keys import KeyFiles
 from asyncsync.net.rendezvous import Find, Introduction
 from asyncsync.protocol.settings import EAGER_BYTES, Settings
 from asyncsync.protocol.staging import Acting
@@ -69,76 +69,38 @@ Workers = int | Iterable[int] | None
 T = TypeVar("T")
 
 
-class BusCore(KnownKeywords):
+class BusCore:
     """One address for any number of models: the base of both APIs' ``Bus``.
-
-    Args:
-        endpoint: where the sender binds: ``ipc:///path`` or ``tcp://HOST:PORT``; None draws a private ipc path.
-        connect: where workers connect, if that differs; of several, with commas between, they try one by one.
-        num_workers: fixed number of workers (0 … num_workers−1); None: elastic, workers come and go.
-        min_workers: how many workers an elastic sender needs for ``connect`` and ``send_async``; 0: it can start alone.
-        allow_plaintext: allow unencrypted addresses that other hosts can reach.
-        checksum: check every payload with CRC-32; None: only on unencrypted tcp beyond loopback.
-        server_key: path of the server's certificate: at the sender the secret file, at a receiver the public file.
-            While you replace the server's key, a receiver may have several, of which one is right.
-        clients: at the sender: the directory of the public certificates of the clients that it lets in.
-        client_key: at a receiver: the path of its secret certificate; ``{worker_idx}`` in it stands for its index.
-        metrics_port: port on loopback where this process serves Prometheus metrics, or ``"0.0.0.0:9100"``; 0 takes any
-            free port. A pickled bus does not take it along.
-        tracing: True: record OpenTelemetry spans for each version; None: if the program has set up OpenTelemetry; or a
-            function ``trace(event, info)``, which is called with each step of each version (docs/monitoring.md).
-        fanout: over tcp, send to all workers at once what three or more are to get; with ``compress`` or ``delta``, not
-            weights of more than 64 KiB. It takes one more port, and one more connection per worker, and saves CPU time
-            only with many workers and large weights (docs/multi-host.md).
-        compress: ``"zstd"`` or ``"lz4"``: compress what travels over the bus, for workers that can decode it.
-        delta: send a worker that has the previous version only what has changed. The sender keeps that version.
 
     Attributes:
         drawn: whether the bus has drawn its address itself.
         keys: the paths of the certificates; None: no keys, and no encryption.
-
-    Raises:
-        ValueError: an address that cannot work or is not safe (the message names the remedy), or an unknown codec.
-        ImportError: the codec's library is not installed.
     """
 
-    def __init__(
-        self,
-        endpoint: str | None = None,
-        *,
-        connect: str | None = None,
-        num_workers: int | None = None,
-        min_workers: int = 1,
-        allow_plaintext: bool = False,
-        checksum: bool | None = None,
-        server_key: KeyFile | Sequence[KeyFile] | None = None,
-        clients: KeyFile | None = None,
-        client_key: KeyFile | None = None,
-        metrics_port: int | str | None = None,
-        tracing: Tracing = None,
-        fanout: bool = False,
-        compress: str | None = None,
-        delta: bool = False,
-    ) -> None:
+    @declared
+    def __init__(self, endpoint: Endpoint = None, **options: Unpack[BusOptions]) -> None:
+        """Configuration only: nothing is bound or connected before ``connect``.
+
+        Raises:
+            ValueError: an address that cannot work or is not safe (the message names the remedy), or an unknown codec.
+            ImportError: the codec's library is not installed.
+        """
+        compress, delta = options["compress"], options["delta"]
         check_codec(compress, delta)
         self.drawn = endpoint in (None, INTRODUCED)
-        endpoint = draw_endpoint() if endpoint is None else endpoint
-        self.keys = KeyFiles.given(server_key, clients, client_key)
-        self.endpoint, self.connect_endpoint = endpoint, endpoint if connect is None else connect
-        is_allowed = allow_plaintext or self.keys is not None
+        self.endpoint = draw_endpoint() if endpoint is None else endpoint
+        self.connect_endpoint = self.endpoint if options["connect"] is None else options["connect"]
+        self.keys = KeyFiles.given(options["server_key"], options["clients"], options["client_key"])
+        self.allow_plaintext, self.checksum = options["allow_plaintext"], options["checksum"]
+        is_allowed = self.allow_plaintext or self.keys is not None
         check_endpoint(self.endpoint, allow_plaintext=is_allowed)
         check_endpoints(self.connect_endpoint, allow_plaintext=is_allowed)
         if self.keys is not None:
             self.keys.check_address(self.endpoint, self.connect_endpoint)
-        if num_workers is not None:
-            check_count("num_workers", num_workers)
-        check_count("min_workers", min_workers, least=0)
-        check_quorum(num_workers, min_workers)
-        check_fanout(fanout)
-        self.num_workers, self.min_workers = num_workers, min_workers
-        self.allow_plaintext, self.checksum = allow_plaintext, checksum
-        self.fanout, self.compress, self.delta = fanout, compress, delta
-        self.monitoring = Monitoring.given(metrics_port, tracing)
+        self.num_workers, self.min_workers = options["num_workers"], options["min_workers"]
+        check_quorum(self.num_workers, self.min_workers)
+        self.fanout, self.compress, self.delta = options["fanout"], compress, delta
+        self.monitoring = Monitoring.given(options["metrics_port"], options["tracing"])
         self._uid = secrets.token_hex(8)
         self._reset()
 

@@ -1,4 +1,4 @@
-"""The asyncio API of every scheme: coroutines over :class:`asyncsync.schemes.core.SchemeCore`, on the caller's event
+"""The asyncio API of every scheme: coroutines over :class:`asyncsync.schemes.scheme.Scheme`, on the caller's event
 loop."""
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from tensordict import TensorDict
 
 from asyncsync.arguments import check_timeout
 from asyncsync.bus.core import DEFAULT_TIMEOUT, BusCore
-from asyncsync.schemes.core import SchemeCore
-from asyncsync.schemes.registry import convert
+from asyncsync.schemes.scheme import Scheme
 from asyncsync.schemes.torchrl_names import Refusal
 
 
@@ -168,7 +167,7 @@ class Bus(_AsyncContext, BusCore):
         await self._shutdown(timeout)
 
 
-class WeightSyncScheme(_AsyncContext, SchemeCore):
+class WeightSyncScheme(_AsyncContext, Scheme):
     """One model's weights, kept in step by coroutines on the caller's event loop."""
 
     _bus_class: ClassVar[type[BusCore]] = Bus
@@ -190,7 +189,7 @@ class WeightSyncScheme(_AsyncContext, SchemeCore):
             RuntimeError: this scheme is connected.
             TypeError: a class of your own, which has no twin in :mod:`asyncsync.sync`.
         """
-        return convert(self, "asyncsync.sync")
+        return self._convert("asyncsync.sync")
 
     async def connect(
         self,

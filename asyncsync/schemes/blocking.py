@@ -1,4 +1,4 @@
-"""The blocking API of every scheme: ordinary methods over :class:`asyncsync.schemes.core.SchemeCore`, run on the one
+"""The blocking API of every scheme: ordinary methods over :class:`asyncsync.schemes.scheme.Scheme`, run on the one
 event loop of the process (:mod:`asyncsync.runtime.loop_thread`): those of :mod:`asyncsync.schemes.aio`, made ordinary,
 but where a caller's thread has more to do.
 
@@ -20,8 +20,7 @@ from asyncsync.bus.member import Source
 from asyncsync.runtime import loop_thread
 from asyncsync.schemes.aio import Bus as AsyncBus
 from asyncsync.schemes.aio import WeightSyncScheme as AsyncScheme
-from asyncsync.schemes.core import SchemeCore
-from asyncsync.schemes.registry import convert
+from asyncsync.schemes.scheme import Scheme
 from asyncsync.schemes.torchrl_contexts import TorchRLContext
 from asyncsync.schemes.torchrl_names import TorchRLNames
 from asyncsync.transports.blocking import in_sync_as
@@ -214,7 +213,7 @@ class WeightSyncScheme(TorchRLNames):
             RuntimeError: this scheme is connected.
             TypeError: a class of your own, which has no twin in :mod:`asyncsync`.
         """
-        twin: AsyncScheme = convert(self, "asyncsync")
+        twin: AsyncScheme = self._convert("asyncsync")
         return twin
 
     @property
@@ -334,7 +333,7 @@ class WeightSyncScheme(TorchRLNames):
 
     wait_version = ordinary(AsyncScheme.wait_version)
     wait_lag = ordinary(AsyncScheme.wait_lag)
-    receive = ordinary(AsyncScheme.receive, "_deliver", first=SchemeCore._check_not_held)
+    receive = ordinary(AsyncScheme.receive, "_deliver", first=Scheme._check_not_held)
     fetch = ordinary(AsyncScheme.fetch, "_deliver")
     shutdown = ordinary(AsyncScheme.shutdown, "_end")
 

@@ -12,15 +12,15 @@ from asyncsync.arguments import as_version, check_forward
 from asyncsync.bus.core import DEFAULT_TIMEOUT
 from asyncsync.bus.status import BusStatus
 from asyncsync.schemes import aio, blocking
-from asyncsync.schemes.core import SchemeCore
 from asyncsync.schemes.registry import register
+from asyncsync.schemes.scheme import Scheme
 from asyncsync.transports.zmq import BlockingZMQTransport, ZMQTransport
 from asyncsync.wire.metadata import Shown, decode_metadata, encode_metadata
 
 T = TypeVar("T")
 
 
-class NoSyncCore(SchemeCore):
+class NoSyncCore(Scheme):
     """What both APIs have in common."""
 
     _takes_part = False

@@ -12,22 +12,21 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Unpack
 
-from asyncsync.arguments import check_bytes, checked
+from asyncsync.arguments import Option, checked, declared
 from asyncsync.bus.core import DEFAULT_TIMEOUT
 from asyncsync.bus.member import Source
 from asyncsync.errors import NotConnected, PeerLost, WeightSyncError
-from asyncsync.model.strategy import WeightStrategy
 from asyncsync.net.address import own_address
 from asyncsync.net.rendezvous import THREAD, MeetingPlace
 from asyncsync.runtime.threads import elsewhere
+from asyncsync.schemes.options import RayOptions, Strategy
 from asyncsync.schemes.registry import register
 from asyncsync.schemes.remote_calls import METHOD, Call, Called, CalledBlocking, RemoteCallCore, failure_of
 from asyncsync.schemes.torch_distributed import check_backend
 from asyncsync.transports.ray_objects import BlockingRayTransport, ObjectTransport, RayTransport
 from asyncsync.transports.ray_private import kill, the_ray
-from asyncsync.transports.slots import COPY_BYTES
 
 OBJECT_STORE = "object_store"
 BACKENDS = ("gloo", "nccl", OBJECT_STORE)
@@ -35,6 +34,13 @@ MARK = f"{METHOD} asyncsync:"  # a call's name, as Ray shows it; what follows is
 MARGIN = 1.0  # a connect that is late says why
 MODULE = "transform_module"  # what a transform's module is called where the sender gives it no name
 LOOK_SECONDS = 0.1
+Backend = Annotated[
+    str,
+    Option(
+        'how the bytes travel. ``"gloo"``: through a connection of torch.distributed for each actor; '
+        '``"object_store"``: through Ray\'s object store, once for all actors of a host.'
+    ),
+]
 
 
 class ActorPlace(MeetingPlace):
@@ -134,33 +140,24 @@ class RayCore(RemoteCallCore):
     _adopts = True
     _transport_class: ClassVar[type[ObjectTransport]]
 
+    @declared
     def __init__(
-        self,
-        strategy: str | WeightStrategy = "tensordict",
-        backend: str = "gloo",
-        *,
-        map_above: int = COPY_BYTES,
-        **options: Any,
+        self, strategy: Strategy = "tensordict", backend: Backend = "gloo", **options: Unpack[RayOptions]
     ) -> None:
         if backend not in BACKENDS:
             raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, not {backend!r}")
         if backend != OBJECT_STORE:
             check_backend(backend)
-        check_bytes("map_above", map_above)
-        super().__init__(strategy, **options)
+        self._configure(strategy, options)
         self._backend = backend
-        self._map_above = map_above
 
     def _reset(self) -> None:
         super()._reset()
         self._info_name = ""  # if it was told another
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in super().__getstate__().items() if name != "_info_name"}
-
     def create_transport(self, **kwargs: Any) -> ObjectTransport:
         """The transport of this scheme's API."""
-        return self._transport_class(own_address(), self._map_above, stores=self._backend == OBJECT_STORE)
+        return self._transport_class(own_address(), self._options["map_above"], stores=self._backend == OBJECT_STORE)
 
     def _remotes_of(self, context: Any) -> Sequence[Any] | None:
         found: Sequence[Any] | None = getattr(context, "remote_collectors", None)
@@ -245,13 +242,6 @@ class RayWeightSyncScheme(RayCore, Called):
 
         def _receive_weights_scheme(self):
             self.scheme.receive()
-
-    Args:
-        backend: how the bytes travel. ``"gloo"``: through a connection of torch.distributed for each actor;
-            ``"object_store"``: through Ray's object store, once for all actors of a host.
-        map_above: weights of more bytes are received where a module's Parameters then get their memory; smaller ones
-            are copied into the memory that the Parameters have.
-        options: as for every scheme; see :class:`asyncsync.WeightSyncScheme`.
     """
 
     _transport_class = RayTransport
@@ -269,9 +259,6 @@ class TransformCore(RayCore):
     def _reset(self) -> None:
         super()._reset()
         self._transform: Any = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in super().__getstate__().items() if name != "_transform"}
 
     def _set_transform(self, transform: Any) -> None:
         """A RayModuleTransform has been given this scheme."""

@@ -30,8 +30,7 @@ from asyncsync.errors import AckTimeout, PeerLost, RemoteError, WeightSyncError
 from asyncsync.net.rendezvous import Introduction
 from asyncsync.protocol.targets import Targets
 from asyncsync.schemes import aio, blocking
-from asyncsync.schemes.core import SchemeCore
-from asyncsync.schemes.introduced import IntroducedCore
+from asyncsync.schemes.scheme import Scheme
 
 METHOD = "_receive_weights_scheme"
 CALL_SECONDS = 60.0
@@ -153,15 +152,14 @@ def _is_settled(targets: Targets, version: int) -> bool:
     return version not in targets.pending
 
 
-class RemoteCallCore(IntroducedCore):
+class RemoteCallCore(Scheme):
     """A scheme of either API whose sender calls the workers' objects."""
+
+    _is_introduced = True
 
     def _reset(self) -> None:
         super()._reset()
         self._remotes: dict[int, Any] = {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in super().__getstate__().items() if name != "_remotes"}
 
     # -- of a subclass ------------------------------------------------------------------------------------------------
 
@@ -207,7 +205,7 @@ class RemoteCallCore(IntroducedCore):
             remotes: the workers' objects, in the order of their indices; ``{worker_idx: object}`` where they come and
                 go, or are put into :attr:`remotes` later. Each has a method ``_receive_weights_scheme()``, which runs
                 its scheme's ``receive()``.
-            context: an object that has them, as TorchRL's collectors do; see :meth:`SchemeCore.init_on_sender`.
+            context: an object that has them, as TorchRL's collectors do; see :meth:`Scheme.init_on_sender`.
             num_workers: fixed number of workers; None: as many as there are ``remotes`` in a sequence, unless
                 ``min_workers`` says that they come and go.
             remote_collectors: TorchRL's name for ``remotes``.
@@ -240,10 +238,10 @@ class RemoteCallCore(IntroducedCore):
         self._remotes = remotes
         self._bus._calls = _Calls(self._bus, remotes, self._call)
 
-    def _continue(self, twin: SchemeCore) -> None:
-        assert isinstance(twin, RemoteCallCore)
+    def _continue(self, original: Scheme) -> None:
+        super()._continue(original)
         if self._role == "sender":
-            self._call_them(twin._remotes)
+            self._call_them(self._remotes)
 
     @checked
     def init_on_receiver(
@@ -251,7 +249,7 @@ class RemoteCallCore(IntroducedCore):
     ) -> None:
         super().init_on_receiver(model_id, context=context, apply=apply, **options)
 
-    init_on_receiver.__doc__ = IntroducedCore.init_on_receiver.__doc__
+    init_on_receiver.__doc__ = Scheme.init_on_receiver.__doc__
 
     # -- in a worker --------------------------------------------------------------------------------------------------
 

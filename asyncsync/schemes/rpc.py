@@ -12,21 +12,20 @@ from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from importlib import import_module
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 from tensordict import TensorDict
 
-from asyncsync.arguments import check_bytes
+from asyncsync.arguments import declared
 from asyncsync.bus.member import Source
 from asyncsync.errors import NotConnected, PeerLost
-from asyncsync.model.strategy import WeightStrategy
 from asyncsync.net.address import own_address
 from asyncsync.net.endpoint import INTRODUCED
 from asyncsync.runtime.threads import elsewhere, settle
+from asyncsync.schemes.options import RPCOptions, Strategy
 from asyncsync.schemes.registry import register
 from asyncsync.schemes.remote_calls import METHOD, Call, Called, CalledBlocking, RemoteCallCore, failure_of
 from asyncsync.schemes.torch_distributed import check_backend
-from asyncsync.transports.slots import COPY_BYTES
 from asyncsync.transports.torch_distributed import BlockingRPCTransport, PairTransport, RPCTransport
 
 # Longer than anything that the worker does there: its own limit has a better message.
@@ -41,19 +40,11 @@ class RPCCore(RemoteCallCore):
     _adopts = True
     _transport_class: ClassVar[type[PairTransport]]
 
-    def __init__(
-        self,
-        strategy: str | WeightStrategy = "tensordict",
-        *,
-        backend: str = "gloo",
-        map_above: int = COPY_BYTES,
-        **options: Any,
-    ) -> None:
-        check_backend(backend)
-        check_bytes("map_above", map_above)
-        super().__init__(strategy, **options)
-        self.backend = backend
-        self._map_above = map_above
+    @declared
+    def __init__(self, strategy: Strategy = "tensordict", **options: Unpack[RPCOptions]) -> None:
+        check_backend(options["backend"])
+        self._configure(strategy, options)
+        self.backend = options["backend"]
 
     def _reset(self) -> None:
         super()._reset()
@@ -61,7 +52,7 @@ class RPCCore(RemoteCallCore):
 
     def create_transport(self, **kwargs: Any) -> PairTransport:
         """The transport of this scheme's API."""
-        return self._transport_class(own_address(), self._map_above, backend=self.backend)
+        return self._transport_class(own_address(), self._options["map_above"], backend=self.backend)
 
     def _remotes_of(self, context: Any) -> Sequence[Any] | None:
         found: Sequence[Any] | None = getattr(context, "collector_rrefs", None)
@@ -170,12 +161,6 @@ class RPCWeightSyncScheme(RPCCore, Called):
 
         def _receive_weights_scheme(self):
             self.scheme.receive()
-
-    Args:
-        backend: of torch.distributed, as for :class:`asyncsync.DistributedWeightSyncScheme`.
-        map_above: weights of more bytes are received where a module's Parameters then get their memory; smaller ones
-            are copied into the memory that the Parameters have.
-        options: as for every scheme; see :class:`asyncsync.WeightSyncScheme`.
     """
 
     _transport_class = RPCTransport

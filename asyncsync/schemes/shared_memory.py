@@ -2,76 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
-from asyncsync.arguments import check_bytes, check_slots, check_sync
-from asyncsync.bus.core import BusCore
-from asyncsync.model.strategy import WeightStrategy
-from asyncsync.monitor.options import Tracing
+from asyncsync.arguments import declared
 from asyncsync.schemes import aio, blocking
-from asyncsync.schemes.core import SchemeCore
+from asyncsync.schemes.options import SharedMemOptions, Strategy
 from asyncsync.schemes.registry import register
+from asyncsync.schemes.scheme import Scheme
 from asyncsync.transports.shared_memory import (
-    SLOTS,
     BlockingMPTransport,
     BlockingSharedMemTransport,
     MPTransport,
     SharedMemTransport,
     SlotTransport,
 )
-from asyncsync.transports.slots import COPY_BYTES
 
 
-class SlotCore(SchemeCore):
+class SlotCore(Scheme):
     """What both schemes have in common, in both APIs."""
 
     _transport_class: ClassVar[type[SlotTransport]]
 
-    def __init__(
-        self,
-        strategy: str | WeightStrategy = "tensordict",
-        *,
-        endpoint: str | None = None,
-        connect: str | None = None,
-        bus: BusCore | None = None,
-        num_workers: int | None = None,
-        min_workers: int = 1,
-        allow_plaintext: bool = False,
-        include: str | Sequence[str] | None = None,
-        exclude: str | Sequence[str] | None = None,
-        strict: bool = False,
-        metrics_port: int | str | None = None,
-        tracing: Tracing = None,
-        slots: int = SLOTS,
-        map_above: int = COPY_BYTES,
-        sync: bool = True,
-        per_worker_weights: bool = False,
-    ) -> None:
-        check_sync(sync, is_blocking=self._is_blocking)
-        check_slots(slots)
-        check_bytes("map_above", map_above)
-        super().__init__(
-            strategy,
-            endpoint=endpoint,
-            connect=connect,
-            bus=bus,
-            num_workers=num_workers,
-            min_workers=min_workers,
-            allow_plaintext=allow_plaintext,
-            include=include,
-            exclude=exclude,
-            strict=strict,
-            metrics_port=metrics_port,
-            tracing=tracing,
-        )
-        self._slots = slots
-        self._map_above = map_above
-        self._sync = sync
+    @declared
+    def __init__(self, strategy: Strategy = "tensordict", **options: Unpack[SharedMemOptions]) -> None:
+        self._configure(strategy, options)
 
     def create_transport(self, **kwargs: Any) -> SlotTransport:
         """The transport of this scheme's API."""
-        return self._transport_class(self._slots, self._map_above)
+        return self._transport_class(self._options["slots"], self._options["map_above"])
 
 
 class SharedMemWeightSyncScheme(SlotCore, aio.WeightSyncScheme):
@@ -92,12 +50,6 @@ class SharedMemWeightSyncScheme(SlotCore, aio.WeightSyncScheme):
     worker writes into them stays its own, until the next update. ``init_on_receiver(…, inplace=True)`` copies into the
     memory that they have: for a worker that trains its own copy, and where something else refers to that memory (CUDA
     graphs, a flat view of all parameters).
-
-    Args:
-        slots: how many versions may be in use at once: the newest, one that is being written, and those that workers
-            which are behind still read. With all of them in use, publishing waits.
-        map_above: workers read weights of more bytes where they are, and copy smaller ones out at once.
-        options: all others are those of :class:`asyncsync.WeightSyncScheme`.
     """
 
     _adopts = True
@@ -105,13 +57,7 @@ class SharedMemWeightSyncScheme(SlotCore, aio.WeightSyncScheme):
 
 
 class BlockingSharedMem(SlotCore, blocking.WeightSyncScheme):
-    """Weights through shared memory, with the blocking API; see :class:`asyncsync.SharedMemWeightSyncScheme`.
-
-    Args:
-        sync: False: ``send`` is ``publish``, and waits for no worker.
-        per_worker_weights: as TorchRL takes it; with or without it, workers may be sent weights of their own.
-        options: all others are those of :class:`asyncsync.SharedMemWeightSyncScheme`.
-    """
+    """Weights through shared memory, with the blocking API; see :class:`asyncsync.SharedMemWeightSyncScheme`."""
 
     _adopts = True
     _transport_class = BlockingSharedMemTransport
@@ -139,13 +85,7 @@ class MultiProcessWeightSyncScheme(SlotCore, aio.WeightSyncScheme):
 
 class BlockingMultiProcess(SlotCore, blocking.WeightSyncScheme):
     """Weights for workers on this host, each with a copy of its own, with the blocking API; see
-    :class:`asyncsync.MultiProcessWeightSyncScheme`.
-
-    Args:
-        sync: False: ``send`` is ``publish``, and waits for no worker.
-        per_worker_weights: as TorchRL takes it; with or without it, workers may be sent weights of their own.
-        options: all others are those of :class:`asyncsync.MultiProcessWeightSyncScheme`.
-    """
+    :class:`asyncsync.MultiProcessWeightSyncScheme`."""
 
     _transport_class = BlockingMPTransport
 

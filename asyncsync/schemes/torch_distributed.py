@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 from urllib.parse import urlsplit
 
 from torch import distributed
 
-from asyncsync.arguments import check_bytes, check_sync, check_timeout, checked
-from asyncsync.bus.core import DEFAULT_TIMEOUT, BusCore
+from asyncsync.arguments import checked, declared
 from asyncsync.errors import NotConnected
-from asyncsync.model.strategy import WeightStrategy
-from asyncsync.monitor.options import Tracing
 from asyncsync.net.address import address_towards, own_address
 from asyncsync.net.endpoint import INTRODUCED
 from asyncsync.net.rendezvous import THREAD
 from asyncsync.runtime.threads import elsewhere
 from asyncsync.schemes import aio, blocking
-from asyncsync.schemes.core import SchemeCore
-from asyncsync.schemes.introduced import IntroducedCore
+from asyncsync.schemes.options import DistributedOptions, Strategy
 from asyncsync.schemes.registry import register
-from asyncsync.transports.slots import COPY_BYTES
+from asyncsync.schemes.scheme import Scheme
 from asyncsync.transports.store import Address, OwnStore, StorePlace, client_of, connect, innermost
 from asyncsync.transports.torch_distributed import (
-    PAIR_BYTES,
     BlockingDistributedTransport,
     DistributedTransport,
     PairTransport,
@@ -39,60 +34,20 @@ BACKENDS = ("gloo", "mpi", "nccl", "ucc")
 AFTER_TCP_PORT = 2
 
 
-class DistributedCore(IntroducedCore):
+class DistributedCore(Scheme):
     """What the scheme has in both APIs. ``_store_info``: where its own store is; None: it has none, or not yet."""
 
     _adopts = True
+    _is_introduced = True
     _transport_class: ClassVar[type[PairTransport]]
     _place: StorePlace | None
 
-    def __init__(
-        self,
-        strategy: str | WeightStrategy = "tensordict",
-        *,
-        backend: str = "gloo",
-        sync: bool = True,
-        timeout: float = DEFAULT_TIMEOUT,
-        store_info: Mapping[str, Any] | tuple[str, int] | None = None,
-        endpoint: str | None = None,
-        connect: str | None = None,
-        bus: BusCore | None = None,
-        num_workers: int | None = None,
-        min_workers: int = 1,
-        allow_plaintext: bool = False,
-        include: str | Sequence[str] | None = None,
-        exclude: str | Sequence[str] | None = None,
-        strict: bool = False,
-        metrics_port: int | str | None = None,
-        tracing: Tracing = None,
-        map_above: int = COPY_BYTES,
-        pair_above: int = PAIR_BYTES,
-    ) -> None:
-        check_sync(sync, is_blocking=self._is_blocking)
-        check_timeout(timeout)
-        check_bytes("map_above", map_above)
-        check_bytes("pair_above", pair_above)
-        check_backend(backend)
-        self._store_info = _as_address(store_info)
-        super().__init__(
-            strategy,
-            endpoint=endpoint,
-            connect=connect,
-            bus=bus,
-            num_workers=num_workers,
-            min_workers=min_workers,
-            allow_plaintext=allow_plaintext,
-            include=include,
-            exclude=exclude,
-            strict=strict,
-            metrics_port=metrics_port,
-            tracing=tracing,
-        )
-        self.backend = backend
-        self._sync = sync
-        self._timeout = timeout
-        self._map_above = map_above
-        self._pair_above = pair_above
+    @declared
+    def __init__(self, strategy: Strategy = "tensordict", **options: Unpack[DistributedOptions]) -> None:
+        check_backend(options["backend"])
+        self._store_info = _as_address(options["store_info"])
+        self._configure(strategy, options)
+        self.backend = options["backend"]
 
     def get_store_info(self) -> dict[str, Any] | None:
         """Where the scheme's own store is: ``{"host": …, "port": …}``; for ``store_info=`` of schemes that are
@@ -101,7 +56,9 @@ class DistributedCore(IntroducedCore):
 
     def create_transport(self, **kwargs: Any) -> PairTransport:
         """The transport of this scheme's API."""
-        return self._transport_class(self._listens_at(), self._map_above, self._pair_above, backend=self.backend)
+        return self._transport_class(
+            self._listens_at(), self._options["map_above"], self._options["pair_above"], backend=self.backend
+        )
 
     def _listens_at(self) -> str:
         """The address of this host at which a sender serves its workers."""
@@ -122,7 +79,7 @@ class DistributedCore(IntroducedCore):
 
     def _meeting_place(self, own: OwnStore | None = None) -> StorePlace:
         name = self._topic if self._store_info is None else ""  # in a store of its own there is no other scheme
-        return StorePlace(name, partial(_client_of, self._store_info, self._timeout), own)
+        return StorePlace(name, partial(_client_of, self._store_info, self._options["timeout"]), own)
 
     @checked
     def init_on_sender(self, *, context: Any = None, num_workers: int | None = None, **options: Any) -> None:
@@ -148,7 +105,7 @@ class DistributedCore(IntroducedCore):
             raise
         self._place = place
 
-    init_on_sender.__doc__ = IntroducedCore.init_on_sender.__doc__
+    init_on_sender.__doc__ = Scheme.init_on_sender.__doc__
 
     def _own_place(self, context: Any) -> StorePlace:
         own = self._take_port(context)
@@ -164,10 +121,10 @@ class DistributedCore(IntroducedCore):
                 return OwnStore(own_address(), int(port) + AFTER_TCP_PORT)
         return OwnStore(own_address())
 
-    def _continue(self, original: SchemeCore) -> None:
-        assert isinstance(original, DistributedCore)
-        if original._place is not None:
-            self._place = self._meeting_place(original._place.own)
+    def _continue(self, original: Scheme) -> None:
+        super()._continue(original)
+        if self._place is not None:
+            self._place = self._meeting_place(self._place.own)
 
     @checked
     def init_on_receiver(
@@ -178,7 +135,7 @@ class DistributedCore(IntroducedCore):
             worker_idx = distributed.get_rank() - 1
         super().init_on_receiver(model_id, context, worker_idx=worker_idx, **options)
 
-    init_on_receiver.__doc__ = IntroducedCore.init_on_receiver.__doc__
+    init_on_receiver.__doc__ = Scheme.init_on_receiver.__doc__
 
     def _asks_group(self) -> bool:
         """Worker: whether its sender is to be found in the store of the process group."""
@@ -250,29 +207,13 @@ class DistributedWeightSyncScheme(DistributedCore, aio.WeightSyncScheme):
     so one that is slow, killed or restarted concerns no other. What travels over the bus is encrypted, with keys that
     workers get in the store; what gloo carries is not, and whoever can use the store can take a worker's place: as with
     torch.distributed itself, use it on a network that you trust.
-
-    Args:
-        backend: one that this torch has; weights are packed in host memory, and gloo carries them whichever it is.
-        timeout: seconds to reach the store.
-        store_info: where the scheme's own store is to be, and is: ``{"host": …, "port": …}``, or a pair of both; as
-            port of the sender's, 0 is one that is free. None: the process group's if there is one, else one of its own
-            at the address by which other hosts reach this one (with a context, on the second port after its
-            ``tcp_port``).
-        map_above: as for :class:`asyncsync.ZMQWeightSyncScheme`.
-        pair_above: weights of more bytes go through gloo; fewer ride along in the instruction.
-        options: all others are those of :class:`asyncsync.WeightSyncScheme`.
     """
 
     _transport_class = DistributedTransport
 
 
 class BlockingDistributed(DistributedCore, blocking.WeightSyncScheme):
-    """Weights through torch.distributed, with the blocking API; see :class:`asyncsync.DistributedWeightSyncScheme`.
-
-    Args:
-        sync: False: ``send`` is ``publish``, and waits for no worker.
-        options: all others are those of :class:`asyncsync.DistributedWeightSyncScheme`.
-    """
+    """Weights through torch.distributed, with the blocking API; see :class:`asyncsync.DistributedWeightSyncScheme`."""
 
     _transport_class = BlockingDistributedTransport
 

@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TypeVar
 from asyncsync.arguments import checked
 from asyncsync.bus.core import DEFAULT_TIMEOUT
 from asyncsync.bus.receiver import ReceiverLink
-from asyncsync.schemes.core import SchemeCore
+from asyncsync.schemes.scheme import Scheme
 from asyncsync.schemes.sources import Sources
 from asyncsync.schemes.torchrl_contexts import START_SECONDS, TorchRLContext, adapted, count_as_theirs
 
@@ -30,7 +30,7 @@ class Refusal:
         )
 
 
-class TorchRLNames(SchemeCore):
+class TorchRLNames(Scheme):
     """The names of a blocking scheme. ``model``, ``context`` and ``worker_idx`` may be set before it is initialised:
     then they stand for what ``init_on_sender`` or ``init_on_receiver`` are not given."""
 
@@ -49,9 +49,6 @@ class TorchRLNames(SchemeCore):
         self._preset = {}
         count_as_theirs(TorchRLNames)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in super().__getstate__().items() if name != "_preset"}
-
     @checked
     def init_on_sender(self, **options: Any) -> None:
         super().init_on_sender(**self._completed(options, "model", "context"))
@@ -59,7 +56,7 @@ class TorchRLNames(SchemeCore):
             self._patience = START_SECONDS
             self._first_number = self._context.first_number
 
-    update_wrapper(init_on_sender, SchemeCore.init_on_sender)
+    update_wrapper(init_on_sender, Scheme.init_on_sender)
 
     @checked
     def init_on_receiver(self, model_id: str, context: Any = None, **options: Any) -> None:
@@ -68,7 +65,7 @@ class TorchRLNames(SchemeCore):
             options["worker_idx"] -= self._first_number
         super().init_on_receiver(model_id, **options)
 
-    update_wrapper(init_on_receiver, SchemeCore.init_on_receiver)
+    update_wrapper(init_on_receiver, Scheme.init_on_receiver)
 
     def _completed(self, options: Mapping[str, Any], *names: str) -> dict[str, Any]:
         preset = {name: value for name, value in self._preset.items() if name in names and options.get(name) is None}

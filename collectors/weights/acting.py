@@ -24,9 +24,9 @@ from asyncsync.model.strategy import WeightStrategy, flat_weights
 from asyncsync.model.update import Prepared
 from asyncsync.runtime.threads import settle, until_done
 from asyncsync.schemes.blocking import Bus, WeightSyncScheme
-from asyncsync.schemes.core import SchemeCore
 from asyncsync.schemes.none import NoSyncCore
 from asyncsync.schemes.remote_calls import CalledBlocking
+from asyncsync.schemes.scheme import Scheme
 
 Change = concurrent.futures.Future[None]
 
@@ -76,7 +76,7 @@ class ActingWeights:
         self._changes: deque[tuple[Change, Callable[[], None]]] = deque()
         self._gates = [self.gate]  # and those of the buses
         self._buses: list[Bus] = []  # of the schemes, each once
-        self._joined: dict[str, SchemeCore] = {}  # by the user, with the collector as their context
+        self._joined: dict[str, Scheme] = {}  # by the user, with the collector as their context
         self._main: BusCore | None = None  # whose versions frames are labelled with
 
     # -- from above ---------------------------------------------------------------------------------------------------
@@ -86,7 +86,7 @@ class ActingWeights:
         """Whether any scheme brings weights."""
         return self._main is not None
 
-    def joined(self, scheme: SchemeCore) -> None:
+    def joined(self, scheme: Scheme) -> None:
         """A scheme was initialised, here or by the user, with the collector as its context. From now on no step is
         under way when its updates are applied, and frames are labelled with its versions."""
         self._joined[scheme.model_id or ""] = scheme

@@ -18,8 +18,8 @@ from torch import nn
 from asyncsync.bus.core import join_buses
 from asyncsync.schemes.aio import WeightSyncScheme as AsyncScheme
 from asyncsync.schemes.blocking import Bus, WeightSyncScheme
-from asyncsync.schemes.core import SchemeCore
 from asyncsync.schemes.none import BlockingNoSync, NoSyncCore
+from asyncsync.schemes.scheme import Scheme
 from asyncsync.schemes.sources import resolve_model
 
 
@@ -167,7 +167,7 @@ def check_name(argument: str, model_id: str, scheme: WeightSyncScheme) -> None:
         )
 
 
-def buses_of(schemes: Iterable[SchemeCore]) -> list[Any]:
+def buses_of(schemes: Iterable[Scheme]) -> list[Any]:
     """The buses of those that move something, each once."""
     return list(dict.fromkeys(scheme._bus for scheme in schemes if not isinstance(scheme, NoSyncCore)))
 

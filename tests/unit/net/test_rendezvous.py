@@ -28,7 +28,6 @@ from asyncsync.net.address import address_towards, own_address, tcp_endpoint
 from asyncsync.net.keys import Admission, KeyPair
 from asyncsync.net.rendezvous import Introduction, Introductions, MeetingPlace
 from asyncsync.runtime import loop_thread
-from asyncsync.schemes.introduced import IntroducedCore
 from asyncsync.wire import codec, messages
 from helpers.pairs import Clock, Model, crew, fill, passed_on, receiver_of, until
 
@@ -68,8 +67,10 @@ class BoardPlace(MeetingPlace):
         self.boards.pop(self.name, None)
 
 
-class BoardScheme(IntroducedCore, WeightSyncScheme):
+class BoardScheme(WeightSyncScheme):
     """Both sides meet at a board."""
+
+    _is_introduced = True
 
     def create_transport(self, **kwargs: Any) -> ZMQTransport:
         return ZMQTransport()

@@ -1,0 +1,798 @@
+"""Scheme: one model's weights on a bus. The core of every scheme, under :class:`asyncsync.WeightSyncScheme` as under
+:class:`asyncsync.sync.WeightSyncScheme`. Names, overloads and defaults follow TorchRL's "WeightSyncScheme" page.
+
+Two phases: ``init_on_sender`` / ``init_on_receiver`` set up local state and touch no socket; ``connect`` waits for the
+other side. Configuration travels with a pickled scheme; everything else belongs to one role in one process and stays
+behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from copy import copy
+from functools import partial
+from importlib import import_module
+from inspect import signature
+from typing import Any, ClassVar, Self, Unpack
+
+import torch
+from tensordict import TensorDict
+from torch import nn
+
+from asyncsync.arguments import check_processes, check_timeout, checked, declared, options_of, refuse_misspelt
+from asyncsync.bus.carrier import Carrier
+from asyncsync.bus.core import BusCore
+from asyncsync.bus.member import Source
+from asyncsync.bus.options import BusOptions
+from asyncsync.bus.receiver import ReceiverLink
+from asyncsync.bus.sender import SenderLink
+from asyncsync.bus.status import BusStatus
+from asyncsync.errors import AckTimeout, ClosedError, NotConnected, WeightSyncError
+from asyncsync.model.gate import PATIENCE
+from asyncsync.model.readers import Hold
+from asyncsync.model.selection import Selection
+from asyncsync.model.strategy import WeightStrategy, flat_weights, module_weights, resolve_strategy
+from asyncsync.net.address import own_address
+from asyncsync.net.endpoint import INTRODUCED
+from asyncsync.net.rendezvous import MeetingPlace
+from asyncsync.runtime.threads import call_soon
+from asyncsync.schemes.options import SchemeOptions, Strategy
+from asyncsync.schemes.receiving import Receiving
+from asyncsync.schemes.registry import scheme_class, twin_class
+from asyncsync.schemes.sources import Sources, as_tensordict, by_worker, count_workers, find_model, resolve_model
+from asyncsync.schemes.torchrl_contexts import TorchRLContext, adapted
+from asyncsync.transports.base import TransportCore
+from asyncsync.transports.channels import ChannelReceiver, ChannelSender, make_receiver, make_sender
+from asyncsync.weights.packing import copy_flat
+from asyncsync.weights.slab import Slab
+from asyncsync.weights.tree import FlatWeights, Path
+from asyncsync.wire.messages import MAX_NAME
+from asyncsync.wire.metadata import Shown
+
+BUS_OPTIONS = {"endpoint": None} | {name: option.default for name, option in options_of(BusOptions).items()}
+
+
+class Scheme(ABC):
+    """What a scheme is, whichever API is put over it."""
+
+    _bus_class: ClassVar[type[BusCore]]
+    _is_blocking: ClassVar[bool]
+    _takes_part: ClassVar[bool] = True  # in a bus that it shares
+    _adopts: ClassVar[bool] = False  # whether Parameters may get their memory in a slab
+    _is_introduced: ClassVar[bool] = False  # whether workers find a sender that has no address
+
+    @declared
+    def __init__(self, strategy: Strategy = "tensordict", **options: Unpack[SchemeOptions]) -> None:
+        """Configuration only: nothing is bound or connected before ``connect``.
+
+        Raises:
+            ValueError: an unknown strategy or codec, no pattern, an address that is not safe or cannot work, or counts
+                that disagree.
+            ImportError: the codec's library is not installed.
+            TypeError: a bus of the other API.
+        """
+        self._configure(strategy, options)
+
+    def _configure(self, strategy: str | WeightStrategy, given: Mapping[str, Any]) -> None:
+        """The constructor of every scheme: ``given`` are all of its options."""
+        if not given.get("sync", True) and not self._is_blocking:
+            raise ValueError("sync=False is for blocking schemes, whose send() then waits for no worker: use publish()")
+        self._options = dict(given)  # without those of the bus and the selection: what the transport is made of
+        self.strategy = resolve_strategy(strategy)
+        include, exclude, strict = (self._options.pop(name) for name in ("include", "exclude", "strict"))
+        self._selection = Selection(include, exclude, strict=strict)
+        bus: BusCore | None = self._options.pop("bus")
+        of_bus = {name: self._options.pop(name) for name in BUS_OPTIONS if name in given}
+        self._own_bus = bus is None or not self._takes_part
+        if bus is None:
+            if self._is_introduced and of_bus["endpoint"] is None:
+                of_bus["endpoint"] = INTRODUCED
+            bus = self._bus_class(**of_bus)
+        elif any(value != BUS_OPTIONS[name] for name, value in of_bus.items() if name != "num_workers"):
+            raise ValueError(
+                "endpoint, connect, min_workers, allow_plaintext, keys, fanout, metrics_port, tracing, compress and "
+                "delta belong to the Bus; pass them to Bus(...), not together with bus="
+            )
+        elif not isinstance(bus, self._bus_class):
+            raise TypeError(
+                f"{type(self).__module__}.{type(self).__name__} needs a {self._bus_class.__module__}.Bus, not a "
+                f"{type(bus).__module__}.{type(bus).__name__}: a bus and its schemes have the same API, both blocking "
+                "or both asynchronous"
+            )
+        elif not self._takes_part:
+            bus = self._bus_class(num_workers=of_bus["num_workers"])
+        elif of_bus["num_workers"] is not None:
+            bus.agree_on_workers(of_bus["num_workers"], private=False)
+        self._bus = bus
+        self._topic = ""  # the model's name on the bus
+        self._devices: list[torch.device] | None = None
+        configured = set(self.__dict__)
+        self._reset()
+        self._local = self.__dict__.keys() - configured  # belongs to one role in one process, and does not travel
+
+    def _reset(self) -> None:
+        self._role: str | None = None
+        self._pid = 0
+        self._context: Any = None
+        self._model: Any = None
+        self._worker_idx: int | None = None
+        self._sources = Sources()  # a sender's
+        self._receiving: Receiving | None = None
+        self._reconnect = False
+        self._carrier: Carrier | None = None
+        self._registered = False
+        self._closed = False
+        self._place: MeetingPlace | None = None  # a sender's
+        self._meetings: dict[asyncio.Timeout, asyncio.AbstractEventLoop] = {}  # those that wait for the other side
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Configuration only: no sockets, tasks, models or weights. What a user's subclass adds travels with it.
+        return {k: v for k, v in self.__dict__.items() if k not in self._local}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._reset()
+        self.__dict__.update(state)
+
+    @classmethod
+    def from_backend(cls, backend: str, **kwargs: Any) -> Self:
+        """A scheme by the name of its backend, ``"shared"`` or ``"zmq"``. ``kwargs`` are those of its constructor.
+
+        Raises:
+            ValueError: unknown backend; the message lists the known ones.
+        """
+        scheme: Self = scheme_class(backend, is_blocking=cls._is_blocking)(**kwargs)
+        return scheme
+
+    @property
+    def bus(self) -> BusCore:
+        """The bus that this scheme is on."""
+        return self._bus
+
+    @property
+    def model_id(self) -> str | None:
+        """Name of the model; None when unset."""
+        return self._topic or None
+
+    @property
+    def model(self) -> Any:
+        """The registered model, on a sender with a context that one's; None when unset."""
+        if self._role == "sender" and self._sources.registered is None:
+            return find_model(self._context, self.model_id)
+        return self._model
+
+    @property
+    def context(self) -> Any:
+        """The context object; None when unset."""
+        context = self._context
+        return context.target if isinstance(context, TorchRLContext) else context
+
+    @property
+    def worker_idx(self) -> int | None:
+        """Which worker this is; None when unset."""
+        return self._worker_idx
+
+    @property
+    def weights(self) -> TensorDict | None:
+        """A copy of the current weights; None when there are none.
+
+        Sender: of the registered source, else of what was published last. Receiver: what came last and was applied.
+        """
+        source = self._sources.weights if self._sources.weights is not None else self.model
+        if self._role == "sender" and source is not None and not by_worker(source):
+            return as_tensordict(copy_flat(self._selection.part(flat_weights(self.strategy, source))))
+        return self._bus._look(self._held_weights)
+
+    def _held_weights(self) -> TensorDict | None:
+        link = self._bus._link
+        if isinstance(link, ReceiverLink):
+            held = link.subscriber.holdings.held.get(self._topic)
+            return None if held is None else held[2].copy().weights()
+        if isinstance(link, SenderLink):
+            target = link.caught_up().targets.newest(-1, self._topic)
+            return None if target is None else _packed(target.slab).copy().weights()
+        return None
+
+    @property
+    def sender_transports(self) -> dict[int, Any]:
+        """``{worker_idx: transport}``; one object serves all, unless it is a blocking one of a user's own. Empty on a
+        receiver."""
+        if self._role != "sender" or self._carrier is None:
+            return {}
+        link = self._bus._link
+        workers: Iterable[int] = range(self._bus.num_workers or 0)
+        if isinstance(link, SenderLink):
+            workers = self._bus._look(lambda: link.publisher.membership.expected())
+        if isinstance(self._carrier, ChannelSender):
+            channels = self._carrier.channels
+            return {worker: channels[worker] for worker in workers if worker in channels}
+        return dict.fromkeys(workers, self._carrier)
+
+    @property
+    def receiver_transport(self) -> Any:
+        """The receiver's transport; None on a sender, and before ``connect`` where that says which worker this is."""
+        if self._role != "receiver":
+            return None
+        return self._carrier.channel if isinstance(self._carrier, ChannelReceiver) else self._carrier
+
+    @property
+    def shared_transport(self) -> Any:
+        """The transport that serves all workers; None on a receiver, and where each worker has one of its own."""
+        return None if self._role != "sender" or isinstance(self._carrier, ChannelSender) else self._carrier
+
+    @property
+    def version(self) -> int:
+        """Sender: the newest version published on this bus; one that a worker has refused was not. Receiver: the
+        version that the model shows. 0: none.
+
+        On a receiver it switches with the model: inside a ``hold()`` it is the version of what is read there.
+        """
+        link = self._bus._link
+        return link.version((self._topic,)) if isinstance(link, ReceiverLink) else self._bus.version
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """What was published with :attr:`version` as ``metadata=``, a dict of the caller's own; empty where there was
+        none. On a receiver it switches with the model, as the version does."""
+        return self._bus._metadata((self._topic,))
+
+    def state_dict(self) -> dict[str, int]:
+        """Sender: what a checkpoint has to keep for versions to go on where they were: ``{"version": …}``.
+
+        Raises:
+            RuntimeError: on a receiver, which gets its versions from the sender.
+        """
+        return self._bus.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Sender: go on from the version of a checkpoint; the next one published is its successor. Before ``connect``
+        or after it; the schemes of one bus share the count.
+
+        Raises:
+            ValueError: this is no such state, or it would take the version back; nothing was changed.
+            ClosedError: this scheme was shut down.
+            RuntimeError: on a receiver, which gets its versions from the sender.
+        """
+        self._bus.load_state_dict(state)
+
+    @property
+    def closed(self) -> bool:
+        """True once this side was shut down, or the sender has said goodbye."""
+        return self._closed or self._bus.closed
+
+    def status(self) -> BusStatus:
+        """Per worker its applied version, target, lag, last seen, and state. A receiver tells of itself and its
+        sender. What was refused for the sake of keys is in its ``refused``."""
+        return self._bus._status([self._topic])
+
+    def hold(self) -> Hold[Shown]:
+        """A block (``with`` or ``async with``) in which no update is applied. ``with scheme.hold() as held``:
+        ``held.version`` and ``held.metadata`` are those of what is read there."""
+        self._check_open()
+        return self._bus._hold((self._topic,))
+
+    def __repr__(self) -> str:
+        about = f"model_id={self.model_id!r}, role={self._role}, endpoint={self._bus.endpoint!r}"
+        return f"{type(self).__name__}({self.strategy!r}, {about})"
+
+    # -- what is refused -----------------------------------------------------------------------------------------------
+
+    def _check_fresh(self, role: str) -> None:
+        if self._closed:
+            raise ClosedError("this scheme was shut down; construct another")
+        if self._registered and self._pid == os.getpid():
+            raise RuntimeError("this scheme is connected; init comes before connect")
+        self._bus._check_role(role)
+
+    def _check_name(self, model_id: str | None) -> None:
+        if model_id is not None and not isinstance(model_id, str):
+            raise TypeError(f"model_id must be a string, not {model_id!r}")
+        if model_id is not None and len(model_id) > MAX_NAME:
+            raise ValueError(f"model_id has {len(model_id)} characters; {MAX_NAME} are allowed")
+
+    def _check_worker(self, worker_idx: int | None) -> None:
+        if worker_idx is None:
+            return
+        if not isinstance(worker_idx, int) or isinstance(worker_idx, bool) or worker_idx < 0:
+            raise ValueError(f"worker_idx must be an int from 0, not {worker_idx!r}")
+        count = self._bus.num_workers
+        if count is not None and worker_idx >= count:
+            raise ValueError(
+                f"worker_idx {worker_idx} does not exist: num_workers={count}, so choose from 0 to {count - 1}"
+            )
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("this scheme was shut down; construct another")
+        if self._role is None or self._pid != os.getpid():
+            if self._registered:
+                raise RuntimeError(
+                    "this scheme was connected before the fork; a forked child cannot use it: "
+                    "pass it on before connecting"
+                )
+            raise RuntimeError("init_on_sender() or init_on_receiver() comes first")
+        self._bus._check_open(self._role)
+
+    def _check_connect(
+        self, weights: Any, worker_idx: int | None, timeout: float, processes: Iterable[Any] = ()
+    ) -> None:
+        check_timeout(timeout)
+        self._bus._starting = check_processes(processes)
+        self._check_open()
+        if self._role == "sender" and worker_idx is not None:
+            raise TypeError("worker_idx belongs to a receiver's connect(); this is the sender")
+        if self._role == "receiver" and weights is not None:
+            raise TypeError("weights belong to the sender's connect(); this is a receiver")
+        if self._role == "receiver" and self._bus._starting:
+            raise TypeError("processes belong to the sender's connect(); this is a receiver")
+
+    def _check_receive(self, timeout: float | None) -> None:
+        check_timeout(timeout, or_none=True)
+        if timeout is not None and self._carrier is not None and not self._carrier.supports_timeout:
+            raise ValueError("this scheme's transport has no timeouts (supports_timeout is False): receive without one")
+        self._check_open()
+
+    def _check_not_held(self, timeout: float | None = None) -> None:
+        """In the caller's thread: refuse a wait that would never end."""
+        gate = self._bus._gate
+        if timeout is None and gate is not None and gate.held_by_caller:
+            raise RuntimeError(
+                "receive() without a timeout inside a hold() of one's own, which keeps updates out, would wait for "
+                "itself: leave the hold first, or give a timeout"
+            )
+
+    # -- hooks of a subclass ----------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def create_transport(self, **kwargs: Any) -> Any:
+        """The transport of this scheme: a :class:`TransportBackend` of either API. Without communication.
+
+        ``init_on_sender`` calls it with ``worker_idx=0``. One that the bus can use serves all workers; of a blocking
+        transport of a user's own, every other worker gets one, too (of an elastic sender, when it is first served).
+        A receiver calls it with its own index, in ``init_on_receiver``, or in ``connect`` if that says which it is, and
+        with whatever ``init_on_receiver`` was given beyond its own arguments.
+        """
+
+    def prepare_weights(self, weights: Any, model_id: str | None, strategy: WeightStrategy, context: Any = None) -> Any:
+        """Turn what the caller gave into what is sent. May be a coroutine in a subclass.
+
+        Args:
+            weights: None (the registered source), module, TensorDict, dict, or str (an attribute path in the context).
+            model_id: the model's name.
+            strategy: extracts.
+            context: resolves ``None`` and paths where no source was registered.
+
+        Returns:
+            TensorDict or dict; its leaves may alias the source.
+        """
+        return strategy.extract_weights(self._sources.resolve(weights, model_id, context))
+
+    def _bound_transport(self, worker_idx: int, **options: Any) -> Any:
+        """A worker's transport, whose documented methods act for this scheme."""
+        made = self.create_transport(worker_idx=worker_idx, **options)
+        if isinstance(made, TransportCore):
+            made._bind(self)
+        return made
+
+    def apply_weights(self, weights: Any, inplace: bool = True) -> None:
+        """Apply weights to the registered model now, whole or not at all.
+
+        A subclass that overrides this is called with every update that comes (a TensorDict of its own).
+
+        Raises:
+            RuntimeError: no model is registered; or this is the sender, whose model is the source.
+            SchemaMismatch: they do not fit; nothing was changed.
+        """
+        if self._role == "sender":
+            raise RuntimeError(
+                "apply_weights() is for a receiver: this is the sender, and it would overwrite the model that is "
+                "trained. To do that, use model.load_state_dict() or scheme.strategy.apply_weights(model, weights)"
+            )
+        if self._model is None:
+            raise RuntimeError(
+                "this scheme has no model to apply weights to; register one with init_on_receiver(model=...)"
+            )
+        assert self._receiving is not None
+        self._receiving.apply(weights, inplace=inplace)
+
+    def _convert(self, package: str) -> Any:
+        """This scheme's twin with the other API, which this package has."""
+        kind: Any = twin_class(type(self))
+        if kind is None:
+            raise TypeError(
+                f"{type(self).__module__}.{type(self).__name__} has no counterpart in {package}: derive one from a "
+                f"class there and construct it with endpoint={self._bus.endpoint!r}"
+            )
+        if self._registered or self._bus._link is not None or self._closed:
+            raise RuntimeError("this scheme is connected, or was shut down; convert it before connecting")
+        import_module(package)  # cloudpickle, by which Ray pickles, takes a class by value if its module is not loaded
+        twin = kind.__new__(kind)
+        twin.__setstate__(self.__getstate__())
+        twin._continue(self)
+        return twin
+
+    def _continue(self, original: Scheme) -> None:
+        """Take over what the scheme that this one was converted from has been initialised with."""
+        self._bus = original._bus._twin(self._bus_class)
+        role = original._role
+        if role is None or original._pid != os.getpid():
+            return
+        self.__dict__.update({name: value for name, value in vars(original).items() if name in self._local})
+        self._receiving = receiving = copy(self._receiving)
+        if role == "sender":
+            self._carrier = make_sender(self._bound_transport, self._bus.num_workers)
+        elif receiving is not None and self._worker_idx is not None:
+            self._carrier = make_receiver(self._bound_transport(self._worker_idx, **receiving.options))
+        if self._bus._link is None:  # an earlier conversion of this scheme is replaced
+            self._bus._schemes.pop(self._topic, None)
+        self._bus._join(self, role, self._topic)
+
+    # -- phase 1: no communication --------------------------------------------------------------------------------
+
+    @checked
+    def init_on_sender(
+        self,
+        *,
+        model_id: str | None = None,
+        context: Any = None,
+        params_map: Mapping[int, Any] | None = None,
+        weights: Any = None,
+        model: Any = None,
+        devices: Sequence[torch.device | str | int] | None = None,
+        device_map_fn: Callable[[int, Any], Any] | None = None,
+        num_workers: int | None = None,
+        min_workers: int | None = None,
+        ctx: Any = None,
+    ) -> None:
+        """Make this the sender's side. Sets up local state only.
+
+        Args:
+            model_id: name of the model; required if several schemes share a bus.
+            context: an object with ``get_model(model_id)``, and perhaps ``num_workers``.
+            params_map: ``{worker_idx: weights}``.
+            weights: the source: TensorDict or dict; a bare ``publish()`` takes its current values.
+            model: the source: a module.
+            devices: ``devices[i]`` is the device of the weights that worker i receives.
+            device_map_fn: ``(worker_idx, weights) -> weights`` for each worker.
+            num_workers: fixed number of workers, if the constructor did not get it.
+            min_workers: how many workers an elastic sender needs; 0: it can start alone.
+            ctx: accepted because TorchRL passes it; ignored.
+
+        Raises:
+            ValueError: arguments that exclude each other, or counts that disagree.
+            RuntimeError: this scheme is connected already, or a receiver.
+        """
+        context = adapted(context)
+        sources = Sources(model_id, context, params_map, weights, model, device_map_fn)
+        num_workers = count_workers(num_workers, devices, params_map, device_map_fn, context, self._bus.num_workers)
+        if not self._own_bus and not model_id:
+            raise ValueError("several schemes share this bus: give each a model_id")
+        self._check_name(model_id)
+        chosen = None if devices is None else [torch.device(d) for d in devices]
+        self._check_fresh("sender")
+        transport = make_sender(self._bound_transport, num_workers or self._bus.num_workers)
+        if min_workers is not None:
+            self._bus.agree_on_least(min_workers, private=self._own_bus)
+        self._bus._join(self, "sender", model_id or "", num_workers)
+        self._reset()
+        self._role, self._pid = "sender", os.getpid()
+        self._topic, self._context, self._model = model_id or "", context, model
+        self._devices, self._sources, self._carrier = chosen, sources, transport
+
+    @checked
+    def init_on_receiver(
+        self,
+        model_id: str,
+        context: Any = None,
+        *,
+        worker_idx: int | None = None,
+        model: Any = None,
+        apply: str = "auto",
+        inplace: bool | None = None,
+        cast: bool = False,
+        gate: str = "hooks",
+        gated: Iterable[str] = (),
+        patience: float | None = None,
+        reconnect: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        """Make this a worker's side. Sets up local state only.
+
+        Args:
+            model_id: name of the model.
+            context: an object with ``get_model(model_id)`` (or that attribute path), and perhaps ``worker_idx``. One of
+                this library's collectors then holds its steps against updates, and labels its frames with the version.
+            worker_idx: which worker this is, from 0; may come with ``connect`` instead.
+            model: module, TensorDict, or dict of tensors that updates are applied to; None: ``receive`` only returns
+                them.
+            apply: ``"auto"``: as updates come; ``"on_receive"``: by ``receive()`` and ``fetch()`` only.
+            inplace: True: copy into the model's own memory; False: give its tensors new storage; None: as the scheme
+                does it best, which is True but for the Parameters of a module above ``map_above``.
+            cast: convert dtypes where they differ, instead of refusing.
+            gate: ``"hooks"``: calls of the module count as reading; ``"hold"``: only ``hold()`` does.
+            gated: names of the model's methods, ``("predict",)``, whose calls count as reading, too.
+            patience: seconds that a reader waits while an update is pending, before AckTimeout; None: 30, or what
+                another scheme of this bus has said: they share the gate.
+            reconnect: True: outlive the sender. Its shutdown is taken as its crash would be: :attr:`closed` stays
+                False, ``receive`` goes on waiting, and the next sender on the same endpoint is followed. False: its
+                shutdown ends this side. Receivers that share a bus in one process share the connection, and must agree.
+            kwargs: for ``create_transport``; the schemes of this package need none, and ignore them.
+
+        Raises:
+            TypeError: a keyword that looks like a misspelt one of these.
+            ValueError: a bad argument, or, with neither ``gate="hold"`` nor ``apply="on_receive"``, a compiled or
+                scripted module, or one whose ``forward`` is a coroutine function or a generator.
+            RuntimeError: this scheme is connected already, or the sender.
+        """
+        others = kwargs.keys() - signature(self.create_transport).parameters.keys()
+        ours = signature(Scheme.init_on_receiver).parameters.keys() - {"self", "kwargs"}
+        refuse_misspelt(f"{type(self).__name__}.init_on_receiver", others, ours)
+        if not isinstance(model_id, str) or not model_id:
+            raise ValueError(f"model_id must be a non-empty string, not {model_id!r}")
+        self._check_name(model_id)
+        context = adapted(context)
+        if worker_idx is None and context is not None:
+            worker_idx = getattr(context, "worker_idx", None)
+        self._check_worker(worker_idx)
+        if model is None and context is not None:
+            model = resolve_model(context, model_id)
+        self._check_fresh("receiver")
+        if self._takes_part and (check := getattr(context, "_check_receives", None)) is not None:
+            check(model_id)
+        if not isinstance(reconnect, bool):
+            raise TypeError(f"reconnect must be True or False, not {reconnect!r}")
+        if patience is not None:
+            check_timeout(patience)
+        is_custom = type(self).apply_weights is not Scheme.apply_weights
+        receiving = Receiving(
+            model_id,
+            model,
+            self.strategy,
+            cast=cast,
+            inplace=inplace,
+            apply=apply,
+            gate=gate,
+            gated=gated,
+            selection=self._selection,
+            adopts=self._adopts,
+            custom=(lambda weights: self.apply_weights(weights, inplace=inplace is not False)) if is_custom else None,
+            options=kwargs,
+        )
+        transport = None if worker_idx is None else make_receiver(self._bound_transport(worker_idx, **kwargs))
+        bus = self._bus if self._own_bus else self._bus._for_receiver(worker_idx)
+        if any(s is not self and s._reconnect is not reconnect for s in bus._schemes.values()):
+            raise ValueError("the schemes of one bus share its connection: give all of them reconnect=True, or none")
+        shared = bus._gate if bus._schemes.keys() - {model_id} else None
+        if patience is not None and shared is not None and shared.patience not in (PATIENCE, patience):
+            there = f"its patience is {shared.patience:g} s already, not {patience:g}"
+            raise ValueError(f"the schemes of one bus share its gate: {there}; give it once")
+        bus._join(self, "receiver", model_id)
+        if patience is not None and bus._gate is not None:
+            bus._gate.patience = patience
+        self._bus = bus
+        self._reset()
+        self._reconnect = reconnect
+        self._role, self._pid = "receiver", os.getpid()
+        self._topic, self._context, self._model, self._worker_idx = model_id, context, model, worker_idx
+        self._receiving, self._carrier = receiving, transport
+        if (joined := getattr(context, "_joined_by", None)) is not None:
+            joined(self)
+
+    # -- an introduction, where the sender binds a free port, with keys, and its workers were given no address ---------
+
+    def _meeting_place(self) -> MeetingPlace | None:
+        """Where both sides meet; None: nowhere, because the sender's calls bring the introductions."""
+        return None
+
+    async def _host(self) -> str:
+        """Sender: an address of this host by which the workers reach it."""
+        return own_address()
+
+    async def _open(self, timeout: float) -> None:
+        """Sender: let the workers find it, where it has no address."""
+        if not self._is_introduced or self._bus.endpoint != INTRODUCED:
+            return
+        if self._bus._link is None:
+            self._bus._open_sender(await self._host())
+        self._place = place = self._place or self._meeting_place()
+        if place is None:
+            return
+        try:
+            async with self._meeting(place, timeout):
+                await place.host(self._bus._sender().introductions)
+        finally:
+            if self.closed:  # meanwhile
+                await self._end_transport(timeout)
+
+    async def _meet(self, worker_idx: int | None, timeout: float) -> None:
+        """Receiver: find a sender that has no address."""
+        bus = self._bus
+        if not self._is_introduced or bus.connect_endpoint != INTRODUCED:
+            return
+        if self._role != "receiver" or self._registered:
+            return
+        if bus._introduction is not None or (place := self._meeting_place()) is None:
+            return  # introduced by another scheme of this bus, or to be introduced by a call
+        worker = self._worker_idx if worker_idx is None else worker_idx
+        if worker is None:
+            raise ValueError("which worker is this? pass worker_idx to init_on_receiver() or connect()")
+        async with self._meeting(place, timeout, worker):
+            bus._introduction = await place.find(worker)
+        if place.outlives_sender:
+            bus._find_sender = partial(place.find, worker)
+
+    @asynccontextmanager
+    async def _meeting(self, place: MeetingPlace, timeout: float, worker: int | None = None) -> AsyncIterator[None]:
+        """A wait that a shutdown ends. Raises ClosedError: it has; NotConnected: the time is over."""
+        limit = asyncio.timeout(timeout)
+        self._meetings[limit] = asyncio.get_running_loop()
+        try:
+            self._check_open()
+            async with limit:
+                yield
+        except TimeoutError as error:
+            self._check_open()
+            raise NotConnected(place.late(timeout, worker)) from error
+        finally:
+            del self._meetings[limit]
+
+    def _end_meeting(self, limit: asyncio.Timeout) -> None:
+        if limit in self._meetings and not limit.expired():
+            limit.reschedule(0.0)
+
+    # -- connecting ----------------------------------------------------------------------------------------------------
+
+    def _register(self, worker_idx: int | None = None) -> None:
+        """Receiver: take part in the bus's HELLO, before waiting for anything."""
+        if self._role != "receiver":
+            return
+        if worker_idx is not None:
+            self._check_worker(worker_idx)
+            if self._worker_idx not in (None, worker_idx):
+                raise ValueError(f"this is worker_idx={self._worker_idx} already, connect() says {worker_idx}")
+        if self._registered:
+            return
+        self._worker_idx = self._worker_idx if worker_idx is None else worker_idx
+        if self._worker_idx is None:
+            raise ValueError("which worker is this? pass worker_idx to init_on_receiver() or connect()")
+        receiving = self._receiving
+        assert receiving is not None
+        if self._carrier is None:
+            self._carrier = make_receiver(self._bound_transport(self._worker_idx, **receiving.options))
+        if self._devices is not None:
+            receiving.device = self._devices[self._worker_idx]
+        link = self._bus._open_receiver(self._worker_idx)
+        link.subscriber.session.reconnects = self._reconnect
+        receiving.register(link, self._carrier, self._context)
+        self._carrier._start(self._worker_idx)
+        self._registered = True
+
+    async def _initial(self, weights: Any) -> Source | None:
+        """What a sender sends when it connects; None: nothing."""
+        if weights is None and (self._registered or not self._sources.exist()):
+            return None
+        return await self._extract(weights, None)
+
+    async def _connect_sender(self, initial: Source | None, timeout: float) -> None:
+        start = asyncio.get_running_loop().time()
+        await self._open(timeout)
+        link = self._bus._open_sender()
+        transport = self._transport()
+        transport._start(None)
+        await transport._ready(timeout)
+        version = None
+        if initial is not None:
+            sources, transports = {self._topic: initial}, {self._topic: transport}
+            deadline = max(link.loop.time(), start + timeout)
+            try:
+                version = await link.publishing.publish(
+                    sources, transports, None, serve=[self._topic], deadline=deadline
+                )
+            except AckTimeout as error:
+                raise NotConnected(f"not connected within {timeout:g} s: {error}") from error
+        else:
+            link.caught_up().serve(self._topic, start)
+            link.settle()
+        await link.wait_for_workers([self._topic], version, timeout, start + timeout, self._bus._starting)
+        self._registered = True
+
+    async def _connect_receiver(self, worker_idx: int | None, timeout: float) -> None:
+        deadline = asyncio.get_running_loop().time() + timeout
+        await self._meet(worker_idx, timeout)
+        self._register(worker_idx)
+        link, receiving = self._receiver()
+        await link.receiving.connected(self._topic, timeout, deadline)
+        await self._transport()._ready(max(0.0, deadline - link.loop.time()))
+        if not receiving.has_connected:  # what comes after that has not been returned
+            receiving.has_connected, receiving.returned = True, link.receiving.mark(self._topic)
+
+    def _transport(self) -> Carrier:
+        assert self._carrier is not None
+        return self._carrier
+
+    # -- what is sent --------------------------------------------------------------------------------------------------
+
+    def _at_hand(self, weights: Any) -> FlatWeights | None:
+        """The result of :meth:`_extract` for a module that is sent as a whole; None for anything else, which is left
+        untouched."""
+        source = self._sources.model if weights is None else weights
+        plain = isinstance(source, nn.Module) and self._sources.device_map_fn is None
+        if not plain or type(self).prepare_weights is not Scheme.prepare_weights:
+            return None
+        return None if (flat := module_weights(self.strategy, source)) is None else self._selection.part(flat)
+
+    async def _extract(self, weights: Any, workers: list[int] | None) -> Source:
+        """The values of what the caller gave, as far as they are selected, taken in the caller's thread."""
+        hook = None if type(self).prepare_weights is Scheme.prepare_weights else self.prepare_weights
+        count, sent, part = self._bus.num_workers, self._keys_sent, self._selection.part
+        taken = await self._sources.extract(weights, self.strategy, hook, workers, count, sent)
+        return part(taken) if isinstance(taken, FlatWeights) else {w: part(each) for w, each in taken.items()}
+
+    def _keys_sent(self) -> set[Path] | None:
+        """The keys of what was sent last; None: nothing was."""
+        link = self._bus._link
+        layout = link.publishing.latest_layout(self._topic) if isinstance(link, SenderLink) else None
+        return None if layout is None else set(layout.paths)
+
+    # -- what is received ----------------------------------------------------------------------------------------------
+
+    def _receiver(self) -> tuple[ReceiverLink, Receiving]:
+        link, receiving = self._bus._receiver(), self._receiving
+        assert receiving is not None
+        return link, receiving
+
+    async def _receive(self, timeout: float | None) -> TensorDict | None:
+        self._check_receive(timeout)
+        link, receiving = self._receiver()
+        return await receiving.receive(link, timeout)
+
+    async def _take_in(self, timeout: float | None) -> None:
+        """Apply what has come, without returning it."""
+        self._check_receive(timeout)
+        link, receiving = self._receiver()
+        await receiving.take_in(link)
+
+    async def _current(self) -> TensorDict | None:
+        """A copy of what this receiver holds; None: nothing yet."""
+        if not isinstance(link := self._bus._link, ReceiverLink) or self._receiving is None:
+            return None
+        return await self._receiving.current(link)
+
+    async def _shutdown(self, timeout: float) -> None:
+        if self._pid not in (0, os.getpid()):
+            return
+        self._bus._check_loop()
+        already, self._closed = self._closed, True
+        others: list[Any] = [scheme for scheme in self._bus._schemes.values() if scheme is not self]
+        try:
+            if self._own_bus or all(scheme._closed for scheme in others):
+                await self._bus._shutdown(timeout)
+            elif self._role == "receiver" and self._registered and not (already or self._bus._closed):
+                link, receiving = self._receiver()
+                await receiving.leave(link, [scheme._receiving for scheme in others], timeout)
+        finally:
+            if not self._bus._closed:  # a new dict: other threads may be looking at this one
+                self._bus._schemes = {t: s for t, s in self._bus._schemes.items() if s is not self}
+            await self._end_transport(timeout)
+
+    async def _end_transport(self, timeout: float) -> None:
+        for limit, loop in list(self._meetings.items()):  # another thread's, perhaps
+            call_soon(loop, partial(self._end_meeting, limit))
+        if self._place is not None:
+            await self._place.close()
+        if self._carrier is not None:
+            await self._carrier._end(timeout)
+
+
+def _packed(slab: Slab) -> Slab:
+    """Wait for the thread that packs this slab: it takes milliseconds."""
+    deadline = time.monotonic() + 10.0
+    while slab.packed < slab.nbytes:
+        if time.monotonic() > deadline:
+            raise WeightSyncError("the weights are still being packed after 10 s")
+        time.sleep(0.0005)
+    return slab
