@@ -29,7 +29,7 @@ from asyncsync.arguments import (
 )
 from asyncsync.bus.link import EXIT_SECONDS, Order, is_fast_path_on
 from asyncsync.bus.measures import serve_metrics
-from asyncsync.bus.member import Calls, Member, Source
+from asyncsync.bus.member import Calls, Member, Source, Taken
 from asyncsync.bus.options import BusOptions, Endpoint
 from asyncsync.bus.receiver import ReceiverLink
 from asyncsync.bus.sender import SenderLink
@@ -65,6 +65,7 @@ _receiving: weakref.WeakValueDictionary[tuple[str, int, int], Any] = weakref.Wea
 ARGUMENTS = {"keys": "server_key", "monitoring": "metrics_port", "connect_endpoint": "connect"}
 
 Workers = int | Iterable[int] | None
+Metadata = Mapping[str, Any] | None
 
 T = TypeVar("T")
 
@@ -359,13 +360,18 @@ class BusCore:
     async def _take(self, weights: Mapping[str, Any], worker_ids: Workers) -> dict[str, Source]:
         """Check, and take the values, in the caller's thread. Raises ValueError, before anything is done, for unknown
         models or workers, or none at all."""
+        if not isinstance(weights, Mapping):
+            raise TypeError(f"a bus takes {{model_id: weights}}, not {type(weights).__name__}")
         if not weights.keys() <= self._schemes.keys():
             unknown = sorted(weights.keys() - self._schemes.keys())
             raise ValueError(f"unknown model_id {unknown}: this bus has {sorted(self._schemes)}")
         if not weights:
             raise ValueError("nothing to publish: name at least one model_id")
         workers = self._sender().check_workers(as_workers(worker_ids))
-        sources = {topic: await self._schemes[topic]._extract(given, workers) for topic, given in weights.items()}
+        sources: dict[str, Source] = {}
+        for topic, given in weights.items():
+            is_taken = isinstance(given, Taken)
+            sources[topic] = given.source if is_taken else await self._schemes[topic]._extract(given, workers)
         plain = sorted(topic for topic, source in sources.items() if not isinstance(source, Mapping))
         for topic, source in sources.items() if plain and workers is None else ():
             if isinstance(source, Mapping) and (self.num_workers is None or len(source) < self.num_workers):
@@ -381,6 +387,8 @@ class BusCore:
         """:meth:`_take`, once the weights of earlier callers have been prepared: a caller whose preparation takes long
         must not publish what is older as the newer version. The next step keeps this order, if nothing is awaited in
         between. Raises AckTimeout if the others have not been prepared within the timeout."""
+        if isinstance(weights, Mapping) and all(isinstance(given, Taken) for given in weights.values()):
+            return await self._take(weights, workers)
         try:
             await self._preparing.acquire_until(asyncio.get_running_loop().time() + timeout)
         except TimeoutError:
@@ -391,9 +399,7 @@ class BusCore:
         finally:
             self._preparing.release()
 
-    async def _publish(
-        self, weights: Mapping[str, Any], worker_ids: Workers, metadata: Mapping[str, Any] | None
-    ) -> int:
+    async def _publish(self, weights: Mapping[str, Any], worker_ids: Workers, metadata: Metadata) -> int:
         """Snapshot and announce; returns the version."""
         encoded, workers = encode_metadata(metadata), as_workers(worker_ids)
         sources = await self._take_in_order(weights, workers, DEFAULT_TIMEOUT)
@@ -428,7 +434,7 @@ class BusCore:
         weights: Mapping[str, Any],
         worker_ids: Workers,
         timeout: float,
-        metadata: Mapping[str, Any] | None,
+        metadata: Metadata,
         quorum: int | None = None,
     ) -> int:
         """:meth:`_publish`, and wait until the workers have applied it, or as many of them as the ``quorum`` needs.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from asyncsync.bus.carrier import Carrier
@@ -10,6 +11,13 @@ from asyncsync.weights.tree import FlatWeights
 
 Source = FlatWeights | Mapping[int, FlatWeights]
 """A model's weights for everybody, or for each worker its own, ready to be packed."""
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A model's weights whose values were taken already, in the thread of the caller of a blocking method."""
+
+    source: Source
 
 
 class Calls(Protocol):

@@ -4,51 +4,51 @@ loop."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NoReturn, Self, TypeVar
 
 from tensordict import TensorDict
 
 from asyncsync.arguments import check_timeout
-from asyncsync.bus.core import DEFAULT_TIMEOUT, BusCore
+from asyncsync.bus.core import DEFAULT_TIMEOUT, BusCore, Metadata, Workers
 from asyncsync.schemes.scheme import Scheme
-from asyncsync.schemes.torchrl_names import Refusal
+from asyncsync.schemes.torchrl import Refusal
+
+T = TypeVar("T")
 
 
-class _AsyncContext:
-    """``async with``, which shuts a bus or a scheme down at its end."""
-
-    async def shutdown(self, timeout: float = 5.0) -> None:
-        raise NotImplementedError
-
-    def __enter__(self) -> None:
-        raise TypeError(
-            f"use `async with`: this is an asyncio {type(self).__name__}; the blocking one is in asyncsync.sync"
-        )
-
-    def __exit__(self, *exc: object) -> None:
-        """Never called: see :meth:`__enter__`."""
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self.shutdown()
+def _refuse(self: object) -> NoReturn:
+    raise TypeError(
+        f"use `async with`: this is an asyncio {type(self).__name__}; the blocking one is in asyncsync.sync"
+    )
 
 
-class Bus(_AsyncContext, BusCore):
+def _never(self: object, *exc: object) -> None:
+    """What follows :func:`_refuse`, which always raises."""
+
+
+async def _begin(self: T) -> T:
+    return self
+
+
+async def _end(self: Bus | WeightSyncScheme, *exc: object) -> None:
+    await self.shutdown()
+
+
+class Bus(BusCore):
     """One address for any number of models. Usage::
 
-        async with Bus() as bus:                                       # the trainer
-            policy_scheme = ZMQWeightSyncScheme(bus=bus, num_workers=2)
-            value_scheme = ZMQWeightSyncScheme(bus=bus)
-            policy_scheme.init_on_sender(model_id="policy", model=policy)
-            value_scheme.init_on_sender(model_id="value", model=value)
-            ...                                                        # start the workers, pass them the schemes
-            await bus.connect()
-            await bus.send_async({"policy": policy, "value": value})   # each worker switches both, or none
+    async with Bus() as bus:                                       # the trainer
+        policy_scheme = ZMQWeightSyncScheme(bus=bus, num_workers=2)
+        value_scheme = ZMQWeightSyncScheme(bus=bus)
+        policy_scheme.init_on_sender(model_id="policy", model=policy)
+        value_scheme.init_on_sender(model_id="value", model=value)
+        ...                                                        # start the workers, pass them the schemes
+        await bus.connect()
+        await bus.send_async({"policy": policy, "value": value})   # each worker switches both, or none
 
-    The arguments are described at :class:`BusCore`.
     """
+
+    __enter__, __exit__, __aenter__, __aexit__ = _refuse, _never, _begin, _end
 
     async def connect(self, timeout: float = DEFAULT_TIMEOUT, processes: Iterable[Any] = ()) -> None:
         """Connect all schemes of this bus; see :meth:`ZMQWeightSyncScheme.connect`.
@@ -67,9 +67,9 @@ class Bus(_AsyncContext, BusCore):
     async def publish(
         self,
         weights: Mapping[str, Any],
-        worker_ids: int | Iterable[int] | None = None,
+        worker_ids: Workers = None,
         *,
-        metadata: Mapping[str, Any] | None = None,
+        metadata: Metadata = None,
     ) -> int:
         """Snapshot several models and announce them as one update: each worker switches all of them, or none.
 
@@ -94,7 +94,7 @@ class Bus(_AsyncContext, BusCore):
     async def wait_version(
         self,
         version: int,
-        worker_ids: int | Iterable[int] | None = None,
+        worker_ids: Workers = None,
         timeout: float = DEFAULT_TIMEOUT,
         *,
         quorum: int | None = None,
@@ -141,10 +141,10 @@ class Bus(_AsyncContext, BusCore):
     async def send_async(
         self,
         weights: Mapping[str, Any],
-        worker_ids: int | Iterable[int] | None = None,
+        worker_ids: Workers = None,
         timeout: float = DEFAULT_TIMEOUT,
         *,
-        metadata: Mapping[str, Any] | None = None,
+        metadata: Metadata = None,
         quorum: int | None = None,
     ) -> int:
         """:meth:`publish`, then :meth:`wait_version`; returns the version.
@@ -167,12 +167,13 @@ class Bus(_AsyncContext, BusCore):
         await self._shutdown(timeout)
 
 
-class WeightSyncScheme(_AsyncContext, Scheme):
+class WeightSyncScheme(Scheme):
     """One model's weights, kept in step by coroutines on the caller's event loop."""
 
     _bus_class: ClassVar[type[BusCore]] = Bus
     _is_blocking: ClassVar[bool] = False
 
+    __enter__, __exit__, __aenter__, __aexit__ = _refuse, _never, _begin, _end
     initialized_on_sender = initialized_on_receiver = Refusal()  # what TorchRL asks first
 
     @property
@@ -237,9 +238,9 @@ class WeightSyncScheme(_AsyncContext, Scheme):
     async def publish(
         self,
         weights: Any = None,
-        worker_ids: int | Iterable[int] | None = None,
+        worker_ids: Workers = None,
         *,
-        metadata: Mapping[str, Any] | None = None,
+        metadata: Metadata = None,
     ) -> int:
         """Snapshot the weights and announce them; returns the version without waiting for any worker.
 
@@ -264,12 +265,12 @@ class WeightSyncScheme(_AsyncContext, Scheme):
             NotConnected, ClosedError, Fenced: this sender cannot publish.
         """
         self._check_open()
-        return await self._bus._publish({self._topic: weights}, worker_ids, metadata)
+        return await self._publish(weights, worker_ids, metadata)
 
     async def wait_version(
         self,
         version: int,
-        worker_ids: int | Iterable[int] | None = None,
+        worker_ids: Workers = None,
         timeout: float = DEFAULT_TIMEOUT,
         *,
         quorum: int | None = None,
@@ -285,7 +286,7 @@ class WeightSyncScheme(_AsyncContext, Scheme):
             ClosedError, Fenced: this side has ended.
         """
         self._check_open()
-        await self._bus._wait_version(version, worker_ids, timeout, [self._topic], quorum)
+        await self._wait_version(version, worker_ids, timeout, quorum)
 
     async def wait_lag(self, max_lag: int, timeout: float = DEFAULT_TIMEOUT) -> int:
         """Receiver: wait until this worker is not too far behind.
@@ -308,15 +309,15 @@ class WeightSyncScheme(_AsyncContext, Scheme):
             NotConnected, ClosedError, Fenced: there is no sender to ask, or this side has ended.
         """
         self._check_open()
-        return await self._bus._wait_lag([self._topic], max_lag, timeout)
+        return await self._wait_lag(max_lag, timeout)
 
     async def send_async(
         self,
         weights: Any = None,
-        worker_ids: int | Iterable[int] | None = None,
+        worker_ids: Workers = None,
         timeout: float = DEFAULT_TIMEOUT,
         *,
-        metadata: Mapping[str, Any] | None = None,
+        metadata: Metadata = None,
         quorum: int | None = None,
     ) -> int:
         """:meth:`publish`, then :meth:`wait_version`: returns the version when all targeted workers have applied it;
@@ -330,9 +331,9 @@ class WeightSyncScheme(_AsyncContext, Scheme):
             ValueError, TypeError, MemoryError, ClosedError, Fenced: as :meth:`publish`.
         """
         self._check_open()
-        return await self._bus._send({self._topic: weights}, worker_ids, timeout, metadata, quorum)
+        return await self._send(weights, worker_ids, timeout, metadata, quorum)
 
-    def send(self, weights: Any = None, worker_ids: int | Iterable[int] | None = None) -> None:
+    def send(self, weights: Any = None, worker_ids: Workers = None) -> None:
         """Not here: this is the asyncio API.
 
         Raises:
@@ -358,7 +359,7 @@ class WeightSyncScheme(_AsyncContext, Scheme):
             Fenced: a newer process has become this worker.
         """
         self._check_not_held(timeout)
-        return await self._receive(timeout)
+        return await self._receive(timeout, self._current_call())
 
     async def fetch(self, timeout: float = 30.0) -> TensorDict:
         """Pull: ask the sender for the current version, apply and return it, even if this worker has it already.
@@ -371,8 +372,7 @@ class WeightSyncScheme(_AsyncContext, Scheme):
         """
         check_timeout(timeout)
         self._check_open()
-        link, receiving = self._receiver()
-        return await receiving.fetch(link, timeout)
+        return await self._fetch(timeout)
 
     async def shutdown(self, timeout: float = 5.0) -> None:
         """Release everything; the other side learns of it. Idempotent.

@@ -1,54 +1,79 @@
-"""The blocking API of every scheme: ordinary methods over :class:`asyncsync.schemes.scheme.Scheme`, run on the one
-event loop of the process (:mod:`asyncsync.runtime.loop_thread`): those of :mod:`asyncsync.schemes.aio`, made ordinary,
-but where a caller's thread has more to do.
+"""The blocking API of every scheme: the coroutines of :mod:`asyncsync.schemes.aio` as ordinary methods, run on the one
+event loop of the process (:mod:`asyncsync.runtime.loop_thread`).
 
 What belongs to the caller runs in the caller's thread: taking the weights from their source (a strategy, a
 ``prepare_weights``, a context, the thread's current CUDA stream), and forwards of a gated module. Names, overloads and
-return values are those of TorchRL's "WeightSyncScheme" page.
+return values are those of TorchRL's "WeightSyncScheme" page. TorchRL's collectors ask for some more, which no asyncio
+class has: an asyncio scheme refuses the first of them.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextlib import nullcontext
-from functools import partial, wraps
-from typing import Any, ClassVar, Concatenate, ParamSpec, Self, TypeVar
+from functools import partial, update_wrapper, wraps
+from typing import Any, ClassVar, Concatenate, ParamSpec, Self, TypeVar, cast
 
-from asyncsync.arguments import as_workers, check_timeout
-from asyncsync.bus.core import DEFAULT_TIMEOUT, BusCore
-from asyncsync.bus.member import Source
+from tensordict import TensorDict
+
+from asyncsync.arguments import as_workers, checked
+from asyncsync.bus.core import DEFAULT_TIMEOUT, BusCore, Metadata, Workers
+from asyncsync.bus.member import Taken
+from asyncsync.bus.receiver import ReceiverLink
 from asyncsync.runtime import loop_thread
 from asyncsync.schemes.aio import Bus as AsyncBus
 from asyncsync.schemes.aio import WeightSyncScheme as AsyncScheme
 from asyncsync.schemes.scheme import Scheme
-from asyncsync.schemes.torchrl_contexts import TorchRLContext
-from asyncsync.schemes.torchrl_names import TorchRLNames
+from asyncsync.schemes.sources import Sources
+from asyncsync.schemes.torchrl import START_SECONDS, TorchRLContext, adapted, count_as_theirs
 from asyncsync.transports.blocking import in_sync_as
-from asyncsync.wire.metadata import encode_metadata
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Workers = int | Iterable[int] | None
-Metadata = Mapping[str, Any] | None
 Make = Callable[[], Coroutine[Any, Any, T]]
+Coroutines = Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]
 
 
-def ordinary(
-    method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]],
-    run: str = "_run",
-    first: Callable[Concatenate[Any, P], None] | None = None,
-) -> Callable[Concatenate[Any, P], T]:
+def ordinary(method: Coroutines[P, T], run: str = "_run") -> Callable[Concatenate[Any, P], T]:
     """A coroutine function of the asyncio API as an ordinary method, with its signature and docstring. The method
-    called ``run`` runs the coroutine on the loop; ``first`` is called before, in the caller's thread."""
+    called ``run`` runs the coroutine on the loop."""
 
     @wraps(method)
     def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        if first is not None:
-            first(self, *args, **kwargs)
         result: T = getattr(self, run)(partial(method, self, *args, **kwargs))
         return result
 
     return call
+
+
+def taking(method: Coroutines[P, T], doc: str | None = None) -> Callable[Concatenate[Any, P], T]:
+    """The same of a coroutine function of weights and workers. The weights are taken in the caller's thread."""
+    function: Callable[..., Coroutine[Any, Any, T]] = method
+
+    @wraps(method)
+    def call(self: Any, /, weights: Any = None, worker_ids: Workers = None, *args: Any, **kwargs: Any) -> T:
+        workers = as_workers(worker_ids)
+        result: T = self._run(partial(function, self, self._taken(weights, workers), workers, *args, **kwargs))
+        return result
+
+    call.__doc__ = doc or method.__doc__
+    return cast("Callable[Concatenate[Any, P], T]", call)
+
+
+def elsewhere(method: Coroutines[P, T], name: str, doc: str) -> Coroutines[P, T]:
+    """The same for a coroutine of any event loop."""
+    function: Callable[..., Coroutine[Any, Any, T]] = method
+
+    @wraps(method)
+    async def call(self: Any, /, weights: Any = None, worker_ids: Workers = None, *args: Any, **kwargs: Any) -> T:
+        workers = as_workers(worker_ids)
+        make = partial(function, self, self._taken(weights, workers), workers, *args, **kwargs)
+        result: T = await self._awaitable(make)
+        return result
+
+    call.__name__, call.__doc__ = name, doc
+    return cast("Coroutines[P, T]", call)
 
 
 def now(coroutine: Coroutine[Any, Any, T]) -> T:
@@ -65,6 +90,14 @@ def now(coroutine: Coroutine[Any, Any, T]) -> T:
     )
 
 
+def _begin(self: T) -> T:
+    return self
+
+
+def _end(self: Bus | WeightSyncScheme, *exc: object) -> None:
+    self.shutdown()
+
+
 @in_sync_as("Bus")
 class Bus(BusCore):
     """One address for any number of models, with blocking methods. Usage::
@@ -78,8 +111,10 @@ class Bus(BusCore):
             bus.connect()
             bus.send({"policy": policy, "value": value})     # each worker switches both, or none
 
-    The arguments are described at :class:`BusCore`, the methods at :class:`asyncsync.Bus`.
+    The methods are described at :class:`asyncsync.Bus`.
     """
+
+    __enter__, __exit__ = _begin, _end
 
     def connect(self, timeout: float = DEFAULT_TIMEOUT, processes: Iterable[Any] = ()) -> None:
         self._check_connect(timeout, processes)
@@ -88,27 +123,19 @@ class Bus(BusCore):
 
     connect.__doc__ = AsyncBus.connect.__doc__
 
-    def publish(self, weights: Mapping[str, Any], worker_ids: Workers = None, *, metadata: Metadata = None) -> int:
-        encoded = encode_metadata(metadata)
-        workers, sources = self._extract(weights, worker_ids)
-        return self._run(lambda: self._publish_sources(sources, workers, encoded))
-
-    publish.__doc__ = AsyncBus.publish.__doc__
-
-    async def publish_async(
-        self, weights: Mapping[str, Any], worker_ids: Workers = None, *, metadata: Metadata = None
-    ) -> int:
-        """:meth:`publish` for a coroutine of any event loop. The source must not change until it returns."""
-        encoded = encode_metadata(metadata)
-        workers, sources = self._extract(weights, worker_ids)
-        return await loop_thread.awaitable(lambda: self._publish_sources(sources, workers, encoded))
-
+    publish = taking(AsyncBus.publish)
+    publish_async = elsewhere(
+        AsyncBus.publish,
+        "publish_async",
+        ":meth:`publish` for a coroutine of any event loop. The source must not change until it returns.",
+    )
     wait_version = ordinary(AsyncBus.wait_version)
     wait_lag = ordinary(AsyncBus.wait_lag)
-
-    def _wait_origin(self, version: int, timeout: float) -> None:
-        """Receiver: see :meth:`asyncsync.bus.receiving.Receiving.wait_origin`."""
-        self._run(lambda: self._receiver().receiving.wait_origin(version, self._schemes, timeout))
+    _deliver = taking(AsyncBus.send_async)
+    send_async = elsewhere(
+        AsyncBus.send_async, "send_async", ":meth:`send` for a coroutine of any event loop; returns the version."
+    )
+    shutdown = ordinary(AsyncBus.shutdown, "_end")
 
     def send(
         self,
@@ -120,33 +147,11 @@ class Bus(BusCore):
         quorum: int | None = None,
     ) -> None:
         """:meth:`publish`, then :meth:`wait_version`. Raises as :meth:`asyncsync.Bus.send_async`."""
-        check_timeout(timeout)
-        encoded = encode_metadata(metadata)
-        workers, sources = self._extract(weights, worker_ids)
-        self._run(lambda: self._send_sources(sources, workers, timeout, encoded, quorum))
+        self._deliver(weights, worker_ids, timeout, metadata=metadata, quorum=quorum)
 
-    async def send_async(
-        self,
-        weights: Mapping[str, Any],
-        worker_ids: Workers = None,
-        timeout: float = DEFAULT_TIMEOUT,
-        *,
-        metadata: Metadata = None,
-        quorum: int | None = None,
-    ) -> int:
-        """:meth:`send` for a coroutine of any event loop; returns the version."""
-        check_timeout(timeout)
-        encoded = encode_metadata(metadata)
-        workers, sources = self._extract(weights, worker_ids)
-        return await loop_thread.awaitable(lambda: self._send_sources(sources, workers, timeout, encoded, quorum))
-
-    shutdown = ordinary(AsyncBus.shutdown, "_end")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.shutdown()
+    def _wait_origin(self, version: int, timeout: float) -> None:
+        """Receiver: see :meth:`asyncsync.bus.receiving.Receiving.wait_origin`."""
+        self._run(lambda: self._receiver().receiving.wait_origin(version, self._schemes, timeout))
 
     def _check_open(self, role: str) -> None:
         loop_thread.check_exit()
@@ -156,10 +161,12 @@ class Bus(BusCore):
         if self._link is not None and self._link.is_inherited:
             raise RuntimeError("this scheme or bus was connected before the fork; connect anew in the child process")
 
-    def _extract(self, weights: Mapping[str, Any], worker_ids: Workers) -> tuple[list[int] | None, dict[str, Source]]:
-        """The workers it is for, and the values of the sources, taken here and now."""
-        workers = as_workers(worker_ids)
-        return workers, now(self._take(weights, workers))
+    def _taken(self, weights: Mapping[str, Any], workers: list[int] | None) -> dict[str, Taken]:
+        """The values of the sources, taken here and now."""
+        return {topic: Taken(source) for topic, source in now(self._take(weights, workers)).items()}
+
+    async def _awaitable(self, make: Make[T]) -> T:
+        return await loop_thread.awaitable(make)
 
     def _run(self, make: Make[T]) -> T:
         async def tended() -> T:
@@ -197,13 +204,17 @@ class Bus(BusCore):
 
 
 @in_sync_as("WeightSyncScheme")
-class WeightSyncScheme(TorchRLNames):
-    """One model's weights, kept in step by blocking calls."""
+class WeightSyncScheme(Scheme):
+    """One model's weights, kept in step by blocking calls.
+
+    ``model``, ``context`` and ``worker_idx`` may be set before it is initialised: then they stand for what
+    ``init_on_sender`` or ``init_on_receiver`` are not given.
+    """
 
     _bus_class: ClassVar[type[BusCore]] = Bus
     _is_blocking: ClassVar[bool] = True
     _bus: Bus
-    _sync = True  # TorchRL's option of some schemes; False: ``send`` waits for no worker
+    __enter__, __exit__ = _begin, _end
 
     @property
     def aio(self) -> AsyncScheme:
@@ -230,8 +241,9 @@ class WeightSyncScheme(TorchRLNames):
         processes: Iterable[Any] = (),
         ctx: Any = None,
     ) -> None:
-        collector = self._context if isinstance(self._context, TorchRLContext) and self._role == "sender" else None
-        if collector is not None:
+        collector = None
+        if isinstance(self._context, TorchRLContext) and self._role == "sender" and self._takes_part:
+            collector = self._context
             processes = processes or collector.processes
             if weights is None and not (self._registered or self._sources.exist()):
                 weights = collector.first_weights(self._topic)
@@ -249,7 +261,7 @@ class WeightSyncScheme(TorchRLNames):
         self, *, weights: Any = None, timeout: float = DEFAULT_TIMEOUT
     ) -> None:
         initial = now(self._initial(weights))
-        self._bus._run(lambda: self._connect_sender(initial, timeout))
+        self._run(lambda: self._connect_sender(initial, timeout))
 
     def _setup_connection_and_weights_on_receiver_impl(
         self, *, worker_idx: int | None = None, timeout: float = DEFAULT_TIMEOUT
@@ -259,7 +271,7 @@ class WeightSyncScheme(TorchRLNames):
             if isinstance(self._context, TorchRLContext):
                 self._context.connected = True
 
-        self._bus._run(connect)
+        self._run(connect)
 
     def send(
         self,
@@ -289,59 +301,66 @@ class WeightSyncScheme(TorchRLNames):
             ClosedError, Fenced: this sender was shut down, or a newer process has replaced it.
             PartialSendError: names the workers that have not applied it, and why. Not final: they still get it.
         """
-        self._check_open()
-        if self._sync:
-            self._bus.send({self._topic: weights}, worker_ids, timeout, metadata=metadata, quorum=quorum)
+        if self._options.get("sync", True):
+            self._send_and_wait(weights, worker_ids, timeout, metadata=metadata, quorum=quorum)
         else:
             self.publish(weights, worker_ids, metadata=metadata)
 
-    async def send_async(
-        self,
-        weights: Any = None,
-        worker_ids: Workers = None,
-        timeout: float = DEFAULT_TIMEOUT,
-        *,
-        metadata: Metadata = None,
-        quorum: int | None = None,
-    ) -> int:
-        """:meth:`send` for a coroutine of any event loop; returns the version. The source must not change until it
-        returns."""
-        self._check_open()
-        return await self._bus.send_async({self._topic: weights}, worker_ids, timeout, metadata=metadata, quorum=quorum)
-
-    def publish(self, weights: Any = None, worker_ids: Workers = None, *, metadata: Metadata = None) -> int:
+    _send_and_wait = taking(AsyncScheme.send_async)
+    send_async = elsewhere(
+        AsyncScheme.send_async,
+        "send_async",
+        ":meth:`send` for a coroutine of any event loop; returns the version. The source must not change until it "
+        "returns.",
+    )
+    publish = taking(
+        AsyncScheme.publish,
         """Snapshot the weights and announce them; returns the version without waiting for any worker.
 
         The source may change from then on. Latest wins: a worker that is behind skips versions.
 
         Args:
-            weights, worker_ids, metadata: as for :meth:`send`.
+            weights: as for :meth:`send`.
+            worker_ids: as for :meth:`send`.
+            metadata: as for :meth:`send`.
 
         Raises:
             ValueError, TypeError, MemoryError, NotConnected, ClosedError, Fenced: as :meth:`send`.
             AckTimeout: for 60 s there was no room for them (workers that are behind still read all ``slots`` of shared
                 memory); nothing was published.
-        """
-        self._check_open()
-        return self._bus.publish({self._topic: weights}, worker_ids, metadata=metadata)
-
-    async def publish_async(self, weights: Any = None, worker_ids: Workers = None, *, metadata: Metadata = None) -> int:
-        """:meth:`publish` for a coroutine of any event loop: what follows may keep that loop busy, the weights travel
-        by another. The source must not change until it returns."""
-        self._check_open()
-        return await self._bus.publish_async({self._topic: weights}, worker_ids, metadata=metadata)
-
+        """,
+    )
+    publish_async = elsewhere(
+        AsyncScheme.publish,
+        "publish_async",
+        ":meth:`publish` for a coroutine of any event loop: what follows may keep that loop busy, the weights travel "
+        "by another. The source must not change until it returns.",
+    )
     wait_version = ordinary(AsyncScheme.wait_version)
     wait_lag = ordinary(AsyncScheme.wait_lag)
-    receive = ordinary(AsyncScheme.receive, "_deliver", first=Scheme._check_not_held)
     fetch = ordinary(AsyncScheme.fetch, "_deliver")
     shutdown = ordinary(AsyncScheme.shutdown, "_end")
+
+    def receive(self, timeout: float | None = None) -> TensorDict | None:
+        self._check_not_held(timeout)
+        call = self._current_call()
+        return self._deliver(lambda: self._receive(timeout, call))
+
+    receive.__doc__ = AsyncScheme.receive.__doc__
 
     def _run(self, make: Make[T]) -> T:
         return self._bus._run(make)
 
     def _end(self, make: Make[None]) -> None:
         self._bus._end(make)
+
+    def _taken(self, weights: Any, workers: list[int] | None) -> Any:
+        """The weights, taken from their source here and now."""
+        self._check_open()
+        return self._bus._taken({self._topic: weights}, workers)[self._topic]
+
+    async def _awaitable(self, make: Make[T]) -> T:
+        return await loop_thread.awaitable(make)
 
     def _deliver(self, make: Make[T]) -> T:
         """Weights for the caller. If an exception strikes in its thread before it has them, the next receive returns
@@ -361,15 +380,131 @@ class WeightSyncScheme(TorchRLNames):
             return weights
 
         try:
-            return self._bus._run(deliver)
+            return self._run(deliver)
         except BaseException:
             gone = True
             for take_back in undo:
                 take_back()
             raise
 
-    def __enter__(self) -> Self:
-        return self
+    # -- what TorchRL's collectors ask for, and set --------------------------------------------------------------------
 
-    def __exit__(self, *exc: object) -> None:
-        self.shutdown()
+    # The workers of a sender get both with the scheme: seconds that connect() waits at least, and the number by which
+    # TorchRL's collector calls the first of them.
+    _patience: float = 0.0
+    _first_number: int = 0
+    _preset: Mapping[str, Any]
+
+    def _reset(self) -> None:
+        super()._reset()
+        self._preset = {}
+        count_as_theirs(WeightSyncScheme)
+
+    @checked
+    def init_on_sender(self, **options: Any) -> None:
+        super().init_on_sender(**self._completed(options, "model", "context"))
+        if isinstance(self._context, TorchRLContext) and self._context.num_workers is not None:
+            self._patience = START_SECONDS
+            self._first_number = self._context.first_number
+
+    update_wrapper(init_on_sender, Scheme.init_on_sender)
+
+    @checked
+    def init_on_receiver(self, model_id: str, context: Any = None, **options: Any) -> None:
+        options = self._completed({**options, "context": context}, "model", "context", "worker_idx")
+        if self._first_number and options.get("worker_idx") is not None:
+            options["worker_idx"] -= self._first_number
+        super().init_on_receiver(model_id, **options)
+
+    update_wrapper(init_on_receiver, Scheme.init_on_receiver)
+
+    def _completed(self, options: Mapping[str, Any], *names: str) -> dict[str, Any]:
+        preset = {name: value for name, value in self._preset.items() if name in names and options.get(name) is None}
+        return {**options, **preset}
+
+    @property
+    def initialized_on_sender(self) -> bool:
+        """Whether this is the sender, in this process."""
+        count_as_theirs(WeightSyncScheme)  # TorchRL may have been imported since; this is what it asks first
+        return self._role == "sender" and self._pid == os.getpid()
+
+    @property
+    def initialized_on_receiver(self) -> bool:
+        """Whether this is a receiver, in this process."""
+        count_as_theirs(WeightSyncScheme)
+        return self._role == "receiver" and self._pid == os.getpid()
+
+    @property
+    def synchronized_on_sender(self) -> bool:
+        """Whether this is the sender, and connected."""
+        return self.initialized_on_sender and self._registered
+
+    @property
+    def synchronized_on_receiver(self) -> bool:
+        """Whether this is a receiver, and connected."""
+        return self.initialized_on_receiver and self._registered
+
+    @property
+    def strategy_str(self) -> str:
+        """``"tensordict"`` or ``"state_dict"``."""
+        return self.strategy.extract_as
+
+    @property
+    def model(self) -> Any:
+        """The registered model, on a sender with a context that one's; None when unset.
+
+        Set on a sender, it is what a bare ``send()`` sends. Set on a receiver, it takes the place of the other: it has
+        the current weights when this returns, and gets the updates from then on.
+        """
+        return self._preset.get("model") if self._role is None else super().model
+
+    @model.setter
+    def model(self, model: Any) -> None:
+        if self._role is None:
+            self._preset = {**self._preset, "model": model}
+        elif self._role == "sender":
+            old = self._sources
+            self._sources = Sources(self.model_id, old.context, model=model, device_map_fn=old.device_map_fn)
+            self._model = model
+        elif model is not self._model and (receiving := self._receiving) is not None:
+            self._model = model
+            link, timeout = self._bus._link, max(DEFAULT_TIMEOUT, self._patience)
+            if isinstance(link, ReceiverLink):
+                self._run(lambda: receiving.replace(link, model, timeout))
+            else:
+                receiving.bind(model)
+
+    @property
+    def context(self) -> Any:
+        """The context object; None when unset. Set on a receiver, it learns of each update from the next one on."""
+        return self._preset.get("context") if self._role is None else super().context
+
+    @context.setter
+    def context(self, context: Any) -> None:
+        if self._role is None:
+            self._preset = {**self._preset, "context": context}
+            return
+        self._context = self._sources.context = context = adapted(context)
+        link = self._bus._link
+        if self._registered and isinstance(link, ReceiverLink):
+            if isinstance(context, TorchRLContext):
+                context.connected = True
+            self._bus._look(lambda: link.pass_on(self._topic, context))
+
+    @property
+    def worker_idx(self) -> int | None:
+        """Which worker this is; None when unset."""
+        return self._preset.get("worker_idx") if self._role is None else self._worker_idx
+
+    @worker_idx.setter
+    def worker_idx(self, worker_idx: int | None) -> None:
+        if worker_idx == self.worker_idx:
+            return
+        if self._role is None:
+            self._preset = {**self._preset, "worker_idx": worker_idx}
+        elif self._role == "sender" or self._worker_idx is not None:
+            who = "the sender" if self._role == "sender" else f"worker {self._worker_idx}"
+            raise RuntimeError(f"this is {who} already: worker_idx belongs to a receiver, and is set once")
+        else:
+            self._check_worker(worker_idx)
+            self._worker_idx = worker_idx

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
-from typing import Any, TypeVar
-
-from tensordict import TensorDict
+from typing import Any, NoReturn, TypeVar
 
 from asyncsync.arguments import as_version, check_forward
-from asyncsync.bus.core import DEFAULT_TIMEOUT
+from asyncsync.bus.core import Metadata
 from asyncsync.bus.status import BusStatus
 from asyncsync.schemes import aio, blocking
 from asyncsync.schemes.registry import register
@@ -21,33 +19,45 @@ T = TypeVar("T")
 
 
 class NoSyncCore(Scheme):
-    """What both APIs have in common."""
+    """What both APIs have in common. Nothing is awaited, and nothing is taken from the caller's source."""
 
     _takes_part = False
+    _count = 0
+    _encoded = b""
 
-    def _connect(self, worker_idx: int | None) -> None:
+    def _check_connect(self, *given: Any) -> None:
         self._check_open()
+
+    async def _initial(self, weights: Any) -> None:
+        return None
+
+    async def _connect_sender(self, *given: Any) -> None:
+        self._registered = True
+
+    async def _connect_receiver(self, worker_idx: int | None, timeout: float) -> None:
         if worker_idx is not None:
             self._worker_idx = worker_idx
         self._registered = True
 
-    def _count_up(self, metadata: Mapping[str, Any] | None) -> int:
-        self._check_open()
+    async def _publish(self, weights: Any, worker_ids: Any, metadata: Metadata) -> int:
         self._encoded = encode_metadata(metadata)
-        self._count = self.version + 1
+        self._count += 1
         return self._count
 
-    async def send_async(
-        self,
-        weights: Any = None,
-        worker_ids: int | Iterable[int] | None = None,
-        timeout: float = DEFAULT_TIMEOUT,
-        *,
-        metadata: Mapping[str, Any] | None = None,
-        quorum: int | None = None,
-    ) -> int:
-        """Count; returns the version."""
-        return self._count_up(metadata)
+    async def _send(self, weights: Any, worker_ids: Any, timeout: float, metadata: Metadata, quorum: Any) -> int:
+        return await self._publish(weights, worker_ids, metadata)
+
+    async def _wait_version(self, *given: Any) -> None:
+        pass
+
+    async def _wait_lag(self, *given: Any) -> int:
+        return self._count
+
+    async def _receive(self, *given: Any) -> None:
+        self._check_open()
+
+    async def _fetch(self, timeout: float) -> NoReturn:
+        raise RuntimeError("NoWeightSyncScheme has no weights to fetch")
 
     def hold(self) -> Any:
         """A block; there is nothing to keep out."""
@@ -57,16 +67,16 @@ class NoSyncCore(Scheme):
     @property
     def metadata(self) -> dict[str, Any]:
         """Of what was counted last."""
-        return decode_metadata(getattr(self, "_encoded", b""))
+        return decode_metadata(self._encoded)
 
     @property
     def version(self) -> int:
         """How often weights were published."""
-        return int(getattr(self, "_count", 0))
+        return self._count
 
     def state_dict(self) -> dict[str, int]:
         """``{"version": …}``, as of every scheme."""
-        return {"version": self.version}
+        return {"version": self._count}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Count on from the version of a checkpoint.
@@ -75,7 +85,7 @@ class NoSyncCore(Scheme):
             ValueError: this is no such state, or it would take the version back.
         """
         version = as_version(state)
-        check_forward(version, self.version)
+        check_forward(version, self._count)
         self._count, self._encoded = version, b""
 
     def status(self) -> BusStatus:
@@ -84,105 +94,33 @@ class NoSyncCore(Scheme):
 
 
 class NoWeightSyncScheme(NoSyncCore, aio.WeightSyncScheme):
-    """A scheme that moves nothing: ``connect`` returns at once, ``publish`` only counts, ``receive`` returns None. It
-    takes no part in a ``bus=`` that it is given, and counts by itself."""
+    """A scheme that moves nothing: ``connect`` returns at once, ``publish`` only counts, ``receive`` returns None, and
+    ``fetch`` raises RuntimeError. It takes no part in a ``bus=`` that it is given, and counts by itself."""
 
     def create_transport(self, **kwargs: Any) -> ZMQTransport:
         """A transport that moves nothing, either."""
         return ZMQTransport()
 
-    async def connect(
-        self,
-        *,
-        worker_idx: int | None = None,
-        weights: Any = None,
-        timeout: float = DEFAULT_TIMEOUT,
-        processes: Iterable[Any] = (),
-    ) -> None:
-        """Nobody is waited for."""
-        self._connect(worker_idx)
-
-    async def publish(
-        self,
-        weights: Any = None,
-        worker_ids: int | Iterable[int] | None = None,
-        *,
-        metadata: Mapping[str, Any] | None = None,
-    ) -> int:
-        """Count; returns the version."""
-        return self._count_up(metadata)
-
-    async def wait_version(
-        self,
-        version: int,
-        worker_ids: int | Iterable[int] | None = None,
-        timeout: float = DEFAULT_TIMEOUT,
-        *,
-        quorum: int | None = None,
-    ) -> None:
-        """Nobody is waited for."""
-        self._check_open()
-
-    async def wait_lag(self, max_lag: int, timeout: float = DEFAULT_TIMEOUT) -> int:
-        """Nobody is waited for."""
-        self._check_open()
-        return self.version
-
-    async def receive(self, timeout: float | None = None) -> TensorDict | None:
-        """None: nothing comes."""
-        self._check_open()
-        return None
-
-    async def fetch(self, timeout: float = 30.0) -> TensorDict:
-        """Nothing can be fetched.
-
-        Raises:
-            RuntimeError: always.
-        """
-        raise RuntimeError("NoWeightSyncScheme has no weights to fetch")
-
 
 class BlockingNoSync(NoSyncCore, blocking.WeightSyncScheme):
-    """A scheme that moves nothing: ``connect`` returns at once, ``send`` only counts, ``receive`` returns None. It
-    takes no part in a ``bus=`` that it is given, and counts by itself."""
+    """A scheme that moves nothing: ``connect`` returns at once, ``send`` only counts, ``receive`` returns None, and
+    ``fetch`` raises RuntimeError. It takes no part in a ``bus=`` that it is given, and counts by itself."""
 
     def create_transport(self, **kwargs: Any) -> BlockingZMQTransport:
         """A transport that moves nothing, either."""
         return BlockingZMQTransport()
 
-    def connect(
-        self,
-        *,
-        worker_idx: int | None = None,
-        weights: Any = None,
-        timeout: float = DEFAULT_TIMEOUT,
-        processes: Iterable[Any] = (),
-        ctx: Any = None,
-    ) -> None:
-        """Nobody is waited for."""
-        self._connect(worker_idx)
-
-    publish = blocking.ordinary(NoWeightSyncScheme.publish)
-    publish_async = NoWeightSyncScheme.publish
-    wait_version = blocking.ordinary(NoWeightSyncScheme.wait_version)
-    wait_lag = blocking.ordinary(NoWeightSyncScheme.wait_lag)
-    receive = blocking.ordinary(NoWeightSyncScheme.receive)
-    fetch = blocking.ordinary(NoWeightSyncScheme.fetch)
-
     def _run(self, make: blocking.Make[T]) -> T:
         return blocking.now(make())
 
-    def send(
-        self,
-        weights: Any = None,
-        worker_ids: int | Iterable[int] | None = None,
-        timeout: float = DEFAULT_TIMEOUT,
-        *,
-        metadata: Mapping[str, Any] | None = None,
-        quorum: int | None = None,
-    ) -> None:
-        """Count."""
-        self._count_up(metadata)
+    async def _awaitable(self, make: blocking.Make[T]) -> T:
+        return await make()
+
+    def _taken(self, weights: Any, workers: list[int] | None) -> None:
+        return None
+
+    def _deliver(self, make: blocking.Make[T]) -> T:
+        return self._run(make)
 
 
 register("none", NoWeightSyncScheme, BlockingNoSync, "direct")

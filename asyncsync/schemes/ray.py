@@ -21,9 +21,10 @@ from asyncsync.errors import NotConnected, PeerLost, WeightSyncError
 from asyncsync.net.address import own_address
 from asyncsync.net.rendezvous import THREAD, MeetingPlace
 from asyncsync.runtime.threads import elsewhere
+from asyncsync.schemes import aio, blocking
 from asyncsync.schemes.options import RayOptions, Strategy
 from asyncsync.schemes.registry import register
-from asyncsync.schemes.remote_calls import METHOD, Call, Called, CalledBlocking, RemoteCallCore, failure_of
+from asyncsync.schemes.remote_calls import METHOD, Call, RemoteCallCore, failure_of
 from asyncsync.schemes.torch_distributed import check_backend
 from asyncsync.transports.ray_objects import BlockingRayTransport, ObjectTransport, RayTransport
 from asyncsync.transports.ray_private import kill, the_ray
@@ -225,7 +226,7 @@ async def _returned(reference: Any, worker: int) -> None:
         raise PeerLost(f"worker {worker} is lost: its actor cannot be called: {error}") from error
 
 
-class RayWeightSyncScheme(RayCore, Called):
+class RayWeightSyncScheme(RayCore, aio.WeightSyncScheme):
     """Weights for actors of Ray's. Usage::
 
         scheme = RayWeightSyncScheme(backend="object_store")
@@ -247,7 +248,7 @@ class RayWeightSyncScheme(RayCore, Called):
     _transport_class = RayTransport
 
 
-class BlockingRay(RayCore, CalledBlocking):
+class BlockingRay(RayCore, blocking.WeightSyncScheme):
     """Weights for actors of Ray's, with the blocking API; see :class:`asyncsync.RayWeightSyncScheme`."""
 
     _transport_class = BlockingRayTransport
@@ -313,13 +314,13 @@ class TransformCore(RayCore):
             ) from None
 
 
-class RayModuleTransformScheme(TransformCore, Called):
+class RayModuleTransformScheme(TransformCore, aio.WeightSyncScheme):
     """Weights for the module of a RayModuleTransform of TorchRL's. Only the sender is connected by the user."""
 
     _transport_class = RayTransport
 
 
-class BlockingRayModuleTransform(TransformCore, CalledBlocking):
+class BlockingRayModuleTransform(TransformCore, blocking.WeightSyncScheme):
     """The same with the blocking API; see :class:`asyncsync.RayModuleTransformScheme`."""
 
     _transport_class = BlockingRayTransport

@@ -29,7 +29,6 @@ from asyncsync.bus.receiver import ReceiverLink
 from asyncsync.errors import AckTimeout, PeerLost, RemoteError, WeightSyncError
 from asyncsync.net.rendezvous import Introduction
 from asyncsync.protocol.targets import Targets
-from asyncsync.schemes import aio, blocking
 from asyncsync.schemes.scheme import Scheme
 
 METHOD = "_receive_weights_scheme"
@@ -178,7 +177,7 @@ class RemoteCallCore(Scheme):
 
     @abstractmethod
     def _current_call(self) -> Call | None:
-        """Worker: the call that the caller's thread or task is carrying out; None: it is none."""
+        pass
 
     # -- what users call ----------------------------------------------------------------------------------------------
 
@@ -253,10 +252,9 @@ class RemoteCallCore(Scheme):
 
     # -- in a worker --------------------------------------------------------------------------------------------------
 
-    async def _receive_in(self, call: Call | None, timeout: float | None) -> TensorDict | None:
-        """``receive``, perhaps in a call of the sender's."""
+    async def _receive(self, timeout: float | None, call: Call | None = None) -> TensorDict | None:
         if call is None:
-            return await self._receive(timeout)
+            return await super()._receive(timeout)
         self._check_receive(timeout)
         version = call.version(self._topic)
         if call.uid != self._bus._uid or version is None:
@@ -306,24 +304,3 @@ class RemoteCallCore(Scheme):
         if isinstance(calls, _Calls) and calls.call == self._call:
             await calls.close()
         await super()._end_transport(timeout)
-
-
-class Called(RemoteCallCore, aio.WeightSyncScheme):
-    """The asyncio API."""
-
-    async def receive(self, timeout: float | None = None) -> TensorDict | None:
-        self._check_not_held(timeout)
-        return await self._receive_in(self._current_call(), timeout)
-
-    receive.__doc__ = aio.WeightSyncScheme.receive.__doc__
-
-
-class CalledBlocking(RemoteCallCore, blocking.WeightSyncScheme):
-    """The blocking API."""
-
-    def receive(self, timeout: float | None = None) -> TensorDict | None:
-        self._check_not_held(timeout)
-        call = self._current_call()
-        return self._deliver(lambda: self._receive_in(call, timeout))
-
-    receive.__doc__ = blocking.WeightSyncScheme.receive.__doc__

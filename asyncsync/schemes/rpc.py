@@ -22,9 +22,10 @@ from asyncsync.errors import NotConnected, PeerLost
 from asyncsync.net.address import own_address
 from asyncsync.net.endpoint import INTRODUCED
 from asyncsync.runtime.threads import elsewhere, settle
+from asyncsync.schemes import aio, blocking
 from asyncsync.schemes.options import RPCOptions, Strategy
 from asyncsync.schemes.registry import register
-from asyncsync.schemes.remote_calls import METHOD, Call, Called, CalledBlocking, RemoteCallCore, failure_of
+from asyncsync.schemes.remote_calls import METHOD, Call, RemoteCallCore, failure_of
 from asyncsync.schemes.torch_distributed import check_backend
 from asyncsync.transports.torch_distributed import BlockingRPCTransport, PairTransport, RPCTransport
 
@@ -91,11 +92,11 @@ class RPCCore(RemoteCallCore):
         self._is_called = True
         await super()._connect_receiver(worker, timeout)
 
-    async def _receive(self, timeout: float | None) -> TensorDict | None:
-        if self._role == "receiver" and not self._registered:
+    async def _receive(self, timeout: float | None, call: Call | None = None) -> TensorDict | None:
+        if call is None and self._role == "receiver" and not self._registered:
             self._check_open()
             raise NotConnected("this worker has not been called by its sender yet, which introduces it")
-        return await super()._receive(timeout)
+        return await super()._receive(timeout, call)
 
     # -- calls --------------------------------------------------------------------------------------------------------
 
@@ -147,7 +148,7 @@ class RPCCore(RemoteCallCore):
         return None
 
 
-class RPCWeightSyncScheme(RPCCore, Called):
+class RPCWeightSyncScheme(RPCCore, aio.WeightSyncScheme):
     """Weights for objects in processes of ``torch.distributed.rpc``. Usage::
 
         rrefs = [rpc.remote(f"worker{index}", Worker, (scheme.blocking, index)) for index in range(2)]
@@ -166,7 +167,7 @@ class RPCWeightSyncScheme(RPCCore, Called):
     _transport_class = RPCTransport
 
 
-class BlockingRPC(RPCCore, CalledBlocking):
+class BlockingRPC(RPCCore, blocking.WeightSyncScheme):
     """Weights for objects of RPC's, with the blocking API; see :class:`asyncsync.RPCWeightSyncScheme`."""
 
     _transport_class = BlockingRPCTransport

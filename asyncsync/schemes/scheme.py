@@ -26,7 +26,7 @@ from torch import nn
 
 from asyncsync.arguments import check_processes, check_timeout, checked, declared, options_of, refuse_misspelt
 from asyncsync.bus.carrier import Carrier
-from asyncsync.bus.core import BusCore
+from asyncsync.bus.core import BusCore, Metadata, Workers
 from asyncsync.bus.member import Source
 from asyncsync.bus.options import BusOptions
 from asyncsync.bus.receiver import ReceiverLink
@@ -45,7 +45,7 @@ from asyncsync.schemes.options import SchemeOptions, Strategy
 from asyncsync.schemes.receiving import Receiving
 from asyncsync.schemes.registry import scheme_class, twin_class
 from asyncsync.schemes.sources import Sources, as_tensordict, by_worker, count_workers, find_model, resolve_model
-from asyncsync.schemes.torchrl_contexts import TorchRLContext, adapted
+from asyncsync.schemes.torchrl import TorchRLContext, adapted
 from asyncsync.transports.base import TransportCore
 from asyncsync.transports.channels import ChannelReceiver, ChannelSender, make_receiver, make_sender
 from asyncsync.weights.packing import copy_flat
@@ -738,6 +738,20 @@ class Scheme(ABC):
         layout = link.publishing.latest_layout(self._topic) if isinstance(link, SenderLink) else None
         return None if layout is None else set(layout.paths)
 
+    async def _publish(self, weights: Any, worker_ids: Workers, metadata: Metadata) -> int:
+        return await self._bus._publish({self._topic: weights}, worker_ids, metadata)
+
+    async def _send(
+        self, weights: Any, worker_ids: Workers, timeout: float, metadata: Metadata, quorum: int | None
+    ) -> int:
+        return await self._bus._send({self._topic: weights}, worker_ids, timeout, metadata, quorum)
+
+    async def _wait_version(self, version: int, worker_ids: Workers, timeout: float, quorum: int | None) -> None:
+        await self._bus._wait_version(version, worker_ids, timeout, [self._topic], quorum)
+
+    async def _wait_lag(self, max_lag: int, timeout: float) -> int:
+        return await self._bus._wait_lag([self._topic], max_lag, timeout)
+
     # -- what is received ----------------------------------------------------------------------------------------------
 
     def _receiver(self) -> tuple[ReceiverLink, Receiving]:
@@ -745,10 +759,19 @@ class Scheme(ABC):
         assert receiving is not None
         return link, receiving
 
-    async def _receive(self, timeout: float | None) -> TensorDict | None:
+    def _current_call(self) -> Any:
+        """Receiver: the sender's call that the caller's thread or task is carrying out; None: it is none."""
+        return None
+
+    async def _receive(self, timeout: float | None, call: Any = None) -> TensorDict | None:
+        """``receive``, perhaps in a call of the sender's."""
         self._check_receive(timeout)
         link, receiving = self._receiver()
         return await receiving.receive(link, timeout)
+
+    async def _fetch(self, timeout: float) -> TensorDict:
+        link, receiving = self._receiver()
+        return await receiving.fetch(link, timeout)
 
     async def _take_in(self, timeout: float | None) -> None:
         """Apply what has come, without returning it."""

@@ -13,7 +13,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
 from asyncsync.model.strategy import WeightStrategy, flat_weights
-from asyncsync.schemes.torchrl_contexts import TorchRLContext
+from asyncsync.schemes.torchrl import TorchRLContext
 from asyncsync.weights.packing import cuda_events
 from asyncsync.weights.tree import FlatWeights, Path, flatten, nest
 

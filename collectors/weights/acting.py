@@ -25,7 +25,6 @@ from asyncsync.model.update import Prepared
 from asyncsync.runtime.threads import settle, until_done
 from asyncsync.schemes.blocking import Bus, WeightSyncScheme
 from asyncsync.schemes.none import NoSyncCore
-from asyncsync.schemes.remote_calls import CalledBlocking
 from asyncsync.schemes.scheme import Scheme
 
 Change = concurrent.futures.Future[None]
@@ -149,7 +148,7 @@ class ActingWeights:
         Fenced: nothing has come, and nothing will."""
         others = []
         for scheme in self.schemes.values():
-            if isinstance(scheme, CalledBlocking) and scheme._current_call() is not None:
+            if scheme._current_call() is not None:
                 scheme.receive()
             elif not isinstance(scheme, NoSyncCore):
                 others.append(scheme)

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 
@@ -28,6 +28,16 @@ def count_as_theirs(kind: type) -> None:
     if "torchrl" in sys.modules and kind not in _counted:
         import_module("torchrl.weight_update").WeightSyncScheme.register(kind)
         _counted.add(kind)
+
+
+class Refusal:
+    """A name that a scheme has not; TorchRL, which asks for it, shows why."""
+
+    def __get__(self, scheme: Any, owner: type) -> NoReturn:
+        raise AttributeError(
+            f"this is the asyncio {owner.__name__}, and TorchRL calls ordinary methods: hand it `scheme.blocking`, or "
+            f"a {owner.__name__} of asyncsync.sync"
+        )
 
 
 def adapted(context: Any) -> Any:
