@@ -38,7 +38,7 @@ from asyncsync.weights.tree import Path, dotted, flatten
 class TransportCore(Carrier):
     """A carrier that knows its scheme: the base of both TransportBackends."""
 
-    _is_blocking: ClassVar[bool] = False
+    is_blocking: ClassVar[bool] = False
     _scheme: weakref.ref[Any] | None = None
 
     def _bind(self, scheme: Any) -> None:
@@ -53,14 +53,14 @@ class TransportCore(Carrier):
                 f"this {type(self).__name__} belongs to no scheme: after init_on_sender() or init_on_receiver(), "
                 "use scheme.shared_transport or scheme.receiver_transport"
             )
-        if scheme._is_blocking is not self._is_blocking:
-            kind, api = ("ordinary", "asyncsync.sync") if scheme._is_blocking else ("coroutines", "asyncsync")
+        if scheme.is_blocking is not self.is_blocking:
+            kind, api = ("ordinary", "asyncsync.sync") if scheme.is_blocking else ("coroutines", "asyncsync")
             raise TypeError(
                 f"the methods of {type(scheme).__name__} are {kind}, those of its {type(self).__name__} are not: have "
                 f"create_transport return a TransportBackend of {api}, or call the scheme's own send and receive"
             )
-        if role is not None and scheme._role != role:
-            raise RuntimeError(f"this is the {scheme._role}'s transport; call this on the {role}'s")
+        if role is not None and scheme.role != role:
+            raise RuntimeError(f"this is the {scheme.role}'s transport; call this on the {role}'s")
         return scheme
 
 
@@ -167,10 +167,10 @@ class TransportBackend(TransportCore, ABC):
         scheme = self._bound("receiver")
         destination = Destination(scheme, weights, model, strategy)
         await scheme.connect(worker_idx=worker_idx)
-        return await self._take(destination, await scheme._current())
+        return await self._take(destination, await scheme.current_weights())
 
     async def _take(self, destination: Destination, received: TensorDict | None) -> Any:
-        link = self._bound()._bus._link
+        link = self._bound().bus.link
         if received is None or link is None or link.closed:
             return destination.take(received)
         # Large weights are copied in a thread, and a cancellation does not interrupt the copy.
@@ -185,9 +185,9 @@ class Destination:
     def __init__(self, scheme: Any, weights: Any, model: Any, strategy: str | WeightStrategy | None) -> None:
         if weights is not None and not isinstance(weights, TensorDictBase | MutableMapping):
             raise TypeError(f"weights must be a TensorDict or a dict of tensors to fill, not {type(weights).__name__}")
-        self._receiving = scheme._receiving
-        self._before = scheme._receiving.returned
-        self._selection = scheme._selection
+        self._receiving = scheme.receiving
+        self._before = scheme.receiving.returned
+        self._selection = scheme.selection
         self.weights = weights
         self.strategy = scheme.strategy if strategy is None else resolve_strategy(strategy)
         # The bus brings the scheme's own model up to date, through its gate: a second writer could tear a forward, or

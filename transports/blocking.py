@@ -53,7 +53,7 @@ class TransportBackend(TransportCore):
     the library runs it on threads), or ``offer`` and ``fetch`` (coroutines on the bus's event loop).
     """
 
-    _is_blocking: ClassVar[bool] = True
+    is_blocking: ClassVar[bool] = True
 
     def send_weights(self, weights: Any = None, worker_ids: int | Iterable[int] | None = None) -> None:
         """Sender: publish weights, without waiting for any worker. As :meth:`asyncsync.TransportBackend.send_weights`.
@@ -109,4 +109,4 @@ class TransportBackend(TransportCore):
         scheme = self._bound("receiver")
         destination = Destination(scheme, weights, model, strategy)
         scheme.connect(worker_idx=worker_idx)
-        return destination.take(scheme._bus._run(scheme._current))
+        return destination.take(scheme.bus.run_on_loop(scheme.current_weights))

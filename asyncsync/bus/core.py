@@ -57,7 +57,7 @@ from asyncsync.wire.metadata import Shown, decode_metadata, encode_metadata
 DEFAULT_TIMEOUT = 60.0
 LOOP_ENDED = "this bus was shut down when its event loop ended: connect and use it within one asyncio.run()"
 CONFIGURATION = ["endpoint", "connect_endpoint", "num_workers", "min_workers", "allow_plaintext", "checksum", "keys"]
-CONFIGURATION += ["fanout", "compress", "delta", "monitoring", "drawn", "_uid"]
+CONFIGURATION += ["fanout", "compress", "delta", "monitoring", "drawn", "uid"]
 
 # Copies of one shared bus that were pickled apart find each other again in the worker: one connection per worker_idx.
 _receiving: weakref.WeakValueDictionary[tuple[str, int, int], Any] = weakref.WeakValueDictionary()
@@ -102,30 +102,30 @@ class BusCore:
         check_quorum(self.num_workers, self.min_workers)
         self.fanout, self.compress, self.delta = options["fanout"], compress, delta
         self.monitoring = Monitoring.given(options["metrics_port"], options["tracing"])
-        self._uid = secrets.token_hex(8)
+        self.uid = secrets.token_hex(8)
         self._reset()
 
     def _reset(self) -> None:
-        self._role: str | None = None
-        self._pid = 0
-        self._schemes: dict[str, Member] = {}
+        self.role: str | None = None
+        self.pid = 0
+        self.schemes: dict[str, Member] = {}
         self._link: SenderLink | ReceiverLink | None = None
-        self._gate: Gate | None = None
+        self.gate: Gate | None = None
         self._worker: int | None = None
         self._late = False
-        self._introduction: Introduction | None = None  # a worker's
-        self._find_sender: Find | None = None  # the successor of the one that it was introduced to
+        self.introduction: Introduction | None = None  # a worker's
+        self.find_sender: Find | None = None  # the successor of the one that it was introduced to
         self._constructed = self.num_workers  # by the constructor; init_on_sender() may set it instead
-        self._starting: tuple[Any, ...] = ()  # workers' processes, to be watched while connect() waits
-        self._closed = False
+        self.starting: tuple[Any, ...] = ()  # workers' processes, to be watched while connect() waits
+        self.is_shut_down = False
         self._why_closed = "this scheme or bus was shut down"
         self._preparing = Order()  # held by a publication until it is ready to be packed
-        self._carried = 0  # the version that a sender counts on from
+        self.carried = 0  # the version that a sender counts on from
         self._converted: BusCore | None = None
         # Called on the loop with each version that workers are to have, and whom it is for (None: everybody).
-        self._on_published: Callable[[int, list[int] | None], None] | None = None
+        self.on_published: Callable[[int, list[int] | None], None] | None = None
         self._origin: Callable[[], tuple[int, bytes]] | None = None
-        self._calls: Calls | None = None  # a sender's whose workers are called with each version
+        self.calls: Calls | None = None  # a sender's whose workers are called with each version
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in CONFIGURATION}
@@ -135,7 +135,7 @@ class BusCore:
         self._reset()
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.endpoint!r}, role={self._role}, models={sorted(self._schemes)})"
+        return f"{type(self).__name__}({self.endpoint!r}, role={self.role}, models={sorted(self.schemes)})"
 
     # -- schemes join -----------------------------------------------------------------------------------------------
 
@@ -147,41 +147,41 @@ class BusCore:
         eager = 64 << 10 if compress or self.delta or self.fanout else EAGER_BYTES
         return Settings(eager, checksum=checksum, compress=compress, delta=self.delta, fast=fast, fanout=self.fanout)
 
-    def _check_role(self, role: str) -> None:
-        if self._role is not None and self._pid != os.getpid():
+    def check_role(self, role: str) -> None:
+        if self.role is not None and self.pid != os.getpid():
             if self._link is not None:
                 raise RuntimeError(
                     "this scheme or bus was connected before the fork, so the forked child cannot use it: pass "
                     "it to the child before you connect it"
                 )
             self._reset()
-        if self._role not in (None, role):
+        if self.role not in (None, role):
             raise RuntimeError(
-                f"this scheme or bus is the {self._role} in this process; for the {role}, use another scheme "
+                f"this scheme or bus is the {self.role} in this process; for the {role}, use another scheme "
                 "(pickle it, or construct another)"
             )
 
-    def _join(self, scheme: Member, role: str, topic: str, num_workers: int | None = None) -> None:
-        self._check_role(role)
+    def join(self, scheme: Member, role: str, topic: str, num_workers: int | None = None) -> None:
+        self.check_role(role)
         if role == "sender" and self.drawn and self.connect_endpoint != self.endpoint:
             raise ValueError(
                 f"this sender has no address to bind, only connect={self.connect_endpoint!r}, where workers look for "
                 'it: also give endpoint=, such as "tcp://0.0.0.0:5555"'
             )
-        if self._schemes.get(topic, scheme) is not scheme:
+        if self.schemes.get(topic, scheme) is not scheme:
             raise ValueError(f"this bus has a scheme for {topic!r} already; give each scheme its own model_id")
-        if self._closed:
+        if self.is_shut_down:
             raise ClosedError("this scheme or bus was shut down; construct another")
         if num_workers is not None:
-            self.agree_on_workers(num_workers, private=scheme._own_bus)
-        self._role, self._pid = role, os.getpid()
-        self._schemes = {t: s for t, s in self._schemes.items() if s is not scheme} | {topic: scheme}
-        if role == "receiver" and self._gate is None:
-            self._gate = Gate()
+            self.agree_on_workers(num_workers, private=scheme.has_own_bus)
+        self.role, self.pid = role, os.getpid()
+        self.schemes = {t: s for t, s in self.schemes.items() if s is not scheme} | {topic: scheme}
+        if role == "receiver" and self.gate is None:
+            self.gate = Gate()
 
-    def _for_receiver(self, worker: int | None) -> BusCore:
+    def for_receiver(self, worker: int | None) -> BusCore:
         """The bus that schemes pickled apart share in this worker."""
-        if worker is None or self._role == "sender":
+        if worker is None or self.role == "sender":
             self._late = True
             return self
         return self._shared_here(worker)
@@ -189,9 +189,9 @@ class BusCore:
     def _shared_here(self, worker: int) -> BusCore:
         """The one bus that all copies of this one share where they are this worker, in this process. Raises ValueError
         if some of them are asynchronous, others blocking."""
-        key = (self._uid, worker, os.getpid())
+        key = (self.uid, worker, os.getpid())
         shared: BusCore | None = _receiving.get(key)
-        if shared is None or shared._closed:
+        if shared is None or shared.is_shut_down:
             _receiving[key] = shared = self
         if type(shared) is not type(self):
             raise ValueError(
@@ -218,65 +218,70 @@ class BusCore:
         check_quorum(self.num_workers, min_workers)
         self.min_workers = min_workers
 
-    def _twin(self, kind: type[BusCore]) -> BusCore:
+    def twin(self, kind: type[BusCore]) -> BusCore:
         """A copy with the other API; the schemes of one bus that are converted share it."""
         twin = self._converted
-        if twin is None or twin._closed or type(twin) is not kind:
+        if twin is None or twin.is_shut_down or type(twin) is not kind:
             twin = self._converted = kind.__new__(kind)
             twin.__setstate__(self.__getstate__())
-        twin._carried = max(twin._carried, self._carried)
+        twin.carried = max(twin.carried, self.carried)
         return twin
 
-    def _look(self, function: Callable[[], T]) -> T:
+    @property
+    def link(self) -> SenderLink | ReceiverLink | None:
+        """The connection; None: there is none yet."""
+        return self._link
+
+    def look(self, function: Callable[[], T]) -> T:
         """Read the link's state, where it does not change meanwhile."""
         return function()
 
     # -- links ------------------------------------------------------------------------------------------------------
 
-    def _sender(self) -> SenderLink:
+    def sender_link(self) -> SenderLink:
         link = self._link
-        if type(link) is SenderLink and not self._closed and link.pid == os.getpid():
+        if type(link) is SenderLink and not self.is_shut_down and link.pid == os.getpid():
             return link
-        self._check_open("sender")
+        self.check_open("sender")
         if not isinstance(self._link, SenderLink):
             raise NotConnected("this sender is not connected; call connect() first")
         return self._link
 
-    def _receiver(self) -> ReceiverLink:
-        self._check_open("receiver")
+    def receiver_link(self) -> ReceiverLink:
+        self.check_open("receiver")
         if not isinstance(self._link, ReceiverLink):
             raise NotConnected("this receiver is not connected; call connect() first")
         return self._link
 
-    def _check_open(self, role: str) -> None:
-        if self._closed:
+    def check_open(self, role: str) -> None:
+        if self.is_shut_down:
             raise ClosedError(self._why_closed)
-        if self._role is None:
+        if self.role is None:
             raise RuntimeError("init_on_sender() or init_on_receiver() comes first")
-        self._check_role(role)
+        self.check_role(role)
 
-    def _open_sender(self, host: str = "") -> SenderLink:
+    def open_sender(self, host: str = "") -> SenderLink:
         """``host``: where to bind a free port, with keys, if the workers are introduced."""
-        self._check_open("sender")
+        self.check_open("sender")
         if self._link is None:
             endpoint = tcp_endpoint(host, "*") if host else self.endpoint
             options: Any = {"keyed": bool(host), "keys": self.keys, "monitoring": self.monitoring.here}
             link = SenderLink(endpoint, self.num_workers, self.min_workers, self._settings(), **options)
             link.publishing.origin = self._origin
-            link.carry_on(self._carried)
+            link.carry_on(self.carried)
             self._link = link
             self._end_with_the_loop(link)
-        return self._sender()
+        return self.sender_link()
 
-    def _stand_for(self, origin: Callable[[], tuple[int, bytes]]) -> None:
+    def stand_for(self, origin: Callable[[], tuple[int, bytes]]) -> None:
         """Sender: what is published from now on stands for the version of the root of a tree that ``origin`` returns
         when the values are taken, and has that one's metadata unless it is given some."""
         self._origin = origin
         if isinstance(self._link, SenderLink):
             self._link.publishing.origin = origin
 
-    def _open_receiver(self, worker: int) -> ReceiverLink:
-        self._check_open("receiver")
+    def open_receiver(self, worker: int) -> ReceiverLink:
+        self.check_open("receiver")
         if self._worker not in (None, worker):
             raise ValueError(f"this scheme or bus is worker {self._worker} already; it cannot be worker {worker} too")
         if self._late and self._shared_here(worker) is not self:
@@ -286,50 +291,51 @@ class BusCore:
             )
         self._worker = worker
         if self._link is None:
-            assert self._gate is not None
-            sender = self._introduction or self.connect_endpoint
+            assert self.gate is not None
+            sender = self.introduction or self.connect_endpoint
             credentials = None if self.keys is None else partial(self.keys.receiver, worker)
-            options: Any = {"monitoring": self.monitoring.here, "find": self._find_sender}
-            link = ReceiverLink(sender, worker, self._settings(), self._gate, credentials, **options)
+            options: Any = {"monitoring": self.monitoring.here, "find": self.find_sender}
+            link = ReceiverLink(sender, worker, self._settings(), self.gate, credentials, **options)
             self._link = link
             self._end_with_the_loop(link)
-        return self._receiver()
+        return self.receiver_link()
 
     def _end_with_the_loop(self, link: SenderLink | ReceiverLink) -> None:
         serve_metrics(link)
-        reference = weakref.ref(self)
+        reference = weakref.WeakMethod(self._end_here)
 
         async def end() -> None:
-            if (bus := reference()) is None:
-                await link.shutdown()
-            else:
-                bus._why_closed = LOOP_ENDED
-                await bus._shutdown(EXIT_SECONDS)
+            here = reference()
+            await (link.shutdown() if here is None else here())
 
         link.until_the_loop_ends(end)
 
+    async def _end_here(self) -> None:
+        self._why_closed = LOOP_ENDED
+        await self._shutdown(EXIT_SECONDS)
+
     async def _shutdown(self, timeout: float) -> None:
-        if self._pid not in (0, os.getpid()):
+        if self.pid not in (0, os.getpid()):
             return  # a forked child has nothing of its own to end
-        self._check_loop()
-        already, self._closed = self._closed, True
-        if self._gate is not None:
-            self._gate.detach()
+        self.check_loop()
+        already, self.is_shut_down = self.is_shut_down, True
+        if self.gate is not None:
+            self.gate.detach()
         try:
             if self._link is not None and not already:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(timeout):
                         await self._link.shutdown()
         finally:
-            for scheme in self._schemes.values():
-                await scheme._end_transport(timeout)
+            for scheme in self.schemes.values():
+                await scheme.end_transport(timeout)
 
     # -- connecting and sending ----------------------------------------------------------------------------------------
 
     def _check_connect(self, timeout: float, processes: Iterable[Any] = ()) -> None:
         """Refuse what is not ready to connect, before anything is begun."""
-        self._starting = check_processes(processes)
-        if not self._schemes:
+        self.starting = check_processes(processes)
+        if not self.schemes:
             raise RuntimeError(
                 "no scheme of this bus has been initialised; call init_on_sender() or init_on_receiver() on each first"
             )
@@ -337,41 +343,41 @@ class BusCore:
 
     async def _initial(self) -> dict[str, Source | None]:
         """What each scheme of a sender sends when it connects."""
-        if self._role != "sender":
+        if self.role != "sender":
             return {}
-        return {topic: await scheme._initial(None) for topic, scheme in self._schemes.items()}
+        return {topic: await scheme.initial(None) for topic, scheme in self.schemes.items()}
 
     async def _connect(self, initial: Mapping[str, Source | None], timeout: float) -> None:
         """Connect all schemes, one after the other, within the timeout."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
-        for scheme in list(self._schemes.values()):
-            await scheme._meet(None, max(0.0, deadline - loop.time()))
-        for scheme in list(self._schemes.values()):
+        for scheme in list(self.schemes.values()):
+            await scheme.meet(None, max(0.0, deadline - loop.time()))
+        for scheme in list(self.schemes.values()):
             # A receiver's HELLO has all its models, before it waits for the first of them.
-            scheme._register()
-        for topic, scheme in list(self._schemes.items()):
+            scheme.register()
+        for topic, scheme in list(self.schemes.items()):
             remaining = max(0.0, deadline - loop.time())
-            if self._role == "sender":
-                await scheme._connect_sender(initial[topic], remaining)
+            if self.role == "sender":
+                await scheme.connect_sender(initial[topic], remaining)
             else:
-                await scheme._connect_receiver(None, remaining)
+                await scheme.connect_receiver(None, remaining)
 
     async def _take(self, weights: Mapping[str, Any], worker_ids: Workers) -> dict[str, Source]:
         """Check, and take the values, in the caller's thread. Raises ValueError, before anything is done, for unknown
         models or workers, or none at all."""
         if not isinstance(weights, Mapping):
             raise TypeError(f"a bus takes {{model_id: weights}}, not {type(weights).__name__}")
-        if not weights.keys() <= self._schemes.keys():
-            unknown = sorted(weights.keys() - self._schemes.keys())
-            raise ValueError(f"unknown model_id {unknown}: this bus has {sorted(self._schemes)}")
+        if not weights.keys() <= self.schemes.keys():
+            unknown = sorted(weights.keys() - self.schemes.keys())
+            raise ValueError(f"unknown model_id {unknown}: this bus has {sorted(self.schemes)}")
         if not weights:
             raise ValueError("nothing to publish: name at least one model_id")
-        workers = self._sender().check_workers(as_workers(worker_ids))
+        workers = self.sender_link().check_workers(as_workers(worker_ids))
         sources: dict[str, Source] = {}
         for topic, given in weights.items():
             is_taken = isinstance(given, Taken)
-            sources[topic] = given.source if is_taken else await self._schemes[topic]._extract(given, workers)
+            sources[topic] = given.source if is_taken else await self.schemes[topic].extract(given, workers)
         plain = sorted(topic for topic, source in sources.items() if not isinstance(source, Mapping))
         for topic, source in sources.items() if plain and workers is None else ():
             if isinstance(source, Mapping) and (self.num_workers is None or len(source) < self.num_workers):
@@ -399,7 +405,7 @@ class BusCore:
         finally:
             self._preparing.release()
 
-    async def _publish(self, weights: Mapping[str, Any], worker_ids: Workers, metadata: Metadata) -> int:
+    async def announce(self, weights: Mapping[str, Any], worker_ids: Workers, metadata: Metadata) -> int:
         """Snapshot and announce; returns the version."""
         encoded, workers = encode_metadata(metadata), as_workers(worker_ids)
         sources = await self._take_in_order(weights, workers, DEFAULT_TIMEOUT)
@@ -414,22 +420,22 @@ class BusCore:
         *,
         at_once: bool = True,
     ) -> int:
-        """:meth:`_publish` of what was extracted; unless ``at_once``, it has still to depart."""
-        transports = {topic: self._schemes[topic]._transport() for topic in sources}
-        link = self._sender()
+        """:meth:`announce` of what was extracted; unless ``at_once``, it has still to depart."""
+        transports = {topic: self.schemes[topic].carrier() for topic in sources}
+        link = self.sender_link()
         whom = {*(workers or ()), *(w for s in sources.values() if isinstance(s, Mapping) for w in s)}
         link.check_reach(whom)
         deadline = link.loop.time() + timeout
         version = await link.publishing.publish(
             sources, transports, workers, deadline=deadline, at_once=at_once, metadata=metadata
         )
-        if self._on_published is not None:
-            link.publisher.targets.when_agreed(version, partial(self._on_published, version, sorted(whom) or None))
-        if self._calls is not None:
-            self._calls.begin(version, workers, list(sources))
+        if self.on_published is not None:
+            link.publisher.targets.when_agreed(version, partial(self.on_published, version, sorted(whom) or None))
+        if self.calls is not None:
+            self.calls.begin(version, workers, list(sources))
         return version
 
-    async def _send(
+    async def announce_and_wait(
         self,
         weights: Mapping[str, Any],
         worker_ids: Workers,
@@ -437,11 +443,11 @@ class BusCore:
         metadata: Metadata,
         quorum: int | None = None,
     ) -> int:
-        """:meth:`_publish`, and wait until the workers have applied it, or as many of them as the ``quorum`` needs.
+        """:meth:`announce`, and wait until the workers have applied it, or as many of them as the ``quorum`` needs.
         Raises NotConnected, with nothing published, if nobody could; PartialSendError, which names each worker that has
         not, and why."""
         link, encoded = self._link, encode_metadata(metadata)
-        is_free = not (self._closed or self._calls or self._preparing.waiting or self._preparing.locked())
+        is_free = not (self.is_shut_down or self.calls or self._preparing.waiting or self._preparing.locked())
         if (
             worker_ids is None
             and quorum is None
@@ -453,13 +459,13 @@ class BusCore:
             ((topic, given),) = weights.items()
             if link.fast.may_go_on(topic, timeout):
                 begun = link.loop.time()
-                scheme = self._schemes.get(topic)
-                flat = None if scheme is None else scheme._at_hand(given)
+                scheme = self.schemes.get(topic)
+                flat = None if scheme is None else scheme.at_hand(given)
                 if flat is not None and (version := link.fast.go_on(topic, flat)) is not None:
                     return await self._complete(link, version, topic, timeout, begun)
         check_timeout(timeout)
         workers = as_workers(worker_ids)
-        self._sender().check_quorum(weights, workers, quorum)
+        self.sender_link().check_quorum(weights, workers, quorum)
         try:
             sources = await self._take_in_order(weights, workers, timeout)
         except AckTimeout as error:
@@ -474,12 +480,12 @@ class BusCore:
         metadata: bytes,
         quorum: int | None = None,
     ) -> int:
-        """:meth:`_send` of what was extracted."""
-        link = self._sender()
+        """:meth:`announce_and_wait` of what was extracted."""
+        link = self.sender_link()
         link.check_quorum(sources, workers, quorum)
         begun = link.loop.time()
-        if workers is None and quorum is None and not (metadata or self._calls) and link.fast.may_publish(timeout):
-            transports = {topic: self._schemes[topic]._transport() for topic in sources}
+        if workers is None and quorum is None and not (metadata or self.calls) and link.fast.may_publish(timeout):
+            transports = {topic: self.schemes[topic].carrier() for topic in sources}
             if (version := link.fast.publish(sources, transports)) is not None:
                 return await self._complete(link, version, next(iter(sources)), timeout, begun)
         membership = link.publisher.membership
@@ -489,13 +495,13 @@ class BusCore:
             version = await self._publish_sources(sources, workers, metadata, timeout, at_once=False)
         except AckTimeout as error:  # nothing was published
             raise self._unsent(workers, error) from error
-        await link.wait_applied(version, workers, list(sources), timeout, begun, self._calls, quorum, there)
+        await link.wait_applied(version, workers, list(sources), timeout, begun, self.calls, quorum, there)
         return version
 
     async def _complete(self, link: SenderLink, version: int, topic: str, timeout: float, begun: float) -> int:
         """Announce what the fast path has published, and wait for it."""
-        if self._on_published is not None:
-            self._on_published(version, None)
+        if self.on_published is not None:
+            self.on_published(version, None)
         if not await link.fast.complete(version):
             await link.wait_applied(version, None, [topic], timeout, begun)
         if link.observer.durations is not None:
@@ -504,10 +510,10 @@ class BusCore:
 
     def _unsent(self, workers: list[int] | None, error: AckTimeout) -> PartialSendError:
         """Nothing was published in time, for any worker."""
-        waiting = workers or self._sender().publisher.membership.expected()
+        waiting = workers or self.sender_link().publisher.membership.expected()
         return PartialSendError({}, {worker: AckTimeout(*error.args) for worker in waiting})
 
-    async def _wait_version(
+    async def await_version(
         self,
         version: int,
         worker_ids: Workers,
@@ -517,38 +523,38 @@ class BusCore:
     ) -> None:
         """Wait until workers have applied a version; on a receiver, until this one has."""
         check_timeout(timeout)
-        if self._role == "receiver":
+        if self.role == "receiver":
             if quorum is not None:
                 raise ValueError("quorum is for the sender: a receiver waits for itself")
-            await self._receiver().receiving.wait_version(version, models or list(self._schemes), timeout)
+            await self.receiver_link().receiving.wait_version(version, models or list(self.schemes), timeout)
             return
-        link = self._sender()
+        link = self.sender_link()
         if not 0 < version <= link.issued:
             raise ValueError(f"version {version} has not been published; the newest is {link.issued}")
         workers = link.check_workers(as_workers(worker_ids))
         if quorum is not None:
             link.check_enough(workers, quorum)
-        await link.wait_applied(version, workers, models, timeout, link.loop.time(), self._calls, quorum)
+        await link.wait_applied(version, workers, models, timeout, link.loop.time(), self.calls, quorum)
 
-    async def _wait_lag(self, models: list[str], max_lag: int, timeout: float) -> int:
+    async def await_lag(self, models: list[str], max_lag: int, timeout: float) -> int:
         """Receiver: wait until each of these models is at most so many versions behind what the sender has for it."""
         check_count("max_lag", max_lag, least=0)
         check_timeout(timeout)
-        return await self._receiver().receiving.wait_lag(models, max_lag, timeout)
+        return await self.receiver_link().receiving.wait_lag(models, max_lag, timeout)
 
     # -- what both APIs show ------------------------------------------------------------------------------------------
 
     def hold(self) -> Hold[Shown]:
         """A block (``with`` or ``async with``) in which this receiver applies no update to any model. In ``with
         bus.hold() as held``, ``held.version`` and ``held.metadata`` are the newest that any of its models shows."""
-        return self._hold(self._schemes)
+        return self.hold_of(self.schemes)
 
-    def _hold(self, models: Collection[str]) -> Hold[Shown]:
-        self._check_open("receiver")
-        assert self._gate is not None
-        return Hold(self._gate, lambda: self._acting(models).shown)
+    def hold_of(self, models: Collection[str]) -> Hold[Shown]:
+        self.check_open("receiver")
+        assert self.gate is not None
+        return Hold(self.gate, lambda: self.acting(models).shown)
 
-    def _acting(self, models: Collection[str]) -> Acting:
+    def acting(self, models: Collection[str]) -> Acting:
         """Receiver: the newest that these models show."""
         return self._link.acting(models) if isinstance(self._link, ReceiverLink) else Acting(0, 0)
 
@@ -562,19 +568,19 @@ class BusCore:
         if isinstance(self._link, SenderLink):
             return self._link.version
         if isinstance(self._link, ReceiverLink):
-            return self._link.version(self._schemes)
-        return self._carried
+            return self._link.version(self.schemes)
+        return self.carried
 
     @property
     def metadata(self) -> dict[str, Any]:
         """A copy of the metadata published with :attr:`version`; empty if there was none. On a receiver, both change
         together with the models."""
-        return self._metadata(self._schemes)
+        return self.metadata_of(self.schemes)
 
-    def _metadata(self, models: Collection[str]) -> dict[str, Any]:
+    def metadata_of(self, models: Collection[str]) -> dict[str, Any]:
         if isinstance(link := self._link, SenderLink):
-            return decode_metadata(self._look(lambda: link.metadata))
-        return self._acting(models).shown.metadata
+            return decode_metadata(self.look(lambda: link.metadata))
+        return self.acting(models).shown.metadata
 
     def state_dict(self) -> dict[str, int]:
         """Sender: what a checkpoint must keep so that versions continue: ``{"version": …}``.
@@ -596,17 +602,17 @@ class BusCore:
         """
         self._check_counts()
         version = as_version(state)
-        if self._closed:
+        if self.is_shut_down:
             raise ClosedError("this bus was shut down; construct another, and load the state into it")
-        self._look(lambda: self._carry_on(version))
+        self.look(lambda: self._carry_on(version))
 
     def _check_counts(self) -> None:
-        if self._role == "receiver":
+        if self.role == "receiver":
             raise RuntimeError("a receiver gets its versions from the sender; save and load the sender's state")
 
     def _carry_on(self, version: int) -> None:
-        check_forward(version, self._link.counted if isinstance(self._link, SenderLink) else self._carried)
-        self._carried = version
+        check_forward(version, self._link.counted if isinstance(self._link, SenderLink) else self.carried)
+        self.carried = version
         if isinstance(self._link, SenderLink):
             self._link.carry_on(version)
 
@@ -615,7 +621,7 @@ class BusCore:
         """True once this side was shut down, or the sender has said goodbye."""
         if isinstance(self._link, ReceiverLink) and self._link.subscriber.session.ended is not None:
             return True
-        return self._closed
+        return self.is_shut_down
 
     @property
     def dropped(self) -> dict[str, int]:
@@ -630,17 +636,17 @@ class BusCore:
     def status(self) -> BusStatus:
         """Sender: every worker's state. Receiver: its own version, and its sender's ``state`` and ``last_seen``.
         ``refused`` counts what was refused because of keys."""
-        return self._status(list(self._schemes))
+        return self.status_of(list(self.schemes))
 
     def report(self) -> Report:
         """What ``asyncsync top`` shows of this sender. Raises NotConnected: it is not connected."""
-        return self._look(self._sender().report)
+        return self.look(self.sender_link().report)
 
-    def _status(self, models: list[str]) -> BusStatus:
-        return self._look(lambda: bus_status(self._link, models))
+    def status_of(self, models: list[str]) -> BusStatus:
+        return self.look(lambda: bus_status(self._link, models))
 
-    def _check_loop(self) -> None:
-        if self._link is not None and not self._closed and not self._link.loop.is_closed():
+    def check_loop(self) -> None:
+        if self._link is not None and not self.is_shut_down and not self._link.loop.is_closed():
             self._link.check_loop()
 
 
@@ -668,16 +674,16 @@ def join_buses(schemes: Iterable[Member]) -> Any:
     """
     schemes = list(schemes)
     for scheme in schemes:
-        if scheme._role is not None or scheme._registered or scheme._closed or scheme._bus._link is not None:
+        if scheme.role is not None or scheme.is_registered or scheme.is_shut_down or scheme.bus.link is not None:
             raise RuntimeError("move schemes onto one bus before init_on_sender(), init_on_receiver() and connect()")
-    own = [scheme for scheme in schemes if scheme._own_bus]
-    shared = list({id(s._bus): s._bus for s in schemes if not s._own_bus}.values())
+    own = [scheme for scheme in schemes if scheme.has_own_bus]
+    shared = list({id(s.bus): s.bus for s in schemes if not s.has_own_bus}.values())
     if len(shared) > 1:
         return None
-    buses = shared + [scheme._bus for scheme in own]
+    buses = shared + [scheme.bus for scheme in own]
     if len(buses) < 2:
         return buses[0] if buses else None
-    explicit = shared + [scheme._bus for scheme in own if not scheme._bus.drawn]
+    explicit = shared + [scheme.bus for scheme in own if not scheme.bus.drawn]
     endpoints = sorted({bus.endpoint for bus in explicit})
     if len(endpoints) > 1:
         raise ValueError(
@@ -701,5 +707,5 @@ def join_buses(schemes: Iterable[Member]) -> Any:
     for name, value in settings.items():
         setattr(common, name, value)
     for scheme in own:
-        scheme._bus, scheme._own_bus = common, False
+        scheme.move_to(common)
     return common

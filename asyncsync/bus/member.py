@@ -36,36 +36,41 @@ class Calls(Protocol):
 class Member(Protocol):
     """A scheme, as its bus sees it. Everything is called on the bus's event loop, unless noted otherwise."""
 
-    _bus: Any
-    _own_bus: bool  # whether nobody else may join its bus
-    _reconnect: bool  # a receiver's: whether it outlives its sender
-    _role: str | None
-    _registered: bool  # whether it is connected
-    _closed: bool
+    has_own_bus: bool  # whether nobody else may join its bus
+    reconnects: bool  # a receiver's: whether it outlives its sender
+    role: str | None
+    is_registered: bool  # whether it is connected
+    is_shut_down: bool
 
-    async def _meet(self, worker_idx: int | None, timeout: float) -> None:
+    @property
+    def bus(self) -> Any: ...
+
+    def move_to(self, bus: Any) -> None:
+        """Join this bus, which others share, instead of its own."""
+
+    async def meet(self, worker_idx: int | None, timeout: float) -> None:
         """Receiver: be introduced to a sender whose address it was not given."""
 
-    def _register(self) -> None:
+    def register(self) -> None:
         """Receiver: take part in the bus's HELLO, before waiting for anything."""
 
-    async def _connect_sender(self, initial: Source | None, timeout: float) -> None:
+    async def connect_sender(self, initial: Source | None, timeout: float) -> None:
         """Sender: wait for the workers, which are to begin with these weights."""
 
-    async def _connect_receiver(self, worker_idx: int | None, timeout: float) -> None:
+    async def connect_receiver(self, worker_idx: int | None, timeout: float) -> None:
         """Receiver: wait for the sender, and for its initial weights."""
 
-    async def _initial(self, weights: Any) -> Source | None:
+    async def initial(self, weights: Any) -> Source | None:
         """What a sender sends when it connects; None: nothing. In the caller's thread."""
 
-    async def _extract(self, weights: Any, workers: list[int] | None) -> Source:
+    async def extract(self, weights: Any, workers: list[int] | None) -> Source:
         """The values of what the caller gave, for these workers. In the caller's thread."""
 
-    def _at_hand(self, weights: Any) -> FlatWeights | None:
-        """What :meth:`_extract` would come to, where that takes nothing but looking; else None."""
+    def at_hand(self, weights: Any) -> FlatWeights | None:
+        """What :meth:`extract` would come to, where that takes nothing but looking; else None."""
 
-    def _transport(self) -> Carrier:
+    def carrier(self) -> Carrier:
         """What moves this model's bytes."""
 
-    async def _end_transport(self, timeout: float) -> None:
+    async def end_transport(self, timeout: float) -> None:
         """Release it."""

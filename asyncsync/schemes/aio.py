@@ -89,7 +89,7 @@ class Bus(BusCore):
             MemoryError: there is too little memory for the snapshot; nothing was published.
             NotConnected, ClosedError, Fenced: this sender cannot publish.
         """
-        return await self._publish(weights, worker_ids, metadata)
+        return await self.announce(weights, worker_ids, metadata)
 
     async def wait_version(
         self,
@@ -114,7 +114,7 @@ class Bus(BusCore):
             ValueError, TypeError: an unknown worker, or a version that was not published.
             NotConnected, ClosedError, Fenced: this side has ended.
         """
-        await self._wait_version(version, worker_ids, timeout, None, quorum)
+        await self.await_version(version, worker_ids, timeout, None, quorum)
 
     async def wait_lag(self, max_lag: int, timeout: float = DEFAULT_TIMEOUT) -> int:
         """Receiver: wait until this worker is not too far behind, with any model of this bus.
@@ -136,7 +136,7 @@ class Bus(BusCore):
             RuntimeError: this is a sender.
             NotConnected, ClosedError, Fenced: there is no sender to ask, or this side has ended.
         """
-        return await self._wait_lag(list(self._schemes), max_lag, timeout)
+        return await self.await_lag(list(self.schemes), max_lag, timeout)
 
     async def send_async(
         self,
@@ -156,7 +156,7 @@ class Bus(BusCore):
                 final: these workers still get it.
             ValueError, TypeError, MemoryError, ClosedError, Fenced: as :meth:`publish`.
         """
-        return await self._send(weights, worker_ids, timeout, metadata, quorum)
+        return await self.announce_and_wait(weights, worker_ids, timeout, metadata, quorum)
 
     async def shutdown(self, timeout: float = 5.0) -> None:
         """End all schemes of this bus; the other side learns of it. Idempotent.
@@ -170,11 +170,17 @@ class Bus(BusCore):
 class WeightSyncScheme(Scheme):
     """One model's weights, kept in step by coroutines on the caller's event loop."""
 
-    _bus_class: ClassVar[type[BusCore]] = Bus
-    _is_blocking: ClassVar[bool] = False
+    bus_class: ClassVar[type[BusCore]] = Bus
+    is_blocking: ClassVar[bool] = False
 
     __enter__, __exit__, __aenter__, __aexit__ = _refuse, _never, _begin, _end
+    _bus: Bus
     initialized_on_sender = initialized_on_receiver = Refusal()  # what TorchRL asks first
+
+    @property
+    def bus(self) -> Bus:
+        """The bus that this scheme is on."""
+        return self._bus
 
     @property
     def aio(self) -> Self:
@@ -220,7 +226,7 @@ class WeightSyncScheme(Scheme):
             ValueError, TypeError: invalid arguments, or arguments of the other side's ``connect``.
         """
         self._check_connect(weights, worker_idx, timeout, processes)
-        if self._role == "sender":
+        if self.role == "sender":
             await self._setup_connection_and_weights_on_sender_impl(weights=weights, timeout=timeout)
         else:
             await self._setup_connection_and_weights_on_receiver_impl(worker_idx=worker_idx, timeout=timeout)
@@ -228,12 +234,12 @@ class WeightSyncScheme(Scheme):
     async def _setup_connection_and_weights_on_sender_impl(
         self, *, weights: Any = None, timeout: float = DEFAULT_TIMEOUT
     ) -> None:
-        await self._connect_sender(await self._initial(weights), timeout)
+        await self.connect_sender(await self.initial(weights), timeout)
 
     async def _setup_connection_and_weights_on_receiver_impl(
         self, *, worker_idx: int | None = None, timeout: float = DEFAULT_TIMEOUT
     ) -> None:
-        await self._connect_receiver(worker_idx, timeout)
+        await self.connect_receiver(worker_idx, timeout)
 
     async def publish(
         self,
@@ -359,7 +365,7 @@ class WeightSyncScheme(Scheme):
             Fenced: a newer process has become this worker.
         """
         self._check_not_held(timeout)
-        return await self._receive(timeout, self._current_call())
+        return await self._receive(timeout, self.current_call())
 
     async def fetch(self, timeout: float = 30.0) -> TensorDict:
         """Pull: ask the sender for the current version, apply and return it, even if this worker has it already.

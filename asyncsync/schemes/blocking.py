@@ -35,7 +35,7 @@ Make = Callable[[], Coroutine[Any, Any, T]]
 Coroutines = Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]
 
 
-def ordinary(method: Coroutines[P, T], run: str = "_run") -> Callable[Concatenate[Any, P], T]:
+def ordinary(method: Coroutines[P, T], run: str = "run_on_loop") -> Callable[Concatenate[Any, P], T]:
     """A coroutine function of the asyncio API as an ordinary method, with its signature and docstring. The method
     called ``run`` runs the coroutine on the loop."""
 
@@ -54,7 +54,9 @@ def taking(method: Coroutines[P, T], doc: str | None = None) -> Callable[Concate
     @wraps(method)
     def call(self: Any, /, weights: Any = None, worker_ids: Workers = None, *args: Any, **kwargs: Any) -> T:
         workers = as_workers(worker_ids)
-        result: T = self._run(partial(function, self, self._taken(weights, workers), workers, *args, **kwargs))
+        result: T = self.run_on_loop(
+            partial(function, self, self.take_here(weights, workers), workers, *args, **kwargs)
+        )
         return result
 
     call.__doc__ = doc or method.__doc__
@@ -68,7 +70,7 @@ def elsewhere(method: Coroutines[P, T], name: str, doc: str) -> Coroutines[P, T]
     @wraps(method)
     async def call(self: Any, /, weights: Any = None, worker_ids: Workers = None, *args: Any, **kwargs: Any) -> T:
         workers = as_workers(worker_ids)
-        make = partial(function, self, self._taken(weights, workers), workers, *args, **kwargs)
+        make = partial(function, self, self.take_here(weights, workers), workers, *args, **kwargs)
         result: T = await self._awaitable(make)
         return result
 
@@ -119,7 +121,7 @@ class Bus(BusCore):
     def connect(self, timeout: float = DEFAULT_TIMEOUT, processes: Iterable[Any] = ()) -> None:
         self._check_connect(timeout, processes)
         initial = now(self._initial())
-        self._run(lambda: self._connect(initial, timeout))
+        self.run_on_loop(lambda: self._connect(initial, timeout))
 
     connect.__doc__ = AsyncBus.connect.__doc__
 
@@ -135,7 +137,7 @@ class Bus(BusCore):
     send_async = elsewhere(
         AsyncBus.send_async, "send_async", ":meth:`send` for a coroutine of any event loop; returns the version."
     )
-    shutdown = ordinary(AsyncBus.shutdown, "_end")
+    shutdown = ordinary(AsyncBus.shutdown, "end_on_loop")
 
     def send(
         self,
@@ -149,26 +151,26 @@ class Bus(BusCore):
         """:meth:`publish`, then :meth:`wait_version`. Raises as :meth:`asyncsync.Bus.send_async`."""
         self._deliver(weights, worker_ids, timeout, metadata=metadata, quorum=quorum)
 
-    def _wait_origin(self, version: int, timeout: float) -> None:
+    def wait_origin(self, version: int, timeout: float) -> None:
         """Receiver: see :meth:`asyncsync.bus.receiving.Receiving.wait_origin`."""
-        self._run(lambda: self._receiver().receiving.wait_origin(version, self._schemes, timeout))
+        self.run_on_loop(lambda: self.receiver_link().receiving.wait_origin(version, self.schemes, timeout))
 
-    def _check_open(self, role: str) -> None:
+    def check_open(self, role: str) -> None:
         loop_thread.check_exit()
-        super()._check_open(role)
+        super().check_open(role)
 
     def _check_fork(self) -> None:
         if self._link is not None and self._link.is_inherited:
             raise RuntimeError("this scheme or bus was connected before the fork; connect anew in the child process")
 
-    def _taken(self, weights: Mapping[str, Any], workers: list[int] | None) -> dict[str, Taken]:
+    def take_here(self, weights: Mapping[str, Any], workers: list[int] | None) -> dict[str, Taken]:
         """The values of the sources, taken here and now."""
         return {topic: Taken(source) for topic, source in now(self._take(weights, workers)).items()}
 
     async def _awaitable(self, make: Make[T]) -> T:
         return await loop_thread.awaitable(make)
 
-    def _run(self, make: Make[T]) -> T:
+    def run_on_loop(self, make: Make[T]) -> T:
         async def tended() -> T:
             loop_thread.keep(self, True)  # also while it is connecting: the process may end meanwhile
             try:
@@ -177,7 +179,7 @@ class Bus(BusCore):
                 link = self._link
                 if link is None or link.closed or link.is_inherited:
                     loop_thread.keep(self, False)
-                elif self._closed:  # by another thread, just before the link was opened
+                elif self.is_shut_down:  # by another thread, just before the link was opened
                     await link.shutdown()
                     loop_thread.keep(self, False)
                 else:
@@ -185,14 +187,14 @@ class Bus(BusCore):
 
         return loop_thread.run(tended)
 
-    def _end(self, make: Make[None]) -> None:
+    def end_on_loop(self, make: Make[None]) -> None:
         link = self._link
         if link is None or link.closed or link.is_inherited:  # nothing runs on the loop
             now(make())
         else:
-            self._run(make)
+            self.run_on_loop(make)
 
-    def _look(self, function: Callable[[], T]) -> T:
+    def look(self, function: Callable[[], T]) -> T:
         if self._link is None or self._link.closed or loop_thread.is_here():
             return function()
         self._check_fork()
@@ -211,10 +213,15 @@ class WeightSyncScheme(Scheme):
     ``init_on_sender`` or ``init_on_receiver`` are not given.
     """
 
-    _bus_class: ClassVar[type[BusCore]] = Bus
-    _is_blocking: ClassVar[bool] = True
+    bus_class: ClassVar[type[BusCore]] = Bus
+    is_blocking: ClassVar[bool] = True
     _bus: Bus
     __enter__, __exit__ = _begin, _end
+
+    @property
+    def bus(self) -> Bus:
+        """The bus that this scheme is on."""
+        return self._bus
 
     @property
     def aio(self) -> AsyncScheme:
@@ -242,15 +249,15 @@ class WeightSyncScheme(Scheme):
         ctx: Any = None,
     ) -> None:
         collector = None
-        if isinstance(self._context, TorchRLContext) and self._role == "sender" and self._takes_part:
+        if isinstance(self._context, TorchRLContext) and self.role == "sender" and self.takes_part:
             collector = self._context
             processes = processes or collector.processes
-            if weights is None and not (self._registered or self._sources.exist()):
-                weights = collector.first_weights(self._topic)
+            if weights is None and not (self.is_registered or self.sources.exist()):
+                weights = collector.first_weights(self.topic)
         self._check_connect(weights, worker_idx, timeout, processes)
         timeout = max(timeout, self._patience)
         with nullcontext() if collector is None else collector.starting(self.shutdown):
-            if self._role == "sender":
+            if self.role == "sender":
                 self._setup_connection_and_weights_on_sender_impl(weights=weights, timeout=timeout)
             else:
                 self._setup_connection_and_weights_on_receiver_impl(worker_idx=worker_idx, timeout=timeout)
@@ -260,18 +267,18 @@ class WeightSyncScheme(Scheme):
     def _setup_connection_and_weights_on_sender_impl(
         self, *, weights: Any = None, timeout: float = DEFAULT_TIMEOUT
     ) -> None:
-        initial = now(self._initial(weights))
-        self._run(lambda: self._connect_sender(initial, timeout))
+        initial = now(self.initial(weights))
+        self.run_on_loop(lambda: self.connect_sender(initial, timeout))
 
     def _setup_connection_and_weights_on_receiver_impl(
         self, *, worker_idx: int | None = None, timeout: float = DEFAULT_TIMEOUT
     ) -> None:
         async def connect() -> None:
-            await self._connect_receiver(worker_idx, timeout)
+            await self.connect_receiver(worker_idx, timeout)
             if isinstance(self._context, TorchRLContext):
                 self._context.connected = True
 
-        self._run(connect)
+        self.run_on_loop(connect)
 
     def send(
         self,
@@ -339,25 +346,29 @@ class WeightSyncScheme(Scheme):
     wait_version = ordinary(AsyncScheme.wait_version)
     wait_lag = ordinary(AsyncScheme.wait_lag)
     fetch = ordinary(AsyncScheme.fetch, "_deliver")
-    shutdown = ordinary(AsyncScheme.shutdown, "_end")
+    shutdown = ordinary(AsyncScheme.shutdown, "end_on_loop")
 
     def receive(self, timeout: float | None = None) -> TensorDict | None:
-        self._check_not_held(timeout)
-        call = self._current_call()
-        return self._deliver(lambda: self._receive(timeout, call))
+        return self.received(timeout)
 
     receive.__doc__ = AsyncScheme.receive.__doc__
 
-    def _run(self, make: Make[T]) -> T:
-        return self._bus._run(make)
+    def received(self, timeout: float | None) -> TensorDict | None:
+        """What ``receive`` returns, unless a subclass has another one."""
+        self._check_not_held(timeout)
+        call = self.current_call()
+        return self._deliver(lambda: self._receive(timeout, call))
 
-    def _end(self, make: Make[None]) -> None:
-        self._bus._end(make)
+    def run_on_loop(self, make: Make[T]) -> T:
+        return self._bus.run_on_loop(make)
 
-    def _taken(self, weights: Any, workers: list[int] | None) -> Any:
+    def end_on_loop(self, make: Make[None]) -> None:
+        self._bus.end_on_loop(make)
+
+    def take_here(self, weights: Any, workers: list[int] | None) -> Any:
         """The weights, taken from their source here and now."""
         self._check_open()
-        return self._bus._taken({self._topic: weights}, workers)[self._topic]
+        return self._bus.take_here({self.topic: weights}, workers)[self.topic]
 
     async def _awaitable(self, make: Make[T]) -> T:
         return await loop_thread.awaitable(make)
@@ -369,7 +380,7 @@ class WeightSyncScheme(Scheme):
         gone = False
 
         async def deliver() -> T:
-            receiving = self._receiving
+            receiving = self.receiving
             before = None if receiving is None else receiving.returned
             weights = await make()
             assert receiving is not None
@@ -380,7 +391,7 @@ class WeightSyncScheme(Scheme):
             return weights
 
         try:
-            return self._run(deliver)
+            return self.run_on_loop(deliver)
         except BaseException:
             gone = True
             for take_back in undo:
@@ -426,23 +437,23 @@ class WeightSyncScheme(Scheme):
     def initialized_on_sender(self) -> bool:
         """Whether this is the sender, in this process."""
         count_as_theirs(WeightSyncScheme)  # TorchRL may have been imported since; this is what it asks first
-        return self._role == "sender" and self._pid == os.getpid()
+        return self.role == "sender" and self.pid == os.getpid()
 
     @property
     def initialized_on_receiver(self) -> bool:
         """Whether this is a receiver, in this process."""
         count_as_theirs(WeightSyncScheme)
-        return self._role == "receiver" and self._pid == os.getpid()
+        return self.role == "receiver" and self.pid == os.getpid()
 
     @property
     def synchronized_on_sender(self) -> bool:
         """Whether this is the sender, and connected."""
-        return self.initialized_on_sender and self._registered
+        return self.initialized_on_sender and self.is_registered
 
     @property
     def synchronized_on_receiver(self) -> bool:
         """Whether this is a receiver, and connected."""
-        return self.initialized_on_receiver and self._registered
+        return self.initialized_on_receiver and self.is_registered
 
     @property
     def strategy_str(self) -> str:
@@ -456,54 +467,54 @@ class WeightSyncScheme(Scheme):
         Set on a sender, it is what a bare ``send()`` sends. Set on a receiver, it takes the place of the other: it has
         the current weights when this returns, and gets the updates from then on.
         """
-        return self._preset.get("model") if self._role is None else super().model
+        return self._preset.get("model") if self.role is None else super().model
 
     @model.setter
     def model(self, model: Any) -> None:
-        if self._role is None:
+        if self.role is None:
             self._preset = {**self._preset, "model": model}
-        elif self._role == "sender":
-            old = self._sources
-            self._sources = Sources(self.model_id, old.context, model=model, device_map_fn=old.device_map_fn)
+        elif self.role == "sender":
+            old = self.sources
+            self.sources = Sources(self.model_id, old.context, model=model, device_map_fn=old.device_map_fn)
             self._model = model
-        elif model is not self._model and (receiving := self._receiving) is not None:
+        elif model is not self._model and (receiving := self.receiving) is not None:
             self._model = model
-            link, timeout = self._bus._link, max(DEFAULT_TIMEOUT, self._patience)
+            link, timeout = self._bus.link, max(DEFAULT_TIMEOUT, self._patience)
             if isinstance(link, ReceiverLink):
-                self._run(lambda: receiving.replace(link, model, timeout))
+                self.run_on_loop(lambda: receiving.replace(link, model, timeout))
             else:
                 receiving.bind(model)
 
     @property
     def context(self) -> Any:
         """The context object; None when unset. Set on a receiver, it learns of each update from the next one on."""
-        return self._preset.get("context") if self._role is None else super().context
+        return self._preset.get("context") if self.role is None else super().context
 
     @context.setter
     def context(self, context: Any) -> None:
-        if self._role is None:
+        if self.role is None:
             self._preset = {**self._preset, "context": context}
             return
-        self._context = self._sources.context = context = adapted(context)
-        link = self._bus._link
-        if self._registered and isinstance(link, ReceiverLink):
+        self._context = self.sources.context = context = adapted(context)
+        link = self._bus.link
+        if self.is_registered and isinstance(link, ReceiverLink):
             if isinstance(context, TorchRLContext):
                 context.connected = True
-            self._bus._look(lambda: link.pass_on(self._topic, context))
+            self._bus.look(lambda: link.pass_on(self.topic, context))
 
     @property
     def worker_idx(self) -> int | None:
         """Which worker this is; None when unset."""
-        return self._preset.get("worker_idx") if self._role is None else self._worker_idx
+        return self._preset.get("worker_idx") if self.role is None else self._worker_idx
 
     @worker_idx.setter
     def worker_idx(self, worker_idx: int | None) -> None:
         if worker_idx == self.worker_idx:
             return
-        if self._role is None:
+        if self.role is None:
             self._preset = {**self._preset, "worker_idx": worker_idx}
-        elif self._role == "sender" or self._worker_idx is not None:
-            who = "the sender" if self._role == "sender" else f"worker {self._worker_idx}"
+        elif self.role == "sender" or self._worker_idx is not None:
+            who = "the sender" if self.role == "sender" else f"worker {self._worker_idx}"
             raise RuntimeError(f"this is {who} already: worker_idx belongs to a receiver, and is set once")
         else:
             self._check_worker(worker_idx)

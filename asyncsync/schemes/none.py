@@ -21,23 +21,23 @@ T = TypeVar("T")
 class NoSyncCore(Scheme):
     """What both APIs have in common. Nothing is awaited, and nothing is taken from the caller's source."""
 
-    _takes_part = False
+    takes_part = False
     _count = 0
     _encoded = b""
 
     def _check_connect(self, *given: Any) -> None:
         self._check_open()
 
-    async def _initial(self, weights: Any) -> None:
+    async def initial(self, weights: Any) -> None:
         return None
 
-    async def _connect_sender(self, *given: Any) -> None:
-        self._registered = True
+    async def connect_sender(self, *given: Any) -> None:
+        self.is_registered = True
 
-    async def _connect_receiver(self, worker_idx: int | None, timeout: float) -> None:
+    async def connect_receiver(self, worker_idx: int | None, timeout: float) -> None:
         if worker_idx is not None:
             self._worker_idx = worker_idx
-        self._registered = True
+        self.is_registered = True
 
     async def _publish(self, weights: Any, worker_ids: Any, metadata: Metadata) -> int:
         self._encoded = encode_metadata(metadata)
@@ -110,17 +110,17 @@ class BlockingNoSync(NoSyncCore, blocking.WeightSyncScheme):
         """A transport that moves nothing, either."""
         return BlockingZMQTransport()
 
-    def _run(self, make: blocking.Make[T]) -> T:
+    def run_on_loop(self, make: blocking.Make[T]) -> T:
         return blocking.now(make())
 
     async def _awaitable(self, make: blocking.Make[T]) -> T:
         return await make()
 
-    def _taken(self, weights: Any, workers: list[int] | None) -> None:
+    def take_here(self, weights: Any, workers: list[int] | None) -> None:
         return None
 
     def _deliver(self, make: blocking.Make[T]) -> T:
-        return self._run(make)
+        return self.run_on_loop(make)
 
 
 register("none", NoWeightSyncScheme, BlockingNoSync, "direct")

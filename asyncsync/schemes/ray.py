@@ -169,7 +169,7 @@ class RayCore(RemoteCallCore):
     @property
     def connection_info_name(self) -> str:
         """The name of the actor that has the workers' introductions."""
-        return self._info_name or f"asyncsync-{self._bus._uid}"
+        return self._info_name or f"asyncsync-{self._bus.uid}"
 
     @property
     def connection_info(self) -> str:
@@ -179,7 +179,7 @@ class RayCore(RemoteCallCore):
     def _set_dist_connection_info(self, connection_info: str, worker_idx: int = 0) -> None:
         """Connect a receiver that is initialised, as this worker: as TorchRL's page on ``cascade_execute`` shows it,
         with a reference to the sender's :attr:`connection_info`."""
-        if not self._is_blocking:
+        if not self.is_blocking:
             raise TypeError("this is the asyncio scheme: connect it by `await scheme.connect(worker_idx=…)`")
         if not isinstance(connection_info, str):
             ray = the_ray()
@@ -204,7 +204,7 @@ class RayCore(RemoteCallCore):
         name = MARK + base64.b64encode(call.encode()).decode()
         await _returned(method.options(name=name, max_task_retries=-1).remote(), call.worker)
 
-    def _current_call(self) -> Call | None:
+    def current_call(self) -> Call | None:
         ray = sys.modules.get("ray")
         if ray is None or not ray.is_initialized():
             return None
@@ -292,15 +292,15 @@ class TransformCore(RayCore):
 
     init_on_receiver.__doc__ = RemoteCallCore.init_on_receiver.__doc__
 
-    async def _connect_sender(self, initial: Source | None, timeout: float) -> None:
+    async def connect_sender(self, initial: Source | None, timeout: float) -> None:
         """The sender alone connects: it has the transform's actor do its part."""
-        if self._registered:
-            await super()._connect_sender(initial, timeout)
+        if self.is_registered:
+            await super().connect_sender(initial, timeout)
             return
         scheme: Any = self
         initialise = self._remotes[0]._init_weight_sync_scheme
         there = _returned(initialise.remote(scheme=scheme.blocking, model_id=self.model_id or MODULE), 0)
-        here = super()._connect_sender(initial, timeout)
+        here = super().connect_sender(initial, timeout)
         try:
             async with asyncio.timeout(timeout + MARGIN), asyncio.TaskGroup() as both:
                 both.create_task(there)

@@ -68,7 +68,7 @@ class Receiving:
         self.returned: Mark | None = None  # which update was returned last
         self.has_connected = False
         self._handles: list[Handle] = []
-        self._strategy, self._selection = strategy, selection
+        self._strategy, self.selection = strategy, selection
         self._is_manual = apply == "on_receive"
         self._has_hooks = gate == "hooks" and apply == "auto"
         self._make_binding = partial(
@@ -89,14 +89,14 @@ class Receiving:
         check_methods(model, self._gated)
         if is_hooked:
             check_calls(model, has_gated_methods=bool(self._gated))
-        self.binding, self._model, self._is_hooked = binding, model, is_hooked
+        self.binding, self.model, self._is_hooked = binding, model, is_hooked
 
     def _attach(self, gate: Gate) -> None:
         """Count calls that read the model."""
         if self._is_hooked:
-            self._handles += gate.attach(self._model)
+            self._handles += gate.attach(self.model)
         if self._gated:
-            self._handles += gate.attach_methods(self._model, self._gated)
+            self._handles += gate.attach_methods(self.model, self._gated)
 
     async def replace(self, link: ReceiverLink, model: Any, timeout: float) -> None:
         """Apply updates to this model from now on, instead of the other; returns when it has the current weights.
@@ -113,7 +113,7 @@ class Receiving:
 
     async def leave(self, link: ReceiverLink, others: Iterable[Receiving | None], timeout: float) -> None:
         """Take part no more in the updates of a link, on which there are ``others``. The model stays as it is."""
-        if not any(other is not None and other._model is self._model for other in others):
+        if not any(other is not None and other.model is self.model for other in others):
             link.gate.detach(self._handles)
         with suppress(TimeoutError, ClosedError):  # the link is shut down meanwhile, and what it has with it
             async with asyncio.timeout(timeout):
@@ -122,12 +122,12 @@ class Receiving:
     def apply(self, weights: Any, *, inplace: bool) -> None:
         """Apply weights that are at hand, as far as they are selected."""
         strategy = self._strategy
-        if not self._selection.is_all and type(strategy).apply_weights is WeightStrategy.apply_weights:
+        if not self.selection.is_all and type(strategy).apply_weights is WeightStrategy.apply_weights:
             flat = flat_weights(strategy, weights)
-            bound = BoundModel(self._model, strategy.extract_as, inplace=inplace, selection=self._selection)
+            bound = BoundModel(self.model, strategy.extract_as, inplace=inplace, selection=self.selection)
             prepare_flat(bound, flat).apply_now()
         else:
-            strategy.apply_weights(self._model, weights, inplace=inplace)
+            strategy.apply_weights(self.model, weights, inplace=inplace)
 
     def take_back(self, mark: Mark | None, before: Mark | None) -> None:
         """Note that this update has not reached the caller: the next :meth:`receive` returns it, unless a newer one was

@@ -98,7 +98,7 @@ class _Calls:
         self._callers: dict[int, _Caller] = {}
 
     def begin(self, version: int, workers: Sequence[int] | None, models: Sequence[str]) -> None:
-        link = self._bus._sender()
+        link = self._bus.sender_link()
         chosen = link.publisher.progress.targeted(version, models) if workers is None else workers
         for worker in chosen:
             if worker in self._remotes:
@@ -118,7 +118,7 @@ class _Calls:
         return caller.failed[1]
 
     async def _run(self, worker: int, caller: _Caller) -> None:
-        link = self._bus._sender()
+        link = self._bus.sender_link()
         targets = link.publisher.targets
         called: dict[str, int] = {}
         try:
@@ -130,7 +130,7 @@ class _Calls:
                     due = {m: t.version for m in targets.models if (t := targets.target(worker, m)) is not None}
                     if due != called and worker in self._remotes:
                         called = due
-                        await self.call(Call(self._bus._uid, worker, due))
+                        await self.call(Call(self._bus.uid, worker, due))
                 except Exception as error:
                     failed = version, error
                 caller.ended, caller.failed = version, failed
@@ -173,10 +173,10 @@ class RemoteCallCore(Scheme):
 
     async def _connect_called(self, worker: int, timeout: float) -> None:
         """Worker: connect, in the first call."""
-        await self._connect_receiver(worker, timeout)
+        await self.connect_receiver(worker, timeout)
 
     @abstractmethod
-    def _current_call(self) -> Call | None:
+    def current_call(self) -> Call | None:
         pass
 
     # -- what users call ----------------------------------------------------------------------------------------------
@@ -235,11 +235,11 @@ class RemoteCallCore(Scheme):
 
     def _call_them(self, remotes: dict[int, Any]) -> None:
         self._remotes = remotes
-        self._bus._calls = _Calls(self._bus, remotes, self._call)
+        self._bus.calls = _Calls(self._bus, remotes, self._call)
 
-    def _continue(self, original: Scheme) -> None:
-        super()._continue(original)
-        if self._role == "sender":
+    def take_over(self, original: Scheme) -> None:
+        super().take_over(original)
+        if self.role == "sender":
             self._call_them(self._remotes)
 
     @checked
@@ -256,8 +256,8 @@ class RemoteCallCore(Scheme):
         if call is None:
             return await super()._receive(timeout)
         self._check_receive(timeout)
-        version = call.version(self._topic)
-        if call.uid != self._bus._uid or version is None:
+        version = call.version(self.topic)
+        if call.uid != self._bus.uid or version is None:
             return None  # it is for another scheme of the same object
         if self._worker_idx not in (None, call.worker):
             raise ValueError(
@@ -266,12 +266,12 @@ class RemoteCallCore(Scheme):
             )
         loop = asyncio.get_running_loop()
         deadline = loop.time() + (CALL_SECONDS if timeout is None else timeout)
-        if not self._registered:
+        if not self.is_registered:
             if call.introduction is not None:
-                self._bus._introduction = Introduction.decode(call.introduction)
+                self._bus.introduction = Introduction.decode(call.introduction)
             await self._unless_lost(call, self._connect_called(call.worker, CALL_SECONDS))
-            assert self._receiving is not None
-            self._receiving.returned = None  # it is the first that anybody is told of
+            assert self.receiving is not None
+            self.receiving.returned = None  # it is the first that anybody is told of
         link, receiving = self._receiver()
         try:
             reach = receiving.reach(link, version, max(0.0, deadline - loop.time()), call.versions)
@@ -287,7 +287,7 @@ class RemoteCallCore(Scheme):
         task = asyncio.ensure_future(doing)
         try:
             while not (await asyncio.wait({task}, timeout=LOOK_SECONDS))[0]:
-                link = self._bus._link
+                link = self._bus.link
                 if isinstance(link, ReceiverLink) and link.is_lost:
                     raise PeerLost(
                         f"worker {call.worker} was called for the versions {call.versions}, and the sender is lost: "
@@ -299,8 +299,8 @@ class RemoteCallCore(Scheme):
                 task.cancel()
                 await asyncio.wait({task})
 
-    async def _end_transport(self, timeout: float) -> None:
-        calls = self._bus._calls
+    async def end_transport(self, timeout: float) -> None:
+        calls = self._bus.calls
         if isinstance(calls, _Calls) and calls.call == self._call:
             await calls.close()
-        await super()._end_transport(timeout)
+        await super().end_transport(timeout)

@@ -61,39 +61,37 @@ class RPCCore(RemoteCallCore):
 
     # -- connect waits for nobody -------------------------------------------------------------------------------------
 
-    async def _initial(self, weights: Any) -> Source | None:
-        return None if weights is None else await super()._initial(weights)
+    async def initial(self, weights: Any) -> Source | None:
+        return None if weights is None else await super().initial(weights)
 
-    async def _connect_sender(self, initial: Source | None, timeout: float) -> None:
+    async def connect_sender(self, initial: Source | None, timeout: float) -> None:
         loop = asyncio.get_running_loop()
         await self._open(timeout)
-        link = self._bus._open_sender()
+        link = self._bus.open_sender()
         publisher = link.caught_up()
-        publisher.serve(self._topic, loop.time())
-        publisher.assemble(self._topic)  # nobody is waited for who has not been called
+        publisher.serve(self.topic, loop.time())
+        publisher.assemble(self.topic)  # nobody is waited for who has not been called
         link.settle()
         if initial is not None:
             deadline = loop.time() + timeout
-            await link.publishing.publish(
-                {self._topic: initial}, {self._topic: self._transport()}, None, deadline=deadline
-            )
-        self._registered = True
+            await link.publishing.publish({self.topic: initial}, {self.topic: self.carrier()}, None, deadline=deadline)
+        self.is_registered = True
 
-    def _register(self, worker_idx: int | None = None) -> None:
+    def register(self, worker_idx: int | None = None) -> None:
         if self._is_called:
-            super()._register(worker_idx)
+            super().register(worker_idx)
 
-    async def _connect_receiver(self, worker_idx: int | None, timeout: float) -> None:
+    async def connect_receiver(self, worker_idx: int | None, timeout: float) -> None:
         if worker_idx is not None:
             self._check_worker(worker_idx)
             self._worker_idx = worker_idx
 
     async def _connect_called(self, worker: int, timeout: float) -> None:
         self._is_called = True
-        await super()._connect_receiver(worker, timeout)
+        await super().connect_receiver(worker, timeout)
 
     async def _receive(self, timeout: float | None, call: Call | None = None) -> TensorDict | None:
-        if call is None and self._role == "receiver" and not self._registered:
+        if call is None and self.role == "receiver" and not self.is_registered:
             self._check_open()
             raise NotConnected("this worker has not been called by its sender yet, which introduces it")
         return await super()._receive(timeout, call)
@@ -102,7 +100,7 @@ class RPCCore(RemoteCallCore):
 
     async def _call(self, call: Call) -> None:
         if self._bus.endpoint == INTRODUCED:
-            call = replace(call, introduction=self._bus._sender().introductions(call.worker).encode())
+            call = replace(call, introduction=self._bus.sender_link().introductions(call.worker).encode())
         rref = self._remotes[call.worker]
         loop = asyncio.get_running_loop()
         done: asyncio.Future[Exception | None] = loop.create_future()
@@ -126,7 +124,7 @@ class RPCCore(RemoteCallCore):
         if failure is not None:
             raise failure
 
-    def _current_call(self) -> Call | None:
+    def current_call(self) -> Call | None:
         return _current.get()
 
     # Not a function of this module: several calls may come at once, before anything of asyncsync was imported. Threads

@@ -60,9 +60,9 @@ BUS_OPTIONS = {"endpoint": None} | {name: option.default for name, option in opt
 class Scheme(ABC):
     """What a scheme is, whichever API is put over it."""
 
-    _bus_class: ClassVar[type[BusCore]]
-    _is_blocking: ClassVar[bool]
-    _takes_part: ClassVar[bool] = True  # in a bus that it shares
+    bus_class: ClassVar[type[BusCore]]
+    is_blocking: ClassVar[bool]
+    takes_part: ClassVar[bool] = True  # in a bus that it shares
     _adopts: ClassVar[bool] = False  # whether Parameters may get their memory in a slab
     _is_introduced: ClassVar[bool] = False  # whether workers find a sender that has no address
 
@@ -80,53 +80,53 @@ class Scheme(ABC):
 
     def _configure(self, strategy: str | WeightStrategy, given: Mapping[str, Any]) -> None:
         """The constructor of every scheme: ``given`` are all of its options."""
-        if not given.get("sync", True) and not self._is_blocking:
+        if not given.get("sync", True) and not self.is_blocking:
             raise ValueError("sync=False is for blocking schemes, whose send() then waits for no worker: use publish()")
         self._options = dict(given)  # without those of the bus and the selection: what the transport is made of
         self.strategy = resolve_strategy(strategy)
         include, exclude, strict = (self._options.pop(name) for name in ("include", "exclude", "strict"))
-        self._selection = Selection(include, exclude, strict=strict)
+        self.selection = Selection(include, exclude, strict=strict)
         bus: BusCore | None = self._options.pop("bus")
         of_bus = {name: self._options.pop(name) for name in BUS_OPTIONS if name in given}
-        self._own_bus = bus is None or not self._takes_part
+        self.has_own_bus = bus is None or not self.takes_part
         if bus is None:
             if self._is_introduced and of_bus["endpoint"] is None:
                 of_bus["endpoint"] = INTRODUCED
-            bus = self._bus_class(**of_bus)
+            bus = self.bus_class(**of_bus)
         elif any(value != BUS_OPTIONS[name] for name, value in of_bus.items() if name != "num_workers"):
             raise ValueError(
                 "endpoint, connect, min_workers, allow_plaintext, keys, fanout, metrics_port, tracing, compress and "
                 "delta belong to the Bus; pass them to Bus(...), not together with bus="
             )
-        elif not isinstance(bus, self._bus_class):
+        elif not isinstance(bus, self.bus_class):
             raise TypeError(
-                f"{type(self).__module__}.{type(self).__name__} needs a {self._bus_class.__module__}.Bus, not a "
+                f"{type(self).__module__}.{type(self).__name__} needs a {self.bus_class.__module__}.Bus, not a "
                 f"{type(bus).__module__}.{type(bus).__name__}: a bus and its schemes have the same API, both blocking "
                 "or both asynchronous"
             )
-        elif not self._takes_part:
-            bus = self._bus_class(num_workers=of_bus["num_workers"])
+        elif not self.takes_part:
+            bus = self.bus_class(num_workers=of_bus["num_workers"])
         elif of_bus["num_workers"] is not None:
             bus.agree_on_workers(of_bus["num_workers"], private=False)
         self._bus = bus
-        self._topic = ""  # the model's name on the bus
+        self.topic = ""  # the model's name on the bus
         self._devices: list[torch.device] | None = None
         configured = set(self.__dict__)
         self._reset()
         self._local = self.__dict__.keys() - configured  # belongs to one role in one process, and does not travel
 
     def _reset(self) -> None:
-        self._role: str | None = None
-        self._pid = 0
+        self.role: str | None = None
+        self.pid = 0
         self._context: Any = None
         self._model: Any = None
         self._worker_idx: int | None = None
-        self._sources = Sources()  # a sender's
-        self._receiving: Receiving | None = None
-        self._reconnect = False
+        self.sources = Sources()  # a sender's
+        self.receiving: Receiving | None = None
+        self.reconnects = False
         self._carrier: Carrier | None = None
-        self._registered = False
-        self._closed = False
+        self.is_registered = False
+        self.is_shut_down = False
         self._place: MeetingPlace | None = None  # a sender's
         self._meetings: dict[asyncio.Timeout, asyncio.AbstractEventLoop] = {}  # those that wait for the other side
 
@@ -145,7 +145,7 @@ class Scheme(ABC):
         Raises:
             ValueError: unknown backend; the message lists the known ones.
         """
-        scheme: Self = scheme_class(backend, is_blocking=cls._is_blocking)(**kwargs)
+        scheme: Self = scheme_class(backend, is_blocking=cls.is_blocking)(**kwargs)
         return scheme
 
     @property
@@ -153,15 +153,19 @@ class Scheme(ABC):
         """The bus that this scheme is on."""
         return self._bus
 
+    def move_to(self, bus: BusCore) -> None:
+        """Join this bus, which others share, instead of its own."""
+        self._bus, self.has_own_bus = bus, False
+
     @property
     def model_id(self) -> str | None:
         """Name of the model; None when unset."""
-        return self._topic or None
+        return self.topic or None
 
     @property
     def model(self) -> Any:
         """The registered model, on a sender with a context that one's; None when unset."""
-        if self._role == "sender" and self._sources.registered is None:
+        if self.role == "sender" and self.sources.registered is None:
             return find_model(self._context, self.model_id)
         return self._model
 
@@ -182,18 +186,18 @@ class Scheme(ABC):
 
         Sender: of the registered source, else of what was published last. Receiver: what came last and was applied.
         """
-        source = self._sources.weights if self._sources.weights is not None else self.model
-        if self._role == "sender" and source is not None and not by_worker(source):
-            return as_tensordict(copy_flat(self._selection.part(flat_weights(self.strategy, source))))
-        return self._bus._look(self._held_weights)
+        source = self.sources.weights if self.sources.weights is not None else self.model
+        if self.role == "sender" and source is not None and not by_worker(source):
+            return as_tensordict(copy_flat(self.selection.part(flat_weights(self.strategy, source))))
+        return self._bus.look(self.held_weights)
 
-    def _held_weights(self) -> TensorDict | None:
-        link = self._bus._link
+    def held_weights(self) -> TensorDict | None:
+        link = self._bus.link
         if isinstance(link, ReceiverLink):
-            held = link.subscriber.holdings.held.get(self._topic)
+            held = link.subscriber.holdings.held.get(self.topic)
             return None if held is None else held[2].copy().weights()
         if isinstance(link, SenderLink):
-            target = link.caught_up().targets.newest(-1, self._topic)
+            target = link.caught_up().targets.newest(-1, self.topic)
             return None if target is None else _packed(target.slab).copy().weights()
         return None
 
@@ -201,12 +205,12 @@ class Scheme(ABC):
     def sender_transports(self) -> dict[int, Any]:
         """``{worker_idx: transport}``; one object serves all, unless it is a blocking one of a user's own. Empty on a
         receiver."""
-        if self._role != "sender" or self._carrier is None:
+        if self.role != "sender" or self._carrier is None:
             return {}
-        link = self._bus._link
+        link = self._bus.link
         workers: Iterable[int] = range(self._bus.num_workers or 0)
         if isinstance(link, SenderLink):
-            workers = self._bus._look(lambda: link.publisher.membership.expected())
+            workers = self._bus.look(lambda: link.publisher.membership.expected())
         if isinstance(self._carrier, ChannelSender):
             channels = self._carrier.channels
             return {worker: channels[worker] for worker in workers if worker in channels}
@@ -215,14 +219,14 @@ class Scheme(ABC):
     @property
     def receiver_transport(self) -> Any:
         """The receiver's transport; None on a sender, and before ``connect`` where that says which worker this is."""
-        if self._role != "receiver":
+        if self.role != "receiver":
             return None
         return self._carrier.channel if isinstance(self._carrier, ChannelReceiver) else self._carrier
 
     @property
     def shared_transport(self) -> Any:
         """The transport that serves all workers; None on a receiver, and where each worker has one of its own."""
-        return None if self._role != "sender" or isinstance(self._carrier, ChannelSender) else self._carrier
+        return None if self.role != "sender" or isinstance(self._carrier, ChannelSender) else self._carrier
 
     @property
     def version(self) -> int:
@@ -231,14 +235,14 @@ class Scheme(ABC):
 
         On a receiver it switches with the model: inside a ``hold()`` it is the version of what is read there.
         """
-        link = self._bus._link
-        return link.version((self._topic,)) if isinstance(link, ReceiverLink) else self._bus.version
+        link = self._bus.link
+        return link.version((self.topic,)) if isinstance(link, ReceiverLink) else self._bus.version
 
     @property
     def metadata(self) -> dict[str, Any]:
         """What was published with :attr:`version` as ``metadata=``, a dict of the caller's own; empty where there was
         none. On a receiver it switches with the model, as the version does."""
-        return self._bus._metadata((self._topic,))
+        return self._bus.metadata_of((self.topic,))
 
     def state_dict(self) -> dict[str, int]:
         """Sender: what a checkpoint has to keep for versions to go on where they were: ``{"version": …}``.
@@ -262,31 +266,31 @@ class Scheme(ABC):
     @property
     def closed(self) -> bool:
         """True once this side was shut down, or the sender has said goodbye."""
-        return self._closed or self._bus.closed
+        return self.is_shut_down or self._bus.closed
 
     def status(self) -> BusStatus:
         """Per worker its applied version, target, lag, last seen, and state. A receiver tells of itself and its
         sender. What was refused for the sake of keys is in its ``refused``."""
-        return self._bus._status([self._topic])
+        return self._bus.status_of([self.topic])
 
     def hold(self) -> Hold[Shown]:
         """A block (``with`` or ``async with``) in which no update is applied. ``with scheme.hold() as held``:
         ``held.version`` and ``held.metadata`` are those of what is read there."""
         self._check_open()
-        return self._bus._hold((self._topic,))
+        return self._bus.hold_of((self.topic,))
 
     def __repr__(self) -> str:
-        about = f"model_id={self.model_id!r}, role={self._role}, endpoint={self._bus.endpoint!r}"
+        about = f"model_id={self.model_id!r}, role={self.role}, endpoint={self._bus.endpoint!r}"
         return f"{type(self).__name__}({self.strategy!r}, {about})"
 
     # -- what is refused -----------------------------------------------------------------------------------------------
 
-    def _check_fresh(self, role: str) -> None:
-        if self._closed:
+    def check_fresh(self, role: str) -> None:
+        if self.is_shut_down:
             raise ClosedError("this scheme was shut down; construct another")
-        if self._registered and self._pid == os.getpid():
+        if self.is_registered and self.pid == os.getpid():
             raise RuntimeError("this scheme is connected; init comes before connect")
-        self._bus._check_role(role)
+        self._bus.check_role(role)
 
     def _check_name(self, model_id: str | None) -> None:
         if model_id is not None and not isinstance(model_id, str):
@@ -306,28 +310,28 @@ class Scheme(ABC):
             )
 
     def _check_open(self) -> None:
-        if self._closed:
+        if self.is_shut_down:
             raise ClosedError("this scheme was shut down; construct another")
-        if self._role is None or self._pid != os.getpid():
-            if self._registered:
+        if self.role is None or self.pid != os.getpid():
+            if self.is_registered:
                 raise RuntimeError(
                     "this scheme was connected before the fork; a forked child cannot use it: "
                     "pass it on before connecting"
                 )
             raise RuntimeError("init_on_sender() or init_on_receiver() comes first")
-        self._bus._check_open(self._role)
+        self._bus.check_open(self.role)
 
     def _check_connect(
         self, weights: Any, worker_idx: int | None, timeout: float, processes: Iterable[Any] = ()
     ) -> None:
         check_timeout(timeout)
-        self._bus._starting = check_processes(processes)
+        self._bus.starting = check_processes(processes)
         self._check_open()
-        if self._role == "sender" and worker_idx is not None:
+        if self.role == "sender" and worker_idx is not None:
             raise TypeError("worker_idx belongs to a receiver's connect(); this is the sender")
-        if self._role == "receiver" and weights is not None:
+        if self.role == "receiver" and weights is not None:
             raise TypeError("weights belong to the sender's connect(); this is a receiver")
-        if self._role == "receiver" and self._bus._starting:
+        if self.role == "receiver" and self._bus.starting:
             raise TypeError("processes belong to the sender's connect(); this is a receiver")
 
     def _check_receive(self, timeout: float | None) -> None:
@@ -338,7 +342,7 @@ class Scheme(ABC):
 
     def _check_not_held(self, timeout: float | None = None) -> None:
         """In the caller's thread: refuse a wait that would never end."""
-        gate = self._bus._gate
+        gate = self._bus.gate
         if timeout is None and gate is not None and gate.held_by_caller:
             raise RuntimeError(
                 "receive() without a timeout inside a hold() of one's own, which keeps updates out, would wait for "
@@ -369,7 +373,7 @@ class Scheme(ABC):
         Returns:
             TensorDict or dict; its leaves may alias the source.
         """
-        return strategy.extract_weights(self._sources.resolve(weights, model_id, context))
+        return strategy.extract_weights(self.sources.resolve(weights, model_id, context))
 
     def _bound_transport(self, worker_idx: int, **options: Any) -> Any:
         """A worker's transport, whose documented methods act for this scheme."""
@@ -387,7 +391,7 @@ class Scheme(ABC):
             RuntimeError: no model is registered; or this is the sender, whose model is the source.
             SchemaMismatch: they do not fit; nothing was changed.
         """
-        if self._role == "sender":
+        if self.role == "sender":
             raise RuntimeError(
                 "apply_weights() is for a receiver: this is the sender, and it would overwrite the model that is "
                 "trained. To do that, use model.load_state_dict() or scheme.strategy.apply_weights(model, weights)"
@@ -396,8 +400,8 @@ class Scheme(ABC):
             raise RuntimeError(
                 "this scheme has no model to apply weights to; register one with init_on_receiver(model=...)"
             )
-        assert self._receiving is not None
-        self._receiving.apply(weights, inplace=inplace)
+        assert self.receiving is not None
+        self.receiving.apply(weights, inplace=inplace)
 
     def _convert(self, package: str) -> Any:
         """This scheme's twin with the other API, which this package has."""
@@ -407,29 +411,29 @@ class Scheme(ABC):
                 f"{type(self).__module__}.{type(self).__name__} has no counterpart in {package}: derive one from a "
                 f"class there and construct it with endpoint={self._bus.endpoint!r}"
             )
-        if self._registered or self._bus._link is not None or self._closed:
+        if self.is_registered or self._bus.link is not None or self.is_shut_down:
             raise RuntimeError("this scheme is connected, or was shut down; convert it before connecting")
         import_module(package)  # cloudpickle, by which Ray pickles, takes a class by value if its module is not loaded
         twin = kind.__new__(kind)
         twin.__setstate__(self.__getstate__())
-        twin._continue(self)
+        twin.take_over(self)
         return twin
 
-    def _continue(self, original: Scheme) -> None:
+    def take_over(self, original: Scheme) -> None:
         """Take over what the scheme that this one was converted from has been initialised with."""
-        self._bus = original._bus._twin(self._bus_class)
-        role = original._role
-        if role is None or original._pid != os.getpid():
+        self._bus = original.bus.twin(self.bus_class)
+        role = original.role
+        if role is None or original.pid != os.getpid():
             return
         self.__dict__.update({name: value for name, value in vars(original).items() if name in self._local})
-        self._receiving = receiving = copy(self._receiving)
+        self.receiving = receiving = copy(self.receiving)
         if role == "sender":
             self._carrier = make_sender(self._bound_transport, self._bus.num_workers)
         elif receiving is not None and self._worker_idx is not None:
             self._carrier = make_receiver(self._bound_transport(self._worker_idx, **receiving.options))
-        if self._bus._link is None:  # an earlier conversion of this scheme is replaced
-            self._bus._schemes.pop(self._topic, None)
-        self._bus._join(self, role, self._topic)
+        if self._bus.link is None:  # an earlier conversion of this scheme is replaced
+            self._bus.schemes.pop(self.topic, None)
+        self._bus.join(self, role, self.topic)
 
     # -- phase 1: no communication --------------------------------------------------------------------------------
 
@@ -469,19 +473,19 @@ class Scheme(ABC):
         context = adapted(context)
         sources = Sources(model_id, context, params_map, weights, model, device_map_fn)
         num_workers = count_workers(num_workers, devices, params_map, device_map_fn, context, self._bus.num_workers)
-        if not self._own_bus and not model_id:
+        if not self.has_own_bus and not model_id:
             raise ValueError("several schemes share this bus: give each a model_id")
         self._check_name(model_id)
         chosen = None if devices is None else [torch.device(d) for d in devices]
-        self._check_fresh("sender")
+        self.check_fresh("sender")
         transport = make_sender(self._bound_transport, num_workers or self._bus.num_workers)
         if min_workers is not None:
-            self._bus.agree_on_least(min_workers, private=self._own_bus)
-        self._bus._join(self, "sender", model_id or "", num_workers)
+            self._bus.agree_on_least(min_workers, private=self.has_own_bus)
+        self._bus.join(self, "sender", model_id or "", num_workers)
         self._reset()
-        self._role, self._pid = "sender", os.getpid()
-        self._topic, self._context, self._model = model_id or "", context, model
-        self._devices, self._sources, self._carrier = chosen, sources, transport
+        self.role, self.pid = "sender", os.getpid()
+        self.topic, self._context, self._model = model_id or "", context, model
+        self._devices, self.sources, self._carrier = chosen, sources, transport
 
     @checked
     def init_on_receiver(
@@ -540,8 +544,8 @@ class Scheme(ABC):
         self._check_worker(worker_idx)
         if model is None and context is not None:
             model = resolve_model(context, model_id)
-        self._check_fresh("receiver")
-        if self._takes_part and (check := getattr(context, "_check_receives", None)) is not None:
+        self.check_fresh("receiver")
+        if self.takes_part and (check := getattr(context, "_check_receives", None)) is not None:
             check(model_id)
         if not isinstance(reconnect, bool):
             raise TypeError(f"reconnect must be True or False, not {reconnect!r}")
@@ -557,28 +561,28 @@ class Scheme(ABC):
             apply=apply,
             gate=gate,
             gated=gated,
-            selection=self._selection,
+            selection=self.selection,
             adopts=self._adopts,
             custom=(lambda weights: self.apply_weights(weights, inplace=inplace is not False)) if is_custom else None,
             options=kwargs,
         )
         transport = None if worker_idx is None else make_receiver(self._bound_transport(worker_idx, **kwargs))
-        bus = self._bus if self._own_bus else self._bus._for_receiver(worker_idx)
-        if any(s is not self and s._reconnect is not reconnect for s in bus._schemes.values()):
+        bus = self._bus if self.has_own_bus else self._bus.for_receiver(worker_idx)
+        if any(s is not self and s.reconnects is not reconnect for s in bus.schemes.values()):
             raise ValueError("the schemes of one bus share its connection: give all of them reconnect=True, or none")
-        shared = bus._gate if bus._schemes.keys() - {model_id} else None
+        shared = bus.gate if bus.schemes.keys() - {model_id} else None
         if patience is not None and shared is not None and shared.patience not in (PATIENCE, patience):
             there = f"its patience is {shared.patience:g} s already, not {patience:g}"
             raise ValueError(f"the schemes of one bus share its gate: {there}; give it once")
-        bus._join(self, "receiver", model_id)
-        if patience is not None and bus._gate is not None:
-            bus._gate.patience = patience
+        bus.join(self, "receiver", model_id)
+        if patience is not None and bus.gate is not None:
+            bus.gate.patience = patience
         self._bus = bus
         self._reset()
-        self._reconnect = reconnect
-        self._role, self._pid = "receiver", os.getpid()
-        self._topic, self._context, self._model, self._worker_idx = model_id, context, model, worker_idx
-        self._receiving, self._carrier = receiving, transport
+        self.reconnects = reconnect
+        self.role, self.pid = "receiver", os.getpid()
+        self.topic, self._context, self._model, self._worker_idx = model_id, context, model, worker_idx
+        self.receiving, self._carrier = receiving, transport
         if (joined := getattr(context, "_joined_by", None)) is not None:
             joined(self)
 
@@ -596,34 +600,34 @@ class Scheme(ABC):
         """Sender: let the workers find it, where it has no address."""
         if not self._is_introduced or self._bus.endpoint != INTRODUCED:
             return
-        if self._bus._link is None:
-            self._bus._open_sender(await self._host())
+        if self._bus.link is None:
+            self._bus.open_sender(await self._host())
         self._place = place = self._place or self._meeting_place()
         if place is None:
             return
         try:
             async with self._meeting(place, timeout):
-                await place.host(self._bus._sender().introductions)
+                await place.host(self._bus.sender_link().introductions)
         finally:
             if self.closed:  # meanwhile
-                await self._end_transport(timeout)
+                await self.end_transport(timeout)
 
-    async def _meet(self, worker_idx: int | None, timeout: float) -> None:
+    async def meet(self, worker_idx: int | None, timeout: float) -> None:
         """Receiver: find a sender that has no address."""
         bus = self._bus
         if not self._is_introduced or bus.connect_endpoint != INTRODUCED:
             return
-        if self._role != "receiver" or self._registered:
+        if self.role != "receiver" or self.is_registered:
             return
-        if bus._introduction is not None or (place := self._meeting_place()) is None:
+        if bus.introduction is not None or (place := self._meeting_place()) is None:
             return  # introduced by another scheme of this bus, or to be introduced by a call
         worker = self._worker_idx if worker_idx is None else worker_idx
         if worker is None:
             raise ValueError("which worker is this? pass worker_idx to init_on_receiver() or connect()")
         async with self._meeting(place, timeout, worker):
-            bus._introduction = await place.find(worker)
+            bus.introduction = await place.find(worker)
         if place.outlives_sender:
-            bus._find_sender = partial(place.find, worker)
+            bus.find_sender = partial(place.find, worker)
 
     @asynccontextmanager
     async def _meeting(self, place: MeetingPlace, timeout: float, worker: int | None = None) -> AsyncIterator[None]:
@@ -646,120 +650,120 @@ class Scheme(ABC):
 
     # -- connecting ----------------------------------------------------------------------------------------------------
 
-    def _register(self, worker_idx: int | None = None) -> None:
+    def register(self, worker_idx: int | None = None) -> None:
         """Receiver: take part in the bus's HELLO, before waiting for anything."""
-        if self._role != "receiver":
+        if self.role != "receiver":
             return
         if worker_idx is not None:
             self._check_worker(worker_idx)
             if self._worker_idx not in (None, worker_idx):
                 raise ValueError(f"this is worker_idx={self._worker_idx} already, connect() says {worker_idx}")
-        if self._registered:
+        if self.is_registered:
             return
         self._worker_idx = self._worker_idx if worker_idx is None else worker_idx
         if self._worker_idx is None:
             raise ValueError("which worker is this? pass worker_idx to init_on_receiver() or connect()")
-        receiving = self._receiving
+        receiving = self.receiving
         assert receiving is not None
         if self._carrier is None:
             self._carrier = make_receiver(self._bound_transport(self._worker_idx, **receiving.options))
         if self._devices is not None:
             receiving.device = self._devices[self._worker_idx]
-        link = self._bus._open_receiver(self._worker_idx)
-        link.subscriber.session.reconnects = self._reconnect
+        link = self._bus.open_receiver(self._worker_idx)
+        link.subscriber.session.reconnects = self.reconnects
         receiving.register(link, self._carrier, self._context)
         self._carrier._start(self._worker_idx)
-        self._registered = True
+        self.is_registered = True
 
-    async def _initial(self, weights: Any) -> Source | None:
+    async def initial(self, weights: Any) -> Source | None:
         """What a sender sends when it connects; None: nothing."""
-        if weights is None and (self._registered or not self._sources.exist()):
+        if weights is None and (self.is_registered or not self.sources.exist()):
             return None
-        return await self._extract(weights, None)
+        return await self.extract(weights, None)
 
-    async def _connect_sender(self, initial: Source | None, timeout: float) -> None:
+    async def connect_sender(self, initial: Source | None, timeout: float) -> None:
         start = asyncio.get_running_loop().time()
         await self._open(timeout)
-        link = self._bus._open_sender()
-        transport = self._transport()
+        link = self._bus.open_sender()
+        transport = self.carrier()
         transport._start(None)
         await transport._ready(timeout)
         version = None
         if initial is not None:
-            sources, transports = {self._topic: initial}, {self._topic: transport}
+            sources, transports = {self.topic: initial}, {self.topic: transport}
             deadline = max(link.loop.time(), start + timeout)
             try:
                 version = await link.publishing.publish(
-                    sources, transports, None, serve=[self._topic], deadline=deadline
+                    sources, transports, None, serve=[self.topic], deadline=deadline
                 )
             except AckTimeout as error:
                 raise NotConnected(f"not connected within {timeout:g} s: {error}") from error
         else:
-            link.caught_up().serve(self._topic, start)
+            link.caught_up().serve(self.topic, start)
             link.settle()
-        await link.wait_for_workers([self._topic], version, timeout, start + timeout, self._bus._starting)
-        self._registered = True
+        await link.wait_for_workers([self.topic], version, timeout, start + timeout, self._bus.starting)
+        self.is_registered = True
 
-    async def _connect_receiver(self, worker_idx: int | None, timeout: float) -> None:
+    async def connect_receiver(self, worker_idx: int | None, timeout: float) -> None:
         deadline = asyncio.get_running_loop().time() + timeout
-        await self._meet(worker_idx, timeout)
-        self._register(worker_idx)
+        await self.meet(worker_idx, timeout)
+        self.register(worker_idx)
         link, receiving = self._receiver()
-        await link.receiving.connected(self._topic, timeout, deadline)
-        await self._transport()._ready(max(0.0, deadline - link.loop.time()))
+        await link.receiving.connected(self.topic, timeout, deadline)
+        await self.carrier()._ready(max(0.0, deadline - link.loop.time()))
         if not receiving.has_connected:  # what comes after that has not been returned
-            receiving.has_connected, receiving.returned = True, link.receiving.mark(self._topic)
+            receiving.has_connected, receiving.returned = True, link.receiving.mark(self.topic)
 
-    def _transport(self) -> Carrier:
+    def carrier(self) -> Carrier:
         assert self._carrier is not None
         return self._carrier
 
     # -- what is sent --------------------------------------------------------------------------------------------------
 
-    def _at_hand(self, weights: Any) -> FlatWeights | None:
+    def at_hand(self, weights: Any) -> FlatWeights | None:
         """The result of :meth:`_extract` for a module that is sent as a whole; None for anything else, which is left
         untouched."""
-        source = self._sources.model if weights is None else weights
-        plain = isinstance(source, nn.Module) and self._sources.device_map_fn is None
+        source = self.sources.model if weights is None else weights
+        plain = isinstance(source, nn.Module) and self.sources.device_map_fn is None
         if not plain or type(self).prepare_weights is not Scheme.prepare_weights:
             return None
-        return None if (flat := module_weights(self.strategy, source)) is None else self._selection.part(flat)
+        return None if (flat := module_weights(self.strategy, source)) is None else self.selection.part(flat)
 
-    async def _extract(self, weights: Any, workers: list[int] | None) -> Source:
+    async def extract(self, weights: Any, workers: list[int] | None) -> Source:
         """The values of what the caller gave, as far as they are selected, taken in the caller's thread."""
         hook = None if type(self).prepare_weights is Scheme.prepare_weights else self.prepare_weights
-        count, sent, part = self._bus.num_workers, self._keys_sent, self._selection.part
-        taken = await self._sources.extract(weights, self.strategy, hook, workers, count, sent)
+        count, sent, part = self._bus.num_workers, self._keys_sent, self.selection.part
+        taken = await self.sources.extract(weights, self.strategy, hook, workers, count, sent)
         return part(taken) if isinstance(taken, FlatWeights) else {w: part(each) for w, each in taken.items()}
 
     def _keys_sent(self) -> set[Path] | None:
         """The keys of what was sent last; None: nothing was."""
-        link = self._bus._link
-        layout = link.publishing.latest_layout(self._topic) if isinstance(link, SenderLink) else None
+        link = self._bus.link
+        layout = link.publishing.latest_layout(self.topic) if isinstance(link, SenderLink) else None
         return None if layout is None else set(layout.paths)
 
     async def _publish(self, weights: Any, worker_ids: Workers, metadata: Metadata) -> int:
-        return await self._bus._publish({self._topic: weights}, worker_ids, metadata)
+        return await self._bus.announce({self.topic: weights}, worker_ids, metadata)
 
     async def _send(
         self, weights: Any, worker_ids: Workers, timeout: float, metadata: Metadata, quorum: int | None
     ) -> int:
-        return await self._bus._send({self._topic: weights}, worker_ids, timeout, metadata, quorum)
+        return await self._bus.announce_and_wait({self.topic: weights}, worker_ids, timeout, metadata, quorum)
 
     async def _wait_version(self, version: int, worker_ids: Workers, timeout: float, quorum: int | None) -> None:
-        await self._bus._wait_version(version, worker_ids, timeout, [self._topic], quorum)
+        await self._bus.await_version(version, worker_ids, timeout, [self.topic], quorum)
 
     async def _wait_lag(self, max_lag: int, timeout: float) -> int:
-        return await self._bus._wait_lag([self._topic], max_lag, timeout)
+        return await self._bus.await_lag([self.topic], max_lag, timeout)
 
     # -- what is received ----------------------------------------------------------------------------------------------
 
     def _receiver(self) -> tuple[ReceiverLink, Receiving]:
-        link, receiving = self._bus._receiver(), self._receiving
+        link, receiving = self._bus.receiver_link(), self.receiving
         assert receiving is not None
         return link, receiving
 
-    def _current_call(self) -> Any:
+    def current_call(self) -> Any:
         """Receiver: the sender's call that the caller's thread or task is carrying out; None: it is none."""
         return None
 
@@ -773,36 +777,36 @@ class Scheme(ABC):
         link, receiving = self._receiver()
         return await receiving.fetch(link, timeout)
 
-    async def _take_in(self, timeout: float | None) -> None:
+    async def take_in(self, timeout: float | None) -> None:
         """Apply what has come, without returning it."""
         self._check_receive(timeout)
         link, receiving = self._receiver()
         await receiving.take_in(link)
 
-    async def _current(self) -> TensorDict | None:
+    async def current_weights(self) -> TensorDict | None:
         """A copy of what this receiver holds; None: nothing yet."""
-        if not isinstance(link := self._bus._link, ReceiverLink) or self._receiving is None:
+        if not isinstance(link := self._bus.link, ReceiverLink) or self.receiving is None:
             return None
-        return await self._receiving.current(link)
+        return await self.receiving.current(link)
 
     async def _shutdown(self, timeout: float) -> None:
-        if self._pid not in (0, os.getpid()):
+        if self.pid not in (0, os.getpid()):
             return
-        self._bus._check_loop()
-        already, self._closed = self._closed, True
-        others: list[Any] = [scheme for scheme in self._bus._schemes.values() if scheme is not self]
+        self._bus.check_loop()
+        already, self.is_shut_down = self.is_shut_down, True
+        others: list[Any] = [scheme for scheme in self._bus.schemes.values() if scheme is not self]
         try:
-            if self._own_bus or all(scheme._closed for scheme in others):
+            if self.has_own_bus or all(scheme.is_shut_down for scheme in others):
                 await self._bus._shutdown(timeout)
-            elif self._role == "receiver" and self._registered and not (already or self._bus._closed):
+            elif self.role == "receiver" and self.is_registered and not (already or self._bus.is_shut_down):
                 link, receiving = self._receiver()
-                await receiving.leave(link, [scheme._receiving for scheme in others], timeout)
+                await receiving.leave(link, [scheme.receiving for scheme in others], timeout)
         finally:
-            if not self._bus._closed:  # a new dict: other threads may be looking at this one
-                self._bus._schemes = {t: s for t, s in self._bus._schemes.items() if s is not self}
-            await self._end_transport(timeout)
+            if not self._bus.is_shut_down:  # a new dict: other threads may be looking at this one
+                self._bus.schemes = {t: s for t, s in self._bus.schemes.items() if s is not self}
+            await self.end_transport(timeout)
 
-    async def _end_transport(self, timeout: float) -> None:
+    async def end_transport(self, timeout: float) -> None:
         for limit, loop in list(self._meetings.items()):  # another thread's, perhaps
             call_soon(loop, partial(self._end_meeting, limit))
         if self._place is not None:

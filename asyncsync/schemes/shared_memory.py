@@ -73,7 +73,7 @@ class BlockingSharedMem(SlotCore, blocking.WeightSyncScheme):
             ClosedError: the sender has said goodbye, or this side was shut down.
             Fenced: a newer incarnation of this worker has taken over.
         """
-        self._run(lambda: self._take_in(timeout))
+        self.run_on_loop(lambda: self.take_in(timeout))
 
 
 class MultiProcessWeightSyncScheme(SlotCore, aio.WeightSyncScheme):

@@ -78,7 +78,7 @@ class DistributedCore(Scheme):
         return self._bus.endpoint == INTRODUCED and self._store_info is None and default_store() is not None
 
     def _meeting_place(self, own: OwnStore | None = None) -> StorePlace:
-        name = self._topic if self._store_info is None else ""  # in a store of its own there is no other scheme
+        name = self.topic if self._store_info is None else ""  # in a store of its own there is no other scheme
         return StorePlace(name, partial(_client_of, self._store_info, self._options["timeout"]), own)
 
     @checked
@@ -121,8 +121,8 @@ class DistributedCore(Scheme):
                 return OwnStore(own_address(), int(port) + AFTER_TCP_PORT)
         return OwnStore(own_address())
 
-    def _continue(self, original: Scheme) -> None:
-        super()._continue(original)
+    def take_over(self, original: Scheme) -> None:
+        super().take_over(original)
         if self._place is not None:
             self._place = self._meeting_place(self._place.own)
 
@@ -141,8 +141,8 @@ class DistributedCore(Scheme):
         """Worker: whether its sender is to be found in the store of the process group."""
         return self._bus.connect_endpoint == INTRODUCED and self._store_info is None
 
-    def _check_fresh(self, role: str) -> None:
-        super()._check_fresh(role)
+    def check_fresh(self, role: str) -> None:
+        super().check_fresh(role)
         if role == "receiver" and self._asks_group() and default_store() is None:
             raise RuntimeError(
                 "where is the sender? Pass this scheme on after init_on_sender(), or construct it with store_info= "

@@ -113,7 +113,7 @@ class RPCCollector(LaunchedCollector):
         deadline = time.monotonic() + timeout
         super()._connect_senders(timeout)
         schemes = self._sender_schemes.items()  # RPC's wait for nobody: the first weights go by a call of each node
-        if first := {m: None for m, s in schemes if isinstance(s, RPCCore) and s._sources.exist()}:
+        if first := {m: None for m, s in schemes if isinstance(s, RPCCore) and s.sources.exist()}:
             self._senders.send(first, None, max(0.0, deadline - time.monotonic()))
             self._published(self._senders.version)
 

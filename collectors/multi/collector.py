@@ -297,8 +297,8 @@ class MultiCollector(GroupCollector, metaclass=Chooses):
         sent = {m: scheme for m, scheme in weight_sync_schemes.items() if not self._goes_with_workers(m)}
         self._set_up_senders(sent, updater, self, count)
         for scheme in self._sender_schemes.values():
-            if scheme._context is self:  # an open bus keeps its schemes, which would keep this collector alive
-                scheme._context = scheme._sources.context = _RegisteredModels(self)
+            if scheme.context is self:  # an open bus keeps its schemes, which would keep this collector alive
+                scheme.context = _RegisteredModels(self)
         self._group = group = self._make_group(start_method)
         self._calls = Calls(group, count)
         self._driver = self._driver_class(self, group, self._arguments)

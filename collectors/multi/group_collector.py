@@ -333,7 +333,7 @@ class GroupCollector(GroupInspection, BaseCollector):
                 group.announce(version, workers)
 
         for bus in buses:
-            bus._on_published = announce
+            bus.on_published = announce
         return is_one
 
     def _published(self, version: int) -> None:

@@ -82,7 +82,7 @@ class GroupInspection(InspectionAPI):
         scheme = self._sender_schemes.get(model_id)
         if scheme is None or isinstance(scheme, NoSyncCore):
             return None
-        held: TensorDict | None = scheme._bus._look(scheme._held_weights)
+        held: TensorDict | None = scheme.bus.look(scheme.held_weights)
         return held
 
     # -- statistics and profiles --------------------------------------------------------------------------------------

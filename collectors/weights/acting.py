@@ -98,17 +98,17 @@ class ActingWeights:
         if known := sorted(schemes.keys() & self.schemes.keys()):
             raise ValueError(f"this collector already receives {known}: register each model once")
         blocking = as_blocking("weight_recv_schemes", schemes)
-        fresh = {m: s for m, s in blocking.items() if s._role != "receiver" or s._pid != os.getpid()}
+        fresh = {m: s for m, s in blocking.items() if s.role != "receiver" or s.pid != os.getpid()}
         for model_id, scheme in blocking.items():
             if model_id in fresh:
                 try:
                     context.get_model(model_id)
                 except LookupError as error:
                     raise ValueError(f"weight_recv_schemes[{model_id!r}]: {error}") from error
-                scheme._check_fresh("receiver")
+                scheme.check_fresh("receiver")
             else:
                 check_name("weight_recv_schemes", model_id, scheme)
-                if context.acts_elsewhere and scheme._takes_part and scheme.context is not context:
+                if context.acts_elsewhere and scheme.takes_part and scheme.context is not context:
                     raise ValueError(
                         f"weight_recv_schemes[{model_id!r}] was initialised without this collector as its context, so "
                         "its weights would not reach the workers: let the collector call init_on_receiver()"
@@ -129,7 +129,7 @@ class ActingWeights:
     def _find_buses(self) -> None:
         self._buses = buses_of(self.schemes.values())
         known = self._joined | self.schemes
-        self._gates = [self.gate, *(bus._gate for bus in buses_of(known.values()) if bus._gate is not None)]
+        self._gates = [self.gate, *(bus.gate for bus in buses_of(known.values()) if bus.gate is not None)]
         moving = buses_of([known[m] for m in ("policy", *known) if m in known])
         self._main = moving[0] if moving else None
 
@@ -140,7 +140,7 @@ class ActingWeights:
     def check(self) -> None:
         """Raises Fenced: another process has this worker's place, and nothing newer will ever come here."""
         for bus in self._buses:
-            check_fenced(bus._link)
+            check_fenced(bus.link)
 
     def receive(self) -> None:
         """Apply updates that wait for a receive (``apply="on_receive"``): by schemes in a call of whose sender the
@@ -148,7 +148,7 @@ class ActingWeights:
         Fenced: nothing has come, and nothing will."""
         others = []
         for scheme in self.schemes.values():
-            if scheme._current_call() is not None:
+            if scheme.current_call() is not None:
                 scheme.receive()
             elif not isinstance(scheme, NoSyncCore):
                 others.append(scheme)
@@ -239,7 +239,7 @@ class ActingWeights:
         """The version :meth:`received`, and its metadata."""
         if self._main is None:
             return 0, b""
-        acting = self._main._acting(self._main._schemes)
+        acting = self._main.acting(self._main.schemes)
         return acting.origin, acting.metadata
 
     def keep_up(self, max_lag: int, timeout: float) -> None:
@@ -247,18 +247,18 @@ class ActingWeights:
         bus by its own count. Raises AckTimeout: one of the waits took longer than ``timeout`` seconds; ClosedError,
         Fenced."""
         for bus in self._buses:
-            while (target := newest_target(bus._link, bus._schemes)) - bus.version > max_lag:
+            while (target := newest_target(bus.link, bus.schemes)) - bus.version > max_lag:
                 bus.wait_version(target - max_lag, timeout=timeout)
         newest_above, main = self.newest_above, self._main
         if newest_above is None or not isinstance(main, Bus):  # nothing here follows that count
             return
         while (newest := newest_above()) - self.received() > max_lag:
-            main._wait_origin(newest - max_lag, timeout)
+            main.wait_origin(newest - max_lag, timeout)
 
 
 def _take_in(schemes: Iterable[WeightSyncScheme]) -> None:
     for scheme in schemes:
-        scheme._bus._run(lambda s=scheme: s._take_in(None))  # type: ignore[misc]
+        scheme.bus.run_on_loop(lambda s=scheme: s.take_in(None))  # type: ignore[misc]
 
 
 class Holds(ExitStack):

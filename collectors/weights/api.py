@@ -149,7 +149,7 @@ class WeightsAPI:
     def _pass_versions_on(self) -> None:
         """Have updates that are sent from now on carry a version from above."""
         for bus in self._senders.buses:
-            bus._stand_for(self._weights.origin)
+            bus.stand_for(self._weights.origin)
 
     def init_updater(self, *args: Any, **kwargs: Any) -> None:
         """Call the weight updater's ``init`` with these arguments. Does nothing without an updater."""
@@ -246,7 +246,7 @@ class WeightsAPI:
         if own and worker_ids is not None:
             raise ValueError(f"unknown model_id {sorted(own)}: the workers receive {sorted(senders.schemes)}")
         applied = {m: self._registered(m) if w is None else w for m, w in own.items()}
-        for model_id in [m for m, w in sent.items() if w is None and not senders.schemes[m]._sources.exist()]:
+        for model_id in [m for m, w in sent.items() if w is None and not senders.schemes[m].sources.exist()]:
             self._registered(model_id)  # raises: there is nothing to send
         if sent:
             for model_id, source in applied.items():  # before anything is sent

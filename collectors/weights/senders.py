@@ -50,7 +50,7 @@ class Senders:
         self.schemes = as_blocking("weight_sync_schemes", schemes)
         for model_id, scheme in self.schemes.items():
             _check_free(model_id, scheme)
-        fresh = {m: s for m, s in self.schemes.items() if s._role is None or s._pid != os.getpid()}
+        fresh = {m: s for m, s in self.schemes.items() if s.role is None or s.pid != os.getpid()}
         join_buses([s for s in fresh.values() if not isinstance(s, BlockingNoSync)])
         for model_id, scheme in self.schemes.items():
             if model_id in fresh:
@@ -59,7 +59,7 @@ class Senders:
                 remotes: dict[str, Any] = {"remotes": {}} if called else {}  # which the collector fills in
                 scheme.init_on_sender(model_id=model_id, context=source, num_workers=num_workers, **remotes)
             else:
-                scheme._check_fresh("sender") if not scheme._registered else scheme._bus._check_role("sender")
+                scheme.check_fresh("sender") if not scheme.is_registered else scheme.bus.check_role("sender")
                 _check_initialised(model_id, scheme, num_workers)
         self.buses = buses_of(self.schemes.values())
         _owners.update({bus: weakref.ref(self) for bus in self.buses})
@@ -133,7 +133,7 @@ _owners: weakref.WeakKeyDictionary[Bus, weakref.ref[Senders]] = weakref.WeakKeyD
 
 def _check_free(model_id: str, scheme: WeightSyncScheme) -> None:
     """Raises ValueError: the scheme was shut down, or serves another collector."""
-    if isinstance(scheme, BlockingNoSync) or (bus := scheme._bus) is None:
+    if isinstance(scheme, BlockingNoSync) or (bus := scheme.bus) is None:
         return
     if bus.closed:
         raise ValueError(
@@ -150,7 +150,7 @@ def _check_free(model_id: str, scheme: WeightSyncScheme) -> None:
 def _check_initialised(model_id: str, scheme: WeightSyncScheme, num_workers: int | None) -> None:
     if scheme.model_id is not None or num_workers is not None:  # a RayModuleTransform gives its scheme no name
         check_name("weight_sync_schemes", model_id, scheme)
-    count = scheme._bus.num_workers
+    count = scheme.bus.num_workers
     if num_workers is not None and count not in (None, num_workers):
         raise ValueError(
             f"weight_sync_schemes[{model_id!r}] was initialised for {count} workers, but this collector has "
@@ -169,7 +169,7 @@ def check_name(argument: str, model_id: str, scheme: WeightSyncScheme) -> None:
 
 def buses_of(schemes: Iterable[Scheme]) -> list[Any]:
     """The buses of those that move something, each once."""
-    return list(dict.fromkeys(scheme._bus for scheme in schemes if not isinstance(scheme, NoSyncCore)))
+    return list(dict.fromkeys(scheme.bus for scheme in schemes if not isinstance(scheme, NoSyncCore)))
 
 
 def connect_all(schemes: Collection[WeightSyncScheme], timeout: float) -> None:

@@ -187,7 +187,7 @@ class WorkerLoop:
         has ended altogether, or a process that it had just forked has released them."""
         deadline = time.monotonic() + patience
         for scheme in self._schemes.values():
-            while (private := private_directory(scheme._bus.endpoint)) is not None and private.exists():
+            while (private := private_directory(scheme.bus.endpoint)) is not None and private.exists():
                 try:
                     sweep(private.parent)
                 except OSError as error:

@@ -121,7 +121,7 @@ def test_all_schemes_are_registered_or_none() -> None:
     with pytest.raises(ValueError, match=r"env\.nope"):
         leaf.register_scheme_receiver(given, synchronize_weights=False)
     assert leaf._receiver_schemes == {}
-    assert [scheme._role for scheme in given.values()] == [None, None]
+    assert [scheme.role for scheme in given.values()] == [None, None]
     leaf.register_scheme_receiver({VALUE: given["policy"]}, synchronize_weights=False)
     leaf.shutdown()
 

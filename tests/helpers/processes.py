@@ -396,8 +396,8 @@ class Worker(_Party):
             impatient(scheme, **settings)
 
         async def register() -> None:
-            await scheme._meet(worker_idx, timeout)
-            scheme._register()
+            await scheme.meet(worker_idx, timeout)
+            scheme.register()
             subscriber = scheme.bus._link.subscriber
             original = subscriber.applied
 
@@ -408,7 +408,7 @@ class Worker(_Party):
             subscriber.applied = applied
 
         if isinstance(scheme, Face):
-            await in_thread(scheme.bus._run, register)  # on the loop of the blocking API
+            await in_thread(scheme.bus.run_on_loop, register)  # on the loop of the blocking API
         else:
             await register()
         await scheme.connect(timeout=timeout)
@@ -511,7 +511,7 @@ def _copy_one_by_one(destinations: Iterable[torch.Tensor], sources: Iterable[tor
 
 def break_gate(scheme: Any) -> None:
     """From now on a receiver's updates wait for nobody, and take longer."""
-    scheme.bus._gate = BrokenGate()
+    scheme.bus.gate = BrokenGate()
     update.copy_tensors = _copy_one_by_one
 
 

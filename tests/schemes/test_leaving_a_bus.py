@@ -121,7 +121,7 @@ async def test_an_update_that_waits_for_a_reader_comes_to_the_other_models_alone
 async def test_calls_of_a_model_that_has_left_keep_no_update_waiting(api: Api) -> None:
     async with api.family() as everybody:
         _, _, copies, models = parts_of(everybody)
-        gate, policy = copies["value"].bus._gate, models["policy"]
+        gate, policy = copies["value"].bus.gate, models["policy"]
         inside: list[int] = []
         policy.inner.register_forward_hook(lambda *_: inside.append(gate.readers))
         policy.forward = lambda: policy.inner(policy.inner.weight[:1])

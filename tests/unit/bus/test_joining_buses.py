@@ -24,7 +24,7 @@ def test_private_schemes_share_the_first_ones_bus(module: Any) -> None:
     assert one.bus is two.bus is bus
     one.init_on_sender(model_id="policy", model=Model(), num_workers=2)
     two.init_on_sender(model_id="value", model=Model())
-    assert (bus.num_workers, sorted(bus._schemes)) == (2, ["policy", "value"])
+    assert (bus.num_workers, sorted(bus.schemes)) == (2, ["policy", "value"])
 
 
 def test_copies_pickled_apart_find_each_other_in_a_worker() -> None:
@@ -73,7 +73,7 @@ def test_one_scheme_keeps_its_bus_and_none_have_none() -> None:
     [one] = schemes({})
     bus = one.bus
     assert join_buses([one]) is bus
-    assert one._own_bus
+    assert one.has_own_bus
     assert join_buses([]) is None
 
 

@@ -237,13 +237,13 @@ async def test_a_slot_that_a_lost_worker_may_be_reading_is_not_written(api: Api)
         def lent() -> Any:
             return link.caught_up().targets.models["policy"].common.current.slab.retain()
 
-        slab = bus._look(lent)
+        slab = bus.look(lent)
         content = bytes(slab.memory)
         for value in range(10, 16):
             await everybody.sender.send_async(fill(everybody.source, value))
             assert everybody.read == [{value}, {value}]
             assert bytes(slab.memory) == content
-        bus._look(slab.release)
+        bus.look(slab.release)
 
 
 @pytest.mark.schemes("some")

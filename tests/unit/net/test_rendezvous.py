@@ -79,11 +79,11 @@ class BoardScheme(WeightSyncScheme):
         return "127.0.0.1"
 
     def _meeting_place(self) -> BoardPlace:
-        return BoardPlace(self._bus._uid)
+        return BoardPlace(self.bus.uid)
 
 
 def introductions_of(sender: Any) -> Introductions:
-    found: Introductions = sender._bus._sender().introductions
+    found: Introductions = sender.bus.sender_link().introductions
     return found
 
 
@@ -164,7 +164,7 @@ class Unopened(BoardPlace):
 
 class Waiting(BoardScheme):
     def _meeting_place(self) -> BoardPlace:
-        return Unopened(self._bus._uid)
+        return Unopened(self.bus.uid)
 
 
 async def test_a_shutdown_ends_a_sender_that_is_still_introducing_its_workers_at_once() -> None:
@@ -208,7 +208,7 @@ async def test_keys_are_not_pickled_and_are_drawn_for_each_connection() -> None:
         async with board() as (sender, _, _):
             introduction = introductions_of(sender)(0)
             drawn |= {introduction.server, introduction.own.public}
-            assert passed_on(sender)._bus._introduction is None
+            assert passed_on(sender).bus.introduction is None
             assert introduction.own.secret.decode() not in repr(introduction)
     assert len(drawn) == 4
 
@@ -246,14 +246,14 @@ async def test_who_has_no_key_that_was_given_out_gets_no_answer_and_changes_noth
             await sender.send_async(fill(everybody.source, 2.0), timeout=10)
             assert not socket.poll(100)
         assert everybody.read == [{2.0}]
-        assert set(sender._bus._sender().publisher.peers) == {0}
+        assert set(sender.bus.sender_link().publisher.peers) == {0}
 
 
 @pytest.mark.requirement(203)
 async def test_a_key_is_good_for_its_own_worker_only() -> None:
     async with board(2) as everybody:
         sender = everybody.sender
-        link = sender._bus._sender()
+        link = sender.bus.sender_link()
         async with stranger(introductions_of(sender)(1)) as socket:
             socket.send(codec.encode(HELLO))
             await until(lambda: any("worker 0, but has worker 1's key" in why for why in link.dropped))
