@@ -41,7 +41,7 @@ class TransportCore(Carrier):
     is_blocking: ClassVar[bool] = False
     _scheme: weakref.ref[Any] | None = None
 
-    def _bind(self, scheme: Any) -> None:
+    def bind_scheme(self, scheme: Any) -> None:
         """Let the documented methods act for this scheme; ``init_on_sender`` and ``init_on_receiver`` call this."""
         self._scheme = weakref.ref(scheme)
 

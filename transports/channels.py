@@ -272,12 +272,12 @@ class ChannelSender(Carrier):
             channel = self._by_worker[worker] = _WorkerChannel(worker, self.channels, self._create)
         return channel
 
-    def _start(self, worker: int | None) -> None:
+    def start_channel(self, worker: int | None) -> None:
         if self._fixed and setup_of(self.channels[0], SENDER_SETUP) is not None:
             for each in self.channels:
                 self._channel(each).connect()
 
-    async def _ready(self, timeout: float) -> None:
+    async def channel_ready(self, timeout: float) -> None:
         connections = {
             worker: channel.connecting for worker, channel in self._by_worker.items() if channel.connecting is not None
         }
@@ -301,7 +301,7 @@ class ChannelSender(Carrier):
         for channel in self._by_worker.values():
             channel.close()
 
-    async def _end(self, timeout: float) -> None:
+    async def close_within(self, timeout: float) -> None:
         if self._ended:
             return
         self.close()
@@ -373,12 +373,12 @@ class ChannelReceiver(Carrier):
 
     # -- on the loop --------------------------------------------------------------------------------------------------
 
-    def _start(self, worker: int | None) -> None:
+    def start_channel(self, worker: int | None) -> None:
         if self._setup is None:
             self._worker, self._loop = worker, asyncio.get_running_loop()
             self._setup = self._thread.submit(self._set_up)
 
-    async def _ready(self, timeout: float) -> None:
+    async def channel_ready(self, timeout: float) -> None:
         assert self._setup is not None
         await asyncio.wait([self._setup], timeout=timeout)
         if not self._setup.done():
@@ -389,7 +389,7 @@ class ChannelReceiver(Carrier):
         if (error := self._setup.result()) is not None:
             raise error
 
-    async def _fetch_slab(self, descriptor: bytes, slab: Slab, deadline: float) -> None:
+    async def fetch_slab(self, descriptor: bytes, slab: Slab, deadline: float) -> None:
         """Receive until the weights with this tag have come, and copy them into the slab. Raises TimeoutError: not by
         the deadline; SchemaMismatch: not what the sender announced; Exception: whatever the user's code raises."""
         loop = asyncio.get_running_loop()
@@ -442,7 +442,7 @@ class ChannelReceiver(Carrier):
         self._closed = True
         self._thread.abandon()
 
-    async def _end(self, timeout: float) -> None:
+    async def close_within(self, timeout: float) -> None:
         if self._closed:
             return
         self.close()

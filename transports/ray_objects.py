@@ -116,11 +116,11 @@ class ObjectTransport(PairTransport):
 
     # -- the receiver --------------------------------------------------------------------------------------------------
 
-    async def _fetch_slab(self, descriptor: bytes, slab: Slab, deadline: float) -> None:
+    async def fetch_slab(self, descriptor: bytes, slab: Slab, deadline: float) -> None:
         """Raises NotConnected: the object is lost, or its sender; TimeoutError: it has not come by the deadline; and as
-        :meth:`PairTransport._fetch_slab`."""
+        :meth:`PairTransport.fetch_slab`."""
         if not descriptor.startswith(MAGIC):
-            await super()._fetch_slab(descriptor, slab, deadline)
+            await super().fetch_slab(descriptor, slab, deadline)
             return
         remaining = deadline - asyncio.get_running_loop().time()
         # A thread of its own: one that waits for an object that is lost keeps nobody waiting. What it writes into is

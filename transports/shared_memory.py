@@ -337,7 +337,7 @@ class SlotTransport(base.OwnTransport):
             found.reuse(layout)
         return found
 
-    def _slot_window(self, descriptor: bytes, layout: Layout) -> memoryview | None:
+    def slot_window(self, descriptor: bytes, layout: Layout) -> memoryview | None:
         if type(self).attach is not SlotTransport.attach:
             return None
         lease = self._lease(descriptor, layout)
@@ -360,16 +360,16 @@ class SlotTransport(base.OwnTransport):
         return [one for one in self._attachments if isinstance(one, AttachedSlab)]
 
     @property
-    def _is_adopted(self) -> bool:
+    def is_adopted(self) -> bool:
         return any(slab.is_adopted or slab.readers() for slab in self._attached)
 
-    def _clean(self) -> None:
+    def clean_slots(self) -> None:
         # Now rather than when the next update is waited for: it takes milliseconds.
         for slab in self._attached:
             if not slab.references and not slab.is_detached:
                 slab.show_the_file()
 
-    def _detach(self) -> bool:
+    def detach_models(self) -> bool:
         attached = self._attached
         for slab in attached:
             if slab.references:

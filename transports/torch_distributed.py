@@ -55,7 +55,7 @@ class PairTransport(ChunkTransport):
         self._client: PairClient | None = None
         self._worker = 0
 
-    def _start(self, worker: int | None) -> None:
+    def start_channel(self, worker: int | None) -> None:
         self._worker = worker or 0
 
     # -- the sender ----------------------------------------------------------------------------------------------------
@@ -81,7 +81,7 @@ class PairTransport(ChunkTransport):
 
     # -- the receiver --------------------------------------------------------------------------------------------------
 
-    async def _fetch_slab(self, descriptor: bytes, slab: Slab, deadline: float) -> None:
+    async def fetch_slab(self, descriptor: bytes, slab: Slab, deadline: float) -> None:
         """Raises NotConnected: the sender is gone, or cannot be reached; ValueError: this is no descriptor of a pair's;
         and as :meth:`PairClient.receive`."""
         place = Place.decode(descriptor)
@@ -108,7 +108,7 @@ class PairTransport(ChunkTransport):
 
     # -- both ----------------------------------------------------------------------------------------------------------
 
-    async def _end(self, timeout: float) -> None:
+    async def close_within(self, timeout: float) -> None:
         server, self._server = self._server, None
         self.close()
         if server is not None:

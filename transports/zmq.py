@@ -33,7 +33,7 @@ class ChunkTransport(OwnTransport):
         self.map_above = map_above
         self.received = ReceivedPool()
 
-    def _acquire(self, layout: Layout, pool: SlabPool) -> Slab:
+    def acquire_slab(self, layout: Layout, pool: SlabPool) -> Slab:
         """Memory that Parameters may be given, where that pays."""
         return (self.received if layout.nbytes > self.map_above else pool).acquire(layout)
 

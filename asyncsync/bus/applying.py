@@ -183,7 +183,7 @@ class Applying:
         self._cleaning = None
         if not self._link.closed:
             for transport in set(self._transports.values()):
-                transport._clean()
+                transport.clean_slots()
 
     def _poll_gate(self) -> None:
         # Readers that ended abnormally never leave: find them while an update waits.

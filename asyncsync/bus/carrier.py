@@ -27,7 +27,7 @@ class Carrier:
 
     supports_timeout: bool = True
     pool: SlabPool | None = None
-    _holds_received: ClassVar[bool] = False  # whether whatever comes is received into slabs of this transport's
+    holds_received: ClassVar[bool] = False  # whether whatever comes is received into slabs of this transport's
 
     async def offer(self, slab: Slab, workers: Iterable[int] | None) -> bytes | None:
         """Sender: make a packed slab available to these workers (None: all).
@@ -76,26 +76,26 @@ class Carrier:
         """
         return None
 
-    def _acquire(self, layout: Layout, pool: SlabPool) -> Slab:
+    def acquire_slab(self, layout: Layout, pool: SlabPool) -> Slab:
         """Receiver: a slab for bytes that come in chunks or are fetched, into a module whose Parameters may lie in it.
         It is of ``pool``, unless this carrier has slabs for that. Raises MemoryError if there is not enough."""
         return pool.acquire(layout)
 
-    def _slot_window(self, descriptor: bytes, layout: Layout) -> memoryview | None:
+    def slot_window(self, descriptor: bytes, layout: Layout) -> memoryview | None:
         """Receiver: the bytes that :meth:`attach` would copy, where they are; None: it does something else. They are
         good for this update only; the next one with this descriptor has them at the same place, as long as
         :meth:`attach` is not called for others in between. Raises what that raises."""
         return None
 
     @property
-    def _is_adopted(self) -> bool:
+    def is_adopted(self) -> bool:
         """Receiver: whether a model's parameters lie in memory that the sender may write again."""
         return False
 
-    def _clean(self) -> None:
+    def clean_slots(self) -> None:
         """Receiver: after an update, when nobody waits: prepare for the next one."""
 
-    def _detach(self) -> bool:
+    def detach_models(self) -> bool:
         """Receiver: have nothing here depend on the sender's memory any more; False: something does nevertheless. Takes
         a while; any thread."""
         return True
@@ -108,7 +108,7 @@ class Carrier:
         """
         raise ValueError("another transport sent this update: use the same scheme class on both sides")
 
-    async def _fetch_slab(self, descriptor: bytes, slab: Slab, deadline: float) -> None:
+    async def fetch_slab(self, descriptor: bytes, slab: Slab, deadline: float) -> None:
         """Receiver: :meth:`fetch`, for a transport that needs the slab's layout as well."""
         await self.fetch(descriptor, slab.export(0, slab.nbytes), deadline)
 
@@ -117,12 +117,12 @@ class Carrier:
 
     # -- for blocking transports of a user's own; see asyncsync.transports.channels ------------------------------------
 
-    def _start(self, worker: int | None) -> None:
-        """Begin with what :meth:`_ready` waits for. ``worker``: which one this receiver is; None on a sender."""
+    def start_channel(self, worker: int | None) -> None:
+        """Begin with what :meth:`channel_ready` waits for. ``worker``: which one this receiver is; None on a sender."""
 
-    async def _ready(self, timeout: float) -> None:
+    async def channel_ready(self, timeout: float) -> None:
         """Wait until both ends of the channel are set up."""
 
-    async def _end(self, timeout: float) -> None:
+    async def close_within(self, timeout: float) -> None:
         """:meth:`close`, within bounds."""
         self.close()

@@ -48,8 +48,8 @@ class Fetches(Memory):
         """Have nothing depend on the sender's memory any more by which these models came; False: something does."""
         done = True
         for transport in {id(t): t for m in models if (t := self.transports.get(m)) is not None}.values():
-            if transport._is_adopted or in_use:
-                done = await finish(thread.submit(transport._detach)) and done
+            if transport.is_adopted or in_use:
+                done = await finish(thread.submit(transport.detach_models)) and done
         return done
 
     def attach(self, model_id: str, part: Part, layout: Layout, pool: SlabPool) -> Slab | None:
@@ -58,20 +58,20 @@ class Fetches(Memory):
 
     def acquire(self, model_id: str, layout: Layout, pool: SlabPool, *, adopts: bool) -> Slab:
         transport = self._transport(model_id)
-        return transport._acquire(layout, pool) if adopts or transport._holds_received else pool.acquire(layout)
+        return transport.acquire_slab(layout, pool) if adopts or transport.holds_received else pool.acquire(layout)
 
     def opens(self, pid: int) -> bool:
         return is_open(pid)
 
     def window(self, model_id: str, layout: Layout, descriptor: bytes) -> memoryview | None:
         """Where :meth:`attach` would copy the bytes from, if it did; with another descriptor than a part's."""
-        return self._transport(model_id)._slot_window(descriptor, layout)
+        return self._transport(model_id).slot_window(descriptor, layout)
 
     async def _fetch(self, serial: int, index: int, descriptor: bytes, slab: Slab, transport: Carrier) -> None:
         failure: Exception | None = None
         try:
             async with asyncio.timeout(FETCH_DEADLINE):
-                await transport._fetch_slab(descriptor, slab, self._loop.time() + FETCH_DEADLINE)
+                await transport.fetch_slab(descriptor, slab, self._loop.time() + FETCH_DEADLINE)
         except Exception as error:  # the transport may be the user's: its failure travels to the trainer
             failure = error
         except asyncio.CancelledError:

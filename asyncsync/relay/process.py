@@ -57,12 +57,12 @@ class RelaySlots(Carrier):
     """Slabs in shared memory, into which an update is received, and which the workers read."""
 
     pool: WeightSlots
-    _holds_received = True
+    holds_received = True
 
     def __init__(self) -> None:
         self.pool = WeightSlots(SLOTS, COPY_BYTES)
 
-    def _acquire(self, layout: Layout, pool: SlabPool) -> Slab:
+    def acquire_slab(self, layout: Layout, pool: SlabPool) -> Slab:
         return self.pool.acquire(layout)
 
     def describe(self, slab: Slab) -> bytes:

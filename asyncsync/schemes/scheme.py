@@ -379,7 +379,7 @@ class Scheme(ABC):
         """A worker's transport, whose documented methods act for this scheme."""
         made = self.create_transport(worker_idx=worker_idx, **options)
         if isinstance(made, TransportCore):
-            made._bind(self)
+            made.bind_scheme(self)
         return made
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
@@ -672,7 +672,7 @@ class Scheme(ABC):
         link = self._bus.open_receiver(self._worker_idx)
         link.subscriber.session.reconnects = self.reconnects
         receiving.register(link, self._carrier, self._context)
-        self._carrier._start(self._worker_idx)
+        self._carrier.start_channel(self._worker_idx)
         self.is_registered = True
 
     async def initial(self, weights: Any) -> Source | None:
@@ -686,8 +686,8 @@ class Scheme(ABC):
         await self._open(timeout)
         link = self._bus.open_sender()
         transport = self.carrier()
-        transport._start(None)
-        await transport._ready(timeout)
+        transport.start_channel(None)
+        await transport.channel_ready(timeout)
         version = None
         if initial is not None:
             sources, transports = {self.topic: initial}, {self.topic: transport}
@@ -710,7 +710,7 @@ class Scheme(ABC):
         self.register(worker_idx)
         link, receiving = self._receiver()
         await link.receiving.connected(self.topic, timeout, deadline)
-        await self.carrier()._ready(max(0.0, deadline - link.loop.time()))
+        await self.carrier().channel_ready(max(0.0, deadline - link.loop.time()))
         if not receiving.has_connected:  # what comes after that has not been returned
             receiving.has_connected, receiving.returned = True, link.receiving.mark(self.topic)
 
@@ -812,7 +812,7 @@ class Scheme(ABC):
         if self._place is not None:
             await self._place.close()
         if self._carrier is not None:
-            await self._carrier._end(timeout)
+            await self._carrier.close_within(timeout)
 
 
 def _packed(slab: Slab) -> Slab:

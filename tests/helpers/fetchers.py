@@ -37,7 +37,7 @@ class _End:
         self.pool = SlabPool()
 
     async def stop(self, finish: Callable[[], Any]) -> None:
-        await self.transport._end(2.0)
+        await self.transport.close_within(2.0)
         asyncio.get_running_loop().call_soon(finish)
 
 
@@ -52,15 +52,15 @@ class Fetcher(_End):
     """A worker's."""
 
     async def begin(self, worker: int) -> None:
-        self.transport._start(worker)
+        self.transport.start_channel(worker)
 
     async def fetch(self, descriptor: bytes, nbytes: int, timeout: float = 30.0) -> set[int]:
         """Which numbers are in the bytes."""
         layout = layout_of(nbytes)
-        slab = self.transport._acquire(layout, self.pool)
+        slab = self.transport.acquire_slab(layout, self.pool)
         try:
             async with asyncio.timeout(timeout):
-                await self.transport._fetch_slab(descriptor, slab, asyncio.get_running_loop().time() + timeout)
+                await self.transport.fetch_slab(descriptor, slab, asyncio.get_running_loop().time() + timeout)
             return {int(slab.sent.min()), int(slab.sent.max())}
         finally:
             slab.release()

@@ -139,7 +139,7 @@ async def test_what_goes_wrong_on_the_fast_path_goes_the_long_way(api: Api) -> N
     async with begun(api) as everybody:
         link = link_of(everybody)
         (transport,) = link._fetches.transports.values()
-        transport._slot_window = 32  # a user's own attribute, by bad luck
+        transport.slot_window = 32  # a user's own attribute, by bad luck
         fast_path_of(everybody)._windows.clear()
         await send(everybody, 10, 11, 12)
         assert link.failure is None

@@ -122,7 +122,7 @@ def test_parameters_are_adopted_and_buffers_copied(pair: Pairs, make: Callable[[
         assert values_of(model) == {version}
         assert adopted(model) == {name for name, _ in model.named_parameters()}  # tied ones once
         assert dict(model.named_parameters(remove_duplicate=False)) == parameters  # those that an optimiser has
-        assert worker.transport._is_adopted
+        assert worker.transport.is_adopted
     assert all(p.requires_grad and p.is_leaf for p in parameters.values())
 
 
@@ -272,7 +272,7 @@ def test_only_modules_adopt(pair: Pairs, model: dict[str, torch.Tensor]) -> None
     worker = pair(model)
     worker.update({"w": torch.ones(3)})
     assert (model["w"] == 1).all()
-    assert not worker.transport._is_adopted
+    assert not worker.transport.is_adopted
 
 
 # -- moving on ---------------------------------------------------------------------------------------------------------

@@ -44,12 +44,12 @@ def message(slab: Slab, descriptor: bytes) -> dict[str, Any]:
 @contextlib.asynccontextmanager
 async def receiving(line: Line) -> AsyncIterator[ChannelReceiver]:
     receiver = ChannelReceiver(BoardTransport(line))
-    receiver._start(0)
-    await receiver._ready(5)
+    receiver.start_channel(0)
+    await receiver.channel_ready(5)
     try:
         yield receiver
     finally:
-        await receiver._end(1)
+        await receiver.close_within(1)
 
 
 ONE = bytes(16)
@@ -64,11 +64,11 @@ async def test_weights_that_overtake_their_instruction_are_kept(named: tuple[str
     loop = asyncio.get_running_loop()
     async with receiving(lines[0]) as receiver:
         first, second = slab_of(-1), slab_of(-1)
-        waiting = asyncio.create_task(receiver._fetch_slab(ONE, first, loop.time() + 20))
+        waiting = asyncio.create_task(receiver.fetch_slab(ONE, first, loop.time() + 20))
         lines[0].messages.put(message(slab_of(2), TWO))
         await until(lambda: lines[0].received == [2])
         with Clock(1.0):
-            await receiver._fetch_slab(TWO, second, loop.time() + 20)
+            await receiver.fetch_slab(TWO, second, loop.time() + 20)
         assert [read(first.weights()), read(second.weights())] == [{-1}, {2}]
         with pytest.raises(TimeoutError, match="a newer update"):
             await waiting
@@ -91,7 +91,7 @@ async def test_a_fetch_that_is_cancelled_while_its_slab_is_written_waits_for_tha
     async with receiving(lines[0]) as receiver:
         slab = slab_of(-1)
         lines[0].messages.put(message(slab_of(1), ONE))
-        fetching = asyncio.create_task(receiver._fetch_slab(ONE, slab, asyncio.get_running_loop().time() + 20))
+        fetching = asyncio.create_task(receiver.fetch_slab(ONE, slab, asyncio.get_running_loop().time() + 20))
         await in_thread(writing.wait, 5)
         for _ in range(3):
             fetching.cancel()

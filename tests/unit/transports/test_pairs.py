@@ -22,9 +22,9 @@ LARGE = 256 * MIB
 @pytest.fixture
 async def transport() -> AsyncIterator[DistributedTransport]:
     transport = DistributedTransport(pair_above=0)
-    transport._start(None)
+    transport.start_channel(None)
     yield transport
-    await transport._end(2.0)
+    await transport.close_within(2.0)
 
 
 async def fetchers(start: Start, count: int) -> list[Remote]:
@@ -70,7 +70,7 @@ async def test_whoever_finds_the_store_gets_nothing(transport: DistributedTransp
 async def test_other_transports_descriptors_are_refused_both_ways() -> None:
     layout = layout_of(1000)
     with pytest.raises(ValueError, match="another transport"):
-        await DistributedTransport()._fetch_slab(b"SHM\x01" + bytes(60), filled(SlabPool(), 1000, 1), 0.0)
+        await DistributedTransport().fetch_slab(b"SHM\x01" + bytes(60), filled(SlabPool(), 1000, 1), 0.0)
     shared = SharedMemTransport()
     with pytest.raises(ValueError, match="another transport"):
         shared.attach(Place(("127.0.0.1", 9), bytes(16)).encode(), layout, SlabPool())

@@ -441,14 +441,14 @@ def test_what_is_detached_never_changes_again(pool: WeightSlots) -> None:
     known = Reader()
     slab = known.slab(descriptor)
     slab.holds_parameters = True
-    assert known._is_adopted
+    assert known.is_adopted
     parameter = slab.buffer[PAGE : 2 * PAGE]
     parameter[0] = 9
-    assert known._detach()
+    assert known.detach_models()
     fill(slot, 2)
     assert content(slab.memory) == {1, 9}
     slab.release()
-    assert not known._is_adopted
+    assert not known.is_adopted
     known.close()
     pool.close()
     slot.release()
