@@ -73,12 +73,6 @@ def check_slots(name: str, slots: int) -> None:
         raise ValueError(f"{name} must be an integer of at least 2 (one is read, one is written), not {slots!r}")
 
 
-def check_sync(sync: bool, *, is_blocking: bool) -> None:
-    """TorchRL's option of some schemes: False has ``send`` wait for no worker."""
-    if not sync and not is_blocking:
-        raise ValueError("sync=False is for blocking schemes, whose send() then waits for no worker: use publish()")
-
-
 def check_quorum(num_workers: int | None, min_workers: int) -> None:
     if num_workers is not None and min_workers > num_workers:
         raise ValueError(

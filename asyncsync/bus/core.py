@@ -470,21 +470,10 @@ class BusCore:
             sources = await self._take_in_order(weights, workers, timeout)
         except AckTimeout as error:
             raise self._unsent(workers, error) from error
-        return await self._send_sources(sources, workers, timeout, encoded, quorum)
-
-    async def _send_sources(
-        self,
-        sources: Mapping[str, Source],
-        workers: list[int] | None,
-        timeout: float,
-        metadata: bytes,
-        quorum: int | None = None,
-    ) -> int:
-        """:meth:`announce_and_wait` of what was extracted."""
         link = self.sender_link()
         link.check_quorum(sources, workers, quorum)
         begun = link.loop.time()
-        if workers is None and quorum is None and not (metadata or self.calls) and link.fast.may_publish(timeout):
+        if workers is None and quorum is None and not (encoded or self.calls) and link.fast.may_publish(timeout):
             transports = {topic: self.schemes[topic].carrier() for topic in sources}
             if (version := link.fast.publish(sources, transports)) is not None:
                 return await self._complete(link, version, next(iter(sources)), timeout, begun)
@@ -492,7 +481,7 @@ class BusCore:
         others = set.intersection(*(set(membership.without(model_id)) for model_id in sources))
         there = [worker for worker in membership.expected() if worker not in others]
         try:
-            version = await self._publish_sources(sources, workers, metadata, timeout, at_once=False)
+            version = await self._publish_sources(sources, workers, encoded, timeout, at_once=False)
         except AckTimeout as error:  # nothing was published
             raise self._unsent(workers, error) from error
         await link.wait_applied(version, workers, list(sources), timeout, begun, self.calls, quorum, there)

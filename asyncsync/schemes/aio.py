@@ -100,41 +100,16 @@ class Bus(BusCore):
         quorum: int | None = None,
     ) -> None:
         """Sender: wait until the targeted workers have applied this version or a newer one. Receiver: until this
-        worker has, of every model for which it has been told of one.
-
-        Args:
-            version: as returned by ``publish``.
-            worker_ids: sender only; None: every worker whose target is at least this version.
-            timeout: seconds.
-            quorum: sender only: how many of these workers are enough; None: all. The others still get it.
-
-        Raises:
-            PartialSendError: sender; names each worker that has not, and why; with a ``quorum``, if it was not reached.
-            AckTimeout: receiver.
-            ValueError, TypeError: an unknown worker, or a version that was not published.
-            NotConnected, ClosedError, Fenced: this side has ended.
+        worker has, of every model for which it has been told of one. Arguments and exceptions as of a scheme's.
         """
         await self.await_version(version, worker_ids, timeout, None, quorum)
 
     async def wait_lag(self, max_lag: int, timeout: float = DEFAULT_TIMEOUT) -> int:
-        """Receiver: wait until this worker is not too far behind, with any model of this bus.
-
-        The sender is asked what this worker should have by now, so nothing older can pass for new. When this returns,
-        what it has applied of each model is at most ``max_lag`` versions behind what the sender has answered.
-
-        Args:
-            max_lag: versions; 0: the newest. As ``lag`` in :meth:`status`, and as a collector's ``max_lag``.
-            timeout: seconds.
+        """Receiver: wait until this worker is not too far behind, with any model of this bus; as
+        :meth:`WeightSyncScheme.wait_lag`.
 
         Returns:
             The version that it has, of several models the oldest.
-
-        Raises:
-            AckTimeout: not within the timeout: the sender has not answered, or the update has not been applied.
-            ValueError: ``max_lag`` is not a whole number from 0.
-            SchemaMismatch, RemoteError: the update could not be applied here.
-            RuntimeError: this is a sender.
-            NotConnected, ClosedError, Fenced: there is no sender to ask, or this side has ended.
         """
         return await self.await_lag(list(self.schemes), max_lag, timeout)
 
@@ -281,13 +256,20 @@ class WeightSyncScheme(Scheme):
         *,
         quorum: int | None = None,
     ) -> None:
-        """Sender: until every targeted worker has applied this version or a newer one (with a ``quorum``, so many of
-        them). Receiver: until this worker has.
+        """Sender: wait until the targeted workers have applied this version or a newer one. Receiver: until this
+        worker has.
+
+        Args:
+            version: as returned by ``publish``.
+            worker_ids: sender only; None: every worker whose target is at least this version.
+            timeout: seconds.
+            quorum: sender only: how many of these workers are enough; None: all. The others still get it.
 
         Raises:
-            PartialSendError: sender: names the workers that have not, and why. Not final: they still get it.
+            PartialSendError: sender: names the workers that have not, and why; with a ``quorum``, if it was not
+                reached. Not final: they still get it.
             NotConnected: sender: no worker that is there could.
-            AckTimeout: receiver: not within the timeout (seconds).
+            AckTimeout: receiver: not within the timeout.
             ValueError, TypeError: an unknown worker, or a version that was not published.
             ClosedError, Fenced: this side has ended.
         """

@@ -8,7 +8,6 @@ import base64
 import binascii
 import sys
 import threading
-from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -139,6 +138,7 @@ class RayCore(RemoteCallCore):
     """What Ray's schemes are, in both APIs."""
 
     _adopts = True
+    _remotes_name = "remote_collectors"
     _transport_class: ClassVar[type[ObjectTransport]]
 
     @declared
@@ -159,10 +159,6 @@ class RayCore(RemoteCallCore):
     def create_transport(self, **kwargs: Any) -> ObjectTransport:
         """The transport of this scheme's API."""
         return self._transport_class(own_address(), self._options["map_above"], stores=self._backend == OBJECT_STORE)
-
-    def _remotes_of(self, context: Any) -> Sequence[Any] | None:
-        found: Sequence[Any] | None = getattr(context, "remote_collectors", None)
-        return found
 
     # -- the rendezvous -----------------------------------------------------------------------------------------------
 

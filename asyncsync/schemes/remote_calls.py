@@ -18,7 +18,7 @@ from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import msgpack
 from tensordict import TensorDict
@@ -162,9 +162,7 @@ class RemoteCallCore(Scheme):
 
     # -- of a subclass ------------------------------------------------------------------------------------------------
 
-    @abstractmethod
-    def _remotes_of(self, context: Any) -> Sequence[Any] | None:
-        """The workers' objects that a context has; None: it has none."""
+    _remotes_name: ClassVar[str]  # the attribute of a context in which TorchRL's collectors have the workers' objects
 
     @abstractmethod
     async def _call(self, call: Call) -> None:
@@ -215,7 +213,7 @@ class RemoteCallCore(Scheme):
         """
         given = remote_collectors if remotes is None else remotes
         if given is None and context is not None:
-            given = self._remotes_of(context)
+            given = getattr(context, self._remotes_name, None)
         if given is None:
             raise ValueError(
                 f"{type(self).__name__} calls {METHOD}() of the workers' objects: pass remotes=[…], or a context that "

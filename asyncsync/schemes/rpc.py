@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from importlib import import_module
@@ -39,6 +38,7 @@ class RPCCore(RemoteCallCore):
     """What the scheme is, in both APIs."""
 
     _adopts = True
+    _remotes_name = "collector_rrefs"
     _transport_class: ClassVar[type[PairTransport]]
 
     @declared
@@ -54,10 +54,6 @@ class RPCCore(RemoteCallCore):
     def create_transport(self, **kwargs: Any) -> PairTransport:
         """The transport of this scheme's API."""
         return self._transport_class(own_address(), self._options["map_above"], backend=self.backend)
-
-    def _remotes_of(self, context: Any) -> Sequence[Any] | None:
-        found: Sequence[Any] | None = getattr(context, "collector_rrefs", None)
-        return found
 
     # -- connect waits for nobody -------------------------------------------------------------------------------------
 
