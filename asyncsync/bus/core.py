@@ -345,17 +345,17 @@ class BusCore:
         """What each scheme of a sender sends when it connects."""
         if self.role != "sender":
             return {}
-        return {topic: await scheme.initial(None) for topic, scheme in self.schemes.items()}
+        return {topic: await scheme.initial_source(None) for topic, scheme in self.schemes.items()}
 
     async def _connect(self, initial: Mapping[str, Source | None], timeout: float) -> None:
         """Connect all schemes, one after the other, within the timeout."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
         for scheme in list(self.schemes.values()):
-            await scheme.meet(None, max(0.0, deadline - loop.time()))
+            await scheme.meet_sender(None, max(0.0, deadline - loop.time()))
         for scheme in list(self.schemes.values()):
             # A receiver's HELLO has all its models, before it waits for the first of them.
-            scheme.register()
+            scheme.register_receiver()
         for topic, scheme in list(self.schemes.items()):
             remaining = max(0.0, deadline - loop.time())
             if self.role == "sender":
@@ -377,7 +377,7 @@ class BusCore:
         sources: dict[str, Source] = {}
         for topic, given in weights.items():
             is_taken = isinstance(given, Taken)
-            sources[topic] = given.source if is_taken else await self.schemes[topic].extract(given, workers)
+            sources[topic] = given.source if is_taken else await self.schemes[topic].extract_source(given, workers)
         plain = sorted(topic for topic, source in sources.items() if not isinstance(source, Mapping))
         for topic, source in sources.items() if plain and workers is None else ():
             if isinstance(source, Mapping) and (self.num_workers is None or len(source) < self.num_workers):

@@ -48,10 +48,10 @@ class Member(Protocol):
     def move_to(self, bus: Any) -> None:
         """Join this bus, which others share, instead of its own."""
 
-    async def meet(self, worker_idx: int | None, timeout: float) -> None:
+    async def meet_sender(self, worker_idx: int | None, timeout: float) -> None:
         """Receiver: be introduced to a sender whose address it was not given."""
 
-    def register(self) -> None:
+    def register_receiver(self) -> None:
         """Receiver: take part in the bus's HELLO, before waiting for anything."""
 
     async def connect_sender(self, initial: Source | None, timeout: float) -> None:
@@ -60,14 +60,14 @@ class Member(Protocol):
     async def connect_receiver(self, worker_idx: int | None, timeout: float) -> None:
         """Receiver: wait for the sender, and for its initial weights."""
 
-    async def initial(self, weights: Any) -> Source | None:
+    async def initial_source(self, weights: Any) -> Source | None:
         """What a sender sends when it connects; None: nothing. In the caller's thread."""
 
-    async def extract(self, weights: Any, workers: list[int] | None) -> Source:
+    async def extract_source(self, weights: Any, workers: list[int] | None) -> Source:
         """The values of what the caller gave, for these workers. In the caller's thread."""
 
     def at_hand(self, weights: Any) -> FlatWeights | None:
-        """What :meth:`extract` would come to, where that takes nothing but looking; else None."""
+        """What :meth:`extract_source` would come to, where that takes nothing but looking; else None."""
 
     def carrier(self) -> Carrier:
         """What moves this model's bytes."""

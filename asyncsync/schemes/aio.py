@@ -209,7 +209,7 @@ class WeightSyncScheme(Scheme):
     async def _setup_connection_and_weights_on_sender_impl(
         self, *, weights: Any = None, timeout: float = DEFAULT_TIMEOUT
     ) -> None:
-        await self.connect_sender(await self.initial(weights), timeout)
+        await self.connect_sender(await self.initial_source(weights), timeout)
 
     async def _setup_connection_and_weights_on_receiver_impl(
         self, *, worker_idx: int | None = None, timeout: float = DEFAULT_TIMEOUT

@@ -267,7 +267,7 @@ class WeightSyncScheme(Scheme):
     def _setup_connection_and_weights_on_sender_impl(
         self, *, weights: Any = None, timeout: float = DEFAULT_TIMEOUT
     ) -> None:
-        initial = now(self.initial(weights))
+        initial = now(self.initial_source(weights))
         self.run_on_loop(lambda: self.connect_sender(initial, timeout))
 
     def _setup_connection_and_weights_on_receiver_impl(

@@ -28,7 +28,7 @@ class NoSyncCore(Scheme):
     def _check_connect(self, *given: Any) -> None:
         self._check_open()
 
-    async def initial(self, weights: Any) -> None:
+    async def initial_source(self, weights: Any) -> None:
         return None
 
     async def connect_sender(self, *given: Any) -> None:

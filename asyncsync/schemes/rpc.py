@@ -57,8 +57,8 @@ class RPCCore(RemoteCallCore):
 
     # -- connect waits for nobody -------------------------------------------------------------------------------------
 
-    async def initial(self, weights: Any) -> Source | None:
-        return None if weights is None else await super().initial(weights)
+    async def initial_source(self, weights: Any) -> Source | None:
+        return None if weights is None else await super().initial_source(weights)
 
     async def connect_sender(self, initial: Source | None, timeout: float) -> None:
         loop = asyncio.get_running_loop()
@@ -73,9 +73,9 @@ class RPCCore(RemoteCallCore):
             await link.publishing.publish({self.topic: initial}, {self.topic: self.carrier()}, None, deadline=deadline)
         self.is_registered = True
 
-    def register(self, worker_idx: int | None = None) -> None:
+    def register_receiver(self, worker_idx: int | None = None) -> None:
         if self._is_called:
-            super().register(worker_idx)
+            super().register_receiver(worker_idx)
 
     async def connect_receiver(self, worker_idx: int | None, timeout: float) -> None:
         if worker_idx is not None:

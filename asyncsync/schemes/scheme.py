@@ -79,7 +79,7 @@ class Scheme(ABC):
         self._configure(strategy, options)
 
     def _configure(self, strategy: str | WeightStrategy, given: Mapping[str, Any]) -> None:
-        """The constructor of every scheme: ``given`` are all of its options."""
+        """Every scheme's constructor calls this with all its options."""
         if not given.get("sync", True) and not self.is_blocking:
             raise ValueError("sync=False is for blocking schemes, whose send() then waits for no worker: use publish()")
         self._options = dict(given)  # without those of the bus and the selection: what the transport is made of
@@ -341,7 +341,7 @@ class Scheme(ABC):
         self._check_open()
 
     def _check_not_held(self, timeout: float | None = None) -> None:
-        """In the caller's thread: refuse a wait that would never end."""
+        """Refuse a wait that would never end. In the caller's thread."""
         gate = self._bus.gate
         if timeout is None and gate is not None and gate.held_by_caller:
             raise RuntimeError(
@@ -376,7 +376,6 @@ class Scheme(ABC):
         return strategy.extract_weights(self.sources.resolve(weights, model_id, context))
 
     def _bound_transport(self, worker_idx: int, **options: Any) -> Any:
-        """A worker's transport, whose documented methods act for this scheme."""
         made = self.create_transport(worker_idx=worker_idx, **options)
         if isinstance(made, TransportCore):
             made.bind_scheme(self)
@@ -404,7 +403,7 @@ class Scheme(ABC):
         self.receiving.apply(weights, inplace=inplace)
 
     def _convert(self, package: str) -> Any:
-        """This scheme's twin with the other API, which this package has."""
+        """Make a scheme of the other API, whose package this is."""
         kind: Any = twin_class(type(self))
         if kind is None:
             raise TypeError(
@@ -420,7 +419,7 @@ class Scheme(ABC):
         return twin
 
     def take_over(self, original: Scheme) -> None:
-        """Take over what the scheme that this one was converted from has been initialised with."""
+        """This scheme was made from ``original``: be initialised as that is."""
         self._bus = original.bus.twin(self.bus_class)
         role = original.role
         if role is None or original.pid != os.getpid():
@@ -586,7 +585,7 @@ class Scheme(ABC):
         if (joined := getattr(context, "_joined_by", None)) is not None:
             joined(self)
 
-    # -- an introduction, where the sender binds a free port, with keys, and its workers were given no address ---------
+    # -- introductions: the sender binds a free port, with keys, and its workers were given no address -----------------
 
     def _meeting_place(self) -> MeetingPlace | None:
         """Where both sides meet; None: nowhere, because the sender's calls bring the introductions."""
@@ -597,7 +596,7 @@ class Scheme(ABC):
         return own_address()
 
     async def _open(self, timeout: float) -> None:
-        """Sender: let the workers find it, where it has no address."""
+        """Sender: answer at the meeting place."""
         if not self._is_introduced or self._bus.endpoint != INTRODUCED:
             return
         if self._bus.link is None:
@@ -612,8 +611,8 @@ class Scheme(ABC):
             if self.closed:  # meanwhile
                 await self.end_transport(timeout)
 
-    async def meet(self, worker_idx: int | None, timeout: float) -> None:
-        """Receiver: find a sender that has no address."""
+    async def meet_sender(self, worker_idx: int | None, timeout: float) -> None:
+        """Receiver: ask at the meeting place for the sender's address."""
         bus = self._bus
         if not self._is_introduced or bus.connect_endpoint != INTRODUCED:
             return
@@ -631,7 +630,7 @@ class Scheme(ABC):
 
     @asynccontextmanager
     async def _meeting(self, place: MeetingPlace, timeout: float, worker: int | None = None) -> AsyncIterator[None]:
-        """A wait that a shutdown ends. Raises ClosedError: it has; NotConnected: the time is over."""
+        """A wait that a shutdown ends. Raises ClosedError after a shutdown, NotConnected after the timeout."""
         limit = asyncio.timeout(timeout)
         self._meetings[limit] = asyncio.get_running_loop()
         try:
@@ -650,8 +649,8 @@ class Scheme(ABC):
 
     # -- connecting ----------------------------------------------------------------------------------------------------
 
-    def register(self, worker_idx: int | None = None) -> None:
-        """Receiver: take part in the bus's HELLO, before waiting for anything."""
+    def register_receiver(self, worker_idx: int | None = None) -> None:
+        """Receiver: put this model into the bus's HELLO."""
         if self.role != "receiver":
             return
         if worker_idx is not None:
@@ -675,11 +674,11 @@ class Scheme(ABC):
         self._carrier.start_channel(self._worker_idx)
         self.is_registered = True
 
-    async def initial(self, weights: Any) -> Source | None:
-        """What a sender sends when it connects; None: nothing."""
+    async def initial_source(self, weights: Any) -> Source | None:
+        """The weights that a sender sends when it connects; None: it sends none."""
         if weights is None and (self.is_registered or not self.sources.exist()):
             return None
-        return await self.extract(weights, None)
+        return await self.extract_source(weights, None)
 
     async def connect_sender(self, initial: Source | None, timeout: float) -> None:
         start = asyncio.get_running_loop().time()
@@ -706,8 +705,8 @@ class Scheme(ABC):
 
     async def connect_receiver(self, worker_idx: int | None, timeout: float) -> None:
         deadline = asyncio.get_running_loop().time() + timeout
-        await self.meet(worker_idx, timeout)
-        self.register(worker_idx)
+        await self.meet_sender(worker_idx, timeout)
+        self.register_receiver(worker_idx)
         link, receiving = self._receiver()
         await link.receiving.connected(self.topic, timeout, deadline)
         await self.carrier().channel_ready(max(0.0, deadline - link.loop.time()))
@@ -721,23 +720,22 @@ class Scheme(ABC):
     # -- what is sent --------------------------------------------------------------------------------------------------
 
     def at_hand(self, weights: Any) -> FlatWeights | None:
-        """The result of :meth:`_extract` for a module that is sent as a whole; None for anything else, which is left
-        untouched."""
+        """What :meth:`extract_source` returns, if a module is sent as a whole; else None, and nothing was
+        touched."""
         source = self.sources.model if weights is None else weights
         plain = isinstance(source, nn.Module) and self.sources.device_map_fn is None
         if not plain or type(self).prepare_weights is not Scheme.prepare_weights:
             return None
         return None if (flat := module_weights(self.strategy, source)) is None else self.selection.part(flat)
 
-    async def extract(self, weights: Any, workers: list[int] | None) -> Source:
-        """The values of what the caller gave, as far as they are selected, taken in the caller's thread."""
+    async def extract_source(self, weights: Any, workers: list[int] | None) -> Source:
+        """Take the selected values of what the caller gave. In the caller's thread."""
         hook = None if type(self).prepare_weights is Scheme.prepare_weights else self.prepare_weights
         count, sent, part = self._bus.num_workers, self._keys_sent, self.selection.part
         taken = await self.sources.extract(weights, self.strategy, hook, workers, count, sent)
         return part(taken) if isinstance(taken, FlatWeights) else {w: part(each) for w, each in taken.items()}
 
     def _keys_sent(self) -> set[Path] | None:
-        """The keys of what was sent last; None: nothing was."""
         link = self._bus.link
         layout = link.publishing.latest_layout(self.topic) if isinstance(link, SenderLink) else None
         return None if layout is None else set(layout.paths)
@@ -764,11 +762,10 @@ class Scheme(ABC):
         return link, receiving
 
     def current_call(self) -> Any:
-        """Receiver: the sender's call that the caller's thread or task is carrying out; None: it is none."""
+        """Receiver: the sender's call in which the caller's thread or task is; None: it is in none."""
         return None
 
     async def _receive(self, timeout: float | None, call: Any = None) -> TensorDict | None:
-        """``receive``, perhaps in a call of the sender's."""
         self._check_receive(timeout)
         link, receiving = self._receiver()
         return await receiving.receive(link, timeout)

@@ -396,8 +396,8 @@ class Worker(_Party):
             impatient(scheme, **settings)
 
         async def register() -> None:
-            await scheme.meet(worker_idx, timeout)
-            scheme.register()
+            await scheme.meet_sender(worker_idx, timeout)
+            scheme.register_receiver()
             subscriber = scheme.bus._link.subscriber
             original = subscriber.applied
 
