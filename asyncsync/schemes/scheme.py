@@ -27,7 +27,7 @@ from torch import nn
 from asyncsync.arguments import check_processes, check_timeout, checked, declared, options_of, refuse_misspelt
 from asyncsync.bus.carrier import Carrier
 from asyncsync.bus.core import BusCore, Metadata, Workers
-from asyncsync.bus.member import Source
+from asyncsync.bus.member import Source, Taken
 from asyncsync.bus.options import BusOptions
 from asyncsync.bus.receiver import ReceiverLink
 from asyncsync.bus.sender import SenderLink
@@ -722,6 +722,8 @@ class Scheme(ABC):
     def at_hand(self, weights: Any) -> FlatWeights | None:
         """What :meth:`extract_source` returns, if a module is sent as a whole; else None, and nothing was
         touched."""
+        if isinstance(weights, Taken):
+            return weights.source if isinstance(weights.source, FlatWeights) and not weights.source.values else None
         source = self.sources.model if weights is None else weights
         plain = isinstance(source, nn.Module) and self.sources.device_map_fn is None
         if not plain or type(self).prepare_weights is not Scheme.prepare_weights:
