@@ -42,7 +42,7 @@ class TransportCore(Carrier):
     _scheme: weakref.ref[Any] | None = None
 
     def bind_scheme(self, scheme: Any) -> None:
-        """Let the documented methods act for this scheme; ``init_on_sender`` and ``init_on_receiver`` call this."""
+        # Let the documented methods act for this scheme; init_on_sender and init_on_receiver call this.
         self._scheme = weakref.ref(scheme)
 
     def _bound(self, role: str | None = None) -> Any:

@@ -390,8 +390,8 @@ class ChannelReceiver(Carrier):
             raise error
 
     async def fetch_slab(self, descriptor: bytes, slab: Slab, deadline: float) -> None:
-        """Receive until the weights with this tag have come, and copy them into the slab. Raises TimeoutError: not by
-        the deadline; SchemaMismatch: not what the sender announced; Exception: whatever the user's code raises."""
+        # Receive until the weights with this tag have come, and copy them into the slab. Raises TimeoutError: not by
+        # the deadline; SchemaMismatch: not what the sender announced; Exception: whatever the user's code raises.
         loop = asyncio.get_running_loop()
         patience = deadline - loop.time()
         patience -= min(MARGIN, patience / 10)

@@ -117,8 +117,8 @@ class ObjectTransport(PairTransport):
     # -- the receiver --------------------------------------------------------------------------------------------------
 
     async def fetch_slab(self, descriptor: bytes, slab: Slab, deadline: float) -> None:
-        """Raises NotConnected: the object is lost, or its sender; TimeoutError: it has not come by the deadline; and as
-        :meth:`PairTransport.fetch_slab`."""
+        # Raises NotConnected: the object is lost, or its sender; TimeoutError: it has not come by the deadline; and as
+        # PairTransport.fetch_slab.
         if not descriptor.startswith(MAGIC):
             await super().fetch_slab(descriptor, slab, deadline)
             return

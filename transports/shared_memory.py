@@ -202,7 +202,7 @@ class AttachedSlab(PrivateSlab):
 
     @property
     def is_adopted(self) -> bool:
-        """Whether a model's Parameters lie here, and show what the slot holds."""
+        # Whether a model's Parameters lie here, and show what the slot holds.
         return self.references > 0 and self.holds_parameters
 
     def detach(self) -> None:

@@ -82,8 +82,8 @@ class PairTransport(ChunkTransport):
     # -- the receiver --------------------------------------------------------------------------------------------------
 
     async def fetch_slab(self, descriptor: bytes, slab: Slab, deadline: float) -> None:
-        """Raises NotConnected: the sender is gone, or cannot be reached; ValueError: this is no descriptor of a pair's;
-        and as :meth:`PairClient.receive`."""
+        # Raises NotConnected: the sender is gone, or cannot be reached; ValueError: this is no descriptor of a pair's;
+        # and as PairClient.receive.
         place = Place.decode(descriptor)
         client = self._client
         if client is None or client.store != place.store:

@@ -34,7 +34,7 @@ class ChunkTransport(OwnTransport):
         self.received = ReceivedPool()
 
     def acquire_slab(self, layout: Layout, pool: SlabPool) -> Slab:
-        """Memory that Parameters may be given, where that pays."""
+        # Memory that Parameters may be given, where that pays.
         return (self.received if layout.nbytes > self.map_above else pool).acquire(layout)
 
     def close(self) -> None:

@@ -77,27 +77,28 @@ class Carrier:
         return None
 
     def acquire_slab(self, layout: Layout, pool: SlabPool) -> Slab:
-        """Receiver: a slab for bytes that come in chunks or are fetched, into a module whose Parameters may lie in it.
-        It is of ``pool``, unless this carrier has slabs for that. Raises MemoryError if there is not enough."""
+        # Receiver: a slab for bytes that come in chunks or are fetched, into a module whose Parameters may lie in it.
+        # It is of pool, unless this carrier has slabs for that. Raises MemoryError if there is not enough.
         return pool.acquire(layout)
 
     def slot_window(self, descriptor: bytes, layout: Layout) -> memoryview | None:
-        """Receiver: the bytes that :meth:`attach` would copy, where they are; None: it does something else. They are
-        good for this update only; the next one with this descriptor has them at the same place, as long as
-        :meth:`attach` is not called for others in between. Raises what that raises."""
+        # Receiver: the bytes that attach would copy, where they are; None: it does something else. They are
+        # good for this update only; the next one with this descriptor has them at the same place, as long as
+        # attach is not called for others in between. Raises what that raises.
         return None
 
     @property
     def is_adopted(self) -> bool:
-        """Receiver: whether a model's parameters lie in memory that the sender may write again."""
+        # Receiver: whether a model's parameters lie in memory that the sender may write again.
         return False
 
     def clean_slots(self) -> None:
-        """Receiver: after an update, when nobody waits: prepare for the next one."""
+        # Receiver: after an update, when nobody waits: prepare for the next one.
+        pass
 
     def detach_models(self) -> bool:
-        """Receiver: have nothing here depend on the sender's memory any more; False: something does nevertheless. Takes
-        a while; any thread."""
+        # Receiver: have nothing here depend on the sender's memory any more; False: something does nevertheless. Takes
+        # a while; any thread.
         return True
 
     async def fetch(self, descriptor: bytes, into: memoryview, deadline: float) -> None:
@@ -109,7 +110,7 @@ class Carrier:
         raise ValueError("another transport sent this update: use the same scheme class on both sides")
 
     async def fetch_slab(self, descriptor: bytes, slab: Slab, deadline: float) -> None:
-        """Receiver: :meth:`fetch`, for a transport that needs the slab's layout as well."""
+        # Receiver: fetch, for a transport that needs the slab's layout as well.
         await self.fetch(descriptor, slab.export(0, slab.nbytes), deadline)
 
     def close(self) -> None:
@@ -118,11 +119,13 @@ class Carrier:
     # -- for blocking transports of a user's own; see asyncsync.transports.channels ------------------------------------
 
     def start_channel(self, worker: int | None) -> None:
-        """Begin with what :meth:`channel_ready` waits for. ``worker``: which one this receiver is; None on a sender."""
+        # Begin with what channel_ready waits for. worker: which one this receiver is; None on a sender.
+        pass
 
     async def channel_ready(self, timeout: float) -> None:
-        """Wait until both ends of the channel are set up."""
+        # Wait until both ends of the channel are set up.
+        pass
 
     async def close_within(self, timeout: float) -> None:
-        """:meth:`close`, within bounds."""
+        # close, within bounds.
         self.close()

@@ -180,7 +180,7 @@ class BusCore:
             self.gate = Gate()
 
     def for_receiver(self, worker: int | None) -> BusCore:
-        """The bus that schemes pickled apart share in this worker."""
+        # The bus that schemes pickled apart share in this worker.
         if worker is None or self.role == "sender":
             self._late = True
             return self
@@ -201,8 +201,8 @@ class BusCore:
         return shared
 
     def agree_on_workers(self, num_workers: int, *, private: bool) -> None:
-        """Give this bus its ``num_workers``. ``private``: nobody else may join it. Raises ValueError: it has others
-        already, or too few for its quorum."""
+        # Give this bus its num_workers. private: nobody else may join it. Raises ValueError: it has others
+        # already, or too few for its quorum.
         check_count("num_workers", num_workers)
         given = self._constructed if private and self._link is None else self.num_workers
         if given not in (None, num_workers) or (self._link is not None and self.num_workers != num_workers):
@@ -211,7 +211,7 @@ class BusCore:
         self.num_workers = num_workers
 
     def agree_on_least(self, min_workers: int, *, private: bool) -> None:
-        """The same for ``min_workers``."""
+        # The same for min_workers.
         check_count("min_workers", min_workers, least=0)
         if self.min_workers != min_workers and (self.min_workers != 1 or self._link is not None or not private):
             raise _disagreement("min_workers", self.min_workers, min_workers)
@@ -219,7 +219,7 @@ class BusCore:
         self.min_workers = min_workers
 
     def twin(self, kind: type[BusCore]) -> BusCore:
-        """A copy with the other API; the schemes of one bus that are converted share it."""
+        # A copy with the other API; the schemes of one bus that are converted share it.
         twin = self._converted
         if twin is None or twin.is_shut_down or type(twin) is not kind:
             twin = self._converted = kind.__new__(kind)
@@ -229,11 +229,11 @@ class BusCore:
 
     @property
     def link(self) -> SenderLink | ReceiverLink | None:
-        """The connection; None: there is none yet."""
+        # The connection; None: there is none yet.
         return self._link
 
     def look(self, function: Callable[[], T]) -> T:
-        """Read the link's state, where it does not change meanwhile."""
+        # Read the link's state, where it does not change meanwhile.
         return function()
 
     # -- links ------------------------------------------------------------------------------------------------------
@@ -261,7 +261,7 @@ class BusCore:
         self.check_role(role)
 
     def open_sender(self, host: str = "") -> SenderLink:
-        """``host``: where to bind a free port, with keys, if the workers are introduced."""
+        # host: where to bind a free port, with keys, if the workers are introduced.
         self.check_open("sender")
         if self._link is None:
             endpoint = tcp_endpoint(host, "*") if host else self.endpoint
@@ -274,8 +274,8 @@ class BusCore:
         return self.sender_link()
 
     def stand_for(self, origin: Callable[[], tuple[int, bytes]]) -> None:
-        """Sender: what is published from now on stands for the version of the root of a tree that ``origin`` returns
-        when the values are taken, and has that one's metadata unless it is given some."""
+        # Sender: what is published from now on stands for the version of the root of a tree that origin returns
+        # when the values are taken, and has that one's metadata unless it is given some.
         self._origin = origin
         if isinstance(self._link, SenderLink):
             self._link.publishing.origin = origin
@@ -406,7 +406,7 @@ class BusCore:
             self._preparing.release()
 
     async def announce(self, weights: Mapping[str, Any], worker_ids: Workers, metadata: Metadata) -> int:
-        """Snapshot and announce; returns the version."""
+        # Snapshot and announce; returns the version.
         encoded, workers = encode_metadata(metadata), as_workers(worker_ids)
         sources = await self._take_in_order(weights, workers, DEFAULT_TIMEOUT)
         return await self._publish_sources(sources, workers, encoded)
@@ -443,9 +443,9 @@ class BusCore:
         metadata: Metadata,
         quorum: int | None = None,
     ) -> int:
-        """:meth:`announce`, and wait until the workers have applied it, or as many of them as the ``quorum`` needs.
-        Raises NotConnected, with nothing published, if nobody could; PartialSendError, which names each worker that has
-        not, and why."""
+        # announce, and wait until the workers have applied it, or as many of them as the quorum needs.
+        # Raises NotConnected, with nothing published, if nobody could; PartialSendError, which names each worker that
+        # has not, and why.
         link, encoded = self._link, encode_metadata(metadata)
         is_free = not (self.is_shut_down or self.calls or self._preparing.waiting or self._preparing.locked())
         if (
@@ -510,7 +510,7 @@ class BusCore:
         models: list[str] | None,
         quorum: int | None = None,
     ) -> None:
-        """Wait until workers have applied a version; on a receiver, until this one has."""
+        # Wait until workers have applied a version; on a receiver, until this one has.
         check_timeout(timeout)
         if self.role == "receiver":
             if quorum is not None:
@@ -526,7 +526,7 @@ class BusCore:
         await link.wait_applied(version, workers, models, timeout, link.loop.time(), self.calls, quorum)
 
     async def await_lag(self, models: list[str], max_lag: int, timeout: float) -> int:
-        """Receiver: wait until each of these models is at most so many versions behind what the sender has for it."""
+        # Receiver: wait until each of these models is at most so many versions behind what the sender has for it.
         check_count("max_lag", max_lag, least=0)
         check_timeout(timeout)
         return await self.receiver_link().receiving.wait_lag(models, max_lag, timeout)
@@ -544,7 +544,7 @@ class BusCore:
         return Hold(self.gate, lambda: self.acting(models).shown)
 
     def acting(self, models: Collection[str]) -> Acting:
-        """Receiver: the newest that these models show."""
+        # Receiver: the newest that these models show.
         return self._link.acting(models) if isinstance(self._link, ReceiverLink) else Acting(0, 0)
 
     @property

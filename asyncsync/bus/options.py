@@ -15,16 +15,28 @@ Endpoint = Annotated[
     str | None,
     Option("where the sender binds: ``ipc:///path`` or ``tcp://HOST:PORT``; None draws a private ipc path."),
 ]
+Fanout = Annotated[
+    bool,
+    Option(
+        "over tcp, send to all workers at once what three or more are to get; with ``compress`` or ``delta``, not "
+        "weights of more than 64 KiB. It takes one more port, and one more connection per worker, and saves CPU time "
+        "only with many workers and large weights (docs/multi-host.md).",
+        False,
+        check_fanout,
+    ),
+]
 
 
-class AddressOptions(TypedDict, total=False):
+class LocalBusOptions(TypedDict, total=False):
+    """Of any bus, also where a scheme's bytes do not travel over it."""
+
     connect: Annotated[
         str | None,
         Option("where workers connect, if that differs; of several, with commas between, they try one by one."),
     ]
     num_workers: Annotated[
         int | None,
-        Option("fixed number of workers (0 … num_workers−1); None: elastic, workers come and go.", check=check_count),
+        Option("fixed number of workers (0 … num_workers−1); None: elastic, workers come and go.", None, check_count),
     ]
     min_workers: Annotated[
         int,
@@ -35,27 +47,6 @@ class AddressOptions(TypedDict, total=False):
         ),
     ]
     allow_plaintext: Annotated[bool, Option("allow unencrypted addresses that other hosts can reach.", False)]
-
-
-class KeyOptions(TypedDict, total=False):
-    server_key: Annotated[
-        KeyFile | Sequence[KeyFile] | None,
-        Option(
-            "path of the server's certificate: at the sender the secret file, at a receiver the public file. While you "
-            "replace the server's key, a receiver may have several, of which one is right."
-        ),
-    ]
-    clients: Annotated[
-        KeyFile | None,
-        Option("at the sender: the directory of the public certificates of the clients that it lets in."),
-    ]
-    client_key: Annotated[
-        KeyFile | None,
-        Option("at a receiver: the path of its secret certificate; ``{worker_idx}`` in it stands for its index."),
-    ]
-
-
-class WatchOptions(TypedDict, total=False):
     metrics_port: Annotated[
         int | str | None,
         Option(
@@ -72,7 +63,24 @@ class WatchOptions(TypedDict, total=False):
     ]
 
 
-class EncodingOptions(TypedDict, total=False):
+class WireOptions(LocalBusOptions, total=False):
+    """Of a bus over which the bytes travel."""
+
+    server_key: Annotated[
+        KeyFile | Sequence[KeyFile] | None,
+        Option(
+            "path of the server's certificate: at the sender the secret file, at a receiver the public file. While you "
+            "replace the server's key, a receiver may have several, of which one is right."
+        ),
+    ]
+    clients: Annotated[
+        KeyFile | None,
+        Option("at the sender: the directory of the public certificates of the clients that it lets in."),
+    ]
+    client_key: Annotated[
+        KeyFile | None,
+        Option("at a receiver: the path of its secret certificate; ``{worker_idx}`` in it stands for its index."),
+    ]
     compress: Annotated[
         str | None,
         Option('``"zstd"`` or ``"lz4"``: compress what travels over the bus, for workers that can decode it.'),
@@ -85,21 +93,8 @@ class EncodingOptions(TypedDict, total=False):
     ]
 
 
-class FanoutOptions(TypedDict, total=False):
-    fanout: Annotated[
-        bool,
-        Option(
-            "over tcp, send to all workers at once what three or more are to get; with ``compress`` or ``delta``, not "
-            "weights of more than 64 KiB. It takes one more port, and one more connection per worker, and saves CPU "
-            "time only with many workers and large weights (docs/multi-host.md).",
-            False,
-            check_fanout,
-        ),
-    ]
-
-
-class BusOptions(AddressOptions, KeyOptions, WatchOptions, FanoutOptions, EncodingOptions, total=False):
+class BusOptions(WireOptions, total=False):
     checksum: Annotated[
-        bool | None,
-        Option("check every payload with CRC-32; None: only on unencrypted tcp beyond loopback."),
+        bool | None, Option("check every payload with CRC-32; None: only on unencrypted tcp beyond loopback.")
     ]
+    fanout: Fanout

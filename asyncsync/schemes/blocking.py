@@ -152,7 +152,7 @@ class Bus(BusCore):
         self._deliver(weights, worker_ids, timeout, metadata=metadata, quorum=quorum)
 
     def wait_origin(self, version: int, timeout: float) -> None:
-        """Receiver: see :meth:`asyncsync.bus.receiving.Receiving.wait_origin`."""
+        # Receiver: see asyncsync.bus.receiving.Receiving.wait_origin.
         self.run_on_loop(lambda: self.receiver_link().receiving.wait_origin(version, self.schemes, timeout))
 
     def check_open(self, role: str) -> None:
@@ -164,7 +164,7 @@ class Bus(BusCore):
             raise RuntimeError("this scheme or bus was connected before the fork; connect anew in the child process")
 
     def take_here(self, weights: Mapping[str, Any], workers: list[int] | None) -> dict[str, Taken]:
-        """The values of the sources, taken here and now."""
+        # The values of the sources, taken here and now.
         return {topic: Taken(source) for topic, source in now(self._take(weights, workers)).items()}
 
     async def _awaitable(self, make: Make[T]) -> T:
@@ -354,7 +354,7 @@ class WeightSyncScheme(Scheme):
     receive.__doc__ = AsyncScheme.receive.__doc__
 
     def received(self, timeout: float | None) -> TensorDict | None:
-        """What ``receive`` returns, unless a subclass has another one."""
+        # What receive returns, unless a subclass has another one.
         self._check_not_held(timeout)
         call = self.current_call()
         return self._deliver(lambda: self._receive(timeout, call))
@@ -366,7 +366,7 @@ class WeightSyncScheme(Scheme):
         self._bus.end_on_loop(make)
 
     def take_here(self, weights: Any, workers: list[int] | None) -> Any:
-        """The weights, taken from their source here and now."""
+        # The weights, taken from their source here and now.
         self._check_open()
         return self._bus.take_here({self.topic: weights}, workers)[self.topic]
 

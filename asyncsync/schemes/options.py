@@ -7,7 +7,7 @@ from typing import Annotated, Any, TypedDict
 
 from asyncsync.arguments import Option, check_bytes, check_slots, check_timeout
 from asyncsync.bus.core import DEFAULT_TIMEOUT, BusCore
-from asyncsync.bus.options import AddressOptions, EncodingOptions, Endpoint, FanoutOptions, KeyOptions, WatchOptions
+from asyncsync.bus.options import Endpoint, Fanout, LocalBusOptions, WireOptions
 from asyncsync.model.strategy import WeightStrategy
 from asyncsync.transports.shared_memory import SLOTS
 from asyncsync.transports.slots import COPY_BYTES
@@ -17,9 +17,38 @@ Strategy = Annotated[
     str | WeightStrategy,
     Option('``"tensordict"`` (default), ``"state_dict"``, or a :class:`WeightStrategy` instance.'),
 ]
+Backend = Annotated[
+    str,
+    Option(
+        "of torch.distributed, one that this torch has; weights are packed in host memory, and gloo carries them "
+        "whichever it is.",
+        "gloo",
+    ),
+]
+MapAbove = Annotated[
+    int,
+    Option(
+        "weights of more bytes are received where a module's Parameters then get their memory; smaller ones are copied "
+        "into the memory that the Parameters have.",
+        COPY_BYTES,
+        check_bytes,
+    ),
+]
+Slots = Annotated[
+    int,
+    Option(
+        "how many versions may be in use at once: the newest, one that is being written, and those that workers which "
+        "are behind still read. With all of them in use, publishing waits.",
+        SLOTS,
+        check_slots,
+    ),
+]
+Sync = Annotated[bool, Option("of the blocking API: False: ``send`` is ``publish``, and waits for no worker.", True)]
 
 
 class OwnOptions(TypedDict, total=False):
+    """Of a scheme, whatever its bus."""
+
     endpoint: Endpoint
     bus: Annotated[
         BusCore | None, Option("a :class:`Bus` of the same API, shared with other schemes, instead of one of its own.")
@@ -41,67 +70,42 @@ class OwnOptions(TypedDict, total=False):
     ]
 
 
-class MapOptions(TypedDict, total=False):
-    map_above: Annotated[
-        int,
-        Option(
-            "weights of more bytes are received where a module's Parameters then get their memory; smaller ones are "
-            "copied into the memory that the Parameters have.",
-            COPY_BYTES,
-            check_bytes,
-        ),
-    ]
-
-
-class SlotOptions(TypedDict, total=False):
-    slots: Annotated[
-        int,
-        Option(
-            "how many versions may be in use at once: the newest, one that is being written, and those that workers "
-            "which are behind still read. With all of them in use, publishing waits.",
-            SLOTS,
-            check_slots,
-        ),
-    ]
-
-
-class SyncOptions(TypedDict, total=False):
-    sync: Annotated[bool, Option("of the blocking API: False: ``send`` is ``publish``, and waits for no worker.", True)]
-
-
-class BackendOptions(TypedDict, total=False):
-    backend: Annotated[
-        str,
-        Option(
-            "of torch.distributed, one that this torch has; weights are packed in host memory, and gloo carries them "
-            "whichever it is.",
-            "gloo",
-        ),
-    ]
-
-
-class SchemeOptions(OwnOptions, AddressOptions, EncodingOptions, KeyOptions, WatchOptions, total=False):
+class SchemeOptions(OwnOptions, WireOptions, total=False):
     """Of every scheme that does not say otherwise."""
 
 
-class ZMQOptions(SchemeOptions, FanoutOptions, MapOptions, total=False):
-    pass
+class ZMQOptions(SchemeOptions, total=False):
+    fanout: Fanout
+    map_above: MapAbove
 
 
-class AutoOptions(SchemeOptions, SlotOptions, MapOptions, total=False):
-    pass
+class AutoOptions(SchemeOptions, total=False):
+    slots: Slots
+    map_above: MapAbove
 
 
-class SharedMemOptions(OwnOptions, AddressOptions, WatchOptions, SlotOptions, MapOptions, SyncOptions, total=False):
+class RPCOptions(SchemeOptions, total=False):
+    backend: Backend
+    map_above: MapAbove
+
+
+class RayOptions(SchemeOptions, total=False):
+    map_above: MapAbove
+
+
+class SharedMemOptions(OwnOptions, LocalBusOptions, total=False):
+    slots: Slots
+    map_above: MapAbove
+    sync: Sync
     per_worker_weights: Annotated[
         bool,
         Option("as TorchRL takes it; with or without it, workers may be sent weights of their own.", False),
     ]
 
 
-class DistributedOptions(
-    OwnOptions, AddressOptions, WatchOptions, BackendOptions, MapOptions, SyncOptions, total=False
-):
+class DistributedOptions(OwnOptions, LocalBusOptions, total=False):
+    backend: Backend
+    sync: Sync
     timeout: Annotated[
         float, Option("seconds to reach the store.", DEFAULT_TIMEOUT, lambda _, timeout: check_timeout(timeout))
     ]
@@ -114,15 +118,8 @@ class DistributedOptions(
             "``tcp_port``)."
         ),
     ]
+    map_above: MapAbove
     pair_above: Annotated[
         int,
         Option("weights of more bytes go through gloo; fewer ride along in the instruction.", PAIR_BYTES, check_bytes),
     ]
-
-
-class RPCOptions(SchemeOptions, BackendOptions, MapOptions, total=False):
-    pass
-
-
-class RayOptions(SchemeOptions, MapOptions, total=False):
-    pass

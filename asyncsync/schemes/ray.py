@@ -289,7 +289,7 @@ class TransformCore(RayCore):
     init_on_receiver.__doc__ = RemoteCallCore.init_on_receiver.__doc__
 
     async def connect_sender(self, initial: Source | None, timeout: float) -> None:
-        """The sender alone connects: it has the transform's actor do its part."""
+        # The sender alone connects: it has the transform's actor do its part.
         if self.is_registered:
             await super().connect_sender(initial, timeout)
             return

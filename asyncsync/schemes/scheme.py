@@ -154,7 +154,7 @@ class Scheme(ABC):
         return self._bus
 
     def move_to(self, bus: BusCore) -> None:
-        """Join this bus, which others share, instead of its own."""
+        # Join this bus, which others share, instead of its own.
         self._bus, self.has_own_bus = bus, False
 
     @property
@@ -419,7 +419,7 @@ class Scheme(ABC):
         return twin
 
     def take_over(self, original: Scheme) -> None:
-        """This scheme was made from ``original``: be initialised as that is."""
+        # This scheme was made from original: be initialised as that is.
         self._bus = original.bus.twin(self.bus_class)
         role = original.role
         if role is None or original.pid != os.getpid():
@@ -612,7 +612,7 @@ class Scheme(ABC):
                 await self.end_transport(timeout)
 
     async def meet_sender(self, worker_idx: int | None, timeout: float) -> None:
-        """Receiver: ask at the meeting place for the sender's address."""
+        # Receiver: ask at the meeting place for the sender's address.
         bus = self._bus
         if not self._is_introduced or bus.connect_endpoint != INTRODUCED:
             return
@@ -650,7 +650,7 @@ class Scheme(ABC):
     # -- connecting ----------------------------------------------------------------------------------------------------
 
     def register_receiver(self, worker_idx: int | None = None) -> None:
-        """Receiver: put this model into the bus's HELLO."""
+        # Receiver: put this model into the bus's HELLO.
         if self.role != "receiver":
             return
         if worker_idx is not None:
@@ -675,7 +675,7 @@ class Scheme(ABC):
         self.is_registered = True
 
     async def initial_source(self, weights: Any) -> Source | None:
-        """The weights that a sender sends when it connects; None: it sends none."""
+        # The weights that a sender sends when it connects; None: it sends none.
         if weights is None and (self.is_registered or not self.sources.exist()):
             return None
         return await self.extract_source(weights, None)
@@ -720,8 +720,7 @@ class Scheme(ABC):
     # -- what is sent --------------------------------------------------------------------------------------------------
 
     def at_hand(self, weights: Any) -> FlatWeights | None:
-        """What :meth:`extract_source` returns, if a module is sent as a whole; else None, and nothing was
-        touched."""
+        # What extract_source returns, if a module is sent as a whole; else None, and nothing was touched.
         if isinstance(weights, Taken):
             return weights.source if isinstance(weights.source, FlatWeights) and not weights.source.values else None
         source = self.sources.model if weights is None else weights
@@ -731,7 +730,7 @@ class Scheme(ABC):
         return None if (flat := module_weights(self.strategy, source)) is None else self.selection.part(flat)
 
     async def extract_source(self, weights: Any, workers: list[int] | None) -> Source:
-        """Take the selected values of what the caller gave. In the caller's thread."""
+        # Take the selected values of what the caller gave. In the caller's thread.
         hook = None if type(self).prepare_weights is Scheme.prepare_weights else self.prepare_weights
         count, sent, part = self._bus.num_workers, self._keys_sent, self.selection.part
         taken = await self.sources.extract(weights, self.strategy, hook, workers, count, sent)
@@ -764,7 +763,7 @@ class Scheme(ABC):
         return link, receiving
 
     def current_call(self) -> Any:
-        """Receiver: the sender's call in which the caller's thread or task is; None: it is in none."""
+        # Receiver: the sender's call in which the caller's thread or task is; None: it is in none.
         return None
 
     async def _receive(self, timeout: float | None, call: Any = None) -> TensorDict | None:
@@ -777,13 +776,13 @@ class Scheme(ABC):
         return await receiving.fetch(link, timeout)
 
     async def take_in(self, timeout: float | None) -> None:
-        """Apply what has come, without returning it."""
+        # Apply what has come, without returning it.
         self._check_receive(timeout)
         link, receiving = self._receiver()
         await receiving.take_in(link)
 
     async def current_weights(self) -> TensorDict | None:
-        """A copy of what this receiver holds; None: nothing yet."""
+        # A copy of what this receiver holds; None: nothing yet.
         if not isinstance(link := self._bus.link, ReceiverLink) or self.receiving is None:
             return None
         return await self.receiving.current(link)
