@@ -93,12 +93,12 @@ class Carrier:
         return False
 
     def clean_slots(self) -> None:
-        # Receiver: after an update, when nobody waits: prepare for the next one.
+        # Receiver: prepare for the next update, a moment after one was applied.
         pass
 
     def detach_models(self) -> bool:
-        # Receiver: have nothing here depend on the sender's memory any more; False: something does nevertheless. Takes
-        # a while; any thread.
+        # Receiver: copy what depends on the sender's memory. False: something still depends on it. Takes a while, and
+        # runs in any thread.
         return True
 
     async def fetch(self, descriptor: bytes, into: memoryview, deadline: float) -> None:

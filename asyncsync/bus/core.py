@@ -122,7 +122,7 @@ class BusCore:
         self._preparing = Order()  # held by a publication until it is ready to be packed
         self.carried = 0  # the version that a sender counts on from
         self._converted: BusCore | None = None
-        # Called on the loop with each version that workers are to have, and whom it is for (None: everybody).
+        # Called on the loop with each version, and the workers that are to have it; None: all.
         self.on_published: Callable[[int, list[int] | None], None] | None = None
         self._origin: Callable[[], tuple[int, bytes]] | None = None
         self.calls: Calls | None = None  # a sender's whose workers are called with each version
@@ -143,7 +143,7 @@ class BusCore:
         beyond = self.keys is None and is_plaintext_beyond_loopback(self.endpoint)
         checksum = beyond if self.checksum is None else self.checksum
         fast, compress = is_fast_path_on(), self.compress or ""
-        # What nobody has asked for comes whole, is compressed on the loop, and goes to all who have subscribed.
+        # What is sent without a FETCH comes whole, is compressed on the loop, and goes to all subscribers.
         eager = 64 << 10 if compress or self.delta or self.fanout else EAGER_BYTES
         return Settings(eager, checksum=checksum, compress=compress, delta=self.delta, fast=fast, fanout=self.fanout)
 
@@ -201,7 +201,7 @@ class BusCore:
         return shared
 
     def agree_on_workers(self, num_workers: int, *, private: bool) -> None:
-        # Give this bus its num_workers. private: nobody else may join it. Raises ValueError: it has others
+        # Give this bus its num_workers. private: no other scheme may join it. Raises ValueError: it has others
         # already, or too few for its quorum.
         check_count("num_workers", num_workers)
         given = self._constructed if private and self._link is None else self.num_workers
@@ -443,9 +443,9 @@ class BusCore:
         metadata: Metadata,
         quorum: int | None = None,
     ) -> int:
-        # announce, and wait until the workers have applied it, or as many of them as the quorum needs.
-        # Raises NotConnected, with nothing published, if nobody could; PartialSendError, which names each worker that
-        # has not, and why.
+        # Announce, and wait until the workers have applied it, or as many of them as the quorum needs. Raises
+        # NotConnected, with nothing published, if no worker is there; PartialSendError, which names each worker that
+        # has not applied it, and why.
         link, encoded = self._link, encode_metadata(metadata)
         is_free = not (self.is_shut_down or self.calls or self._preparing.waiting or self._preparing.locked())
         if (

@@ -10,7 +10,7 @@ from asyncsync.bus.carrier import Carrier
 from asyncsync.weights.tree import FlatWeights
 
 Source = FlatWeights | Mapping[int, FlatWeights]
-"""A model's weights for everybody, or for each worker its own, ready to be packed."""
+"""A model's weights for all workers, or for each worker its own, ready to be packed."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Calls(Protocol):
 class Member(Protocol):
     """A scheme, as its bus sees it. Everything is called on the bus's event loop, unless noted otherwise."""
 
-    has_own_bus: bool  # whether nobody else may join its bus
+    has_own_bus: bool  # whether no other scheme may join its bus
     reconnects: bool  # a receiver's: whether it outlives its sender
     role: str | None
     is_registered: bool  # whether it is connected

@@ -89,7 +89,7 @@ class NoSyncCore(Scheme):
         self._count, self._encoded = version, b""
 
     def status(self) -> BusStatus:
-        """Empty: nobody is connected."""
+        """Empty: no worker is connected."""
         return BusStatus({}, {})
 
 

@@ -37,8 +37,8 @@ MapAbove = Annotated[
 Slots = Annotated[
     int,
     Option(
-        "how many versions may be in use at once: the newest, one that is being written, and those that workers which "
-        "are behind still read. With all of them in use, publishing waits.",
+        "how many versions may be in use at once: the newest, one that is being written, and older ones that slow "
+        "workers still read. With all of them in use, publishing waits.",
         SLOTS,
         check_slots,
     ),
@@ -60,7 +60,9 @@ class OwnOptions(TypedDict, total=False):
             "of the receivers' models stays as it is. None: all weights."
         ),
     ]
-    exclude: Annotated[str | Sequence[str] | None, Option("patterns of those that are not, of these.")]
+    exclude: Annotated[
+        str | Sequence[str] | None, Option("patterns of names that ``include`` selects, but that are not sent either.")
+    ]
     strict: Annotated[
         bool,
         Option(

@@ -5,7 +5,7 @@ The bus does what it does for every scheme: versions, transfers, acknowledgement
 applies what has come when it is told to: a publication calls the objects of the workers that it is for, each method
 runs ``scheme.receive()``, and that applies the version of the call, or a newer one. A call that comes late, after a
 newer one, finds nothing to do and returns; one that came from another scheme of the same object returns at once. There
-is one call at a time to each object; of those that wait for it, the newest follows.
+is one call at a time to each object; of the calls that wait for it, only the newest follows.
 
 A subclass says how an object is called, and in a worker how such a call is recognised.
 """
@@ -125,7 +125,7 @@ class _Calls:
             while caller.ended < (version := caller.wanted):
                 failed = None
                 try:
-                    # Until all have accepted its layout, it may still go to nobody.
+                    # Until all workers have accepted its layout, one may refuse it, and then it goes to none.
                     await link.wait(partial(_is_settled, targets, version), CALL_SECONDS)
                     due = {m: t.version for m in targets.models if (t := targets.target(worker, m)) is not None}
                     if due != called and worker in self._remotes:
@@ -166,8 +166,8 @@ class RemoteCallCore(Scheme):
 
     @abstractmethod
     async def _call(self, call: Call) -> None:
-        """Sender: call a worker's object, and wait for the end of that. Raises PeerLost: there is nobody; what the
-        object has raised."""
+        """Sender: call a worker's object, and wait until the call ends. Raises PeerLost if the worker is gone, and
+        what the object has raised."""
 
     async def _connect_called(self, worker: int, timeout: float) -> None:
         """Worker: connect, in the first call."""
@@ -269,7 +269,7 @@ class RemoteCallCore(Scheme):
                 self._bus.introduction = Introduction.decode(call.introduction)
             await self._unless_lost(call, self._connect_called(call.worker, CALL_SECONDS))
             assert self.receiving is not None
-            self.receiving.returned = None  # it is the first that anybody is told of
+            self.receiving.returned = None  # the user has not been told of any yet
         link, receiving = self._receiver()
         try:
             reach = receiving.reach(link, version, max(0.0, deadline - loop.time()), call.versions)

@@ -1,7 +1,7 @@
 """RPC: weights for objects in other processes of ``torch.distributed.rpc``. Each applies an update in a call of its
 ``_receive_weights_scheme()``, as TorchRL documents it; the bytes go through gloo.
 
-The first call of a worker introduces it to its sender, and connects it: ``connect`` waits for nobody, on either side.
+The first call of a worker introduces it to its sender, and connects it: ``connect`` waits on neither side.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class RPCCore(RemoteCallCore):
         """The transport of this scheme's API."""
         return self._transport_class(own_address(), self._options["map_above"], backend=self.backend)
 
-    # -- connect waits for nobody -------------------------------------------------------------------------------------
+    # -- connect does not wait ----------------------------------------------------------------------------------------
 
     async def initial_source(self, weights: Any) -> Source | None:
         return None if weights is None else await super().initial_source(weights)
@@ -66,7 +66,7 @@ class RPCCore(RemoteCallCore):
         link = self._bus.open_sender()
         publisher = link.caught_up()
         publisher.serve(self.topic, loop.time())
-        publisher.assemble(self.topic)  # nobody is waited for who has not been called
+        publisher.assemble(self.topic)  # workers that were not called yet are not waited for
         link.settle()
         if initial is not None:
             deadline = loop.time() + timeout
@@ -124,7 +124,7 @@ class RPCCore(RemoteCallCore):
         return _current.get()
 
     # Not a function of this module: several calls may come at once, before anything of asyncsync was imported. Threads
-    # that begin with different modules of a package wait for each other; those that begin with asyncsync.sync do not.
+    # that import different modules of a package wait for each other; threads that all import asyncsync.sync do not.
     @classmethod
     def _receive_there(cls, rref: Any, encoded: bytes) -> Exception | None:
         """In the worker: have the object receive. Returns what it raised."""
@@ -147,7 +147,7 @@ class RPCWeightSyncScheme(RPCCore, aio.WeightSyncScheme):
 
         rrefs = [rpc.remote(f"worker{index}", Worker, (scheme.blocking, index)) for index in range(2)]
         scheme.init_on_sender(model_id="policy", model=policy, remotes=rrefs)
-        await scheme.connect()                     # waits for nobody
+        await scheme.connect()                     # does not wait
         version = await scheme.send_async()        # calls each object's _receive_weights_scheme()
 
     and in the object, with the blocking class of :mod:`asyncsync.sync`::

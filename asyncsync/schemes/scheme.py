@@ -128,7 +128,7 @@ class Scheme(ABC):
         self.is_registered = False
         self.is_shut_down = False
         self._place: MeetingPlace | None = None  # a sender's
-        self._meetings: dict[asyncio.Timeout, asyncio.AbstractEventLoop] = {}  # those that wait for the other side
+        self._meetings: dict[asyncio.Timeout, asyncio.AbstractEventLoop] = {}  # waits for the other side
 
     def __getstate__(self) -> dict[str, Any]:
         # Configuration only: no sockets, tasks, models or weights. What a user's subclass adds travels with it.

@@ -110,8 +110,8 @@ class TorchRLContext:
 
     @contextmanager
     def starting(self, give_up: Callable[[], None]) -> Iterator[None]:
-        """While workers connect. If they do not, those that are there are told to ``give_up``, and what one of them has
-        raised, which TorchRL would read later, is raised here."""
+        """While workers connect. If one does not, call ``give_up``, which ends the others; and raise here what a worker
+        has raised, which TorchRL would read later."""
         try:
             yield
         except BaseException as error:
@@ -141,7 +141,7 @@ class TorchRLContext:
 
     @property
     def cascades(self) -> bool:
-        """Whether anybody wants to know of an update that is in the model."""
+        """Whether the target is to be told of an update that is in the model."""
         target = self.target
         if target is None or not self.connected or getattr(target, "closed", False):
             return False

@@ -42,7 +42,7 @@ class ZMQWeightSyncScheme(ChunkCore, aio.WeightSyncScheme):
         await scheme.connect()                     # policy(...) is never torn from here on
         weights = await scheme.receive(timeout=1.0)
 
-    Across hosts, encrypted, and with nobody let in who is not listed (``asyncsync keygen`` makes the files)::
+    Across hosts, encrypted, for listed clients only (``asyncsync keygen`` makes the files)::
 
         ZMQWeightSyncScheme(endpoint="tcp://0.0.0.0:5555", server_key="keys/server.key_secret", clients="keys/clients")
         ZMQWeightSyncScheme(connect="tcp://trainer:5555", server_key="server.key", client_key="worker-0.key_secret")
