@@ -129,7 +129,7 @@ def nbytes(weights: Any) -> int:
 def pending(receiver: Any) -> bool:
     """Whether an update waits for readers of the receiver's models, or of the bus's."""
     receiver = bare(receiver)
-    gate = getattr(receiver, "bus", receiver)._gate
+    gate = getattr(receiver, "bus", receiver).gate
     return gate is not None and bool(gate.pending)
 
 

@@ -185,11 +185,11 @@ def test_the_schemes_of_a_bus_share_its_patience() -> None:
     schemes = passed_on([sync.ZMQWeightSyncScheme(bus=bus) for _ in range(3)])
     gate = schemes[0].bus
     schemes[0].init_on_receiver("a", model=Model(), worker_idx=0)
-    assert gate._gate.patience == 30
+    assert gate.gate.patience == 30
     schemes[1].init_on_receiver("b", model=Model(), worker_idx=0, patience=5)
-    assert gate._gate.patience == 5
+    assert gate.gate.patience == 5
     with pytest.raises(ValueError, match="patience"):
         schemes[2].init_on_receiver("c", model=Model(), worker_idx=0, patience=6)
     schemes[2].init_on_receiver("c", model=Model(), worker_idx=0, patience=5)
     schemes[2].init_on_receiver("c", model=Model(), worker_idx=0)
-    assert gate._gate.patience == 5
+    assert gate.gate.patience == 5

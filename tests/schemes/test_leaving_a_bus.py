@@ -141,7 +141,7 @@ async def test_one_model_under_two_names_is_gated_until_both_have_left(api: Api)
             copies[name].init_on_receiver(name, model=model, worker_idx=0)
         async with connected(bus, below := copies["a"].bus):
             counted: list[int] = []
-            model.inner.register_forward_hook(lambda *_: counted.append(below._gate.readers))
+            model.inner.register_forward_hook(lambda *_: counted.append(below.gate.readers))
             model.forward = lambda: model.inner(model.inner.weight[:1])
             await copies["a"].shutdown()
             model()
