@@ -425,6 +425,7 @@ class Scheme(ABC):
         if role is None or original.pid != os.getpid():
             return
         self.__dict__.update({name: value for name, value in vars(original).items() if name in self._local})
+        self._meetings = {}
         self.receiving = receiving = copy(self.receiving)
         if role == "sender":
             self._carrier = make_sender(self._bound_transport, self._bus.num_workers)
