@@ -34,7 +34,7 @@ from asyncsync.schemes.shared_memory import BlockingMultiProcess as MultiProcess
 from asyncsync.schemes.shared_memory import BlockingSharedMem as SharedMemWeightSyncScheme
 from asyncsync.schemes.torch_distributed import BlockingDistributed as DistributedWeightSyncScheme
 from asyncsync.schemes.zmq import BlockingZMQ as ZMQWeightSyncScheme
-from asyncsync.transports.blocking import TransportBackend
+from asyncsync.transports.base import BlockingTransportBackend as TransportBackend
 from asyncsync.transports.ray_objects import BlockingRayTransport as RayTransport
 from asyncsync.transports.shared_memory import BlockingAutoTransport as AutoTransport
 from asyncsync.transports.shared_memory import BlockingMPTransport as MPTransport

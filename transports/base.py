@@ -1,8 +1,8 @@
-"""What a transport must do to carry slabs, and the methods that TorchRL documents, as coroutines.
+"""What a transport must do to carry slabs, and the methods that TorchRL documents, in both APIs.
 
 A transport is a :class:`asyncsync.bus.carrier.Carrier` with methods of its own for users. Two interfaces have the name
-TransportBackend: :class:`asyncsync.TransportBackend` (here) and :class:`asyncsync.sync.TransportBackend`
-(:mod:`asyncsync.transports.blocking`).
+TransportBackend: :class:`asyncsync.TransportBackend`, and :class:`asyncsync.sync.TransportBackend`, where the methods
+are ordinary ones.
 
 Usage of the documented methods, on a connected scheme's transport::
 
@@ -14,14 +14,37 @@ transport of a user's own subclasses a TransportBackend; its scheme returns it f
 
 What is received may go to a buffer or a model of the caller's, too: a :class:`Destination`. Everything is checked
 before anything is changed: arguments when it is made, the fit when weights have come.
+
+Usage of a blocking transport of one's own, with which :mod:`asyncsync.transports.channels` deals::
+
+    class QueueTransport(TransportBackend):
+        def __init__(self, queue):
+            self.queue = queue
+
+        def send_weights(self, weights):
+            self.queue.put({key: value.numpy() for key, value in weights.flatten_keys().items()})
+
+        def receive_weights(self, timeout=None, *, weights=None, model=None, strategy=None):
+            try:
+                return self.queue.get(timeout=timeout)
+            except queue.Empty:
+                return None
+
+    class QueueScheme(WeightSyncScheme):
+        def __init__(self, queues):
+            super().__init__(num_workers=len(queues))
+            self.queues = queues
+
+        def create_transport(self, *, worker_idx, **kwargs):
+            return QueueTransport(self.queues[worker_idx])
 """
 
 from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, MutableMapping
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from tensordict import NonTensorData, TensorDict, TensorDictBase
@@ -29,10 +52,12 @@ from tensordict import NonTensorData, TensorDict, TensorDictBase
 from asyncsync.bus.carrier import Carrier
 from asyncsync.errors import NotConnected, SchemaMismatch
 from asyncsync.model.binding import Binding
-from asyncsync.model.parameters import ModelTensors
+from asyncsync.model.bound_model import ModelTensors
 from asyncsync.model.strategy import WeightStrategy, resolve_strategy
 from asyncsync.weights.copying import copy_tensors
 from asyncsync.weights.tree import Path, dotted, flatten
+
+C = TypeVar("C", bound=type)
 
 
 class TransportCore(Carrier):
@@ -65,15 +90,9 @@ class TransportCore(Carrier):
 
 
 class OwnTransport(TransportCore):
-    """A transport of the library's own, whose slabs come as chunks or are attached."""
+    """A transport of the library's own, whose slabs come as chunks or are attached: the bus never calls ``fetch``."""
 
-    async def fetch(self, descriptor: bytes, into: memoryview, deadline: float) -> None:
-        """The bus never calls it.
-
-        Raises:
-            ValueError: always, because another transport sent the update.
-        """
-        await TransportCore.fetch(self, descriptor, into, deadline)
+    fetch = TransportCore.fetch
 
 
 class TransportBackend(TransportCore, ABC):
@@ -176,6 +195,83 @@ class TransportBackend(TransportCore, ABC):
         # Large weights are copied in a thread, and a cancellation does not interrupt the copy.
         nbytes = sum(tensor.nbytes for tensor in flatten(received).tensors.values())
         return await link.run(lambda: destination.take(received), nbytes)
+
+
+def in_sync_as(name: str) -> Callable[[C], C]:
+    """Decorates a class that users import from asyncsync.sync by this name, with which it is shown and pickled."""
+
+    def decorate(kind: C) -> C:
+        kind.__module__, kind.__name__, kind.__qualname__ = "asyncsync.sync", name, name
+        return kind
+
+    return decorate
+
+
+@in_sync_as("TransportBackend")
+class BlockingTransportBackend(TransportCore):
+    """A transport whose documented methods are ordinary methods.
+
+    A subclass defines either ``send_weights`` and ``receive_weights`` (a first-in, first-out channel that may block:
+    the library runs it on threads), or ``offer`` and ``fetch`` (coroutines on the bus's event loop).
+    """
+
+    is_blocking: ClassVar[bool] = True
+
+    def send_weights(self, weights: Any = None, worker_ids: int | Iterable[int] | None = None) -> None:
+        """Sender: publish weights, without waiting for any worker. As :meth:`asyncsync.TransportBackend.send_weights`.
+
+        An overriding method takes only ``(self, weights)``, and sends all entries of that TensorDict to one worker,
+        including the one under :data:`asyncsync.transports.TAG`. It may block, and may keep the TensorDict.
+        """
+        self._bound("sender").publish(weights, worker_ids)
+
+    def receive_weights(
+        self,
+        timeout: float | None = None,
+        *,
+        weights: Any = None,
+        model: Any = None,
+        strategy: str | WeightStrategy | None = None,
+    ) -> Any:
+        """Receiver: wait for the next update. As :meth:`asyncsync.TransportBackend.receive_weights`.
+
+        An overriding method returns the weights of the sender's next ``send_weights``, or fills them into ``weights``
+        (a TensorDict with the same entries) and returns that; None if nothing has arrived within ``timeout``. ``model``
+        and ``strategy`` are None, because the bus applies the weights.
+        """
+        scheme = self._bound("receiver")
+        destination = Destination(scheme, weights, model, strategy)
+        return destination.take(self._received(scheme, timeout))
+
+    def _received(self, scheme: Any, timeout: float | None) -> Any:
+        return scheme.receive(timeout)
+
+    def setup_connection_and_weights_on_sender(self) -> None:
+        """Connect the sender: as the scheme's ``connect()``, and raises the same exceptions.
+
+        The library calls an overriding method while the scheme connects, and again for each worker that joins or
+        restarts later; it may wait for the receiver's method.
+        """
+        self._bound("sender").connect()
+
+    def setup_connection_and_weights_on_receiver(
+        self,
+        *,
+        worker_idx: int | None = None,
+        weights: Any = None,
+        model: Any = None,
+        strategy: str | WeightStrategy | None = None,
+    ) -> Any:
+        """Connect the receiver. As
+        :meth:`asyncsync.TransportBackend.setup_connection_and_weights_on_receiver`.
+
+        The library calls an overriding method while the scheme connects, and ignores its result: the initial weights
+        come through ``receive_weights``.
+        """
+        scheme = self._bound("receiver")
+        destination = Destination(scheme, weights, model, strategy)
+        scheme.connect(worker_idx=worker_idx)
+        return destination.take(scheme.bus.run_on_loop(scheme.current_weights))
 
 
 class Destination:

@@ -23,6 +23,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -32,10 +33,8 @@ from tensordict import TensorDict
 
 from asyncsync.bus.carrier import Carrier, Failed
 from asyncsync.errors import NotConnected, SchemaMismatch
-from asyncsync.runtime.asyncio_private import running_loop
-from asyncsync.runtime.threads import WorkThread, as_exception, elsewhere, settle
-from asyncsync.transports.base import TransportCore, check_fit
-from asyncsync.transports.blocking import TransportBackend
+from asyncsync.runtime.threads import WorkThread, as_exception, elsewhere, finish, settle
+from asyncsync.transports.base import BlockingTransportBackend, TransportCore, check_fit
 from asyncsync.weights.copying import copy_tensors, normal_tensors
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab
@@ -60,12 +59,12 @@ def is_channel(transport: Any) -> bool:
     kind = type(transport)
     if isinstance(transport, TransportCore):
         own = [n for n in ("send_weights", "receive_weights") if _is_own(kind, n)]
-        if not own or kind.fetch is not TransportCore.fetch or not isinstance(transport, TransportBackend):
+        if not own or kind.fetch is not TransportCore.fetch or not isinstance(transport, BlockingTransportBackend):
             return False
     else:
         own = [n for n in ("send_weights", "receive_weights") if callable(getattr(transport, n, None))]
         if not own:
-            raise TypeError(f"create_transport must return a TransportBackend, not {kind.__name__}")
+            raise TypeError(f"create_transport must return a BlockingTransportBackend, not {kind.__name__}")
     if len(own) < 2:
         missing = "receive_weights" if own == ["send_weights"] else "send_weights"
         raise TypeError(f"{kind.__name__} has {own[0]}, but no {missing} of its own; a blocking transport needs both")
@@ -79,13 +78,13 @@ def is_channel(transport: Any) -> bool:
 
 
 def _is_own(kind: type, name: str) -> bool:
-    return getattr(kind, name) is not getattr(TransportBackend, name, None)
+    return getattr(kind, name) is not getattr(BlockingTransportBackend, name, None)
 
 
 def setup_of(transport: Any, name: str) -> Callable[..., Any] | None:
     """The user's own method of this name, if there is one."""
     method = getattr(transport, name, None)
-    if isinstance(transport, TransportBackend) and not _is_own(type(transport), name):
+    if isinstance(transport, BlockingTransportBackend) and not _is_own(type(transport), name):
         return None
     return method if callable(method) else None
 
@@ -97,33 +96,25 @@ def tagged(slab: Slab, descriptor: bytes) -> TensorDict:
     return weights
 
 
-async def close_channels(transports: Iterable[Any], loop: asyncio.AbstractEventLoop | None, timeout: float) -> None:
-    """Call every transport's ``close``; if they were used on a loop, each in a thread of its own, and wait a moment for
-    all of these."""
-    closes = [close for t in transports if callable(close := getattr(t, "close", None))]
-    if loop is None or not closes:
-        for close in closes:
-            _call(close)
-    elif running_loop() is loop:
-        await elsewhere("asyncsync-close", partial(_close_all, closes, min(timeout, CLOSE_SECONDS)))
-    else:  # that loop is closed, and no other has to go on meanwhile
-        _close_all(closes, min(timeout, CLOSE_SECONDS))
+async def close_channels(transports: Iterable[Any], timeout: float) -> None:
+    """Call every transport's ``close``, each in a thread of its own, and wait a moment for all of these."""
 
+    def close_one(close: Callable[[], None]) -> None:
+        try:
+            close()
+        except Exception:
+            logger.exception("could not close a transport")
 
-def _close_all(closes: list[Callable[[], None]], patience: float) -> None:
-    deadline = time.monotonic() + patience
-    threads = [threading.Thread(target=_call, args=(close,), name="asyncsync-close", daemon=True) for close in closes]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
+    def close_all() -> None:
+        deadline = time.monotonic() + min(timeout, CLOSE_SECONDS)
+        threads = [threading.Thread(target=close_one, args=(c,), name="asyncsync-close", daemon=True) for c in closes]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
-
-def _call(close: Callable[[], None]) -> None:
-    try:
-        close()
-    except Exception:
-        logger.exception("could not close a transport")
+    if closes := [close for t in transports if callable(close := getattr(t, "close", None))]:
+        await elsewhere("asyncsync-close", close_all)
 
 
 # -- the sender's end --------------------------------------------------------------------------------------------------
@@ -167,7 +158,8 @@ class _WorkerChannel:
         failed = self.connecting is not None and self.connecting.done() and self.connecting.exception() is not None
         if self.connecting is None or failed:
             self.connecting = self.thread.submit(self._connect)
-            self.connecting.add_done_callback(_retrieved)
+            # asyncio is not to report an exception that nobody retrieves.
+            self.connecting.add_done_callback(lambda future: future.cancelled() or future.exception())
         return self.connecting
 
     def put(self, dispatch: _Dispatch) -> None:
@@ -247,7 +239,6 @@ class ChannelSender(Carrier):
         self._fixed = workers is not None
         self._by_worker: dict[int, _WorkerChannel] = {}
         self._offered: dict[bytes, Slab] = {}
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._ended = False
 
     async def offer(self, slab: Slab, workers: Iterable[int] | None) -> bytes:
@@ -266,11 +257,9 @@ class ChannelSender(Carrier):
             self._channel(worker).put(_Dispatch(slab.retain(), descriptor, incarnation, failed))
 
     def _channel(self, worker: int) -> _WorkerChannel:
-        channel = self._by_worker.get(worker)
-        if channel is None:
-            self._loop = asyncio.get_running_loop()
-            channel = self._by_worker[worker] = _WorkerChannel(worker, self.channels, self._create)
-        return channel
+        if worker not in self._by_worker:
+            self._by_worker[worker] = _WorkerChannel(worker, self.channels, self._create)
+        return self._by_worker[worker]
 
     def start_channel(self, worker: int | None) -> None:
         if self._fixed and setup_of(self.channels[0], SENDER_SETUP) is not None:
@@ -278,9 +267,7 @@ class ChannelSender(Carrier):
                 self._channel(each).connect()
 
     async def channel_ready(self, timeout: float) -> None:
-        connections = {
-            worker: channel.connecting for worker, channel in self._by_worker.items() if channel.connecting is not None
-        }
+        connections = {w: c.connecting for w, c in self._by_worker.items() if c.connecting is not None}
         if not connections:
             return
         await asyncio.wait(connections.values(), timeout=timeout, return_when=asyncio.FIRST_EXCEPTION)
@@ -305,13 +292,7 @@ class ChannelSender(Carrier):
         if self._ended:
             return
         self.close()
-        await close_channels(list(self.channels.values()), self._loop, timeout)
-
-
-def _retrieved(future: asyncio.Future[None]) -> None:
-    """A done callback that keeps asyncio from reporting an exception as never retrieved; it still can be."""
-    if not future.cancelled():
-        future.exception()
+        await close_channels(self.channels.values(), timeout)
 
 
 def make_sender(create: Callable[[int], Any], workers: int | None) -> Carrier:
@@ -369,13 +350,12 @@ class ChannelReceiver(Carrier):
 
         self._thread = WorkThread("asyncsync-receive")
         self._setup: asyncio.Future[Exception | None] | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
 
     # -- on the loop --------------------------------------------------------------------------------------------------
 
     def start_channel(self, worker: int | None) -> None:
         if self._setup is None:
-            self._worker, self._loop = worker, asyncio.get_running_loop()
+            self._worker = worker
             self._setup = self._thread.submit(self._set_up)
 
     async def channel_ready(self, timeout: float) -> None:
@@ -410,24 +390,18 @@ class ChannelReceiver(Carrier):
             self._thread.submit(partial(self._receive, request))
         if replaced is not None:
             settle(replaced.done, error=TimeoutError("a newer update has replaced this one"))
-        cancelled: asyncio.CancelledError | None = None
         try:
             await asyncio.wait([request.done], timeout=patience)
-        except asyncio.CancelledError as error:
-            cancelled = error
-        with self._lock:
-            taken = self._wanted is not request
-            if not taken:
-                self._wanted = None
-        while taken and not request.done.done():
-            # The thread writes into the slab, which must not be released before that has ended.
-            try:
-                await asyncio.wait([request.done])
-            except asyncio.CancelledError as error:
-                cancelled = error
+        finally:
+            with self._lock:
+                is_taken = self._wanted is not request
+                if not is_taken:
+                    self._wanted = None
+            if is_taken:  # the thread writes into the slab, which must not be released before that has ended
+                with suppress(Exception):
+                    await finish(request.done)
+        # Not result(), which would take the traceback from an exception that has been raised already.
         failure = request.done.exception() if request.done.done() else TimeoutError(self._nothing(patience))
-        if cancelled is not None:
-            raise cancelled
         if failure is not None:
             raise failure
 
@@ -446,7 +420,7 @@ class ChannelReceiver(Carrier):
         if self._closed:
             return
         self.close()
-        await close_channels([self.channel], self._loop, timeout)
+        await close_channels([self.channel], timeout)
 
     # -- in the thread ------------------------------------------------------------------------------------------------
 

@@ -24,8 +24,8 @@ import torch
 
 from asyncsync.errors import NotConnected
 from asyncsync.runtime.threads import WorkThread, elsewhere
-from asyncsync.transports import blocking, ray_private
-from asyncsync.transports.base import TransportBackend
+from asyncsync.transports import ray_private
+from asyncsync.transports.base import BlockingTransportBackend, TransportBackend, in_sync_as
 from asyncsync.transports.slots import COPY_BYTES
 from asyncsync.transports.torch_distributed import PAIR_BYTES, PairTransport
 from asyncsync.weights.copying import clone, copy_arrays, is_bytes, memory_of, normal_tensors
@@ -167,6 +167,6 @@ class RayTransport(ObjectTransport, TransportBackend):
     """The transport of :class:`asyncsync.RayWeightSyncScheme`."""
 
 
-@blocking.in_sync_as("RayTransport")
-class BlockingRayTransport(ObjectTransport, blocking.TransportBackend):
+@in_sync_as("RayTransport")
+class BlockingRayTransport(ObjectTransport, BlockingTransportBackend):
     """:class:`asyncsync.RayTransport` with ordinary methods."""

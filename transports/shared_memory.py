@@ -32,11 +32,15 @@ import torch
 
 from asyncsync.arguments import check_timeout
 from asyncsync.model.gate import any_applying
-from asyncsync.net.memory_file import MemoryFile, MemoryPlace
-from asyncsync.transports import base, blocking
-from asyncsync.transports.private_memory import PrivateSlab
-from asyncsync.transports.slots import COPY_BYTES, Attachments, Lease, Slot, SlotPool
-from asyncsync.transports.zmq import ChunkTransport
+from asyncsync.transports.base import (
+    BlockingTransportBackend,
+    OwnTransport,
+    TransportBackend,
+    TransportCore,
+    in_sync_as,
+)
+from asyncsync.transports.slots import COPY_BYTES, Attachments, Lease, MemoryFile, MemoryPlace, Slot, SlotPool
+from asyncsync.transports.zmq import ChunkTransport, PrivateSlab
 from asyncsync.weights.copying import copy_tensors, normal_tensors
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab, SlabPool
@@ -158,7 +162,6 @@ class Window:
             self.memory = memoryview(file.map(private=True))
 
     def copy(self, layout: Layout, pool: SlabPool) -> Slab:
-        """The content in a slab of the pool."""
         slab, sent = pool.acquire(layout), self.memory[: layout.nbytes]
         try:
             if layout.nbytes <= SMALL_BYTES:
@@ -197,7 +200,6 @@ class AttachedSlab(PrivateSlab):
 
     @property
     def is_used(self) -> bool:
-        """Whether this process, or one forked from it, may read the slot."""
         return self.references > 0 or bool(self.readers())
 
     @property
@@ -289,7 +291,7 @@ os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, 
 # -- the transports ----------------------------------------------------------------------------------------------------
 
 
-class SlotTransport(base.OwnTransport):
+class SlotTransport(OwnTransport):
     """Moves slabs through slots of shared memory: the base of both APIs' transports.
 
     Args:
@@ -314,7 +316,7 @@ class SlotTransport(base.OwnTransport):
     @property
     def is_at_hand(self) -> bool:
         mine = type(self).offer is SlotTransport.offer
-        others = type(self).serve is base.TransportCore.serve and type(self).retire is base.TransportCore.retire
+        others = type(self).serve is TransportCore.serve and type(self).retire is TransportCore.retire
         return mine and others
 
     def attach(self, descriptor: bytes, layout: Layout, pool: SlabPool) -> Slab:
@@ -330,7 +332,7 @@ class SlotTransport(base.OwnTransport):
             return self._window(lease).copy(layout, pool)
         found = self._attachments.find(lease)
         if not isinstance(found, AttachedSlab) or found.is_detached or found.nbytes != layout.nbytes:
-            self._attachments.add(lease, found := AttachedSlab(lease.place, layout))
+            self._attachments[lease.place] = found = AttachedSlab(lease.place, layout)
         elif found.references:
             found.retain()  # the same update again; the slot cannot have been written meanwhile
         else:
@@ -352,12 +354,12 @@ class SlotTransport(base.OwnTransport):
     def _window(self, lease: Lease) -> Window:
         found = self._attachments.find(lease)
         if not isinstance(found, Window):
-            self._attachments.add(lease, found := Window(lease.place))
+            self._attachments[lease.place] = found = Window(lease.place)
         return found
 
     @property
     def _attached(self) -> list[AttachedSlab]:
-        return [one for one in self._attachments if isinstance(one, AttachedSlab)]
+        return [one for one in list(self._attachments.values()) if isinstance(one, AttachedSlab)]  # in any thread
 
     @property
     def is_adopted(self) -> bool:
@@ -387,7 +389,7 @@ class SlotTransport(base.OwnTransport):
         for slab in self._attached:
             if not slab.references:
                 slab.children.clear()
-        self._attachments.clear()
+        self._attachments.drop_unused()
 
 
 class NearAndFarTransport(SlotTransport, ChunkTransport):
@@ -410,12 +412,12 @@ class NearAndFarTransport(SlotTransport, ChunkTransport):
         ChunkTransport.close(self)
 
 
-class SharedMemTransport(SlotTransport, base.TransportBackend):
+class SharedMemTransport(SlotTransport, TransportBackend):
     """The transport of :class:`asyncsync.SharedMemWeightSyncScheme`."""
 
 
-@blocking.in_sync_as("SharedMemTransport")
-class BlockingSharedMemTransport(SlotTransport, blocking.TransportBackend):
+@in_sync_as("SharedMemTransport")
+class BlockingSharedMemTransport(SlotTransport, BlockingTransportBackend):
     """The transport of :class:`asyncsync.sync.SharedMemWeightSyncScheme`. Its ``receive_weights`` returns the newest
     update that it has not returned yet, or None. It never waits, whatever the timeout, as TorchRL documents."""
 
@@ -428,19 +430,19 @@ class BlockingSharedMemTransport(SlotTransport, blocking.TransportBackend):
 # per worker. Here, the handle of the slot travels in the instruction, and every worker has a copy of its own.
 
 
-class MPTransport(SlotTransport, base.TransportBackend):
+class MPTransport(SlotTransport, TransportBackend):
     """The transport of :class:`asyncsync.MultiProcessWeightSyncScheme`."""
 
 
-@blocking.in_sync_as("MPTransport")
-class BlockingMPTransport(SlotTransport, blocking.TransportBackend):
+@in_sync_as("MPTransport")
+class BlockingMPTransport(SlotTransport, BlockingTransportBackend):
     """The transport of :class:`asyncsync.sync.MultiProcessWeightSyncScheme`."""
 
 
-class AutoTransport(NearAndFarTransport, base.TransportBackend):
+class AutoTransport(NearAndFarTransport, TransportBackend):
     """The transport of :class:`asyncsync.AutoWeightSyncScheme`."""
 
 
-@blocking.in_sync_as("AutoTransport")
-class BlockingAutoTransport(NearAndFarTransport, blocking.TransportBackend):
+@in_sync_as("AutoTransport")
+class BlockingAutoTransport(NearAndFarTransport, BlockingTransportBackend):
     """The transport of :class:`asyncsync.sync.AutoWeightSyncScheme`."""

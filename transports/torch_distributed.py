@@ -1,30 +1,282 @@
-"""torch.distributed: the bytes go through gloo, over a connection of each worker's own.
+"""torch.distributed: the bytes go through gloo, over a *pair* for each worker, a process group of two.
 
-:mod:`asyncsync.transports.pairs` has the connections, and the reasons. The bus's instruction says where the bytes are
-to be had, and each worker gets them in a thread of its own. Where they are few, they ride in the instruction; where
-they are many, they come to lie where a module's Parameters then get their memory, as with ZeroMQ.
+The bus's instruction says where the bytes are to be had, and each worker gets them in a thread of its own. Where they
+are few, they ride in the instruction; where they are many, they come to lie where a module's Parameters then get their
+memory, as with ZeroMQ. The pairs know no asyncio: everything there blocks, and runs in threads of its own.
+
+The sender has a TCPStore (:class:`PairServer`). A worker that needs a pair (:class:`PairClient`) leaves a ticket there,
+with a name that it has drawn, and both make a process group by that name. The worker then requests one transfer after
+the other, and a thread of the sender's answers; the worker's receipt ends each. What is requested is the random name of
+a transfer, which a worker knows from the bus only: whoever else finds the store and makes a pair gets nothing.
+
+docs/decisions/20-process-groups.md says why the groups are of two, and apart from torch's default one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
+import struct
+import threading
+import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from datetime import timedelta
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
-from asyncsync.runtime.threads import elsewhere
-from asyncsync.transports import blocking
-from asyncsync.transports.base import TransportBackend
-from asyncsync.transports.pairs import TRANSFER_BYTES, PairClient, PairServer, Place
+from asyncsync.errors import NotConnected
+from asyncsync.net.endpoint import address_towards
+from asyncsync.runtime.threads import WorkThread, elsewhere
+from asyncsync.transports.base import BlockingTransportBackend, TransportBackend, in_sync_as
 from asyncsync.transports.slots import COPY_BYTES
+from asyncsync.transports.store import FOREVER, Address, OwnStore, connect, part_of
+from asyncsync.transports.torch_private import gloo_pair
 from asyncsync.transports.zmq import ChunkTransport
 from asyncsync.weights.copying import normal_tensors
 from asyncsync.weights.slab import Slab
 
 PAIR_BYTES = 64 << 10
+TRANSFER_BYTES = 16  # of a transfer's name
+RENDEZVOUS_SECONDS = 20.0  # until both ends of a pair are there
+ENDING_SECONDS = 2.0
+SEND_SECONDS = 60.0  # in which a worker has to take in an update's bytes; one that is stopped pins them for as long
+TICKETS, ENOUGH = "tickets", b"enough"
+
+_MAGIC = b"PAIR\x01"
+_HEAD = struct.Struct("<5s16sH")
+_SENDER, _WORKER = 0, 1  # ranks
+_DATA, _CLOSING = 0, 1  # tags
+_UNKNOWN = -1
+
+# A child process that was forked must not destroy what it has inherited: it would wait for threads that it has not.
+_open: set[Any] = set()
+
+
+class Place(NamedTuple):
+    """Where a slab's bytes are to be had; the content of a descriptor."""
+
+    store: Address
+    transfer: bytes
+
+    def encode(self) -> bytes:
+        host, port = self.store
+        return _HEAD.pack(_MAGIC, self.transfer, port) + host.encode()
+
+    @classmethod
+    def decode(cls, descriptor: bytes) -> Place:
+        """Raises ValueError: this is no descriptor of a pair's."""
+        if not descriptor.startswith(_MAGIC) or len(descriptor) <= _HEAD.size:
+            raise ValueError("another transport sent this update: use the same scheme class on both sides")
+        _, transfer, port = _HEAD.unpack_from(descriptor)
+        return cls((descriptor[_HEAD.size :].decode(), port), transfer)
+
+
+class Pair:
+    """One end of a pair; blocks until the other one is there. Raises RuntimeError, as each of its methods does where
+    the other end is gone, or :meth:`close` was called.
+    """
+
+    def __init__(self, store: Any, name: str, rank: int, address: str) -> None:
+        # A wait without a timeout has the one of the rendezvous.
+        self._group = gloo_pair(part_of(store, name), rank, address, RENDEZVOUS_SECONDS)
+        self._other = 1 - rank
+        self._sent: list[Any] = []
+        _open.add(self)
+
+    def exchange(self, into: torch.Tensor, *data: torch.Tensor, timeout: timedelta = FOREVER) -> None:
+        """Send, and wait for what is received. All that was sent before has arrived then, if the other end receives all
+        of it before it sends; so nothing else needs to be waited for, and no send is.
+
+        gloo forgets a send in the middle of which the other end dies: its wait has no end. A receive it remembers, if
+        that has begun before.
+        """
+        receiving = self._group.recv([into], self._other, _DATA)
+        self._sent = [*self._sent, *(self._group.send([part], self._other, _DATA) for part in data)]
+        try:
+            receiving.wait(timeout)
+        finally:
+            self._sent = []
+
+    def post(self, data: torch.Tensor) -> None:
+        """Send without a wait: the next :meth:`exchange` is one for it."""
+        self._sent.append(self._group.send([data], self._other, _DATA))
+
+    def send(self, data: torch.Tensor) -> None:
+        """And wait for it, in a thread that may do so for ever: see :meth:`exchange`."""
+        self._group.send([data], self._other, _DATA).wait(FOREVER)
+
+    def receive(self, into: torch.Tensor) -> None:
+        self._group.recv([into], self._other, _DATA).wait(FOREVER)
+
+    def close(self) -> None:
+        """End it, and whatever waits for it in other threads. Idempotent."""
+        _open.discard(self)
+        # Neither abort() nor shutdown() does that to a gloo group; a wait whose time is over does.
+        with suppress(RuntimeError), normal_tensors():
+            self._group.recv([torch.empty(1, device="cpu")], self._other, _CLOSING).wait(timedelta(milliseconds=1))
+
+
+class PairServer:
+    """The sender's half: a store on this address of this host, and a thread for each pair that there is.
+
+    ``offered`` has the bytes of transfers by their names. Raises NotConnected: there is no such address.
+    """
+
+    def __init__(self, host: str, offered: Mapping[bytes, memoryview]) -> None:
+        self._store = OwnStore(host)
+        self._store.open()
+        self.address = self._store.address
+        self._offered = offered
+        self._lock = threading.Lock()
+        self._closed = False
+        self._pairs: dict[int, Pair] = {}
+        self._threads: list[threading.Thread] = []
+        tickets = connect(self.address)
+        tickets.set_timeout(FOREVER)
+        self._start("asyncsync-pairs", partial(self._accept, tickets))
+
+    def _start(self, name: str, target: Callable[[], None]) -> None:
+        thread = threading.Thread(target=target, name=name, daemon=True)
+        self._threads = [*(one for one in self._threads if one.is_alive()), thread]
+        thread.start()
+
+    def _accept(self, store: Any) -> None:
+        while (ticket := store.queue_pop(TICKETS)) != ENOUGH:
+            worker, name = ticket.decode().split()
+            self._start(f"asyncsync-pair-{worker}", partial(self._serve, int(worker), name))
+
+    def _serve(self, worker: int, name: str) -> None:
+        """Make a pair, and answer its requests for as long as it lasts."""
+        try:
+            pair = Pair(connect(self.address), name, _SENDER, self.address[0])
+        except RuntimeError:
+            return  # the worker is gone, or says why
+        with self._lock:
+            before, self._pairs[worker] = self._pairs.get(worker), pair
+            closed = self._closed
+        if before is not None:
+            before.close()  # its process is gone, or has given it up
+        try:
+            while not closed:
+                self._answer(pair)
+        except RuntimeError:
+            pass  # it has come to its end
+        finally:
+            pair.close()
+            with self._lock:
+                if self._pairs[worker] is pair:
+                    del self._pairs[worker]
+
+    def _answer(self, pair: Pair) -> None:
+        with normal_tensors():
+            request = torch.empty(TRANSFER_BYTES, dtype=torch.uint8, device="cpu")
+            receipt = torch.empty(1, dtype=torch.uint8, device="cpu")
+            head = torch.empty(1, dtype=torch.int64, device="cpu")
+            pair.receive(request)
+            # As long as this thread has the bytes, their memory is not used again.
+            data = self._offered.get(request.numpy().tobytes())
+            head.fill_(_UNKNOWN if data is None else len(data))
+            body = () if data is None else (torch.frombuffer(data, dtype=torch.uint8),)
+            pair.exchange(receipt, head, *body, timeout=timedelta(seconds=SEND_SECONDS))
+
+    def end_soon(self) -> None:
+        """:meth:`close`, without waiting."""
+        with suppress(RuntimeError):  # the interpreter is ending, and starts no threads any more
+            threading.Thread(target=self.close, name="asyncsync-pairs", daemon=True).start()
+
+    def close(self) -> None:
+        """End all pairs, and wait a moment until that has happened. Idempotent."""
+        with self._lock:
+            closed, self._closed = self._closed, True
+            pairs = list(self._pairs.values())
+        if closed:
+            return
+        for pair in pairs:
+            pair.close()
+        with suppress(RuntimeError):
+            self._store.put(TICKETS, ENOUGH)
+        deadline = time.monotonic() + ENDING_SECONDS
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        self._store.close()
+
+
+class PairClient:
+    """A worker's half, with a thread, in which :meth:`receive` is to be called."""
+
+    def __init__(self, store: Address, worker: int) -> None:
+        self.store = store
+        self.thread = WorkThread(f"asyncsync-pair-{worker}")
+        self._worker = worker
+        self._pair: Pair | None = None
+        self._closed = False
+
+    def receive(self, transfer: bytes, slab: Slab, into: torch.Tensor) -> None:
+        """Bring in the bytes of a transfer.
+
+        Args:
+            transfer: its name.
+            slab: whose they are.
+            into: the slab's memory.
+
+        Raises:
+            NotConnected: the sender cannot be reached, or is gone.
+            LookupError: it does not offer this any more.
+            ValueError: it offers another number of bytes.
+            MemoryError: there is no memory for them.
+        """
+        slab.reserve()
+        while True:
+            known = self._pair is not None
+            try:
+                self._receive(transfer, into)
+                return
+            except RuntimeError as error:  # an old connection may have ended long ago
+                self._drop()
+                if not known or self._closed:
+                    host, port = self.store
+                    raise NotConnected(
+                        f"worker {self._worker} cannot connect to the sender at {host}:{port} for weights: {error}"
+                    ) from error
+
+    def _receive(self, transfer: bytes, into: torch.Tensor) -> None:
+        pair = self._pair
+        if pair is None:
+            name = secrets.token_hex(TRANSFER_BYTES)
+            store = connect(self.store)
+            store.queue_push(TICKETS, f"{self._worker} {name}")
+            pair = self._pair = Pair(store, name, _WORKER, address_towards(self.store[0]))
+            if self._closed:
+                raise RuntimeError("the worker was shut down meanwhile")
+        with normal_tensors():
+            request = torch.frombuffer(bytearray(transfer), dtype=torch.uint8)
+            receipt = torch.zeros(1, dtype=torch.uint8, device="cpu")
+            head = torch.empty(1, dtype=torch.int64, device="cpu")
+        pair.exchange(head, request)
+        size = int(head.item())
+        if size == _UNKNOWN:
+            pair.post(receipt)
+            raise LookupError("the sender does not offer these weights any more")
+        if size != into.numel():
+            self._drop()  # they would be the next answer
+            raise ValueError(f"the sender offers {size} bytes of weights, but announced {into.numel()}")
+        pair.receive(into)
+        pair.post(receipt)
+
+    def _drop(self) -> None:
+        pair, self._pair = self._pair, None
+        if pair is not None:
+            pair.close()
+
+    def close(self) -> None:
+        """End the pair, and the thread, whatever it waits for: a :meth:`receive` that is under way raises."""
+        self._closed = True
+        self.thread.abandon()
+        self._drop()
 
 
 class PairTransport(ChunkTransport):
@@ -127,8 +379,8 @@ class DistributedTransport(PairTransport, TransportBackend):
     """The transport of :class:`asyncsync.DistributedWeightSyncScheme`: gloo, with a process group of two per worker."""
 
 
-@blocking.in_sync_as("DistributedTransport")
-class BlockingDistributedTransport(PairTransport, blocking.TransportBackend):
+@in_sync_as("DistributedTransport")
+class BlockingDistributedTransport(PairTransport, BlockingTransportBackend):
     """:class:`asyncsync.DistributedTransport` with ordinary methods."""
 
 
@@ -136,6 +388,6 @@ class RPCTransport(PairTransport, TransportBackend):
     """The transport of :class:`asyncsync.RPCWeightSyncScheme`; as :class:`asyncsync.DistributedTransport`."""
 
 
-@blocking.in_sync_as("RPCTransport")
-class BlockingRPCTransport(PairTransport, blocking.TransportBackend):
+@in_sync_as("RPCTransport")
+class BlockingRPCTransport(PairTransport, BlockingTransportBackend):
     """:class:`asyncsync.RPCTransport` with ordinary methods."""

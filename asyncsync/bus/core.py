@@ -35,16 +35,15 @@ from asyncsync.bus.receiver import ReceiverLink
 from asyncsync.bus.sender import SenderLink
 from asyncsync.bus.status import BusStatus, bus_status
 from asyncsync.errors import AckTimeout, ClosedError, NotConnected, PartialSendError
-from asyncsync.model.gate import Gate
-from asyncsync.model.readers import Hold
+from asyncsync.model.gate import Gate, Hold
 from asyncsync.monitor.options import UNMONITORED, Monitoring
-from asyncsync.net.address import tcp_endpoint
 from asyncsync.net.endpoint import (
     INTRODUCED,
     check_endpoint,
     check_endpoints,
     draw_endpoint,
     is_plaintext_beyond_loopback,
+    tcp_endpoint,
 )
 from asyncsync.net.keys import KeyFiles
 from asyncsync.net.rendezvous import Find, Introduction

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterable
 
 from asyncsync.bus.carrier import Carrier
-from asyncsync.net.memory_file import is_open
+from asyncsync.net.processes import opens_memory
 from asyncsync.protocol.incoming import Memory
 from asyncsync.protocol.subscriber import Subscriber
 from asyncsync.runtime.threads import WorkThread, finish
@@ -61,7 +61,7 @@ class Fetches(Memory):
         return transport.acquire_slab(layout, pool) if adopts or transport.holds_received else pool.acquire(layout)
 
     def opens(self, pid: int) -> bool:
-        return is_open(pid)
+        return opens_memory(pid)
 
     def window(self, model_id: str, layout: Layout, descriptor: bytes) -> memoryview | None:
         """Where :meth:`attach` would copy the bytes from, if it did; with another descriptor than a part's."""

@@ -8,10 +8,9 @@ from typing import Any
 
 import zmq
 
-from asyncsync.net.broadcast import Broadcast
 from asyncsync.net.keys import Admission
 from asyncsync.net.side_channel import BY_SIDE_CHANNEL, SideChannels
-from asyncsync.net.zmq_socket import LoopSocket
+from asyncsync.net.zmq_socket import Broadcast, LoopSocket
 from asyncsync.protocol.fanout import EVERYBODY
 from asyncsync.protocol.publisher import Publisher
 from asyncsync.wire.codec import encode

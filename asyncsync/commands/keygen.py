@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 
 from asyncsync.errors import NotConnected
-from asyncsync.net.certificates import Certificate, Workers, check_writers, parse_workers, write_new
-from asyncsync.net.keys import KeyPair
+from asyncsync.net.keys import Certificate, KeyPair, Workers, check_writers, parse_workers, write_new
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,99}", re.ASCII)
 MAX_WORKERS = 100_000

@@ -17,7 +17,7 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from asyncsync.errors import SchemaMismatch
-from asyncsync.model.bound_model import BoundModel, LayoutPlan, constant
+from asyncsync.model.bound_model import BoundModel, constant, specs_of
 from asyncsync.model.selection import Selection
 from asyncsync.model.strategy import WeightStrategy
 from asyncsync.model.torch_private import is_compiled, is_optimized
@@ -27,8 +27,6 @@ from asyncsync.weights.layout import Layout, unpack_values
 from asyncsync.weights.slab import Slab
 from asyncsync.weights.source_cache import CACHED_BYTES
 from asyncsync.weights.tree import FlatWeights, Path, canonical, dotted, nest
-
-MOST_PLANS = 4
 
 
 class Binding:
@@ -83,7 +81,7 @@ class Binding:
         if layout.boxes:
             raise SchemaMismatch("the sent tensors are parts of larger ones, which a model cannot take")
         self.bound.refresh()
-        specs = _specs(layout)
+        specs = specs_of(layout)
         if self._converts:
             # Expanded constants have the announced shapes and dtypes but cost one element each.
             sample = {p: constant(*specs[dotted(p)]) for p in layout.paths if dotted(p) in specs}
@@ -106,11 +104,9 @@ class Binding:
         if self._converts:
             slab.exposed = True
             return self.prepare_flat(FlatWeights(slab.tensors(), values))
-        if (known := bound.plans.get(slab.layout.digest)) is None:
-            known = _remember(bound, slab.layout)
-        elif (cached := self._cache.get(slab)) is not None and cached.repeats(known.plan):
+        plan, order, states = bound.layout_plan(slab.layout)
+        if (cached := self._cache.get(slab)) is not None and cached.repeats(plan):
             return cached
-        plan, order, states = known
         views = slab.views
         home = slab if self.repoints and slab.may_hold_parameters and plan.model.is_module else None
         is_small = slab.nbytes <= CACHED_BYTES and home is None and not bound.cast
@@ -156,25 +152,6 @@ class Binding:
                 which = f"{type(self.strategy).__name__}.convert returned a {type(value).__name__} for {dotted(path)!r}"
                 raise TypeError(f"{which}, not a tensor")
         return tensors
-
-
-def _remember(bound: BoundModel, layout: Layout) -> LayoutPlan:
-    """The plan for a layout, so that the updates of it take no names."""
-    index = {dotted(e.path): i for i, e in enumerate(layout.entries)}
-    index |= {dotted(path): i for path, i in layout.aliases.items()}
-    chooses = bound.selection.chooses
-    plan = bound.plan(bound.selection.of(_specs(layout)), {n for p in layout.value_paths if chooses(n := dotted(p))})
-    states = [(n, i) for n, i in index.items() if n in bound.tensors.extra_state and chooses(n)]
-    while len(bound.plans) >= MOST_PLANS:
-        del bound.plans[next(iter(bound.plans))]
-    known = bound.plans[layout.digest] = LayoutPlan(plan, [index[n] for n in plan.names], states)
-    return known
-
-
-def _specs(layout: Layout) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    specs = {dotted(e.path): (e.dtype, e.shape) for e in layout.entries}
-    specs.update((dotted(p), (layout.entries[i].dtype, layout.entries[i].shape)) for p, i in layout.aliases.items())
-    return specs
 
 
 def _can_be_repointed(model: Any) -> bool:

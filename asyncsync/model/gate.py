@@ -18,29 +18,109 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
+import math
 import os
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
-from types import FrameType
-from typing import NoReturn
+from types import FrameType, TracebackType
+from typing import Generic, NoReturn, TypeVar
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from asyncsync.model.gated_methods import GatedMethod, gate_methods
-from asyncsync.model.hooks import attach
-from asyncsync.model.loop_watch import LoopWatch
-from asyncsync.model.readers import Hold, Reader, innermost, is_finished, is_held_by_caller, is_inside, refusal
+from asyncsync.errors import AckTimeout
+from asyncsync.model.hooks import GatedMethod, attach, gate_methods
+from asyncsync.runtime.asyncio_private import running_loop
 from asyncsync.runtime.threads import settle
 
 _log = logging.getLogger("asyncsync")
+T = TypeVar("T")
 Handle = RemovableHandle | GatedMethod
 PATIENCE = 30.0
 _TICK = 0.05  # seconds after which a waiting reader looks again for readers that were left behind
+BLOCKED_SECONDS = 1.0  # without a turn of the loop, from one call to another
+LOOK_SECONDS = BLOCKED_SECONDS / 4  # between two looks: to have the loop call back costs a microsecond
+
+
+class Reader:
+    """One reader inside, and the token by which readers nested in it are known: the call of a module with this
+    ``frame``; None: a hold, of this ``task`` if it is a task's."""
+
+    __slots__ = ("frame", "gate", "is_abandoned", "key", "parent", "task", "thread")
+
+    def __init__(self, gate: Gate, frame: FrameType | None = None, task: object = None) -> None:
+        self.gate: Gate | None = gate  # None once closed, so that a token inherited by a task keeps nothing alive
+        self.frame = frame
+        self.task = task
+        self.key: object = self if frame is None else frame
+        self.thread = threading.get_ident()
+        self.is_abandoned = False
+        self.parent: Reader | None = innermost.get()
+        while self.parent is not None and self.parent.gate is None:
+            self.parent = self.parent.parent
+
+    def close(self) -> None:
+        self.gate = self.frame = self.key = None
+
+
+# The innermost reader of this context: forwards and holds of every gate, linked through `parent`.
+innermost: ContextVar[Reader | None] = ContextVar("asyncsync_reader", default=None)
+
+
+class Hold(Generic[T]):
+    """An open `with gate.hold():` block keeps updates out. One that is thrown away open no longer counts. The block is
+    given what ``look`` returns when it begins."""
+
+    __slots__ = ("_gate", "_look", "_reader")
+
+    def __init__(self, gate: Gate, look: Callable[[], T]) -> None:
+        self._gate = gate
+        self._look = look
+        self._reader: Reader | None = None
+
+    def _start(self) -> Reader:
+        if self._reader is not None and self._reader.gate is not None:
+            raise RuntimeError("this Hold is open already; call hold() again for a nested one")
+        self._reader = Reader(self._gate, task=_task())
+        return self._reader
+
+    def __enter__(self) -> T:
+        reader = self._start()
+        try:
+            self._gate.enter(reader)
+            return self._look()
+        except BaseException:
+            self._gate.leave(reader)
+            raise
+
+    def __exit__(self, *exc: type[BaseException] | BaseException | TracebackType | None) -> None:
+        if self._reader is not None:
+            try:
+                self._gate.leave(self._reader)
+            except BaseException:  # Ctrl-C, before it had left perhaps: the next sweep closes it
+                self._reader.is_abandoned = True
+                raise
+
+    async def __aenter__(self) -> T:
+        reader = self._start()
+        try:
+            await self._gate.enter_async(reader)
+            return self._look()
+        except BaseException:
+            self._gate.leave(reader)
+            raise
+
+    async def __aexit__(self, *exc: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self.__exit__(*exc)
+
+    def __del__(self) -> None:
+        if (reader := self._reader) is not None:
+            reader.is_abandoned = True  # no more than a mark, as the garbage collector may be inside the gate
 
 
 @dataclass(slots=True, eq=False)
@@ -58,6 +138,50 @@ class _Verdict(enum.Enum):
     ENTERED = 0
     APPLY = 1  # the pending update goes first, and nothing is in its way
     WAIT = 2
+
+
+class LoopWatch:
+    """Whether the loop on which a gate's updates come in turns between calls of the model. Its ``thread`` is None until
+    it is bound; ``next_look`` is when :meth:`look` is due, by time.monotonic()."""
+
+    __slots__ = ("_asked", "_loop", "next_look", "thread")
+
+    def __init__(self) -> None:
+        self.thread: int | None = None
+        self.next_look = math.inf
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._asked: float | None = None  # since when the loop has been to call back
+
+    def bind(self) -> None:
+        self.thread = threading.get_ident()
+        self._loop, self._asked = running_loop(), None
+        self.next_look = math.inf if self._loop is None else 0.0
+
+    def end(self) -> None:
+        """Warn of nothing from now on."""
+        self._loop, self.next_look = None, math.inf
+
+    def look(self, now: float) -> None:
+        """Warn if the loop has not turned for a second. On its thread."""
+        if self._loop is None or self._loop.is_closed():
+            self.end()
+        elif self._asked is None:
+            self._asked, self.next_look = now, now + LOOK_SECONDS
+            self._loop.call_soon(self._turned)
+        elif (seconds := now - self._asked) < BLOCKED_SECONDS:
+            self.next_look = now + LOOK_SECONDS
+        else:
+            self.end()
+            _log.warning(
+                "the model is called again and again on an event loop that has not turned for %.1f s: no weight update "
+                "can come in, nor the sender's goodbye. Await something between two calls (await asyncio.sleep(0) is "
+                "enough), call the model in a thread (await asyncio.to_thread(model, ...)), or take the schemes of "
+                "asyncsync.sync, which receive in a thread of their own",
+                seconds,
+            )
+
+    def _turned(self) -> None:
+        self._asked = None
 
 
 class Gate:
@@ -96,7 +220,6 @@ class Gate:
 
     @property
     def applying(self) -> bool:
-        """Whether an update is being written to the models right now."""
         return self._applying is not None
 
     @property
@@ -247,12 +370,12 @@ class Gate:
         with self._mutex:
             readers = list(self._readers.values())
         # Not under the mutex: to clear a finished frame may run destructors.
-        gone = [reader for reader in readers if reader.is_abandoned or is_finished(reader.frame)]
+        gone = [reader for reader in readers if reader.is_abandoned or _is_finished(reader.frame)]
         with self._mutex:
             for reader in gone:
                 self._close(reader)
         applying = self._applying
-        if applying is not None and (frame := applying.frame) is not None and is_finished(frame):
+        if applying is not None and (frame := applying.frame) is not None and _is_finished(frame):
             self._release(frame)
 
     # Readers
@@ -261,7 +384,7 @@ class Gate:
         """A reader for `with` and `async with`. A forward or hold inside it, also in a task or in asyncio.to_thread
         started inside, never waits. Entering it raises RuntimeError if it is open already; AckTimeout, but not on the
         loop thread, if an update has been pending for `patience` seconds."""
-        return Hold(self, _nothing)
+        return Hold(self, lambda: None)
 
     def _admit(self, reader: Reader, *, join: bool) -> _Verdict:
         """Let a reader in, or find out what goes first. Under the mutex, after a sweep if an update is pending."""
@@ -271,12 +394,19 @@ class Gate:
         elif self._update is not None:
             if not self._readers:
                 return _Verdict.APPLY
-            if not (join and self._may_join(reader.thread)) and not is_inside(self):
+            if not (join and self._may_join(reader.thread)) and not self._is_around_caller():
                 return _Verdict.WAIT
         if reader.key in self._readers:
             reader.key = reader
         self._readers[reader.key] = reader
         return _Verdict.ENTERED
+
+    def _is_around_caller(self) -> bool:
+        """Whether the caller is in a forward or hold of this gate, its own or one that it was started in."""
+        token = innermost.get()
+        while token is not None and token.gate is not self:
+            token = token.parent
+        return token is not None
 
     def _may_join(self, thread: int) -> bool:
         # A thread that is inside already, by another task of its loop, would block the task that it waits for.
@@ -285,7 +415,13 @@ class Gate:
     @property
     def held_by_caller(self) -> bool:
         """Whether this thread and task has a hold() of this gate open: no update can come before it leaves that."""
-        return is_held_by_caller(self)
+        token = innermost.get()
+        while token is not None:
+            mine = token.gate is self and token.frame is None and token.thread == threading.get_ident()
+            if mine and not token.is_abandoned:
+                return token.task is _task()
+            token = token.parent
+        return False
 
     def enter(self, reader: Reader) -> None:
         now = time.monotonic()
@@ -347,8 +483,17 @@ class Gate:
         left = deadline - time.monotonic()
         if left > 0:
             return min(left, _TICK)
-        writer = None if self._applying is None else self._applying.thread
-        raise refusal(self.patience, writer, self._readers.values())
+        refused = f"Reading the model was refused: a weight update has been %s for {self.patience:g} s"
+        if self._applying is not None:
+            where = _name(self._applying.thread)
+            raise AckTimeout(f"{refused % 'writing it'}, in {where}. Look for an apply_weights() that blocks.")
+        threads = [reader.thread for reader in self._readers.values()]
+        names = ", ".join(sorted(set(map(_name, threads))))
+        raise AckTimeout(
+            f"{refused % 'pending'} and must go first, but {len(threads)} reader(s) are still inside (in "
+            f"{names or 'no thread'}). Look for a hold() that is never left or a forward that does not return, keep "
+            "holds shorter, or pass a longer patience= to init_on_receiver()."
+        )
 
     def _close(self, reader: Reader) -> None:
         """Under the mutex. The reader may never have come in, or have left already."""
@@ -379,8 +524,25 @@ class Gate:
         self._waiters = set()
 
 
-def _nothing() -> None:
-    pass
+def _is_finished(frame: FrameType | None) -> bool:
+    """Whether a call is over. The interpreter refuses to clear a frame that still runs, in whatever thread or greenlet.
+    Looking for the frame on its thread's stack instead would race with a generator that yields meanwhile: its `f_back`
+    is gone then."""
+    if frame is None:
+        return False
+    try:
+        frame.clear()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _task() -> object:
+    return asyncio.current_task() if running_loop() is not None else None
+
+
+def _name(thread: int) -> str:
+    return next((t.name for t in threading.enumerate() if t.ident == thread), f"thread {thread}")
 
 
 def _after_fork() -> None:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import translate
+from functools import partial
 from typing import Any, TypeVar
 
 from asyncsync.errors import SchemaMismatch
 from asyncsync.weights.tree import FlatWeights, Path, dotted
 
-SHOWN = 8
+SHOWN = 12
 
 T = TypeVar("T")
 
@@ -40,8 +41,8 @@ class Selection:
         self._known: tuple[list[Path], list[Path]] | None = None  # of the last publication: paths, and their choice
         self._paths: set[Path] = set()
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _selection, (self.include, self.exclude, self.strict)
+    def __reduce__(self) -> tuple[Any, ...]:  # without what it remembers
+        return partial(Selection, strict=self.strict), (self.include, self.exclude)
 
     def __repr__(self) -> str:
         return ", ".join(f"{n}={list(p)}" for n, p in (("include", self.include), ("exclude", self.exclude)) if p)
@@ -59,11 +60,11 @@ class Selection:
             unmatched = [n for n in names if not (_matches(self._included, n) or _matches(self._excluded, n))]
             if unmatched:
                 raise SchemaMismatch(
-                    f"{whose} keys {_some(unmatched)} match no pattern of {self!r}, and strict=True: name them in one"
+                    f"{whose} keys {some(unmatched)} match no pattern of {self!r}, and strict=True: name them in one"
                 )
         if names and not any(map(self.chooses, names)):
             raise SchemaMismatch(
-                f"{self!r} chooses none of {whose} keys {_some(names)}. A pattern matches whole names: 'actor.*' has "
+                f"{self!r} chooses none of {whose} keys {some(names)}. A pattern matches whole names: 'actor.*' has "
                 "all that is in the module 'actor'"
             )
 
@@ -88,10 +89,6 @@ class Selection:
         )
 
 
-def _selection(include: Sequence[str] | None, exclude: Sequence[str] | None, strict: bool) -> Selection:
-    return Selection(include, exclude, strict=strict)
-
-
 def _patterns(argument: str, given: str | Sequence[str] | None) -> tuple[str, ...] | None:
     if given is None:
         return None
@@ -109,6 +106,7 @@ def _matches(matcher: re.Pattern[str] | None, name: str) -> bool:
     return matcher is not None and matcher.match(name) is not None
 
 
-def _some(names: Sequence[str]) -> str:
+def some(names: Sequence[str]) -> str:
+    """The first of many names, for a message."""
     more = f", … ({len(names)} in all)" if len(names) > SHOWN else ""
     return "[" + ", ".join(names[:SHOWN]) + more + "]"

@@ -31,9 +31,8 @@ from torch import nn
 from asyncsync.model.bound_model import BoundModel
 from asyncsync.model.torch_private import tensors_and_children
 from asyncsync.model.update import prepare_flat
-from asyncsync.weights.arrays import source_arrays
 from asyncsync.weights.torch_private import COMPILED
-from asyncsync.weights.tree import EXTRA_STATE, FlatWeights, Path, collision, dotted, flatten, nest
+from asyncsync.weights.tree import EXTRA_STATE, FlatWeights, Path, collision, dotted, flatten, nest, source_arrays
 
 FORMATS = ("tensordict", "state_dict")
 

@@ -17,12 +17,11 @@ from tensordict import NonTensorData, NonTensorStack, TensorDictBase
 from torch import nn
 
 from asyncsync.errors import SchemaMismatch
-from asyncsync.model.bound_model import BoundModel, Repointing
-from asyncsync.model.parameters import Plan, place_of
+from asyncsync.model.bound_model import BoundModel, Plan, Repointing
 from asyncsync.model.torch_private import forget_computed
 from asyncsync.weights.copying import clone, copy_bytes, copy_tensors, normal_tensors
 from asyncsync.weights.slab import Slab, is_foreign
-from asyncsync.weights.tensors import are_plain, check_source, have_memory, own_value
+from asyncsync.weights.tensors import are_plain, check_source, have_memory, own_value, place_of
 from asyncsync.weights.tree import FlatWeights, dotted, have_specs
 
 _is_meta = attrgetter("is_meta")

@@ -1,8 +1,12 @@
-"""Dialling: a receiver's connection to its sender, with keys or without, tried again where it was refused.
+"""Dialling: a receiver's connection to its sender, with keys or without, tried again where it was refused; what it is
+subscribed to beside it; and how it follows a sender that goes elsewhere.
 
 libzmq gives up for good when a handshake was refused, and tries again fifty times a second when the server could not
 read it. Both are replaced here: the next attempt comes after a while, with the keys that the files have then, and with
 the next of several server keys.
+
+A worker that has a part in fan-out subscribes to everything, and then to the nonce of its incarnation, of which nothing
+is sent: by that subscription, which the sender is shown, it knows who is there.
 """
 
 from __future__ import annotations
@@ -12,17 +16,25 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Any
 
 import zmq
 
 from asyncsync.errors import NotConnected
-from asyncsync.net.endpoint import host_port
+from asyncsync.net.endpoint import host_port, several, tcp_endpoint
 from asyncsync.net.keys import Credentials
-from asyncsync.net.zmq_socket import FAILED, LoopSocket, watch
+from asyncsync.net.rendezvous import Find, Introduction
+from asyncsync.net.zmq_socket import FAILED, LoopSocket, subscriber, watch
+from asyncsync.protocol.session import Session
 
 logger = logging.getLogger("asyncsync")
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 2.0
+AWAY_SECONDS = 3.0
+LOOK_AGAIN_SECONDS = 1.0
+# Until a worker with several addresses tries the next one: nobody is there, or there is no WELCOME.
+UNREACHED_SECONDS, UNANSWERED_SECONDS = 1.0, 5.0
+EVERYTHING = b""
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | FAILED
 _ATTEMPTS = zmq.EVENT_CONNECT_DELAYED | zmq.EVENT_CONNECT_RETRIED
 CERTAIN = 3  # connections without keys that are ended at once: one may be to a sender that is about to end
@@ -83,23 +95,17 @@ class Dialer:
         """Have another socket connect to another port of this sender, with the same keys. Raises NotConnected."""
         return Dialer(socket, (endpoint,), self._credentials, self._crash, attempt=self._attempt)
 
-    def _protect(self) -> None:
-        """Before the socket is connected: give it the keys, or take from it those of another address."""
-        if self._with is None:
-            return
-        if self._keyed:
-            servers = self._with.servers
-            self._with.own.join(self._socket, servers[self._attempt % len(servers)])
-        else:
-            self._socket.curve_server = False  # libzmq's way to encrypt nothing from now on
-
     @property
     def _keyed(self) -> bool:
         """Whether this address is connected to with keys: a path is private by its file permissions, and has none."""
         return self._with is not None and self.endpoint.startswith("tcp:")
 
     def _dial(self) -> None:
-        self._protect()
+        if self._with is not None and self._keyed:
+            servers = self._with.servers
+            self._with.own.join(self._socket, servers[self._attempt % len(servers)])
+        elif self._with is not None:  # the socket may have the keys of another address
+            self._socket.curve_server = False  # libzmq's way to encrypt nothing from now on
         self._socket.connect(self.endpoint)
 
     @property
@@ -209,3 +215,155 @@ class Dialer:
         self._socket.disable_monitor()
         if self._watcher is not None:
             self._watcher.close()
+
+
+class Subscription:
+    """A worker's end, of one incarnation, at the sender that ``dialer`` connects to. ``receive`` is called with the
+    frames of each message."""
+
+    def __init__(
+        self,
+        context: zmq.Context[Any],
+        dialer: Dialer,
+        nonce: bytes,
+        receive: Callable[[list[Any]], None],
+        crash: Callable[[BaseException], None],
+    ) -> None:
+        self._context = context
+        self._sender = dialer
+        self._nonce = nonce
+        self._receive = receive
+        self._crash = crash
+        self._socket: LoopSocket | None = None
+        self._dialer: Dialer | None = None
+        self._port = 0
+
+    def follow(self, port: int) -> None:
+        """Be subscribed at this port of the sender's, and nowhere else; 0: nowhere. A worker can do without: where that
+        fails, it is not tried again at this port."""
+        if port == self._port or not self._sender.endpoint.startswith("tcp://"):
+            return
+        self.close()
+        self._port = port
+        if not port:
+            return
+        try:
+            self._connect(tcp_endpoint(host_port(self._sender.endpoint)[0], port))
+        except (zmq.ZMQError, NotConnected) as error:
+            logger.warning("no fan-out, so this worker gets its own copy: %s", error)
+
+    def _connect(self, endpoint: str) -> None:
+        socket = subscriber(self._context)
+        try:
+            for topic in (EVERYTHING, self._nonce):
+                socket.subscribe(topic)
+            self._dialer = self._sender.dial_beside(socket, endpoint)
+            self._socket = LoopSocket(socket, self._receive, self._crash)
+        except BaseException:
+            socket.close()
+            raise
+
+    def drain(self) -> None:
+        """Take in what has come: it was sent before the message that the caller is about to handle."""
+        if self._socket is not None:
+            self._socket.drain()
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._dialer is not None:
+            self._dialer.close()
+        if self._socket is not None:
+            self._socket.close()
+        self._dialer, self._socket, self._port = None, None, 0
+
+
+class Whereabouts(Dialer):
+    """Where a worker's sender is, and where next. Connects ``socket``, and what is subscribed to, to a sender: to the
+    first of several addresses, for which ``credentials`` returns the keys, or to the one that it was introduced to,
+    whose successor ``find`` finds. ``told`` are called when the connection has begun and ended, ``receive`` with what
+    all subscribers are sent. Raises NotConnected as :class:`Dialer`.
+
+    Attributes:
+        subscription: to what the sender sends to many at once.
+        search: the task that looks for a successor.
+    """
+
+    def __init__(
+        self,
+        socket: zmq.Socket[bytes],
+        sender: str | Introduction,
+        session: Session,
+        credentials: Callable[[], Credentials] | None,
+        find: Find | None,
+        told: tuple[Callable[[], None], Callable[[], None]],
+        receive: Callable[[list[Any]], None],
+        crash: Callable[[BaseException], None],
+    ) -> None:
+        self.search: asyncio.Task[None] | None = None
+        self._sender = sender
+        self._session = session
+        self._find = find
+        self._told = told
+        self._away_since: float | None = None  # None: it is connected, or has not been yet
+        self._unwelcome_since: float | None = None
+        self.subscription = Subscription(socket.context, self, session.nonce, receive, crash)
+        if isinstance(sender, Introduction):
+            super().__init__(socket, (sender.endpoint,), sender.credentials, crash)
+        else:
+            super().__init__(socket, several(sender), credentials, crash)
+
+    def why_not(self) -> str:
+        """For people: why there is no connection."""
+        return self.why or f"no sender answers at {self.endpoint}; check that it is connecting, with the same endpoint"
+
+    def is_away(self, now: float) -> bool:
+        """Whether the connection stays away."""
+        return self._away_since is not None and now > self._away_since + AWAY_SECONDS
+
+    def connected(self) -> None:
+        self._away_since = None
+        self._told[0]()
+
+    def disconnected(self) -> None:
+        loop = asyncio.get_running_loop()
+        if self._session.online:
+            self._away_since = loop.time()  # not anew with each attempt that comes to nothing
+        self._told[1]()
+        if self._find is not None and self._session.ended is None and (self.search is None or self.search.done()):
+            self.search = loop.create_task(self._look_for_successor(self._find))
+
+    async def _look_for_successor(self, find: Find) -> None:
+        while not self._session.online:
+            try:
+                found = await find()
+            except Exception as error:
+                logger.error("the sender is gone, and this worker cannot find a new one: %s", error)
+                return
+            if found != self._sender:  # else ZeroMQ connects again by itself
+                self._sender = found
+                self.turn_to(found.endpoint, found.credentials)
+                self.subscription.close()
+            await asyncio.sleep(LOOK_AGAIN_SECONDS)  # it may be the one that is ending
+
+    def tick(self, now: float) -> None:
+        """Go to the next address, when nobody is at this one, or does not answer there."""
+        session = self._session
+        if not self.has_others:
+            return
+        # A WELCOME may be read after the end of the connection by which it has come.
+        if (session.welcomed and session.online) or session.ended is not None:
+            self._unwelcome_since = None
+        elif self._unwelcome_since is None:
+            self._unwelcome_since = now
+        elif now - self._unwelcome_since >= (UNANSWERED_SECONDS if session.online else UNREACHED_SECONDS):
+            self._unwelcome_since = now
+            self.go_on()
+            self.subscription.close()
+            logger.info("worker %d tries its next address, %s", session.worker, self.endpoint)
+            self.disconnected()
+
+    def close(self) -> None:
+        if self.search is not None:
+            self.search.cancel()
+        super().close()
+        self.subscription.close()

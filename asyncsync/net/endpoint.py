@@ -1,4 +1,4 @@
-"""Endpoints: where the trainer binds and the workers connect, and who may own an ipc path.
+"""Endpoints: where the trainer binds and the workers connect, the addresses of this host, and who may own an ipc path.
 
 By default a bus draws a short ipc path in a private directory (mode 0700), which exists from the sender's ``connect``
 to its ``shutdown``. A second bind on a live ipc path would silently steal it, so every ipc path is guarded by a lock
@@ -16,6 +16,7 @@ import os
 import re
 import secrets
 import shutil
+import socket
 import stat
 import tempfile
 from pathlib import Path
@@ -29,6 +30,9 @@ MAX_IPC_PATH = 107
 # In place of an address: one is chosen when it is bound, with keys, and workers are introduced to it.
 INTRODUCED = "introduced"
 PREFIX = "asyncsync-"
+PORT = 9  # any: nothing is sent
+# Addresses that are set aside for documentation: the way there is the default route, and nobody is disturbed.
+ANYWHERE = ("192.0.2.1", "2001:db8::1")
 
 
 def draw_endpoint() -> str:
@@ -109,6 +113,46 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
+def address_towards(host: str) -> str:
+    """The address of this host that connections to ``host`` come from, and by which that one reaches this. What is
+    given to other hosts must not be ``gethostbyname(gethostname())``, which often is a loopback address.
+
+    Raises NotConnected: there is no such host, or no way there.
+    """
+    try:
+        found = socket.getaddrinfo(host, PORT, type=socket.SOCK_DGRAM)
+    except OSError as error:
+        raise NotConnected(f"host {host!r} is not found: {error}; give its numeric address") from error
+    failure: OSError | None = None
+    for family, kind, protocol, _, address in found:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.connect(address)  # of a datagram socket: chooses the way, and sends nothing
+                return str(probe.getsockname()[0])
+        except OSError as error:
+            failure = error
+    raise NotConnected(f"there is no route to {host!r} ({failure}); is the network up?")
+
+
+def own_address() -> str:
+    """The address of this host on its default route; a loopback address where it has none."""
+    for anywhere in ANYWHERE:
+        try:
+            return address_towards(anywhere)
+        except NotConnected:
+            continue
+    return "127.0.0.1"
+
+
+def tcp_endpoint(host: str, port: int | str) -> str:
+    """An endpoint of ZeroMQ's; addresses of IPv6 get their brackets."""
+    try:
+        is_wide = ipaddress.ip_address(host).version == 6
+    except ValueError:
+        is_wide = False
+    return f"tcp://[{host}]:{port}" if is_wide else f"tcp://{host}:{port}"
+
+
 def private_directory(endpoint: str) -> Path | None:
     """The directory that was made for this endpoint alone; None for an endpoint of the user's."""
     directory = Path(endpoint.removeprefix("ipc://")).parent
@@ -158,6 +202,7 @@ class EndpointLock:
                 f"{endpoint} is in use by another live process; shut that sender down first, or choose another endpoint"
             )
         owned.add(self)
+        atexit.register(self.release)  # a program that forgets shutdown() leaves nothing behind
 
     def _take(self) -> None:
         path = self._path
@@ -184,6 +229,7 @@ class EndpointLock:
 
     def release(self) -> None:
         """Remove the path, its lock, and the private directory; idempotent."""
+        atexit.unregister(self.release)
         if self._descriptor is None:
             return
         for path in (self._path, *self.beside, self._lock):
@@ -200,14 +246,6 @@ class EndpointLock:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
-
-
-@atexit.register
-def _release_all() -> None:
-    """A program that forgets shutdown() leaves nothing behind."""
-    for one in list(owned):
-        if isinstance(one, EndpointLock):
-            one.release()
 
 
 def _lock(path: Path) -> int | None:

@@ -103,6 +103,15 @@ def shortage(needed: int) -> str:
     )
 
 
+def opens_memory(pid: int) -> bool:
+    """Whether this process may open the memory files of that one."""
+    try:
+        os.stat(f"/proc/{pid}/ns/pid")  # the kernel asks for the same as for its descriptors
+    except OSError:
+        return False
+    return True
+
+
 class Owned(Protocol):
     """What is this process's alone: a forked child's descriptors would keep it beyond this process's end."""
 

@@ -7,8 +7,8 @@ sides can reach: a store of torch.distributed, or an actor of Ray's. By RPC, the
 1. The worker leaves a question at the meeting place (:meth:`MeetingPlace.find`). It may come early, late or again.
 2. The sender takes each question and leaves the answer (:meth:`MeetingPlace.host`). From then on it lets the worker's
    key in (:class:`Introductions`).
-3. The worker connects, and :class:`Whereabouts` keeps it where its sender is: when the connection ends, the worker asks
-   again; if the answer leads to another sender, it turns to that one.
+3. The worker connects. When the connection ends, it asks again; if the answer leads to another sender, it turns to that
+   one (:class:`asyncsync.net.dialing.Whereabouts`).
 
 Keys are never pickled with a scheme. Whoever can read what lies at the meeting place can take a worker's place.
 """
@@ -27,15 +27,10 @@ from functools import partial
 from typing import Any
 
 import msgpack
-import zmq
 
 from asyncsync.errors import NotConnected, ProtocolError
-from asyncsync.net.broadcast import Subscription
-from asyncsync.net.dialing import Dialer
-from asyncsync.net.endpoint import several
 from asyncsync.net.keys import Admission, Credentials, KeyPair
 from asyncsync.protocol.membership import MAX_PEERS
-from asyncsync.protocol.session import Session
 from asyncsync.runtime.asyncio_private import running_loop
 from asyncsync.runtime.threads import call_soon, until_cancelled
 
@@ -45,10 +40,6 @@ KEY_LENGTH = 40
 THREAD = "asyncsync-meeting"
 ENDING_SECONDS = 2.0
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 0.5  # between two questions
-AWAY_SECONDS = 3.0
-LOOK_AGAIN_SECONDS = 1.0
-# Until a worker with several addresses tries the next one: nobody is there, or there is no WELCOME.
-UNREACHED_SECONDS, UNANSWERED_SECONDS = 1.0, 5.0
 
 Find = Callable[[], Awaitable["Introduction"]]
 
@@ -194,95 +185,3 @@ class MeetingPlace(ABC):
                 self.why = str(error)
             pause = min(max(FIRST_PAUSE, 1.2 * pause), LONGEST_PAUSE)
         return b""  # for nobody
-
-
-class Whereabouts(Dialer):
-    """Where a worker's sender is, and where next. Connects ``socket``, and what is subscribed to, to a sender: to the
-    first of several addresses, for which ``credentials`` returns the keys, or to the one that it was introduced to,
-    whose successor ``find`` finds. ``told`` are called when the connection has begun and ended, ``receive`` with what
-    all subscribers are sent. Raises NotConnected as :class:`Dialer`.
-
-    Attributes:
-        subscription: to what the sender sends to many at once.
-        search: the task that looks for a successor.
-    """
-
-    def __init__(
-        self,
-        socket: zmq.Socket[bytes],
-        sender: str | Introduction,
-        session: Session,
-        credentials: Callable[[], Credentials] | None,
-        find: Find | None,
-        told: tuple[Callable[[], None], Callable[[], None]],
-        receive: Callable[[list[Any]], None],
-        crash: Callable[[BaseException], None],
-    ) -> None:
-        self.search: asyncio.Task[None] | None = None
-        self._sender = sender
-        self._session = session
-        self._find = find
-        self._told = told
-        self._away_since: float | None = None  # None: it is connected, or has not been yet
-        self._unwelcome_since: float | None = None
-        self.subscription = Subscription(socket.context, self, session.nonce, receive, crash)
-        if isinstance(sender, Introduction):
-            super().__init__(socket, (sender.endpoint,), sender.credentials, crash)
-        else:
-            super().__init__(socket, several(sender), credentials, crash)
-
-    def why_not(self) -> str:
-        """For people: why there is no connection."""
-        return self.why or f"no sender answers at {self.endpoint}; check that it is connecting, with the same endpoint"
-
-    def is_away(self, now: float) -> bool:
-        """Whether the connection stays away."""
-        return self._away_since is not None and now > self._away_since + AWAY_SECONDS
-
-    def connected(self) -> None:
-        self._away_since = None
-        self._told[0]()
-
-    def disconnected(self) -> None:
-        loop = asyncio.get_running_loop()
-        if self._session.online:
-            self._away_since = loop.time()  # not anew with each attempt that comes to nothing
-        self._told[1]()
-        if self._find is not None and self._session.ended is None and (self.search is None or self.search.done()):
-            self.search = loop.create_task(self._look_for_successor(self._find))
-
-    async def _look_for_successor(self, find: Find) -> None:
-        while not self._session.online:
-            try:
-                found = await find()
-            except Exception as error:
-                logger.error("the sender is gone, and this worker cannot find a new one: %s", error)
-                return
-            if found != self._sender:  # else ZeroMQ connects again by itself
-                self._sender = found
-                self.turn_to(found.endpoint, found.credentials)
-                self.subscription.close()
-            await asyncio.sleep(LOOK_AGAIN_SECONDS)  # it may be the one that is ending
-
-    def tick(self, now: float) -> None:
-        """Go to the next address, when nobody is at this one, or does not answer there."""
-        session = self._session
-        if not self.has_others:
-            return
-        # A WELCOME may be read after the end of the connection by which it has come.
-        if (session.welcomed and session.online) or session.ended is not None:
-            self._unwelcome_since = None
-        elif self._unwelcome_since is None:
-            self._unwelcome_since = now
-        elif now - self._unwelcome_since >= (UNANSWERED_SECONDS if session.online else UNREACHED_SECONDS):
-            self._unwelcome_since = now
-            self.go_on()
-            self.subscription.close()
-            logger.info("worker %d tries its next address, %s", session.worker, self.endpoint)
-            self.disconnected()
-
-    def close(self) -> None:
-        if self.search is not None:
-            self.search.cancel()
-        super().close()
-        self.subscription.close()

@@ -343,7 +343,8 @@ def _listen(path: Path) -> socket.socket | None:
     if connection is None:
         return None
     try:
-        _remove_stale(path)
+        if path.is_socket():  # a killed predecessor's: this process has the lock of the path beside it
+            path.unlink()
         connection.bind(os.fspath(path))
         connection.listen(BACKLOG)
     except OSError as error:
@@ -351,19 +352,6 @@ def _listen(path: Path) -> socket.socket | None:
         connection.close()
         return None
     return connection
-
-
-def _remove_stale(path: Path) -> None:
-    """A killed predecessor's socket may be in the way; nobody listens there. Anything else is left where it is."""
-    if not path.is_socket():
-        return
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK) as probe:
-        try:
-            probe.connect(os.fspath(path))
-        except ConnectionRefusedError:
-            path.unlink()
-        except OSError:
-            pass
 
 
 def _is_ours(connection: socket.socket) -> bool:

@@ -13,7 +13,6 @@ import ipaddress
 import itertools
 import os
 import socket
-import stat
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +20,7 @@ from typing import Any
 
 import zmq
 
+from asyncsync.net.endpoint import host_port, tcp_endpoint
 from asyncsync.net.processes import owned
 from asyncsync.net.zmq_private import get, recv, send
 from asyncsync.wire.codec import MAX_FRAME
@@ -28,6 +28,7 @@ from asyncsync.wire.codec import MAX_FRAME
 # Receiving yields to the loop after so long: a burst of chunks must not stall the caller's other coroutines.
 DRAIN_SECONDS = 0.004
 HIGH_WATER_MARK = 1000
+NONCE_BYTES = 16
 # What a subscriber that does not keep up may hold of the sender's memory: of what is pushed, as many MiB.
 FANOUT_HIGH_WATER_MARK = 64
 HEARTBEAT_MS = 5_000
@@ -39,19 +40,22 @@ _monitors = itertools.count()
 FAILED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 
 
-def _configure(socket: zmq.Socket[bytes]) -> None:
+def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
+    socket = context.socket(kind)
     socket.linger = 0
     socket.sndhwm = socket.rcvhwm = HIGH_WATER_MARK
     socket.maxmsgsize = MAX_FRAME
     socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
     socket.setsockopt(zmq.IPV6, 1)
+    socket.setsockopt(zmq.RECONNECT_IVL, 20)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+    return socket
 
 
 def router(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
     """A trainer's socket: a send to an unknown peer is an error, not a silent drop."""
-    socket = context.socket(zmq.ROUTER)
-    _configure(socket)
+    socket = _socket(context, zmq.ROUTER)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     return socket
 
@@ -59,28 +63,13 @@ def router(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
 def dealer(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
     """A worker's socket. Without ZMQ_IMMEDIATE, which would drop what has arrived but is unread when the sender closes,
     such as its BYE."""
-    socket = context.socket(zmq.DEALER)
-    _configure(socket)
-    socket.setsockopt(zmq.RECONNECT_IVL, 20)
-    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-    return socket
-
-
-def publisher(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
-    """A trainer's socket for what all subscribers are sent: it drops what one of them has no room for."""
-    socket = context.socket(zmq.XPUB)
-    _configure(socket)
-    socket.sndhwm = FANOUT_HIGH_WATER_MARK
-    return socket
+    return _socket(context, zmq.DEALER)
 
 
 def subscriber(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
-    """A worker's socket for that."""
-    socket = context.socket(zmq.SUB)
-    _configure(socket)
+    """A worker's socket for what all subscribers are sent."""
+    socket = _socket(context, zmq.SUB)
     socket.rcvhwm = FANOUT_HIGH_WATER_MARK
-    socket.setsockopt(zmq.RECONNECT_IVL, 20)
-    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
     return socket
 
 
@@ -104,9 +93,7 @@ class Bound:
         owned.discard(self)
 
     def _is_at(self, descriptor: int) -> bool:
-        if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-            return False
-        found = socket.socket(fileno=descriptor)
+        found = socket.socket(fileno=descriptor)  # raises an OSError if it is none
         try:
             if found.type != socket.SOCK_STREAM:
                 return False
@@ -248,3 +235,46 @@ def watch(
     watcher.rcvhwm = 0
     watcher.connect(address)
     return LoopSocket(watcher, receive, crash)
+
+
+class Broadcast:
+    """The sender's end of fan-out: an XPUB socket on a free port beside ``endpoint``. It waits for nobody: a subscriber
+    that cannot keep up loses messages, and finds out by the numbers in them (:mod:`asyncsync.protocol.fanout`).
+    ``protect`` is called with the socket before it is bound; ``subscribed`` is kept true. Raises zmq.ZMQError."""
+
+    def __init__(
+        self,
+        context: zmq.Context[Any],
+        endpoint: str,
+        subscribed: set[bytes],
+        protect: Callable[[zmq.Socket[bytes]], None],
+        crash: Callable[[BaseException], None],
+    ) -> None:
+        socket = _socket(context, zmq.XPUB)
+        socket.sndhwm = FANOUT_HIGH_WATER_MARK  # it drops what a subscriber has no room for
+        try:
+            protect(socket)
+            socket.bind(tcp_endpoint(host_port(endpoint)[0], "*"))
+        except BaseException:
+            socket.close()
+            raise
+        self._subscribed = subscribed
+        self._bound = Bound(socket)
+        self.port = int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0").rpartition(":")[2])
+        self._socket = LoopSocket(socket, self._receive, crash)
+
+    def _receive(self, frames: list[Any]) -> None:
+        said = frames[0].bytes
+        if len(said) == 1 + NONCE_BYTES:
+            (self._subscribed.add if said[0] else self._subscribed.discard)(said[1:])
+
+    def send(self, frames: Sequence[Any]) -> None:
+        """Send a message to all. Its bytes are copied: those who do not keep up would have a whole slab kept for each
+        piece that waits for them."""
+        self._socket.send(frames, copied=True)
+        self._socket.flushed()
+
+    def close(self, linger_ms: int = 0) -> None:
+        """Idempotent."""
+        self._socket.close(linger_ms)
+        self._bound.forget()

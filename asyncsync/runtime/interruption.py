@@ -5,15 +5,17 @@ with interruption.of_this_thread():      # in the thread: waits on the library's
     MultiAsyncCollector(...)
 interruption.interrupt()                 # from any other: the wait under way, or the next one, is cancelled
 
-What cleans up must run to its end: ``with uninterrupted(): ...``.
+What cleans up must run to its end: ``with uninterrupted(): ...``. Nor may Ctrl-C interrupt a process that starts.
 """
 
 from __future__ import annotations
 
 import asyncio
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing import resource_tracker
 
 _here = threading.local()
 
@@ -79,3 +81,15 @@ def uninterrupted() -> Iterator[None]:
         yield
     finally:
         _here.interruption = before
+
+
+@contextmanager
+def sigint_blocked() -> Iterator[None]:
+    """A process that this thread starts in here has SIGINT blocked: Ctrl-C cannot interrupt its imports with a
+    traceback."""
+    resource_tracker.ensure_running()  # started inside, it would unblock SIGINT
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -9,7 +9,12 @@ Usage::
 The thread starts with the first call that needs it and ends with the last open bus, so that nothing is left running
 that nobody uses. A forked child starts without it. At the interpreter's exit, and at that of a multiprocessing child,
 whatever is still open is shut down, within bounds: the other sides learn of it, and no file stays behind. Daemon
-threads that are in a call then end silently, by SystemExit, and are waited for (:mod:`asyncsync.runtime.process_exit`).
+threads that are in a call then end silently, by SystemExit.
+
+A daemon thread that the interpreter stops inside torch aborts the process ("terminate called without an active
+exception"), and freeing a tensor is enough for that. So the exit waits, for at most a second, for the package's own
+threads that are about to end, and for the user's daemon threads that a call has ended; unwinding frees what they had.
+Those that come too late for that are held where they are.
 
 Calls from the loop's own thread would wait for themselves, and are refused. An exception may strike a caller between
 any two lines of any function here (Ctrl-C, a signal handler's), and the handler may call any of them. So the loop's
@@ -20,6 +25,7 @@ and every step of the way can be repeated or taken back.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import threading
@@ -28,7 +34,6 @@ from collections.abc import Callable, Coroutine
 from multiprocessing.util import Finalize
 from typing import Any, Protocol, TypeVar
 
-from asyncsync.runtime import process_exit as ending
 from asyncsync.runtime.asyncio_private import running_loop
 from asyncsync.runtime.interruption import interruptible
 from asyncsync.runtime.threads import call_soon, finish, interruptibly, join, settle
@@ -41,6 +46,11 @@ Make = Callable[[], Coroutine[Any, Any, T]]
 # How long an interrupted caller waits until its coroutine has cleaned up, and an ending process for its open buses.
 CLEANUP_SECONDS = 5.0
 EXIT_SECONDS = 1.0
+IDLE_SECONDS = 0.2  # until a loop that nobody has called ends
+# How long an ending process waits for daemon threads, and holds those that come too late.
+THREADS_SECONDS = 1.0
+HELD_SECONDS = 5.0
+OURS = ("asyncsync-loop", "asyncsync-unmapping", "asyncsync-collector-end")  # those that end by themselves
 
 
 class Open(Protocol):
@@ -58,7 +68,6 @@ class LoopThread:
         self.calls: set[Call] = set()  # on their way
         self.open: dict[int, Open] = {}  # by id
         self.runs = False  # the thread has begun
-        self.unwanted = False  # the caller that started it was interrupted, and may have been the only one
         self.over = False  # it is about to end: a call that sees this goes elsewhere
         self.exiting = False  # the process ends
         self.end = asyncio.Event()
@@ -93,8 +102,8 @@ class LoopThread:
             with asyncio.Runner(loop_factory=lambda: loop) as runner:
                 self.runs = True
                 self._ready.release()
-                if self.unwanted:
-                    loop.call_soon_threadsafe(self.end_if_idle)
+                # The caller that has started it may have been interrupted before its call.
+                loop.call_later(IDLE_SECONDS, self.end_if_idle)
                 try:
                     runner.run(self.end.wait())
                 finally:
@@ -108,12 +117,6 @@ class LoopThread:
             if self.exiting or not self.end.is_set():
                 for call in list(self.calls):
                     call.abandon()
-
-    def not_wanted(self) -> None:
-        """End the thread unless another caller needs it."""
-        self.unwanted = True
-        if self.runs:
-            call_soon(self.loop, self.end_if_idle)
 
     @property
     def is_here(self) -> bool:
@@ -153,7 +156,7 @@ class Call:
         self.thread: LoopThread | None = None
         self._make = make
         self._task: asyncio.Task[Any] | None = None
-        self._daemon = ending.daemon()
+        self._daemon = _daemon()
         self._value: Any = None
         self._error: BaseException | None = None
         self._callback: Callable[[], object] | None = None
@@ -192,7 +195,7 @@ class Call:
         thread.end_if_idle()
         if error is not None and thread.exiting:
             if self._daemon is not None:
-                error = ending.end(self._daemon)
+                error = _end(self._daemon)
             elif isinstance(error, asyncio.CancelledError):
                 error = RuntimeError("the process is exiting, so asyncsync's event loop has ended")
         self._value, self._error = value, error
@@ -281,13 +284,6 @@ def _begin(call: Call) -> None:
         time.sleep(0)  # it is just ending
 
 
-def _cancel(call: Call) -> bool:
-    """Cancel a call; False if it had not begun."""
-    if call.thread is None and (current := _current) is not None:
-        current.not_wanted()  # it may have been started for this call
-    return call.cancel()
-
-
 def is_here() -> bool:
     """True on the loop's own thread."""
     thread = _current
@@ -296,8 +292,8 @@ def is_here() -> bool:
 
 def check_exit() -> None:
     """End the calling thread silently if it is a daemon and the process ends."""
-    if _exiting and (daemon := ending.daemon()) is not None and running_loop() is None:
-        raise ending.end(daemon)
+    if _exiting and (daemon := _daemon()) is not None and running_loop() is None:
+        raise _end(daemon)
 
 
 def run(make: Make[T]) -> T:
@@ -320,7 +316,7 @@ def run(make: Make[T]) -> T:
             call.wait()
             return call.result()  # type: ignore[no-any-return]
     except BaseException:
-        if not call.done and _cancel(call) and not call.wait(CLEANUP_SECONDS):
+        if not call.done and call.cancel() and not call.wait(CLEANUP_SECONDS):
             logger.error("an interrupted call is still running after %g s; it goes on", CLEANUP_SECONDS)
         raise
     finally:
@@ -384,13 +380,51 @@ def _exit() -> None:
         thread.stop()
 
 
+_leaving: set[threading.Thread] = set()  # the user's daemons that a call has ended
+_is_late = False  # for those that have not been ended yet
+
+
+def _daemon() -> threading.Thread | None:
+    """The calling thread, if it is a daemon."""
+    thread = threading.current_thread()
+    return thread if thread.daemon and thread is not threading.main_thread() else None
+
+
+def _end(thread: threading.Thread) -> SystemExit:
+    """What ends that daemon silently, when the process ends; raised in it."""
+    _leaving.add(thread)
+    if _is_late and thread is threading.current_thread():
+        time.sleep(HELD_SECONDS)  # most likely, the interpreter stops it here
+    return SystemExit()
+
+
+def _wait_for_threads() -> None:
+    global _is_late
+    _is_late = True
+    deadline = time.monotonic() + THREADS_SECONDS
+    ours = [thread for thread in threading.enumerate() if thread.daemon and thread.name in OURS]
+    for thread in {*ours, *_leaving} - {threading.current_thread()}:
+        # One that threading has not started, or is just starting, cannot be waited for.
+        with contextlib.suppress(AssertionError, RuntimeError):
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def _wait_at_exit() -> None:
+    # The last of them: until then other finalizers wait for threads themselves, and daemons may call. A child that
+    # multiprocessing forks forgets it, and needs it not: no interpreter stops threads there.
+    Finalize(None, _wait_for_threads, exitpriority=-1000)
+
+
 def _after_fork() -> None:
-    global _current, _lock, _exiting
+    global _current, _lock, _exiting, _is_late
     _lock = threading.RLock()
-    _exiting = False
+    _exiting = _is_late = False
+    _leaving.clear()
     if _current is not None:
         _inherited.append(_current)
         _current = None
+    _wait_at_exit()
 
 
+_wait_at_exit()
 os.register_at_fork(after_in_child=_after_fork)

@@ -27,7 +27,7 @@ from asyncsync.schemes.aio import WeightSyncScheme as AsyncScheme
 from asyncsync.schemes.scheme import Scheme
 from asyncsync.schemes.sources import Sources
 from asyncsync.schemes.torchrl import START_SECONDS, TorchRLContext, adapted, count_as_theirs
-from asyncsync.transports.blocking import in_sync_as
+from asyncsync.transports.base import in_sync_as
 
 P = ParamSpec("P")
 T = TypeVar("T")

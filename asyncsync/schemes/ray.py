@@ -17,7 +17,7 @@ from asyncsync.arguments import Option, checked, declared
 from asyncsync.bus.core import DEFAULT_TIMEOUT
 from asyncsync.bus.member import Source
 from asyncsync.errors import NotConnected, PeerLost, WeightSyncError
-from asyncsync.net.address import own_address
+from asyncsync.net.endpoint import own_address
 from asyncsync.net.rendezvous import THREAD, MeetingPlace
 from asyncsync.runtime.threads import elsewhere
 from asyncsync.schemes import aio, blocking

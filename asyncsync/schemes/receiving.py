@@ -19,8 +19,7 @@ from asyncsync.errors import ClosedError
 from asyncsync.model.binding import Binding
 from asyncsync.model.bound_model import BoundModel
 from asyncsync.model.gate import Gate, Handle
-from asyncsync.model.gated_methods import check_methods
-from asyncsync.model.hooks import check_calls
+from asyncsync.model.hooks import check_calls, check_methods
 from asyncsync.model.selection import Selection
 from asyncsync.model.strategy import WeightStrategy, flat_weights
 from asyncsync.model.update import prepare_flat

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from asyncsync.transports.blocking import in_sync_as
+from asyncsync.transports.base import in_sync_as
 
 _backends: dict[str, tuple[type[Any], type[Any]]] = {}
 _aliases: dict[str, str] = {}

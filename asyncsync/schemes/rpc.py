@@ -18,8 +18,7 @@ from tensordict import TensorDict
 from asyncsync.arguments import declared
 from asyncsync.bus.member import Source
 from asyncsync.errors import NotConnected, PeerLost
-from asyncsync.net.address import own_address
-from asyncsync.net.endpoint import INTRODUCED
+from asyncsync.net.endpoint import INTRODUCED, own_address
 from asyncsync.runtime.threads import elsewhere, settle
 from asyncsync.schemes import aio, blocking
 from asyncsync.schemes.options import RPCOptions, Strategy

@@ -33,12 +33,10 @@ from asyncsync.bus.receiver import ReceiverLink
 from asyncsync.bus.sender import SenderLink
 from asyncsync.bus.status import BusStatus
 from asyncsync.errors import AckTimeout, ClosedError, NotConnected, WeightSyncError
-from asyncsync.model.gate import PATIENCE
-from asyncsync.model.readers import Hold
+from asyncsync.model.gate import PATIENCE, Hold
 from asyncsync.model.selection import Selection
 from asyncsync.model.strategy import WeightStrategy, flat_weights, module_weights, resolve_strategy
-from asyncsync.net.address import own_address
-from asyncsync.net.endpoint import INTRODUCED
+from asyncsync.net.endpoint import INTRODUCED, own_address
 from asyncsync.net.rendezvous import MeetingPlace
 from asyncsync.runtime.threads import call_soon
 from asyncsync.schemes.options import SchemeOptions, Strategy

@@ -12,8 +12,7 @@ from torch import distributed
 
 from asyncsync.arguments import checked, declared
 from asyncsync.errors import NotConnected
-from asyncsync.net.address import address_towards, own_address
-from asyncsync.net.endpoint import INTRODUCED
+from asyncsync.net.endpoint import INTRODUCED, address_towards, own_address
 from asyncsync.net.rendezvous import THREAD
 from asyncsync.runtime.threads import elsewhere
 from asyncsync.schemes import aio, blocking

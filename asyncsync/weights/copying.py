@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from asyncsync.weights.torch_private import InferenceMode, foreach_copy
+from asyncsync.weights.torch_private import foreach_copy
 
 PLAIN = (torch.Tensor, nn.Parameter)  # subclasses may give their bytes another meaning
 # One core does not use all of the memory's bandwidth: 256 MiB take 34 ms on one and 18 ms on two.
@@ -44,11 +44,12 @@ def normal_tensors() -> Iterator[None]:
 def copy_tensors(destinations: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """``destination.copy_(source)`` for every pair, quickly."""
     # The tensors of a model that was made in inference mode can be written in that mode only; others can be as well.
-    with InferenceMode(True):
+    with torch.inference_mode():
         if max(map(torch.Tensor.numel, destinations), default=0) >= LARGE_NUMEL:
             sizes = [d.numel() for d in destinations]
             large = [i for i, n in enumerate(sizes) if n >= LARGE_NUMEL and _same_bytes(destinations[i], sources[i])]
-            copy_arrays([(_as_bytes(destinations[i]), _as_bytes(sources[i])) for i in large])
+            pairs = [(memory_of(destinations[i]), memory_of(sources[i])) for i in large]
+            copy_arrays([(np.frombuffer(d, np.uint8), np.frombuffer(s, np.uint8)) for d, s in pairs])
             torch.autograd.graph.increment_version([d for i in large if not (d := destinations[i]).is_inference()])
             done = set(large)
             sources = [s for i, s in enumerate(sources) if i not in done]
@@ -67,22 +68,11 @@ def clone(tensor: torch.Tensor) -> torch.Tensor:
 
 def _same_bytes(destination: torch.Tensor, source: torch.Tensor) -> bool:
     """Whether a copy of one to the other is simply one of their bytes."""
-    return (
-        destination.is_cpu
-        and source.is_cpu
-        and destination.dtype is source.dtype
-        and destination.shape == source.shape
-        and destination.is_contiguous()
-        and source.is_contiguous()
-        and destination.is_neg() is source.is_neg()
-        and destination.is_conj() is source.is_conj()
-        and type(destination) in PLAIN
-        and type(source) in PLAIN
-    )
-
-
-def _as_bytes(tensor: torch.Tensor) -> _Bytes:
-    return np.frombuffer(memory_of(tensor), np.uint8)
+    if destination.dtype is not source.dtype or destination.shape != source.shape:
+        return False
+    if destination.is_neg() is not source.is_neg() or destination.is_conj() is not source.is_conj():
+        return False
+    return all(t.is_cpu and t.is_contiguous() and type(t) in PLAIN for t in (destination, source))
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
@@ -112,7 +102,8 @@ def copy_bytes(destinations: list[memoryview], sources: list[memoryview]) -> Non
 def copy_arrays(pairs: list[tuple[_Bytes, _Bytes]]) -> None:
     """Copy to each destination the bytes of its source, as many, in several threads if there are many."""
     total = sum([len(d) for d, _ in pairs])
-    count = max(1, min(total // BYTES_PER_THREAD, MAX_THREADS, _cores()))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    count = max(1, min(total // BYTES_PER_THREAD, MAX_THREADS, cores))
     pieces = [(d[i : i + PIECE], s[i : i + PIECE]) for d, s in pairs for i in range(0, len(d), PIECE)]
     mine, *others = [pieces[i::count] for i in range(count)]
     failures: list[BaseException] = []
@@ -147,10 +138,6 @@ def copy_arrays(pairs: list[tuple[_Bytes, _Bytes]]) -> None:
             raise interrupt
     if failures:
         raise failures[0]
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _copy_all(pieces: list[tuple[_Bytes, _Bytes]]) -> None:

@@ -17,8 +17,9 @@ from __future__ import annotations
 import zlib
 from bisect import bisect_right
 from collections.abc import Callable
-from functools import cache, cached_property
+from functools import cache
 from importlib import import_module
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -187,14 +188,12 @@ class Encoding:
         self._wanted: set[int] = set()
 
     def join(self) -> None:
-        """One more needs the pieces."""
         self.users += 1
         self.slab.retain()
         if self.base is not None:
             self.base.retain()
 
     def leave(self) -> None:
-        """One that has joined needs them no more."""
         self.users -= 1
         if not self.users:
             self._wanted.clear()
@@ -209,26 +208,13 @@ class Encoding:
         self._wanted.add(index)
         return True
 
-    @cached_property
-    def _items(self) -> tuple[list[int], list[int]]:
-        """Where runs of equal item sizes end, and these sizes: entries of one dtype lie next to each other."""
-        ends, sizes = [0], [1]
-        for entry in self.slab.layout.entries:
-            size = min(entry.dtype.itemsize, MAX_ITEM)
-            if size == sizes[-1]:
-                ends[-1] = entry.offset + entry.nbytes
-            else:
-                ends.append(entry.offset + entry.nbytes)
-                sizes.append(size)
-        return ends, sizes
-
     def _item(self, start: int, stop: int) -> int:
         """The item size in the middle of these bytes: any will do, the right one compresses best."""
-        ends, sizes = self._items
-        return sizes[min(bisect_right(ends, (start + stop) // 2), len(sizes) - 1)]
+        entries = self.slab.layout.entries
+        after = bisect_right(entries, (start + stop) // 2, key=attrgetter("offset"))
+        return min(entries[after - 1].dtype.itemsize, MAX_ITEM)
 
     def encode(self, index: int) -> None:
-        """Encode one piece."""
         start = index * self.size
         stop = min(start + self.size, self.slab.nbytes)
         data = np.frombuffer(self.slab.memory[start:stop], np.uint8)
@@ -245,7 +231,6 @@ class Encoding:
         self.pieces[index] = Encoded(payload, crc, None if payload is None else base)
 
     def leave_as_it_is(self, index: int) -> None:
-        """One piece cannot be encoded."""
         self.pieces[index] = Encoded(None, 0, None)
 
 

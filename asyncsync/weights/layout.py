@@ -3,12 +3,6 @@
 A :class:`Layout` is the packing table (key paths, dtypes, shapes, offsets, ties). It crosses the wire once per
 connection; afterwards its 16-byte digest stands for it. Offsets are derived from dtypes and shapes on both sides, so a
 peer cannot claim overlapping or misaligned ones.
-
-Usage::
-
-    flat = flatten(weights)                  # {path: tensor} and msgpack values; see asyncsync.weights.tree
-    layout = Layout.of(flat)
-    layout.arrange(flat)                     # the tensors in slab order, if the next version has the same layout
 """
 
 from __future__ import annotations
@@ -29,10 +23,9 @@ from tensordict import NonTensorData, TensorDictBase
 
 from asyncsync.errors import LimitExceeded, ProtocolError
 from asyncsync.msgpack_limits import check_structure
-from asyncsync.weights.arrays import from_array
 from asyncsync.weights.copying import clone, memory_of, normal_tensors
-from asyncsync.weights.tensors import DTYPES, NAMES, are_plain, check_source, have_memory
-from asyncsync.weights.tree import FlatWeights, Path, collision, dotted, have_specs
+from asyncsync.weights.tensors import DTYPES, NAMES, are_plain, check_source, have_memory, place_of
+from asyncsync.weights.tree import FlatWeights, Path, collision, dotted, from_array, have_specs
 
 ALIGNMENT = 64
 MAX_ENTRIES = 200_000
@@ -45,13 +38,6 @@ MAX_SLAB_BYTES = 1 << 42
 MAX_PATH_PARTS = 64
 MAX_DIMENSIONS = 64
 _TENSOR, _ARRAY, _NUMBER = _EXTENSIONS = (1, 2, 3)  # in values: a tensor, a NumPy array, a number of NumPy's
-
-
-def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Equal for tensors that are one: the same elements in the same memory."""
-    address = tensor.data_ptr() or id(tensor)  # a wrapper subclass has no memory of its own
-    memory = (address, tensor.shape, tensor.stride(), tensor.device)
-    return (*memory, tensor.dtype, tensor.is_conj(), tensor.is_neg())
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +106,7 @@ class Layout:
                 raise LimitExceeded(f"a key path of {len(path)} parts; 1 to {MAX_PATH_PARTS} are possible")
             if (name := dotted(path)) in names:
                 raise ValueError(collision(name))
-            if not _is_text(name):
+            if name.encode(errors="replace").decode() != name:
                 raise ValueError(f"{name!r} is no name that can be sent: it has surrogates; rename it")
             names.add(name)
             while (path := path[:-1]) and path not in groups:
@@ -149,13 +135,13 @@ class Layout:
         or lazy or its memory has gone, two keys have the same dotted name, or a name is no text; LimitExceeded if a
         value or the whole is too large.
         """
-        seen: dict[tuple[Any, ...], Path] = {}
+        seen: dict[Any, Path] = {}
         ties: dict[Path, Path] = {}
         schema = []
         for path, tensor in flat.tensors.items():
             check_source(dotted(path), tensor)
             if tensor.numel():
-                first = seen.setdefault(_identity(tensor), path)
+                first = seen.setdefault(place_of(tensor), path)
                 if first is not path:
                     ties[path] = first
                     continue
@@ -184,31 +170,26 @@ class Layout:
             if not are_plain(found):
                 for path, tensor in zip(paths, found, strict=True):
                     check_source(dotted(path), tensor)
-            stored = found if filled is None else [found[i] for i in filled]
+            stored = [found[i] for i in filled]
             pointers = list(map(torch.Tensor.data_ptr, stored))
             if 0 in pointers:  # no memory: meta, distributed
                 return None
             # One memory, yet several entries: fine as long as they see it differently.
-            if len(set(pointers)) != len(pointers) and len(set(map(_identity, stored))) != len(stored):
+            if len(set(pointers)) != len(pointers) and len(set(map(place_of, stored))) != len(stored):
                 return None
-            tied = all(_identity(tensors[p]) == _identity(found[i]) for p, i in self.aliases.items())
+            tied = all(place_of(tensors[p]) == place_of(found[i]) for p, i in self.aliases.items())
         except (KeyError, RuntimeError, TypeError, ValueError):
             # A key is gone, torch knows no shape or memory of such a tensor, or it cannot be sent: `of` says why.
             return None
         return found if tied else None
 
     @cached_property
-    def _columns(self) -> tuple[list[Path], list[tuple[int, ...]], list[torch.dtype], list[int], list[int] | None]:
-        """Paths, shapes, dtypes and sizes of the entries, and which entries have any bytes; None: all."""
+    def _columns(self) -> tuple[list[Path], list[tuple[int, ...]], list[torch.dtype], list[int], list[int]]:
+        """Paths, shapes, dtypes and sizes of the entries, and which entries have any bytes."""
         entries = self.entries
-        filled = [i for i, e in enumerate(entries) if e.nbytes]
-        return (
-            [e.path for e in entries],
-            [e.shape for e in entries],
-            [e.dtype for e in entries],
-            [e.nbytes for e in entries],
-            None if len(filled) == len(entries) else filled,
-        )
+        sizes = [e.nbytes for e in entries]
+        filled = [i for i, size in enumerate(sizes) if size]
+        return [e.path for e in entries], [e.shape for e in entries], [e.dtype for e in entries], sizes, filled
 
     @property
     def paths(self) -> list[Path]:
@@ -296,14 +277,6 @@ def _checked_path(raw: Any) -> Path:
     if not isinstance(raw, list) or not all(isinstance(p, str) for p in raw):
         raise ProtocolError(f"a layout with the key path {raw!r:.100}")
     return tuple(raw)
-
-
-def _is_text(name: str) -> bool:
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def pack_values(values: Mapping[Path, Any]) -> bytes:

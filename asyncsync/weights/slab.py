@@ -2,13 +2,6 @@
 
 A :class:`Slab` has a typed view per entry of its layout. :func:`asyncsync.weights.packing.pack` fills it, a
 :class:`SlabPool` hands it out, and takes it back when nothing can touch it any more.
-
-Usage::
-
-    slab = pool.acquire(Layout.of(flat))
-    pack(slab, flat)
-    ...                                      # bytes travel
-    slab.tensors()                           # {path: view into the slab}
 """
 
 from __future__ import annotations
@@ -109,7 +102,6 @@ class Slab:
 
     @property
     def is_used(self) -> bool:
-        """Whether anybody may still read it."""
         return self.references > 0
 
     @property
@@ -124,7 +116,6 @@ class Slab:
 
     @property
     def views(self) -> list[torch.Tensor]:
-        """A typed view per entry of the layout."""
         if self._views is None:
             entries = self.layout.entries
             with normal_tensors():
@@ -201,7 +192,6 @@ class Slab:
             self.base = version, slab.retain()
 
     def stand_alone(self) -> None:
-        """Release the base."""
         base, self.base = self.base, None
         if base is not None:
             base[1].release()
@@ -384,7 +374,6 @@ os.register_at_fork(before=_count_fork, after_in_parent=_count_fork)
 
 
 def _allocate(nbytes: int, *, pinned: bool) -> torch.Tensor:
-    """Memory for a slab."""
     # The device is given: the user's default device may be another.
     with normal_tensors():
         if nbytes >= MAPPED_BYTES and not pinned:

@@ -125,6 +125,19 @@ def own_value(name: str, value: Any, device: str | None = None) -> Any:
     return deepcopy(value)
 
 
+def place_of(tensor: torch.Tensor) -> Any:
+    """Equal for tensors that are one: the same elements in the same memory."""
+    if not lies_in_memory(tensor) or not (address := tensor.data_ptr()):  # a wrapper subclass has none of its own
+        return id(tensor)
+    return address, tensor.device, tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
+
+
+def lies_in_memory(tensor: torch.Tensor) -> bool:
+    # A sparse or nested tensor has no memory that weights could be written to.
+    dense = tensor.layout is torch.strided and not tensor.is_nested
+    return dense and tensor.numel() > 0 and not tensor.is_meta
+
+
 def are_plain(tensors: Iterable[torch.Tensor]) -> bool:
     """Whether all are of classes whose bytes are their values."""
     return _PLAIN.issuperset(map(type, tensors))

@@ -32,8 +32,8 @@ from asyncsync.collectors.distributed.launched_family import (
 from asyncsync.collectors.distributed.launchers import Program
 from asyncsync.collectors.distributed.node import Answer, Command, Node, where
 from asyncsync.errors import PeerLost, ProtocolError
-from asyncsync.net.address import address_towards
-from asyncsync.transports.pairs import Pair
+from asyncsync.net.endpoint import address_towards
+from asyncsync.transports.torch_distributed import Pair
 from asyncsync.weights.copying import normal_tensors
 
 logger = logging.getLogger("asyncsync")

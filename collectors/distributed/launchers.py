@@ -21,8 +21,8 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from asyncsync.collectors.workers.channel import dumps, loads
-from asyncsync.net.address import own_address
-from asyncsync.runtime.signals import sigint_blocked
+from asyncsync.net.endpoint import own_address
+from asyncsync.runtime.interruption import sigint_blocked
 
 KILLED_SECONDS = 1.0
 POLL_SECONDS = 0.5

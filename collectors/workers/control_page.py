@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from asyncsync.collectors.trajectories import _TrajectoryPool
-from asyncsync.net.memory_file import MemoryFile, MemoryPlace
+from asyncsync.transports.slots import MemoryFile, MemoryPlace
 
 TRAINER = "the trainer's"
 REMEDY = "a collector's workers run on its host, as the same user and in the same pid namespace, and end with it"

@@ -25,8 +25,7 @@ from asyncsync.collectors.batch_layout import BatchLayout, layout_of
 from asyncsync.collectors.workers.channel import loads
 from asyncsync.collectors.workers.control_page import REMEDY, TRAINER
 from asyncsync.collectors.workers.group import RolloutResult
-from asyncsync.net.memory_file import MemoryFile, MemoryPlace
-from asyncsync.transports.slots import Attachments, Lease, Slot, SlotPool
+from asyncsync.transports.slots import Attachments, Lease, MemoryFile, MemoryPlace, Slot, SlotPool
 from asyncsync.weights.copying import normal_tensors
 from asyncsync.weights.layout import Layout
 
@@ -277,7 +276,7 @@ class BatchWriter:
     def learn(self, arrangement: Arrangement, index: int) -> None:
         """Note the arrangement of all leases that follow, of which this worker's part is ``index``."""
         self._arrangement, self._index = arrangement, index
-        self._slots.clear()
+        self._slots.drop_unused()
 
     def open(self, lease: Lease | None) -> None:
         """Let the next rollout go to the leased slot, unless this process still has tensors of it. Raises
@@ -286,7 +285,7 @@ class BatchWriter:
         if lease is None:
             return
         if (slot := self._slots.find(lease)) is None:
-            self._slots.add(lease, slot := _MappedSlot(lease.place))
+            self._slots[lease.place] = slot = _MappedSlot(lease.place)
         if not slot.is_used:
             self._slot = slot
             self._views = self._arrangement.tensors(slot.lease(), self._index)

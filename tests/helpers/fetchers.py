@@ -67,9 +67,9 @@ class Fetcher(_End):
 
     async def stranger(self, descriptor: bytes) -> str:
         """What somebody gets who has found the store, but not the name of a transfer."""
-        from asyncsync.transports import pairs
+        from asyncsync.transports import torch_distributed
 
-        client = pairs.PairClient(pairs.Place.decode(descriptor).store, 0)
+        client = torch_distributed.PairClient(torch_distributed.Place.decode(descriptor).store, 0)
         slab = filled(self.pool, 1000, 1)
         into = torch.frombuffer(slab.export(0, slab.nbytes), dtype=torch.uint8)
         try:
@@ -82,12 +82,12 @@ class Fetcher(_End):
 
     async def perish(self, descriptor: bytes) -> None:
         """Begin a transfer, with less memory than it needs: gloo ends the process in the middle."""
-        from asyncsync.transports import pairs, store
+        from asyncsync.transports import store, torch_distributed
 
-        place, name = pairs.Place.decode(descriptor), secrets.token_hex(16)
+        place, name = torch_distributed.Place.decode(descriptor), secrets.token_hex(16)
         client = store.connect(place.store)
-        client.queue_push(pairs.TICKETS, f"0 {name}")
-        pair = await in_thread(pairs.Pair, client, name, 1, place.store[0])
+        client.queue_push(torch_distributed.TICKETS, f"0 {name}")
+        pair = await in_thread(torch_distributed.Pair, client, name, 1, place.store[0])
         request = torch.frombuffer(bytearray(place.transfer), dtype=torch.uint8)
         await in_thread(pair.exchange, torch.empty(1, dtype=torch.int64), request)
         await in_thread(pair.receive, torch.empty(16, dtype=torch.uint8))

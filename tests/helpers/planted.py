@@ -262,7 +262,7 @@ def no_memory_files(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: Any, **options: Any) -> int:
         raise asyncsync.WeightSyncError("this system has none")
 
-    monkeypatch.setattr("asyncsync.net.memory_file.MemoryFile.create", refuse)
+    monkeypatch.setattr("asyncsync.transports.slots.MemoryFile.create", refuse)
 
 
 def no_permission(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -540,7 +540,7 @@ async def test_a_worker_that_can_open_it_no_longer_fails_that_update_only(
     async with api.crew(2) as everybody:
         with monkeypatch.context() as patch, Clock(1.0):
             planted.no_permission(patch)
-            everybody.receivers[1].receiver_transport._attachments._known.clear()
+            everybody.receivers[1].receiver_transport._attachments.clear()
             with pytest.raises(PartialSendError, match=r"worker 1: .*open"):
                 await everybody.sender.send_async(fill(everybody.source, 1), timeout=10)
         await everybody.sender.send_async(fill(everybody.source, 2), timeout=10)

@@ -17,8 +17,6 @@ from helpers.collecting_single import needs_torchrl, torchrl
 NAMES = {
     "asyncsync.weights.torch_private": {
         "torch:_foreach_copy_": "An update copies tensor by tensor, which takes twice as long.",
-        "torch._C:_InferenceMode": "Models that were made in inference mode cannot be written. Remedy: "
-        "torch.inference_mode() does the same in three times the time.",
     },
     "asyncsync.model.torch_private": {
         "torch.nn:Module._call_impl": "The gate cannot tell when the forward ends that a hook belongs to.",

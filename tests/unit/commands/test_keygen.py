@@ -10,7 +10,7 @@ import pytest
 import zmq.auth
 
 from asyncsync.cli import main
-from asyncsync.net.certificates import ClientList, read_certificate
+from asyncsync.net.keys import ClientList, read_certificate
 
 
 def snapshot(directory: Path) -> dict[str, bytes]:

@@ -33,9 +33,7 @@ from torch import nn
 
 from asyncsync.errors import AckTimeout
 from asyncsync.model import gate as gate_module
-from asyncsync.model import readers as readers_module
-from asyncsync.model.gate import Gate, Writer
-from asyncsync.model.readers import Hold
+from asyncsync.model.gate import Gate, Hold, Writer
 
 pytestmark = pytest.mark.timeout(60)
 LONG = 10.0  # seconds that nothing here comes near, unless it hangs
@@ -489,7 +487,7 @@ async def test_an_interrupt_while_entering_leaves_no_reader_behind() -> None:
 
 def test_reading_again_and_again_keeps_nothing_alive(gate: Gate, model: Model) -> None:
     def entries() -> int:
-        return sum(type(thing) is readers_module.Reader for thing in gc.get_objects())
+        return sum(type(thing) is gate_module.Reader for thing in gc.get_objects())
 
     gc.collect()
     before = entries()

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from asyncsync import ZMQWeightSyncScheme
-from asyncsync.model import loop_watch
+from asyncsync.model import gate as gate_module
 from asyncsync.model.gate import Gate
 
 SECONDS = 0.05
@@ -23,8 +23,8 @@ MESSAGE = "no weight update can come in"
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop_watch, "SECONDS", SECONDS)
-    monkeypatch.setattr(loop_watch, "PAUSE", SECONDS / 4)
+    monkeypatch.setattr(gate_module, "BLOCKED_SECONDS", SECONDS)
+    monkeypatch.setattr(gate_module, "LOOK_SECONDS", SECONDS / 4)
 
 
 @pytest.fixture

@@ -15,9 +15,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncsync import NotConnected
-from asyncsync.net import certificates
-from asyncsync.net.certificates import Certificate, ClientList, Workers, parse_workers, read_certificate, write_new
-from asyncsync.net.keys import KeyFiles, KeyPair
+from asyncsync.net import keys
+from asyncsync.net.keys import (
+    Certificate,
+    ClientList,
+    KeyFiles,
+    KeyPair,
+    Workers,
+    parse_workers,
+    read_certificate,
+    write_new,
+)
 
 RANGES = st.lists(st.tuples(st.integers(0, 500), st.integers(0, 500)).map(sorted), min_size=1, max_size=8)
 
@@ -147,7 +155,7 @@ def test_new_files_replace_none(tmp_path: Path) -> None:
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every look at the list take place."""
-    monkeypatch.setattr(certificates, "SHARE", 1e9)
+    monkeypatch.setattr(keys, "SHARE", 1e9)
 
 
 @pytest.mark.usefixtures("at_once")
@@ -185,13 +193,13 @@ def test_two_files_may_change_places_and_a_directory_that_has_gone_keeps_the_lis
 ) -> None:
     folder = tmp_path / "clients"
     folder.mkdir(mode=0o700)
-    keys = {name: certificate(workers).encode(secret=False) for name, workers in (("one", "0"), ("two", "1"))}
-    for name, text in keys.items():
+    files = {name: certificate(workers).encode(secret=False) for name, workers in (("one", "0"), ("two", "1"))}
+    for name, text in files.items():
         put(folder / f"{name}.key", text)
     listed = ClientList(str(folder))
     before = {client.name: key for key, client in listed.clients.items()}
-    put(folder / "one.key", keys["two"])
-    put(folder / "two.key", keys["one"])
+    put(folder / "one.key", files["two"])
+    put(folder / "two.key", files["one"])
     assert listed.refresh(0)
     after = {"one": before["two"], "two": before["one"]}
     assert {client.name: key for key, client in listed.clients.items()} == after
@@ -222,7 +230,7 @@ def test_a_slow_look_puts_off_the_next_one_by_no_more_than_is_promised(
 ) -> None:
     """A stalled file system takes none of the event loop's thread; and within two seconds a key is good for nothing."""
     put(tmp_path / "one.key", certificate("0").encode(secret=False))
-    monkeypatch.setattr(certificates, "time", clock := Clock())
+    monkeypatch.setattr(keys, "time", clock := Clock())
     listed = ClientList(str(tmp_path))
     scan = listed._scan
 

@@ -24,7 +24,7 @@ from asyncsync import (
     ZMQTransport,
     sync,
 )
-from asyncsync.net.address import address_towards, own_address, tcp_endpoint
+from asyncsync.net.endpoint import address_towards, own_address, tcp_endpoint
 from asyncsync.net.keys import Admission, KeyPair
 from asyncsync.net.rendezvous import Introduction, Introductions, MeetingPlace
 from asyncsync.runtime import loop_thread

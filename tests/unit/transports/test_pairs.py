@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from asyncsync import DistributedTransport, NotConnected, SharedMemTransport
-from asyncsync.transports.pairs import Place
+from asyncsync.transports.torch_distributed import Place
 from asyncsync.weights.slab import SlabPool
 from helpers.fetchers import Fetcher, Offerer, filled, layout_of
 from helpers.pairs import Clock, until

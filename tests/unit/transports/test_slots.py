@@ -18,11 +18,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncsync.errors import WeightSyncError
-from asyncsync.net import memory_file
-from asyncsync.net.memory_file import MemoryPlace
-from asyncsync.transports import SharedMemTransport, private_memory, shared_memory
+from asyncsync.transports import SharedMemTransport, shared_memory
+from asyncsync.transports import zmq as zmq_transport
 from asyncsync.transports.shared_memory import LARGE_BYTES, AttachedSlab, WeightSlots
-from asyncsync.transports.slots import MAX_FILES, Lease, Slot
+from asyncsync.transports.slots import MAX_FILES, Lease, MemoryPlace, Slot
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.packing import pack
 from asyncsync.weights.slab import FOREIGN, SlabPool
@@ -285,7 +284,7 @@ def refuse(*args: object, **kwargs: object) -> None:
     raise OSError(28, "No space left on device")
 
 
-@pytest.mark.parametrize(("module", "name"), [(os, "posix_fallocate"), (memory_file.mmap, "mmap")])
+@pytest.mark.parametrize(("module", "name"), [(os, "posix_fallocate"), (mmap, "mmap")])
 def test_without_memory_there_is_an_error_that_says_so_and_nothing_is_left(
     monkeypatch: pytest.MonkeyPatch, pool: WeightSlots, module: object, name: str
 ) -> None:
@@ -405,7 +404,7 @@ def test_one_written_page_is_enough(pool: WeightSlots, monkeypatch: pytest.Monke
         raise PermissionError
 
     if not can_look:
-        monkeypatch.setattr(private_memory.os, "pread", hide)
+        monkeypatch.setattr(zmq_transport.os, "pread", hide)
     slot, descriptor = lend(pool, 1)
     known = Reader()
     for version in range(2, 4 + PAGES):
@@ -516,7 +515,7 @@ def test_without_address_space_there_is_a_memory_error(pool: WeightSlots, monkey
     _, descriptor = lend(pool, 1)
 
     with monkeypatch.context() as patch:
-        patch.setattr(memory_file.mmap, "mmap", refuse)
+        patch.setattr(mmap, "mmap", refuse)
         with pytest.raises(MemoryError, match=r"no shared memory.*No space left"):
             Reader().slab(descriptor)
     assert len(mappings()) == 1

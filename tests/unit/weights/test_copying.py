@@ -196,7 +196,7 @@ def test_a_backward_that_needs_the_old_values_fails_instead_of_computing_wrong_g
 def shared(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Copies of this size are shared among three threads."""
     monkeypatch.setattr(copying, "BYTES_PER_THREAD", 1 << 16)
-    monkeypatch.setattr(copying, "_cores", lambda: 3)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2})
     return monkeypatch
 
 

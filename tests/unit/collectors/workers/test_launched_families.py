@@ -16,9 +16,9 @@ from asyncsync.collectors.distributed.launchers import Launcher, Program, WhenEn
 from asyncsync.collectors.distributed.node import Answer, where
 from asyncsync.collectors.distributed.rpc_family import RPCFamily
 from asyncsync.errors import PeerLost
-from asyncsync.transports import pairs
-from asyncsync.transports.pairs import Pair
+from asyncsync.transports import torch_distributed
 from asyncsync.transports.store import OwnStore
+from asyncsync.transports.torch_distributed import Pair
 
 
 class OwnLauncher(Launcher):
@@ -63,7 +63,7 @@ def family(launcher: OwnLauncher) -> Iterator[GlooFamily]:
 
 
 def test_the_end_of_the_program_before_is_not_that_of_its_successor(family: GlooFamily, launcher: OwnLauncher) -> None:
-    before = len(pairs._open)
+    before = len(torch_distributed._open)
     first = family.launch(0)
     there = launcher.join(0)
     assert first.result(20) == where()
@@ -73,7 +73,7 @@ def test_the_end_of_the_program_before_is_not_that_of_its_successor(family: Gloo
     assert not second.done()
     again = launcher.join(1)
     assert second.result(20) == where()
-    assert len(pairs._open) == before + 2, "the connection to the first is closed"
+    assert len(torch_distributed._open) == before + 2, "the connection to the first is closed"
     answer = family.submit(0, ("watch",))
     launcher.started[0][1]("the launcher has looked late")
     number, command = again.receive()

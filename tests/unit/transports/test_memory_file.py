@@ -16,8 +16,8 @@ import pytest
 
 from asyncsync.errors import WeightSyncError
 from asyncsync.net import processes
-from asyncsync.net.memory_file import MemoryFile, MemoryPlace
 from asyncsync.net.processes import ProcessWatch
+from asyncsync.transports.slots import MemoryFile, MemoryPlace
 
 PAGE = mmap.PAGESIZE
 
