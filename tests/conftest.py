@@ -6,8 +6,6 @@ pyproject.toml's `pythonpath`, tests/ itself. What tests share, and every functi
 Two test files need two names, also when they lie in different directories.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import os

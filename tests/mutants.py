@@ -11,8 +11,6 @@ which tests run the broken line. A break counts as killed when one of these test
 into its time limit.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import json

@@ -1,7 +1,5 @@
 """Cascade: an update counts as applied when the workers below a worker have it, too."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable

@@ -1,7 +1,5 @@
 """What collectors are constructed with: what each argument may be, what excludes what, and rounding."""
 
-from __future__ import annotations
-
 import inspect
 import multiprocessing
 import pydoc

@@ -1,7 +1,5 @@
 """What can be asked of a collector between two rollouts: a batch of zeros, resets, sizes, states; and its end."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Collectors made by a coroutine, whose loop goes on meanwhile."""
 
-from __future__ import annotations
-
 import asyncio
 import multiprocessing
 import signal

@@ -1,7 +1,5 @@
 """What can be asked of a collector and of its workers while they work."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import threading

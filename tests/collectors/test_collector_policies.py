@@ -1,7 +1,5 @@
 """Policies of collectors: which are wrapped, which actions are taken, and what torch compiles."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Profiles of rollouts, by torch's profiler: a trace for each worker."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

@@ -1,7 +1,5 @@
 """A collector that receives: registering schemes, taking weights in, and passing them on downwards."""
 
-from __future__ import annotations
-
 import functools
 import pickle
 import threading

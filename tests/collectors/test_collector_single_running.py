@@ -1,7 +1,5 @@
 """A Collector that is iterated in both styles, runs free, pauses, saves its state, and ends."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import threading

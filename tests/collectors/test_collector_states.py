@@ -1,7 +1,5 @@
 """States of collectors: what goes on from one is not what was there before, and versions and identifiers go on."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Iterator

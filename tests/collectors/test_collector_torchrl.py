@@ -1,7 +1,5 @@
 """Side by side with TorchRL's collectors, step by step, and with its environments and replay buffers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any

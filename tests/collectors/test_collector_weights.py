@@ -1,7 +1,5 @@
 """``update_policy_weights_``: every calling form, what excludes what, and one update for several models."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The weights of Collector itself: its own models, and what it receives while it collects."""
 
-from __future__ import annotations
-
 import asyncio
 import pickle
 import queue

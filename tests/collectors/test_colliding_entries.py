@@ -1,7 +1,5 @@
 """An environment whose entries have the names of others in a step is refused, before one is lost behind another."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Evaluator: the newest weights, evaluated in a process of its own while training goes on."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import inspect

@@ -1,7 +1,5 @@
 """GymEnv: the steps of TorchRL's GymEnv for the same id, seed and actions; no frame of a vector is lost or doubled."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from typing import Any

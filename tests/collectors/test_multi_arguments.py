@@ -1,7 +1,5 @@
 """Arguments of collectors with workers, their hooks, and collecting into a replay buffer."""
 
-from __future__ import annotations
-
 import functools
 import multiprocessing
 import multiprocessing.managers

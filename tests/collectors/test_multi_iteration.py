@@ -1,7 +1,5 @@
 """MultiSyncCollector and MultiAsyncCollector: what batches they make, in both styles."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,8 +1,6 @@
 """A collector with workers takes weights in: given to it or from above, for its workers, which may have made their own
 policies, and for models that act in this process. It acknowledges nothing that its workers do not get."""
 
-from __future__ import annotations
-
 import pickle
 import threading
 from collections import Counter

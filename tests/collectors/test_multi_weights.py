@@ -1,7 +1,5 @@
 """Weights of collectors with workers: when they change, for whom, and which version a frame was made with."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools

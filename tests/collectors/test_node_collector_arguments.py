@@ -1,7 +1,5 @@
 """Arguments of RPCCollector, DistributedCollector and RayCollector; nothing is launched here."""
 
-from __future__ import annotations
-
 import inspect
 import sys
 from typing import Any

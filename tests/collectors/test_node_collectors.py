@@ -1,8 +1,6 @@
 """RPCCollector, DistributedCollector and RayCollector with nodes of this host. One program per family runs all cases
 (tests/helpers/collecting_nodes.py); each test looks at one of them."""
 
-from __future__ import annotations
-
 from functools import cache
 from importlib.util import find_spec
 from typing import Any

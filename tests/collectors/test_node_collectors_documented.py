@@ -1,8 +1,6 @@
 """What the page on RPCCollector says of arguments and methods, with nodes of RPCCollector, DistributedCollector and
 RayCollector. One program per family runs all cases (tests/helpers/collecting_node_arguments.py)."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

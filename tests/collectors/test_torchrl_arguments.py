@@ -1,7 +1,5 @@
 """Arguments that TorchRL's collectors have for reasons of their own: what each does here, beside TorchRL's."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

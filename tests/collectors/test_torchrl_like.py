@@ -4,8 +4,6 @@ weight synchronisation ask for, but for what demands that a worker sees weights 
 Each case is a program of its own; most of them fork their workers, which need not import TorchRL then.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Weight updaters: deprecated, and working as the "WeightUpdaterBase" page says, without workers and with."""
 
-from __future__ import annotations
-
 import gc
 from typing import Any
 

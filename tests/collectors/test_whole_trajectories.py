@@ -1,7 +1,5 @@
 """Batches of whole trajectories: what collectors hand out, beside TorchRL's, and what a replay buffer gets."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The documents say what the code does: names, defaults and links in them are compared with it."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import os

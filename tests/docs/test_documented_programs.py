@@ -1,7 +1,5 @@
 """The programs in README.md and in docs/ run as they stand, and print what the page says."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import re

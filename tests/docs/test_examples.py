@@ -1,7 +1,5 @@
 """Each example runs as it stands and prints what it promises."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

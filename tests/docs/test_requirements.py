@@ -1,8 +1,6 @@
 """Each line of tests/requirements.md, unless it is listed there as not shown yet, and each promise of
 docs/guarantees.md has a test with its marker."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`make docs` builds the site without a warning, and the site loads nothing from elsewhere."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

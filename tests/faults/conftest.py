@@ -1,7 +1,5 @@
 """What all fault tests have in common."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Every blocking call ends within its timeout, and soon after Ctrl-C, at whatever moment; the scheme goes on."""
 
-from __future__ import annotations
-
 import os
 import signal
 import statistics

@@ -1,7 +1,5 @@
 """Blocking schemes in children that are forked, spawned, or of a fork server, also while this process's loop runs."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from typing import Any

@@ -3,8 +3,6 @@
 Each program runs in a process of its own, with a temporary directory of its own.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,8 +1,6 @@
 """Many threads and many schemes on the one loop thread, a thousand lives of it. What a scheme leaves behind (a thread,
 a descriptor, a directory) fails its test, as everywhere."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import os

@@ -5,8 +5,6 @@ for k = 0, 1, 2, … until one runs to its end unhurt. The cancellation strikes 
 in which what is awaited arrives (where a careless implementation loses it); and as an expiring ``asyncio.timeout``.
 """
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterable

@@ -1,7 +1,5 @@
 """However a collector or its trainer ends, nothing is left: no process, socket, segment, directory."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import multiprocessing

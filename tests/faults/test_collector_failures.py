@@ -1,7 +1,5 @@
 """What goes wrong in a collector's workers comes up in the trainer, with its type and the worker's traceback."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """Ctrl-C strikes the thread that rolls out, or ends no system call: all goes on, and nobody waits for ever."""
 
-from __future__ import annotations
-
 import asyncio
 import collections
 import contextlib

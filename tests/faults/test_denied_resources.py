@@ -1,8 +1,6 @@
 """What the system denies: a process with hardly any file descriptors left is told so, and so are workers that may not
 open their trainer's memory, because it is not dumpable, or has capabilities that they lack."""
 
-from __future__ import annotations
-
 import asyncio
 import resource
 from collections.abc import Iterator

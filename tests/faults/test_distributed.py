@@ -1,7 +1,5 @@
 """DistributedWeightSyncScheme in programs like torchrun's: processes of a group that construct their schemes apart."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import threading

@@ -1,7 +1,5 @@
 """Workers that are killed or stopped at the worst moment disturb nobody else, and find their way back."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -5,8 +5,6 @@ each worker looks at its model all the time, from another thread.
 Where namespaces cannot be made, these tests fail: a skip would hide that nothing was shown.
 """
 
-from __future__ import annotations
-
 import asyncio
 import signal
 from collections.abc import AsyncIterator

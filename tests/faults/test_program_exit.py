@@ -1,8 +1,6 @@
 """Programs and event loops that end with schemes open: they end at once, their workers are told, and nothing is left.
 What a scheme has open ends with its event loop, and at the latest when it is collected, which waits for nobody."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

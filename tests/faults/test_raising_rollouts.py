@@ -1,7 +1,5 @@
 """What breaks in a rollout is the caller's to see, and leaves no false frame behind."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`asyncsync relay` as a process of its own, between a trainer and workers of which some are stopped or killed."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import signal

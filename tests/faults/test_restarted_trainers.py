@@ -1,7 +1,5 @@
 """A trainer that is killed, stopped, restarted, or cut off: workers wait for it, follow its successor, and fence it."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

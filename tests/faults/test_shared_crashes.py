@@ -3,8 +3,6 @@
 A slot is lent with the UPDATE that names it, and comes back by the worker's word or the end of its process only.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import random

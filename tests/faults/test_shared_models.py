@@ -1,8 +1,6 @@
 """What a worker does to its own model, in its slot, over ZeroMQ's slab or beside it, nobody else sees; and a model
 outlives its scheme."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 from typing import Any

@@ -1,7 +1,5 @@
 """Publishing takes a snapshot, keeps two slabs however many workers there are, and never holds up the loop."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from typing import Any

@@ -4,8 +4,6 @@ The workers read on their loop and in threads while the trainer publishes as fas
 API read in their main thread and in another one, and their loop thread applies.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -3,8 +3,6 @@
 The models are filled with the number of the version, and read while the sender publishes without a pause.
 """
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

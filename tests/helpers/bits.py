@@ -1,7 +1,5 @@
 """Tensors of any content, and their content as bytes."""
 
-from __future__ import annotations
-
 import torch
 
 

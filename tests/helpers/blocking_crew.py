@@ -1,7 +1,5 @@
 """Blocking senders and receivers, here and in other processes, of :class:`~helpers.processes.Filled` weights."""
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Exceptions that strike this thread at any moment, as Ctrl-C and signal handlers do."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import sys

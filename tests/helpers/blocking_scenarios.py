@@ -3,8 +3,6 @@
 Each returns how long the interrupted calls took to end, in seconds from the signal.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable

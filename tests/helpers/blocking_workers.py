@@ -1,7 +1,5 @@
 """What worker processes with a blocking scheme run."""
 
-from __future__ import annotations
-
 import time
 from multiprocessing.connection import Connection
 from typing import Any

@@ -1,7 +1,5 @@
 """Blocking transports of a user's own: within one process, over a board of queues; between processes, over pipes."""
 
-from __future__ import annotations
-
 import pickle
 import queue
 import signal

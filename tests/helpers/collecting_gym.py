@@ -1,7 +1,5 @@
 """Gymnasium environments for tests, and TorchRL's GymEnv to compare with."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

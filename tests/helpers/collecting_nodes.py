@@ -1,8 +1,6 @@
 """Programs with collectors whose workers are nodes: each runs many cases with few collectors, as nodes take long to
 start, and returns what it has seen."""
 
-from __future__ import annotations
-
 import asyncio
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Deterministic environments for collectors: one without any library, and TorchRL's counterpart of it."""
 
-from __future__ import annotations
-
 import multiprocessing
 import warnings
 from importlib.util import find_spec

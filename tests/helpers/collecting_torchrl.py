@@ -1,7 +1,5 @@
 """TorchRL's environments, and what its own collectors make of them."""
 
-from __future__ import annotations
-
 import multiprocessing
 import pickle
 import traceback

@@ -1,7 +1,5 @@
 """Running the package's command and examples as a user does: in a process of their own, in an empty directory."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -3,8 +3,6 @@
 The claim is what a worker says of itself in HELLO, and the trainer goes by it. Everything else is as it is.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -8,8 +8,6 @@
 A worker is a program there that connects and, for each line that it is sent, prints the number that its model holds.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import contextlib

@@ -1,7 +1,5 @@
 """Both ends of a transport alone, without a bus, each in a process of its own."""
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What a bus serves for Prometheus, as a scrape finds it."""
 
-from __future__ import annotations
-
 import asyncio
 import urllib.request
 from typing import Any

@@ -8,8 +8,6 @@ What has appeared gets a short time to go away by itself (a thread that is endin
 it is a failure. Unless something has appeared, nothing is collected or waited for, and this costs about a millisecond.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc

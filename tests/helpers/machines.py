@@ -1,7 +1,5 @@
 """One state machine, its peers played by the test: messages go through the wire's encoding, and through no socket."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

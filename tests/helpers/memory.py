@@ -1,7 +1,5 @@
 """What this process, or another one, has open and mapped: files of memory (memfd) above all."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from pathlib import Path

@@ -5,8 +5,6 @@
 replaces a piece of a function's source and puts the result in the function's place, until the test ends.
 """
 
-from __future__ import annotations
-
 import inspect
 import sys
 import textwrap

@@ -1,7 +1,5 @@
 """Tensors that take more than a copy of their bytes, as libraries have them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """What must hold after every step of a simulation; a violation is an AssertionError."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator
 

@@ -3,8 +3,6 @@
 Everything here names private parts, so that a rebuild of what is behind the public names changes this file and no test.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import threading

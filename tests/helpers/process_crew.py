@@ -9,8 +9,6 @@ The fixture ``crew`` of faults/conftest.py gives one that is not connected yet:
 :func:`blocking_worker` is the same for one worker with the blocking API.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Callable, Container, Iterator
 from contextlib import asynccontextmanager, contextmanager

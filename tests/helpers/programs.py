@@ -1,7 +1,5 @@
 """Programs of their own, for what leaves things behind in the one that it is used in."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import subprocess

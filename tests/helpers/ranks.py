@@ -1,7 +1,5 @@
 """Processes of a torchrun-like program: each has joined a process group, and constructs its scheme apart."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from contextlib import suppress

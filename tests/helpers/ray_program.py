@@ -1,8 +1,6 @@
 """The cases of :mod:`helpers.called_workers` with Ray's actors, and those that only Ray has, in a cluster of their
 own. Those that concern the bytes are run with both backends."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import inspect

@@ -1,7 +1,5 @@
 """Reports of a trainer, as `asyncsync top` gets them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from asyncsync.wire.messages import ModelReport, Report, WorkerReport

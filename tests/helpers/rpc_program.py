@@ -1,7 +1,5 @@
 """The cases of :mod:`helpers.called_workers` with objects of torch.distributed.rpc, in processes of their own."""
 
-from __future__ import annotations
-
 import asyncio
 import multiprocessing
 import os

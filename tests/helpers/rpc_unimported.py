@@ -1,7 +1,5 @@
 """A process of RPC's that has imported nothing of asyncsync when several calls come at once, each of which needs it."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import socket

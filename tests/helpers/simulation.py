@@ -12,8 +12,6 @@ An operation is a name and two numbers that mean something in every state ("the 
 many there are"), so any list of operations is a run, and so is every part of it: hypothesis can shrink it.
 """
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable

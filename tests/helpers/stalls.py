@@ -3,8 +3,6 @@
 stall = await longest_stall(scheme.send_async)     # stall.raw, stall.running: seconds
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Awaitable, Callable

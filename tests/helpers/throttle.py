@@ -6,8 +6,6 @@
 127.0.0.0/8 is this host, all of it: the proxy has the ports of what is behind it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Iterable

@@ -1,8 +1,6 @@
 """Programs that hand this library's blocking schemes to TorchRL's collectors whose workers are nodes: through RPC,
 torch.distributed and Ray; run by ``collecting_torchrl.Programs``."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -3,8 +3,6 @@
 Their policy writes the sum of its weights into every frame, so a batch shows with which weights it was collected.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """What TorchRL's classes have, read from its source: importing it takes seconds, and warns."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 from pathlib import Path

@@ -6,8 +6,6 @@ it is torn, and whose it is. Connections keep the order of what they deliver, as
 everything of that turn or alone.
 """
 
-from __future__ import annotations
-
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence

@@ -1,7 +1,5 @@
 """Models that hold one number everywhere, so that a torn update shows; and what a worker's binding makes of a slab."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What worker processes run: targets for ``multiprocessing``'s ``Process``."""
 
-from __future__ import annotations
-
 import asyncio
 from multiprocessing.connection import Connection
 from typing import Any

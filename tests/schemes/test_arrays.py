@@ -1,7 +1,5 @@
 """NumPy arrays, and objects whose attributes are arrays, as sources and as receivers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

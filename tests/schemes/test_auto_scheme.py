@@ -1,7 +1,5 @@
 """One scheme for workers of this host and of others. The common suites run it, too, with one of two elsewhere."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

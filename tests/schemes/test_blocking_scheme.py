@@ -1,7 +1,5 @@
 """What only the blocking API promises: ordinary calls, in whatever thread, and one loop thread behind them."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Callable

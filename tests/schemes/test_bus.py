@@ -1,7 +1,5 @@
 """Several models on one bus, the gate, and what runs where."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections import Counter

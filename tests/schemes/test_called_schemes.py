@@ -3,8 +3,6 @@
 helpers/ray_program.py and helpers/rpc_program.py run the cases, each in a program of its own, with both APIs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Iterator

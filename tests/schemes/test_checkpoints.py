@@ -1,7 +1,5 @@
 """A trainer that goes on from a checkpoint counts its versions on from there."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Compiled, scripted and traced modules as a worker's: what the gate covers, what it refuses, and what it warns of."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Callable

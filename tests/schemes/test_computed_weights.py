@@ -1,7 +1,5 @@
 """What torch keeps of what it has computed from weights does not outlive an update."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any

@@ -1,7 +1,5 @@
 """`scheme.blocking` and `scheme.aio`: an asyncio trainer with blocking workers, and the reverse, from one scheme."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from typing import Any

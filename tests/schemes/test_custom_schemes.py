@@ -1,7 +1,5 @@
 """Schemes, transports and strategies of a user's own, outside any collector."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import threading

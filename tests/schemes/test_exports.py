@@ -1,7 +1,5 @@
 """The names that the two packages have; what they do is shown elsewhere."""
 
-from __future__ import annotations
-
 import inspect
 import pickle
 from types import ModuleType

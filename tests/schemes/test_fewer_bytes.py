@@ -1,7 +1,5 @@
 """``compress`` and ``delta``: fewer bytes travel, and every worker has what was sent."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

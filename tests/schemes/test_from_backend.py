@@ -1,7 +1,5 @@
 """Schemes by the name of their backend, and contexts that know the models."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Keys in files: who is let in over tcp, as which worker, and what the others are told."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import os

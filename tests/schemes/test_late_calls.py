@@ -1,7 +1,5 @@
 """Models whose calls end before their work does: the gate cannot see that work, so they are refused, or warned of."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any

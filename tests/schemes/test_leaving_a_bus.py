@@ -1,7 +1,5 @@
 """A scheme that is shut down, on a bus that others share, takes its model along; the others go on."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import weakref

@@ -1,7 +1,5 @@
 """The two phases: init without communication, connect as the rendezvous; then updates, then the end."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import inspect

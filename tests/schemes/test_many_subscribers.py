@@ -1,7 +1,5 @@
 """Fan-out over real sockets: many workers over tcp, some of them late, slow, behind a firewall, or strangers."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import time

@@ -1,7 +1,5 @@
 """Metadata: a small mapping that belongs to a version, and is shown with it, and with no other."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Models that are dicts or TensorDicts with parts: every acknowledged update is in the model that is there."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

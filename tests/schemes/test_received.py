@@ -1,8 +1,6 @@
 """Over ZeroMQ, weights of more than ``map_above`` bytes are applied without a copy: Parameters get their memory where
 they were received."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from typing import Any

@@ -1,7 +1,5 @@
 """Receivers that outlive trainers: with ``reconnect=True`` they follow the next one on the same endpoint."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any

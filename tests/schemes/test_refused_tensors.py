@@ -1,8 +1,6 @@
 """Tensors that cannot be copied whole: refused by name before anything is written. And tensors in extra state, which
 travel."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

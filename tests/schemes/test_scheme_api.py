@@ -1,7 +1,5 @@
 """The documented interface of a scheme: constructor, overloads of init, hooks of a subclass, properties."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 from collections.abc import Callable

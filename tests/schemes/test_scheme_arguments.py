@@ -1,7 +1,5 @@
 """What a scheme accepts and tells beyond the rule: further keywords, a context's model, an event loop that is busy."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import logging

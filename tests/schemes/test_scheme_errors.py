@@ -1,7 +1,5 @@
 """What a user gets for a wrong call: a clear, typed error at once, and a scheme that works as before."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import os

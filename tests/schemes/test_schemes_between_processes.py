@@ -1,7 +1,5 @@
 """The requirements that speak of processes: a scheme as an argument, shutdown and join, a crash."""
 
-from __future__ import annotations
-
 import asyncio
 import multiprocessing
 import signal

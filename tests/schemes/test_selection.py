@@ -1,7 +1,5 @@
 """``include=`` and ``exclude=``: a part of a module is sent and received, the rest stays. ``strict=True``."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Sending and receiving: forms of weights, targets, versions, order, acknowledgements, late joiners, slow receivers."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import time

@@ -1,7 +1,5 @@
 """What the schemes for one host promise alone: slots, mappings, copies of one's own, timeouts, who may take part."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import inspect

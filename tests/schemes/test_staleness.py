@@ -1,7 +1,5 @@
 """Bounded staleness: a quorum of workers for the sender, a greatest lag for a receiver."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

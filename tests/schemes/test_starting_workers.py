@@ -1,7 +1,5 @@
 """How many workers a sender waits for, and what it says of those that do not start."""
 
-from __future__ import annotations
-
 import asyncio
 import multiprocessing
 import os

@@ -3,8 +3,6 @@
 After the first few they take the fast paths of sender and worker (tests/unit/fastpath/ shows that).
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

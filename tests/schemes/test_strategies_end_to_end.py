@@ -1,7 +1,5 @@
 """Weights that change their names, dtypes or format between the trainer's model and the worker's."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

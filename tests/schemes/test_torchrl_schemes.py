@@ -1,7 +1,5 @@
 """Blocking schemes in TorchRL's hands, in one process: what its collectors and its inference server ask of them."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """The documented methods of a transport, and blocking transports of a user's own."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import inspect

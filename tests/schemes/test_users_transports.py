@@ -1,7 +1,5 @@
 """Blocking transports of a user's own: ordinary methods that may block, wrapped for the bus (helpers/channels.py)."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

@@ -1,7 +1,5 @@
 """A user's blocking transport over pipes that the worker processes inherit; one of them is killed and comes again."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

@@ -1,7 +1,5 @@
 """Errors travel between processes, and are of the types that TorchRL documents."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

@@ -1,8 +1,6 @@
 """Who may import whom. Read with ast, so that annotations and imports inside functions count, too. docs/architecture.md
 has the picture."""
 
-from __future__ import annotations
-
 import ast
 import os
 import re

@@ -1,7 +1,5 @@
 """The leak fixtures find what they are for: each of these tests leaks on purpose, inside."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import socket

@@ -1,7 +1,5 @@
 """The package as it is installed: in an environment of its own that borrows everything but asyncsync from this one."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

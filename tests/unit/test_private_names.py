@@ -2,8 +2,6 @@
 ``…_private``, and in here with what breaks where it is not there any more. Those of TensorDict are methods, called
 where they are needed."""
 
-from __future__ import annotations
-
 import pkgutil
 
 import pytest

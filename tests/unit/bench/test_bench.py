@@ -1,7 +1,5 @@
 """`asyncsync bench`: which scheme it tells to take, what it writes, how it ends. No test asserts a time."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import signal

@@ -1,7 +1,5 @@
 """`make bench`: the table of cases, comparisons and bars, and runs with few steps. No test asserts a time."""
 
-from __future__ import annotations
-
 import importlib
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Guests: they get what is meant for everybody, and nobody waits for them. State machines first, then sockets."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

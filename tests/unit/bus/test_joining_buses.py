@@ -1,7 +1,5 @@
 """Joining: schemes that were constructed apart come onto one bus before they are initialised."""
 
-from __future__ import annotations
-
 import pickle
 from typing import Any
 

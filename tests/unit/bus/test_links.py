@@ -1,7 +1,5 @@
 """Links: what waits for a condition of one that has nobody at its other end, and what is left of one that failed."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import os

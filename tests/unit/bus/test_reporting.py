@@ -1,7 +1,5 @@
 """A sender's status for whoever asks: what it tells, how large it can get, and how often."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import socket

@@ -1,7 +1,5 @@
 """What every collector has: iteration in both styles, one end, hooks, and its place in something larger."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import threading

@@ -1,7 +1,5 @@
 """Trajectories of a Collector and their ids; tests/collectors/test_collector_single_torchrl.py has limits and more."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The `asyncsync` command."""
 
-from __future__ import annotations
-
 import importlib.util
 
 import pytest

@@ -1,7 +1,5 @@
 """`asyncsync keygen`: what it makes, where, for whom to read; and that it never overwrites."""
 
-from __future__ import annotations
-
 import os
 import stat
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`asyncsync top` and `asyncsync fetch`: what a person sees, what a program reads, and what is saved."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

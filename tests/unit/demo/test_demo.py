@@ -1,7 +1,5 @@
 """The demonstration: it learns, it shows, and it always ends."""
 
-from __future__ import annotations
-
 import io
 import os
 import signal

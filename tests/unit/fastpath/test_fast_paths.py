@@ -1,7 +1,5 @@
 """The fast paths (asyncsync/fastpath/): what ends a worker's, and what it drops; when a sender's is taken."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """Binding: an update goes into the model that is there, whole, or the model stays as it was."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import warnings

@@ -1,7 +1,5 @@
 """A worker whose calls of the model leave its event loop no turn gets no update, and is told so once."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import pickle

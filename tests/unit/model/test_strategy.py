@@ -3,8 +3,6 @@
 Other dtypes on the wire, quantised models and renamed ones: tests/schemes/test_strategies_end_to_end.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

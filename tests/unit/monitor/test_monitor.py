@@ -1,7 +1,5 @@
 """What a bus tells of itself: figures over HTTP, debug lines, spans. And nothing where nobody asks."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

@@ -1,7 +1,5 @@
 """Side channels that break, fill up, or bring garbage: updates go on, through ZeroMQ where they must."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import pickle

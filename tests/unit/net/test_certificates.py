@@ -1,7 +1,5 @@
 """Certificates, and the directory of those that are let in: what is read, what is refused, and what takes effect."""
 
-from __future__ import annotations
-
 import logging
 import os
 import stat

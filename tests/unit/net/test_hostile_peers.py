@@ -3,8 +3,6 @@
 Well-formed HELLOs that would take a worker its place: tests/unit/protocol/test_publisher.py.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

@@ -1,7 +1,5 @@
 """What is read from a socket and what is not, and where a sender may bind. Garbage: test_hostile_peers.py."""
 
-from __future__ import annotations
-
 import contextlib
 import glob
 import logging

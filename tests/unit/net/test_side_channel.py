@@ -1,7 +1,5 @@
 """Side channels: packets, connections, introductions. When they break: test_broken_side_channels.py."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

@@ -1,7 +1,5 @@
 """Sockets with keys, and of broadcasts; and that nothing which has come to an event loop's waits for ever."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What a trainer knows of workers behind relays, where they move, have more models, or their relay has no trainer."""
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import asynccontextmanager
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What goes to all subscribers at once: whom it reaches, who must not take it, and what is fetched if some is lost."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

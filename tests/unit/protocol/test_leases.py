@@ -1,7 +1,5 @@
 """Leases: what a worker may be reading where it lies is written again when that worker, or its end, has said so."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

@@ -7,8 +7,6 @@ or reused too early. And when messages flow again, everybody gets what it should
 The machinery, and what is checked after each step, is in helpers/simulation.py.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 
@@ -254,9 +252,6 @@ NOTICED = {
     "PONG does not show what is held": 1233,
     "PONG does not show what is taken": 1139,
     "bytes behind a gap count as if there were none": 698,
-    "PONG does not show a lost READY": 339,
-    "those who are sent something at once count as having had what was before": 301,
-    "what an old trainer has sent is still applied": 272,
 }
 
 

@@ -1,7 +1,5 @@
 """Both state machines where bytes travel as fewer: who gets what, and what happens where a base does not fit."""
 
-from __future__ import annotations
-
 import zlib
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The publisher alone: the test plays the workers."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable

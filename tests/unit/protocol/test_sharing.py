@@ -1,7 +1,5 @@
 """Shares: several trainer processes have the bytes of one version; also in the simulation (test_machines.py)."""
 
-from __future__ import annotations
-
 import pytest
 
 from asyncsync.errors import ProtocolError

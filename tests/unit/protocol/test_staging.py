@@ -1,7 +1,5 @@
 """The receiver's side of one update: pieces that come twice, late or not at all, then all parts or none."""
 
-from __future__ import annotations
-
 import threading
 import zlib
 from collections.abc import Callable

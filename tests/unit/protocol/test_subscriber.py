@@ -1,7 +1,5 @@
 """The subscriber alone: the test plays the trainer."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 

@@ -1,8 +1,6 @@
 """A tree of relays, without sockets: what is published reaches every worker whole, the trainer knows who has it, and
 nobody is lost with a relay. The machinery is in helpers/tree.py."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from typing import Any

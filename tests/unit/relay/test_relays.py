@@ -1,7 +1,5 @@
 """A relay, its trainer and its workers on one event loop, over real sockets; and what it keeps in a file."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

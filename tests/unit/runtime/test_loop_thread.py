@@ -1,7 +1,5 @@
 """The blocking API's loop thread: it lives while somebody needs it, and no exception that strikes a caller harms it."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

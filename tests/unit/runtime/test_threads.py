@@ -1,7 +1,5 @@
 """WorkThread, settle and Interruption: what another thread has for a coroutine or a blocking call reaches it, once."""
 
-from __future__ import annotations
-
 import asyncio
 import concurrent.futures
 import threading

@@ -1,7 +1,5 @@
 """Options are declared once: signature, docstring, defaults and refusals follow from the declaration."""
 
-from __future__ import annotations
-
 import inspect
 from types import ModuleType
 from typing import Annotated, Any, TypedDict, Unpack

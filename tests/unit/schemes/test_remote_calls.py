@@ -1,7 +1,5 @@
 """What schemes with remote calls check before they call anybody; the rest is shown on real actors and an RPC agent."""
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType
 from typing import Any

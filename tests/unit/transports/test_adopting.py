@@ -3,8 +3,6 @@
 What users do to such a model between two updates: tests/schemes/test_received.py and test_shared_memory.py.
 """
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

@@ -1,7 +1,5 @@
 """What receives from a user's blocking transport: see tests/schemes/test_users_transports.py."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import threading

@@ -1,7 +1,5 @@
 """Memory files of other processes: each is the one that was told of, and nobody can cut it. Who watches a process."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import logging

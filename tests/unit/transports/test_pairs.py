@@ -1,7 +1,5 @@
 """The transport of torch.distributed alone: its ends are this test and other processes, and there is no bus."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """Slots: slabs in memory files of the sender, that nobody else can write; of them nothing is left, on either side."""
 
-from __future__ import annotations
-
 import gc
 import mmap
 import os

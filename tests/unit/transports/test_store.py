@@ -1,7 +1,5 @@
 """A store as a meeting place: what lies there, who takes it, and who ends it."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from functools import partial

@@ -1,7 +1,5 @@
 """Copies: of a few small tensors as bytes; of large ones as bytes where they are nothing else, and on several cores."""
 
-from __future__ import annotations
-
 import threading
 import time
 import weakref

@@ -1,7 +1,5 @@
 """Pieces of a slab as fewer bytes: what is encoded comes back, and nothing else is believed."""
 
-from __future__ import annotations
-
 import sys
 import tracemalloc
 import zlib

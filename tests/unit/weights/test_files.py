@@ -1,7 +1,5 @@
 """Weights in files: what is written is read again, whole or not at all."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

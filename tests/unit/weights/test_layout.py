@@ -1,7 +1,5 @@
 """Layout and slab: weights become one byte buffer and come out of it unchanged."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import hashlib

@@ -1,7 +1,5 @@
 """What a tensor has to be to be sent and received (asyncsync/weights/tensors.py), and values with tensors in them."""
 
-from __future__ import annotations
-
 import gc
 import struct
 from collections.abc import Callable

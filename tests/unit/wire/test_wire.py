@@ -1,7 +1,5 @@
 """Instructions: what one side encodes the other decodes, and nothing else gets through."""
 
-from __future__ import annotations
-
 import tracemalloc
 from dataclasses import fields, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Specs, also of spaces that TorchRL's GymEnv has no usable form for; tests/collectors/test_gym_env.py has more."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

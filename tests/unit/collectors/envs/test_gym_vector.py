@@ -1,7 +1,5 @@
 """GymEnv: its arguments and errors, which vector environments it makes and refuses, and what has no tensor form."""
 
-from __future__ import annotations
-
 import sys
 from fractions import Fraction
 from typing import Any

@@ -1,7 +1,5 @@
 """Steps of a GymEnv as arrays, beside those of which a TensorDict is made: a subclass's."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Where a collector's batches lie: large ones where earlier ones were, once nobody has a part of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Limits of steps around environments of other forms; and policies that are placed and fitted."""
 
-from __future__ import annotations
-
 import pickle
 from importlib.util import find_spec
 from typing import Any

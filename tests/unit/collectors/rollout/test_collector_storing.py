@@ -1,7 +1,5 @@
 """Where the steps of a rollout go: one batch of memory, or a list of clones where they do not fit."""
 
-from __future__ import annotations
-
 import pickle
 from typing import Any
 

@@ -1,7 +1,5 @@
 """TensorDictModules as a collector calls them: what comes of it is what comes of calling them as they are."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The control page, and the counters on it."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import pickle

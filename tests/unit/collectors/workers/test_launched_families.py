@@ -1,7 +1,5 @@
 """Nodes that gloo reaches, launched again, with the test as the launcher and as the nodes' programs; and RPC's."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future

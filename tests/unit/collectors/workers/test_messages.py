@@ -1,7 +1,5 @@
 """Messages of collectors: whole or not at all, however large, and nobody waits for room but who says so."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from pathlib import Path

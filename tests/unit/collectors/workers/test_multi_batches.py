@@ -1,7 +1,5 @@
 """Batches of several processes: what is done with them before a user gets them, and where."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import os

@@ -1,7 +1,5 @@
 """A group of nodes, of a family whose launches, losses and answers are the test's."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import time

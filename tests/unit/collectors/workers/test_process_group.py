@@ -1,7 +1,5 @@
 """A group of worker processes, what it has of each, and their channels, without the processes."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import multiprocessing

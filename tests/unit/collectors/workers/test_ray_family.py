@@ -1,8 +1,6 @@
 """Commands to Ray's actors: the family and the actor's object are the real ones; between them, in Ray's place, are the
 threads that Ray gives an actor, and what is large arrives late."""
 
-from __future__ import annotations
-
 import tempfile
 import threading
 from collections.abc import Iterator

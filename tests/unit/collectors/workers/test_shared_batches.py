@@ -1,7 +1,5 @@
 """Batches through shared memory: arrangements, slots, and who may write them when."""
 
-from __future__ import annotations
-
 import gc
 import os
 from typing import Any
