@@ -41,8 +41,8 @@ else
 endif
 
 # Tests see what a user has: the installed package, from a directory without the sources. Spawned children too.
-# One process more than cores, and four at most: much of a test's time is waiting, for deadlines and other processes.
-PROCESSES = $(shell $(PYTHON) -c 'import os; print(min((os.cpu_count() or 1) + 1, 4))')
+# Two processes for each core, and four at most: much of a test's time is waiting, for deadlines and other processes.
+PROCESSES = $(shell $(PYTHON) -c 'import os; print(min(2 * (os.cpu_count() or 1), 4))')
 PARALLEL = --numprocesses $(PROCESSES) --dist loadgroup --no-loadscope-reorder
 # What Python has compiled stays in the directory: it takes half of the time to collect the tests.
 define pytest
