@@ -211,7 +211,6 @@ class Oracle:
 
 
 def digest_of(number: int) -> bytes:
-    """What stands for the digest of a tensor that holds this number."""
     return b"%016d" % number
 
 

@@ -119,7 +119,6 @@ SOURCES = (1, 2)
 
 
 def source_of(model: str) -> int:
-    """Which process of the trainer's has a model's bytes."""
     return 2 if model == "critic" else 1
 
 
