@@ -179,6 +179,9 @@ def declared(init: Method) -> Method:
     @wraps(init)
     def call(self: Any, /, *args: Any, **kwargs: Any) -> None:
         refuse_unknown(type(self).__name__, kwargs, names | options.keys())
+        if len(args) >= len(given):  # Python's own would name the class that defines the method
+            few = ", ".join(p.name for p in given[1:])
+            raise TypeError(f"{type(self).__name__}(): only {few} may be given without its name; name the others")
         for name, value in kwargs.items():
             if (option := options.get(name)) is not None and option.check and value is not option.default:
                 option.check(name, value)

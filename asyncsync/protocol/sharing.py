@@ -7,9 +7,8 @@ so no worker waits for a share that nobody has.
 
 The other processes only serve bytes. Each has a :class:`Sharer`. A worker that was sent the UPDATE requests a share by
 PULL, which gives credit as FETCH does, and gets CHUNKs. The coordinator keeps all accounts, also the leases on shared
-memory. When nothing refers to a ShareSlab any more, its ``on_release`` tells the process to :meth:`Sharer.retire`
-the share. PULL is complete in itself, so there is no session to repair: what is lost, the worker
-requests again from where it is.
+memory. When nothing refers to a ShareSlab any more, its ``on_release`` tells the process to :meth:`Sharer.retire` the
+share. PULL is complete in itself, so there is no session to repair: the worker requests again what is lost.
 """
 
 from __future__ import annotations

@@ -26,7 +26,6 @@ def ask(desk: Desk, *workers: int) -> Verification:
 def page(
     desk: Desk, worker: int, start: int, digests: bytes, *, of: int = 0, count: int = 3, problem: str = ""
 ) -> None:
-    """A page from ``worker``, of the answer of worker ``of``."""
     number = desk.publisher.verification.number
     desk.receive(worker, messages.Digests(EPOCH, number, of, nonce(of), 1, start, count, digests, problem))
 
