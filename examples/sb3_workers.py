@@ -17,7 +17,7 @@ import torch
 
 from asyncsync.sync import Bus, SharedMemWeightSyncScheme
 
-WORKERS, TIMESTEPS, ROLLOUT = 2, 8192, 512
+WORKERS, TIMESTEPS, ROLLOUT = 2, 4096, 512
 ENVIRONMENT = "CartPole-v1"
 
 

@@ -30,7 +30,7 @@ from helpers.processes import Remote, Schemes, processes
 
 # torch's stores ask the name server for the name of each end of each connection. A question that is lost costs 5 s, in
 # which the store answers nobody; here, 1 s. The resolver reads this once, in each process.
-os.environ.setdefault("RES_OPTIONS", "timeout:1")
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 # Ray's workers are niced by 15: beside other tests they would not get a core.
 os.environ.setdefault("RAY_worker_niceness", "0")
 

@@ -2,6 +2,7 @@
 travel."""
 
 from collections.abc import Callable, Iterator
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -41,8 +42,7 @@ class Net(nn.Module):
 
 
 @pytest.mark.requirement(237)
-@pytest.mark.parametrize("left", [0.0, 0.5])
-@pytest.mark.parametrize("numel", [16, LARGE])
+@pytest.mark.parametrize(("left", "numel"), [(0.0, 16), (0.5, LARGE)])
 async def test_a_source_that_has_lost_its_memory_is_named(api: Api, left: float, numel: int) -> None:
     """Also after several updates, which may have come by the fast path; with its memory back, it goes on."""
     source, model = Model(0, numel), Model(9, numel)
@@ -77,8 +77,7 @@ DESTINATIONS: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
 
 
 @pytest.mark.requirement(237)
-@pytest.mark.parametrize("inplace", [True, False])
-@pytest.mark.parametrize("kind", DESTINATIONS)
+@pytest.mark.parametrize(("kind", "inplace"), [*zip(DESTINATIONS, cycle((True, False)))])
 async def test_a_destination_that_takes_no_copy_is_refused_at_connect(api: Api, kind: str, inplace: bool) -> None:
     odd, words = DESTINATIONS[kind]
     sender, model = api.sender(Net(2.5), num_workers=1), Net(0.0, odd)
