@@ -37,10 +37,10 @@ PAUSE = 1e-3  # seconds between two steps: a trainer trains between updates
 WARM = 3  # steps before those that count
 # The first word of a kind → a module, and its function that opens a system and gives its step.
 OPENED = {
-    "gloo": ("peers", "gloo"),
     "memcpy": ("peers", "memcpy"),
     "TorchRL": ("peers", "torchrl"),
     "zmq.asyncio": ("peers", "round_trip"),
+    **dict.fromkeys(("gloo", "pyzmq"), ("peers", "by_itself")),
     **dict.fromkeys(("by", "rpc", "ray"), ("peers", "called")),
 }
 LIBRARIES = ("asyncsync", "torch", "pyzmq", "torchrl", "tensordict", "ray", "gymnasium")

@@ -2,9 +2,9 @@
 trainers that call their workers, by RPC or as Ray's actors, both asyncsync's and by hand.
 
 *staged*: the sender copies its parameters into one flat buffer, as any program must that trains on meanwhile; the
-buffer is transferred; each receiver copies out of it and then acknowledges. *bare*: the transfer of the flat buffer
-and the acknowledgement, nothing else. *each*: a broadcast for each parameter. By RPC or Ray, it is staged, too: workers
-``recv`` from ``isend``, or map what one ``put`` has stored.
+buffer is transferred, by gloo or by blocking sockets of pyzmq; each receiver copies out of it and then acknowledges.
+*each*: a broadcast for each parameter. By RPC or Ray, it is staged, too: workers ``recv`` from ``isend``, or map what
+one ``put`` has stored.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import resource
 import warnings
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -33,69 +34,104 @@ from ours import RAY, free_port
 TORCHRL = {"shared": "SharedMemWeightSyncScheme", "process": "MultiProcessWeightSyncScheme"}
 DESCRIPTORS = 1 << 16  # that may be open: TorchRL's MultiProcess sends one for each tensor and worker
 IMAGE_BYTES = 64 << 20
+CHUNK = 4 << 20  # bytes in a message
 
 
-class _Gloo:
-    """One process's part: rank 0 sends."""
+def _flat(model: torch.nn.Module) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """A buffer for all parameters of a model, and its parts."""
+    sizes = [tensor.numel() for tensor in model.parameters()]
+    flat = torch.full((sum(sizes),), -1.0)
+    return flat, list(flat.split_with_sizes(sizes))
 
-    def __init__(self, spec: Spec, rank: int) -> None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # not what the host's name resolves to
-        self.size, trainer = spec.workers + 1, os.getppid() if rank else os.getpid()
-        store = f"file://{spec.directory}/gloo-{trainer}"
-        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=self.size)
-        _, self.way, self.preparation = spec.kind.split()
-        self.model = module(spec.case, blank=rank > 0)
-        self.parameters: list[torch.Tensor] = list(self.model.parameters())
-        self.flat = torch.full((sum(tensor.numel() for tensor in self.parameters),), -1.0)
-        self.views = list(self.flat.split_with_sizes([tensor.numel() for tensor in self.parameters]))
-        self.acknowledged = [torch.zeros(1) for _ in range(spec.workers)]
 
-    @property
-    def touched(self) -> list[torch.Tensor]:
-        return [self.flat] if self.preparation == "bare" else self.parameters
+class _Peer:
+    """One process's part: rank 0 sends. `ports` has a free one for each worker."""
 
-    def _broadcast(self) -> None:
-        for tensor in self.parameters if self.preparation == "each" else [self.flat]:
-            dist.broadcast(tensor, 0)
+    def __init__(self, spec: Spec, rank: int, ports: list[int]) -> None:
+        self.way = spec.kind.split()[1]
+        self.each = spec.kind.endswith("each")
+        model = module(spec.case, blank=rank > 0)
+        self.parameters: list[torch.Tensor] = list(model.parameters())
+        self.flat, self.views = _flat(model)
+        self.bytes = memoryview(self.flat.numpy()).cast("B")
+        self.join(rank, ports, f"{spec.directory}/peer-{os.getppid() if rank else os.getpid()}")
 
     def send(self) -> None:
-        if self.preparation == "staged":
+        if not self.each:
             torch._foreach_copy_(self.views, self.parameters)
+        self.transfer()
+
+    def receive(self, _: str) -> int:
+        """One update; then, what has arrived."""
+        while True:
+            self.arrive()
+            if not self.each:
+                torch._foreach_copy_(self.parameters, self.views)
+            self.acknowledge()
+            if self.parameters[0][0] == 0.0:  # the first update begins with 0, and no other does
+                return digest(self.parameters)
+
+
+class _Gloo(_Peer):
+    def join(self, rank: int, ports: list[int], path: str) -> None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # not what the host's name resolves to
+        self.size, self.acknowledged = len(ports) + 1, [torch.zeros(1) for _ in ports]
+        dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=self.size)
+
+    def transfer(self) -> None:
         answers = [dist.irecv(buffer, rank) for rank, buffer in enumerate(self.acknowledged, 1)]
         if self.way == "broadcast":
-            self._broadcast()
+            self.arrive()
         else:
             for work in [dist.isend(self.flat, rank) for rank in range(1, self.size)]:
                 work.wait()
         for answer in answers:
             answer.wait()
 
-    def receive(self, _: str) -> int:
-        """One update; then, what has arrived."""
-        while True:
-            self._broadcast() if self.way == "broadcast" else dist.recv(self.flat, 0)
-            if self.preparation == "staged":
-                torch._foreach_copy_(self.parameters, self.views)
-            dist.send(self.acknowledged[0], 0)
-            if self.flat[0] == 0.0 if self.preparation != "each" else self.parameters[0][0] == 0.0:
-                return digest(self.touched)  # the first update begins with 0, and no other does
+    def arrive(self) -> None:
+        for tensor in self.parameters if self.each else [self.flat]:
+            dist.broadcast(tensor, 0) if self.way == "broadcast" else dist.recv(tensor, 0)
+
+    def acknowledge(self) -> None:
+        dist.send(self.acknowledged[0], 0)
+
+
+class _Pyzmq(_Peer):
+    def join(self, rank: int, ports: list[int], path: str) -> None:
+        self.pairs = []
+        for port in [ports[rank - 1]] if rank else ports:
+            self.pairs.append(pair := zmq.Context.instance().socket(zmq.PAIR))
+            address = f"tcp://127.0.0.1:{port}" if self.way == "tcp" else f"ipc://{path}-{port}"
+            pair.connect(address) if rank else pair.bind(address)
+
+    def transfer(self) -> None:
+        for start, pair in product(range(0, len(self.bytes), CHUNK), self.pairs):
+            pair.send(self.bytes[start : start + CHUNK], copy=False)
+        for pair in self.pairs:
+            pair.recv()
+
+    def arrive(self) -> None:
+        for start in range(0, len(self.bytes), CHUNK):
+            self.bytes[start : start + CHUNK] = self.pairs[0].recv(copy=False).buffer
+
+    def acknowledge(self) -> None:
+        self.pairs[0].send(b"")
 
 
 @asynccontextmanager
-async def gloo(spec: Spec) -> AsyncIterator[Any]:
-    workers = [Worker(lambda rank: _Gloo(spec, rank).receive, rank) for rank in range(1, spec.workers + 1)]
-    sender = await spec.in_thread(lambda: _Gloo(spec, 0))
-    if sender.preparation == "bare":
-        sender.flat.zero_()
+async def by_itself(spec: Spec) -> AsyncIterator[Any]:
+    """Kinds: "gloo broadcast", "gloo isend", "gloo broadcast each", "pyzmq tcp", "pyzmq ipc"."""
+    peer, ports = _Gloo if spec.kind.startswith("gloo") else _Pyzmq, [free_port() for _ in range(spec.workers)]
+    workers = [Worker(lambda rank: peer(spec, rank, ports).receive, rank) for rank in range(1, spec.workers + 1)]
+    sender = await spec.in_thread(lambda: peer(spec, 0, ports))
     for worker in workers:
         worker.post("receive")
     await spec.in_thread(sender.send)  # as it is: it begins with 0
-    sent = digest(sender.touched)
     for worker in workers:
-        if worker.answer() != sent:
+        if worker.answer() != digest(sender.parameters):
             raise RuntimeError(f"{spec.kind}: what the workers have is not what was sent")
         worker.post("receive")
-    yield timed(sender.send, sender.touched, blocking=True)
+    yield timed(sender.send, sender.parameters, blocking=True)
     for worker in workers:
         worker.end()
 
@@ -235,8 +271,7 @@ async def called(spec: Spec) -> AsyncIterator[Any]:
     blocking = scheme.blocking if ours else None
     source = module(spec.case)
     parameters: list[torch.Tensor] = list(source.parameters())
-    flat = torch.ones(sum(tensor.numel() for tensor in parameters))
-    views = flat.split_with_sizes([tensor.numel() for tensor in parameters])
+    flat, views = _flat(source)
     arguments = [(blocking, index, spec.case) for index in range(spec.workers)]
     if ray:
         actor = library.remote(num_cpus=0, max_concurrency=2)(Receiver)
