@@ -21,7 +21,7 @@ from torchrl.modules import OneHotCategorical, ProbabilisticActor  # noqa: E402
 
 from asyncsync.sync import SharedMemWeightSyncScheme  # noqa: E402 - was: from torchrl.weight_update import …
 
-BATCHES, FRAMES = 25, 1000
+BATCHES, FRAMES = 10, 1000
 DISCOUNT = 0.98
 
 
@@ -47,7 +47,7 @@ def returns(rewards: torch.Tensor, done: torch.Tensor) -> torch.Tensor:
 def main() -> None:
     torch.manual_seed(0)
     policy = make_policy()
-    optimizer = torch.optim.Adam(policy.parameters(), lr=5e-3)
+    optimizer = torch.optim.Adam(policy.parameters(), lr=1e-2)
     scheme = SharedMemWeightSyncScheme()
     collector = MultiSyncCollector(
         [make_env] * 2,
@@ -70,7 +70,7 @@ def main() -> None:
             optimizer.step()
             collector.update_policy_weights_()  # returns when both workers have applied it
             length = batch["next", "step_count"][batch["next", "done"]].float().mean()
-            if number % 5 == 4:
+            if number % 2 == 1:
                 print(f"{FRAMES * (number + 1):6} frames, version {scheme.version}: {length:5.1f} steps per trajectory")
     finally:
         collector.shutdown()

@@ -10,7 +10,7 @@ from tensordict.nn import InteractionType, TensorDictModule
 from tensordict.nn.probabilistic import interaction_type
 from torch import nn
 
-from asyncsync.collectors import Collector, ExplorationType, MultiAsyncCollector, MultiSyncCollector, RandomPolicy
+from asyncsync.collectors import Collector, ExplorationType, MultiAsyncCollector, RandomPolicy
 from helpers.collecting_multi import acted, make, options, policy
 from helpers.collecting_single import KINDS, Actor, WalkEnv, environment, needs_torchrl, torchrl, torchrl_walk
 from helpers.collecting_torchrl import Programs
@@ -278,15 +278,13 @@ def test_compiled_for_real_as_by_torchrl(in_program: Programs) -> None:
 
 @pytest.mark.requirement(221)
 @pytest.mark.thorough
-@pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
-def test_workers_compile_for_real_and_follow_updates(kind: Any) -> None:
+def test_workers_compile_for_real_and_follow_updates() -> None:
     actor = policy(1.0)
     given = options(compile_policy={"dynamic": False}, connect_timeout=200.0)
-    with kind([make()] * 2, actor, **given) as collector:
+    with MultiAsyncCollector([make()] * 2, actor, **given) as collector:
         assert acted(collector.next()) == [1.0]
         for value in (2.0, 3.0):
             actor.module.fill(value)
             collector.update_policy_weights_()
             while acted(batch := collector.next()) != [value]:  # asynchronous rollouts that were under way
-                assert kind is MultiAsyncCollector
                 assert set(acted(batch)) <= {1.0, 2.0, value}

@@ -263,8 +263,7 @@ def test_ppo_plain_learns_and_ends(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "moment"),
-    [(name, "running") for name in ("quickstart", "lora", "mixed_trainer", "ppo_plain")]
-    + [("quickstart", "starting"), ("mixed_trainer", "starting")],
+    [("ppo_plain", "running"), ("mixed_trainer", "running"), ("quickstart", "starting")],
 )
 def test_ctrl_c_ends_an_example_and_its_workers_without_a_traceback(tmp_path: Path, name: str, moment: str) -> None:
     skip_without_its_packages(f"{name}.py")
@@ -322,7 +321,7 @@ def test_torchrl_collector_learns_with_a_scheme_of_ours(tmp_path: Path) -> None:
     out = example("collectors/torchrl_collector.py", tmp_path)
     shown = re.findall(r"(\d+) frames, version (\d+): +([\d.]+) steps per trajectory", out)
     # Version 1 is what the workers connect with.
-    assert [(int(frames), int(version)) for frames, version, _ in shown] == [(5000 * k, 5 * k + 1) for k in range(1, 6)]
+    assert [(int(frames), int(version)) for frames, version, _ in shown] == [(2000 * k, 2 * k + 1) for k in range(1, 6)]
     assert float(shown[-1][2]) > 1.5 * float(shown[0][2]), "has not learnt"
 
 

@@ -19,6 +19,7 @@ import asyncio
 import contextlib
 import contextvars
 import functools
+import secrets
 import socket
 import sys
 import threading
@@ -65,9 +66,11 @@ async def in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 
 def free_port() -> int:
-    """One on loopback, at this moment."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return probe.getsockname()[1]
+    """One on loopback, of those that no outgoing connection is given meanwhile."""
+    while True:
+        port = 16_000 + secrets.randbelow(16_000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 _faces: weakref.WeakValueDictionary[int, Face] = weakref.WeakValueDictionary()

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from asyncsync import sync
+from helpers.apis import free_port
 from helpers.collecting_torchrl import make_env
 from helpers.programs import RAY
 from helpers.torchrl_programs import policy_of, shown
@@ -21,7 +22,6 @@ SCHEMES = {
     "RPCCollector": "RPCWeightSyncScheme",
     "RayCollector": "RayWeightSyncScheme",
 }
-PORTS = {"DistributedCollector": 29951, "RPCCollector": 29961}
 
 
 @contextmanager
@@ -31,7 +31,7 @@ def _collector_of(kind: str, scheme: Any, policy: Any, **options: Any) -> Iterat
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
     options = {"frames_per_batch": 40, "total_frames": 4000, "weight_sync_schemes": {"policy": scheme}, **options}
     if kind != "RayCollector":
-        options |= {"launcher": "mp", "tcp_port": PORTS[kind]}
+        options |= {"launcher": "mp", "tcp_port": free_port()}
         yield getattr(theirs, kind)([make_env] * 2, policy, **options)
         return
     import ray

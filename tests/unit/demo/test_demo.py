@@ -42,7 +42,7 @@ def workers_when(process: subprocess.Popen[str], word: str) -> list[psutil.Proce
 
 @pytest.mark.thorough
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("scheme", ["shared", "distributed", pytest.param("ray", marks=pytest.mark.ray)])
+@pytest.mark.parametrize("scheme", ["shared", pytest.param("ray", marks=pytest.mark.ray)])
 def test_it_learns_and_its_summary_says_that_the_weights_followed(tmp_path: Path, scheme: str) -> None:
     with demo(tmp_path, "--scheme", scheme, "--target-return", "40", "--max-seconds", "100") as process:
         code, out, err = finish(process, 200)
