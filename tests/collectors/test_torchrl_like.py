@@ -147,8 +147,11 @@ def test_what_else_torchrl_does_with_weights(in_program: Programs, case: str, na
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     ("kind", "sync"),
-    [(kind, sync) for kind in ("DistributedCollector", "RPCCollector") for sync in (True, False)]
-    + [pytest.param("RayCollector", False, marks=pytest.mark.ray)],
+    [
+        ("DistributedCollector", True),
+        ("RPCCollector", False),
+        pytest.param("RayCollector", False, marks=pytest.mark.ray),
+    ],
 )
 def test_nodes_of_torchrl_get_each_update_and_one_that_is_killed_is_an_error(
     in_program: Programs, kind: str, sync: bool

@@ -50,7 +50,7 @@ operations = st.lists(st.tuples(st.sampled_from(weighted), numbers, numbers), mi
 @pytest.mark.thorough
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("fast", [True, False], ids=["with fast paths", "without"])
-@settings(max_examples=300, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.randoms(use_true_random=False).map(draw_world),
     operations,
