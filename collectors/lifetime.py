@@ -10,8 +10,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from typing import Any, Self
 
-from asyncsync.runtime.interruption import Interruption
-from asyncsync.runtime.threads import elsewhere
+from asyncsync.runtime.threads import Interruption, elsewhere
 
 
 class Lifetime(ABC):

@@ -36,7 +36,7 @@ from asyncsync.collectors.weights.plan import Planned, UnknownModel, belongs_to
 from asyncsync.collectors.workers.group import WorkerGroup
 from asyncsync.errors import AckTimeout, PartialSendError, PeerLost
 from asyncsync.runtime import loop_thread
-from asyncsync.runtime.interruption import uninterrupted
+from asyncsync.runtime.threads import uninterrupted
 from asyncsync.schemes.sources import follow
 
 FAILURE_SECONDS = 1.0
