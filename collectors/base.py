@@ -18,12 +18,12 @@ import asyncio
 import logging
 import math
 import threading
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, ExitStack, contextmanager
 from operator import attrgetter
 from types import GenericAlias
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from tensordict import TensorDictBase
@@ -31,10 +31,9 @@ from torch.utils.data import IterableDataset
 
 from asyncsync.collectors.arguments import check_callable
 from asyncsync.collectors.inspection import InspectionAPI
-from asyncsync.collectors.lifetime import Lifetime
 from asyncsync.collectors.weights.api import WeightsAPI
 from asyncsync.errors import ClosedError
-from asyncsync.runtime.threads import elsewhere
+from asyncsync.runtime.threads import Interruption, elsewhere
 
 _log = logging.getLogger("asyncsync")
 
@@ -115,6 +114,52 @@ def logged_unless(raise_on_error: bool) -> Iterator[None]:
         if raise_on_error:
             raise
         _log.exception("shutdown(raise_on_error=False) of a collector: an error is logged and not raised")
+
+
+class Lifetime(ABC):
+    """Made by its constructor or by :meth:`create`, and ended by :meth:`shutdown`, ``with`` or ``async with``."""
+
+    @classmethod
+    async def create(cls, *args: Any, **kwargs: Any) -> Self:
+        """Construct without blocking the event loop: starting workers and environments takes seconds.
+        ``async with await MultiAsyncCollector.create(…) as collector:``
+
+        If it is cancelled, it shuts the new object down before it raises, without waiting for starting workers.
+        """
+        made: list[Self] = []
+        interruption = Interruption()
+
+        def make() -> None:
+            with interruption.of_this_thread():
+                made.append(cls(*args, **kwargs))
+
+        try:
+            await elsewhere("asyncsync-collector-start", make, interruption.interrupt)
+        except asyncio.CancelledError:
+            for one in made:
+                await one._shutdown_elsewhere()
+            raise
+        return made[0]
+
+    @abstractmethod
+    def shutdown(self, timeout: float | None = None) -> None:
+        """End all that the constructor has begun. Idempotent."""
+
+    async def _shutdown_elsewhere(self) -> None:
+        """:meth:`shutdown` without blocking the running loop."""
+        await elsewhere("asyncsync-collector-end", self.shutdown)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.shutdown()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._shutdown_elsewhere()
 
 
 class BaseCollector(WeightsAPI, InspectionAPI, Lifetime, IterableDataset[TensorDictBase | None]):

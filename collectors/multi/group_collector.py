@@ -32,7 +32,7 @@ from asyncsync.collectors.multi.driver import Driver
 from asyncsync.collectors.multi.inspection import GroupInspection
 from asyncsync.collectors.trajectories import processed
 from asyncsync.collectors.weights.acting import fitted
-from asyncsync.collectors.weights.plan import Planned, UnknownModel, belongs_to
+from asyncsync.collectors.weights.api import Planned, UnknownModel, belongs_to
 from asyncsync.collectors.workers.group import WorkerGroup
 from asyncsync.errors import AckTimeout, PartialSendError, PeerLost
 from asyncsync.runtime import loop_thread

@@ -240,7 +240,7 @@ def test_what_a_copying_thread_raises_is_raised_when_nobody_writes_any_more(
     assert len(over) == (2 if error is KeyboardInterrupt else 1)
 
 
-# -- weights that are sent again (asyncsync/weights/source_cache.py) ---------------------------------------------------
+# -- weights that are sent again (asyncsync/weights/packing.py) --------------------------------------------------------
 
 
 Weights = dict[str, torch.Tensor]
