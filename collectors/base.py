@@ -209,11 +209,10 @@ class BaseCollector(WeightsAPI, InspectionAPI, Lifetime, IterableDataset[TensorD
     def __len__(self) -> int:
         """Number of batches in all, if none is cut short. Raises TypeError: collection has no end, or batches are of
         whole trajectories. (TorchRL raises RuntimeError, which breaks ``list()`` and progress bars.)"""
-        own: Any = self
-        if own.total_frames == math.inf or not self._counts_frames:
-            why = "no end" if own.total_frames == math.inf else "batches of whole trajectories"
+        if self.total_frames == math.inf or not self._counts_frames:
+            why = "no end" if self.total_frames == math.inf else "batches of whole trajectories"
             raise TypeError(f"this {type(self).__name__} has no length, because it has {why}")
-        count: int = math.ceil(own.total_frames / own.requested_frames_per_batch)
+        count: int = math.ceil(self.total_frames / self.requested_frames_per_batch)
         return count
 
     def __bool__(self) -> bool:

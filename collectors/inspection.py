@@ -44,6 +44,10 @@ class InspectionAPI(ABC):
     policy: Any
     replay_buffer: Any
     policy_version: Any
+    total_frames: Any
+    requested_frames_per_batch: Any
+    _collected: Any
+    _iter: Any
     _profile_config: ProfileConfig | None = None
 
     # -- attributes and calls -----------------------------------------------------------------------------------------
@@ -143,12 +147,11 @@ class InspectionAPI(ABC):
         """Progress: ``frames`` and ``batches`` so far, ``requested_frames_per_batch``, ``policy_version`` and, if
         collection has an end, ``total_frames`` and ``completed``. Neither waits nor changes anything. Any thread may
         call it at any time."""
-        own: Any = self
-        found: dict[str, int | float | bool] = {"frames": own._collected, "batches": own._iter + 1}
-        if own.total_frames < math.inf:
-            found |= {"total_frames": own.total_frames, "completed": own._collected >= own.total_frames}
+        found: dict[str, int | float | bool] = {"frames": self._collected, "batches": self._iter + 1}
+        if self.total_frames < math.inf:
+            found |= {"total_frames": self.total_frames, "completed": self._collected >= self.total_frames}
         return found | {
-            "requested_frames_per_batch": own.requested_frames_per_batch,
+            "requested_frames_per_batch": self.requested_frames_per_batch,
             "policy_version": self.get_policy_version(),
         }
 

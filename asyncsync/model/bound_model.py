@@ -9,7 +9,7 @@ no-ops.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Mapping, MutableMapping
+from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 from copy import copy
 from math import prod
 from operator import is_
@@ -197,7 +197,11 @@ class ModelTensors:
 class Plan:
     """The tensors of an update in order: their names, their locations in the model, and what they are. ``ties`` are
     pairs of positions that are one tensor in the model, ``overlaps`` groups of which some may be views of others;
-    ``memory`` is where the tensors were the last time; ``sizes`` are their bytes."""
+    ``memory`` is where the tensors were the last time; ``sizes`` are their bytes. Of a layout's plan, ``order`` has the
+    view of the slab for each tensor, and ``states`` the names of extra state with the view for each."""
+
+    order: Sequence[int] = ()
+    states: Sequence[tuple[str, int]] = ()
 
     def __init__(self, model: ModelTensors, specs: Specs) -> None:
         self.model = model
@@ -265,14 +269,6 @@ class Plan:
             raise SchemaMismatch(f"{pair} are tied in this model, but the sender's values for them differ")
 
 
-class LayoutPlan(NamedTuple):
-    """How an update of one layout gets into the model, so that it takes no names."""
-
-    plan: Plan
-    order: list[int]  # of each tensor of the plan: which view of the slab
-    states: list[tuple[str, int]]  # names of extra state, with the view for each
-
-
 class Repointing(NamedTuple):
     """How an update came into a model of which some tensors lie in a slab. The next one may come the same way if the
     tensors lie where they were left: then nobody has given them other memory, or moved what they have, and whatever was
@@ -320,7 +316,7 @@ class BoundModel:
         self.is_repointed = False
         self.repointed: list[torch.Tensor] = []
         self.repointing: Repointing | None = None
-        self.plans: dict[bytes, LayoutPlan] = {}
+        self.plans: dict[bytes, Plan] = {}
         self._model = model
         self._extract_as = extract_as
         self._converted = converted
@@ -411,7 +407,7 @@ class BoundModel:
             self.check_fit(specs, values)
         return Plan(self.tensors, specs)
 
-    def layout_plan(self, layout: Layout) -> LayoutPlan:
+    def layout_plan(self, layout: Layout) -> Plan:
         """The plan for a layout, remembered. Raises as :meth:`check_fit`."""
         if (known := self.plans.get(layout.digest)) is not None:
             return known
@@ -419,11 +415,12 @@ class BoundModel:
         index |= {dotted(path): i for path, i in layout.aliases.items()}
         chooses = self.selection.chooses
         plan = self.plan(self.selection.of(specs_of(layout)), set(filter(chooses, map(dotted, layout.value_paths))))
-        states = [(n, i) for n, i in index.items() if n in self.tensors.extra_state and chooses(n)]
+        plan.order = [index[n] for n in plan.names]
+        plan.states = [(n, i) for n, i in index.items() if n in self.tensors.extra_state and chooses(n)]
         while len(self.plans) >= MOST_PLANS:
             del self.plans[next(iter(self.plans))]
-        known = self.plans[layout.digest] = LayoutPlan(plan, [index[n] for n in plan.names], states)
-        return known
+        self.plans[layout.digest] = plan
+        return plan
 
     def left_in_slabs(self, found: list[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Parameters that are not among the model's tensors any more, and still lie in a slab, each with a copy for

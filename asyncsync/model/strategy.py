@@ -271,18 +271,18 @@ class Binding:
         if self._converts:
             slab.exposed = True
             return self.prepare_flat(FlatWeights(slab.tensors(), values))
-        plan, order, states = bound.layout_plan(slab.layout)
+        plan = bound.layout_plan(slab.layout)
         if (cached := self._cache.get(slab)) is not None and cached.repeats(plan):
             return cached
         views = slab.views
         home = slab if self.repoints and slab.may_hold_parameters and plan.model.is_module else None
         is_small = slab.nbytes <= CACHED_BYTES and home is None and not bound.cast
-        pieces = [slab.pieces[i] for i in order] if is_small else None
+        pieces = [slab.pieces[i] for i in plan.order] if is_small else None
         update = ModelUpdate(
             bound,
             plan,
-            [views[i] for i in order],
-            {n: views[i] for n, i in states} if states else {},
+            [views[i] for i in plan.order],
+            {n: views[i] for n, i in plan.states},
             bound.selection.of({dotted(p): v for p, v in values.items()}) if values else {},
             home,
             pieces,

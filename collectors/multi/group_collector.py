@@ -175,7 +175,7 @@ class GroupCollector(GroupInspection, BaseCollector):
             raise KeyError(f"the state dict of a {type(self).__name__} with {len(names)} workers lacks {missing}")
         # First, as each worker begins new trajectories when it loads.
         next_ids = [int(pool["traj_id"]) for pool in parts_of(state_dict, "traj_pool")]
-        self._group.trajectory_pool()._advance(0, max(next_ids, default=0))
+        self._group.trajectory_pool().advance(0, max(next_ids, default=0))
         there = [name for name in names if name in state_dict]
         for name in there:
             self._calls("load", state_dict[name], strict, workers=[names.index(name)], timeout=timeout)
