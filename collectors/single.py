@@ -261,7 +261,7 @@ class Collector(BaseCollector, metaclass=Chooses):
             self.policy = placed(self._original_policy, rollouts.devices.policy, bool(trust_policy))
             rollouts.set_policy(self.policy, bool(trust_policy), compile_policy, cudagraph_policy)
             arguments.postproc = on_device(postproc, rollouts.devices.storing)
-            sources = self if self.policy is self._original_policy else _RegisteredModels(self)
+            sources = self if self.policy is self._original_policy else _RegisteredModels(self._registered)
             self._set_up_senders(weight_sync_schemes, weight_updater, sources)
             self._connect_senders(CONNECT_SECONDS)
             if weight_recv_schemes is not None:

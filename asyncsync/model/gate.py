@@ -552,8 +552,13 @@ def any_applying() -> bool:
     return any(gate.applying or gate.pending for gate in list(_gates))
 
 
+def _after_fork() -> None:
+    for gate in list(_gates):
+        gate.after_fork()
+
+
 _gates: weakref.WeakSet[Gate] = weakref.WeakSet()
-os.register_at_fork(after_in_child=lambda: [gate.after_fork() for gate in list(_gates)])
+os.register_at_fork(after_in_child=_after_fork)
 
 
 # Which calls are counted

@@ -298,7 +298,7 @@ class MultiCollector(GroupCollector, metaclass=Chooses):
         self._set_up_senders(sent, updater, self, count)
         for scheme in self._sender_schemes.values():
             if scheme.context is self:  # an open bus keeps its schemes, which would keep this collector alive
-                scheme.context = _RegisteredModels(self)
+                scheme.context = _RegisteredModels(self._registered)
         self._group = group = self._make_group(start_method)
         self._calls = Calls(group, count)
         self._driver = self._driver_class(self, group, self._arguments)

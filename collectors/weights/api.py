@@ -124,8 +124,8 @@ class _RegisteredModels:
     """A collector's models as they were registered, which need not be those that act: the context of sender schemes.
     The private name keeps it out of error messages, which show "the context"."""
 
-    def __init__(self, collector: Any) -> None:
-        self._find = weakref.WeakMethod(collector._registered)  # an open bus keeps its schemes, and they this
+    def __init__(self, find: Callable[[str], Any]) -> None:
+        self._find = weakref.WeakMethod(find)  # an open bus keeps its schemes, and they this
 
     def get_model(self, model_id: str) -> Any:
         """Raises LookupError: there is none of this name."""
