@@ -110,7 +110,7 @@ class LoopThread:
             # The process ends, or a SystemExit has ended the loop: no caller waits without end.
             if self.exiting or not self.end.is_set():
                 for call in list(self.calls):
-                    call.abandon()
+                    call.conclude(asyncio.CancelledError())
 
     def end_if_idle(self) -> None:
         """On the loop: end unless there is a call, or an open bus."""
@@ -172,13 +172,16 @@ class Call:
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._task = None
         if task.cancelled():
-            self._settle(asyncio.CancelledError())
+            self.conclude(asyncio.CancelledError())
         elif (error := task.exception()) is not None:
-            self._settle(error)
+            self.conclude(error)
         else:
-            self._settle(None, task.result())
+            self.conclude(None, task.result())
 
-    def _settle(self, error: BaseException | None, value: Any = None) -> None:
+    def conclude(self, error: BaseException | None, value: Any = None) -> None:
+        """Let the caller go on, unless it does already. In the loop's thread."""
+        if self.done:
+            return
         thread = self.thread
         assert thread is not None
         thread.calls.discard(self)
@@ -213,13 +216,8 @@ class Call:
     def _stop(self) -> None:
         if self._task is not None:
             self._task.cancel()
-        elif not self.done:
-            self._settle(asyncio.CancelledError())
-
-    def abandon(self) -> None:
-        """The loop has ended."""
-        if not self.done:
-            self._settle(asyncio.CancelledError())
+        else:
+            self.conclude(asyncio.CancelledError())
 
     def leave(self) -> None:
         """The caller goes on; if this was the last call, the thread has ended by then."""
