@@ -48,7 +48,6 @@ COLLECTORS = [
     ["whole_trajectories"],
     ["batch_layout", "trajectories"],
     ["base"],
-    ["inspection"],
     ["profiling", "weights"],
     ["construct"],
     ["arguments"],
