@@ -61,7 +61,6 @@ from asyncsync.collectors.rollout.devices import RolloutDevices
 from asyncsync.collectors.rollout.lock import RolloutLock
 from asyncsync.collectors.rollout.policies import WITHOUT_INIT, as_module, placed, primed, with_spec
 from asyncsync.collectors.rollout.rollout import Rollouts
-from asyncsync.collectors.rollout.template import fake_rollout
 from asyncsync.collectors.trajectories import _TrajectoryPool, on_device, processed
 from asyncsync.collectors.weights.api import _RegisteredModels, find_model
 from asyncsync.collectors.whole_trajectories import WholeTrajectories, check_trajectories
@@ -574,7 +573,7 @@ class Collector(BaseCollector, metaclass=Chooses):
                 ``reward_spec``.
         """
         with self._standing():
-            batch = fake_rollout(self._rollouts)
+            batch = self._rollouts.fake()
             return processed(batch, self._arguments.postproc, split_trajs=bool(self._arguments.split_trajs))
 
     def state_dict(self) -> dict[str, Any]:
