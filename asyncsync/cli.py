@@ -123,8 +123,8 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--json", type=writable, default=None, metavar="PATH", help="write every figure there, too")
     bench.set_defaults(run=_bench)
 
-    keygen.add(commands)
-    top.add(commands)
-    fetch.add(commands)
-    relay.add(commands)
+    keygen.add(commands.add_parser)
+    top.add(commands.add_parser)
+    fetch.add(commands.add_parser)
+    relay.add(commands.add_parser)
     return parser

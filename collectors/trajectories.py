@@ -20,7 +20,7 @@ FLAGS = ("done", "terminated", "truncated")
 
 
 class _TrajectoryPool:
-    """Hands out trajectory identifiers, each once: 0, 1, 2, … . Safe in threads; :meth:`_advance` is overridden to
+    """Hands out trajectory identifiers, each once: 0, 1, 2, … . Safe in threads; :meth:`advance` is overridden to
     share one between processes. It never goes back, since several collectors may share it, and each load its own saved
     state."""
 
@@ -37,10 +37,10 @@ class _TrajectoryPool:
 
     def draw(self, n: int) -> np.ndarray[Any, Any]:
         """The same, in a fifth of the time."""
-        first = self._advance(n)
+        first = self.advance(n)
         return np.arange(first, first + n * self._step, self._step)
 
-    def _advance(self, n: int, least: int = 0) -> int:
+    def advance(self, n: int, least: int = 0) -> int:
         """Raise the counter to ``least`` where it is below, add ``n``, and return what it was before adding."""
         with self._lock:
             first = max(self._next, least)
@@ -49,11 +49,11 @@ class _TrajectoryPool:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """``{"traj_id": the next identifier}``."""
-        return {"traj_id": torch.tensor(self._advance(0))}
+        return {"traj_id": torch.tensor(self.advance(0))}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from what :meth:`state_dict` returned, or from here if that is further."""
-        self._advance(0, least=int(state_dict["traj_id"]))
+        self.advance(0, least=int(state_dict["traj_id"]))
 
 
 class StridedPool(_TrajectoryPool):
@@ -64,9 +64,9 @@ class StridedPool(_TrajectoryPool):
         super().__init__()
         self._pool, self._first, self._step = pool, first, step
 
-    def _advance(self, n: int, least: int = 0) -> int:
+    def advance(self, n: int, least: int = 0) -> int:
         counted = max(0, -(-(least - self._first) // self._step))
-        return self._first + self._step * self._pool._advance(n, counted)
+        return self._first + self._step * self._pool.advance(n, counted)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return StridedPool, (self._pool, self._first, self._step)

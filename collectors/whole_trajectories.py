@@ -94,21 +94,22 @@ class WholeTrajectories:
         with self._lock:
             if not self.is_ready:
                 return None
-            ended = self._state.ended
+            begun, ended, broken, taken = self._state
             chosen, rest = ended[: self._most], ended[self._most :]
             batch = _joined(chosen)
             if self._is_padded:
                 batch.set(MASK, torch.ones(batch.batch_size, dtype=torch.bool, device=batch.device))
                 batch = padded(batch, [each.batch_size[0] for each in chosen])
-            self._state = self._state._replace(ended=rest)
+            self._state = _State(begun, rest, broken, taken)
         return batch
 
     def break_off(self, numbers: Iterable[int]) -> None:
         """Leave out the trajectories with these identifiers: some of their frames will not come."""
         with self._lock:
-            broken = self._state.broken | dict.fromkeys(numbers, self._state.taken)
-            begun = {number: pieces for number, pieces in self._state.begun.items() if number not in broken}
-            self._state = self._state._replace(begun=begun, broken=broken)
+            begun, ended, broken, taken = self._state
+            broken = broken | dict.fromkeys(numbers, taken)
+            begun = {number: pieces for number, pieces in begun.items() if number not in broken}
+            self._state = _State(begun, ended, broken, taken)
 
     def break_off_those(self, are: Callable[[int], bool]) -> None:
         """Leave out the trajectories that have begun and whose identifiers are such."""
@@ -122,7 +123,7 @@ class WholeTrajectories:
         """Environments were reset: leave out all that has come so far."""
         self.lose_rollout()
         with self._lock:
-            self._state = self._state._replace(ended=[])
+            self._state = _State(self._state.begun, [], self._state.broken, self._state.taken)
 
 
 def check_trajectories(

@@ -51,9 +51,8 @@ from tensordict import NonTensorData, TensorDict, TensorDictBase
 
 from asyncsync.bus.carrier import Carrier
 from asyncsync.errors import NotConnected, SchemaMismatch
-from asyncsync.model.binding import Binding
 from asyncsync.model.bound_model import ModelTensors
-from asyncsync.model.strategy import WeightStrategy, resolve_strategy
+from asyncsync.model.strategy import Binding, WeightStrategy, resolve_strategy
 from asyncsync.weights.copying import copy_tensors
 from asyncsync.weights.tree import Path, dotted, flatten
 

@@ -30,8 +30,8 @@ from asyncsync.transports.slots import COPY_BYTES
 from asyncsync.transports.torch_distributed import PAIR_BYTES, PairTransport
 from asyncsync.weights.copying import clone, copy_arrays, is_bytes, memory_of, normal_tensors
 from asyncsync.weights.layout import ALIGNMENT, Layout
+from asyncsync.weights.packing import CACHED_BYTES
 from asyncsync.weights.slab import Slab, SlabPool
-from asyncsync.weights.source_cache import CACHED_BYTES
 
 MARGIN = 0.5  # Ray's own timeout comes before the bus's, whose message has less in it
 MAGIC = b"RAY\x01"

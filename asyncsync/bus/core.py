@@ -36,7 +36,7 @@ from asyncsync.bus.sender import SenderLink
 from asyncsync.bus.status import BusStatus, bus_status
 from asyncsync.errors import AckTimeout, ClosedError, NotConnected, PartialSendError
 from asyncsync.model.gate import Gate, Hold
-from asyncsync.monitor.options import UNMONITORED, Monitoring
+from asyncsync.monitor.trace import UNMONITORED, Monitoring
 from asyncsync.net.endpoint import (
     INTRODUCED,
     check_endpoint,

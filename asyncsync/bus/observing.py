@@ -6,8 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from asyncsync.monitor.options import Hook
-from asyncsync.monitor.trace import Life, Observer
+from asyncsync.monitor.trace import Hook, Life, Observer
 from asyncsync.protocol.staging import Staging
 from asyncsync.wire.codec import decode
 from asyncsync.wire.messages import (

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Annotated, TypedDict
 
 from asyncsync.arguments import Option, check_count, check_fanout
-from asyncsync.monitor.options import Tracing
+from asyncsync.monitor.trace import Tracing
 from asyncsync.net.keys import KeyFile
 
 Endpoint = Annotated[

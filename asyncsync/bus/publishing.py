@@ -23,9 +23,8 @@ from asyncsync.protocol.publisher import Publisher
 from asyncsync.runtime.threads import finish
 from asyncsync.weights.copying import copy_bytes
 from asyncsync.weights.layout import Layout
-from asyncsync.weights.packing import pack, pack_slab_values
+from asyncsync.weights.packing import CACHED_BYTES, SourceCache, pack, pack_slab_values
 from asyncsync.weights.slab import Slab, SlabPool
-from asyncsync.weights.source_cache import CACHED_BYTES, SourceCache
 from asyncsync.weights.tree import FlatWeights
 from asyncsync.wire.messages import Again, Update
 

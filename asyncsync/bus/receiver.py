@@ -20,11 +20,10 @@ from asyncsync.bus.observing import ReceiverObserver
 from asyncsync.bus.receiving import Receiving
 from asyncsync.errors import ClosedError, NotConnected, ProtocolError
 from asyncsync.fastpath.worker import begin
-from asyncsync.model.binding import Binding
 from asyncsync.model.gate import Gate
+from asyncsync.model.strategy import Binding
 from asyncsync.monitor.metrics import Metrics
-from asyncsync.monitor.options import UNMONITORED, Monitoring
-from asyncsync.monitor.spans import hooks_of
+from asyncsync.monitor.trace import UNMONITORED, Monitoring, hooks_of
 from asyncsync.net.dialing import Whereabouts
 from asyncsync.net.endpoint import is_trustworthy, side_channel_path
 from asyncsync.net.keys import Credentials

@@ -23,8 +23,7 @@ from asyncsync.bus.reporting import Reporter, warn_of_blocking
 from asyncsync.errors import NotConnected, PartialSendError, PeerLost, ProtocolError
 from asyncsync.fastpath.sender import FastSender
 from asyncsync.monitor.metrics import Metrics
-from asyncsync.monitor.options import UNMONITORED, Monitoring
-from asyncsync.monitor.spans import hooks_of
+from asyncsync.monitor.trace import UNMONITORED, Monitoring, hooks_of
 from asyncsync.net.endpoint import EndpointLock, is_plaintext_beyond_loopback, side_channel_path
 from asyncsync.net.keys import Admission, KeyFiles, KeyPair
 from asyncsync.net.processes import ProcessWatch, shortage, this_process
@@ -36,8 +35,8 @@ from asyncsync.protocol.progress import Outcome, Progress
 from asyncsync.protocol.publisher import Publisher
 from asyncsync.protocol.settings import Settings
 from asyncsync.runtime import loop_thread
+from asyncsync.weights.packing import SourceCache
 from asyncsync.weights.slab import SlabPool
-from asyncsync.weights.source_cache import SourceCache
 from asyncsync.wire.codec import decode, encode
 from asyncsync.wire.messages import Bye, Hello, Inquiry, Instruction, Ready, Released, Report
 

@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -31,9 +31,9 @@ from asyncsync.wire.messages import Epoch
 PATIENCE = 3.0  # seconds until this says what it waits for
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     """Declare the command."""
-    parser = commands.add_parser(
+    parser = add_parser(
         "fetch",
         help="save a trainer's current weights in a file",
         description="Connect to a running trainer, get the weights that it published last, and save them as a "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from asyncsync.errors import NotConnected
@@ -22,9 +23,9 @@ DIR/client_secrets/NAME.key_secret   a client's secret key: goes to that client'
 """
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to a parser's."""
-    keygen = commands.add_parser(
+def add(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
+    """Declare the command."""
+    keygen = add_parser(
         "keygen",
         help="make the keys with which a sender and its receivers know each other and encrypt",
         description=f"Make CURVE certificates in the format of zmq.auth:\n\n{LAYOUT}\nNever overwrites a file. "

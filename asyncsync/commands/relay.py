@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -12,9 +13,9 @@ from asyncsync.net.endpoint import check_endpoint, check_endpoints
 from asyncsync.net.keys import KeyFiles
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     """Declare the command."""
-    parser = commands.add_parser(
+    parser = add_parser(
         "relay",
         help="pass a trainer's weights on to the workers of this host",
         description="Connect once to the trainer, or to another relay, and pass its weights on to the workers that "

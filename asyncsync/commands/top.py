@@ -23,9 +23,9 @@ FIRST = 0.5  # with --once, between the two answers that the rates are from
 REDRAW = 0.5  # the window may have another size, and an answer gets older
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     """Declare the command."""
-    parser = commands.add_parser(
+    parser = add_parser(
         "top",
         help="watch a trainer: workers, versions, throughput",
         description="Show how a running trainer is: its workers with the versions that they have applied, their lag "

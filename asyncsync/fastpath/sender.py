@@ -26,9 +26,8 @@ from asyncsync.net.side_channel import ALONE, SideChannel, SideChannels
 from asyncsync.protocol.peer import Peer
 from asyncsync.protocol.publisher import Publisher
 from asyncsync.weights.copying import copy_bytes
-from asyncsync.weights.packing import pack
+from asyncsync.weights.packing import SourceCache, pack
 from asyncsync.weights.slab import Slab, SlabPool
-from asyncsync.weights.source_cache import SourceCache
 from asyncsync.weights.tree import FlatWeights
 from asyncsync.wire.codec import encode_again, encode_applied
 from asyncsync.wire.messages import Buffer

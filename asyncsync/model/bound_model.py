@@ -9,8 +9,8 @@ no-ops.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Mapping, MutableMapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
+from copy import copy
 from math import prod
 from operator import is_
 from os.path import commonprefix
@@ -27,8 +27,8 @@ from asyncsync.model.selection import Selection, some
 from asyncsync.model.torch_private import non_persistent, tensors_and_children
 from asyncsync.weights.copying import PLAIN, clone, copy_tensors, normal_tensors
 from asyncsync.weights.layout import Layout
+from asyncsync.weights.packing import AddressCache
 from asyncsync.weights.slab import is_foreign
-from asyncsync.weights.source_cache import AddressCache
 from asyncsync.weights.tensors import are_plain, destination_problem, have_memory, lies_in_memory, place_of
 from asyncsync.weights.tree import (
     EXTRA_STATE,
@@ -194,42 +194,32 @@ class ModelTensors:
         return any(_look_up(owner, key) is not part for owner, key, part in self._parts)
 
 
-@dataclass(slots=True, eq=False)
 class Plan:
     """The tensors of an update in order: their names, their locations in the model, and what they are. ``ties`` are
     pairs of positions that are one tensor in the model, ``overlaps`` groups of which some may be views of others;
-    ``memory`` is where the tensors were the last time; ``sizes`` are their bytes."""
+    ``memory`` is where the tensors were the last time; ``sizes`` are their bytes. Of a layout's plan, ``order`` has the
+    view of the slab for each tensor, and ``states`` the names of extra state with the view for each."""
 
-    model: ModelTensors
-    names: list[str]
-    locations: list[Location]
-    shapes: list[tuple[int, ...]]
-    dtypes: list[torch.dtype]
-    ties: set[tuple[int, int]]
-    overlaps: list[list[int]]
-    memory: AddressCache = field(default_factory=AddressCache)
-    sizes: list[int] = field(init=False)
+    order: Sequence[int] = ()
+    states: Sequence[tuple[str, int]] = ()
 
-    def __post_init__(self) -> None:
-        self.sizes = [prod(shape) * dtype.itemsize for shape, dtype in zip(self.shapes, self.dtypes, strict=True)]
-
-    @classmethod
-    def of(cls, model: ModelTensors, specs: Specs) -> Plan:
-        names = [name for name in specs if name not in model.extra_state]
-        at = {name: i for i, name in enumerate(names)}
-        ties: set[tuple[int, int]] = set()
+    def __init__(self, model: ModelTensors, specs: Specs) -> None:
+        self.model = model
+        self.names = [name for name in specs if name not in model.extra_state]
+        self.locations = [model.owners[name] for name in self.names]
+        self.shapes = [specs[name][1] for name in self.names]
+        self.set_dtypes([specs[name][0] for name in self.names])
+        self.memory = AddressCache()
+        at = {name: i for i, name in enumerate(self.names)}
+        self.ties: set[tuple[int, int]] = set()
         for group in model.ties:
             first, *others = sorted(at[name] for name in group if name in at) or [0]
-            ties.update((first, other) for other in others)
-        return cls(
-            model,
-            names,
-            [model.owners[name] for name in names],
-            [specs[name][1] for name in names],
-            [specs[name][0] for name in names],
-            ties,
-            [[at[name] for name in group if name in at] for group in model.overlaps],
-        )
+            self.ties.update((first, other) for other in others)
+        self.overlaps = [[at[name] for name in group if name in at] for group in model.overlaps]
+
+    def set_dtypes(self, dtypes: list[torch.dtype]) -> None:
+        self.dtypes = dtypes
+        self.sizes = [prod(shape) * dtype.itemsize for shape, dtype in zip(self.shapes, dtypes, strict=True)]
 
     def cast(self, sources: list[torch.Tensor]) -> tuple[Plan, list[torch.Tensor]]:
         found = [self.model.get(name) for name in self.names]
@@ -242,7 +232,9 @@ class Plan:
             for source, dtype in zip(sources, dtypes, strict=True):
                 if (id(source), dtype) not in done:
                     done[id(source), dtype] = source.to(dtype)
-        return replace(self, dtypes=dtypes), [done[id(s), d] for s, d in zip(sources, dtypes, strict=True)]
+        cast = copy(self)
+        cast.set_dtypes(dtypes)
+        return cast, [done[id(s), d] for s, d in zip(sources, dtypes, strict=True)]
 
     def check_values(self, sources: list[torch.Tensor]) -> None:
         """Raises SchemaMismatch if some of the model's tensors share memory, so that it cannot hold all of these."""
@@ -275,14 +267,6 @@ class Plan:
         if not _same_bits(sources[first], sources[other]):
             pair = f"{self.names[first]!r} and {self.names[other]!r}"
             raise SchemaMismatch(f"{pair} are tied in this model, but the sender's values for them differ")
-
-
-class LayoutPlan(NamedTuple):
-    """How an update of one layout gets into the model, so that it takes no names."""
-
-    plan: Plan
-    order: list[int]  # of each tensor of the plan: which view of the slab
-    states: list[tuple[str, int]]  # names of extra state, with the view for each
 
 
 class Repointing(NamedTuple):
@@ -332,7 +316,7 @@ class BoundModel:
         self.is_repointed = False
         self.repointed: list[torch.Tensor] = []
         self.repointing: Repointing | None = None
-        self.plans: dict[bytes, LayoutPlan] = {}
+        self.plans: dict[bytes, Plan] = {}
         self._model = model
         self._extract_as = extract_as
         self._converted = converted
@@ -421,9 +405,9 @@ class BoundModel:
         except SchemaMismatch:  # of what is known of the model, which may have changed
             self.refresh()
             self.check_fit(specs, values)
-        return Plan.of(self.tensors, specs)
+        return Plan(self.tensors, specs)
 
-    def layout_plan(self, layout: Layout) -> LayoutPlan:
+    def layout_plan(self, layout: Layout) -> Plan:
         """The plan for a layout, remembered. Raises as :meth:`check_fit`."""
         if (known := self.plans.get(layout.digest)) is not None:
             return known
@@ -431,11 +415,12 @@ class BoundModel:
         index |= {dotted(path): i for path, i in layout.aliases.items()}
         chooses = self.selection.chooses
         plan = self.plan(self.selection.of(specs_of(layout)), set(filter(chooses, map(dotted, layout.value_paths))))
-        states = [(n, i) for n, i in index.items() if n in self.tensors.extra_state and chooses(n)]
+        plan.order = [index[n] for n in plan.names]
+        plan.states = [(n, i) for n, i in index.items() if n in self.tensors.extra_state and chooses(n)]
         while len(self.plans) >= MOST_PLANS:
             del self.plans[next(iter(self.plans))]
-        known = self.plans[layout.digest] = LayoutPlan(plan, [index[n] for n in plan.names], states)
-        return known
+        self.plans[layout.digest] = plan
+        return plan
 
     def left_in_slabs(self, found: list[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Parameters that are not among the model's tensors any more, and still lie in a slab, each with a copy for

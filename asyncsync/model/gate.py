@@ -9,38 +9,45 @@
 
 Covered are calls of an attached module, and of the methods that `attach_methods` is given. Not covered are its other
 methods, calls of its submodules, an `async def forward`, and hooks that a compiler has removed: put `hold()` around
-those. A thread started inside a hold without its context is a stranger to it; asyncio.to_thread passes the context on
-(`contextvars.copy_context().run`).
+those; :func:`check_calls` warns of them. A thread started inside a hold without its context is a stranger to it;
+asyncio.to_thread passes the context on (`contextvars.copy_context().run`).
+
+Calls of a module are seen by its forward hooks. A method is wrapped on the object itself, where an attribute goes
+before the class's method: other objects of the class, and copies of this one, have the method as it is.
 """
 
 from __future__ import annotations
 
 import asyncio
-import enum
+import inspect
 import logging
 import math
 import os
 import sys
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from types import FrameType, TracebackType
-from typing import Generic, NoReturn, TypeVar
+from functools import update_wrapper
+from types import AsyncGeneratorType, CoroutineType, FrameType, GeneratorType, MethodType, TracebackType
+from typing import Any, Generic, NoReturn, TypeVar
 
+import torch
+from tensordict import TensorDictBase
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from asyncsync.errors import AckTimeout
-from asyncsync.model.hooks import GatedMethod, attach, gate_methods
+from asyncsync.model.torch_private import CALL_IMPL, call_hooks, forward_hooks, is_compiled, may_be_inlined
 from asyncsync.runtime.asyncio_private import running_loop
 from asyncsync.runtime.threads import settle
 
 _log = logging.getLogger("asyncsync")
 T = TypeVar("T")
-Handle = RemovableHandle | GatedMethod
+F = TypeVar("F", bound=Callable[..., Any])
 PATIENCE = 30.0
 _TICK = 0.05  # seconds after which a waiting reader looks again for readers that were left behind
 BLOCKED_SECONDS = 1.0  # without a turn of the loop, from one call to another
@@ -134,17 +141,9 @@ class Writer:
     thread: int = 0
 
 
-class _Verdict(enum.Enum):
-    ENTERED = 0
-    APPLY = 1  # the pending update goes first, and nothing is in its way
-    WAIT = 2
-
-
 class LoopWatch:
     """Whether the loop on which a gate's updates come in turns between calls of the model. Its ``thread`` is None until
     it is bound; ``next_look`` is when :meth:`look` is due, by time.monotonic()."""
-
-    __slots__ = ("_asked", "_loop", "next_look", "thread")
 
     def __init__(self) -> None:
         self.thread: int | None = None
@@ -233,16 +232,30 @@ class Gate:
         """Count every call of a module as a reader, from the next call on, until these handles are detached; a second
         attach of the same one changes nothing. Raises ValueError if it is compiled or scripted, so that hooks would not
         run."""
+        _check_hookable(module)
         with self._mutex:
-            self._handles += (handles := attach(module, self.enter_call, self.leave_call))
+            if any(isinstance(hook, Leave) and hook.gate is self for hook in forward_hooks(module).values()):
+                return []
+            # First in, last out, so that the hooks that are there already read the weights inside the gate.
+            handles: list[Handle] = [module.register_forward_hook(Leave(self), always_call=True)]
+            handles.append(module.register_forward_pre_hook(Enter(self), prepend=True))
+            self._handles += handles
         return handles
 
     def attach_methods(self, model: object, names: Iterable[str]) -> Sequence[Handle]:
-        """Count every call of these methods of an object likewise. Raises ValueError, with nothing changed, for a name
-        that is none of them."""
+        """Count every call of these methods of an object likewise. Raises as :func:`check_methods`, with nothing
+        changed."""
+        names = list(names)
+        check_methods(model, names)
+        methods: dict[str, GatedMethod] = {}
         with self._mutex:
-            self._handles += (handles := gate_methods(model, names, self.enter_call, self.leave_call))
-        return handles
+            for name in names:
+                known = vars(model).get(name)
+                if not (isinstance(known, GatedMethod) and known.counts_for(self)):
+                    methods[name] = GatedMethod(self, model, name, known or getattr(model, name))
+            vars(model).update(methods)
+            self._handles += methods.values()
+        return list(methods.values())
 
     def detach(self, handles: Sequence[Handle] | None = None) -> None:
         """Remove these hooks and what wraps methods; None: all. Calls under way are counted until they return."""
@@ -386,20 +399,23 @@ class Gate:
         loop thread, if an update has been pending for `patience` seconds."""
         return Hold(self, lambda: None)
 
-    def _admit(self, reader: Reader, *, join: bool) -> _Verdict:
-        """Let a reader in, or find out what goes first. Under the mutex, after a sweep if an update is pending."""
+    def _admit(self, reader: Reader, deadline: float, *, join: bool) -> float | None:
+        """Let a reader in. Else: after how many seconds to look again, 0 if the pending update goes first and nothing
+        is in its way. Under the mutex."""
         if self._applying is not None:
             if self._applying.thread != reader.thread:
-                return _Verdict.WAIT
+                return self._nap(deadline)
         elif self._update is not None:
             if not self._readers:
-                return _Verdict.APPLY
-            if not (join and self._may_join(reader.thread)) and not self._is_around_caller():
-                return _Verdict.WAIT
+                return 0.0
+            # A thread that is inside already, by another task of its loop, would block the task that it waits for.
+            inside = {self._loop.thread, *(other.thread for other in self._readers.values())}
+            if not (join and reader.thread in inside) and not self._is_around_caller():
+                return self._nap(deadline)
         if reader.key in self._readers:
             reader.key = reader
         self._readers[reader.key] = reader
-        return _Verdict.ENTERED
+        return None
 
     def _is_around_caller(self) -> bool:
         """Whether the caller is in a forward or hold of this gate, its own or one that it was started in."""
@@ -407,10 +423,6 @@ class Gate:
         while token is not None and token.gate is not self:
             token = token.parent
         return token is not None
-
-    def _may_join(self, thread: int) -> bool:
-        # A thread that is inside already, by another task of its loop, would block the task that it waits for.
-        return thread == self._loop.thread or any(reader.thread == thread for reader in self._readers.values())
 
     @property
     def held_by_caller(self) -> bool:
@@ -430,21 +442,17 @@ class Gate:
         deadline = now + self.patience
         while True:
             if self._update is not None or self._applying is not None:
-                self._sweep()
+                self.poll()
             with self._mutex:
-                verdict = self._admit(reader, join=True)
-                if verdict is _Verdict.WAIT:
-                    nap = self._nap(deadline)
+                if (nap := self._admit(reader, deadline, join=True)) is not None:
                     self._asleep += 1
                     try:
                         self._changed.wait(nap)
                     finally:
                         self._asleep -= 1
-            if verdict is _Verdict.ENTERED:
+            if nap is None:
                 innermost.set(reader)
                 return
-            if verdict is _Verdict.APPLY:
-                self._apply()
 
     def enter_call(self, frame: FrameType) -> None:
         self.enter(Reader(self, frame))
@@ -459,19 +467,14 @@ class Gate:
         deadline = time.monotonic() + self.patience
         while True:
             if self._update is not None or self._applying is not None:
-                self._sweep()
+                self.poll()
             with self._mutex:
-                verdict = self._admit(reader, join=False)
-                if verdict is _Verdict.WAIT:
-                    nap = self._nap(deadline)
+                if (nap := self._admit(reader, deadline, join=False)) is not None:
                     waiter: asyncio.Future[None] = loop.create_future()
                     self._waiters.add(waiter)
-            if verdict is _Verdict.ENTERED:
+            if nap is None:
                 innermost.set(reader)
                 return
-            if verdict is _Verdict.APPLY:
-                self._apply()
-                continue
             try:
                 await asyncio.wait({waiter}, timeout=nap)
             finally:
@@ -479,7 +482,6 @@ class Gate:
                     self._waiters.discard(waiter)
 
     def _nap(self, deadline: float) -> float:
-        """Seconds to wait before the next look. Under the mutex."""
         left = deadline - time.monotonic()
         if left > 0:
             return min(left, _TICK)
@@ -508,7 +510,7 @@ class Gate:
         if self._update is not None:
             self.poll()
 
-    def _after_fork(self) -> None:
+    def after_fork(self) -> None:
         """In a forked child: the other threads, their readers and the bus are gone, and may have held the mutex."""
         self._renew_locks()
         self._loop.end()
@@ -545,15 +547,213 @@ def _name(thread: int) -> str:
     return next((t.name for t in threading.enumerate() if t.ident == thread), f"thread {thread}")
 
 
-def _after_fork() -> None:
-    for gate in list(_gates):
-        gate._after_fork()
-
-
 def any_applying() -> bool:
     """Whether any gate of this process has an update that is being written, or was when this process was forked."""
     return any(gate.applying or gate.pending for gate in list(_gates))
 
 
+def _after_fork() -> None:
+    for gate in list(_gates):
+        gate.after_fork()
+
+
 _gates: weakref.WeakSet[Gate] = weakref.WeakSet()
 os.register_at_fork(after_in_child=_after_fork)
+
+
+# Which calls are counted
+
+REMEDY = (
+    'put `with scheme.hold():` around {what}, and pass gate="hold"; or pass apply="on_receive" and apply updates in '
+    "receive()"
+)
+
+_EARLY = inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction
+_LATER = frozenset((CoroutineType, GeneratorType, AsyncGeneratorType))
+
+
+def _check_hookable(module: nn.Module) -> None:
+    scripted = isinstance(module, torch.jit.ScriptModule)
+    if scripted or is_compiled(module):
+        raise ValueError(
+            f"{type(module).__name__} is a {'scripted' if scripted else 'compiled'} module, in which the gate's "
+            'hooks do not run, so a weight update could tear a forward. Pass gate="hold" and put '
+            '`with scheme.hold():` around its calls, or pass apply="on_receive" and apply updates in receive().'
+        )
+
+
+def _call_frame(frame: FrameType | None) -> FrameType | None:
+    """The frame of the module call around a hook: one for its pre-hooks and hooks, another in a recursion."""
+    while frame is not None and frame.f_code is not CALL_IMPL:
+        frame = frame.f_back
+    return frame
+
+
+class Inert:
+    """What becomes of the gate's hooks in a copied or unpickled module: that module is not gated."""
+
+    def __call__(self, module: nn.Module, *args: object) -> None:
+        if len(args) > 1:
+            return  # called as a forward hook: torch may be iterating over its dictionary
+        *both, always_called = call_hooks(module)
+        for hooks in both:
+            for key in [key for key, hook in hooks.items() if isinstance(hook, Inert)]:
+                del hooks[key]
+                always_called.pop(key, None)
+
+
+def ends_early(function: object) -> bool:
+    """Whether a call returns before its work is done: a coroutine function, a generator function, an object whose
+    ``__call__`` is one."""
+    both = function, inspect.getattr_static(type(function), "__call__", None)
+    return any(is_early(one) for one in both for is_early in _EARLY)
+
+
+def check_result(result: object, what: str) -> None:
+    """Warn of a call that has returned what does its work later."""
+    if type(result) in _LATER:
+        problem = (
+            f"a call of {what} has returned a {type(result).__name__}, which reads the model after the gate is left"
+        )
+        remedy = REMEDY.format(what="all of that work")
+        warnings.warn(f"{problem}: an update may come in its middle. To keep them apart, {remedy}.", stacklevel=1)
+
+
+def unseen(function: F) -> F:
+    """Keep dynamo out of what a hook does, which may be a whole update: it would trace it as part of the model."""
+    disabled: F = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return disabled
+
+
+class _Hook:
+    def __init__(self, gate: Gate) -> None:
+        self.gate = gate
+
+    def __reduce__(self) -> tuple[type[Inert], tuple[()]]:
+        return Inert, ()  # copy.deepcopy goes this way too
+
+
+class Enter(_Hook):
+    @unseen
+    def __call__(self, module: nn.Module, args: object) -> None:
+        frame = _call_frame(sys._getframe(1))
+        if frame is None:
+            raise RuntimeError(
+                f"the hooks of {type(module).__name__} do not run inside nn.Module.__call__ (is it compiled?), so the "
+                'gate cannot tell when its forward ends. Pass gate="hold" and put `with scheme.hold():` around it.'
+            )
+        self.gate.enter_call(frame)
+
+
+class Leave(_Hook):
+    @unseen
+    def __call__(self, module: nn.Module, args: object, output: object) -> None:
+        frame = _call_frame(sys._getframe(1))
+        if frame is not None:
+            self.gate.leave_call(frame)
+        check_result(output, type(module).__name__)
+
+
+def check_calls(model: nn.Module, *, has_gated_methods: bool = False) -> None:
+    """Warn of a module whose calls will not all run the gate's hooks, or that has nothing to be called by: the user's
+    code, which registers it. Raises ValueError if none of its calls will, or each ends before its work does."""
+    _check_hookable(model)
+    stacklevel = _users_level()
+    kind = type(model).__name__
+    forward = getattr(model, "forward", None)
+    if ends_early(forward):
+        problem = f"a call of {kind}.forward ends before its work does, so that an update may come in its middle"
+        raise ValueError(f"{problem}: {REMEDY.format(what='all of that work')}")
+    is_callable = getattr(forward, "__func__", None) is not nn.Module.forward or has_gated_methods
+    if not is_callable and not isinstance(model, TensorDictBase):
+        remedy = REMEDY.format(what="whatever reads it (its other methods, calls of its submodules)")
+        problem = f"{kind} has no forward(), and the gate sees nothing but calls of the module: an update may come in "
+        warnings.warn(f"{problem}the middle of anything else. To keep them apart, {remedy}.", stacklevel=stacklevel)
+    if may_be_inlined(model):
+        remedy = REMEDY.format(what="its calls")
+        problem = f"{kind} was compiled, or a module around it, before it is registered here. Calls of that "
+        warnings.warn(
+            f"{problem}may bypass the gate, so that an update comes in their middle. Call init_on_receiver() first and "
+            f"torch.compile() then; or {remedy}.",
+            stacklevel=stacklevel,
+        )
+
+
+def _users_level() -> int:
+    """The ``stacklevel`` at which the caller warns of the first frame outside of this package."""
+    level, frame = 0, sys._getframe(1).f_back
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("asyncsync."):
+        level, frame = level + 1, frame.f_back
+    return level + 2
+
+
+class GatedMethod:
+    """What stands for a method while a gate counts its calls. The methods of two gates may lie one in the other."""
+
+    def __init__(self, gate: Gate, model: object, name: str, method: Callable[..., Any]) -> None:
+        update_wrapper(self, method)
+        self._gate: Gate | None = gate  # None once removed
+        self._enter, self._leave = unseen(gate.enter_call), unseen(gate.leave_call)
+        self._model = model
+        self._name = name
+        self._method = method
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        if self._gate is None:
+            return self._method(*args, **kwargs)
+        frame = sys._getframe()
+        self._enter(frame)
+        try:
+            result = self._method(*args, **kwargs)
+        finally:
+            self._leave(frame)
+            del frame  # it refers to itself by this name, and to its callers with all they hold
+        check_result(result, f"{type(self._model).__name__}.{self._name}")
+        return result
+
+    def counts_for(self, gate: Gate) -> bool:
+        return self._gate is gate or (isinstance(self._method, GatedMethod) and self._method.counts_for(gate))
+
+    def remove(self) -> None:
+        """Count no more calls. Idempotent."""
+        self._gate = None
+        attributes, name = vars(self._model), self._name
+        if isinstance(outer := attributes.get(name), GatedMethod):
+            if (left := outer.left()) is None:
+                del attributes[name]
+            else:
+                attributes[name] = left
+
+    def left(self) -> GatedMethod | None:
+        """The first from outside in that still counts; None: there is none."""
+        if self._gate is not None:
+            return self
+        return self._method.left() if isinstance(self._method, GatedMethod) else None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _method_of, (self._model, self._name)  # copy.deepcopy goes this way too
+
+
+def _method_of(model: object, name: str) -> Any:
+    """The method of a copied or unpickled object: that is not gated."""
+    return MethodType(getattr(type(model), name), model)
+
+
+def check_methods(model: object, names: Iterable[str]) -> None:
+    """Raises ValueError for a name that is no method of the model, or one whose calls end before their work does."""
+    kind = type(model).__name__
+    attributes = getattr(model, "__dict__", None)
+    for name in names:
+        function = inspect.getattr_static(type(model), name, None) if isinstance(name, str) else None
+        is_own = attributes is not None and not isinstance(attributes.get(name), GatedMethod | None)
+        if name == "__call__" or not inspect.isfunction(function) or is_own:
+            hint = "calls of a module are gated anyway" if name == "__call__" else "put `with scheme.hold():` around it"
+            raise ValueError(f"gated: {kind} has no ordinary method {name!r}; {hint}")
+        if attributes is None:
+            why = "have no attributes of their own, and so"
+            raise ValueError(f"gated: objects of {kind} {why} {name!r} cannot be wrapped")
+        if ends_early(function):
+            raise ValueError(f"gated: a call of {kind}.{name} ends before its work does; put hold() around that work")
+
+
+Handle = RemovableHandle | GatedMethod

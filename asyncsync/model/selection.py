@@ -37,7 +37,10 @@ class Selection:
         self.is_all = include is None and exclude is None
         if strict and self.is_all:
             raise ValueError("strict=True refuses keys that no pattern matches: give include= or exclude=, too")
-        self._included, self._excluded = _matcher(self.include), _matcher(self.exclude)
+        nothing = "(?!)"
+        self._included, self._excluded = (
+            re.compile("|".join(map(translate, patterns or ())) or nothing) for patterns in (self.include, self.exclude)
+        )
         self._known: tuple[list[Path], list[Path]] | None = None  # of the last publication: paths, and their choice
         self._paths: set[Path] = set()
 
@@ -49,7 +52,8 @@ class Selection:
 
     def chooses(self, name: str) -> bool:
         """Whether the weights of this name are sent and received."""
-        return (self.include is None or _matches(self._included, name)) and not _matches(self._excluded, name)
+        is_included = self.include is None or self._included.match(name)
+        return bool(is_included and not self._excluded.match(name))
 
     def check(self, names: Iterable[str], whose: str) -> None:
         """Raises SchemaMismatch if none of these names is chosen; with ``strict``, for those that match no pattern."""
@@ -57,7 +61,7 @@ class Selection:
             return
         names = sorted(names)
         if self.strict:
-            unmatched = [n for n in names if not (_matches(self._included, n) or _matches(self._excluded, n))]
+            unmatched = [n for n in names if not (self._included.match(n) or self._excluded.match(n))]
             if unmatched:
                 raise SchemaMismatch(
                     f"{whose} keys {some(unmatched)} match no pattern of {self!r}, and strict=True: name them in one"
@@ -96,14 +100,6 @@ def _patterns(argument: str, given: str | Sequence[str] | None) -> tuple[str, ..
     if not patterns or not all(isinstance(pattern, str) and pattern for pattern in patterns):
         raise ValueError(f"{argument} must be a pattern of names, such as 'actor.*', or a list of them, not {given!r}")
     return patterns
-
-
-def _matcher(patterns: Sequence[str] | None) -> re.Pattern[str] | None:
-    return None if patterns is None else re.compile("|".join(map(translate, patterns)))
-
-
-def _matches(matcher: re.Pattern[str] | None, name: str) -> bool:
-    return matcher is not None and matcher.match(name) is not None
 
 
 def some(names: Sequence[str]) -> str:

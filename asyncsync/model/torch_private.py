@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterator
 from operator import attrgetter
 from typing import Any
 
@@ -31,8 +30,7 @@ def forget_computed() -> None:
 
 def is_optimized(module: nn.Module) -> bool:
     """Whether this is what torch.compile has made of a module."""
-    optimized = _optimized_module()
-    return optimized is not None and isinstance(module, optimized)
+    return isinstance(module, _optimized_module())
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -40,27 +38,26 @@ def is_compiled(module: nn.Module) -> bool:
     return is_optimized(module) or getattr(module, "_compiled_call_impl", None) is not None
 
 
-def has_compiled_anything() -> bool:
-    """Whether dynamo has compiled anything in this process so far."""
+def may_be_inlined(module: nn.Module) -> bool:
+    """Whether compiled code may have taken in this module's call as it was, without hooks: dynamo does not look again
+    for those that come later."""
     utils = sys.modules.get("torch._dynamo.utils")
-    return utils is not None and bool(utils.counters["stats"])
-
-
-def optimized_modules() -> Iterator[tuple[nn.Module, nn.Module]]:
-    """Everything that torch.compile has made of a module in this process, with that module."""
-    if (optimized := _optimized_module()) is not None:
-        for one in gc.get_objects():
-            if issubclass(type(one), optimized):
-                yield one, one._orig_mod
-
-
-def wraps_as_it_is(optimized: nn.Module, module: nn.Module) -> bool:
-    """Whether a compiled module calls the original with all its hooks, and compiles only what that calls."""
-    called = getattr(optimized.forward, "_torchdynamo_orig_callable", None)
-    return getattr(called, "__self__", None) is module
+    if utils is None or not utils.counters["stats"]:  # dynamo has compiled nothing so far
+        return False
+    optimized = _optimized_module()
+    for one in gc.get_objects():
+        if issubclass(type(one), optimized):
+            if one._orig_mod is module:
+                # It may call the original with all its hooks, and compile only what that calls.
+                called = getattr(one.forward, "_torchdynamo_orig_callable", None)
+                if getattr(called, "__self__", None) is not module:
+                    return True
+            elif any(part is module for part in one._orig_mod.modules()):
+                return True
+    return False
 
 
 def _optimized_module() -> Any:
     # There is no compiled module unless this was imported, which takes seconds.
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
-    return None if dynamo is None else dynamo.OptimizedModule
+    return () if dynamo is None else dynamo.OptimizedModule

@@ -226,20 +226,17 @@ class ModelUpdate(Prepared):
 
     def apply(self) -> None:
         destinations, sources = self._copies
-        if destinations and not self._copy_directly(destinations):
+        pieces = self._pieces if destinations else None
+        if pieces is not None and (views := self._plan.memory.of(destinations)) is not None:
+            copy_bytes(views, pieces)
+            torch.autograd.graph.increment_version(destinations)
+        elif destinations:
             copy_tensors(destinations, sources)
         if self._repointed:
             self._repoint()
         for owner, key, value in self._replaced:
             owner[key] = value
         forget_computed()
-
-    def _copy_directly(self, destinations: list[torch.Tensor]) -> bool:
-        if self._pieces is None or (views := self._plan.memory.of(destinations)) is None:
-            return False
-        copy_bytes(views, self._pieces)
-        torch.autograd.graph.increment_version(destinations)
-        return True
 
     def _repoint(self) -> None:
         model, slab, repointing = self._model, self._slab, self._repointing

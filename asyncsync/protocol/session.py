@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 from asyncsync.errors import ClosedError, Fenced, NotConnected, ProtocolError, SchemaMismatch, WeightSyncError
-from asyncsync.model.binding import Binding
+from asyncsync.model.strategy import Binding
 from asyncsync.protocol.settings import Identity, Settings
 from asyncsync.weights.encoding import codecs_here
 from asyncsync.weights.layout import Layout

@@ -21,8 +21,7 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 
 from asyncsync.errors import ProtocolError, SchemaMismatch
-from asyncsync.model.binding import Binding
-from asyncsync.model.strategy import WeightStrategy
+from asyncsync.model.strategy import Binding, WeightStrategy
 from asyncsync.protocol.companions import FastPath, Relaying
 from asyncsync.protocol.holdings import Holdings
 from asyncsync.protocol.incoming import IncomingUpdate, Memory

@@ -4,7 +4,7 @@ Usage::
 
     loop_thread.run(coroutine_function)               # blocks until it has ended; Ctrl-C cancels it, and waits for that
     await loop_thread.awaitable(coroutine_function)   # the same from a coroutine of any loop
-    loop_thread.keep(bus, alive)                      # an open bus keeps the loop going; a call, while it lasts
+    loop_thread.keep(bus.shutdown, alive)             # an open bus keeps the loop going; a call, while it lasts
 
 The thread starts with the first call that needs it and ends with the last open bus, so that nothing is left running
 that nobody uses. A forked child starts without it. At the interpreter's exit, and at that of a multiprocessing child,
@@ -32,16 +32,16 @@ import threading
 import time
 from collections.abc import Callable, Coroutine
 from multiprocessing.util import Finalize
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from asyncsync.runtime.asyncio_private import running_loop
-from asyncsync.runtime.interruption import interruptible
-from asyncsync.runtime.threads import call_soon, finish, interruptibly, join, settle
+from asyncsync.runtime.threads import call_soon, finish, interruptible, interruptibly, join, settle
 
 logger = logging.getLogger("asyncsync")
 
 T = TypeVar("T")
 Make = Callable[[], Coroutine[Any, Any, T]]
+Shutdown = Callable[[float], Coroutine[Any, Any, None]]  # within so many seconds
 
 # How long an interrupted caller waits until its coroutine has cleaned up, and an ending process for its open buses.
 CLEANUP_SECONDS = 5.0
@@ -53,12 +53,6 @@ HELD_SECONDS = 5.0
 OURS = ("asyncsync-loop", "asyncsync-unmapping", "asyncsync-collector-end")  # those that end by themselves
 
 
-class Open(Protocol):
-    """What keeps the loop going: a bus."""
-
-    async def _shutdown(self, timeout: float) -> None: ...
-
-
 class LoopThread:
     """One loop in one daemon thread, which ends when there is neither a call nor an open bus."""
 
@@ -66,14 +60,14 @@ class LoopThread:
 
     def __init__(self) -> None:
         self.calls: set[Call] = set()  # on their way
-        self.open: dict[int, Open] = {}  # by id
+        self.open: set[Shutdown] = set()  # of open buses
         self.runs = False  # the thread has begun
         self.over = False  # it is about to end: a call that sees this goes elsewhere
         self.exiting = False  # the process ends
         self.end = asyncio.Event()
         self._claim = threading.Lock()
         self._failure: Exception | None = None
-        self._thread: threading.Thread | None = None
+        self.thread: threading.Thread | None = None
         self._ready = threading.Lock()
         self._ready.acquire()
 
@@ -89,7 +83,7 @@ class LoopThread:
         # All that must not be interrupted half way is done here, where no signal is handled.
         if not self._claim.acquire(blocking=False):
             return
-        self._thread = threading.current_thread()
+        self.thread = threading.current_thread()
         try:
             loop = asyncio.new_event_loop()
         except Exception as error:
@@ -116,11 +110,7 @@ class LoopThread:
             # The process ends, or a SystemExit has ended the loop: no caller waits without end.
             if self.exiting or not self.end.is_set():
                 for call in list(self.calls):
-                    call.abandon()
-
-    @property
-    def is_here(self) -> bool:
-        return threading.current_thread() is self._thread
+                    call.conclude(asyncio.CancelledError())
 
     def end_if_idle(self) -> None:
         """On the loop: end unless there is a call, or an open bus."""
@@ -140,8 +130,8 @@ class LoopThread:
         self.join(EXIT_SECONDS)
 
     def join(self, patience: float = CLEANUP_SECONDS) -> None:
-        if self._thread is not None:
-            join(self._thread, patience)
+        if self.thread is not None:
+            join(self.thread, patience)
 
 
 class Call:
@@ -151,7 +141,7 @@ class Call:
     waiting without end.
     """
 
-    def __init__(self, make: Make[Any]) -> None:
+    def __init__(self, make: Make[Any], on_end: Callable[[], object] = lambda: None) -> None:
         self.done = False  # nor is it when it is merely cancelled
         self.thread: LoopThread | None = None
         self._make = make
@@ -159,7 +149,7 @@ class Call:
         self._daemon = _daemon()
         self._value: Any = None
         self._error: BaseException | None = None
-        self._callback: Callable[[], object] | None = None
+        self._on_end = on_end  # called in the loop's thread
         self._arrived = threading.Lock()
         self._arrived.acquire()
 
@@ -182,13 +172,16 @@ class Call:
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._task = None
         if task.cancelled():
-            self._settle(asyncio.CancelledError())
+            self.conclude(asyncio.CancelledError())
         elif (error := task.exception()) is not None:
-            self._settle(error)
+            self.conclude(error)
         else:
-            self._settle(None, task.result())
+            self.conclude(None, task.result())
 
-    def _settle(self, error: BaseException | None, value: Any = None) -> None:
+    def conclude(self, error: BaseException | None, value: Any = None) -> None:
+        """Let the caller go on, unless it does already. In the loop's thread."""
+        if self.done:
+            return
         thread = self.thread
         assert thread is not None
         thread.calls.discard(self)
@@ -201,8 +194,7 @@ class Call:
         self._value, self._error = value, error
         self.done = True
         self._arrived.release()
-        if self._callback is not None:
-            self._callback()
+        self._on_end()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Until it has ended; False if it has not after so many seconds."""
@@ -217,12 +209,6 @@ class Call:
         finally:
             del self  # the exception refers to this frame
 
-    def when_done(self, callback: Callable[[], object]) -> None:
-        """Call back in the loop's thread, or here and now."""
-        self._callback = callback
-        if self.done:
-            callback()
-
     def cancel(self) -> bool:
         """Cancel the coroutine, from any thread, wherever it is; False if it had not begun."""
         return self.thread is not None and call_soon(self.thread.loop, self._stop)
@@ -230,13 +216,8 @@ class Call:
     def _stop(self) -> None:
         if self._task is not None:
             self._task.cancel()
-        elif not self.done:
-            self._settle(asyncio.CancelledError())
-
-    def abandon(self) -> None:
-        """The loop has ended."""
-        if not self.done:
-            self._settle(asyncio.CancelledError())
+        else:
+            self.conclude(asyncio.CancelledError())
 
     def leave(self) -> None:
         """The caller goes on; if this was the last call, the thread has ended by then."""
@@ -287,7 +268,7 @@ def _begin(call: Call) -> None:
 def is_here() -> bool:
     """True on the loop's own thread."""
     thread = _current
-    return thread is not None and thread.is_here
+    return thread is not None and thread.thread is threading.current_thread()
 
 
 def check_exit() -> None:
@@ -329,9 +310,8 @@ async def awaitable(make: Make[T]) -> T:
     if is_here():
         return await make()
     ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    call = Call(make)
+    call = Call(make, lambda: settle(ended))
     _begin(call)
-    call.when_done(lambda: settle(ended))
     try:
         await asyncio.wait([ended])
         return call.result()  # type: ignore[no-any-return]
@@ -347,15 +327,14 @@ async def awaitable(make: Make[T]) -> T:
         del call
 
 
-def keep(bus: Open, alive: bool) -> None:
-    """Keep the loop going for a bus, or no longer. To be called during a call, on the loop."""
-    thread = _current
-    if thread is None or not thread.is_here:  # the process ends
+def keep(shutdown: Shutdown, alive: bool) -> None:
+    """Keep the loop going for what is ended by this method, or no longer. To be called during a call, on the loop."""
+    if (thread := _current) is None or not is_here():  # the process ends
         return
     if alive:
-        thread.open[id(bus)] = bus
+        thread.open.add(shutdown)
     else:
-        thread.open.pop(id(bus), None)
+        thread.open.discard(shutdown)
 
 
 def _exit() -> None:
@@ -368,7 +347,7 @@ def _exit() -> None:
     thread.exiting = True
 
     async def shut_down() -> None:
-        endings = [bus._shutdown(EXIT_SECONDS) for bus in thread.open.values()]
+        endings = [shutdown(EXIT_SECONDS) for shutdown in thread.open]
         for error in await asyncio.gather(*endings, return_exceptions=True):
             if isinstance(error, BaseException):
                 logger.error("could not shut down a bus at exit", exc_info=error)

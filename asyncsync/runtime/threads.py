@@ -1,8 +1,15 @@
 """A daemon thread for large copies and blocking native calls, handed out as awaitables; futures that other threads
-settle; and waits that Ctrl-C ends.
+settle; waits that Ctrl-C ends, and those that another thread ends.
 
 A daemon thread of our own, because anyio's and asyncio's executor threads keep the interpreter alive while a native
 call is stuck.
+
+    interruption = Interruption()
+    with interruption.of_this_thread():      # in the thread: waits on the library's loop can be interrupted
+        MultiAsyncCollector(...)
+    interruption.interrupt()                 # from any other: the wait under way, or the next one, is cancelled
+
+What cleans up must run to its end: ``with uninterrupted(): ...``. Nor may Ctrl-C interrupt a process that starts.
 """
 
 from __future__ import annotations
@@ -11,10 +18,13 @@ import asyncio
 import concurrent.futures
 import os
 import queue
+import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from multiprocessing import resource_tracker
 from typing import Any, TypeVar
 
 from asyncsync.runtime.asyncio_private import running_loop
@@ -190,3 +200,80 @@ async def until_cancelled(name: str, function: Callable[[threading.Event], T]) -
     finally:
         over.set()
         thread.abandon()
+
+
+_here = threading.local()
+
+
+class Interruption:
+    """Cancels one wait of one thread, which raises CancelledError there; what then cleans up may wait again."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._is_due = False
+        self._cancel: Callable[[], object] | None = None
+
+    def interrupt(self) -> None:
+        """From any thread. Without effect if there is no further wait."""
+        with self._lock:
+            self._is_due = True
+            cancel = self._cancel
+        if cancel is not None:
+            cancel()
+
+    @contextmanager
+    def of_this_thread(self) -> Iterator[None]:
+        _here.interruption = self
+        try:
+            yield
+        finally:
+            _here.interruption = None
+
+    @contextmanager
+    def during(self, cancel: Callable[[], object]) -> Iterator[None]:
+        """A wait, and what cancels it."""
+        with self._lock:
+            self._cancel, is_due = cancel, self._is_due
+        if is_due:
+            cancel()
+        try:
+            yield
+        except asyncio.CancelledError:
+            self._is_due = False
+            raise
+        finally:
+            with self._lock:
+                self._cancel = None
+
+
+@contextmanager
+def interruptible(cancel: Callable[[], object]) -> Iterator[None]:
+    """A wait of the calling thread, and what cancels it, if anything may interrupt it."""
+    interruption: Interruption | None = getattr(_here, "interruption", None)
+    if interruption is None:
+        yield
+    else:
+        with interruption.during(cancel):
+            yield
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """A block of the calling thread that nothing interrupts."""
+    before, _here.interruption = getattr(_here, "interruption", None), None
+    try:
+        yield
+    finally:
+        _here.interruption = before
+
+
+@contextmanager
+def sigint_blocked() -> Iterator[None]:
+    """A process that this thread starts in here has SIGINT blocked: Ctrl-C cannot interrupt its imports with a
+    traceback."""
+    resource_tracker.ensure_running()  # started inside, it would unblock SIGINT
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -172,18 +172,18 @@ class Bus(BusCore):
 
     def run_on_loop(self, make: Make[T]) -> T:
         async def tended() -> T:
-            loop_thread.keep(self, True)  # also while it is connecting: the process may end meanwhile
+            loop_thread.keep(self._shutdown, True)  # also while it is connecting: the process may end meanwhile
             try:
                 return await make()
             finally:
                 link = self._link
                 if link is None or link.closed or link.is_inherited:
-                    loop_thread.keep(self, False)
+                    loop_thread.keep(self._shutdown, False)
                 elif self.is_shut_down:  # by another thread, just before the link was opened
                     await link.shutdown()
-                    loop_thread.keep(self, False)
+                    loop_thread.keep(self._shutdown, False)
                 else:
-                    loop_thread.keep(self, True)  # another call, which has found no link, may have let it go
+                    loop_thread.keep(self._shutdown, True)  # another call, which has found no link, may have let it go
 
         return loop_thread.run(tended)
 

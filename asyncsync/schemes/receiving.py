@@ -16,12 +16,10 @@ from asyncsync.bus.carrier import Carrier
 from asyncsync.bus.receiver import ReceiverLink
 from asyncsync.bus.receiving import Mark
 from asyncsync.errors import ClosedError
-from asyncsync.model.binding import Binding
 from asyncsync.model.bound_model import BoundModel
-from asyncsync.model.gate import Gate, Handle
-from asyncsync.model.hooks import check_calls, check_methods
+from asyncsync.model.gate import Gate, Handle, check_calls, check_methods
 from asyncsync.model.selection import Selection
-from asyncsync.model.strategy import WeightStrategy, flat_weights
+from asyncsync.model.strategy import Binding, WeightStrategy, flat_weights
 from asyncsync.model.update import prepare_flat
 from asyncsync.weights.slab import Slab
 

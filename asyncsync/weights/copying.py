@@ -111,7 +111,7 @@ def copy_arrays(pairs: list[tuple[_Bytes, _Bytes]]) -> None:
     def copy(share: list[tuple[_Bytes, _Bytes]]) -> None:
         try:
             _copy_all(share)
-        except BaseException as error:  # raised by the thread that waits for this one
+        except BaseException as error:  # raised below, when no thread writes any more
             failures.append(error)
 
     threads = [threading.Thread(target=copy, args=(share,), name="asyncsync-copying", daemon=True) for share in others]
@@ -122,20 +122,16 @@ def copy_arrays(pairs: list[tuple[_Bytes, _Bytes]]) -> None:
             try:
                 thread.start()
             except RuntimeError:  # no more threads, or the interpreter is ending
-                _copy_all(share)
-        _copy_all(mine)
+                copy(share)
+        copy(mine)
     finally:
-        # Also after Ctrl-C: when this returns or raises, no thread writes any more.
-        interrupt: BaseException | None = None
-        while begun:
+        while begun:  # also after Ctrl-C, which may come here again
             try:
                 if begun[-1].ident is not None:
                     begun[-1].join()
                 begun.pop()
-            except BaseException as error:  # raised below, when the threads have ended
-                interrupt = error
-        if interrupt is not None:
-            raise interrupt
+            except BaseException as error:
+                failures.append(error)
     if failures:
         raise failures[0]
 

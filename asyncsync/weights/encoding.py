@@ -38,8 +38,7 @@ ZSTD_LEVEL = 1  # 3 takes twice the time for a percent or two of such bytes
 def _zstd(data: Buffer) -> bytes:
     import zstandard
 
-    compressed: bytes = zstandard.ZstdCompressor(level=ZSTD_LEVEL).compress(data)
-    return compressed
+    return bytes(zstandard.ZstdCompressor(level=ZSTD_LEVEL).compress(data))
 
 
 def _unzstd(data: Buffer, size: int) -> bytes:
@@ -49,27 +48,24 @@ def _unzstd(data: Buffer, size: int) -> bytes:
         # A frame says how long its content is, and that much would be allocated.
         if zstandard.get_frame_parameters(data).content_size != size:
             raise ProtocolError(f"compressed bytes that are not those of a piece of {size} bytes")
-        whole: bytes = zstandard.ZstdDecompressor().decompress(data, max_output_size=size, allow_extra_data=False)
+        return bytes(zstandard.ZstdDecompressor().decompress(data, max_output_size=size, allow_extra_data=False))
     except zstandard.ZstdError as error:
         raise ProtocolError(f"malformed compressed bytes: {error!s:.100}") from error
-    return whole
 
 
 def _lz4(data: Buffer) -> bytes:
     import lz4.block
 
-    compressed: bytes = lz4.block.compress(data, store_size=False)
-    return compressed
+    return bytes(lz4.block.compress(data, store_size=False))
 
 
 def _unlz4(data: Buffer, size: int) -> bytes:
     import lz4.block
 
     try:
-        whole: bytes = lz4.block.decompress(data, uncompressed_size=size)
+        return bytes(lz4.block.decompress(data, uncompressed_size=size))
     except (lz4.block.LZ4BlockError, ValueError) as error:
         raise ProtocolError(f"malformed compressed bytes: {error!s:.100}") from error
-    return whole
 
 
 class _Codec(NamedTuple):

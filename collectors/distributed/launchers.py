@@ -22,7 +22,7 @@ from typing import Any
 
 from asyncsync.collectors.workers.channel import dumps, loads
 from asyncsync.net.endpoint import own_address
-from asyncsync.runtime.interruption import sigint_blocked
+from asyncsync.runtime.threads import sigint_blocked
 
 KILLED_SECONDS = 1.0
 POLL_SECONDS = 0.5

@@ -227,7 +227,7 @@ class Node:
         replay_buffer, schemes = loads(common)
         if isinstance(given.arguments.get("traj_pool"), PoolOfNode):
             given.arguments["traj_pool"] = pool = StridedPool(SharedPool(self._page), self.rank, count)
-            pool._advance(0, first)
+            pool.advance(0, first)
         return self._worker.build(given, replay_buffer, schemes)
 
     def _connect(self) -> None:

@@ -100,7 +100,7 @@ class NodeGroup(WorkerGroup):
         self._when(rank, self.nodes.launch(rank), lambda _: self._build(rank))
 
     def _build(self, rank: int) -> None:
-        first = self._pool._advance(0) + APART * self._incarnations[rank] if self._incarnations[rank] else 0
+        first = self._pool.advance(0) + APART * self._incarnations[rank] if self._incarnations[rank] else 0
         self._submit(rank, (*self._builds[rank], first), partial(self._built, rank))
 
     def _built(self, rank: int, answer: Answer) -> None:

@@ -31,11 +31,10 @@ from torch import nn
 
 from asyncsync.arguments import KnownKeywords
 from asyncsync.collectors.arguments import Device, check_policy_factory, frames_or_none, whole
-from asyncsync.collectors.base import SHUTDOWN_SECONDS
+from asyncsync.collectors.base import SHUTDOWN_SECONDS, Lifetime
 from asyncsync.collectors.construct import FAMILIES
 from asyncsync.collectors.evaluating.episodes import EpisodeCollector, Key
 from asyncsync.collectors.evaluating.requests import Evaluations, Request
-from asyncsync.collectors.lifetime import Lifetime
 from asyncsync.errors import ClosedError
 from asyncsync.model.strategy import WeightStrategy, flat_weights
 from asyncsync.runtime import loop_thread

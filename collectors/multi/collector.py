@@ -57,7 +57,7 @@ from asyncsync.collectors.multi.starting import (
 from asyncsync.collectors.multi.torchrl_private import let_workers_begin
 from asyncsync.collectors.single import Collector
 from asyncsync.collectors.trajectories import _TrajectoryPool, on_device
-from asyncsync.collectors.weights.plan import _RegisteredModels
+from asyncsync.collectors.weights.api import _RegisteredModels
 from asyncsync.collectors.whole_trajectories import check_trajectories
 from asyncsync.collectors.workers.group import WorkerGroup
 from asyncsync.collectors.workers.process import check_platform, check_start_method
@@ -298,7 +298,7 @@ class MultiCollector(GroupCollector, metaclass=Chooses):
         self._set_up_senders(sent, updater, self, count)
         for scheme in self._sender_schemes.values():
             if scheme.context is self:  # an open bus keeps its schemes, which would keep this collector alive
-                scheme.context = _RegisteredModels(self)
+                scheme.context = _RegisteredModels(self._registered)
         self._group = group = self._make_group(start_method)
         self._calls = Calls(group, count)
         self._driver = self._driver_class(self, group, self._arguments)

@@ -1,7 +1,8 @@
 """GroupCollector: a collector whose environments are stepped by the workers of a group, wherever they run.
 
 It has the group, a driver that makes batches of the workers' rollouts, and calls between two rollouts. Here is which
-models act in which process, whom an update reaches, how versions are counted, and the end.
+models act in which process, whom an update reaches, how versions are counted, the end, and what can be asked of the
+workers between two of their rollouts: what comes from one is a copy, and what it raises there is raised here.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -24,26 +25,29 @@ from asyncsync.collectors.base import (
     Pause,
     Signals,
     _part,
+    as_calls,
     logged_unless,
 )
 from asyncsync.collectors.multi.batches import BatchArguments
 from asyncsync.collectors.multi.calls import CALL_SECONDS, Calls, are_equal, parts_of
 from asyncsync.collectors.multi.driver import Driver
-from asyncsync.collectors.multi.inspection import GroupInspection
+from asyncsync.collectors.profiling import ProfileConfig
 from asyncsync.collectors.trajectories import processed
 from asyncsync.collectors.weights.acting import fitted
-from asyncsync.collectors.weights.plan import Planned, UnknownModel, belongs_to
+from asyncsync.collectors.weights.api import Planned, UnknownModel, belongs_to
+from asyncsync.collectors.workers.channel import loads
 from asyncsync.collectors.workers.group import WorkerGroup
 from asyncsync.errors import AckTimeout, PartialSendError, PeerLost
 from asyncsync.runtime import loop_thread
-from asyncsync.runtime.interruption import uninterrupted
+from asyncsync.runtime.threads import uninterrupted
+from asyncsync.schemes.none import NoSyncCore
 from asyncsync.schemes.sources import follow
 
 FAILURE_SECONDS = 1.0
 """How long a worker's own failure is waited for when the bus reports that the worker is lost."""
 
 
-class GroupCollector(GroupInspection, BaseCollector):
+class GroupCollector(BaseCollector):
     """A collector with workers; a subclass makes its parts."""
 
     acts_elsewhere = True
@@ -175,7 +179,7 @@ class GroupCollector(GroupInspection, BaseCollector):
             raise KeyError(f"the state dict of a {type(self).__name__} with {len(names)} workers lacks {missing}")
         # First, as each worker begins new trajectories when it loads.
         next_ids = [int(pool["traj_id"]) for pool in parts_of(state_dict, "traj_pool")]
-        self._group.trajectory_pool()._advance(0, max(next_ids, default=0))
+        self._group.trajectory_pool().advance(0, max(next_ids, default=0))
         there = [name for name in names if name in state_dict]
         for name in there:
             self._calls("load", state_dict[name], strict, workers=[names.index(name)], timeout=timeout)
@@ -387,3 +391,98 @@ class GroupCollector(GroupInspection, BaseCollector):
             self._driver.close()
             self._group.close()
         self._raise_free_error()
+
+    # -- attributes and calls -----------------------------------------------------------------------------------------
+
+    def map_fn(
+        self,
+        method_name: str,
+        list_of_args: Sequence[Sequence[Any]] | None = None,
+        list_of_kwargs: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        timeout: float = CALL_SECONDS,
+    ) -> list[Any]:
+        """Call a method of each worker's collector, and return the results in the workers' order.
+
+        Args:
+            method_name: name of the method, or a path as for :meth:`cascade_execute`.
+            list_of_args: positional arguments for each worker.
+            list_of_kwargs: keyword arguments for each worker.
+            timeout: seconds. Workers answer between two rollouts.
+
+        Raises:
+            ValueError: a list does not have one entry per worker, or there is no such method.
+            TypeError: the object of this name cannot be called.
+            AckTimeout: a worker did not answer within the timeout. It will still carry out the call.
+            Exception: a call raised it.
+        """
+        calls = as_calls(list_of_args, list_of_kwargs, self.num_workers)
+        given = {worker: (method_name, *call) for worker, call in enumerate(calls)}
+        return self._calls.each("execute", given, timeout)
+
+    def get_distant_attr(self, attr: str, *, timeout: float = CALL_SECONDS) -> list[Any]:
+        """The object at an attribute path from each worker's collector, such as ``env.transform[0].scale``, in the
+        workers' order. A worker that has workers gives a list of theirs.
+
+        Raises:
+            AttributeError: there is no such path.
+            AckTimeout: a worker did not answer within the timeout (seconds). Workers answer between two rollouts.
+        """
+        return self._read("get_distant_attr", attr, timeout=timeout)
+
+    def getattr_policy(self, attr: str, *, timeout: float = CALL_SECONDS) -> Any:
+        """The object at an attribute path from the first worker's policy. Raises the same as
+        :meth:`get_distant_attr`."""
+        return self._read("getattr_policy", attr, workers=[0], timeout=timeout)[0]
+
+    def getattr_env(self, attr: str, *, timeout: float = CALL_SECONDS) -> Any:
+        """The object at an attribute path from the first worker's environment. Raises the same as
+        :meth:`get_distant_attr`."""
+        return self._read("getattr_env", attr, workers=[0], timeout=timeout)[0]
+
+    def _read(self, method: str, *arguments: Any, workers: Sequence[int] | None = None, timeout: float) -> list[Any]:
+        return [loads(answer) for answer in self._calls("read", method, arguments, workers=workers, timeout=timeout)]
+
+    def get_cached_weights(self, model_id: str) -> TensorDict | None:
+        """A copy of this model's weights that were last sent to all workers. None: none were sent."""
+        scheme = self._sender_schemes.get(model_id)
+        if scheme is None or isinstance(scheme, NoSyncCore):
+            return None
+        held: TensorDict | None = scheme.bus.look(scheme.held_weights)
+        return held
+
+    # -- statistics and profiles --------------------------------------------------------------------------------------
+
+    def stats(
+        self,
+        workers: Literal["aggregate", "per_worker", "both"] = "aggregate",
+        *,
+        timeout: float = CALL_SECONDS,
+    ) -> dict[str, int | float | bool]:
+        """Progress, and the number of ``workers``, of which ``workers_alive`` run.
+
+        Args:
+            workers: "aggregate": the figures of this collector, without waiting for workers. "per_worker": those of
+                each worker, such as ``worker_0/frames``. "both".
+            timeout: seconds. Workers answer between two rollouts, or while they are paused.
+
+        Raises:
+            ValueError: ``workers`` is none of these.
+            AckTimeout: a worker did not answer within the timeout.
+        """
+        if workers not in ("aggregate", "per_worker", "both"):
+            raise ValueError(f"workers must be 'aggregate', 'per_worker' or 'both', not {workers!r}")
+        found = {} if workers == "per_worker" else super().stats()
+        found |= {"workers": self.num_workers, "workers_alive": self._group.alive}
+        if workers != "aggregate":
+            for index, own in enumerate(self._read("stats", timeout=timeout)):
+                found |= {f"worker_{index}/{name}": value for name, value in own.items()}
+        return found
+
+    def _profile(self, config: ProfileConfig | None, name: str) -> None:
+        named = config or self._profile_config
+        chosen = named.workers if named is not None and not name else list(range(self.num_workers))
+        if unknown := [worker for worker in chosen if worker not in range(self.num_workers)]:
+            raise ValueError(f"unknown workers {unknown}: this {type(self).__name__} has 0 to {self.num_workers - 1}")
+        names = {worker: f"{name}_{worker}" if name else str(worker) for worker in chosen}
+        self._calls.each("profile", {worker: (config, own) for worker, own in names.items()})

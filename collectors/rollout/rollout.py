@@ -13,7 +13,7 @@ carrier.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -26,8 +26,9 @@ from torch import nn
 from asyncsync.bus.link import is_fast_path_on
 from asyncsync.collectors.arguments import RolloutArguments
 from asyncsync.collectors.base import Signals
+from asyncsync.collectors.batch_layout import empty_batch, layout_of, with_time
 from asyncsync.collectors.envs import environment as environments
-from asyncsync.collectors.envs.keys import check_keys
+from asyncsync.collectors.envs.keys import check_keys, path_of
 from asyncsync.collectors.envs.step_limit import StepLimit, limited
 from asyncsync.collectors.profiling import recorded
 from asyncsync.collectors.rollout.array_steps import ArraySteps, WriteOutput
@@ -36,8 +37,7 @@ from asyncsync.collectors.rollout.devices import RolloutDevices
 from asyncsync.collectors.rollout.lock import RolloutLock
 from asyncsync.collectors.rollout.plain_modules import plainly_called
 from asyncsync.collectors.rollout.policies import checked, quickened, wrapped
-from asyncsync.collectors.rollout.step_entries import compact, keep_written, truncate, zero_state
-from asyncsync.collectors.trajectories import _aggregate_end_of_traj, _TrajectoryPool
+from asyncsync.collectors.trajectories import Key, _aggregate_end_of_traj, _TrajectoryPool, beside
 from asyncsync.collectors.weights.acting import ActingWeights
 
 Array = np.ndarray[Any, Any]
@@ -138,7 +138,7 @@ class Rollouts:
                 f"but its own batch_size is {tuple(self.batch_size)}"
             )
         self._check_keys(root)
-        self._done_keys = environments.done_keys(self.env, root)
+        self.done_keys = environments.done_keys(self.env, root)
         self._own_keys = environments.own_keys(self.env, root)
         self._repeated_keys = environments.repeated_keys(self.env, root) if self.arguments.compact_obs else []
         self._truncated_keys = environments.truncated_keys(self.env, root) if self.arguments.set_truncated else []
@@ -227,13 +227,13 @@ class Rollouts:
     def _update_traj_ids(self, env_output: TensorDictBase) -> None:
         """Fresh ids for the environments whose trajectory has ended with this step."""
         after = env_output.get("next")
-        for key in self._done_keys:  # most steps end here, so without a tensor that is not needed
+        for key in self.done_keys:  # most steps end here, so without a tensor that is not needed
             done = after.get(key, None)
             if done is None or (done if done.numel() == 1 else done.any()):
                 break
         else:
             return
-        self._renew_ids(_aggregate_end_of_traj(after, self._done_keys).cpu().numpy())
+        self._renew_ids(_aggregate_end_of_traj(after, self.done_keys).cpu().numpy())
 
     def _renew_ids(self, ended: Array) -> None:
         """Fresh ids for the environments of a mask, bool of the batch's shape."""
@@ -292,7 +292,7 @@ class Rollouts:
                 after = after.copy().clear_device_()
             carrier.set("next", after)
         if written is not None:
-            keep_written(written, carrier.get("next"), root, self._own_keys, self._done_keys)
+            keep_written(written, carrier.get("next"), root, self._own_keys, self.done_keys)
         return root
 
     def _advance(self, root: TensorDictBase) -> None:
@@ -417,3 +417,91 @@ class Rollouts:
             truncate(frame, self._truncated_keys)
         self.arguments.replay_buffer.add(frame)
         self.frames += frame.numel()
+
+    # -- a batch without steps ----------------------------------------------------------------------------------------
+
+    def fake(self) -> TensorDictBase:
+        """A rollout of zeros: as the latest one was, else as the environment's specs and one call of the policy tell.
+        Raises TypeError: the environment has none of these."""
+        layout = self.buffer.layout
+        batch = self._from_specs() if layout is None else empty_batch(layout).zero_()
+        truncate(batch[..., -1], self._truncated_keys)
+        return batch
+
+    @torch.no_grad()
+    def _from_specs(self) -> TensorDictBase:
+        steps = self.arguments.steps
+        step = self.carrier.exclude("next").clone().zero_()
+        after = environments.fake_next(self.env, step.exclude("collector"))
+        # A policy that draws random numbers leaves those that come next as they are.
+        with (
+            torch.random.fork_rng(devices=[]),
+            set_interaction_type(self.arguments.exploration_type),
+            self._weights.holds(),
+        ):
+            self._act(step, random=False)
+        written = step.get("next", None)  # by a recurrent policy
+        step.set("next", after)
+        if written is not None:
+            keep_written(written, after, step.copy(), self._own_keys, self.done_keys)
+        if self.arguments.track_policy_version:
+            after.set("policy_version", step.get("policy_version"))
+        compact(step, self._repeated_keys)
+        layout = layout_of(step, steps, self.devices.storing)
+        if layout is not None:
+            return empty_batch(layout).zero_()
+        stacked: TensorDictBase = with_time(torch.stack([step.clone().zero_() for _ in range(steps)], step.ndim))
+        return stacked
+
+
+# Entries of a step beside those that policy and environment have for each other.
+
+
+def compact(carrier: TensorDictBase, keys: Iterable[Key]) -> None:
+    """Take these entries out of a step's ``"next"``: the next step has them at its root. The environment may keep what
+    it returned, so it is left as it is."""
+    after = carrier.get("next").copy()
+    for key in keys:
+        if after.get(key, None) is not None:
+            after.del_(key)
+    carrier.set("next", after)
+
+
+def zero_state(root: TensorDictBase, own: frozenset[tuple[str, ...]], mask: torch.Tensor) -> None:
+    """Zero what does not come from the environment, for the environments of a mask, which were reset. ``own`` are the
+    environment's entries."""
+    for key in root.keys(True, True):
+        state = root.get(key)
+        if path_of(key) not in own and isinstance(state, torch.Tensor):
+            root.set(key, torch.where(beside(mask, state), torch.zeros_like(state), state))
+
+
+def keep_written(
+    written: TensorDictBase,
+    after: TensorDictBase,
+    root: TensorDictBase,
+    own: frozenset[tuple[str, ...]],
+    done_keys: list[Key],
+) -> None:
+    """Recurrent state that a policy left under ``"next"`` goes into the next root, zeroed where a trajectory has ended.
+
+    State that a reset of the environment has, from a TensorDictPrimer, say, is left alone: the environment hands it on.
+    Any other environment would show the policy the old state again, or none.
+    """
+    keys = [key for key in written.keys(True, True) if path_of(key) not in own]
+    if not keys:
+        return
+    ended = _aggregate_end_of_traj(after, done_keys)
+    for key in keys:
+        state = written.get(key)
+        after.set(key, state)
+        root.set(key, torch.where(beside(ended, state), torch.zeros_like(state), state))
+
+
+def truncate(step: TensorDictBase, keys: Iterable[Key]) -> None:
+    """Mark a step, which may be a part of a batch, as truncated: under these keys, and what is done beside them."""
+    for key in keys:
+        for name in ("truncated", "done"):
+            flag = step.get(("next", *path_of(key)[:-1], name), None)
+            if flag is not None:
+                flag.fill_(True)

@@ -18,9 +18,8 @@ from asyncsync.bus.core import DEFAULT_TIMEOUT, BusCore
 from asyncsync.bus.status import check_fenced, newest_target
 from asyncsync.collectors.weights.senders import as_blocking, buses_of, check_name, connect_all, shut_down_all
 from asyncsync.errors import AckTimeout
-from asyncsync.model.binding import Binding
 from asyncsync.model.gate import Gate
-from asyncsync.model.strategy import WeightStrategy, flat_weights
+from asyncsync.model.strategy import Binding, WeightStrategy, flat_weights
 from asyncsync.model.update import Prepared
 from asyncsync.runtime.threads import settle, until_done
 from asyncsync.schemes.blocking import Bus, WeightSyncScheme

@@ -162,7 +162,7 @@ class SharedPool(_TrajectoryPool):
         super().__init__()
         self._page = page
 
-    def _advance(self, n: int, least: int = 0) -> int:
+    def advance(self, n: int, least: int = 0) -> int:
         return self._page.advance_trajectories(n, least)
 
     def __reduce__(self) -> tuple[Any, ...]:

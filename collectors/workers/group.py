@@ -285,7 +285,7 @@ class WorkerGroup(ABC):
     async def _watch(self) -> None:
         """Keep the loop thread running until the end."""
         self._loop = asyncio.get_running_loop()
-        loop_thread.keep(self, True)
+        loop_thread.keep(self._shutdown, True)
 
     def _notify(self) -> None:
         changed, self._changed = self._changed, Event()
@@ -328,7 +328,7 @@ class WorkerGroup(ABC):
                 await self._cut_off(deadline)
                 self.is_over = True
                 self._notify()
-                loop_thread.keep(self, False)
+                loop_thread.keep(self._shutdown, False)
 
     @abstractmethod
     async def _end(self, timeout: float, close_env: bool) -> None:

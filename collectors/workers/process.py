@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from asyncsync.collectors.workers.channel import Channel, Packet
-from asyncsync.runtime.interruption import sigint_blocked
+from asyncsync.runtime.threads import sigint_blocked
 
 logger = logging.getLogger("asyncsync")
 

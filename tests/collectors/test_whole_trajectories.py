@@ -151,7 +151,7 @@ async def test_a_cancelled_wait_loses_no_trajectory() -> None:
 
 def test_a_reset_breaks_trajectories_off() -> None:
     with Collector(WalkEnv((2,), longest=20), Actor(), frames_per_batch=20, trajs_per_batch=1) as c:
-        c._iteration._processed_rollout()
+        c._processed_rollout()
         c.reset(index=[True, False])
         first, second = (c.next() for _ in range(2))
         assert {int(first[IDS].max()), int(second[IDS].max())} == {1, 2}  # 0 was broken off
@@ -174,8 +174,8 @@ def test_trajectories_that_were_broken_off_are_forgotten(monkeypatch: pytest.Mon
     with Collector(WalkEnv((2,), longest=6), Actor(), frames_per_batch=4, trajs_per_batch=1) as c:
         for _ in range(40):
             c.reset(index=[True, False])
-            c._iteration._processed_rollout()
-        trajectories = c._iteration._trajectories
+            c._processed_rollout()
+        trajectories = c._trajectories
         assert len(trajectories._state.broken) <= 6, "one of each of the last rollouts"
         while (batch := trajectories.pop()) is not None:
             assert_whole(rows(batch)[0])

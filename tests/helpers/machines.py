@@ -6,8 +6,7 @@ from typing import Any
 import torch
 
 from asyncsync.bus.link import TICK
-from asyncsync.model.binding import Binding
-from asyncsync.model.strategy import WeightStrategy
+from asyncsync.model.strategy import Binding, WeightStrategy
 from asyncsync.model.update import Prepared
 from asyncsync.protocol.incoming import Memory
 from asyncsync.protocol.publisher import Publisher

@@ -33,7 +33,7 @@ from asyncsync.net.keys import SOON
 from asyncsync.net.processes import free_descriptors
 from asyncsync.protocol.leases import Leases
 from asyncsync.protocol.settings import Identity
-from asyncsync.runtime.interruption import Interruption as Interruption
+from asyncsync.runtime.threads import Interruption as Interruption
 from asyncsync.transports.shared_memory import WeightSlots
 from asyncsync.transports.slots import Lease
 from asyncsync.weights.layout import Layout

@@ -12,9 +12,8 @@ import torch
 from asyncsync.errors import SchemaMismatch, WeightSyncError
 from asyncsync.fastpath.sender import SteadySender
 from asyncsync.fastpath.worker import SteadyWorker
-from asyncsync.model.binding import Binding
 from asyncsync.model.gate import Writer
-from asyncsync.model.strategy import WeightStrategy
+from asyncsync.model.strategy import Binding, WeightStrategy
 from asyncsync.model.update import Prepared
 from asyncsync.net.side_channel import split
 from asyncsync.protocol.incoming import Memory
@@ -25,8 +24,8 @@ from asyncsync.protocol.staging import Staging, Taken
 from asyncsync.protocol.subscriber import Subscriber
 from asyncsync.protocol.targets import Publication
 from asyncsync.weights.layout import Layout
+from asyncsync.weights.packing import SourceCache
 from asyncsync.weights.slab import Slab, SlabPool
-from asyncsync.weights.source_cache import SourceCache
 from asyncsync.wire import messages
 from helpers.machines import SHAPES, Borrowed, layout
 

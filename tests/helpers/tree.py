@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from asyncsync.bus.link import TICK
 from asyncsync.errors import ProtocolError
-from asyncsync.model.binding import Binding
-from asyncsync.model.strategy import WeightStrategy
+from asyncsync.model.strategy import Binding, WeightStrategy
 from asyncsync.protocol.publisher import Publisher
 from asyncsync.protocol.settings import Identity, Settings
 from asyncsync.protocol.subscriber import Subscriber

@@ -59,7 +59,7 @@ def test_the_end_of_a_trajectory_is_that_of_any_of_its_flags() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_tracking_nothing_is_kept(kind: str) -> None:
     class Untouched(_TrajectoryPool):
-        def _advance(self, n: int, to: int | None = None) -> int:
+        def advance(self, n: int, to: int | None = None) -> int:
             raise AssertionError("no ids are wanted")
 
     with collector(environment(kind), track_traj_ids=False, traj_pool=Untouched()) as c:

@@ -12,8 +12,7 @@ from tensordict import NonTensorData, TensorDict, TensorDictBase, TensorDictPara
 from torch import nn
 
 from asyncsync.errors import SchemaMismatch
-from asyncsync.model.binding import Binding
-from asyncsync.model.strategy import WeightStrategy, flat_weights, resolve_strategy
+from asyncsync.model.strategy import Binding, WeightStrategy, flat_weights, resolve_strategy
 from asyncsync.weights.layout import Layout
 from helpers.whole_models import finish, published
 

@@ -26,8 +26,7 @@ from prometheus_client.core import GaugeMetricFamily
 from asyncsync import Bus, ClosedError, NotConnected, PartialSendError, SharedMemWeightSyncScheme, ZMQWeightSyncScheme
 from asyncsync.bus.observing import SenderObserver
 from asyncsync.monitor.metrics import Metrics
-from asyncsync.monitor.options import Monitoring
-from asyncsync.monitor.spans import hooks_of
+from asyncsync.monitor.trace import Monitoring, hooks_of
 from asyncsync.wire import messages
 from helpers.apis import Api
 from helpers.command import private_directories

@@ -311,6 +311,6 @@ async def test_a_call_that_is_refused_while_another_connects_ends_nothing() -> N
             scheme.receive(timeout=0)
         await asyncio.to_thread(sender.connect, timeout=10)
         await connecting
-        assert scheme.bus in loop_thread._current.open.values(), "else the loop ends where there is no other bus"
+        assert scheme.bus._shutdown in loop_thread._current.open, "else the loop ends where there is no other bus"
         await asyncio.to_thread(sender.send, Model(2.0), timeout=10)
         assert (scheme.closed, scheme.version) == (False, sender.version)

@@ -26,7 +26,7 @@ class Bus:
     """What keeps the thread going."""
 
     async def _shutdown(self, timeout: float) -> None:
-        loop_thread.keep(self, False)
+        loop_thread.keep(self._shutdown, False)
 
     def open(self) -> None:
         loop_thread.run(self._keep)
@@ -35,7 +35,7 @@ class Bus:
         loop_thread.run(lambda: self._shutdown(1.0))
 
     async def _keep(self) -> None:
-        loop_thread.keep(self, True)
+        loop_thread.keep(self._shutdown, True)
 
 
 def alive() -> list[str]:

@@ -9,8 +9,17 @@ from typing import Any
 import pytest
 
 from asyncsync.runtime import loop_thread
-from asyncsync.runtime.interruption import Interruption, uninterrupted
-from asyncsync.runtime.threads import LOOK_SECONDS, WorkThread, elsewhere, interruptibly, join, settle, until_done
+from asyncsync.runtime.threads import (
+    LOOK_SECONDS,
+    Interruption,
+    WorkThread,
+    elsewhere,
+    interruptibly,
+    join,
+    settle,
+    uninterrupted,
+    until_done,
+)
 from asyncsync.schemes.blocking import now
 from helpers.blocking_interrupts import sigint_elsewhere
 

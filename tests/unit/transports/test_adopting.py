@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from asyncsync.errors import SchemaMismatch
-from asyncsync.model.binding import Binding
-from asyncsync.model.strategy import WeightStrategy, flat_weights
+from asyncsync.model.strategy import Binding, WeightStrategy, flat_weights
 from asyncsync.transports import SharedMemTransport
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.packing import pack

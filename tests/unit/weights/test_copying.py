@@ -14,9 +14,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from asyncsync.weights import copying
 from asyncsync.weights.copying import LARGE_NUMEL, clone, copy_bytes, copy_tensors
 from asyncsync.weights.layout import Layout
-from asyncsync.weights.packing import pack
+from asyncsync.weights.packing import CACHED_BYTES, FEW, MOST, AddressCache, SourceCache, pack
 from asyncsync.weights.slab import Slab, SlabPool
-from asyncsync.weights.source_cache import CACHED_BYTES, FEW, MOST, AddressCache, SourceCache
 from asyncsync.weights.tree import FlatWeights, flatten
 from helpers.bits import bits, raw
 from helpers.command import start
@@ -241,7 +240,7 @@ def test_what_a_copying_thread_raises_is_raised_when_nobody_writes_any_more(
     assert len(over) == (2 if error is KeyboardInterrupt else 1)
 
 
-# -- weights that are sent again (asyncsync/weights/source_cache.py) ---------------------------------------------------
+# -- weights that are sent again (asyncsync/weights/packing.py) --------------------------------------------------------
 
 
 Weights = dict[str, torch.Tensor]

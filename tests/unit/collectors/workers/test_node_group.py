@@ -242,7 +242,7 @@ def test_trajectories_of_a_node_that_is_launched_again_are_others(groups: Groups
     family.begin(0)
     group.wait(lambda: group.connected, 20)
     assert family.sent[0][0][-1] == APART
-    group.trajectory_pool()._advance(0, 7)  # loaded
+    group.trajectory_pool().advance(0, 7)  # loaded
     launch_again(group, family)
     assert family.sent[0][0][-1] == 2 * APART + 7
 

@@ -15,9 +15,8 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from asyncsync.errors import ProtocolError, SchemaMismatch
-from asyncsync.model.binding import Binding
 from asyncsync.model.bound_model import BoundModel, ModelTensors
-from asyncsync.model.strategy import WeightStrategy, flat_weights
+from asyncsync.model.strategy import Binding, WeightStrategy, flat_weights
 from asyncsync.model.update import Prepared, prepare_flat
 from asyncsync.weights.copying import copy_tensors
 from helpers.odd_tensors import Quantised, scaled
