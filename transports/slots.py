@@ -108,7 +108,7 @@ class MemoryFile:
             raise WeightSyncError(f"cannot open {whose} shared memory ({error}{why}): {remedy}") from error
         if (file.place.device, file.place.inode) != (place.device, place.inode):
             problem = f"{path} is not {whose} shared memory any more: {remedy}"
-        elif file.place.size < place.size or not file._is_sealed:
+        elif file.place.size < place.size or not file.is_sealed:
             problem = f"{path} is not a slot of {place.size} bytes, which cannot shrink"
         else:
             return file
@@ -144,7 +144,7 @@ class MemoryFile:
         fcntl.fcntl(self.number, F_ADD_SEALS, seals)
 
     @property
-    def _is_sealed(self) -> bool:
+    def is_sealed(self) -> bool:
         if not hasattr(os, "memfd_create"):
             return True  # nor has the owner had memory files, which can be sealed
         try:

@@ -85,9 +85,7 @@ class Bus(BusCore):
 
         Raises:
             ValueError, TypeError: an unknown model_id or worker, or invalid weights; nothing was published.
-            AckTimeout: no memory came free for them within 60 s, as for a scheme's ``publish``; nothing was published.
-            MemoryError: there is too little memory for the snapshot; nothing was published.
-            NotConnected, ClosedError, Fenced: this sender cannot publish.
+            AckTimeout, MemoryError, NotConnected, ClosedError, Fenced: as a scheme's ``publish``.
         """
         return await self.announce(weights, worker_ids, metadata)
 
@@ -122,15 +120,8 @@ class Bus(BusCore):
         metadata: Metadata = None,
         quorum: int | None = None,
     ) -> int:
-        """:meth:`publish`, then :meth:`wait_version`; returns the version.
-
-        Raises:
-            NotConnected: no worker has this model (elastic: fewer than ``min_workers``, or the ``quorum``); nothing was
-                published.
-            PartialSendError: names the workers that have not applied it, and why; with a ``quorum``, too few have. Not
-                final: these workers still get it.
-            ValueError, TypeError, MemoryError, ClosedError, Fenced: as :meth:`publish`.
-        """
+        """:meth:`publish`, then :meth:`wait_version`; returns the version. Raises as
+        :meth:`WeightSyncScheme.send_async`."""
         return await self.announce_and_wait(weights, worker_ids, timeout, metadata, quorum)
 
     async def shutdown(self, timeout: float = 5.0) -> None:
@@ -226,8 +217,10 @@ class WeightSyncScheme(Scheme):
         """Snapshot the weights and announce them; returns the version without waiting for any worker.
 
         The source must not change until this returns, and may change from then on. Latest wins: a worker that is
-        behind skips versions. Large weights (over 1 MiB by ZeroMQ, 4 MiB in shared memory) are fetched afterwards,
-        while this event loop runs: a loop that trains without an await delivers them late. Train in a thread then
+        behind skips versions.
+
+        With asyncio, large weights (over 1 MiB by ZeroMQ, 4 MiB in shared memory) are fetched afterwards, while this
+        event loop runs: a loop that trains without an await delivers them late. Train in a thread then
         (``asyncio.to_thread``), or await ``publish_async`` of :mod:`asyncsync.sync`'s schemes. Cancelled, this raises
         once nothing reads the source any more; the version is published or discarded whole.
 
@@ -308,8 +301,16 @@ class WeightSyncScheme(Scheme):
         metadata: Metadata = None,
         quorum: int | None = None,
     ) -> int:
-        """:meth:`publish`, then :meth:`wait_version`: returns the version when all targeted workers have applied it;
-        with ``quorum=n``, when n of them have. The others still get it, but no error reports them.
+        """:meth:`publish`, then :meth:`wait_version`: returns when all targeted workers have applied the weights; with
+        ``quorum=n``, when n of them have. The others still get it, but no error reports them.
+
+        Args:
+            weights, worker_ids, metadata: as for :meth:`publish`.
+            timeout: seconds.
+            quorum: how many of the targeted workers are enough; None: all.
+
+        Returns:
+            The version; the blocking ``send`` returns None.
 
         Raises:
             NotConnected: no worker has this model (elastic: fewer than ``min_workers``, or the ``quorum``); nothing was
