@@ -452,10 +452,7 @@ class ChannelReceiver(Carrier):
         if self._buffer is None or self._buffer[0] != layout.digest:
             self._buffer = layout.digest, _empty(layout)
         received = self.channel.receive_weights(
-            timeout=remaining if self.supports_timeout else None,
-            weights=self._buffer[1],
-            model=None,
-            strategy=None,
+            timeout=remaining if self.supports_timeout else None, weights=self._buffer[1], model=None, strategy=None
         )
         if received is not None:
             self._take(self._checked(received))

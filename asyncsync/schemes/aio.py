@@ -65,11 +65,7 @@ class Bus(BusCore):
         await self._connect(await self._initial(), timeout)
 
     async def publish(
-        self,
-        weights: Mapping[str, Any],
-        worker_ids: Workers = None,
-        *,
-        metadata: Metadata = None,
+        self, weights: Mapping[str, Any], worker_ids: Workers = None, *, metadata: Metadata = None
     ) -> int:
         """Snapshot several models and announce them as one update: each worker switches all of them, or none.
 
@@ -90,12 +86,7 @@ class Bus(BusCore):
         return await self.announce(weights, worker_ids, metadata)
 
     async def wait_version(
-        self,
-        version: int,
-        worker_ids: Workers = None,
-        timeout: float = DEFAULT_TIMEOUT,
-        *,
-        quorum: int | None = None,
+        self, version: int, worker_ids: Workers = None, timeout: float = DEFAULT_TIMEOUT, *, quorum: int | None = None
     ) -> None:
         """Sender: wait until the targeted workers have applied this version or a newer one. Receiver: until this
         worker has, of every model for which it has been told of one. Arguments and exceptions as of a scheme's.
@@ -207,13 +198,7 @@ class WeightSyncScheme(Scheme):
     ) -> None:
         await self.connect_receiver(worker_idx, timeout)
 
-    async def publish(
-        self,
-        weights: Any = None,
-        worker_ids: Workers = None,
-        *,
-        metadata: Metadata = None,
-    ) -> int:
+    async def publish(self, weights: Any = None, worker_ids: Workers = None, *, metadata: Metadata = None) -> int:
         """Snapshot the weights and announce them; returns the version without waiting for any worker.
 
         The source must not change until this returns, and may change from then on. Latest wins: a worker that is
@@ -242,12 +227,7 @@ class WeightSyncScheme(Scheme):
         return await self._publish(weights, worker_ids, metadata)
 
     async def wait_version(
-        self,
-        version: int,
-        worker_ids: Workers = None,
-        timeout: float = DEFAULT_TIMEOUT,
-        *,
-        quorum: int | None = None,
+        self, version: int, worker_ids: Workers = None, timeout: float = DEFAULT_TIMEOUT, *, quorum: int | None = None
     ) -> None:
         """Sender: wait until the targeted workers have applied this version or a newer one. Receiver: until this
         worker has.
