@@ -308,7 +308,7 @@ class SlotTransport(OwnTransport):
 
     async def offer(self, slab: Slab, workers: Iterable[int] | None) -> bytes:
         """Describe the slab's slot. This copies nothing, because the sender packed the weights there."""
-        return self.describe(slab)
+        return self.pool.describe(slab)
 
     def describe(self, slab: Slab) -> bytes:
         return self.pool.describe(slab)

@@ -16,14 +16,10 @@ from asyncsync.schemes.torchrl import Refusal
 T = TypeVar("T")
 
 
-def _refuse(self: object) -> NoReturn:
+def _refuse(self: object, *exc: object) -> NoReturn:
     raise TypeError(
         f"use `async with`: this is an asyncio {type(self).__name__}; the blocking one is in asyncsync.sync"
     )
-
-
-def _never(self: object, *exc: object) -> None:
-    """What follows :func:`_refuse`, which always raises."""
 
 
 async def _begin(self: T) -> T:
@@ -48,7 +44,7 @@ class Bus(BusCore):
 
     """
 
-    __enter__, __exit__, __aenter__, __aexit__ = _refuse, _never, _begin, _end
+    __enter__, __exit__, __aenter__, __aexit__ = _refuse, _refuse, _begin, _end
 
     async def connect(self, timeout: float = DEFAULT_TIMEOUT, processes: Iterable[Any] = ()) -> None:
         """Connect all schemes of this bus; see :meth:`ZMQWeightSyncScheme.connect`.
@@ -130,7 +126,7 @@ class WeightSyncScheme(Scheme):
     bus_class: ClassVar[type[BusCore]] = Bus
     is_blocking: ClassVar[bool] = False
 
-    __enter__, __exit__, __aenter__, __aexit__ = _refuse, _never, _begin, _end
+    __enter__, __exit__, __aenter__, __aexit__ = _refuse, _refuse, _begin, _end
     _bus: Bus
     initialized_on_sender = initialized_on_receiver = Refusal()  # what TorchRL asks first
 

@@ -39,7 +39,6 @@ from asyncsync.bus.receiver import ReceiverLink
 from asyncsync.errors import AckTimeout, NotConnected, PeerLost, RemoteError, WeightSyncError
 from asyncsync.net.endpoint import INTRODUCED, own_address
 from asyncsync.net.rendezvous import THREAD, Introduction, MeetingPlace
-from asyncsync.protocol.targets import Targets
 from asyncsync.runtime.threads import elsewhere, settle
 from asyncsync.schemes import aio, blocking
 from asyncsync.schemes.options import RayOptions, RPCOptions, Strategy
@@ -145,7 +144,7 @@ class _Calls:
                 failed = None
                 try:
                     # Until all workers have accepted its layout, one may refuse it, and then it goes to none.
-                    await link.wait(partial(_is_settled, targets, version), CALL_SECONDS)
+                    await link.wait(lambda wanted=version: wanted not in targets.pending, CALL_SECONDS)
                     due = {m: t.version for m in targets.models if (t := targets.target(worker, m)) is not None}
                     if due != called and worker in self._remotes:
                         called = due
@@ -164,10 +163,6 @@ class _Calls:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
-
-
-def _is_settled(targets: Targets, version: int) -> bool:
-    return version not in targets.pending
 
 
 class RemoteCallCore(Scheme):
