@@ -39,9 +39,9 @@ from asyncsync.schemes.torch_distributed import DistributedWeightSyncScheme
 from asyncsync.schemes.zmq import ZMQWeightSyncScheme
 from asyncsync.transports.base import TransportBackend
 from asyncsync.transports.ray_objects import RayTransport
-from asyncsync.transports.shared_memory import AutoTransport, MPTransport, SharedMemTransport
+from asyncsync.transports.shared_memory import MPTransport, SharedMemTransport
 from asyncsync.transports.torch_distributed import DistributedTransport, RPCTransport
-from asyncsync.transports.zmq import ZMQTransport
+from asyncsync.transports.zmq import AutoTransport, ZMQTransport
 
 __all__ += _errors.__all__
 __all__ += [

@@ -36,11 +36,11 @@ from asyncsync.schemes.torch_distributed import BlockingDistributed as Distribut
 from asyncsync.schemes.zmq import BlockingZMQ as ZMQWeightSyncScheme
 from asyncsync.transports.base import BlockingTransportBackend as TransportBackend
 from asyncsync.transports.ray_objects import BlockingRayTransport as RayTransport
-from asyncsync.transports.shared_memory import BlockingAutoTransport as AutoTransport
 from asyncsync.transports.shared_memory import BlockingMPTransport as MPTransport
 from asyncsync.transports.shared_memory import BlockingSharedMemTransport as SharedMemTransport
 from asyncsync.transports.torch_distributed import BlockingDistributedTransport as DistributedTransport
 from asyncsync.transports.torch_distributed import BlockingRPCTransport as RPCTransport
+from asyncsync.transports.zmq import BlockingAutoTransport as AutoTransport
 from asyncsync.transports.zmq import BlockingZMQTransport as ZMQTransport
 
 __all__ = [

@@ -9,15 +9,13 @@ from asyncsync.schemes import aio, blocking
 from asyncsync.schemes.options import AutoOptions, SharedMemOptions, Strategy
 from asyncsync.schemes.scheme import Scheme, register
 from asyncsync.transports.shared_memory import (
-    AutoTransport,
-    BlockingAutoTransport,
     BlockingMPTransport,
     BlockingSharedMemTransport,
     MPTransport,
-    NearAndFarTransport,
     SharedMemTransport,
     SlotTransport,
 )
+from asyncsync.transports.zmq import AutoTransport, BlockingAutoTransport, NearAndFarTransport
 
 
 class SlotCore(Scheme):
