@@ -28,18 +28,20 @@ from asyncsync.bus.status import BusStatus, WorkerStatus
 from asyncsync.errors import *  # noqa: F403
 from asyncsync.model.strategy import WeightStrategy
 from asyncsync.schemes.aio import Bus, WeightSyncScheme
-from asyncsync.schemes.auto import AutoWeightSyncScheme
 from asyncsync.schemes.none import NoWeightSyncScheme
-from asyncsync.schemes.ray import RayModuleTransformScheme, RayWeightSyncScheme
-from asyncsync.schemes.rpc import RPCWeightSyncScheme
-from asyncsync.schemes.shared_memory import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
+from asyncsync.schemes.remote_calls import RayModuleTransformScheme, RayWeightSyncScheme, RPCWeightSyncScheme
+from asyncsync.schemes.shared_memory import (
+    AutoWeightSyncScheme,
+    MultiProcessWeightSyncScheme,
+    SharedMemWeightSyncScheme,
+)
 from asyncsync.schemes.torch_distributed import DistributedWeightSyncScheme
 from asyncsync.schemes.zmq import ZMQWeightSyncScheme
 from asyncsync.transports.base import TransportBackend
 from asyncsync.transports.ray_objects import RayTransport
-from asyncsync.transports.shared_memory import AutoTransport, MPTransport, SharedMemTransport
+from asyncsync.transports.shared_memory import MPTransport, SharedMemTransport
 from asyncsync.transports.torch_distributed import DistributedTransport, RPCTransport
-from asyncsync.transports.zmq import ZMQTransport
+from asyncsync.transports.zmq import AutoTransport, ZMQTransport
 
 __all__ += _errors.__all__
 __all__ += [

@@ -24,23 +24,23 @@ from asyncsync import errors as _errors
 from asyncsync.bus.status import BusStatus, WorkerStatus
 from asyncsync.errors import *  # noqa: F403
 from asyncsync.model.strategy import WeightStrategy
-from asyncsync.schemes.auto import BlockingAuto as AutoWeightSyncScheme
 from asyncsync.schemes.blocking import Bus, WeightSyncScheme
 from asyncsync.schemes.none import BlockingNoSync as NoWeightSyncScheme
-from asyncsync.schemes.ray import BlockingRay as RayWeightSyncScheme
-from asyncsync.schemes.ray import BlockingRayModuleTransform as RayModuleTransformScheme
-from asyncsync.schemes.rpc import BlockingRPC as RPCWeightSyncScheme
+from asyncsync.schemes.remote_calls import BlockingRay as RayWeightSyncScheme
+from asyncsync.schemes.remote_calls import BlockingRayModuleTransform as RayModuleTransformScheme
+from asyncsync.schemes.remote_calls import BlockingRPC as RPCWeightSyncScheme
+from asyncsync.schemes.shared_memory import BlockingAuto as AutoWeightSyncScheme
 from asyncsync.schemes.shared_memory import BlockingMultiProcess as MultiProcessWeightSyncScheme
 from asyncsync.schemes.shared_memory import BlockingSharedMem as SharedMemWeightSyncScheme
 from asyncsync.schemes.torch_distributed import BlockingDistributed as DistributedWeightSyncScheme
 from asyncsync.schemes.zmq import BlockingZMQ as ZMQWeightSyncScheme
 from asyncsync.transports.base import BlockingTransportBackend as TransportBackend
 from asyncsync.transports.ray_objects import BlockingRayTransport as RayTransport
-from asyncsync.transports.shared_memory import BlockingAutoTransport as AutoTransport
 from asyncsync.transports.shared_memory import BlockingMPTransport as MPTransport
 from asyncsync.transports.shared_memory import BlockingSharedMemTransport as SharedMemTransport
 from asyncsync.transports.torch_distributed import BlockingDistributedTransport as DistributedTransport
 from asyncsync.transports.torch_distributed import BlockingRPCTransport as RPCTransport
+from asyncsync.transports.zmq import BlockingAutoTransport as AutoTransport
 from asyncsync.transports.zmq import BlockingZMQTransport as ZMQTransport
 
 __all__ = [

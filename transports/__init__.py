@@ -6,9 +6,9 @@
 from asyncsync.transports.base import TransportBackend
 from asyncsync.transports.channels import TAG
 from asyncsync.transports.ray_objects import RayTransport
-from asyncsync.transports.shared_memory import AutoTransport, MPTransport, SharedMemTransport
+from asyncsync.transports.shared_memory import MPTransport, SharedMemTransport
 from asyncsync.transports.torch_distributed import DistributedTransport, RPCTransport
-from asyncsync.transports.zmq import ZMQTransport
+from asyncsync.transports.zmq import AutoTransport, ZMQTransport
 
 __all__ = [
     "TAG",

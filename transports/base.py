@@ -280,9 +280,8 @@ class Destination:
     def __init__(self, scheme: Any, weights: Any, model: Any, strategy: str | WeightStrategy | None) -> None:
         if weights is not None and not isinstance(weights, TensorDictBase | MutableMapping):
             raise TypeError(f"weights must be a TensorDict or a dict of tensors to fill, not {type(weights).__name__}")
-        self._receiving = scheme.receiving
-        self._before = scheme.receiving.returned
-        self._selection = scheme.selection
+        self._scheme = scheme
+        self._before = scheme.returned
         self.weights = weights
         self.strategy = scheme.strategy if strategy is None else resolve_strategy(strategy)
         # The bus brings the scheme's own model up to date, through its gate: a second writer could tear a forward, or
@@ -294,11 +293,11 @@ class Destination:
         raises, the update counts as not returned yet; if it does not fit, nothing was changed."""
         if received is None:
             return None
-        mark = self._receiving.returned
+        mark = self._scheme.returned
         try:
             return self._take(received)
         except BaseException:
-            self._receiving.take_back(mark, self._before)
+            self._scheme.take_back(mark, self._before)
             raise
 
     def _take(self, received: TensorDictBase) -> Any:
@@ -316,7 +315,7 @@ class Destination:
         if self.model is not None and type(self.strategy).apply_weights is not WeightStrategy.apply_weights:
             self.strategy.apply_weights(self.model, received)
         elif self.model is not None:
-            Binding(self.model, self.strategy, selection=self._selection).prepare_flat(flat).apply_now()
+            Binding(self.model, self.strategy, selection=self._scheme.selection).prepare_flat(flat).apply_now()
         if buffer is None:
             return received
         with torch.no_grad():

@@ -139,13 +139,13 @@ class _Dispatch:
 class _WorkerChannel:
     """One worker's transport and thread. At most one dispatch is under way, and one, the newest, waits."""
 
-    def __init__(self, worker: int, channels: dict[int, Any], create: Callable[[int], Any]) -> None:
+    def __init__(self, worker: int, create: Callable[[int], Any], transport: Any = None) -> None:
         self.worker = worker
+        self.transport = transport  # None: the thread makes it
         # The thread's own: the incarnation for which the connection is set up; b"": for the first one that comes.
         self.connected_to: bytes | None = None
         self.connecting: asyncio.Future[None] | None = None
         self.thread = WorkThread(f"asyncsync-send-{worker}")
-        self._channels = channels
         self._create = create
         self._current: _Dispatch | None = None
         self._waiting: _Dispatch | None = None
@@ -200,18 +200,15 @@ class _WorkerChannel:
 
     # in the thread
 
-    def _transport(self) -> Any:
-        if self.worker not in self._channels:  # only now: a create_transport may open a connection
-            self._channels[self.worker] = self._create(self.worker)
-        return self._channels[self.worker]
-
     def _connect(self) -> None:
-        if self.connected_to is None and (setup := setup_of(self._transport(), SENDER_SETUP)) is not None:
+        if self.connected_to is None and (setup := setup_of(self.transport, SENDER_SETUP)) is not None:
             setup()
             self.connected_to = b""
 
     def _send(self, dispatch: _Dispatch, loop: asyncio.AbstractEventLoop) -> None:
-        transport = self._transport()
+        if self.transport is None:  # only now: a create_transport may open a connection
+            self.transport = self._create(self.worker)
+        transport = self.transport
         if self.connected_to == b"":
             self.connected_to = dispatch.incarnation
         elif self.connected_to != dispatch.incarnation and (setup := setup_of(transport, SENDER_SETUP)) is not None:
@@ -232,14 +229,18 @@ class ChannelSender(Carrier):
     of workers, when each is first served."""
 
     def __init__(self, first: Any, create: Callable[[int], Any], workers: int | None) -> None:
-        self.channels: dict[int, Any] = {0: first}
-        self.channels.update({worker: create(worker) for worker in range(1, workers or 0)})
+        made = [first, *(create(worker) for worker in range(1, workers or 0))]
         self.supports_timeout = bool(getattr(first, "supports_timeout", True))
         self._create = create
         self._fixed = workers is not None
-        self._by_worker: dict[int, _WorkerChannel] = {}
+        self._by_worker = {worker: _WorkerChannel(worker, create, each) for worker, each in enumerate(made)}
         self._offered: dict[bytes, Slab] = {}
         self._ended = False
+
+    @property
+    def channels(self) -> dict[int, Any]:
+        """The transports that there are."""
+        return {w: c.transport for w, c in list(self._by_worker.items()) if c.transport is not None}
 
     async def offer(self, slab: Slab, workers: Iterable[int] | None) -> bytes:
         if any(path[0] == TAG for path in slab.layout.paths if path):
@@ -254,17 +255,14 @@ class ChannelSender(Carrier):
     def serve(self, descriptor: bytes, worker: int, incarnation: bytes, failed: Failed) -> None:
         slab = self._offered.get(descriptor)
         if slab is not None and not self._ended:
-            self._channel(worker).put(_Dispatch(slab.retain(), descriptor, incarnation, failed))
-
-    def _channel(self, worker: int) -> _WorkerChannel:
-        if worker not in self._by_worker:
-            self._by_worker[worker] = _WorkerChannel(worker, self.channels, self._create)
-        return self._by_worker[worker]
+            if worker not in self._by_worker:
+                self._by_worker[worker] = _WorkerChannel(worker, self._create)
+            self._by_worker[worker].put(_Dispatch(slab.retain(), descriptor, incarnation, failed))
 
     def start_channel(self, worker: int | None) -> None:
-        if self._fixed and setup_of(self.channels[0], SENDER_SETUP) is not None:
-            for each in self.channels:
-                self._channel(each).connect()
+        if self._fixed and setup_of(self._by_worker[0].transport, SENDER_SETUP) is not None:
+            for channel in self._by_worker.values():
+                channel.connect()
 
     async def channel_ready(self, timeout: float) -> None:
         connections = {w: c.connecting for w, c in self._by_worker.items() if c.connecting is not None}
@@ -454,10 +452,7 @@ class ChannelReceiver(Carrier):
         if self._buffer is None or self._buffer[0] != layout.digest:
             self._buffer = layout.digest, _empty(layout)
         received = self.channel.receive_weights(
-            timeout=remaining if self.supports_timeout else None,
-            weights=self._buffer[1],
-            model=None,
-            strategy=None,
+            timeout=remaining if self.supports_timeout else None, weights=self._buffer[1], model=None, strategy=None
         )
         if received is not None:
             self._take(self._checked(received))

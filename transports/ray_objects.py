@@ -26,7 +26,7 @@ from asyncsync.errors import NotConnected
 from asyncsync.runtime.threads import WorkThread, elsewhere
 from asyncsync.transports import ray_private
 from asyncsync.transports.base import BlockingTransportBackend, TransportBackend, in_sync_as
-from asyncsync.transports.slots import COPY_BYTES
+from asyncsync.transports.shared_memory import COPY_BYTES
 from asyncsync.transports.torch_distributed import PAIR_BYTES, PairTransport
 from asyncsync.weights.copying import clone, copy_arrays, is_bytes, memory_of, normal_tensors
 from asyncsync.weights.layout import ALIGNMENT, Layout

@@ -1,37 +1,60 @@
-"""Shared memory for weights: one copy per update into a slot, however many workers; they read it there.
+"""Shared memory: memory files of one process, which others of its host map, and the slabs that lie in them.
 
-The sender's slabs are slots (:mod:`asyncsync.transports.slots`), so packing is the one copy. They are sealed, so that
-nobody but their owner can write them. The instruction names the slot, which a worker maps. A slab of up to 4 MiB is
-copied out of a :class:`Window` at once, and the slot is free. A larger one is an :class:`AttachedSlab`, where a
-module's Parameters get their memory, and whose lease lasts until a newer version has been applied. When a slot may be
-written again is in :mod:`asyncsync.protocol.leases`.
+A memory file has no name, and is sealed: nobody can cut it, so that reading it would kill the reader. To open another
+process's takes its user, host and pid namespace, and that it is dumpable (``prctl(2)``), or else the capability
+CAP_SYS_PTRACE. docs/decisions/03-memfd-slots.md has the reasons.
+
+**Slots** are the owner's slabs: for weights, which workers read, and for collectors' batches, which they write. They
+are in a :class:`SlotPool`, and may be used again when nothing can touch them any more. A worker is sent a
+:class:`Lease` of one, and has its mappings in :class:`Attachments`::
+
+    slot = pool.acquire(layout)                  # a slab like any other
+    lease = pool.lease(slot)                     # travels to the worker
+    mapping = attachments.find(lease)            # there; None: map the file of lease.place, and note that under it
+    file = MemoryFile.open(lease.place, "the trainer's", "workers run on its host")
+
+**Weights**: one copy per update into a slot (:class:`WeightSlots`), however many workers; packing is that copy. The
+instruction names the slot, which a worker maps. A slab of up to 4 MiB is copied out of a :class:`Window` at once, and
+the slot is free. A larger one is an :class:`AttachedSlab`, where a module's Parameters get their memory, and whose
+lease lasts until a newer version has been applied. When a slot may be written again is in
+:mod:`asyncsync.protocol.leases`.
+
+**Private slabs** are memory in which Parameters may lie: copy on write over a memory file that others write or read.
+What a worker writes there (an optimiser's step, BatchNorm) stays its own. The price is that a page it has written shows
+nothing newer any more, so such pages are thrown away before the file is used for another version. The file is a slot of
+the sender's, or the worker's own, for weights that come over a socket (:class:`ReceivedSlab`): it has two, the one that
+is shown and the one that is being filled. Bytes are written through a second mapping, which takes a third of pwrite's
+time. Pages are reserved before they are written: memory that runs out raises an error, not a signal.
 
 Only tensors of Parameters that :mod:`asyncsync.model.update` has pointed into a slot may lie there, and only until this
 worker releases it. :meth:`AttachedSlab.detach` makes them the process's own, for models that outlive their scheme; a
 forked child does so at once, and the parent holds the lease until then.
-
-:class:`NearAndFarTransport` serves workers of other hosts, too. The sender packs into a slot all the same. The workers
-beside it open that; to all others its bytes are streamed, as :class:`asyncsync.ZMQTransport` does. Which worker is
-where, the bus knows from HELLO.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import mmap
 import os
+import struct
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Collection, Iterable
 from contextlib import closing
-from typing import Any
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
 
 from asyncsync.arguments import check_timeout
+from asyncsync.errors import WeightSyncError
 from asyncsync.model.gate import any_applying
+from asyncsync.net.processes import shortage
 from asyncsync.transports.base import (
     BlockingTransportBackend,
     OwnTransport,
@@ -39,24 +62,285 @@ from asyncsync.transports.base import (
     TransportCore,
     in_sync_as,
 )
-from asyncsync.transports.slots import COPY_BYTES, Attachments, Lease, MemoryFile, MemoryPlace, Slot, SlotPool
-from asyncsync.transports.zmq import ChunkTransport, PrivateSlab
 from asyncsync.weights.copying import copy_tensors, normal_tensors
 from asyncsync.weights.layout import Layout
-from asyncsync.weights.slab import Slab, SlabPool
+from asyncsync.weights.slab import FOREIGN, Slab, SlabPool
 
 SLOTS = 4
 FORK_PATIENCE = 2.0
+COPY_BYTES = 4 << 20  # two copies of more take longer than giving a few Parameters other memory
 SMALL_BYTES = 256 << 10
+LARGE_BYTES = 8 << 20  # freeing so much memory takes longer than a loop should stand still
+MAX_FILES = 1024
 SENDER = "the sender's"
 REMEDY = (
     "shared memory needs workers on the sender's host, of the same user and in the same pid namespace (one container): "
     "otherwise use AutoWeightSyncScheme or ZMQWeightSyncScheme"
 )
-MADV_POPULATE_WRITE = 23  # Python has no name for it
-LARGE_BYTES = 8 << 20  # freeing so much memory takes longer than a loop should stand still
 
-# -- the sender's slots ------------------------------------------------------------------------------------------------
+_HEAD = struct.Struct("<4sBIIQQQ")
+_MAGIC = b"SHM\x01"
+# linux/fcntl.h; the fcntl module has no names for all of them.
+F_ADD_SEALS = 1033
+F_GET_SEALS = 1034
+SEAL_SEAL, SEAL_SHRINK, SEAL_GROW, SEAL_FUTURE_WRITE = 0x1, 0x2, 0x4, 0x10
+MADV_POPULATE_WRITE = 23  # Python has no name for it
+# Bits of /proc/self/pagemap: present or swapped; of a file, or shared.
+_THERE, _SHARED = np.uint64(3 << 62), np.uint64(1 << 61)
+
+
+class MemoryPlace(NamedTuple):
+    """Where other processes find a memory file: the pid of its owner, the owner's file descriptor, and the size in
+    bytes. ``device`` and ``inode`` tell whether the descriptor is still that of this file."""
+
+    pid: int
+    number: int
+    device: int
+    inode: int
+    size: int
+
+
+class MemoryFile:
+    """A memory file that this process has open, until :meth:`close` or until this object has gone. Mappings stay.
+
+    Attributes:
+        number: its file descriptor.
+        close: a function that closes it. Idempotent.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.close = weakref.finalize(self, os.close, number)
+        self.close.atexit = False
+
+    @classmethod
+    def create(cls, size: int, *, reserved: bool = True) -> MemoryFile:
+        """A new file of so many bytes, rounded up to whole pages, which are all there; ``reserved=False``: each comes
+        when it is written. Raises WeightSyncError if this system has none, or there are too few file descriptors;
+        MemoryError if there is not so much memory."""
+        if sys.platform != "linux":
+            raise WeightSyncError(f"anonymous shared memory needs Linux, not {sys.platform}: use ZMQWeightSyncScheme")
+        if why := shortage(3):  # the file's, and its mappings'
+            raise WeightSyncError(f"cannot get shared memory: {why}")
+        try:
+            if hasattr(os, "memfd_create"):
+                file = cls(os.memfd_create("asyncsync", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+            else:  # a Python that was built for an old libc: no name either, but no seals
+                file = cls(os.open("/dev/shm", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC | os.O_EXCL, 0o600))
+        except OSError as error:
+            raise WeightSyncError(f"cannot get shared memory: {error}; use ZMQWeightSyncScheme") from error
+        size = max(-(-size // mmap.PAGESIZE), 1) * mmap.PAGESIZE
+        try:
+            os.ftruncate(file.number, size)
+            if reserved:
+                file.reserve(0, size)
+        except BaseException:
+            file.close()  # now: the traceback keeps the object alive for an unknown time
+            raise
+        return file
+
+    @classmethod
+    def open(cls, place: MemoryPlace, whose: str, remedy: str, *, writable: bool = False) -> MemoryFile:
+        """Another process's file. Raises WeightSyncError if it is not there any more, this process may not open it, or
+        it could be cut. ``whose``, such as "the trainer's", and ``remedy`` are for its message."""
+        path = f"/proc/{place.pid}/fd/{place.number}"
+        access = os.O_RDWR if writable else os.O_RDONLY
+        try:
+            file = cls(os.open(path, access | os.O_CLOEXEC | os.O_NONBLOCK))
+        except OSError as error:
+            why = f"; {_why_closed(place.pid)}" if isinstance(error, PermissionError) else ""
+            raise WeightSyncError(f"cannot open {whose} shared memory ({error}{why}): {remedy}") from error
+        if (file.place.device, file.place.inode) != (place.device, place.inode):
+            problem = f"{path} is not {whose} shared memory any more: {remedy}"
+        elif file.place.size < place.size or not file.is_sealed:
+            problem = f"{path} is not a slot of {place.size} bytes, which cannot shrink"
+        else:
+            return file
+        file.close()
+        raise WeightSyncError(problem)
+
+    @cached_property
+    def place(self) -> MemoryPlace:
+        """Where others find it, if it is this process's own."""
+        found = os.fstat(self.number)
+        return MemoryPlace(os.getpid(), self.number, found.st_dev, found.st_ino, found.st_size)
+
+    def reserve(self, begin: int, end: int) -> None:
+        """Take the pages of these bytes now: memory cannot run out in the middle of a copy (SIGBUS) afterwards. Raises
+        MemoryError."""
+        try:
+            os.posix_fallocate(self.number, begin, end - begin)
+        except OSError as error:
+            raise _no_memory(self.place.size, error) from error
+
+    def seal(self, *, against_writing: bool = False) -> None:
+        """Make sure that nobody resizes the file: reading a mapping of a file that was cut kills the process.
+        ``against_writing``: nobody writes it either, except by mappings that are there already."""
+        if not hasattr(os, "memfd_create"):
+            return
+        seals = SEAL_SEAL | SEAL_SHRINK | SEAL_GROW
+        if against_writing:
+            try:
+                fcntl.fcntl(self.number, F_ADD_SEALS, seals | SEAL_FUTURE_WRITE)
+                return
+            except OSError:
+                pass  # Linux before 5.1 has no FUTURE_WRITE
+        fcntl.fcntl(self.number, F_ADD_SEALS, seals)
+
+    @property
+    def is_sealed(self) -> bool:
+        if not hasattr(os, "memfd_create"):
+            return True  # nor has the owner had memory files, which can be sealed
+        try:
+            return bool(fcntl.fcntl(self.number, F_GET_SEALS) & SEAL_SHRINK)
+        except OSError:  # no memory file
+            return False
+
+    # Both raise MemoryError. An owner's file that cannot be mapped is closed at once, as a traceback may keep this.
+
+    def map(self, *, private: bool = False) -> mmap.mmap:
+        """The whole file. ``private``: what is written there is a copy of the page, of this process's own, and hides
+        what the file holds."""
+        try:
+            return mmap.mmap(self.number, self.place.size, flags=mmap.MAP_PRIVATE if private else mmap.MAP_SHARED)
+        except (OSError, ValueError) as error:  # ValueError: an empty file
+            if not private:
+                self.close()
+            raise _no_memory(self.place.size, error) from error
+
+    def tensor(self, *, private: bool = False) -> torch.Tensor:
+        """The bytes of the whole file, in a mapping without a descriptor, which Python's own mappings keep."""
+        path, size = f"/proc/self/fd/{self.number}", self.place.size
+        try:
+            with normal_tensors():
+                return torch.from_file(path, shared=not private, size=size, dtype=torch.uint8, device="cpu")
+        except (OSError, RuntimeError) as error:
+            self.close()
+            raise _no_memory(size, error) from error
+
+
+def _no_memory(size: int, error: Exception) -> MemoryError:
+    return MemoryError(
+        f"no shared memory for a slot of {size} bytes: {error}. Each version that is in use needs one, "
+        "usually two at once: check the memory limit of this process or container"
+    )
+
+
+def _why_closed(pid: int) -> str:
+    """Why this process may not open the memory files of that one, for people."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return f"process {pid} is hidden from this one"
+    user = int(status.partition("\nUid:")[2].split()[1])
+    if user != os.geteuid():
+        return f"process {pid} runs as user {user}, this one as user {os.geteuid()}"
+    return (
+        f"process {pid} of the same user hides its memory: it is not dumpable, as after setuid() or under some task "
+        "runners, or it has capabilities that this one lacks; prctl(PR_SET_DUMPABLE, 1) in that process cures the first"
+    )
+
+
+class Lease(NamedTuple):
+    """A slot that a worker may use; the content of a descriptor.
+
+    Attributes:
+        place: where it is.
+        kept: the inodes of all slots of the owner that will be used again; workers unmap others.
+        in_place: workers use it there, and release it later; else they copy it at once.
+    """
+
+    place: MemoryPlace
+    kept: tuple[int, ...]
+    in_place: bool
+
+    def encode(self) -> bytes:
+        return _HEAD.pack(_MAGIC, self.in_place, *self.place) + struct.pack(f"<{len(self.kept)}Q", *self.kept)
+
+    @classmethod
+    def decode(cls, descriptor: bytes) -> Lease:
+        """Raises ValueError if this is no descriptor of a slot."""
+        count, rest = divmod(len(descriptor) - _HEAD.size, 8)
+        if not descriptor.startswith(_MAGIC) or count < 0 or rest or count > MAX_FILES:
+            raise ValueError("another transport sent this update: use the same scheme class on both sides")
+        _, in_place, *place = _HEAD.unpack_from(descriptor)
+        if in_place > 1:
+            raise ValueError("a descriptor of a slot with an unknown flag")
+        return cls(MemoryPlace(*place), struct.unpack_from(f"<{count}Q", descriptor, _HEAD.size), bool(in_place))
+
+
+class Slot(Slab):
+    """A slab in a memory file of this process, which others open by the file's place."""
+
+    leased = mapped = True
+
+    def __init__(self, layout: Layout, pool: SlabPool, file: MemoryFile, memory: torch.Tensor) -> None:
+        self.file = file
+        super().__init__(layout, memory[: layout.nbytes], pool)
+
+
+class SlotPool(SlabPool):
+    """Slots that can be used again, and that workers may write."""
+
+    _inodes: tuple[int, ...] | None = None
+
+    @property
+    def inodes(self) -> tuple[int, ...]:
+        """Of all slots. The same object, as long as there are the same ones."""
+        if self._inodes is None:
+            with self._lock:
+                there = (*self.used, *self._draining, *self._spare)
+                inodes = {slot.file.place.inode for slot in there if isinstance(slot, Slot)}
+                self._inodes = tuple(sorted(inodes))[:MAX_FILES]
+            self._count_returned()
+        return self._inodes
+
+    def lease(self, slot: Slab) -> Lease:
+        """What workers need to use this slot of the pool."""
+        assert isinstance(slot, Slot)
+        return Lease(slot.file.place, self.inodes, slot.mapped)
+
+    def _make(self, layout: Layout, *, pinned: bool) -> Slab:
+        file = MemoryFile.create(layout.nbytes)
+        file.seal()
+        slot = Slot(layout, self, file, file.tensor())
+        self._inodes = None
+        return slot
+
+    def _drop(self, slab: Slab) -> None:
+        self._inodes = None
+
+
+class Mapping(Protocol):
+    """A slot, mapped here. ``is_used``: something reads or writes it."""
+
+    @property
+    def is_used(self) -> bool: ...
+
+
+M = TypeVar("M", bound=Mapping)
+
+
+class Attachments(dict[MemoryPlace, M]):
+    """One worker's mappings of one owner's slots. Those that will not be leased again are dropped, unless used."""
+
+    _kept: tuple[int, ...] = ()
+
+    def find(self, lease: Lease) -> M | None:
+        """The mapping of this slot; None: there is none yet."""
+        if self._kept != lease.kept or len(self) > len(lease.kept):
+            # A file that the owner has closed keeps its memory as long as it is mapped.
+            self._kept = lease.kept
+            self.drop_unused(lease.kept)
+        return self.get(lease.place)
+
+    def drop_unused(self, kept: tuple[int, ...] = ()) -> None:
+        """Drop those that nothing uses, but for these inodes."""
+        for place in [place for place, one in self.items() if place.inode not in kept and not one.is_used]:
+            del self[place]
+
+
+# -- the sender's slots of weights -------------------------------------------------------------------------------------
 
 
 class WeightSlot(Slot):
@@ -149,7 +433,118 @@ def _pin(buffer: torch.Tensor) -> int:
     return address if int(runtime.cudaHostRegister(address, buffer.nbytes, 0)) == 0 else 0
 
 
-# -- a worker's mappings -----------------------------------------------------------------------------------------------
+# -- a worker's memory -------------------------------------------------------------------------------------------------
+
+
+class PrivateSlab(Slab):
+    """A slab in a memory file, which is mapped twice: privately, where Parameters may lie, and once more for what was
+    sent, whatever this process has written into its Parameters since. Raises MemoryError."""
+
+    may_hold_parameters = True
+
+    def __init__(self, layout: Layout, file: MemoryFile, sent: mmap.mmap) -> None:
+        self.mapping = file.map(private=True)
+        with normal_tensors():
+            own, self._sent = (torch.frombuffer(memory, dtype=torch.uint8) for memory in (self.mapping, sent))
+        self._address = own.data_ptr()
+        token = object()
+        FOREIGN[token] = self._address, self._address + len(own)
+        weakref.finalize(self.mapping, FOREIGN.pop, token, None)  # tensors may outlive this object
+        super().__init__(layout, own[: layout.nbytes])
+
+    @property
+    def sent(self) -> torch.Tensor:
+        return self._sent[: self.nbytes]
+
+    @property
+    def views(self) -> list[torch.Tensor]:
+        """A typed view per entry of the layout, each with a storage of its own: pickled, saved, or shared with another
+        process, it takes along its bytes, not the whole slab's."""
+        if self._views is None:
+            with normal_tensors():
+                self._views = [entry.tensor(self.mapping) for entry in self.layout.entries]
+        return self._views
+
+    def reuse(self, layout: Layout) -> None:
+        self.show_the_file()
+        super().reuse(layout)
+
+    def show_the_file(self) -> None:
+        """Discard this process's own pages before the file's next version, when no Parameter lies here."""
+        if not (self.holds_parameters or self.exposed):
+            return
+        if self._has_own_pages():
+            self.mapping.madvise(mmap.MADV_DONTNEED)
+        # share_memory() on a model, or its way into a spawned process, moves a storage with all its views.
+        begin, pairs = self._address, zip(self._views or (), self.layout.entries, strict=False)
+        if any(view.data_ptr() != begin + entry.offset for view, entry in pairs if entry.nbytes):
+            self._views = None
+        self.holds_parameters = self.holds_all_parameters = self.exposed = False
+
+    def _has_own_pages(self) -> bool:
+        # 10 ms for 256 MiB; to throw away and map anew all pages whenever some might be written takes 70.
+        first, count = self._address // mmap.PAGESIZE, len(self.mapping) // mmap.PAGESIZE
+        try:
+            with open("/proc/self/pagemap", "rb", buffering=0) as pages:
+                entries = np.frombuffer(os.pread(pages.fileno(), count * 8, first * 8), np.uint64)
+        except OSError:
+            return True
+        if len(entries) < count:
+            return True
+        there, shared = (entries & _THERE).astype(bool), (entries & _SHARED).astype(bool)
+        return bool((there & ~shared).any())
+
+
+class ReceivedSlab(PrivateSlab):
+    """A slab of a worker's own in which Parameters may lie; ``layout`` has some bytes. Raises WeightSyncError: this
+    system has no memory files; MemoryError: it cannot be mapped."""
+
+    def __init__(self, layout: Layout, pool: SlabPool) -> None:
+        self._file = MemoryFile.create(layout.nbytes, reserved=False)
+        self._window = self._file.map()
+        super().__init__(layout, self._file, self._window)
+        self.pool = pool
+        self.show_to_children()
+        self._reserved = 0
+
+    def reserve(self) -> None:
+        self._reserve(self.nbytes)
+
+    def _reserve(self, end: int) -> None:
+        if end > self._reserved:
+            self._file.reserve(self._reserved, end)
+            self._reserved = end
+
+    def write(self, offset: int, data: bytes | memoryview) -> None:
+        end = offset + len(data)
+        self._reserve(end)
+        self._window[offset:end] = data
+
+    def copy(self) -> Slab:
+        """What was sent, in a mapping of its own: a page is copied when somebody writes it. This slab is not used again
+        before that mapping has ended."""
+        assert self.pool is not None
+        memory = self._file.map(private=True)
+        self.pool.exported(self)
+        weakref.finalize(memory, self.pool.returned, self).atexit = False
+        with normal_tensors():
+            twin = Slab(self.layout, torch.frombuffer(memory, dtype=torch.uint8)[: self.nbytes])
+        twin.values = self.values
+        return twin
+
+    def reuse(self, layout: Layout) -> None:
+        self.show_to_children()
+        super().reuse(layout)
+
+
+class ReceivedPool(SlabPool):
+    """Received slabs that can be used again; plain ones where the system has no memory files."""
+
+    def _make(self, layout: Layout, *, pinned: bool) -> Slab:
+        try:
+            return ReceivedSlab(layout, self)
+        except WeightSyncError:
+            return super()._make(layout, pinned=pinned)
 
 
 class Window:
@@ -224,7 +619,7 @@ class AttachedSlab(PrivateSlab):
         return self.buffer if self.is_detached else super().sent
 
 
-# -- forks ----------------------------------------------------------------------------------------------------
+# -- forks -------------------------------------------------------------------------------------------------------------
 
 # A forked child has these mappings, too, and its copy of the model reads them; but the sender knows nothing of it. So
 # the child copies them at once, and until it has, or has ended, this process does not release the slots.
@@ -308,7 +703,7 @@ class SlotTransport(OwnTransport):
 
     async def offer(self, slab: Slab, workers: Iterable[int] | None) -> bytes:
         """Describe the slab's slot. This copies nothing, because the sender packed the weights there."""
-        return self.describe(slab)
+        return self.pool.describe(slab)
 
     def describe(self, slab: Slab) -> bytes:
         return self.pool.describe(slab)
@@ -392,26 +787,6 @@ class SlotTransport(OwnTransport):
         self._attachments.drop_unused()
 
 
-class NearAndFarTransport(SlotTransport, ChunkTransport):
-    """The same for workers of this host, and chunks on the bus for those of others: one slab for both.
-
-    Args:
-        slots: how many versions may be in use at once, as for :class:`asyncsync.SharedMemTransport`. A version counts
-            also while the sender streams it.
-        map_above: above so many bytes, workers read weights in place, in a slot or where they were received.
-    """
-
-    def __init__(self, slots: int = SLOTS, map_above: int = COPY_BYTES) -> None:
-        SlotTransport.__init__(self, slots, map_above)
-        ChunkTransport.__init__(self, map_above)
-        self.pool.streamable = True
-
-    def close(self) -> None:
-        """Release free memory; models keep the weights that they show."""
-        SlotTransport.close(self)
-        ChunkTransport.close(self)
-
-
 class SharedMemTransport(SlotTransport, TransportBackend):
     """The transport of :class:`asyncsync.SharedMemWeightSyncScheme`."""
 
@@ -437,12 +812,3 @@ class MPTransport(SlotTransport, TransportBackend):
 @in_sync_as("MPTransport")
 class BlockingMPTransport(SlotTransport, BlockingTransportBackend):
     """The transport of :class:`asyncsync.sync.MultiProcessWeightSyncScheme`."""
-
-
-class AutoTransport(NearAndFarTransport, TransportBackend):
-    """The transport of :class:`asyncsync.AutoWeightSyncScheme`."""
-
-
-@in_sync_as("AutoTransport")
-class BlockingAutoTransport(NearAndFarTransport, BlockingTransportBackend):
-    """The transport of :class:`asyncsync.sync.AutoWeightSyncScheme`."""

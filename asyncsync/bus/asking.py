@@ -10,9 +10,9 @@ from typing import Any
 import zmq
 
 from asyncsync.errors import AckTimeout, ProtocolError, WeightSyncError
-from asyncsync.net.dialing import Dialer
 from asyncsync.net.endpoint import several
 from asyncsync.net.keys import Credentials
+from asyncsync.net.rendezvous import Dialer
 from asyncsync.net.zmq_private import Context
 from asyncsync.net.zmq_socket import LoopSocket, dealer
 from asyncsync.wire.codec import decode, encode

@@ -24,11 +24,10 @@ from asyncsync.model.gate import Gate
 from asyncsync.model.strategy import Binding
 from asyncsync.monitor.metrics import Metrics
 from asyncsync.monitor.trace import UNMONITORED, Monitoring, hooks_of
-from asyncsync.net.dialing import Whereabouts
 from asyncsync.net.endpoint import is_trustworthy, side_channel_path
 from asyncsync.net.keys import Credentials
 from asyncsync.net.processes import ProcessWatch, this_process
-from asyncsync.net.rendezvous import Find, Introduction
+from asyncsync.net.rendezvous import Find, Introduction, Whereabouts
 from asyncsync.net.side_channel import ALONE, BY_SIDE_CHANNEL, SideChannel, connect, read
 from asyncsync.net.zmq_socket import LoopSocket, dealer
 from asyncsync.protocol.settings import Settings

@@ -146,11 +146,7 @@ def own_address() -> str:
 
 def tcp_endpoint(host: str, port: int | str) -> str:
     """An endpoint of ZeroMQ's; addresses of IPv6 get their brackets."""
-    try:
-        is_wide = ipaddress.ip_address(host).version == 6
-    except ValueError:
-        is_wide = False
-    return f"tcp://[{host}]:{port}" if is_wide else f"tcp://{host}:{port}"
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
 def private_directory(endpoint: str) -> Path | None:

@@ -1,16 +1,24 @@
-"""Rendezvous: how a worker finds a sender whose address it was not given, and follows the next one.
+"""How a worker finds its sender, stays connected to it, and follows the next one.
 
-Such a sender binds a free port, with keys that it draws for this run. A worker needs an :class:`Introduction`: where
-the sender is, and a key by which the sender knows that worker. It asks for one at a :class:`MeetingPlace` that both
-sides can reach: a store of torch.distributed, or an actor of Ray's. By RPC, the sender's first call brings it.
+**Introductions.** A sender may have no address that workers were given. It binds a free port then, with keys that it
+draws for this run. A worker needs an :class:`Introduction`: where the sender is, and a key by which the sender knows
+that worker. It asks for one at a :class:`MeetingPlace` that both sides can reach: a store of torch.distributed, or an
+actor of Ray's. By RPC, the sender's first call brings it.
 
 1. The worker leaves a question at the meeting place (:meth:`MeetingPlace.find`). It may come early, late or again.
 2. The sender takes each question and leaves the answer (:meth:`MeetingPlace.host`). From then on it lets the worker's
    key in (:class:`Introductions`).
 3. The worker connects. When the connection ends, it asks again; if the answer leads to another sender, it turns to that
-   one (:class:`asyncsync.net.dialing.Whereabouts`).
+   one (:class:`Whereabouts`).
 
 Keys are never pickled with a scheme. Whoever can read what lies at the meeting place can take a worker's place.
+
+**Dialling.** libzmq gives up for good when a handshake was refused, and tries again fifty times a second when the
+server could not read it. Both are replaced here (:class:`Dialer`): the next attempt comes after a while, with the keys
+that the files have then, and with the next of several server keys.
+
+**Fan-out.** A worker that has a part in it subscribes to everything, and then to the nonce of its incarnation, of which
+nothing is sent: by that subscription, which the sender is shown, it knows who is there.
 """
 
 from __future__ import annotations
@@ -20,17 +28,22 @@ import logging
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Container
+from collections import Counter
+from collections.abc import Awaitable, Callable, Container, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import msgpack
+import zmq
 
 from asyncsync.errors import NotConnected, ProtocolError
+from asyncsync.net.endpoint import host_port, several, tcp_endpoint
 from asyncsync.net.keys import Admission, Credentials, KeyPair
+from asyncsync.net.zmq_socket import FAILED, LoopSocket, subscriber, watch
 from asyncsync.protocol.membership import MAX_PEERS
+from asyncsync.protocol.session import Session
 from asyncsync.runtime.asyncio_private import running_loop
 from asyncsync.runtime.threads import call_soon, until_cancelled
 
@@ -39,7 +52,18 @@ logger = logging.getLogger("asyncsync")
 KEY_LENGTH = 40
 THREAD = "asyncsync-meeting"
 ENDING_SECONDS = 2.0
-FIRST_PAUSE, LONGEST_PAUSE = 0.05, 0.5  # between two questions
+FIRST_QUESTION_PAUSE, LONGEST_QUESTION_PAUSE = 0.05, 0.5
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.1, 2.0  # between two attempts to connect
+AWAY_SECONDS = 3.0
+LOOK_AGAIN_SECONDS = 1.0
+# Until a worker with several addresses tries the next one: nobody is there, or there is no WELCOME.
+UNREACHED_SECONDS, UNANSWERED_SECONDS = 1.0, 5.0
+EVERYTHING = b""
+_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | FAILED
+_ATTEMPTS = zmq.EVENT_CONNECT_DELAYED | zmq.EVENT_CONNECT_RETRIED
+CERTAIN = 3  # connections without keys that are ended at once: one may be to a sender that is about to end
+_MISMATCH = int(zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH)
 
 Find = Callable[[], Awaitable["Introduction"]]
 
@@ -183,5 +207,336 @@ class MeetingPlace(ABC):
                 return self.ask(worker, over)
             except NotConnected as error:  # the sender, or its successor, may be still to come
                 self.why = str(error)
-            pause = min(max(FIRST_PAUSE, 1.2 * pause), LONGEST_PAUSE)
+            pause = min(max(FIRST_QUESTION_PAUSE, 1.2 * pause), LONGEST_QUESTION_PAUSE)
         return b""  # for nobody
+
+
+# -- dialling ----------------------------------------------------------------------------------------------------------
+
+
+class Dialer:
+    """Connects a socket to the first of some endpoints, now and again. ``credentials`` returns what to connect with to
+    those by tcp; None: no keys. ``attempt`` says with which of several server keys it begins.
+
+    Raises NotConnected: the credentials cannot be had, or the endpoint is no address.
+
+    Attributes:
+        endpoint: the one that it connects to.
+        why: for people, why there is no connection; empty: there is one, or nobody has answered yet.
+        is_refused: whether the last attempt was answered by one that does not let this key in, or wants one, or none:
+            it has said so, or has ended several connections at once.
+        refused: failed attempts, by reason.
+    """
+
+    def __init__(
+        self,
+        socket: zmq.Socket[bytes],
+        endpoints: Sequence[str],
+        credentials: Callable[[], Credentials] | None,
+        crash: Callable[[BaseException], None],
+        attempt: int = 0,
+    ) -> None:
+        self.why = ""
+        self.is_refused = False
+        self.refused: Counter[str] = Counter()
+        self._socket = socket
+        self._endpoints = endpoints
+        self.endpoint = endpoints[0]
+        self._credentials = credentials
+        self._with = None if credentials is None else credentials()
+        self._attempt = attempt
+        self._crash = crash
+        self._pause = FIRST_PAUSE
+        self._timer: asyncio.TimerHandle | None = None
+        self._closed = False
+        self._has_begun = False  # of libzmq's attempt
+        self._watcher: LoopSocket | None = None
+        try:
+            self._watcher = watch(socket, _EVENTS | _ATTEMPTS, self._take_in, crash)
+            self._dial()
+        except zmq.ZMQError as error:
+            self.close()
+            raise NotConnected(f"cannot connect to {self.endpoint}: {error}") from error
+
+    def connected(self) -> None:
+        """For a subclass: the connection has begun."""
+
+    def disconnected(self) -> None:
+        """For a subclass: the connection has ended."""
+
+    def dial_beside(self, socket: zmq.Socket[bytes], endpoint: str) -> Dialer:
+        """Have another socket connect to another port of this sender, with the same keys. Raises NotConnected."""
+        return Dialer(socket, (endpoint,), self._credentials, self._crash, attempt=self._attempt)
+
+    @property
+    def _keyed(self) -> bool:
+        """Whether this address is connected to with keys: a path is private by its file permissions, and has none."""
+        return self._with is not None and self.endpoint.startswith("tcp:")
+
+    def _dial(self) -> None:
+        if self._with is not None and self._keyed:
+            servers = self._with.servers
+            self._with.own.join(self._socket, servers[self._attempt % len(servers)])
+        elif self._with is not None:  # the socket may have the keys of another address
+            self._socket.curve_server = False  # libzmq's way to encrypt nothing from now on
+        self._socket.connect(self.endpoint)
+
+    @property
+    def has_others(self) -> bool:
+        return len(self._endpoints) > 1
+
+    def go_on(self) -> None:
+        """Connect to the next one, as this one is away."""
+        following = self._endpoints.index(self.endpoint) + 1
+        self._leave(self._endpoints[following % len(self._endpoints)])
+        try:
+            self._dial()
+        except zmq.ZMQError as error:  # a name that is not known at present
+            self.why = f"cannot connect to {self.endpoint}: {error}"
+
+    def turn_to(self, endpoint: str, credentials: Callable[[], Credentials]) -> None:
+        """Leave the sender for another."""
+        self._leave(endpoint)
+        self._endpoints, self._credentials = (endpoint,), credentials
+        self._again()
+
+    def _leave(self, endpoint: str) -> None:
+        """Nothing of this address counts any more; the next attempt is for that one."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        with suppress(zmq.ZMQError):  # where libzmq has given up by itself
+            self._socket.disconnect(self.endpoint)
+        self.endpoint, self.why, self.is_refused, self._pause = endpoint, "", False, FIRST_PAUSE
+
+    def _take_in(self, event: int, value: int) -> None:
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self.why, self.is_refused, self._pause = "", False, FIRST_PAUSE
+            self.connected()
+        elif event == zmq.EVENT_DISCONNECTED:
+            self.disconnected()
+        elif event & _ATTEMPTS:
+            self._attempted(has_begun=event == zmq.EVENT_CONNECT_DELAYED)
+        elif why := self._explain(event, value):
+            self.refused[why] += 1
+            if self.refused[why] == 1:
+                logger.warning("%s; trying again", why)
+            is_said = event == zmq.EVENT_HANDSHAKE_FAILED_AUTH or value == _MISMATCH
+            self.why, self.is_refused = why, is_said or (self.refused[why] >= CERTAIN and not self._keyed)
+            if self._timer is None:
+                with suppress(zmq.ZMQError):  # where libzmq has given up by itself
+                    self._socket.disconnect(self.endpoint)
+                self._pause_first()
+
+    def _attempted(self, *, has_begun: bool) -> None:
+        """An attempt of libzmq's has begun, or is over. One that never began has found no address for the name."""
+        if self.endpoint.startswith("tcp:"):
+            host, _ = host_port(self.endpoint)
+            unknown = f"cannot connect to {self.endpoint}: this host does not know {host!r}, or has no route to it"
+            if not has_begun and not self._has_begun:
+                self.why = unknown
+            elif self.why == unknown:
+                self.why = ""
+        self._has_begun = has_begun
+
+    def _pause_first(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(self._pause, self._again)
+        self._pause = min(2 * self._pause, LONGEST_PAUSE)
+
+    def _explain(self, event: int, value: int) -> str:
+        keyed = self._keyed
+        if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            return f"the sender at {self.endpoint} refused this key: it is not on the sender's list of clients"
+        if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == _MISMATCH:
+            if keyed:
+                return f"the sender at {self.endpoint} has no keys, but this receiver uses some"
+            return f"the sender at {self.endpoint} wants a key: give server_key= and client_key="
+        if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+            return f"a program other than a sender answers at {self.endpoint}"
+        # No detail: the connection has ended before the handshake was complete. A sender with keys that reads of none
+        # ends it so too, where its end is here before its greeting has been read.
+        if self.why or not self.endpoint.startswith("tcp:"):
+            return self.why
+        if keyed:
+            return f"the program at {self.endpoint} has another key than server_key= says, or none, or is too busy"
+        return (
+            f"the program at {self.endpoint} closes the connection at once: it wants a key "
+            "(give server_key= and client_key=), is no sender, or is about to end"
+        )
+
+    def _again(self) -> None:
+        self._timer = None
+        self._attempt += 1
+        if self._credentials is not None:
+            try:
+                self._with = self._credentials()
+            except NotConnected as error:
+                self.why = str(error)  # and connect with what was known before
+        try:
+            self._dial()
+        except zmq.ZMQError as error:  # no descriptors, perhaps
+            self.why = f"cannot connect to {self.endpoint}: {error}"
+            self._pause_first()
+
+    def close(self) -> None:
+        """Before the socket is closed. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        self._socket.disable_monitor()
+        if self._watcher is not None:
+            self._watcher.close()
+
+
+class Subscription:
+    """A worker's end, of one incarnation, at the sender that ``dialer`` connects to. ``receive`` is called with the
+    frames of each message."""
+
+    def __init__(
+        self,
+        context: zmq.Context[Any],
+        dialer: Dialer,
+        nonce: bytes,
+        receive: Callable[[list[Any]], None],
+        crash: Callable[[BaseException], None],
+    ) -> None:
+        self._context = context
+        self._sender = dialer
+        self._nonce = nonce
+        self._receive = receive
+        self._crash = crash
+        self._socket: LoopSocket | None = None
+        self._dialer: Dialer | None = None
+        self._port = 0
+
+    def follow(self, port: int) -> None:
+        """Be subscribed at this port of the sender's, and nowhere else; 0: nowhere. A worker can do without: where that
+        fails, it is not tried again at this port."""
+        if port == self._port or not self._sender.endpoint.startswith("tcp://"):
+            return
+        self.close()
+        self._port = port
+        if not port:
+            return
+        try:
+            self._connect(tcp_endpoint(host_port(self._sender.endpoint)[0], port))
+        except (zmq.ZMQError, NotConnected) as error:
+            logger.warning("no fan-out, so this worker gets its own copy: %s", error)
+
+    def _connect(self, endpoint: str) -> None:
+        socket = subscriber(self._context)
+        try:
+            for topic in (EVERYTHING, self._nonce):
+                socket.subscribe(topic)
+            self._dialer = self._sender.dial_beside(socket, endpoint)
+            self._socket = LoopSocket(socket, self._receive, self._crash)
+        except BaseException:
+            socket.close()
+            raise
+
+    def drain(self) -> None:
+        """Take in what has come: it was sent before the message that the caller is about to handle."""
+        if self._socket is not None:
+            self._socket.drain()
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._dialer is not None:
+            self._dialer.close()
+        if self._socket is not None:
+            self._socket.close()
+        self._dialer, self._socket, self._port = None, None, 0
+
+
+class Whereabouts(Dialer):
+    """Where a worker's sender is, and where next. Connects ``socket``, and what is subscribed to, to a sender: to the
+    first of several addresses, for which ``credentials`` returns the keys, or to the one that it was introduced to,
+    whose successor ``find`` finds. ``told`` are called when the connection has begun and ended, ``receive`` with what
+    all subscribers are sent. Raises NotConnected as :class:`Dialer`.
+
+    Attributes:
+        subscription: to what the sender sends to many at once.
+        search: the task that looks for a successor.
+    """
+
+    def __init__(
+        self,
+        socket: zmq.Socket[bytes],
+        sender: str | Introduction,
+        session: Session,
+        credentials: Callable[[], Credentials] | None,
+        find: Find | None,
+        told: tuple[Callable[[], None], Callable[[], None]],
+        receive: Callable[[list[Any]], None],
+        crash: Callable[[BaseException], None],
+    ) -> None:
+        self.search: asyncio.Task[None] | None = None
+        self._sender = sender
+        self._session = session
+        self._find = find
+        self._told = told
+        self._away_since: float | None = None  # None: it is connected, or has not been yet
+        self._unwelcome_since: float | None = None
+        self.subscription = Subscription(socket.context, self, session.nonce, receive, crash)
+        if isinstance(sender, Introduction):
+            super().__init__(socket, (sender.endpoint,), sender.credentials, crash)
+        else:
+            super().__init__(socket, several(sender), credentials, crash)
+
+    def why_not(self) -> str:
+        """For people: why there is no connection."""
+        return self.why or f"no sender answers at {self.endpoint}; check that it is connecting, with the same endpoint"
+
+    def is_away(self, now: float) -> bool:
+        """Whether the connection stays away."""
+        return self._away_since is not None and now > self._away_since + AWAY_SECONDS
+
+    def connected(self) -> None:
+        self._away_since = None
+        self._told[0]()
+
+    def disconnected(self) -> None:
+        loop = asyncio.get_running_loop()
+        if self._session.online:
+            self._away_since = loop.time()  # not anew with each attempt that comes to nothing
+        self._told[1]()
+        if self._find is not None and self._session.ended is None and (self.search is None or self.search.done()):
+            self.search = loop.create_task(self._look_for_successor(self._find))
+
+    async def _look_for_successor(self, find: Find) -> None:
+        while not self._session.online:
+            try:
+                found = await find()
+            except Exception as error:
+                logger.error("the sender is gone, and this worker cannot find a new one: %s", error)
+                return
+            if found != self._sender:  # else ZeroMQ connects again by itself
+                self._sender = found
+                self.turn_to(found.endpoint, found.credentials)
+                self.subscription.close()
+            await asyncio.sleep(LOOK_AGAIN_SECONDS)  # it may be the one that is ending
+
+    def tick(self, now: float) -> None:
+        """Go to the next address, when nobody is at this one, or does not answer there."""
+        session = self._session
+        if not self.has_others:
+            return
+        # A WELCOME may be read after the end of the connection by which it has come.
+        if (session.welcomed and session.online) or session.ended is not None:
+            self._unwelcome_since = None
+        elif self._unwelcome_since is None:
+            self._unwelcome_since = now
+        elif now - self._unwelcome_since >= (UNANSWERED_SECONDS if session.online else UNREACHED_SECONDS):
+            self._unwelcome_since = now
+            self.go_on()
+            self.subscription.close()
+            logger.info("worker %d tries its next address, %s", session.worker, self.endpoint)
+            self.disconnected()
+
+    def close(self) -> None:
+        if self.search is not None:
+            self.search.cancel()
+        super().close()
+        self.subscription.close()

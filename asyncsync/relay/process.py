@@ -23,8 +23,7 @@ from asyncsync.net.keys import Credentials, KeyFiles
 from asyncsync.protocol.settings import Settings
 from asyncsync.relay import store
 from asyncsync.relay.passing import Kept, Passing
-from asyncsync.transports.shared_memory import SLOTS, WeightSlots
-from asyncsync.transports.slots import COPY_BYTES
+from asyncsync.transports.shared_memory import COPY_BYTES, SLOTS, WeightSlots
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab, SlabPool
 from asyncsync.wire.messages import Epoch

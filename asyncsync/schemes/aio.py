@@ -16,14 +16,10 @@ from asyncsync.schemes.torchrl import Refusal
 T = TypeVar("T")
 
 
-def _refuse(self: object) -> NoReturn:
+def _refuse(self: object, *exc: object) -> NoReturn:
     raise TypeError(
         f"use `async with`: this is an asyncio {type(self).__name__}; the blocking one is in asyncsync.sync"
     )
-
-
-def _never(self: object, *exc: object) -> None:
-    """What follows :func:`_refuse`, which always raises."""
 
 
 async def _begin(self: T) -> T:
@@ -48,7 +44,7 @@ class Bus(BusCore):
 
     """
 
-    __enter__, __exit__, __aenter__, __aexit__ = _refuse, _never, _begin, _end
+    __enter__, __exit__, __aenter__, __aexit__ = _refuse, _refuse, _begin, _end
 
     async def connect(self, timeout: float = DEFAULT_TIMEOUT, processes: Iterable[Any] = ()) -> None:
         """Connect all schemes of this bus; see :meth:`ZMQWeightSyncScheme.connect`.
@@ -65,11 +61,7 @@ class Bus(BusCore):
         await self._connect(await self._initial(), timeout)
 
     async def publish(
-        self,
-        weights: Mapping[str, Any],
-        worker_ids: Workers = None,
-        *,
-        metadata: Metadata = None,
+        self, weights: Mapping[str, Any], worker_ids: Workers = None, *, metadata: Metadata = None
     ) -> int:
         """Snapshot several models and announce them as one update: each worker switches all of them, or none.
 
@@ -85,19 +77,12 @@ class Bus(BusCore):
 
         Raises:
             ValueError, TypeError: an unknown model_id or worker, or invalid weights; nothing was published.
-            AckTimeout: no memory came free for them within 60 s, as for a scheme's ``publish``; nothing was published.
-            MemoryError: there is too little memory for the snapshot; nothing was published.
-            NotConnected, ClosedError, Fenced: this sender cannot publish.
+            AckTimeout, MemoryError, NotConnected, ClosedError, Fenced: as a scheme's ``publish``.
         """
         return await self.announce(weights, worker_ids, metadata)
 
     async def wait_version(
-        self,
-        version: int,
-        worker_ids: Workers = None,
-        timeout: float = DEFAULT_TIMEOUT,
-        *,
-        quorum: int | None = None,
+        self, version: int, worker_ids: Workers = None, timeout: float = DEFAULT_TIMEOUT, *, quorum: int | None = None
     ) -> None:
         """Sender: wait until the targeted workers have applied this version or a newer one. Receiver: until this
         worker has, of every model for which it has been told of one. Arguments and exceptions as of a scheme's.
@@ -122,15 +107,8 @@ class Bus(BusCore):
         metadata: Metadata = None,
         quorum: int | None = None,
     ) -> int:
-        """:meth:`publish`, then :meth:`wait_version`; returns the version.
-
-        Raises:
-            NotConnected: no worker has this model (elastic: fewer than ``min_workers``, or the ``quorum``); nothing was
-                published.
-            PartialSendError: names the workers that have not applied it, and why; with a ``quorum``, too few have. Not
-                final: these workers still get it.
-            ValueError, TypeError, MemoryError, ClosedError, Fenced: as :meth:`publish`.
-        """
+        """:meth:`publish`, then :meth:`wait_version`; returns the version. Raises as
+        :meth:`WeightSyncScheme.send_async`."""
         return await self.announce_and_wait(weights, worker_ids, timeout, metadata, quorum)
 
     async def shutdown(self, timeout: float = 5.0) -> None:
@@ -148,7 +126,7 @@ class WeightSyncScheme(Scheme):
     bus_class: ClassVar[type[BusCore]] = Bus
     is_blocking: ClassVar[bool] = False
 
-    __enter__, __exit__, __aenter__, __aexit__ = _refuse, _never, _begin, _end
+    __enter__, __exit__, __aenter__, __aexit__ = _refuse, _refuse, _begin, _end
     _bus: Bus
     initialized_on_sender = initialized_on_receiver = Refusal()  # what TorchRL asks first
 
@@ -216,18 +194,14 @@ class WeightSyncScheme(Scheme):
     ) -> None:
         await self.connect_receiver(worker_idx, timeout)
 
-    async def publish(
-        self,
-        weights: Any = None,
-        worker_ids: Workers = None,
-        *,
-        metadata: Metadata = None,
-    ) -> int:
+    async def publish(self, weights: Any = None, worker_ids: Workers = None, *, metadata: Metadata = None) -> int:
         """Snapshot the weights and announce them; returns the version without waiting for any worker.
 
         The source must not change until this returns, and may change from then on. Latest wins: a worker that is
-        behind skips versions. Large weights (over 1 MiB by ZeroMQ, 4 MiB in shared memory) are fetched afterwards,
-        while this event loop runs: a loop that trains without an await delivers them late. Train in a thread then
+        behind skips versions.
+
+        With asyncio, large weights (over 1 MiB by ZeroMQ, 4 MiB in shared memory) are fetched afterwards, while this
+        event loop runs: a loop that trains without an await delivers them late. Train in a thread then
         (``asyncio.to_thread``), or await ``publish_async`` of :mod:`asyncsync.sync`'s schemes. Cancelled, this raises
         once nothing reads the source any more; the version is published or discarded whole.
 
@@ -249,12 +223,7 @@ class WeightSyncScheme(Scheme):
         return await self._publish(weights, worker_ids, metadata)
 
     async def wait_version(
-        self,
-        version: int,
-        worker_ids: Workers = None,
-        timeout: float = DEFAULT_TIMEOUT,
-        *,
-        quorum: int | None = None,
+        self, version: int, worker_ids: Workers = None, timeout: float = DEFAULT_TIMEOUT, *, quorum: int | None = None
     ) -> None:
         """Sender: wait until the targeted workers have applied this version or a newer one. Receiver: until this
         worker has.
@@ -308,8 +277,16 @@ class WeightSyncScheme(Scheme):
         metadata: Metadata = None,
         quorum: int | None = None,
     ) -> int:
-        """:meth:`publish`, then :meth:`wait_version`: returns the version when all targeted workers have applied it;
-        with ``quorum=n``, when n of them have. The others still get it, but no error reports them.
+        """:meth:`publish`, then :meth:`wait_version`: returns when all targeted workers have applied the weights; with
+        ``quorum=n``, when n of them have. The others still get it, but no error reports them.
+
+        Args:
+            weights, worker_ids, metadata: as for :meth:`publish`.
+            timeout: seconds.
+            quorum: how many of the targeted workers are enough; None: all.
+
+        Returns:
+            The version; the blocking ``send`` returns None.
 
         Raises:
             NotConnected: no worker has this model (elastic: fewer than ``min_workers``, or the ``quorum``); nothing was

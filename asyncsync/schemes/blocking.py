@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextlib import nullcontext
 from functools import partial, update_wrapper, wraps
-from typing import Any, ClassVar, Concatenate, ParamSpec, Self, TypeVar, cast
+from typing import Any, ClassVar, Concatenate, ParamSpec, Self, TypeVar
 
 from tensordict import TensorDict
 
@@ -35,47 +35,37 @@ Make = Callable[[], Coroutine[Any, Any, T]]
 Coroutines = Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]
 
 
-def ordinary(method: Coroutines[P, T], run: str = "run_on_loop") -> Callable[Concatenate[Any, P], T]:
+def taken(method: Any, self: Any, weights: Any = None, worker_ids: Workers = None, *args: Any, **more: Any) -> Any:
+    """The coroutine of a method of weights and workers. The weights are taken here, in the caller's thread."""
+    workers = as_workers(worker_ids)
+    return partial(method, self, self.take_here(weights, workers), workers, *args, **more)
+
+
+def ordinary(
+    method: Coroutines[P, T], *, run: str = "run_on_loop", make: Callable[..., Make[Any]] = partial
+) -> Callable[Concatenate[Any, P], T]:
     """A coroutine function of the asyncio API as an ordinary method, with its signature and docstring. The method
-    called ``run`` runs the coroutine on the loop."""
+    called ``run`` runs on the loop what ``make`` makes of the call."""
 
     @wraps(method)
     def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        result: T = getattr(self, run)(partial(method, self, *args, **kwargs))
+        result: T = getattr(self, run)(make(method, self, *args, **kwargs))
         return result
 
     return call
 
 
-def taking(method: Coroutines[P, T], doc: str | None = None) -> Callable[Concatenate[Any, P], T]:
-    """The same of a coroutine function of weights and workers. The weights are taken in the caller's thread."""
-    function: Callable[..., Coroutine[Any, Any, T]] = method
-
-    @wraps(method)
-    def call(self: Any, /, weights: Any = None, worker_ids: Workers = None, *args: Any, **kwargs: Any) -> T:
-        workers = as_workers(worker_ids)
-        result: T = self.run_on_loop(
-            partial(function, self, self.take_here(weights, workers), workers, *args, **kwargs)
-        )
-        return result
-
-    call.__doc__ = doc or method.__doc__
-    return cast("Callable[Concatenate[Any, P], T]", call)
-
-
 def elsewhere(method: Coroutines[P, T], name: str, doc: str) -> Coroutines[P, T]:
-    """The same for a coroutine of any event loop."""
-    function: Callable[..., Coroutine[Any, Any, T]] = method
+    """The same of a method of weights and workers, for a coroutine of any event loop."""
+    make: Callable[..., Make[T]] = taken
 
     @wraps(method)
-    async def call(self: Any, /, weights: Any = None, worker_ids: Workers = None, *args: Any, **kwargs: Any) -> T:
-        workers = as_workers(worker_ids)
-        make = partial(function, self, self.take_here(weights, workers), workers, *args, **kwargs)
-        result: T = await self._awaitable(make)
+    async def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        result: T = await self._awaitable(make(method, self, *args, **kwargs))
         return result
 
     call.__name__, call.__doc__ = name, doc
-    return cast("Coroutines[P, T]", call)
+    return call
 
 
 def now(coroutine: Coroutine[Any, Any, T]) -> T:
@@ -125,7 +115,7 @@ class Bus(BusCore):
 
     connect.__doc__ = AsyncBus.connect.__doc__
 
-    publish = taking(AsyncBus.publish)
+    publish = ordinary(AsyncBus.publish, make=taken)
     publish_async = elsewhere(
         AsyncBus.publish,
         "publish_async",
@@ -133,11 +123,11 @@ class Bus(BusCore):
     )
     wait_version = ordinary(AsyncBus.wait_version)
     wait_lag = ordinary(AsyncBus.wait_lag)
-    _deliver = taking(AsyncBus.send_async)
+    _deliver = ordinary(AsyncBus.send_async, make=taken)
     send_async = elsewhere(
         AsyncBus.send_async, "send_async", ":meth:`send` for a coroutine of any event loop; returns the version."
     )
-    shutdown = ordinary(AsyncBus.shutdown, "end_on_loop")
+    shutdown = ordinary(AsyncBus.shutdown, run="end_on_loop")
 
     def send(
         self,
@@ -167,8 +157,7 @@ class Bus(BusCore):
         # The values of the sources, taken here and now.
         return {topic: Taken(source) for topic, source in now(self._take(weights, workers)).items()}
 
-    async def _awaitable(self, make: Make[T]) -> T:
-        return await loop_thread.awaitable(make)
+    _awaitable = staticmethod(loop_thread.awaitable)
 
     def run_on_loop(self, make: Make[T]) -> T:
         async def tended() -> T:
@@ -289,54 +278,21 @@ class WeightSyncScheme(Scheme):
         metadata: Metadata = None,
         quorum: int | None = None,
     ) -> None:
-        """Send weights, and return when the targeted workers have applied them.
-
-        Args:
-            weights: None (the registered source's current values), module, TensorDict, dict, or ``{worker_idx:
-                weights}``.
-            worker_ids: the workers that get it; None: all, later ones too.
-            timeout: seconds.
-            metadata: a small mapping that belongs to the version, and arrives with it: see :attr:`metadata` and
-                :meth:`hold`. Of strings as keys and what msgpack can carry; encoded, at most 64 KiB.
-            quorum: how many of the targeted workers are enough; None: all.
-
-        Raises:
-            ValueError, TypeError: invalid weights, workers or metadata; nothing was published.
-            MemoryError: there is too little memory for the snapshot; nothing was published.
-            NotConnected: no worker has this model (elastic: fewer than ``min_workers``), or this sender is not
-                connected; nothing was published.
-            ClosedError, Fenced: this sender was shut down, or a newer process has replaced it.
-            PartialSendError: names the workers that have not applied it, and why. Not final: they still get it.
-        """
         if self._options.get("sync", True):
             self._send_and_wait(weights, worker_ids, timeout, metadata=metadata, quorum=quorum)
         else:
             self.publish(weights, worker_ids, metadata=metadata)
 
-    _send_and_wait = taking(AsyncScheme.send_async)
+    send.__doc__ = AsyncScheme.send_async.__doc__
+
+    _send_and_wait = ordinary(AsyncScheme.send_async, make=taken)
     send_async = elsewhere(
         AsyncScheme.send_async,
         "send_async",
         ":meth:`send` for a coroutine of any event loop; returns the version. The source must not change until it "
         "returns.",
     )
-    publish = taking(
-        AsyncScheme.publish,
-        """Snapshot the weights and announce them; returns the version without waiting for any worker.
-
-        The source may change from then on. Latest wins: a worker that is behind skips versions.
-
-        Args:
-            weights: as for :meth:`send`.
-            worker_ids: as for :meth:`send`.
-            metadata: as for :meth:`send`.
-
-        Raises:
-            ValueError, TypeError, MemoryError, NotConnected, ClosedError, Fenced: as :meth:`send`.
-            AckTimeout: for 60 s there was no room for them (workers that are behind still read all ``slots`` of shared
-                memory); nothing was published.
-        """,
-    )
+    publish = ordinary(AsyncScheme.publish, make=taken)
     publish_async = elsewhere(
         AsyncScheme.publish,
         "publish_async",
@@ -345,8 +301,8 @@ class WeightSyncScheme(Scheme):
     )
     wait_version = ordinary(AsyncScheme.wait_version)
     wait_lag = ordinary(AsyncScheme.wait_lag)
-    fetch = ordinary(AsyncScheme.fetch, "_deliver")
-    shutdown = ordinary(AsyncScheme.shutdown, "end_on_loop")
+    fetch = ordinary(AsyncScheme.fetch, run="_deliver")
+    shutdown = ordinary(AsyncScheme.shutdown, run="end_on_loop")
 
     def receive(self, timeout: float | None = None) -> TensorDict | None:
         return self.received(timeout)
@@ -370,8 +326,7 @@ class WeightSyncScheme(Scheme):
         self._check_open()
         return self._bus.take_here({self.topic: weights}, workers)[self.topic]
 
-    async def _awaitable(self, make: Make[T]) -> T:
-        return await loop_thread.awaitable(make)
+    _awaitable = staticmethod(loop_thread.awaitable)
 
     def _deliver(self, make: Make[T]) -> T:
         """Weights for the caller. If an exception strikes in its thread before it has them, the next receive returns
@@ -380,11 +335,9 @@ class WeightSyncScheme(Scheme):
         gone = False
 
         async def deliver() -> T:
-            receiving = self.receiving
-            before = None if receiving is None else receiving.returned
+            before = self.returned
             weights = await make()
-            assert receiving is not None
-            take_back = partial(receiving.take_back, receiving.returned, before)
+            take_back = partial(self.take_back, self.returned, before)
             undo.append(take_back)
             if gone:  # for a second time, perhaps
                 take_back()
@@ -477,13 +430,12 @@ class WeightSyncScheme(Scheme):
             old = self.sources
             self.sources = Sources(self.model_id, old.context, model=model, device_map_fn=old.device_map_fn)
             self._model = model
-        elif model is not self._model and (receiving := self.receiving) is not None:
-            self._model = model
-            link, timeout = self._bus.link, max(DEFAULT_TIMEOUT, self._patience)
-            if isinstance(link, ReceiverLink):
-                self.run_on_loop(lambda: receiving.replace(link, model, timeout))
+        elif model is not self._model:
+            replace = partial(self.replace_model, model, max(DEFAULT_TIMEOUT, self._patience))
+            if isinstance(self._bus.link, ReceiverLink):
+                self.run_on_loop(replace)
             else:
-                receiving.bind(model)
+                now(replace())
 
     @property
     def context(self) -> Any:

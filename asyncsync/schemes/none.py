@@ -10,8 +10,7 @@ from asyncsync.arguments import as_version, check_forward
 from asyncsync.bus.core import Metadata
 from asyncsync.bus.status import BusStatus
 from asyncsync.schemes import aio, blocking
-from asyncsync.schemes.registry import register
-from asyncsync.schemes.scheme import Scheme
+from asyncsync.schemes.scheme import Scheme, register
 from asyncsync.transports.zmq import BlockingZMQTransport, ZMQTransport
 from asyncsync.wire.metadata import Shown, decode_metadata, encode_metadata
 
@@ -113,7 +112,8 @@ class BlockingNoSync(NoSyncCore, blocking.WeightSyncScheme):
     def run_on_loop(self, make: blocking.Make[T]) -> T:
         return blocking.now(make())
 
-    async def _awaitable(self, make: blocking.Make[T]) -> T:
+    @staticmethod
+    async def _awaitable(make: blocking.Make[T]) -> T:
         return await make()
 
     def take_here(self, weights: Any, workers: list[int] | None) -> None:

@@ -1,5 +1,5 @@
 """Remote calls: the schemes whose sender calls ``_receive_weights_scheme()`` of an object in each worker, as TorchRL
-documents it for RPC and Ray.
+documents it for RPC and Ray. The bytes go through gloo, or through Ray's object store.
 
 The bus does what it does for every scheme: versions, transfers, acknowledgements, late joiners. But a worker here
 applies what has come when it is told to: a publication calls the objects of the workers that it is for, each method
@@ -7,55 +7,73 @@ runs ``scheme.receive()``, and that applies the version of the call, or a newer 
 newer one, finds nothing to do and returns; one that came from another scheme of the same object returns at once. There
 is one call at a time to each object; of the calls that wait for it, only the newest follows.
 
-A subclass says how an object is called, and in a worker how such a call is recognised.
+By RPC, the first call of a worker introduces it to its sender, and connects it: ``connect`` waits on neither side.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import binascii
+import inspect
+import sys
+import threading
 import traceback
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import Future
+from contextlib import suppress
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from importlib import import_module
+from typing import Annotated, Any, ClassVar, TypeVar, Unpack
 
 import msgpack
 from tensordict import TensorDict
 
-from asyncsync.arguments import checked
-from asyncsync.bus.core import BusCore
+from asyncsync.arguments import Option, checked, declared
+from asyncsync.bus.core import DEFAULT_TIMEOUT, BusCore
+from asyncsync.bus.member import Source
 from asyncsync.bus.receiver import ReceiverLink
-from asyncsync.errors import AckTimeout, PeerLost, RemoteError, WeightSyncError
-from asyncsync.net.rendezvous import Introduction
-from asyncsync.protocol.targets import Targets
-from asyncsync.schemes.scheme import Scheme
+from asyncsync.errors import AckTimeout, NotConnected, PeerLost, RemoteError, WeightSyncError
+from asyncsync.net.endpoint import INTRODUCED, own_address
+from asyncsync.net.rendezvous import THREAD, Introduction, MeetingPlace
+from asyncsync.runtime.threads import elsewhere, settle
+from asyncsync.schemes import aio, blocking
+from asyncsync.schemes.options import RayOptions, RPCOptions, Strategy
+from asyncsync.schemes.scheme import Scheme, register
+from asyncsync.schemes.torch_distributed import check_backend
+from asyncsync.transports.ray_objects import BlockingRayTransport, ObjectTransport, RayTransport
+from asyncsync.transports.ray_private import kill, the_ray
+from asyncsync.transports.torch_distributed import BlockingRPCTransport, PairTransport, RPCTransport
 
 METHOD = "_receive_weights_scheme"
 CALL_SECONDS = 60.0
 LOOK_SECONDS = 0.25
+# Longer than anything that the worker does there: its own limit has a better message.
+RPC_SECONDS = 180.0
+
+OBJECT_STORE = "object_store"
+BACKENDS = ("gloo", "nccl", OBJECT_STORE)
+MARK = f"{METHOD} asyncsync:"  # a call's name, as Ray shows it; what follows is the Call
+MARGIN = 1.0  # a connect that is late says why
+MODULE = "transform_module"  # what a transform's module is called where the sender gives it no name
+LOOK_FOR_ANSWER_SECONDS = 0.1
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a worker's object.
+    """One call of a worker's object."""
 
-    Attributes:
-        uid: the bus that calls.
-        worker: which worker it takes the object for.
-        versions: what is to be applied, by the models' names.
-        introduction: how to find the sender, where the call says that.
-    """
-
-    uid: str
-    worker: int
-    versions: dict[str, int]
-    introduction: bytes | None = None
+    uid: str  # of the bus that calls
+    worker: int  # which worker it takes the object for
+    versions: dict[str, int]  # what is to be applied, by the models' names
+    introduction: bytes | None = None  # how to find the sender, where the call says that
 
     def encode(self) -> bytes:
-        """For :meth:`decode`."""
         encoded: bytes = msgpack.packb([self.uid, self.worker, self.versions, self.introduction])
         return encoded
 
@@ -80,11 +98,11 @@ def failure_of(error: BaseException) -> Exception:
 
 @dataclass
 class _Caller:
-    """The calls of one worker's object. ``wanted`` and ``ended`` are versions; the last one that failed, and why."""
+    """The calls of one worker's object."""
 
-    wanted: int = 0
+    wanted: int = 0  # versions
     ended: int = 0
-    failed: tuple[int, Exception] | None = None
+    failed: tuple[int, Exception] | None = None  # the last version that failed, and why
     task: asyncio.Task[None] | None = field(default=None, repr=False)
 
 
@@ -126,7 +144,7 @@ class _Calls:
                 failed = None
                 try:
                     # Until all workers have accepted its layout, one may refuse it, and then it goes to none.
-                    await link.wait(partial(_is_settled, targets, version), CALL_SECONDS)
+                    await link.wait(lambda wanted=version: wanted not in targets.pending, CALL_SECONDS)
                     due = {m: t.version for m in targets.models if (t := targets.target(worker, m)) is not None}
                     if due != called and worker in self._remotes:
                         called = due
@@ -145,10 +163,6 @@ class _Calls:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
-
-
-def _is_settled(targets: Targets, version: int) -> bool:
-    return version not in targets.pending
 
 
 class RemoteCallCore(Scheme):
@@ -172,10 +186,6 @@ class RemoteCallCore(Scheme):
     async def _connect_called(self, worker: int, timeout: float) -> None:
         """Worker: connect, in the first call."""
         await self.connect_receiver(worker, timeout)
-
-    @abstractmethod
-    def current_call(self) -> Call | None:
-        pass
 
     # -- what users call ----------------------------------------------------------------------------------------------
 
@@ -268,16 +278,21 @@ class RemoteCallCore(Scheme):
             if call.introduction is not None:
                 self._bus.introduction = Introduction.decode(call.introduction)
             await self._unless_lost(call, self._connect_called(call.worker, CALL_SECONDS))
-            assert self.receiving is not None
-            self.receiving.returned = None  # the user has not been told of any yet
-        link, receiving = self._receiver()
+            self.returned = None  # the user has not been told of any yet
         try:
-            reach = receiving.reach(link, version, max(0.0, deadline - loop.time()), call.versions)
+            reach = self._reach(version, max(0.0, deadline - loop.time()), call.versions)
             return await self._unless_lost(call, reach)
         except AckTimeout:
             if timeout is None:
                 raise
             return None
+
+    async def _reach(self, version: int, timeout: float, others: Mapping[str, int]) -> TensorDict | None:
+        """This version, or a newer one, applied, with what these other models have got together with it; None if it was
+        returned already."""
+        link, before = self._bus.receiver_link(), self.returned
+        mark = await link.receiving.reach(self.topic, version, timeout, others)
+        return None if mark == before else await self._return(link, mark, before)
 
     async def _unless_lost(self, call: Call, doing: Coroutine[Any, Any, T]) -> T:
         """Do what a call asks for, unless the caller dies meanwhile: its successor calls again, and until then the
@@ -302,3 +317,420 @@ class RemoteCallCore(Scheme):
         if isinstance(calls, _Calls) and calls.call == self._call:
             await calls.close()
         await super().end_transport(timeout)
+
+
+# -- RPC ---------------------------------------------------------------------------------------------------------------
+
+_current: ContextVar[Call | None] = ContextVar("asyncsync_call", default=None)
+
+
+class RPCCore(RemoteCallCore):
+    """What the scheme is, in both APIs."""
+
+    _adopts = True
+    _remotes_name = "collector_rrefs"
+    _transports: ClassVar[tuple[type[PairTransport], ...]] = RPCTransport, BlockingRPCTransport
+
+    @declared
+    def __init__(self, strategy: Strategy = "tensordict", **options: Unpack[RPCOptions]) -> None:
+        check_backend(options["backend"])
+        self._configure(strategy, options)
+        self.backend = options["backend"]
+
+    def _reset(self) -> None:
+        super()._reset()
+        self._is_called = False
+
+    def create_transport(self, **kwargs: Any) -> PairTransport:
+        """The transport of this scheme's API."""
+        kind = self._transports[self.is_blocking]
+        return kind(own_address(), self._options["map_above"], backend=self.backend)
+
+    async def initial_source(self, weights: Any) -> Source | None:
+        return None if weights is None else await super().initial_source(weights)
+
+    async def connect_sender(self, initial: Source | None, timeout: float) -> None:
+        loop = asyncio.get_running_loop()
+        await self._open(timeout)
+        link = self._bus.open_sender()
+        publisher = link.caught_up()
+        publisher.serve(self.topic, loop.time())
+        publisher.assemble(self.topic)  # workers that were not called yet are not waited for
+        link.settle()
+        if initial is not None:
+            deadline = loop.time() + timeout
+            await link.publishing.publish({self.topic: initial}, {self.topic: self.carrier()}, None, deadline=deadline)
+        self.is_registered = True
+
+    def register_receiver(self, worker_idx: int | None = None) -> None:
+        if self._is_called:
+            super().register_receiver(worker_idx)
+
+    async def connect_receiver(self, worker_idx: int | None, timeout: float) -> None:
+        if worker_idx is not None:
+            self._check_worker(worker_idx)
+            self._worker_idx = worker_idx
+
+    async def _connect_called(self, worker: int, timeout: float) -> None:
+        self._is_called = True
+        await super().connect_receiver(worker, timeout)
+
+    async def _receive(self, timeout: float | None, call: Call | None = None) -> TensorDict | None:
+        if call is None and self.role == "receiver" and not self.is_registered:
+            self._check_open()
+            raise NotConnected("this worker has not been called by its sender yet, which introduces it")
+        return await super()._receive(timeout, call)
+
+    async def _call(self, call: Call) -> None:
+        if self._bus.endpoint == INTRODUCED:
+            call = replace(call, introduction=self._bus.sender_link().introductions(call.worker).encode())
+        rref = self._remotes[call.worker]
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[Exception | None] = loop.create_future()
+
+        def ended(future: Any) -> None:  # in whatever thread
+            try:
+                settle(done, future.value())
+            except Exception as error:
+                settle(done, error=error)
+
+        def begin() -> None:
+            call_there = import_module("torch.distributed.rpc").rpc_async
+            there, arguments = BlockingRPC.receive_there, (rref, call.encode())
+            call_there(rref.owner(), there, arguments, timeout=RPC_SECONDS).add_done_callback(ended)
+
+        try:
+            await elsewhere("asyncsync-call", begin)  # it may connect, which blocks
+            failure = await done
+        except RuntimeError as error:
+            raise PeerLost(f"worker {call.worker} is lost: it cannot be called by RPC: {error}") from error
+        if failure is not None:
+            raise failure
+
+    def current_call(self) -> Call | None:
+        return _current.get()
+
+    # Not a function of this module: several calls may come at once, before anything of asyncsync was imported. Threads
+    # that import different modules of a package wait for each other; threads that all import asyncsync.sync do not.
+    @classmethod
+    def receive_there(cls, rref: Any, encoded: bytes) -> Exception | None:
+        # In the worker: have the object receive. Returns what it raised.
+        token = _current.set(Call.decode(encoded))
+        try:
+            outcome = getattr(rref.local_value(), METHOD)()
+            if inspect.isawaitable(outcome):
+                if inspect.iscoroutine(outcome):
+                    outcome.close()
+                raise TypeError(f"{METHOD} must be an ordinary method: RPC calls it on a thread that has no event loop")
+        except Exception as error:
+            return failure_of(error)
+        finally:
+            _current.reset(token)
+        return None
+
+
+class RPCWeightSyncScheme(RPCCore, aio.WeightSyncScheme):
+    """Weights for objects in processes of ``torch.distributed.rpc``. Usage::
+
+        rrefs = [rpc.remote(f"worker{index}", Worker, (scheme.blocking, index)) for index in range(2)]
+        scheme.init_on_sender(model_id="policy", model=policy, remotes=rrefs)
+        await scheme.connect()                     # does not wait
+        version = await scheme.send_async()        # calls each object's _receive_weights_scheme()
+
+    and in the object, with the blocking class of :mod:`asyncsync.sync`::
+
+        self.scheme.init_on_receiver("policy", model=self.policy, worker_idx=index)
+
+        def _receive_weights_scheme(self):
+            self.scheme.receive()
+    """
+
+
+class BlockingRPC(RPCCore, blocking.WeightSyncScheme):
+    """Weights for objects of RPC's, with the blocking API; see :class:`asyncsync.RPCWeightSyncScheme`."""
+
+
+register("rpc", RPCWeightSyncScheme, BlockingRPC)
+
+
+# -- Ray ---------------------------------------------------------------------------------------------------------------
+
+Backend = Annotated[
+    str,
+    Option(
+        'how the bytes travel. ``"gloo"``: through a connection of torch.distributed for each actor; '
+        '``"object_store"``: through Ray\'s object store, once for all actors of a host.'
+    ),
+]
+
+
+class ActorPlace(MeetingPlace):
+    """The meeting place of Ray's schemes: a small actor, whose name follows from the pickled scheme. (A worker's actor
+    takes no call while its ``connect`` waits, so the sender cannot bring an introduction there.) Ray restarts it if its
+    process ends, calls it again then, and ends it with the sender that has made it."""
+
+    outlives_sender = False
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.actor: Any = None
+        self._name = name
+
+    async def open(self) -> None:
+        if self.actor is None:
+            await elsewhere(THREAD, self._start)  # the actor is this sender's, also if it is cancelled meanwhile
+        try:
+            await _called(self.actor.is_there)
+        except NotConnected as error:
+            self.actor = None
+            raise NotConnected(f"the actor {self._name} has ended; connect() may be called again") from error
+
+    def _start(self) -> None:
+        # In here, so that Ray takes the class itself along: to import this library would take the actor seconds.
+        class ConnectionInfo:
+            def __init__(self) -> None:
+                self._answers: dict[int, asyncio.Future[bytes]] = {}
+                self._asked: asyncio.Queue[int] = asyncio.Queue()
+
+            async def is_there(self) -> None:
+                pass
+
+            async def ask(self, worker: int) -> bytes:
+                if worker not in self._answers:
+                    self._answers[worker] = asyncio.get_running_loop().create_future()
+                    self._asked.put_nowait(worker)
+                return await asyncio.shield(self._answers[worker])
+
+            async def asked(self) -> int:
+                return await self._asked.get()
+
+            async def answer(self, worker: int, answer: bytes) -> None:
+                if worker in self._answers:
+                    self._answers.pop(worker).set_result(answer)
+
+        options = {"name": self._name, "num_cpus": 0, "max_restarts": -1, "max_task_retries": -1}
+        self.actor = the_ray().remote(ConnectionInfo).options(**options).remote()
+
+    def ask(self, worker: int, over: threading.Event) -> bytes:
+        ray = the_ray()
+        try:
+            answer: Future[bytes] = ray.get_actor(self._name).ask.remote(worker).future()
+            while not over.is_set():
+                with suppress(TimeoutError):
+                    return answer.result(LOOK_FOR_ANSWER_SECONDS)
+        except (ValueError, ray.exceptions.RayError) as error:
+            raise NotConnected(str(error)) from error
+        raise NotConnected("there is no answer yet")
+
+    async def asked(self) -> tuple[int, int]:
+        worker: int = await _called(self.actor.asked)
+        return worker, worker
+
+    async def answer(self, key: int, answer: bytes) -> None:
+        await _called(self.actor.answer, key, answer)
+
+    async def end(self) -> None:
+        actor, self.actor = self.actor, None
+        if actor is not None:
+            await elsewhere(THREAD, partial(kill, actor))
+
+    def late(self, seconds: float, worker: int | None = None) -> str:
+        if worker is None:
+            late = f"Ray has not started the actor {self._name} within {seconds:g} s: can the cluster start processes?"
+        else:
+            late = (
+                f"worker {worker} has found no sender within {seconds:.3g} s: is it connecting, with the scheme that "
+                f"this one was pickled from, in this cluster and namespace?{f' ({self.why})' if self.why else ''}"
+            )
+        return f"{late} connect() may be called again"
+
+
+async def _called(method: Any, *args: Any) -> Any:
+    """What this method of an actor returns. Raises NotConnected: the actor has ended; RuntimeError: this process is in
+    no cluster, and would begin one."""
+    ray = the_ray()
+    try:
+        return await asyncio.wrap_future(method.remote(*args).future())
+    except ray.exceptions.RayError as error:
+        raise NotConnected(str(error)) from error
+
+
+class RayCore(RemoteCallCore):
+    """What Ray's schemes are, in both APIs."""
+
+    _adopts = True
+    _remotes_name = "remote_collectors"
+    _transports: ClassVar[tuple[type[ObjectTransport], ...]] = RayTransport, BlockingRayTransport
+
+    @declared
+    def __init__(
+        self, strategy: Strategy = "tensordict", backend: Backend = "gloo", **options: Unpack[RayOptions]
+    ) -> None:
+        if backend not in BACKENDS:
+            raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, not {backend!r}")
+        if backend != OBJECT_STORE:
+            check_backend(backend)
+        self._configure(strategy, options)
+        self._backend = backend
+
+    def _reset(self) -> None:
+        super()._reset()
+        self._info_name = ""  # if it was told another
+
+    def create_transport(self, **kwargs: Any) -> ObjectTransport:
+        """The transport of this scheme's API."""
+        kind = self._transports[self.is_blocking]
+        return kind(own_address(), self._options["map_above"], stores=self._backend == OBJECT_STORE)
+
+    @property
+    def connection_info_name(self) -> str:
+        """The name of the actor that has the workers' introductions."""
+        return self._info_name or f"asyncsync-{self._bus.uid}"
+
+    @property
+    def connection_info(self) -> str:
+        """What :meth:`_set_dist_connection_info` of a receiver takes."""
+        return self.connection_info_name
+
+    def _set_dist_connection_info(self, connection_info: str, worker_idx: int = 0) -> None:
+        """Connect a receiver that is initialised, as this worker: as TorchRL's page on ``cascade_execute`` shows it,
+        with a reference to the sender's :attr:`connection_info`."""
+        if not self.is_blocking:
+            raise TypeError("this is the asyncio scheme: connect it by `await scheme.connect(worker_idx=…)`")
+        if not isinstance(connection_info, str):
+            ray = the_ray()
+            connection_info = ray.get(connection_info, timeout=DEFAULT_TIMEOUT)
+        self._info_name = connection_info
+        scheme: Any = self
+        scheme.connect(worker_idx=worker_idx)
+
+    def _meeting_place(self) -> ActorPlace:
+        return ActorPlace(self.connection_info_name)
+
+    async def _host(self) -> str:
+        host: str = await elsewhere(THREAD, lambda: the_ray().util.get_node_ip_address())
+        return host
+
+    async def _call(self, call: Call) -> None:
+        method = getattr(self._remotes[call.worker], METHOD)
+        # The name is shown for the task, and is all that reaches the method beside its arguments. An actor that is
+        # being restarted is called when it is there.
+        name = MARK + base64.b64encode(call.encode()).decode()
+        await _returned(method.options(name=name, max_task_retries=-1).remote(), call.worker)
+
+    def current_call(self) -> Call | None:
+        ray = sys.modules.get("ray")
+        if ray is None or not ray.is_initialized():
+            return None
+        name = ray.get_runtime_context().get_task_name() or ""
+        try:
+            return Call.decode(base64.b64decode(name.removeprefix(MARK))) if name.startswith(MARK) else None
+        except (binascii.Error, ValueError, TypeError):
+            return None
+
+
+async def _returned(reference: Any, worker: int) -> None:
+    """Wait for the end of a call of this worker's actor."""
+    exceptions = the_ray().exceptions
+    try:
+        await asyncio.wrap_future(reference.future())
+    except exceptions.RayTaskError as error:
+        raise (error.cause if isinstance(error.cause, WeightSyncError) else failure_of(error)) from None
+    except exceptions.RayError as error:
+        raise PeerLost(f"worker {worker} is lost: its actor cannot be called: {error}") from error
+
+
+class RayWeightSyncScheme(RayCore, aio.WeightSyncScheme):
+    """Weights for actors of Ray's. Usage::
+
+        scheme = RayWeightSyncScheme(backend="object_store")
+        actors = [Actor.remote(scheme, index) for index in range(2)]
+        scheme.init_on_sender(model_id="policy", model=policy, remotes=actors)
+        await scheme.connect()
+        version = await scheme.send_async()        # calls each actor's _receive_weights_scheme()
+
+    and in an actor, with the blocking class of :mod:`asyncsync.sync` (``scheme.blocking``)::
+
+        def connect(self):
+            self.scheme.init_on_receiver("policy", model=self.policy, worker_idx=self.index)
+            self.scheme.connect()
+
+        def _receive_weights_scheme(self):
+            self.scheme.receive()
+    """
+
+
+class BlockingRay(RayCore, blocking.WeightSyncScheme):
+    """Weights for actors of Ray's, with the blocking API; see :class:`asyncsync.RayWeightSyncScheme`."""
+
+
+class TransformCore(RayCore):
+    """What the scheme of a RayModuleTransform is, in both APIs."""
+
+    def _reset(self) -> None:
+        super()._reset()
+        self._transform: Any = None
+
+    def _set_transform(self, transform: Any) -> None:
+        """A RayModuleTransform has been given this scheme."""
+        self._transform = transform
+
+    @checked
+    def init_on_sender(self, *, ray_transform: Any = None, **options: Any) -> None:
+        """Make this the sender's side.
+
+        Args:
+            ray_transform: the RayModuleTransform, unless that was given this scheme.
+            options: as for every scheme.
+
+        Raises:
+            ValueError: there is no transform.
+        """
+        transform = self._transform if ray_transform is None else ray_transform
+        if transform is None:
+            raise ValueError(
+                "which transform? Give this scheme to RayModuleTransform(weight_sync_scheme=…), or pass ray_transform="
+            )
+        super().init_on_sender(**{"remotes": [transform._actor], **options})
+        self._transform = transform
+
+    @checked
+    def init_on_receiver(self, model_id: str, context: Any = None, **options: Any) -> None:
+        options = {"worker_idx": 0, "model": getattr(context, "module", None), **options}
+        super().init_on_receiver(model_id, context=None, **options)
+        self._context = context
+
+    init_on_receiver.__doc__ = RemoteCallCore.init_on_receiver.__doc__
+
+    async def connect_sender(self, initial: Source | None, timeout: float) -> None:
+        # The sender alone connects: it has the transform's actor do its part.
+        if self.is_registered:
+            await super().connect_sender(initial, timeout)
+            return
+        scheme: Any = self
+        initialise = self._remotes[0]._init_weight_sync_scheme
+        there = _returned(initialise.remote(scheme=scheme.blocking, model_id=self.model_id or MODULE), 0)
+        here = super().connect_sender(initial, timeout)
+        try:
+            async with asyncio.timeout(timeout + MARGIN), asyncio.TaskGroup() as both:
+                both.create_task(there)
+                both.create_task(here)
+        except* WeightSyncError as errors:
+            raise errors.exceptions[0] from None
+        except* TimeoutError:
+            raise NotConnected(
+                f"the transform's actor has not connected within {timeout:g} s: is it busy? connect() may be "
+                "called again"
+            ) from None
+
+
+class RayModuleTransformScheme(TransformCore, aio.WeightSyncScheme):
+    """Weights for the module of a RayModuleTransform of TorchRL's. Only the sender is connected by the user."""
+
+
+class BlockingRayModuleTransform(TransformCore, blocking.WeightSyncScheme):
+    """The same with the blocking API; see :class:`asyncsync.RayModuleTransformScheme`."""
+
+
+register("ray", RayWeightSyncScheme, BlockingRay)
+register("ray_module_transform", RayModuleTransformScheme, BlockingRayModuleTransform)

@@ -13,8 +13,7 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
-from copy import copy
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from importlib import import_module
 from inspect import signature
@@ -30,21 +29,24 @@ from asyncsync.bus.core import BusCore, Metadata, Workers
 from asyncsync.bus.member import Source, Taken
 from asyncsync.bus.options import BusOptions
 from asyncsync.bus.receiver import ReceiverLink
+from asyncsync.bus.receiving import Mark
 from asyncsync.bus.sender import SenderLink
 from asyncsync.bus.status import BusStatus
 from asyncsync.errors import AckTimeout, ClosedError, NotConnected, WeightSyncError
-from asyncsync.model.gate import PATIENCE, Hold
+from asyncsync.model.binding import Binding
+from asyncsync.model.bound_model import BoundModel
+from asyncsync.model.gate import PATIENCE, Handle, Hold
+from asyncsync.model.hooks import check_calls, check_methods
 from asyncsync.model.selection import Selection
 from asyncsync.model.strategy import WeightStrategy, flat_weights, module_weights, resolve_strategy
+from asyncsync.model.update import prepare_flat
 from asyncsync.net.endpoint import INTRODUCED, own_address
 from asyncsync.net.rendezvous import MeetingPlace
 from asyncsync.runtime.threads import call_soon
 from asyncsync.schemes.options import SchemeOptions, Strategy
-from asyncsync.schemes.receiving import Receiving
-from asyncsync.schemes.registry import scheme_class, twin_class
-from asyncsync.schemes.sources import Sources, as_tensordict, by_worker, count_workers, find_model, resolve_model
+from asyncsync.schemes.sources import Sources, as_tensordict, by_worker, find_model, resolve_model
 from asyncsync.schemes.torchrl import TorchRLContext, adapted
-from asyncsync.transports.base import TransportCore
+from asyncsync.transports.base import TransportCore, in_sync_as
 from asyncsync.transports.channels import ChannelReceiver, ChannelSender, make_receiver, make_sender
 from asyncsync.weights.packing import copy_flat
 from asyncsync.weights.slab import Slab
@@ -53,6 +55,19 @@ from asyncsync.wire.messages import MAX_NAME
 from asyncsync.wire.metadata import Shown
 
 BUS_OPTIONS = {"endpoint": None} | {name: option.default for name, option in options_of(BusOptions).items()}
+
+
+# Each scheme is a pair of classes, one of each API.
+_backends: dict[str, tuple[type[Any], type[Any]]] = {}
+_twins: dict[type, type[Any]] = {}
+
+
+def register(backend: str, asyncio_class: type[Any], blocking_class: type[Any], alias: str = "") -> None:
+    """Add a scheme to ``WeightSyncScheme.from_backend``. Users find its blocking class in asyncsync.sync by the name
+    that the other one has in asyncsync."""
+    in_sync_as(asyncio_class.__name__)(blocking_class)
+    _backends[backend] = _backends[alias or backend] = asyncio_class, blocking_class
+    _twins.update({asyncio_class: blocking_class, blocking_class: asyncio_class})
 
 
 class Scheme(ABC):
@@ -120,7 +135,14 @@ class Scheme(ABC):
         self._model: Any = None
         self._worker_idx: int | None = None
         self.sources = Sources()  # a sender's
-        self.receiving: Receiving | None = None
+        # A receiver's: what updates are applied by, which of them was returned last, and the gate's hooks in the model.
+        self.binding: Binding | None = None
+        self._make_binding: Callable[..., Binding] = Binding
+        self.returned: Mark | None = None
+        self._gated: tuple[str, ...] = ()
+        self._has_hooks = self._is_manual = self._has_connected = False
+        self._handles: list[Handle] = []
+        self._transport_options: Mapping[str, Any] = {}
         self.reconnects = False
         self._carrier: Carrier | None = None
         self.is_registered = False
@@ -143,7 +165,10 @@ class Scheme(ABC):
         Raises:
             ValueError: unknown backend; the message lists the known ones.
         """
-        scheme: Self = scheme_class(backend, is_blocking=cls.is_blocking)(**kwargs)
+        pair = _backends.get(backend) if isinstance(backend, str) else None
+        if pair is None:
+            raise ValueError(f"Unsupported weight-sync backend {backend!r}. Expected one of {sorted(_backends)}.")
+        scheme: Self = pair[cls.is_blocking](**kwargs)
         return scheme
 
     @property
@@ -243,23 +268,14 @@ class Scheme(ABC):
         return self._bus.metadata_of((self.topic,))
 
     def state_dict(self) -> dict[str, int]:
-        """Sender: what a checkpoint has to keep for versions to go on where they were: ``{"version": …}``.
-
-        Raises:
-            RuntimeError: on a receiver, which gets its versions from the sender.
-        """
         return self._bus.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Sender: go on from the version of a checkpoint; the next one published is its successor. Before ``connect``
-        or after it; the schemes of one bus share the count.
+    state_dict.__doc__ = BusCore.state_dict.__doc__
 
-        Raises:
-            ValueError: this is no such state, or it would take the version back; nothing was changed.
-            ClosedError: this scheme was shut down.
-            RuntimeError: on a receiver, which gets its versions from the sender.
-        """
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
         self._bus.load_state_dict(state)
+
+    load_state_dict.__doc__ = BusCore.load_state_dict.__doc__
 
     @property
     def closed(self) -> bool:
@@ -397,12 +413,17 @@ class Scheme(ABC):
             raise RuntimeError(
                 "this scheme has no model to apply weights to; register one with init_on_receiver(model=...)"
             )
-        assert self.receiving is not None
-        self.receiving.apply(weights, inplace=inplace)
+        strategy = self.strategy
+        if not self.selection.is_all and type(strategy).apply_weights is WeightStrategy.apply_weights:
+            flat = flat_weights(strategy, weights)
+            bound = BoundModel(self._model, strategy.extract_as, inplace=inplace, selection=self.selection)
+            prepare_flat(bound, flat).apply_now()
+        else:
+            strategy.apply_weights(self._model, weights, inplace=inplace)
 
     def _convert(self, package: str) -> Any:
         """Make a scheme of the other API, whose package this is."""
-        kind: Any = twin_class(type(self))
+        kind: Any = _twins.get(type(self))
         if kind is None:
             raise TypeError(
                 f"{type(self).__module__}.{type(self).__name__} has no counterpart in {package}: derive one from a "
@@ -423,12 +444,11 @@ class Scheme(ABC):
         if role is None or original.pid != os.getpid():
             return
         self.__dict__.update({name: value for name, value in vars(original).items() if name in self._local})
-        self._meetings = {}
-        self.receiving = receiving = copy(self.receiving)
+        self._meetings, self._handles = {}, []
         if role == "sender":
             self._carrier = make_sender(self._bound_transport, self._bus.num_workers)
-        elif receiving is not None and self._worker_idx is not None:
-            self._carrier = make_receiver(self._bound_transport(self._worker_idx, **receiving.options))
+        elif self._worker_idx is not None:
+            self._carrier = make_receiver(self._bound_transport(self._worker_idx, **self._transport_options))
         if self._bus.link is None:  # an earlier conversion of this scheme is replaced
             self._bus.schemes.pop(self.topic, None)
         self._bus.join(self, role, self.topic)
@@ -470,7 +490,7 @@ class Scheme(ABC):
         """
         context = adapted(context)
         sources = Sources(model_id, context, params_map, weights, model, device_map_fn)
-        num_workers = count_workers(num_workers, devices, params_map, device_map_fn, context, self._bus.num_workers)
+        num_workers = sources.count_workers(num_workers, devices, self._bus.num_workers)
         if not self.has_own_bus and not model_id:
             raise ValueError("several schemes share this bus: give each a model_id")
         self._check_name(model_id)
@@ -549,21 +569,29 @@ class Scheme(ABC):
             raise TypeError(f"reconnect must be True or False, not {reconnect!r}")
         if patience is not None:
             check_timeout(patience)
+        if apply not in ("auto", "on_receive"):
+            raise ValueError(f"apply must be 'auto' or 'on_receive', not {apply!r}")
+        if gate not in ("hooks", "hold"):
+            raise ValueError(f"gate must be 'hooks' or 'hold', not {gate!r}")
+        if isinstance(gated, str):
+            raise TypeError(f"gated takes several names: gated=({gated!r},)")
+        gated, has_hooks = tuple(gated), gate == "hooks" and apply == "auto"
+        if gated and (not has_hooks or model is None):
+            why = "there is no model" if model is None else f"with gate={gate!r} and apply={apply!r} no call is"
+            raise ValueError(f"gated={gated!r} names methods of the model whose calls are counted, but {why}")
         is_custom = type(self).apply_weights is not Scheme.apply_weights
-        receiving = Receiving(
-            model_id,
-            model,
-            self.strategy,
-            cast=cast,
-            inplace=inplace,
-            apply=apply,
-            gate=gate,
+        make_binding = partial(
+            _bind,
+            has_hooks=has_hooks,
             gated=gated,
+            strategy=self.strategy,
+            cast=cast,
+            inplace=inplace is not False,
+            repoints=inplace is None and self._adopts,
             selection=self.selection,
-            adopts=self._adopts,
-            custom=(lambda weights: self.apply_weights(weights, inplace=inplace is not False)) if is_custom else None,
-            options=kwargs,
+            apply=(lambda weights: self.apply_weights(weights, inplace=inplace is not False)) if is_custom else None,
         )
+        binding = make_binding(model)
         transport = None if worker_idx is None else make_receiver(self._bound_transport(worker_idx, **kwargs))
         bus = self._bus if self.has_own_bus else self._bus.for_receiver(worker_idx)
         if any(s is not self and s.reconnects is not reconnect for s in bus.schemes.values()):
@@ -580,7 +608,9 @@ class Scheme(ABC):
         self.reconnects = reconnect
         self.role, self.pid = "receiver", os.getpid()
         self.topic, self._context, self._model, self._worker_idx = model_id, context, model, worker_idx
-        self.receiving, self._carrier = receiving, transport
+        self.binding, self._make_binding, self._carrier = binding, make_binding, transport
+        self._gated, self._has_hooks, self._is_manual = gated, has_hooks, apply == "on_receive"
+        self._transport_options = kwargs
         if (joined := getattr(context, "_joined_by", None)) is not None:
             joined(self)
 
@@ -613,15 +643,12 @@ class Scheme(ABC):
     async def meet_sender(self, worker_idx: int | None, timeout: float) -> None:
         # Receiver: ask at the meeting place for the sender's address.
         bus = self._bus
-        if not self._is_introduced or bus.connect_endpoint != INTRODUCED:
-            return
-        if self.role != "receiver" or self.is_registered:
+        is_introduced = self._is_introduced and bus.connect_endpoint == INTRODUCED
+        if not is_introduced or self.role != "receiver" or self.is_registered:
             return
         if bus.introduction is not None or (place := self._meeting_place()) is None:
             return  # introduced by another scheme of this bus, or to be introduced by a call
-        worker = self._worker_idx if worker_idx is None else worker_idx
-        if worker is None:
-            raise ValueError("which worker is this? pass worker_idx to init_on_receiver() or connect()")
+        worker = self._which(worker_idx)
         async with self._meeting(place, timeout, worker):
             bus.introduction = await place.find(worker)
         if place.outlives_sender:
@@ -658,20 +685,22 @@ class Scheme(ABC):
                 raise ValueError(f"this is worker_idx={self._worker_idx} already, connect() says {worker_idx}")
         if self.is_registered:
             return
-        self._worker_idx = self._worker_idx if worker_idx is None else worker_idx
-        if self._worker_idx is None:
-            raise ValueError("which worker is this? pass worker_idx to init_on_receiver() or connect()")
-        receiving = self.receiving
-        assert receiving is not None
+        assert self.binding is not None
+        self._worker_idx = worker = self._which(worker_idx)
         if self._carrier is None:
-            self._carrier = make_receiver(self._bound_transport(self._worker_idx, **receiving.options))
-        if self._devices is not None:
-            receiving.device = self._devices[self._worker_idx]
-        link = self._bus.open_receiver(self._worker_idx)
+            self._carrier = make_receiver(self._bound_transport(worker, **self._transport_options))
+        link = self._bus.open_receiver(worker)
         link.subscriber.session.reconnects = self.reconnects
-        receiving.register(link, self._carrier, self._context)
-        self._carrier.start_channel(self._worker_idx)
+        self._attach(link)
+        link.register(self.topic, self.binding, self._carrier, manual=self._is_manual, context=self._context)
+        self._carrier.start_channel(worker)
         self.is_registered = True
+
+    def _which(self, worker_idx: int | None) -> int:
+        worker = self._worker_idx if worker_idx is None else worker_idx
+        if worker is None:
+            raise ValueError("which worker is this? pass worker_idx to init_on_receiver() or connect()")
+        return worker
 
     async def initial_source(self, weights: Any) -> Source | None:
         # The weights that a sender sends when it connects; None: it sends none.
@@ -706,11 +735,11 @@ class Scheme(ABC):
         deadline = asyncio.get_running_loop().time() + timeout
         await self.meet_sender(worker_idx, timeout)
         self.register_receiver(worker_idx)
-        link, receiving = self._receiver()
+        link = self._bus.receiver_link()
         await link.receiving.connected(self.topic, timeout, deadline)
         await self.carrier().channel_ready(max(0.0, deadline - link.loop.time()))
-        if not receiving.has_connected:  # what comes after that has not been returned
-            receiving.has_connected, receiving.returned = True, link.receiving.mark(self.topic)
+        if not self._has_connected:  # what comes after that has not been returned
+            self._has_connected, self.returned = True, link.receiving.mark(self.topic)
 
     def carrier(self) -> Carrier:
         assert self._carrier is not None
@@ -756,10 +785,21 @@ class Scheme(ABC):
 
     # -- what is received ----------------------------------------------------------------------------------------------
 
-    def _receiver(self) -> tuple[ReceiverLink, Receiving]:
-        link, receiving = self._bus.receiver_link(), self.receiving
-        assert receiving is not None
-        return link, receiving
+    def _attach(self, link: ReceiverLink) -> None:
+        """Count calls that read the model."""
+        if self._has_hooks and isinstance(self._model, nn.Module):
+            self._handles += link.gate.attach(self._model)
+        if self._gated:
+            self._handles += link.gate.attach_methods(self._model, self._gated)
+
+    async def replace_model(self, model: Any, timeout: float) -> None:
+        # Apply updates to this model from now on; returns when it has the current weights. Raises as
+        # asyncsync.bus.receiving.Receiving.connected.
+        self.binding, self._model = self._make_binding(model), model
+        if isinstance(link := self._bus.link, ReceiverLink):
+            self._attach(link)
+            await link.replace(self.topic, self.binding, timeout)
+            await link.receiving.connected(self.topic, timeout, link.loop.time() + timeout)
 
     def current_call(self) -> Any:
         # Receiver: the sender's call in which the caller's thread or task is; None: it is in none.
@@ -767,24 +807,50 @@ class Scheme(ABC):
 
     async def _receive(self, timeout: float | None, call: Any = None) -> TensorDict | None:
         self._check_receive(timeout)
-        link, receiving = self._receiver()
-        return await receiving.receive(link, timeout)
+        link, before = self._bus.receiver_link(), self.returned
+        mark = await link.receiving.receive(self.topic, before, timeout)
+        return None if mark is None else await self._return(link, mark, before)
 
     async def _fetch(self, timeout: float) -> TensorDict:
-        link, receiving = self._receiver()
-        return await receiving.fetch(link, timeout)
+        link = self._bus.receiver_link()
+        mark = await link.receiving.current(self.topic, timeout)
+        return await self._return(link, mark, self.returned)
+
+    async def _return(self, link: ReceiverLink, mark: Mark, before: Mark | None) -> TensorDict:
+        self.returned = mark
+        try:
+            weights: TensorDict = await link.receiving.copy(self.topic, self._owned)
+        except BaseException:
+            self.take_back(mark, before)
+            raise
+        return weights
+
+    def take_back(self, mark: Mark | None, before: Mark | None) -> None:
+        # This update has not reached the caller: the next receive returns it, unless a newer one was returned.
+        if self.returned == mark:
+            self.returned = before
 
     async def take_in(self, timeout: float | None) -> None:
         # Apply what has come, without returning it.
         self._check_receive(timeout)
-        link, receiving = self._receiver()
-        await receiving.take_in(link)
+        link = self._bus.receiver_link()
+        self.returned = link.receiving.mark(self.topic)  # what was applied before is not returned
+        mark = await link.receiving.receive(self.topic, self.returned, 0.0)
+        if mark is not None:
+            self.returned = mark
 
     async def current_weights(self) -> TensorDict | None:
         # A copy of what this receiver holds; None: nothing yet.
-        if not isinstance(link := self._bus.link, ReceiverLink) or self.receiving is None:
+        link = self._bus.link
+        if not isinstance(link, ReceiverLink) or link.subscriber.holdings.held.get(self.topic) is None:
             return None
-        return await self.receiving.current(link)
+        weights: TensorDict = await link.receiving.copy(self.topic, self._owned)
+        return weights
+
+    def _owned(self, slab: Slab) -> TensorDict:
+        weights = slab.weights()
+        device = None if self._devices is None or self._worker_idx is None else self._devices[self._worker_idx]
+        return weights if device is None or device.type == "cpu" else weights.to(device)
 
     async def _shutdown(self, timeout: float) -> None:
         if self.pid not in (0, os.getpid()):
@@ -796,8 +862,12 @@ class Scheme(ABC):
             if self.has_own_bus or all(scheme.is_shut_down for scheme in others):
                 await self._bus._shutdown(timeout)
             elif self.role == "receiver" and self.is_registered and not (already or self._bus.is_shut_down):
-                link, receiving = self._receiver()
-                await receiving.leave(link, [scheme.receiving for scheme in others], timeout)
+                link = self._bus.receiver_link()
+                if all(scheme.model is not self._model for scheme in others):
+                    link.gate.detach(self._handles)
+                with suppress(TimeoutError, ClosedError):  # the link is shut down meanwhile, and what it has with it
+                    async with asyncio.timeout(timeout):
+                        await link.unregister(self.topic)
         finally:
             if not self._bus.is_shut_down:  # a new dict: other threads may be looking at this one
                 self._bus.schemes = {t: s for t, s in self._bus.schemes.items() if s is not self}
@@ -810,6 +880,15 @@ class Scheme(ABC):
             await self._place.close()
         if self._carrier is not None:
             await self._carrier.close_within(timeout)
+
+
+def _bind(model: Any, *, has_hooks: bool, gated: tuple[str, ...], **options: Any) -> Binding:
+    """What applies updates to this model. Raises ValueError: not all calls that read it can be seen."""
+    binding = Binding(model, **options)
+    check_methods(model, gated)
+    if has_hooks and isinstance(model, nn.Module):
+        check_calls(model, has_gated_methods=bool(gated))
+    return binding
 
 
 def _packed(slab: Slab) -> Slab:

@@ -1,4 +1,4 @@
-"""Shared memory and multiprocessing: the schemes for workers on the trainer's host."""
+"""The schemes for workers on the trainer's host, and the one that has workers on other hosts, too."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from typing import Any, ClassVar, Unpack
 
 from asyncsync.arguments import declared
 from asyncsync.schemes import aio, blocking
-from asyncsync.schemes.options import SharedMemOptions, Strategy
-from asyncsync.schemes.registry import register
-from asyncsync.schemes.scheme import Scheme
+from asyncsync.schemes.options import AutoOptions, SharedMemOptions, Strategy
+from asyncsync.schemes.scheme import Scheme, register
 from asyncsync.transports.shared_memory import (
     BlockingMPTransport,
     BlockingSharedMemTransport,
@@ -16,12 +15,13 @@ from asyncsync.transports.shared_memory import (
     SharedMemTransport,
     SlotTransport,
 )
+from asyncsync.transports.zmq import AutoTransport, BlockingAutoTransport, NearAndFarTransport
 
 
 class SlotCore(Scheme):
     """What both schemes have in common, in both APIs."""
 
-    _transport_class: ClassVar[type[SlotTransport]]
+    _transports: ClassVar[tuple[type[SlotTransport], ...]]
 
     @declared
     def __init__(self, strategy: Strategy = "tensordict", **options: Unpack[SharedMemOptions]) -> None:
@@ -29,7 +29,7 @@ class SlotCore(Scheme):
 
     def create_transport(self, **kwargs: Any) -> SlotTransport:
         """The transport of this scheme's API."""
-        return self._transport_class(self._options["slots"], self._options["map_above"])
+        return self._transports[self.is_blocking](self._options["slots"], self._options["map_above"])
 
 
 class SharedMemWeightSyncScheme(SlotCore, aio.WeightSyncScheme):
@@ -53,14 +53,14 @@ class SharedMemWeightSyncScheme(SlotCore, aio.WeightSyncScheme):
     """
 
     _adopts = True
-    _transport_class = SharedMemTransport
+    _transports = SharedMemTransport, BlockingSharedMemTransport
 
 
 class BlockingSharedMem(SlotCore, blocking.WeightSyncScheme):
     """Weights through shared memory, with the blocking API; see :class:`asyncsync.SharedMemWeightSyncScheme`."""
 
     _adopts = True
-    _transport_class = BlockingSharedMemTransport
+    _transports = SharedMemTransport, BlockingSharedMemTransport
 
     def receive(self, timeout: float | None = None) -> None:
         """Apply what has come, with ``apply="on_receive"``, and return None at once, as TorchRL documents it: updates
@@ -80,15 +80,53 @@ class MultiProcessWeightSyncScheme(SlotCore, aio.WeightSyncScheme):
     """Weights for workers on this host, each with a copy of its own. Usage and arguments as
     :class:`SharedMemWeightSyncScheme`."""
 
-    _transport_class = MPTransport
+    _transports = MPTransport, BlockingMPTransport
 
 
 class BlockingMultiProcess(SlotCore, blocking.WeightSyncScheme):
     """Weights for workers on this host, each with a copy of its own, with the blocking API; see
     :class:`asyncsync.MultiProcessWeightSyncScheme`."""
 
-    _transport_class = BlockingMPTransport
+    _transports = MPTransport, BlockingMPTransport
 
 
 register("shared", SharedMemWeightSyncScheme, BlockingSharedMem, "thread")
 register("process", MultiProcessWeightSyncScheme, BlockingMultiProcess, "multiprocessing")
+
+
+class NearAndFarCore(Scheme):
+    """What the scheme has in both APIs."""
+
+    _adopts = True
+    _transports: ClassVar[tuple[type[NearAndFarTransport], ...]] = AutoTransport, BlockingAutoTransport
+
+    @declared
+    def __init__(self, strategy: Strategy = "tensordict", **options: Unpack[AutoOptions]) -> None:
+        self._configure(strategy, options)
+
+    def create_transport(self, **kwargs: Any) -> NearAndFarTransport:
+        """The transport of this scheme's API."""
+        return self._transports[self.is_blocking](**self._options)
+
+
+class AutoWeightSyncScheme(NearAndFarCore, aio.WeightSyncScheme):
+    """Weights through shared memory to the workers of this host, and over ZeroMQ to those of others, in one update::
+
+        scheme = AutoWeightSyncScheme(endpoint="tcp://10.0.0.1:5555", allow_plaintext=True)   # a trusted network
+        scheme.init_on_sender(model_id="policy", model=policy, num_workers=16)
+        await scheme.connect()
+        version = await scheme.send_async()        # packed once; applied by all 16 workers
+
+    and in every worker, wherever it is, as with :class:`asyncsync.ZMQWeightSyncScheme`, whose keys this one takes, too;
+    with them no network has to be trusted. A worker is of this host if it runs on the same boot of it, in the same pid
+    namespace. One of them that may not open the sender's memory (another
+    user's process, or the sender is not dumpable) gets its weights over ZeroMQ, too.
+    """
+
+
+class BlockingAuto(NearAndFarCore, blocking.WeightSyncScheme):
+    """Weights through shared memory to the workers of this host, and over ZeroMQ to those of others, with the blocking
+    API; see :class:`asyncsync.AutoWeightSyncScheme`."""
+
+
+register("auto", AutoWeightSyncScheme, BlockingAuto)

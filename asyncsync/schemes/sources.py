@@ -58,6 +58,25 @@ class Sources:
         self._model_id = model_id
         self.context = context
 
+    def count_workers(self, num_workers: int | None, devices: Sequence[Any] | None, known: int | None) -> int | None:
+        """The number of workers by the arguments of ``init_on_sender``, which must agree, else by the context; None:
+        they leave it open. ``known``: what it is already."""
+        if self.device_map_fn is not None and devices is not None:
+            raise ValueError("devices and device_map_fn exclude each other")
+        params_map = self.weights if self._is_mapped else None
+        for name, entries in (("devices", devices), ("params_map", params_map)):
+            if entries is not None:
+                if num_workers not in (None, len(entries)):
+                    raise ValueError(f"{name} has {len(entries)} entries, but num_workers={num_workers}")
+                num_workers = len(entries)
+        if params_map is not None and set(params_map) != set(range(len(params_map))):
+            raise ValueError(f"params_map must have the keys 0 to {len(params_map) - 1}, not {sorted(params_map)}")
+        if num_workers is None:
+            num_workers = getattr(self.context, "num_workers", None)
+        if self.device_map_fn is not None and num_workers is None and known is None:
+            raise ValueError("device_map_fn needs num_workers")
+        return num_workers
+
     def exist(self) -> bool:
         """Whether there is anything to be sent without an argument."""
         if self.registered is not None:
@@ -144,32 +163,6 @@ class Sources:
                 "For each worker its own: give modules, TensorDicts, or params_map= of init_on_sender(). One dict for "
                 "all: name its keys by strings"
             )
-
-
-def count_workers(
-    num_workers: int | None,
-    devices: Sequence[Any] | None,
-    params_map: Mapping[int, Any] | None,
-    device_map_fn: Callable[[int, Any], Any] | None,
-    context: Any,
-    known: int | None,
-) -> int | None:
-    """The number of workers by the arguments of ``init_on_sender``, which must agree, else by the context; None: they
-    leave it open. ``known``: what it is already."""
-    if device_map_fn is not None and devices is not None:
-        raise ValueError("devices and device_map_fn exclude each other")
-    for name, entries in (("devices", devices), ("params_map", params_map)):
-        if entries is not None:
-            if num_workers not in (None, len(entries)):
-                raise ValueError(f"{name} has {len(entries)} entries, but num_workers={num_workers}")
-            num_workers = len(entries)
-    if params_map is not None and set(params_map) != set(range(len(params_map))):
-        raise ValueError(f"params_map must have the keys 0 to {len(params_map) - 1}, not {sorted(params_map)}")
-    if num_workers is None:
-        num_workers = getattr(context, "num_workers", None)
-    if device_map_fn is not None and num_workers is None and known is None:
-        raise ValueError("device_map_fn needs num_workers")
-    return num_workers
 
 
 def by_worker(weights: Any) -> bool:

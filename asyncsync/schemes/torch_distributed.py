@@ -17,13 +17,17 @@ from asyncsync.net.rendezvous import THREAD
 from asyncsync.runtime.threads import elsewhere
 from asyncsync.schemes import aio, blocking
 from asyncsync.schemes.options import DistributedOptions, Strategy
-from asyncsync.schemes.registry import register
-from asyncsync.schemes.scheme import Scheme
-from asyncsync.transports.store import Address, OwnStore, StorePlace, client_of, connect, innermost
+from asyncsync.schemes.scheme import Scheme, register
 from asyncsync.transports.torch_distributed import (
+    Address,
     BlockingDistributedTransport,
     DistributedTransport,
+    OwnStore,
     PairTransport,
+    StorePlace,
+    client_of,
+    connect,
+    innermost,
 )
 from asyncsync.transports.torch_private import default_store
 
@@ -38,7 +42,7 @@ class DistributedCore(Scheme):
 
     _adopts = True
     _is_introduced = True
-    _transport_class: ClassVar[type[PairTransport]]
+    _transports: ClassVar[tuple[type[PairTransport], ...]] = DistributedTransport, BlockingDistributedTransport
     _place: StorePlace | None
 
     @declared
@@ -55,9 +59,8 @@ class DistributedCore(Scheme):
 
     def create_transport(self, **kwargs: Any) -> PairTransport:
         """The transport of this scheme's API."""
-        return self._transport_class(
-            self._listens_at(), self._options["map_above"], self._options["pair_above"], backend=self.backend
-        )
+        kind, sizes = self._transports[self.is_blocking], (self._options["map_above"], self._options["pair_above"])
+        return kind(self._listens_at(), *sizes, backend=self.backend)
 
     def _listens_at(self) -> str:
         """The address of this host at which a sender serves its workers."""
@@ -72,9 +75,9 @@ class DistributedCore(Scheme):
 
     # -- where they meet -----------------------------------------------------------------------------------------------
 
-    def _joins(self) -> bool:
-        """Whether they meet in the store of the process group that there is already."""
-        return self._bus.endpoint == INTRODUCED and self._store_info is None and default_store() is not None
+    def _in_group(self, address: str) -> bool:
+        """Whether they meet in the store of the process group, if there is one: they have no address, and no store."""
+        return address == INTRODUCED and self._store_info is None
 
     def _meeting_place(self, own: OwnStore | None = None) -> StorePlace:
         name = self.topic if self._store_info is None else ""  # in a store of its own there is no other scheme
@@ -83,7 +86,7 @@ class DistributedCore(Scheme):
     @checked
     def init_on_sender(self, *, context: Any = None, num_workers: int | None = None, **options: Any) -> None:
         place = None  # in a process group, one is made when it connects
-        if self._joins():
+        if self._in_group(self._bus.endpoint) and default_store() is not None:
             if not options.get("model_id"):
                 raise ValueError("in a process group, workers find this sender by its model_id=: pass one")
             elastic = options.get("min_workers") is not None or self._bus.min_workers != 1
@@ -94,8 +97,10 @@ class DistributedCore(Scheme):
                     raise ValueError(
                         "this process group has one process, and no workers: pass min_workers=0 if others come later"
                     )
-        elif self._bus.endpoint == INTRODUCED:
-            place = self._place or self._own_place(context)
+        elif self._bus.endpoint == INTRODUCED and (place := self._place) is None:
+            own = self._own_store(context)
+            self._store_info = own.address
+            place = self._meeting_place(own)
         try:
             super().init_on_sender(context=context, num_workers=num_workers, **options)
         except BaseException:
@@ -106,12 +111,7 @@ class DistributedCore(Scheme):
 
     init_on_sender.__doc__ = Scheme.init_on_sender.__doc__
 
-    def _own_place(self, context: Any) -> StorePlace:
-        own = self._take_port(context)
-        self._store_info = own.address
-        return self._meeting_place(own)
-
-    def _take_port(self, context: Any) -> OwnStore:
+    def _own_store(self, context: Any) -> OwnStore:
         if self._store_info is not None:
             return OwnStore(*self._store_info)
         port = getattr(context, "tcp_port", None)
@@ -130,19 +130,16 @@ class DistributedCore(Scheme):
         self, model_id: str, context: Any = None, *, worker_idx: int | None = None, **options: Any
     ) -> None:
         is_told = worker_idx is not None or getattr(context, "worker_idx", None) is not None
-        if not is_told and self._asks_group() and default_store() is not None and distributed.get_rank():
+        is_in_group = self._in_group(self._bus.connect_endpoint) and default_store() is not None
+        if not is_told and is_in_group and distributed.get_rank():
             worker_idx = distributed.get_rank() - 1
         super().init_on_receiver(model_id, context, worker_idx=worker_idx, **options)
 
     init_on_receiver.__doc__ = Scheme.init_on_receiver.__doc__
 
-    def _asks_group(self) -> bool:
-        """Worker: whether its sender is to be found in the store of the process group."""
-        return self._bus.connect_endpoint == INTRODUCED and self._store_info is None
-
     def check_fresh(self, role: str) -> None:
         super().check_fresh(role)
-        if role == "receiver" and self._asks_group() and default_store() is None:
+        if role == "receiver" and self._in_group(self._bus.connect_endpoint) and default_store() is None:
             raise RuntimeError(
                 "where is the sender? Pass this scheme on after init_on_sender(), or construct it with store_info= "
                 "(that of the sender's get_store_info()), or call torch.distributed.init_process_group() on both sides "
@@ -208,13 +205,9 @@ class DistributedWeightSyncScheme(DistributedCore, aio.WeightSyncScheme):
     torch.distributed itself, use it on a network that you trust.
     """
 
-    _transport_class = DistributedTransport
-
 
 class BlockingDistributed(DistributedCore, blocking.WeightSyncScheme):
     """Weights through torch.distributed, with the blocking API; see :class:`asyncsync.DistributedWeightSyncScheme`."""
-
-    _transport_class = BlockingDistributedTransport
 
 
 register("distributed", DistributedWeightSyncScheme, BlockingDistributed)

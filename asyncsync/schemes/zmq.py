@@ -7,8 +7,7 @@ from typing import Any, ClassVar, Unpack
 from asyncsync.arguments import declared
 from asyncsync.schemes import aio, blocking
 from asyncsync.schemes.options import Strategy, ZMQOptions
-from asyncsync.schemes.registry import register
-from asyncsync.schemes.scheme import Scheme
+from asyncsync.schemes.scheme import Scheme, register
 from asyncsync.transports.zmq import BlockingZMQTransport, ChunkTransport, ZMQTransport
 
 
@@ -16,7 +15,7 @@ class ChunkCore(Scheme):
     """What the scheme has in both APIs."""
 
     _adopts = True
-    _transport_class: ClassVar[type[ChunkTransport]]
+    _transports: ClassVar[tuple[type[ChunkTransport], ...]] = ZMQTransport, BlockingZMQTransport
 
     @declared
     def __init__(self, strategy: Strategy = "tensordict", **options: Unpack[ZMQOptions]) -> None:
@@ -24,7 +23,7 @@ class ChunkCore(Scheme):
 
     def create_transport(self, **kwargs: Any) -> ChunkTransport:
         """The transport of this scheme's API."""
-        return self._transport_class(**self._options)
+        return self._transports[self.is_blocking](**self._options)
 
 
 class ZMQWeightSyncScheme(ChunkCore, aio.WeightSyncScheme):
@@ -51,13 +50,9 @@ class ZMQWeightSyncScheme(ChunkCore, aio.WeightSyncScheme):
     with :class:`asyncsync.SharedMemWeightSyncScheme`; ``init_on_receiver(…, inplace=True)`` copies.
     """
 
-    _transport_class = ZMQTransport
-
 
 class BlockingZMQ(ChunkCore, blocking.WeightSyncScheme):
     """Weights over ZeroMQ, with the blocking API; see :class:`asyncsync.ZMQWeightSyncScheme`."""
-
-    _transport_class = BlockingZMQTransport
 
 
 register("zmq", ZMQWeightSyncScheme, BlockingZMQ)

@@ -24,7 +24,7 @@ from asyncsync.collectors.distributed.launchers import Launcher, Program, check_
 from asyncsync.collectors.distributed.node import Node
 from asyncsync.collectors.workers.channel import Parcel, loads
 from asyncsync.errors import NotConnected, PeerLost
-from asyncsync.transports.store import OwnStore, connect
+from asyncsync.transports.torch_distributed import OwnStore, connect
 from asyncsync.weights.copying import normal_tensors
 
 DEFAULT_PORT = 10003

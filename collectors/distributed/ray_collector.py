@@ -21,7 +21,7 @@ from asyncsync.collectors.base import BaseCollector, PostHook, PreHook
 from asyncsync.collectors.distributed.node_collector import NodeCollector
 from asyncsync.collectors.distributed.ray_family import ActorBuffer, RayFamily
 from asyncsync.collectors.single import Collector
-from asyncsync.schemes.ray import RayCore
+from asyncsync.schemes.remote_calls import RayCore
 from asyncsync.sync import RayWeightSyncScheme
 
 

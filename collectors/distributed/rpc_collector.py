@@ -24,7 +24,7 @@ from asyncsync.collectors.base import BaseCollector, PostHook, PreHook
 from asyncsync.collectors.distributed.node_collector import LaunchedCollector
 from asyncsync.collectors.distributed.rpc_family import RPCFamily
 from asyncsync.collectors.single import Collector
-from asyncsync.schemes.rpc import RPCCore
+from asyncsync.schemes.remote_calls import RPCCore
 from asyncsync.sync import RPCWeightSyncScheme
 
 

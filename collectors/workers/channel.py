@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from asyncsync.errors import AckTimeout
-from asyncsync.transports.slots import MemoryFile
+from asyncsync.transports.shared_memory import MemoryFile
 from asyncsync.weights.copying import normal_tensors
 
 MAX_PACKET = 32 << 10

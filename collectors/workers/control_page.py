@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from asyncsync.collectors.trajectories import _TrajectoryPool
-from asyncsync.transports.slots import MemoryFile, MemoryPlace
+from asyncsync.transports.shared_memory import MemoryFile, MemoryPlace
 
 TRAINER = "the trainer's"
 REMEDY = "a collector's workers run on its host, as the same user and in the same pid namespace, and end with it"

@@ -39,7 +39,7 @@ from asyncsync.collectors.workers.rollout_worker import RolloutWorker, Stopped
 from asyncsync.collectors.workers.shared_batches import BatchWriter
 from asyncsync.errors import ClosedError, WeightSyncError
 from asyncsync.net.endpoint import private_directory, sweep
-from asyncsync.transports.slots import MemoryPlace
+from asyncsync.transports.shared_memory import MemoryPlace
 
 logger = logging.getLogger("asyncsync")
 

@@ -1,7 +1,7 @@
 """Batches through shared memory: workers write the parts of a batch where the trainer reads it.
 
-The trainer owns the slots (:mod:`asyncsync.transports.slots`) and leases them. A request for a rollout names a slot,
-where the worker's collector stores each step by a :class:`BatchWriter`. So when the last step is done, one short
+The trainer owns the slots (:mod:`asyncsync.transports.shared_memory`) and leases them. A request for a rollout names a
+slot, where the worker's collector stores each step by a :class:`BatchWriter`. So when the last step is done, one short
 message makes the batch readable, whatever its size. An :class:`Arrangement` defines how the parts of several workers
 lie in one slot: stacked, or one after another along a dimension.
 
@@ -25,7 +25,7 @@ from asyncsync.collectors.batch_layout import BatchLayout, layout_of
 from asyncsync.collectors.workers.channel import loads
 from asyncsync.collectors.workers.control_page import REMEDY, TRAINER
 from asyncsync.collectors.workers.group import RolloutResult
-from asyncsync.transports.slots import Attachments, Lease, MemoryFile, MemoryPlace, Slot, SlotPool
+from asyncsync.transports.shared_memory import Attachments, Lease, MemoryFile, MemoryPlace, Slot, SlotPool
 from asyncsync.weights.copying import normal_tensors
 from asyncsync.weights.layout import Layout
 

@@ -257,7 +257,7 @@ async def test_send_returns_when_the_leaves_have_the_weights(api: Api) -> None:
 async def test_a_failure_in_a_leaf_names_its_cause_at_the_trainer(api: Api) -> None:
     for kind in middles(api):
         async with tree(api, kind) as (trainer, leaves, held):
-            binding = bare(leaves[1]).receiving.binding
+            binding = bare(leaves[1]).binding
             original, binding.prepare = binding.prepare, _no_room
             with Clock(1.0), pytest.raises(PartialSendError, match=r"worker 1: RemoteError.*no room in this leaf"):
                 await trainer.send_async(Model(2), timeout=20)

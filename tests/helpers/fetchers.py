@@ -80,10 +80,10 @@ class Fetcher(_End):
 
     async def perish(self, descriptor: bytes) -> None:
         """Begin a transfer, with less memory than it needs: gloo ends the process in the middle."""
-        from asyncsync.transports import store, torch_distributed
+        from asyncsync.transports import torch_distributed
 
         place, name = torch_distributed.Place.decode(descriptor), secrets.token_hex(16)
-        client = store.connect(place.store)
+        client = torch_distributed.connect(place.store)
         client.queue_push(torch_distributed.TICKETS, f"0 {name}")
         pair = await in_thread(torch_distributed.Pair, client, name, 1, place.store[0])
         request = torch.frombuffer(bytearray(place.transfer), dtype=torch.uint8)

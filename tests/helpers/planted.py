@@ -34,8 +34,7 @@ from asyncsync.net.processes import free_descriptors
 from asyncsync.protocol.leases import Leases
 from asyncsync.protocol.settings import Identity
 from asyncsync.runtime.threads import Interruption as Interruption
-from asyncsync.transports.shared_memory import WeightSlots
-from asyncsync.transports.slots import Lease
+from asyncsync.transports.shared_memory import Lease, WeightSlots
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.packing import pack
 from asyncsync.weights.slab import is_foreign
@@ -260,7 +259,7 @@ def no_memory_files(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: Any, **options: Any) -> int:
         raise asyncsync.WeightSyncError("this system has none")
 
-    monkeypatch.setattr("asyncsync.transports.slots.MemoryFile.create", refuse)
+    monkeypatch.setattr("asyncsync.transports.shared_memory.MemoryFile.create", refuse)
 
 
 def no_permission(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,7 +153,7 @@ async def test_whoever_cannot_subscribe_does_without(
         if lacks == "the port":
             third.bus.connect_endpoint = f"tcp://{network.host}:{unused_tcp_port}"  # and no other one of the sender's
         else:
-            monkeypatch.setattr("asyncsync.net.dialing.subscriber", exhausted)
+            monkeypatch.setattr("asyncsync.net.rendezvous.subscriber", exhausted)
         await third.connect(timeout=5)
         for value in (1, 2):
             with planted.counted(everybody.sender) as sent:

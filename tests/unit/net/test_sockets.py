@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import zmq
 
-from asyncsync.net.dialing import Dialer, Subscription
 from asyncsync.net.keys import Admission, Credentials, KeyPair
+from asyncsync.net.rendezvous import Dialer, Subscription
 from asyncsync.net.zmq_private import Context
 from asyncsync.net.zmq_socket import Broadcast, LoopSocket, dealer, router, subscriber
 from helpers.pairs import until

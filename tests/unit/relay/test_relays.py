@@ -320,7 +320,7 @@ async def test_a_process_of_this_host_is_not_watched_for_one_of_the_same_pid_on_
 async def test_a_sender_that_is_at_no_address_is_lost_however_many_are_tried(
     monkeypatch: pytest.MonkeyPatch, unused_tcp_port_factory: Callable[[], int]
 ) -> None:
-    monkeypatch.setattr("asyncsync.net.dialing.AWAY_SECONDS", 2.0)
+    monkeypatch.setattr("asyncsync.net.rendezvous.AWAY_SECONDS", 2.0)
     addresses = [f"tcp://127.0.0.1:{unused_tcp_port_factory()}" for _ in range(3)]
     sender = trainer(Model(4.0), endpoint=addresses[0])
     receiver = worker(Model(0.0), connect=",".join(addresses), reconnect=True)
@@ -462,7 +462,7 @@ async def test_the_keys_of_a_list_of_addresses_are_for_those_by_tcp(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unused_tcp_port_factory: Callable[[], int]
 ) -> None:
     """From an address with keys to a relay without, and from there to the trainer, which has keys."""
-    monkeypatch.setattr("asyncsync.net.dialing.UNREACHED_SECONDS", 0.2)
+    monkeypatch.setattr("asyncsync.net.rendezvous.UNREACHED_SECONDS", 0.2)
     assert main(["keygen", str(tmp_path), "--name", "host"]) == 0
     nobody, up = (f"tcp://127.0.0.1:{unused_tcp_port_factory()}" for _ in range(2))
     down = f"ipc://{tmp_path}/down"

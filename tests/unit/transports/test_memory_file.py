@@ -15,7 +15,7 @@ import pytest
 from asyncsync.errors import WeightSyncError
 from asyncsync.net import processes
 from asyncsync.net.processes import ProcessWatch
-from asyncsync.transports.slots import MemoryFile, MemoryPlace
+from asyncsync.transports.shared_memory import MemoryFile, MemoryPlace
 
 PAGE = mmap.PAGESIZE
 

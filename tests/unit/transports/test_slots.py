@@ -17,9 +17,15 @@ from hypothesis import strategies as st
 
 from asyncsync.errors import WeightSyncError
 from asyncsync.transports import SharedMemTransport, shared_memory
-from asyncsync.transports import zmq as zmq_transport
-from asyncsync.transports.shared_memory import LARGE_BYTES, AttachedSlab, WeightSlots
-from asyncsync.transports.slots import MAX_FILES, Lease, MemoryPlace, Slot
+from asyncsync.transports.shared_memory import (
+    LARGE_BYTES,
+    MAX_FILES,
+    AttachedSlab,
+    Lease,
+    MemoryPlace,
+    Slot,
+    WeightSlots,
+)
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.packing import pack
 from asyncsync.weights.slab import FOREIGN, SlabPool
@@ -402,7 +408,7 @@ def test_one_written_page_is_enough(pool: WeightSlots, monkeypatch: pytest.Monke
         raise PermissionError
 
     if not can_look:
-        monkeypatch.setattr(zmq_transport.os, "pread", hide)
+        monkeypatch.setattr(shared_memory.os, "pread", hide)
     slot, descriptor = lend(pool, 1)
     known = Reader()
     for version in range(2, 4 + PAGES):

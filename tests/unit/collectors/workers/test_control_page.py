@@ -10,7 +10,7 @@ import pytest
 
 from asyncsync.collectors.workers.control_page import ControlPage, SharedPool, page_at
 from asyncsync.errors import WeightSyncError
-from asyncsync.transports.slots import MemoryPlace
+from asyncsync.transports.shared_memory import MemoryPlace
 from helpers.collecting_multi import draw_many, draw_one_and_die
 
 

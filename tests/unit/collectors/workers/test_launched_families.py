@@ -15,8 +15,7 @@ from asyncsync.collectors.distributed.node import Answer, where
 from asyncsync.collectors.distributed.rpc_family import RPCFamily
 from asyncsync.errors import PeerLost
 from asyncsync.transports import torch_distributed
-from asyncsync.transports.store import OwnStore
-from asyncsync.transports.torch_distributed import Pair
+from asyncsync.transports.torch_distributed import OwnStore, Pair
 
 
 class OwnLauncher(Launcher):
