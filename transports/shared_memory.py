@@ -4,7 +4,7 @@ The sender's slabs are slots (:mod:`asyncsync.transports.slots`), so packing is 
 nobody but their owner can write them. The instruction names the slot, which a worker maps. A slab of up to 4 MiB is
 copied out of a :class:`Window` at once, and the slot is free. A larger one is an :class:`AttachedSlab`, where a
 module's Parameters get their memory, and whose lease lasts until a newer version has been applied. When a slot may be
-written again is in :mod:`asyncsync.protocol.leases`.
+written again is in :mod:`asyncsync.protocol.targets`.
 
 Only tensors of Parameters that :mod:`asyncsync.model.update` has pointed into a slot may lie there, and only until this
 worker releases it. :meth:`AttachedSlab.detach` makes them the process's own, for models that outlive their scheme; a

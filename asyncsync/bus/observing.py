@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from asyncsync.monitor.options import Hook
 from asyncsync.monitor.trace import Life, Observer
-from asyncsync.protocol.staging import Staging
+from asyncsync.protocol.holdings import Staging
 from asyncsync.wire.codec import decode
 from asyncsync.wire.messages import (
     Again,

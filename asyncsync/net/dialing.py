@@ -25,7 +25,7 @@ from asyncsync.net.endpoint import host_port, several, tcp_endpoint
 from asyncsync.net.keys import Credentials
 from asyncsync.net.rendezvous import Find, Introduction
 from asyncsync.net.zmq_socket import FAILED, LoopSocket, subscriber, watch
-from asyncsync.protocol.session import Session
+from asyncsync.protocol.holdings import Session
 
 logger = logging.getLogger("asyncsync")
 

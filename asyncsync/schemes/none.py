@@ -13,7 +13,7 @@ from asyncsync.schemes import aio, blocking
 from asyncsync.schemes.registry import register
 from asyncsync.schemes.scheme import Scheme
 from asyncsync.transports.zmq import BlockingZMQTransport, ZMQTransport
-from asyncsync.wire.metadata import Shown, decode_metadata, encode_metadata
+from asyncsync.wire.messages import Shown, decode_metadata, encode_metadata
 
 T = TypeVar("T")
 
