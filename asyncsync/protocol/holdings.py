@@ -363,21 +363,17 @@ class StagedUpdates(list[Staging]):
     """The updates that should go through the gate, oldest first. One that has gone through stays until the loop
     knows."""
 
-    def line_up(self, staging: Staging) -> None:
-        """Behind those that wait for the gate, without those of whose every model something newer waits now.
+    def line_up(self, staging: Staging, *, again: bool = False) -> None:
+        """Behind those that wait for the gate, without those of whose every model something newer waits now. ``again``:
+        it was taken, and was not applied; it may be taken again, unless something newer is there.
 
         One that the gate has begun with stays until it is done: it may have been interrupted, and half of it be in
         the models. One that is newer in part stays whole, because its models switch together.
         """
-        self.append(staging)
-        self._thin_out()
-
-    def line_up_again(self, staging: Staging) -> None:
-        """It was taken, and was not applied: it may be taken again, unless something newer is there."""
-        self.insert(0, staging)
-        self._thin_out()
-
-    def _thin_out(self) -> None:
+        if again:
+            self.insert(0, staging)
+        else:
+            self.append(staging)
         newer: set[str] = set()
         for one in reversed(self.copy()):
             if newer.issuperset(one.parts) and one.abandon():
@@ -399,11 +395,6 @@ class StagedUpdates(list[Staging]):
                 self.remove(older)
         self.remove(taken)
         return taken
-
-    def finish(self, staging: Staging) -> None:
-        """The gate has finished with it."""
-        if staging in self:
-            self.remove(staging)
 
     def versions(self, epoch: Epoch | None) -> dict[str, int]:
         """Per model, the newest version of this epoch that is staged."""

@@ -23,13 +23,14 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
 from asyncsync.errors import AckTimeout, PeerLost, ProtocolError, SchemaMismatch
 from asyncsync.protocol.settings import Identity, Settings
 from asyncsync.protocol.targets import Peer, Target, Targets
 from asyncsync.protocol.transfer import Announcement, Transfer
+from asyncsync.weights.encoding import is_decodable
 from asyncsync.wire import messages
 from asyncsync.wire.messages import FIRST_GUEST, MAX_START, NONCE_END, Buffer, Cast, Epoch, Instruction
 
@@ -175,7 +176,9 @@ class Membership:
         if peer is not None and same and hello.attempt <= peer.hello.attempt:
             return  # a duplicate, or overtaken by a newer one: the worker is not where this one came from any more
         local = self.identity.is_beside(hello.pid, hello.boot, hello.namespace)
-        new = Peer(worker, nonce, route, hello, local, now, applied=applied)
+        codec = self.settings.compress
+        codec = codec if codec and is_decodable(codec, hello.codecs) else ""
+        new = Peer(worker, nonce, route, hello, local, now, applied=applied, codec=codec)
         if peer is not None and not peer.lost and peer.route != route:
             self._contend(peer, new, now)
         elif peer is not None and same:
@@ -420,14 +423,6 @@ class Outcome:
     failed: dict[int, Exception] = field(default_factory=dict)
     waiting: set[int] = field(default_factory=set)
 
-    def note(self, worker: int, answer: int | Exception | None) -> None:
-        if answer is None:
-            self.waiting.add(worker)
-        elif isinstance(answer, int):
-            self.acked[worker] = answer
-        else:
-            self.failed[worker] = answer
-
 
 class Progress:
     """How far the versions have come; changes nothing."""
@@ -435,13 +430,12 @@ class Progress:
     def __init__(self, membership: Membership, targets: Targets) -> None:
         self._membership = membership
         self._targets = targets
-        self._num_workers = membership.num_workers
 
     def targeted(self, version: int, models: Collection[str] | None = None) -> list[int]:
         """The workers whose target is this version or newer, or was, before it was rejected."""
-        if self._num_workers is not None and models and self._targets.are_everybodys(version, models):
+        if self._membership.num_workers is not None and models and self._targets.are_everybodys(version, models):
             concerned = []
-            for worker in range(self._num_workers):
+            for worker in range(self._membership.num_workers):
                 peer = self._membership.find(worker)
                 if peer is None or not peer.hello.have.keys().isdisjoint(models):
                     concerned.append(worker)
@@ -457,23 +451,30 @@ class Progress:
         if any(t is not None and t.version >= version for t in newest):
             peer = self._membership.find(worker)
             # Of the elastic ones, those that were lost before this version was published are simply gone.
-            return self._num_workers is not None or (peer is not None and (not peer.lost or peer.lost_at >= version))
+            return self._membership.num_workers is not None or (
+                peer is not None and (not peer.lost or peer.lost_at >= version)
+            )
         return self._targets.rejection(worker, version, mine) is not None
 
     def of(self, version: int, workers: Iterable[int], models: Iterable[str] | None = None) -> Outcome:
         """Who has applied this version or a newer one, who cannot, who has still to answer."""
-        result = Outcome()
         models = None if models is None else list(models)
-        for worker in workers:
-            result.note(worker, self._answer(worker, version, models))
-        return result
+        return self._outcome((worker, self._answer(worker, version, models)) for worker in workers)
 
     def staged(self, version: int, workers: Iterable[int]) -> Outcome:
         """Which of these workers hold this version, which is staged, or have applied it, or a newer one, already; which
         cannot; which have still to answer."""
+        return self._outcome((worker, self._answer_staged(worker, version)) for worker in workers)
+
+    def _outcome(self, answers: Iterable[tuple[int, int | Exception | None]]) -> Outcome:
         result = Outcome()
-        for worker in workers:
-            result.note(worker, self._answer_staged(worker, version))
+        for worker, answer in answers:
+            if answer is None:
+                result.waiting.add(worker)
+            elif isinstance(answer, int):
+                result.acked[worker] = answer
+            else:
+                result.failed[worker] = answer
         return result
 
     def awaited(self, version: int, models: list[str], first: int | None = None) -> int | None:
@@ -595,7 +596,7 @@ class Progress:
             if target is not None and (failure := self._failure(peer, model_id, target.version)) is not None:
                 return f"worker {worker} failed to apply {model_id!r}: {failure}"
         pending = self._targets.pending.values()
-        if self._num_workers is not None and not all(self._targets.are_assembled(p.models) for p in pending):
+        if self._membership.num_workers is not None and not all(self._targets.are_assembled(p.models) for p in pending):
             return f"worker {worker} is connected, and waits for the other workers"
         return f"worker {worker} has not applied its weights yet"
 
@@ -623,7 +624,8 @@ class FanOut:
         self.subscribed: set[bytes] = set()
         self.reached: set[bytes] = set()
         self._membership = membership
-        self._settings = membership.settings
+        self._settings = settings = membership.settings
+        self._pieces = replace(settings, chunk_bytes=min(PUSHED_CHUNK, settings.chunk_bytes))
         self._recipients: dict[int, set[bytes]] = {}  # of the latest announcements, by serial
         self._pushed: Transfer | None = None
         self._members: list[Peer] = []  # those that are to have what is pushed
@@ -684,8 +686,7 @@ class FanOut:
         credits = sorted(credit for peer in self._members if (credit := _credit(peer, pushed)) is not None)
         if credits:
             pushed.granted = credits[-len(credits) // 4]
-        size, checksum = min(PUSHED_CHUNK, self._settings.chunk_bytes), self._settings.checksum
-        for chunk, piece in pushed.chunks(self._membership.epoch, chunk_bytes=size, checksum=checksum):
+        for chunk, piece in pushed.chunks(self._membership.epoch, self._pieces):
             for peer in self._members:
                 if peer.transfer is not None and peer.transfer.serial == pushed.serial:
                     peer.bytes_sent += len(piece)

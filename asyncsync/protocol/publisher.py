@@ -23,7 +23,7 @@ from asyncsync.protocol.relays import Behind, Questions, Verification
 from asyncsync.protocol.settings import Identity, Settings
 from asyncsync.protocol.targets import Leases, Model, Peer, Publication, Replaced, Target, Targets
 from asyncsync.protocol.transfer import Announcement, Parts, Transfer
-from asyncsync.weights.encoding import Encoding, is_decodable
+from asyncsync.weights.encoding import Encoding
 from asyncsync.weights.slab import Slab
 from asyncsync.wire import messages
 from asyncsync.wire.messages import MAX_SERIAL, STAGE, Epoch, Instruction
@@ -114,7 +114,8 @@ class Publisher:
         staged version at most: what was staged before is dropped.
         """
         self.check_open()
-        self.drop()
+        if self.targets.staged is not None:
+            self.drop()
         if workers is None and len(parts) == 1 and not (metadata or version or stages):
             ((model_id, slab),) = parts.items()
             if isinstance(slab, Slab) and (peers := self.steady(model_id, slab)) is not None:
@@ -230,7 +231,13 @@ class Publisher:
             return
         match instruction:
             case messages.Applied():
-                self._on_applied(peer, instruction)
+                versions = instruction.versions
+                if instruction.serial and peer.transfer is not None and peer.transfer.serial == instruction.serial:
+                    versions = peer.transfer.versions  # otherwise, of an update that is over already: nothing is new
+                self.membership.check_versions(peer, versions)
+                peer.note_applied(versions)
+                if len(self.targets.models) > 1 or self.targets.version not in versions.values():
+                    self._pump(peer)  # something else may be due
             case messages.Staged():
                 if peer.transfer is not None and peer.transfer.serial == instruction.serial:
                     ready = peer.held if peer.transfer.phase == STAGE else peer.staged
@@ -338,22 +345,11 @@ class Publisher:
         encodes = self.settings.delta or self.settings.compress
         if (transfer.rewound(fetch) or not transfer.granted) and encodes:
             # Now that the worker fetches the bytes, it is known which bases it has.
-            transfer.encode(self._codec_for(peer), fetch.bases, self.settings.piece_bytes)
+            transfer.encode(peer.codec, fetch.bases, self.settings.piece_bytes)
         transfer.granted = max(transfer.granted, min(fetch.upto, transfer.total))
         transfer.pushed = max(transfer.pushed, min(fetch.pushed, transfer.total))
         self._stream(peer, transfer)
         self.fanout.stream()
-
-    def _on_applied(self, peer: Peer, applied: messages.Applied) -> None:
-        versions, transfer = applied.versions, peer.transfer
-        if applied.serial:
-            if transfer is None or transfer.serial != applied.serial:
-                return  # of an update that is over already: there is nothing new in that
-            versions = transfer.versions
-        self.membership.check_versions(peer, versions)
-        peer.note_applied(versions)
-        if len(self.targets.models) > 1 or self.targets.version not in versions.values():
-            self._pump(peer)  # something else may be due
 
     def _on_pong(self, peer: Peer, pong: messages.Pong) -> None:
         self.membership.check_versions(peer, pong.versions)
@@ -611,24 +607,22 @@ class Publisher:
         # A relay passes bytes on, wherever it is.
         opens = peer.local is True and peer.opens and peer.hello.role != "relay"
         streams = not opens and any(slab.streamable for _, slab in parts.values())
-        codec = self._codec_for(peer)
         last = self.announcement
-        if last is None or not last.matches(peer.serial, parts, streams=streams, codec=codec, phase=phase):
+        form = streams, peer.codec, phase
+        if last is None or not last.matches(peer.serial, parts, form):
             self.serial += 1
             of = self.targets.staged_for if phase == STAGE else self.targets.target
             target = of(peer.worker, next(iter(parts)))
             assert target is not None
+            publication, settings = target.publication, self.settings
             last = self.announcement = Announcement(
                 self.serial,
                 parts,
                 self.epoch,
-                eager_bytes=self.settings.eager_bytes,
-                checksum=self.settings.checksum,
-                metadata=target.publication.metadata,
-                streams=streams,
-                codec=codec,
-                castable=target.publication.workers is None,
-                phase=phase,
+                settings,
+                form,
+                publication.metadata,
+                castable=publication.workers is None,
             )
         self._start(peer, last, parts)
 
@@ -642,15 +636,8 @@ class Publisher:
         if self.serial < serial and self.serial < LAST_LEAP:
             self.serial = min(serial + GAP, self.serial + LARGEST_LEAP)
 
-    def _codec_for(self, peer: Peer) -> str:
-        codec = self.settings.compress
-        return codec if codec and is_decodable(codec, peer.hello.codecs) else ""
-
     def _stream(self, peer: Peer, transfer: Transfer) -> None:
-        settings = self.settings
-        for chunk, piece in transfer.chunks(
-            self.epoch, chunk_bytes=settings.chunk_bytes, checksum=settings.checksum, wanted=self.wanted
-        ):
+        for chunk, piece in transfer.chunks(self.epoch, self.settings, self.wanted):
             peer.bytes_sent += len(piece)
             self.membership.send(peer.route, chunk, [piece] if len(piece) else ())
 

@@ -192,29 +192,27 @@ class Behind:
 
 
 class Questions:
-    """The questions of one sender's workers. ``are_new``: some have still to be asked above."""
+    """The questions of one sender's workers. ``new``: of each worker, the newest that has still to be asked above."""
 
     def __init__(self, membership: Membership, targets: Targets) -> None:
-        self.are_new = False
+        self.new: dict[int, int] = {}
         self._membership = membership
         self._targets = targets
-        self._new: dict[int, int] = {}  # of each worker, the newest
         self._asked: dict[int, deque[tuple[int, int]]] = {}  # of each worker: number of the question above, its own
 
     def put(self, peer: Peer, ping: messages.Ping) -> None:
         """A worker asks what it should have."""
         if not ping.root or not self._membership.follows:
             self._answer(peer, ping.seq, {}, root=not self._membership.follows)
-            return
-        self._new[peer.worker] = ping.seq
-        self.are_new = True
+        else:
+            self.new[peer.worker] = ping.seq
 
     def passed_on(self, number: int) -> None:
         """All new ones have been asked above, with this number."""
         self._asked = {worker: asked for worker, asked in self._asked.items() if worker in self._membership.peers}
-        for worker, seq in self._new.items():
+        for worker, seq in self.new.items():
             self._asked.setdefault(worker, deque(maxlen=KEPT_QUESTIONS)).append((number, seq))
-        self._new, self.are_new = {}, False
+        self.new = {}
 
     def answered(self, number: int, above: Mapping[str, int]) -> None:
         """The root has answered what was asked with this number, and all before: what everybody should have."""
@@ -227,7 +225,7 @@ class Questions:
 
     def restart(self) -> None:
         """Another trainer's versions are served from here on: whoever wants to know asks again."""
-        self._new, self._asked, self.are_new = {}, {}, False
+        self.new, self._asked = {}, {}
 
     def _answer(self, peer: Peer, seq: int, above: Mapping[str, int], *, root: bool) -> None:
         here = {m: t.version for m in peer.hello.have if (t := self._targets.target(peer.worker, m)) is not None}

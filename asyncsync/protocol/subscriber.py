@@ -162,7 +162,8 @@ class Subscriber:
         """The gate has let it through: the models hold these versions."""
         if staging.abandoned:
             return
-        self.staged.finish(staging)
+        if staging in self.staged:
+            self.staged.remove(staging)
         self.holdings.applied(staging)
         self._report_applied(staging)
 
@@ -170,7 +171,8 @@ class Subscriber:
         """Applying has raised; see :meth:`Holdings.failed`."""
         if staging.abandoned:
             return
-        self.staged.finish(staging)
+        if staging in self.staged:
+            self.staged.remove(staging)
         versions = staging.versions
         self.holdings.failed(staging)
         staging.release()
@@ -203,7 +205,7 @@ class Subscriber:
         elif counts and not self.leaving:
             taken.leave_previous()
             self._report_failed(staging.serial, staging.versions, error)
-            self.staged.line_up_again(staging)
+            self.staged.line_up(staging, again=True)
         else:
             taken.release()
         return counts
@@ -374,7 +376,10 @@ class Subscriber:
             model_id = self.session.local(part.model_id)
             self.targets[model_id] = max(part.version, self.targets.get(model_id, 0))
         self.incoming = incoming
-        self.shares = {source: incoming.share(source, now) for source in sorted(incoming.sources)}
+        self.shares = {
+            source: incoming.share(source, now)
+            for source in sorted({p.source for p in incoming.parts if p.source and p.descriptor is None})
+        }
         incoming.pushed = pushed
         if self.relaying is not None:
             self.relaying.begun(incoming)
@@ -489,13 +494,10 @@ class Subscriber:
         if update is not None:
             if self.relaying is not None:
                 self.relaying.ended(update)
-            self._release_shares()
+            for share in self.shares.values():
+                share.release()
+            self.shares = {}
             update.release()
-
-    def _release_shares(self) -> None:
-        for share in self.shares.values():
-            share.release()
-        self.shares = {}
 
     def receive_share(self, source: int, instruction: Instruction, payload: Sequence[Buffer], now: float) -> None:
         """Take in one message of the trainer's process of this number. Raises ProtocolError, with nothing changed, if
@@ -549,14 +551,7 @@ class Subscriber:
         self._grant_credit(update)
 
     def _put(
-        self,
-        update: IncomingUpdate,
-        part: int,
-        offset: int,
-        data: Buffer,
-        crc: int | None,
-        travelled: int,
-        now: float,
+        self, update: IncomingUpdate, part: int, offset: int, data: Buffer, crc: int | None, travelled: int, now: float
     ) -> None:
         try:
             if update.write(part, offset, data, crc):
@@ -667,8 +662,9 @@ class Subscriber:
         update = self.incoming
         if update is None or not update.complete or not all(share.complete for share in self.shares.values()):
             return False
-        self._release_shares()
-        self.incoming = None
+        for share in self.shares.values():
+            share.release()
+        self.incoming, self.shares = None, {}
         if self.relaying is not None:
             self.relaying.ended(update)
         holdings = self.holdings

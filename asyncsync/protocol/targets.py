@@ -16,6 +16,7 @@ comes to it, in whatever order; and an old report that arrives late means nothin
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -44,6 +45,7 @@ class Peer:
         serial, before: of the latest announcement that it was sent, and of the one before that; 0: none since it came
             from another sender.
         shown: by layout, the number of the first WELCOME to which a refusal counts.
+        codec: by which what it fetches is compressed; empty: by none.
         relay: the one that it is behind; None: it is connected to this sender.
         is_worker: whether it has one of the workers' places; relays and guests have none.
     """
@@ -80,6 +82,7 @@ class Peer:
     serial: int = 0
     before: int = 0
     relay: int | None = None
+    codec: str = ""
     is_worker: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -166,7 +169,9 @@ class Peer:
         for model_id, version in versions.items():
             if version > self.applied.get(model_id, 0):
                 self.applied[model_id] = version
-            self._forget_ready(model_id, version)
+            for ready in (self.staged, self.held):
+                if ready.get(model_id, 0) <= version:
+                    ready.pop(model_id, None)
         if self.failed:
             self.failed = {(m, v): error for (m, v), error in self.failed.items() if v > self.applied.get(m, 0)}
         if self.transfer is None:
@@ -179,17 +184,14 @@ class Peer:
     def note_failed(self, versions: Mapping[str, int], error: Exception) -> None:
         """These versions could not be applied, or not be got ready for their commit."""
         for model_id, version in versions.items():
-            self._forget_ready(model_id, version)
+            for ready in (self.staged, self.held):
+                if ready.get(model_id, 0) <= version:
+                    ready.pop(model_id, None)
             if version > self.applied.get(model_id, 0):
                 # Of each model, no more than the target and what is staged can matter.
                 for older in sorted(v for m, v in self.failed if m == model_id)[:-1]:
                     del self.failed[model_id, older]
                 self.failed[model_id, version] = error
-
-    def _forget_ready(self, model_id: str, version: int) -> None:
-        for ready in (self.staged, self.held):
-            if ready.get(model_id, 0) <= version:
-                ready.pop(model_id, None)
 
     def has(self, version: int, models: Iterable[str]) -> bool:
         """True if it has applied this version of each model, or a newer one."""
@@ -266,19 +268,13 @@ class _Slot:
         """All of them: the current one, and those that may follow."""
         return self.pending if self.current is None else [self.current, *self.pending]
 
-    def commit(self, publication: Publication) -> None:
-        for target in self.pending:
-            if target.publication is publication:
-                self.drop(lambda older: older.version < publication.version)
-                self.pending.remove(target)
-                self.current = target
-                return
-
-    def drop(self, which: Callable[[Target], bool] = lambda target: True) -> None:
-        for target in filter(which, self.targets):
-            target.slab.release()
-        self.pending = [target for target in self.pending if not which(target)]
-        if self.current is not None and which(self.current):
+    def drop(self, low: float = 0, high: float = math.inf) -> None:
+        """Release the targets of these versions, from ``low`` on, below ``high``."""
+        for target in self.targets:
+            if low <= target.version < high:
+                target.slab.release()
+        self.pending = [target for target in self.pending if not low <= target.version < high]
+        if self.current is not None and low <= self.current.version < high:
             self.current = None
 
 
@@ -383,7 +379,11 @@ class Targets:
             if before is not None:
                 before.slab.retain()
             for slot in (model.common, *model.own.values()):
-                slot.commit(publication)
+                target = next((one for one in slot.pending if one.publication is publication), None)
+                if target is not None:
+                    slot.drop(high=target.version)
+                    slot.pending.remove(target)
+                    slot.current = target
             common = model.common.current
             if before is not None:
                 if common is not None and common is not before:
@@ -393,7 +393,7 @@ class Targets:
             if common is not None and common.publication is publication:
                 # What is meant for everybody replaces what was meant for one.
                 for slot in model.own.values():
-                    slot.drop(lambda older: older.version < publication.version)
+                    slot.drop(high=publication.version)
                 model.forget_empty()
         if publication.then is not None:
             publication.then()
@@ -432,7 +432,7 @@ class Targets:
         if self.staged is not None and self.staged.version == version:
             self.staged = None
         for slot in self.slots():
-            slot.drop(lambda target: target.version == version)
+            slot.drop(version, version + 1)
         for model in self.models.values():
             model.forget_empty()
 

@@ -34,6 +34,9 @@ ENCODED_ABOVE = 2 << 10  # so many bytes in an UPDATE are not worth the work
 
 Parts = dict[str, tuple[int, Slab]]
 """What an update brings: version and slab of each model."""
+Form = tuple[bool, str, int]
+"""Whether what workers of this host would open travels as chunks, as far as it can; the codec of bytes that ride in the
+UPDATE (empty: they are as they are); the phase."""
 
 
 class Announcement:
@@ -42,10 +45,8 @@ class Announcement:
 
     Attributes:
         castable: it may be sent to all at once: it is meant for everybody, and all bytes come with it or as chunks.
-        streams: what workers of this host would open travels as chunks, as far as it can.
-        codec: of bytes that ride in the UPDATE; empty: they are as they are.
         repeatable: AGAIN can follow: it brings one part, and nothing that may differ but its bytes.
-        apart: the models of which that is true.
+        apart: the models whose bytes travel as chunks, although workers of this host would open them.
         sizes, ends: bytes of each part that follow as chunks, and where they end, laid end to end.
     """
 
@@ -56,19 +57,15 @@ class Announcement:
         serial: int,
         parts: Parts,
         epoch: Epoch,
-        *,
-        eager_bytes: int,
-        checksum: bool,
+        settings: Settings,
+        form: Form,
         metadata: bytes = b"",
-        streams: bool = False,
-        codec: str = "",
+        *,
         castable: bool = False,
-        phase: int = APPLY,
     ) -> None:
         self.serial = serial
-        self.phase = phase
-        self.streams = streams
-        self.codec = codec
+        self.form = form
+        streams, codec, phase = form
         self.key = [(m, version, id(slab)) for m, (version, slab) in parts.items()]
         self.layouts = {(m, slab.layout.digest) for m, (_, slab) in parts.items()}
         apart = {m for m, (_, slab) in parts.items() if slab.streamable} if streams else set()
@@ -80,14 +77,14 @@ class Announcement:
         self.sizes = [slab.nbytes if m in apart else slab.streamed for m, (_, slab) in parts.items()]
         self.ends = list(accumulate(self.sizes))
         # What is not there yet can only follow as chunks.
-        eager = self.ends[-1] <= eager_bytes and all(slab.packed == slab.nbytes for _, slab in parts.values())
+        eager = self.ends[-1] <= settings.eager_bytes and all(slab.packed == slab.nbytes for _, slab in parts.values())
         announced, values, payload, packed = [], [], [], False
         for (model_id, (version, slab)), size in zip(parts.items(), self.sizes, strict=True):
             crc, base = None, 0
             values.append(slab.values)
             if eager:
                 piece = slab.contents() if size else b""
-                crc = zlib.crc32(piece) if checksum else None
+                crc = zlib.crc32(piece) if settings.checksum else None
                 if codec and size > ENCODED_ABOVE and (fewer := encode_piece(piece, codec, 1)) is not None:
                     piece, packed = fewer, True
                 payload.append(piece)
@@ -133,16 +130,11 @@ class Announcement:
         announced.nbytes = 0 if slab.descriptor is not None else slab.nbytes
         return announced
 
-    def matches(self, after: int, parts: Parts, *, streams: bool, codec: str, phase: int) -> bool:
+    def matches(self, after: int, parts: Parts, form: Form) -> bool:
         """Whether this brings the very same versions and slabs, in the same form, to a worker that was sent the serial
         ``after``. An AGAIN is only for those who had had the update before it when it was made: they have got it."""
         key = [(m, version, id(slab)) for m, (version, slab) in parts.items()]
-        return (
-            type(self.instruction) is Update
-            and self.serial > after
-            and self.key == key
-            and (self.streams, self.codec, self.phase) == (streams, codec, phase)
-        )
+        return type(self.instruction) is Update and self.serial > after and self.key == key and self.form == form
 
 
 class Transfer:
@@ -155,7 +147,7 @@ class Transfer:
 
     def __init__(self, announcement: Announcement, parts: Parts, after_ping: int) -> None:
         self.serial = announcement.serial
-        self.phase = announcement.phase
+        self.phase = announcement.form[2]
         self.parts = parts
         self.layouts = announcement.layouts
         apart = announcement.apart
@@ -204,12 +196,7 @@ class Transfer:
             encoding.leave()
 
     def chunks(
-        self,
-        epoch: Epoch,
-        *,
-        chunk_bytes: int,
-        checksum: bool,
-        wanted: deque[tuple[Encoding, int]] | None = None,
+        self, epoch: Epoch, settings: Settings, wanted: deque[tuple[Encoding, int]] | None = None
     ) -> Iterator[tuple[Chunk, Buffer]]:
         """The next pieces, as far as the worker's credit reaches and the slabs are packed. They end at the first that
         has still to be encoded; that and the following ones join ``wanted``."""
@@ -221,7 +208,7 @@ class Transfer:
             while self.sent < min(end, self.granted):
                 start, limit, encoded = self.sent - begin, min(self.granted - begin, slab.packed), None
                 if encoding is None:
-                    stop = min(start + chunk_bytes, size, self.granted - begin)
+                    stop = min(start + settings.chunk_bytes, size, self.granted - begin)
                 else:
                     # To the end of the piece: whoever has part of one gets its rest as it is.
                     stop = min(size, (start // encoding.size + 1) * encoding.size)
@@ -241,7 +228,7 @@ class Transfer:
                     yield chunk, encoded.payload
                 else:
                     piece = slab.export(start, stop)
-                    yield Chunk(epoch, self.serial, i, start, zlib.crc32(piece) if checksum else None), piece
+                    yield Chunk(epoch, self.serial, i, start, zlib.crc32(piece) if settings.checksum else None), piece
 
 
 MAX_GAPS = 256
@@ -328,11 +315,6 @@ class IncomingUpdate:
         self.restarts = 0
         self.fruitless = 0
         self.last_progress = now
-
-    @property
-    def sources(self) -> set[int]:
-        """The processes beside the sender that have some of its bytes."""
-        return {part.source for part in self.parts if part.source and part.descriptor is None}
 
     def share(self, source: int, now: float) -> IncomingUpdate:
         """What comes from that process: its parts of this version, in the order in which it has them."""
@@ -491,13 +473,13 @@ class Sharer:
         transfer = self.transfers.get(route)
         if transfer is None or transfer.serial != pull.version or transfer.parts.keys() != found.keys():
             self.disconnected(route)
-            announcement = Announcement(pull.version, found, self.epoch, eager_bytes=-1, checksum=False)
+            streamed = replace(self.settings, eager_bytes=-1)
+            announcement = Announcement(pull.version, found, self.epoch, streamed, (False, "", APPLY))
             transfer = self.transfers[route] = Transfer(announcement, found, 0)
             transfer.restart = -1  # it begins where the worker is
         transfer.rewound(pull)
         transfer.granted = max(transfer.granted, min(pull.upto, transfer.total))
-        settings = self.settings
-        chunks = transfer.chunks(self.epoch, chunk_bytes=settings.chunk_bytes, checksum=settings.checksum)
+        chunks = transfer.chunks(self.epoch, self.settings)
         self.outbox.extend((route, chunk, [piece]) for chunk, piece in chunks)
 
     def close(self) -> None:

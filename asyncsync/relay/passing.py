@@ -57,12 +57,7 @@ class Passing:
     """
 
     def __init__(
-        self,
-        subscriber: Subscriber,
-        publisher: Publisher,
-        *,
-        slots: SharedSlabs | None = None,
-        keeps: bool = False,
+        self, subscriber: Subscriber, publisher: Publisher, *, slots: SharedSlabs | None = None, keeps: bool = False
     ) -> None:
         self.kept: Kept = {}
         self.kept_of: Epoch | None = None
@@ -226,7 +221,7 @@ class Passing:
     def is_report_due(self) -> bool:
         """Whether :meth:`report` may have something to say."""
         session, publisher = self._subscriber.session, self._publisher
-        has_news = publisher.touched or publisher.questions.are_new or publisher.answers
+        has_news = publisher.touched or publisher.questions.new or publisher.answers
         return session.welcomed and (bool(has_news) or self._session != (session.epoch, session.attempt))
 
     def report(self) -> None:
@@ -235,7 +230,7 @@ class Passing:
         session, publisher = self._subscriber.session, self._publisher
         if not self.is_report_due:
             return
-        if publisher.questions.are_new:
+        if publisher.questions.new:
             publisher.questions.passed_on(session.request(root=True))
         while publisher.answers:
             session.send(publisher.answers.popleft())

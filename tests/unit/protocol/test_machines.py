@@ -77,7 +77,7 @@ MUTATIONS = {
         (Subscriber, "_stage_if_complete", "for one in ready.values():", "for one in ():")
     ],
     "slabs of a rejected publication are lost": [
-        (Targets, "_withdraw", "slot.drop(lambda target: target.version == version)", "slot.pending = []")
+        (Targets, "_withdraw", "slot.drop(version, version + 1)", "slot.pending = []")
     ],
     "old updates are taken": [
         (Subscriber, "_on_update", "update.serial <= self.serial", "False"),
