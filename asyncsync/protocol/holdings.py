@@ -396,10 +396,6 @@ class StagedUpdates(list[Staging]):
         self.remove(taken)
         return taken
 
-    def versions(self, epoch: Epoch | None) -> dict[str, int]:
-        """Per model, the newest version of this epoch that is staged."""
-        return {m: version for one in self if one.epoch == epoch for m, version in one.versions.items()}
-
     def abandon(self) -> None:
         """Abandon all, but for what the gate is copying from."""
         self[:] = [one for one in self if not one.abandon()]

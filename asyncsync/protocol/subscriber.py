@@ -566,7 +566,11 @@ class Subscriber:
         if self._stage_if_complete():
             return
         if update.beyond and update.filling < update.beyond[0][0]:
-            self._fetch_gap(update)
+            # Some of what is pushed has been lost: fetch just that.
+            update.restarts += 1
+            update.filling = update.beyond[0][0]
+            restart = update.restarts, update.received
+            self.session.send(Fetch(update.epoch, update.serial, *restart, update.filling, update.granted))
         if update.granted == update.total:
             return
         if update.granted - update.received <= self.settings.window_bytes // 2:
@@ -618,14 +622,6 @@ class Subscriber:
         bases = update.base_versions if update.bases else ()
         self.session.send(Fetch(update.epoch, update.serial, update.restarts, update.received, upto, pushed, bases))
 
-    def _fetch_gap(self, update: IncomingUpdate) -> None:
-        """Some of what is pushed has been lost: fetch just that."""
-        update.restarts += 1
-        update.filling = update.beyond[0][0]
-        self.session.send(
-            Fetch(update.epoch, update.serial, update.restarts, update.received, update.filling, update.granted)
-        )
-
     def _give_up(self, error: Exception) -> None:
         update = self.incoming
         assert update is not None
@@ -634,10 +630,8 @@ class Subscriber:
 
     def _ready_versions(self) -> dict[str, int]:
         """Per model, the newest version of this epoch that is staged, or taken."""
-        versions, taken = self.staged.versions(self.session.epoch), self.taken
-        if taken is not None and taken.staging.epoch == self.session.epoch:
-            versions = {**taken.staging.versions, **versions}
-        return versions
+        ready = self.staged if self.taken is None else [self.taken.staging, *self.staged]
+        return {m: version for one in ready if one.epoch == self.session.epoch for m, version in one.versions.items()}
 
     def _attach(self, part: Part, layout: Layout) -> Slab | None:
         slab = self._memory.attach(self.session.local(part.model_id), part, layout, self.pool)

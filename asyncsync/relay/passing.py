@@ -11,15 +11,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Protocol
 
+from asyncsync.bus.carrier import Carrier
 from asyncsync.errors import RemoteError, SchemaMismatch
 from asyncsync.protocol.holdings import Staging
 from asyncsync.protocol.publisher import Publisher
 from asyncsync.protocol.subscriber import Subscriber
 from asyncsync.protocol.targets import Peer, Replaced
 from asyncsync.protocol.transfer import IncomingUpdate
-from asyncsync.weights.slab import Slab
+from asyncsync.transports.shared_memory import SLOTS, WeightSlots
+from asyncsync.transports.slots import COPY_BYTES
+from asyncsync.weights.layout import Layout
+from asyncsync.weights.slab import Slab, SlabPool
 from asyncsync.wire import messages
 from asyncsync.wire.messages import APPLY, Bye, Epoch, RelayedWorker
 
@@ -33,14 +36,26 @@ Kept = dict[str, tuple[int, Slab, bytes]]
 """Of each model: version, slab and metadata."""
 
 
-class SharedSlabs(Protocol):
-    """Slabs that are complete before they are published, and that workers read where they are."""
+class RelaySlots(Carrier):
+    """Slabs in shared memory, into which an update is received, and which the workers read."""
+
+    pool: WeightSlots
+    holds_received = True
+
+    def __init__(self) -> None:
+        self.pool = WeightSlots(SLOTS, COPY_BYTES)
+
+    def acquire_slab(self, layout: Layout, pool: SlabPool) -> Slab:
+        return self.pool.acquire(layout)
 
     def describe(self, slab: Slab) -> bytes:
-        """Where workers find it."""
+        assert isinstance(slab.pool, WeightSlots)
+        return slab.pool.describe(slab)
 
     def renew(self) -> None:
-        """Never write again what there is."""
+        """What there is goes with its last reader, and is never written again."""
+        self.pool.close()
+        self.pool = WeightSlots(SLOTS, COPY_BYTES)
 
 
 class Passing:
@@ -57,7 +72,7 @@ class Passing:
     """
 
     def __init__(
-        self, subscriber: Subscriber, publisher: Publisher, *, slots: SharedSlabs | None = None, keeps: bool = False
+        self, subscriber: Subscriber, publisher: Publisher, *, slots: RelaySlots | None = None, keeps: bool = False
     ) -> None:
         self.kept: Kept = {}
         self.kept_of: Epoch | None = None

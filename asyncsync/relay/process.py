@@ -23,12 +23,10 @@ from asyncsync.errors import ProtocolError, WeightSyncError
 from asyncsync.net.endpoint import is_plaintext_beyond_loopback
 from asyncsync.net.keys import Credentials, KeyFiles
 from asyncsync.protocol.settings import Settings
-from asyncsync.relay.passing import Kept, Passing
-from asyncsync.transports.shared_memory import SLOTS, WeightSlots
-from asyncsync.transports.slots import COPY_BYTES
+from asyncsync.relay.passing import Kept, Passing, RelaySlots
 from asyncsync.weights import files
 from asyncsync.weights.layout import Layout
-from asyncsync.weights.slab import Slab, SlabPool
+from asyncsync.weights.slab import Slab
 from asyncsync.weights.tree import Path as KeyPath
 from asyncsync.weights.tree import dotted
 from asyncsync.wire.messages import Epoch
@@ -55,28 +53,6 @@ class RelayOptions:
     keep: Path | None = None
     credentials: Callable[[], Credentials] | None = None
     keys: KeyFiles | None = None
-
-
-class RelaySlots(Carrier):
-    """Slabs in shared memory, into which an update is received, and which the workers read."""
-
-    pool: WeightSlots
-    holds_received = True
-
-    def __init__(self) -> None:
-        self.pool = WeightSlots(SLOTS, COPY_BYTES)
-
-    def acquire_slab(self, layout: Layout, pool: SlabPool) -> Slab:
-        return self.pool.acquire(layout)
-
-    def describe(self, slab: Slab) -> bytes:
-        assert isinstance(slab.pool, WeightSlots)
-        return slab.pool.describe(slab)
-
-    def renew(self) -> None:
-        """What there is goes with its last reader, and is never written again."""
-        self.pool.close()
-        self.pool = WeightSlots(SLOTS, COPY_BYTES)
 
 
 class Relay:
