@@ -17,7 +17,7 @@ are in a :class:`SlotPool`, and may be used again when nothing can touch them an
 instruction names the slot, which a worker maps. A slab of up to 4 MiB is copied out of a :class:`Window` at once, and
 the slot is free. A larger one is an :class:`AttachedSlab`, where a module's Parameters get their memory, and whose
 lease lasts until a newer version has been applied. When a slot may be written again is in
-:mod:`asyncsync.protocol.leases`.
+:mod:`asyncsync.protocol.targets`.
 
 **Private slabs** are memory in which Parameters may lie: copy on write over a memory file that others write or read.
 What a worker writes there (an optimiser's step, BatchNorm) stays its own. The price is that a page it has written shows

@@ -22,7 +22,7 @@ from asyncsync.bus.observing import ReceiverObserver
 from asyncsync.errors import AckTimeout
 from asyncsync.fastpath.worker import Show
 from asyncsync.model.gate import Gate, Writer
-from asyncsync.protocol.staging import Staging
+from asyncsync.protocol.holdings import Staging
 from asyncsync.protocol.subscriber import Subscriber
 from asyncsync.runtime.threads import WorkThread, as_exception
 from asyncsync.weights.slab import Slab

@@ -47,11 +47,10 @@ from asyncsync.net.endpoint import (
 )
 from asyncsync.net.keys import KeyFiles
 from asyncsync.net.rendezvous import Find, Introduction
+from asyncsync.protocol.holdings import Acting
 from asyncsync.protocol.settings import EAGER_BYTES, Settings
-from asyncsync.protocol.staging import Acting
 from asyncsync.weights.encoding import check_codec
-from asyncsync.wire.messages import Report
-from asyncsync.wire.metadata import Shown, decode_metadata, encode_metadata
+from asyncsync.wire.messages import Report, Shown, decode_metadata, encode_metadata
 
 DEFAULT_TIMEOUT = 60.0
 LOOP_ENDED = "this bus was shut down when its event loop ended: connect and use it within one asyncio.run()"

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 
 from asyncsync.bus.carrier import Carrier
 from asyncsync.net.processes import opens_memory
-from asyncsync.protocol.incoming import Memory
 from asyncsync.protocol.subscriber import Subscriber
+from asyncsync.protocol.transfer import Memory
 from asyncsync.runtime.threads import WorkThread, finish
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab, SlabPool

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from asyncsync.monitor.trace import Hook, Life, Observer
-from asyncsync.protocol.staging import Staging
+from asyncsync.protocol.holdings import Staging
 from asyncsync.wire.codec import decode
 from asyncsync.wire.messages import (
     Again,

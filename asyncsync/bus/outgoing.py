@@ -11,7 +11,7 @@ import zmq
 from asyncsync.net.keys import Admission
 from asyncsync.net.side_channel import BY_SIDE_CHANNEL, SideChannels
 from asyncsync.net.zmq_socket import Broadcast, LoopSocket
-from asyncsync.protocol.fanout import EVERYBODY
+from asyncsync.protocol.membership import EVERYBODY
 from asyncsync.protocol.publisher import Publisher
 from asyncsync.wire.codec import encode
 from asyncsync.wire.messages import Again, Buffer, Instruction, Update

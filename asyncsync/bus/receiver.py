@@ -30,8 +30,8 @@ from asyncsync.net.processes import ProcessWatch, this_process
 from asyncsync.net.rendezvous import Find, Introduction, Whereabouts
 from asyncsync.net.side_channel import ALONE, BY_SIDE_CHANNEL, SideChannel, connect, read
 from asyncsync.net.zmq_socket import LoopSocket, dealer
+from asyncsync.protocol.holdings import Acting
 from asyncsync.protocol.settings import Settings
-from asyncsync.protocol.staging import Acting
 from asyncsync.protocol.subscriber import Subscriber
 from asyncsync.runtime.threads import finish, yield_core
 from asyncsync.weights.slab import Slab

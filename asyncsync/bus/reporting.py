@@ -180,7 +180,7 @@ class Reporter:
         if peer is not None:
             pid, local = peer.hello.pid, bool(peer.local)
             versions = tuple(peer.applied.get(m, 0) if m in peer.hello.have else None for m in names)
-            problems = [*peer.refused.values(), *(error for _, error in peer.failed.values())]
+            problems = [*peer.refused.values(), *peer.failed.values()]
             reason = reason or (str(problems[-1]) if problems else "")
         figures = status.version, status.target, status.lag, seen, status.bytes_sent
         where = pid, local, versions, status.role, status.relay

@@ -30,10 +30,10 @@ from asyncsync.net.processes import ProcessWatch, shortage, this_process
 from asyncsync.net.rendezvous import Introductions
 from asyncsync.net.side_channel import Receive, SideChannels, read
 from asyncsync.net.zmq_socket import Bound, LoopSocket, router
-from asyncsync.protocol.peer import Peer
-from asyncsync.protocol.progress import Outcome, Progress
+from asyncsync.protocol.membership import Outcome, Progress
 from asyncsync.protocol.publisher import Publisher
 from asyncsync.protocol.settings import Settings
+from asyncsync.protocol.targets import Peer
 from asyncsync.runtime import loop_thread
 from asyncsync.weights.packing import SourceCache
 from asyncsync.weights.slab import SlabPool

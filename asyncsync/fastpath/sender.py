@@ -23,8 +23,8 @@ from operator import attrgetter
 from typing import Protocol
 
 from asyncsync.net.side_channel import ALONE, SideChannel, SideChannels
-from asyncsync.protocol.peer import Peer
 from asyncsync.protocol.publisher import Publisher
+from asyncsync.protocol.targets import Peer
 from asyncsync.weights.copying import copy_bytes
 from asyncsync.weights.packing import SourceCache, pack
 from asyncsync.weights.slab import Slab, SlabPool

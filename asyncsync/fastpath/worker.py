@@ -21,7 +21,7 @@ from struct import Struct
 
 from asyncsync.model.gate import Gate, Writer
 from asyncsync.net.side_channel import ALONE
-from asyncsync.protocol.staging import Acting, StagedPart, Staging
+from asyncsync.protocol.holdings import Acting, StagedPart, Staging
 from asyncsync.protocol.subscriber import Subscriber
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab

@@ -34,7 +34,7 @@ from zmq.utils import z85
 from asyncsync.errors import NotConnected, ProtocolError
 from asyncsync.net.endpoint import several
 from asyncsync.net.zmq_socket import LoopSocket, watch
-from asyncsync.protocol.peer import Peer
+from asyncsync.protocol.targets import Peer
 from asyncsync.wire.messages import FIRST_GUEST, Hello, Instruction
 
 logger = logging.getLogger("asyncsync")

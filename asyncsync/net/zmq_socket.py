@@ -239,7 +239,7 @@ def watch(
 
 class Broadcast:
     """The sender's end of fan-out: an XPUB socket on a free port beside ``endpoint``. It waits for nobody: a subscriber
-    that cannot keep up loses messages, and finds out by the numbers in them (:mod:`asyncsync.protocol.fanout`).
+    that cannot keep up loses messages, and finds out by the numbers in them (:mod:`asyncsync.protocol.membership`).
     ``protect`` is called with the socket before it is bound; ``subscribed`` is kept true. Raises zmq.ZMQError."""
 
     def __init__(

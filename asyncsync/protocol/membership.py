@@ -1,23 +1,38 @@
-"""Membership: which workers are there, where they are reached, and who takes the place of whom. No I/O, no clock.
+"""Which workers are there, who takes the place of whom, how far each is, and how one message reaches many of them. No
+I/O, no clock.
 
 A HELLO may come for a worker that is there already, from another incarnation or over a new connection. A worker that
 answers a PING keeps its place, and the newcomer is refused: its index was given twice, or a stranger has sent HELLO. A
 worker that has ended, or is silent for so long, gives way, but only to a newcomer that has proved itself: that has
 answered for the layouts of its WELCOME. Until then a newcomer changes nothing. There is one per worker at most, so they
 cannot fill memory; one that gets no answer repeats its HELLO.
+
+Fan-out: the trainer sends an announcement over each worker's own connection, or in a CAST to all subscribers; only the
+cost differs. A CAST names the announcement before it (``since``), and the workers that have had that one but are not to
+have this one: they are behind, lost, or have targets of their own. A worker takes a CAST only if ``since`` is the
+latest announcement that it has had, and if the CAST does not name it. So a worker is named only once: it ignores all
+that follows, as does a worker that has missed an announcement. By PONG the publisher learns of it, as always, and sends
+the worker what it lacks over its own connection.
+
+The publisher pushes bytes that do not ride in the announcement to all subscribers, too, as far as the fastest quarter
+of the workers that are to have them gives credit. The connection of a slower worker drops what it cannot take, and that
+worker fetches it.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
 
-from asyncsync.errors import ProtocolError, SchemaMismatch
-from asyncsync.protocol.peer import Peer
+from asyncsync.errors import AckTimeout, PeerLost, ProtocolError, SchemaMismatch
 from asyncsync.protocol.settings import Identity, Settings
-from asyncsync.protocol.targets import Targets
+from asyncsync.protocol.targets import Peer, Target, Targets
+from asyncsync.protocol.transfer import Announcement, Transfer
+from asyncsync.weights.encoding import is_decodable
 from asyncsync.wire import messages
-from asyncsync.wire.messages import FIRST_GUEST, MAX_START, Buffer, Epoch, Instruction
+from asyncsync.wire.messages import FIRST_GUEST, MAX_START, NONCE_END, Buffer, Cast, Epoch, Instruction
 
 MAX_PEERS = 16_384
 KEPT_NONCES = 4096
@@ -50,7 +65,7 @@ class Newcomer:
 
 
 class Membership:
-    """The workers of one trainer. ``entered`` is called when one has taken a place.
+    """The workers of one trainer. ``welcome`` sends one a WELCOME.
 
     Attributes:
         epoch: rises above that of a trainer before this one.
@@ -73,7 +88,6 @@ class Membership:
         settings: Settings,
         targets: Targets,
         welcome: Callable[[Peer], None],
-        entered: Callable[[], None],
     ) -> None:
         self.epoch = epoch
         self.identity = identity
@@ -92,11 +106,14 @@ class Membership:
         self.shortage = ""
         self._targets = targets
         self._welcome = welcome
-        self._entered = entered
         self._superseded: dict[bytes, None] = {}
         self._newcomers: dict[int, Newcomer] = {}  # by the worker whose place they want
 
     # -- who is there -----------------------------------------------------------------------------------------------
+
+    def find(self, worker: int) -> Peer | None:
+        """Who is this worker, connected here or behind a relay."""
+        return self.peers.get(worker) or self.behind.get(worker)
 
     def expected(self) -> list[int]:
         """The workers that there should be: fixed ones, or those that are there. Relays and guests are no workers."""
@@ -159,7 +176,9 @@ class Membership:
         if peer is not None and same and hello.attempt <= peer.hello.attempt:
             return  # a duplicate, or overtaken by a newer one: the worker is not where this one came from any more
         local = self.identity.is_beside(hello.pid, hello.boot, hello.namespace)
-        new = Peer(worker, nonce, route, hello, local, now, applied=applied)
+        codec = self.settings.compress
+        codec = codec if codec and is_decodable(codec, hello.codecs) else ""
+        new = Peer(worker, nonce, route, hello, local, now, applied=applied, codec=codec)
         if peer is not None and not peer.lost and peer.route != route:
             self._contend(peer, new, now)
         elif peer is not None and same:
@@ -175,14 +194,11 @@ class Membership:
             self._welcome(new)
 
     def _enter(self, peer: Peer, now: float) -> None:
-        """A worker takes a place."""
         self.gone.pop(peer.worker, None)
         self.peers[peer.worker] = self.routes[peer.route] = peer
-        self._entered()
         peer.last_ping = peer.last_seen = now
 
     def _move(self, peer: Peer, new: Peer, now: float) -> None:
-        """The same incarnation again, perhaps over a new connection."""
         self.routes.pop(peer.route, None)
         peer.reconnect(new.hello, new.route, new.applied, now)
         self.routes[new.route] = peer
@@ -391,3 +407,309 @@ class Membership:
         for newcomer in self._newcomers.values():
             self._bye(newcomer.peer.route, newcomer.peer.nonce, "closed", text)
         self._newcomers.clear()
+
+
+EVERYBODY = b""
+"""In the outbox, the route of what goes to all subscribers."""
+PUSHED_CHUNK = 1 << 20  # a connection that is full drops whole ones
+KEPT = 8
+
+
+@dataclass(slots=True)
+class Outcome:
+    """How far a version has come: ``acked``, ``failed`` (why), ``waiting``."""
+
+    acked: dict[int, int] = field(default_factory=dict)
+    failed: dict[int, Exception] = field(default_factory=dict)
+    waiting: set[int] = field(default_factory=set)
+
+
+class Progress:
+    """How far the versions have come; changes nothing."""
+
+    def __init__(self, membership: Membership, targets: Targets) -> None:
+        self._membership = membership
+        self._targets = targets
+
+    def targeted(self, version: int, models: Collection[str] | None = None) -> list[int]:
+        """The workers whose target is this version or newer, or was, before it was rejected."""
+        if self._membership.num_workers is not None and models and self._targets.are_everybodys(version, models):
+            concerned = []
+            for worker in range(self._membership.num_workers):
+                peer = self._membership.find(worker)
+                if peer is None or not peer.hello.have.keys().isdisjoint(models):
+                    concerned.append(worker)
+            return concerned
+        there = {w for w, peer in self._membership.peers.items() if peer.is_worker}
+        everybody = sorted({*self._membership.expected(), *there, *self._membership.behind})
+        return [worker for worker in everybody if self._is_targeted(worker, version, models)]
+
+    def _is_targeted(self, worker: int, version: int, models: Collection[str] | None) -> bool:
+        if not (mine := self._models_of(worker, models)):
+            return False
+        newest = [self._targets.newest(worker, m) for m in mine]
+        if any(t is not None and t.version >= version for t in newest):
+            peer = self._membership.find(worker)
+            # Of the elastic ones, those that were lost before this version was published are simply gone.
+            return self._membership.num_workers is not None or (
+                peer is not None and (not peer.lost or peer.lost_at >= version)
+            )
+        return self._targets.rejection(worker, version, mine) is not None
+
+    def of(self, version: int, workers: Iterable[int], models: Iterable[str] | None = None) -> Outcome:
+        """Who has applied this version or a newer one, who cannot, who has still to answer."""
+        models = None if models is None else list(models)
+        return self._outcome((worker, self._answer(worker, version, models)) for worker in workers)
+
+    def staged(self, version: int, workers: Iterable[int]) -> Outcome:
+        """Which of these workers hold this version, which is staged, or have applied it, or a newer one, already; which
+        cannot; which have still to answer."""
+        return self._outcome((worker, self._answer_staged(worker, version)) for worker in workers)
+
+    def _outcome(self, answers: Iterable[tuple[int, int | Exception | None]]) -> Outcome:
+        result = Outcome()
+        for worker, answer in answers:
+            if answer is None:
+                result.waiting.add(worker)
+            elif isinstance(answer, int):
+                result.acked[worker] = answer
+            else:
+                result.failed[worker] = answer
+        return result
+
+    def awaited(self, version: int, models: list[str], first: int | None = None) -> int | None:
+        """A worker that may still come to hold this version of these models; None: nobody may. ``first``: who is asked
+        before all others."""
+        if (
+            first is not None
+            and self._is_targeted(first, version, models)
+            and self.outstanding(version, (first,), models)
+        ):
+            return first
+        everybody = self.targeted(version, models)
+        return next((worker for worker in everybody if self.outstanding(version, (worker,), models)), None)
+
+    def outstanding(self, version: int, workers: Iterable[int], models: list[str] | None) -> bool:
+        """True while somebody may still come to hold this version; the short form of :meth:`of`."""
+        for worker in workers:
+            peer = self._membership.find(worker)
+            if peer is not None and models is not None:
+                if peer.has(version, models):
+                    continue
+                if peer.is_getting(version, models):
+                    return True
+            if self._answer(worker, version, models) is None:
+                return True
+        return False
+
+    def _answer(self, worker: int, version: int, models: list[str] | None) -> int | Exception | None:
+        """Which version this worker holds of these models, if it is not older; or why it will not; None: it may."""
+        peer = self._membership.find(worker)
+        if peer is not None and models and peer.has(version, models):
+            return min(peer.applied[m] for m in models)
+        mine = self._models_of(worker, models)
+        newest = {m: self._targets.newest(worker, m) for m in mine}
+        targets = {m: t for m, t in newest.items() if t is not None and t.version >= version}
+        if not targets:
+            if (rejection := self._targets.rejection(worker, version, mine)) is not None:
+                return rejection
+            if peer is not None and (done := [v for m in mine if (v := peer.applied.get(m, 0)) >= version]):
+                return min(done)
+            why = (
+                f"is to get neither version {version} nor a newer one"
+                if mine
+                else "does not have this model (any more)"
+            )
+            return PeerLost(f"worker {worker} {why}")
+        if peer is None:
+            return self._loss(worker, self._membership.gone.get(worker))
+        applied = {m: peer.applied.get(m, 0) for m in targets}
+        if all(v >= version for v in applied.values()):
+            return min(applied.values())
+        for m, target in targets.items():
+            if applied[m] < version:
+                error = self.refusal(peer, target) or self._failure(peer, m, target.version)
+                if error is not None:
+                    return error
+        return self._loss(worker, peer.lost)
+
+    def _answer_staged(self, worker: int, version: int) -> int | Exception | None:
+        peer = self._membership.find(worker)
+        if peer is None:
+            return self._loss(worker, self._membership.gone.get(worker))
+        mine = {m: t for m in self._models_of(worker, None) if (t := self._targets.staged_for(worker, m)) is not None}
+        if mine and all(max(peer.held.get(m, 0), peer.applied.get(m, 0)) >= version for m in mine):
+            return version
+        for m, target in mine.items():
+            error = peer.refused.get((m, target.slab.layout.digest)) or self._failure(peer, m, version)
+            if error is not None:
+                return error
+        return self._loss(worker, peer.lost)
+
+    def _loss(self, worker: int, reason: str | None) -> PeerLost | None:
+        return None if reason is None else PeerLost(f"worker {worker} is lost: {reason}")
+
+    def _failure(self, peer: Peer, model_id: str, version: int) -> Exception | None:
+        """Why a worker, or its relay, could not take this version of a model."""
+        for one in (peer, None if peer.relay is None else self._membership.peers.get(peer.relay)):
+            if one is not None and (model_id, version) in one.failed:
+                return one.failed[model_id, version]
+        return None
+
+    def refusal(self, peer: Peer, target: Target) -> SchemaMismatch | None:
+        """Why this target will not come: its models come together, and one of them was refused."""
+        for model_id in target.publication.models:
+            sibling = self._targets.newest(peer.worker, model_id)
+            if sibling is None or sibling.publication is not target.publication:
+                continue
+            if (refusal := peer.refused.get((model_id, sibling.slab.layout.digest))) is not None:
+                return refusal
+        return None
+
+    def connected(self, worker: int, models: Iterable[str]) -> bool:
+        """True if the worker is there, has answered for these models, and has applied its targets of them."""
+        peer = self._membership.find(worker)
+        if peer is None or peer.lost or not peer.ready:
+            return False
+        for model_id in models:
+            if model_id not in peer.hello.have:
+                return False
+            target = self._targets.newest(worker, model_id)
+            if target is not None and peer.applied.get(model_id, 0) < target.version:
+                return False
+        return True
+
+    def why_absent(self, worker: int, models: Iterable[str]) -> str:
+        """For people: what keeps this worker from being connected."""
+        peer = self._membership.find(worker)
+        if peer is None:
+            return f"worker {worker} has not connected (did it start? see its stderr)"
+        if peer.lost:
+            return f"worker {worker} is lost ({peer.lost})"
+        for model_id in models:
+            if model_id not in peer.hello.have:
+                names = sorted(m for m in peer.hello.have if m)
+                return f"worker {worker} has {names}, not {model_id!r}: use one model_id on both sides"
+            target = self._targets.newest(worker, model_id)
+            if target is not None and (refusal := self.refusal(peer, target)) is not None:
+                return f"worker {worker} cannot take {model_id!r}: {refusal}"
+            if target is not None and (failure := self._failure(peer, model_id, target.version)) is not None:
+                return f"worker {worker} failed to apply {model_id!r}: {failure}"
+        pending = self._targets.pending.values()
+        if self._membership.num_workers is not None and not all(self._targets.are_assembled(p.models) for p in pending):
+            return f"worker {worker} is connected, and waits for the other workers"
+        return f"worker {worker} has not applied its weights yet"
+
+    def timeout_of(self, worker: int, version: int, seconds: float) -> AckTimeout:
+        peer = self._membership.find(worker)
+        state = "not connected yet" if peer is None else f"{peer.state}, at versions {peer.applied or 'none'}"
+        late = f"worker {worker} had not applied version {version} after {seconds:g} s ({state})"
+        return AckTimeout(f"{late}; it catches up once it answers. Is its event loop blocked, or its process stopped?")
+
+    def _models_of(self, worker: int, models: Iterable[str] | None) -> list[str]:
+        """The models that concern a worker: those it has, or all while it is not there."""
+        peer = self._membership.find(worker)
+        chosen = self._targets.models if models is None else models
+        return [m for m in chosen if peer is None or m in peer.hello.have]
+
+
+class FanOut:
+    """What one publisher sends to all subscribers.
+
+    ``subscribed`` has their nonces. Where the membership has no ``fanout_port``, there are none. ``reached`` has the
+    routes of the workers that the last CAST was for.
+    """
+
+    def __init__(self, membership: Membership) -> None:
+        self.subscribed: set[bytes] = set()
+        self.reached: set[bytes] = set()
+        self._membership = membership
+        self._settings = settings = membership.settings
+        self._pieces = replace(settings, chunk_bytes=min(PUSHED_CHUNK, settings.chunk_bytes))
+        self._recipients: dict[int, set[bytes]] = {}  # of the latest announcements, by serial
+        self._pushed: Transfer | None = None
+        self._members: list[Peer] = []  # those that are to have what is pushed
+
+    def moved(self, port: int) -> None:
+        """Workers can subscribe at this port from now on (0: nowhere); none has done so yet."""
+        self.end()
+        self.subscribed.clear()
+        self._membership.fanout_port = port
+
+    def started(self, peer: Peer, serial: int) -> None:
+        """An announcement is on its way to a worker, whose latest one it becomes."""
+        peer.before = peer.serial
+        self._recipients.setdefault(serial, set()).add(peer.nonce)
+        if len(self._recipients) > KEPT:
+            del self._recipients[min(self._recipients)]
+
+    def gather(
+        self, route: bytes, instruction: Instruction, payload: Sequence[Buffer], announcement: Announcement | None
+    ) -> Cast | None:
+        """Merge what was just taken from the outbox with what follows there, if it is one announcement to many workers.
+        Returns the CAST that reaches many of them; the others' goes back. None: send it to this route."""
+        if not self.subscribed or announcement is None or announcement.instruction is not instruction:
+            return None
+        outbox, serial = self._membership.outbox, announcement.serial
+        groups: dict[int, list[Peer]] = {}  # by the announcement that each worker had before
+        routes = [route, *(other for other, *_ in takewhile(lambda entry: entry[1] is instruction, outbox))]
+        for one in routes:
+            peer = self._membership.routes.get(one)
+            if peer is not None and peer.serial == serial and peer.transfer and peer.nonce in self.subscribed:
+                groups.setdefault(peer.before, []).append(peer)
+        since, members = max(groups.items(), key=lambda group: len(group[1]), default=(0, []))
+        if len(members) < self._settings.fanout_least or not announcement.castable or since not in self._recipients:
+            return None
+        others = self._recipients[since] - self._recipients[serial]
+        if len(others) > 4 * len(members):
+            return None
+        self.reached = reached = {peer.route for peer in members}
+        for _ in routes[1:]:
+            outbox.popleft()
+        outbox.extendleft((one, instruction, payload) for one in reversed(routes) if one not in reached)
+        # What travels as fewer bytes is encoded for each worker's base and codec.
+        pushes = not (announcement.eager or self._settings.compress or self._settings.delta)
+        if pushes:
+            self.end()
+            assert members[0].transfer is not None
+            self._pushed, self._members = Transfer(announcement, members[0].transfer.parts, 0), members
+        excluded = b"".join(sorted(nonce[-NONCE_END:] for nonce in others))
+        return Cast(self._membership.epoch, since, excluded, pushes)
+
+    # -- the bytes --------------------------------------------------------------------------------------------------
+
+    def stream(self) -> None:
+        """Push what is packed, as far as there is credit."""
+        pushed = self._pushed
+        if pushed is None:
+            return
+        credits = sorted(credit for peer in self._members if (credit := _credit(peer, pushed)) is not None)
+        if credits:
+            pushed.granted = credits[-len(credits) // 4]
+        for chunk, piece in pushed.chunks(self._membership.epoch, self._pieces):
+            for peer in self._members:
+                if peer.transfer is not None and peer.transfer.serial == pushed.serial:
+                    peer.bytes_sent += len(piece)
+            self._membership.send(EVERYBODY, chunk, [piece])
+        if pushed.sent == pushed.total or not credits:
+            self.end()
+
+    def abandon(self, version: int | None) -> None:
+        """Push nothing more of this version, which will never be complete."""
+        if self._pushed is not None and version in self._pushed.versions.values():
+            self.end()
+
+    def end(self) -> None:
+        """Push nothing more. A worker that lacks something fetches it."""
+        if self._pushed is not None:
+            self._pushed.release()
+            self._pushed, self._members = None, []
+
+
+def _credit(peer: Peer, pushed: Transfer) -> int | None:
+    """Up to where this worker can take what is pushed; None: it does not want it any more."""
+    if peer.transfer is not None and peer.transfer.serial == pushed.serial:
+        return peer.transfer.pushed
+    if not peer.lost and all(peer.ahead(model_id) >= version for model_id, version in pushed.versions.items()):
+        return pushed.total
+    return None

@@ -15,24 +15,18 @@ dropped, duplicated, delayed or reordered without harm. Bytes go out on the work
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from asyncsync.errors import ClosedError, Fenced, ProtocolError, SchemaMismatch
-from asyncsync.protocol.fanout import FanOut
-from asyncsync.protocol.leases import Leases
-from asyncsync.protocol.membership import Membership
-from asyncsync.protocol.peer import Peer
-from asyncsync.protocol.progress import Progress
-from asyncsync.protocol.relays import Behind, Questions
+from asyncsync.protocol.membership import FanOut, Membership, Progress
+from asyncsync.protocol.relays import Behind, Questions, Verification
 from asyncsync.protocol.settings import Identity, Settings
-from asyncsync.protocol.targets import Model, Publication, Replaced, Target, Targets
+from asyncsync.protocol.targets import Leases, Model, Peer, Publication, Replaced, Target, Targets
 from asyncsync.protocol.transfer import Announcement, Parts, Transfer
-from asyncsync.protocol.verifying import Verification
-from asyncsync.weights.encoding import Encoding, is_decodable
+from asyncsync.weights.encoding import Encoding
 from asyncsync.weights.slab import Slab
 from asyncsync.wire import messages
-from asyncsync.wire.checks import MAX_SERIAL
-from asyncsync.wire.messages import APPLY, COMMIT, NO_EPOCH, STAGE, Buffer, Chunk, Epoch, Instruction, Relayed, Update
+from asyncsync.wire.messages import MAX_SERIAL, STAGE, Epoch, Instruction
 
 # What the sender before has sent after the last that a worker has told of may still come: it must be none of these.
 GAP = 1 << 16
@@ -61,12 +55,12 @@ class Publisher:
         self.targets = Targets(keeps_bases=self.settings.delta)
         self.leases = Leases()
         self.membership = membership = Membership(
-            epoch, identity, num_workers, self.settings, self.targets, self._welcome, self._entered
+            epoch, identity, num_workers, self.settings, self.targets, self._welcome
         )
         self.questions = Questions(membership, self.targets)
         self.progress = Progress(membership, self.targets)
         self.fanout = FanOut(membership)
-        self.behind = Behind(membership, self.targets, self._reported)
+        self.behind = Behind(membership, self.targets)
         self.peers, self.outbox = membership.peers, membership.outbox
         self.announcement: Announcement | None = None
         self.serial = 0
@@ -109,31 +103,38 @@ class Publisher:
         now: float,
         metadata: bytes = b"",
         version: int | None = None,
+        *,
+        stages: bool = False,
     ) -> int:
-        """Make these slabs the targets; returns the version, a new one unless it was given elsewhere. The caller keeps
-        its own references. A large slab may still be being packed: then :meth:`packed` follows, or :meth:`abandon`.
-        Raises Fenced or ClosedError as :meth:`check_open`. What was staged is dropped."""
+        """Make these slabs the targets, as soon as those who have to have accepted their layouts; returns the version,
+        a new one unless it was given elsewhere. The caller keeps its own references. A large slab may still be being
+        packed: then :meth:`packed` follows, or :meth:`abandon`. Raises Fenced or ClosedError as :meth:`check_open`.
+
+        ``stages``: the workers keep the version, and the targets stay as they are, until :meth:`commit`. There is one
+        staged version at most: what was staged before is dropped.
+        """
         self.check_open()
-        self.drop()
-        if workers is None and len(parts) == 1 and not metadata and version is None:
+        if self.targets.staged is not None:
+            self.drop()
+        if workers is None and len(parts) == 1 and not (metadata or version or stages):
             ((model_id, slab),) = parts.items()
             if isinstance(slab, Slab) and (peers := self.steady(model_id, slab)) is not None:
-                return self._again(model_id, slab, peers, now)
-        return self._propose(parts, workers, now + self.settings.layout_patience, metadata, version)
-
-    def stage(
-        self,
-        parts: Mapping[str, Slab | Mapping[int, Slab]],
-        workers: Iterable[int] | None,
-        now: float,
-        metadata: bytes = b"",
-        version: int | None = None,
-    ) -> int:
-        """:meth:`publish`, but the workers keep the version, and the targets stay as they are, until :meth:`commit`.
-        There is one staged version at most: what was staged before is dropped."""
-        self.check_open()
-        self.drop()
-        return self._propose(parts, workers, now + self.settings.layout_patience, metadata, version, stages=True)
+                version = self.targets.version + 1
+                last, announced = self._advance(model_id, version, self.serial + 1, slab.retain(), now)
+                for peer in peers:
+                    self._start(peer, last, announced)
+                return version
+        waiting = {layout for pending in self.targets.pending.values() for layout in pending.layouts}
+        deadline = now + self.settings.layout_patience
+        publication = self.targets.publish(parts, workers, deadline, metadata, version, stages=stages)
+        if not self._is_agreed(publication):
+            # Whoever has refused these layouts is shown them again: its model may fit now.
+            again = [peer for peer in self.peers.values() if peer.show_again(publication.layouts, waiting)]
+            publication.awaiting = self._unanswered(publication)
+            for peer in self.peers.values():
+                self._show_layouts(peer, again=peer in again)
+        self._commit_if_agreed(publication)
+        return publication.version
 
     def commit(self, version: int) -> None:
         """The staged version becomes the target, as soon as those who have to have accepted its layouts. Raises
@@ -143,6 +144,9 @@ class Publisher:
         if staged is None or staged.version != version:
             now = "nothing is" if staged is None else f"version {staged.version} is"
             raise ValueError(f"version {version} is not staged; {now}")
+        for peer in (*self.peers.values(), *self.behind.workers.values()):
+            # Who could not get it ready may apply it all the same.
+            peer.failed = {(m, v): error for (m, v), error in peer.failed.items() if v != version}
         self.targets.apply_staged()
         self._pump()
 
@@ -202,7 +206,7 @@ class Publisher:
 
     # -- what comes from the workers -----------------------------------------------------------------------------------
 
-    def receive(self, route: bytes, instruction: Instruction, payload: Sequence[Buffer], now: float) -> None:
+    def receive(self, route: bytes, instruction: Instruction, payload: Sequence[messages.Buffer], now: float) -> None:
         """Take in one message. Raises ProtocolError, with nothing changed, if it is from an unknown peer, of another
         epoch, or not for a trainer."""
         if self.closed or self.fenced is not None:
@@ -222,13 +226,56 @@ class Publisher:
             self.leases.report(instruction.nonce, instruction.last, instruction.in_use)
         if newcomer is not None and (entered := self.membership.prove(newcomer, instruction, now)) is not None:
             assert isinstance(instruction, messages.Ready)
-            self._on_ready(entered, instruction, now)
+            self._on_ready(entered, instruction)
         if peer is None:
             return
-        handler = _HANDLERS.get(kind)
-        if handler is None:
-            raise ProtocolError(f"worker {peer.worker} sent {kind.__name__}, which only a trainer sends")
-        handler(self, peer, instruction, now)
+        match instruction:
+            case messages.Applied():
+                versions = instruction.versions
+                if instruction.serial and peer.transfer is not None and peer.transfer.serial == instruction.serial:
+                    versions = peer.transfer.versions  # otherwise, of an update that is over already: nothing is new
+                self.membership.check_versions(peer, versions)
+                peer.note_applied(versions)
+                if len(self.targets.models) > 1 or self.targets.version not in versions.values():
+                    self._pump(peer)  # something else may be due
+            case messages.Staged():
+                if peer.transfer is not None and peer.transfer.serial == instruction.serial:
+                    ready = peer.held if peer.transfer.phase == STAGE else peer.staged
+                    ready.update(peer.transfer.versions)
+                    peer.end_transfer()
+                    self._pump(peer)
+            case messages.Fetch():
+                self._on_fetch(peer, instruction)
+            case messages.Pong():
+                self._on_pong(peer, instruction)
+            case messages.Ready():
+                self._on_ready(peer, instruction)
+            case messages.Refused():
+                self._on_refused(peer, instruction)
+            case messages.Failed():
+                self.membership.check_versions(peer, instruction.versions)
+                failed = self.targets.concerning(peer.worker, instruction.versions)
+                peer.note_failed(failed, instruction.error(peer.worker))
+                if peer.transfer is not None and peer.transfer.serial == instruction.serial:
+                    peer.end_transfer()
+                self._pump(peer)
+            case messages.Ping():
+                self.questions.put(peer, instruction)
+            case messages.Relayed():
+                self.behind.report(peer, instruction, now)
+                self._take_in_reported()
+            case messages.Digests():
+                self._on_digests(peer, instruction, now)
+            case messages.Bye():
+                if instruction.reason != "reading":
+                    self.leases.release(peer.nonce)
+                why = f"it has left: {instruction.message}" if instruction.message else "it has left"
+                self.lost(peer.worker, peer.nonce, why, now)
+            case messages.Released():
+                if instruction.nonce == peer.nonce and instruction.last == MAX_SERIAL:
+                    self.lost(peer.worker, peer.nonce, "it has left: it was turned away", now)
+            case _:
+                raise ProtocolError(f"worker {peer.worker} sent {kind.__name__}, which only a trainer sends")
         self.touched.add(peer.worker)
         if isinstance(instruction, messages.Staged | messages.Applied | messages.Failed | messages.Pong):
             self.leases.report(peer.nonce, instruction.last, instruction.in_use)
@@ -258,10 +305,12 @@ class Publisher:
         self.membership.hello(route, hello, now)
         self.touched.add(hello.worker)
 
-    def _on_ready(self, peer: Peer, ready: messages.Ready, now: float) -> None:
+    def _on_ready(self, peer: Peer, ready: messages.Ready) -> None:
         peer.ready, peer.opens = True, ready.opens
         # Of what it has accepted before, only layouts of targets can matter again.
-        peer.accepted &= {(m, t.slab.layout.digest) for m in peer.hello.have for t in self._targets_of(peer, m)}
+        peer.accepted &= {
+            (m, t.slab.layout.digest) for m in peer.hello.have for t in self.targets.all_of(peer.worker, m)
+        }
         for layout in ready.digests.items():
             peer.accepted.add(layout)
             peer.refused.pop(layout, None)
@@ -270,7 +319,7 @@ class Publisher:
         self._recheck(peer.worker)
         self._pump(peer)
 
-    def _on_refused(self, peer: Peer, refused: messages.Refused, now: float) -> None:
+    def _on_refused(self, peer: Peer, refused: messages.Refused) -> None:
         """A worker refuses a layout: whatever is pending with it goes to nobody."""
         if refused.number < peer.shown.get((refused.model_id, refused.digest), 0):
             return  # it concerns a publication that is over; the layout was shown again for the next one
@@ -278,7 +327,8 @@ class Publisher:
         error = SchemaMismatch(f"worker {peer.worker}, model {refused.model_id!r}: {refused.message}")
         peer.note_refused(refused.model_id, refused.digest, error)
         for publication in list(self.targets.pending.values()):
-            if peer.worker in publication.awaiting and (reason := self._objection(peer, publication)) is not None:
+            reason = self.targets.objection(peer, publication) if peer.worker in publication.awaiting else None
+            if reason is not None:
                 self.targets.reject(publication, {peer.worker: reason})
         for other in self.peers.values():
             self._show_layouts(other)
@@ -286,45 +336,22 @@ class Publisher:
         self._pump(peer)
         self.touched.update(self.peers)
 
-    def _on_fetch(self, peer: Peer, fetch: messages.Fetch, now: float) -> None:
+    def _on_fetch(self, peer: Peer, fetch: messages.Fetch) -> None:
         transfer = peer.transfer
         if transfer is None or transfer.serial != fetch.serial:
             return  # of an update that is over; if the worker still wants it, PONG will show
         if len(fetch.bases) not in (0, len(transfer.parts)):
             raise ProtocolError(f"a FETCH with {len(fetch.bases)} bases for {len(transfer.parts)} parts")
-        if transfer.rewound(fetch) or not transfer.granted:
-            self._begin_stream(peer, transfer, fetch.bases)
+        encodes = self.settings.delta or self.settings.compress
+        if (transfer.rewound(fetch) or not transfer.granted) and encodes:
+            # Now that the worker fetches the bytes, it is known which bases it has.
+            transfer.encode(peer.codec, fetch.bases, self.settings.piece_bytes)
         transfer.granted = max(transfer.granted, min(fetch.upto, transfer.total))
         transfer.pushed = max(transfer.pushed, min(fetch.pushed, transfer.total))
         self._stream(peer, transfer)
         self.fanout.stream()
 
-    def _on_staged(self, peer: Peer, staged: messages.Staged, now: float) -> None:
-        if peer.transfer is not None and peer.transfer.serial == staged.serial:
-            ready = peer.held if peer.transfer.phase == STAGE else peer.staged
-            ready.update(peer.transfer.versions)
-            peer.end_transfer()
-            self._pump(peer)
-
-    def _on_applied(self, peer: Peer, applied: messages.Applied, now: float) -> None:
-        versions, transfer = applied.versions, peer.transfer
-        if applied.serial:
-            if transfer is None or transfer.serial != applied.serial:
-                return  # of an update that is over already: there is nothing new in that
-            versions = transfer.versions
-        self.membership.check_versions(peer, versions)
-        peer.note_applied(versions)
-        if len(self.targets.models) > 1 or self.targets.version not in versions.values():
-            self._pump(peer)  # something else may be due
-
-    def _on_failed(self, peer: Peer, failed: messages.Failed, now: float) -> None:
-        self.membership.check_versions(peer, failed.versions)
-        peer.note_failed(*self.targets.split_failed(peer.worker, failed.versions), failed.error(peer.worker))
-        if peer.transfer is not None and peer.transfer.serial == failed.serial:
-            peer.end_transfer()
-        self._pump(peer)
-
-    def _on_pong(self, peer: Peer, pong: messages.Pong, now: float) -> None:
+    def _on_pong(self, peer: Peer, pong: messages.Pong) -> None:
         self.membership.check_versions(peer, pong.versions)
         if pong.seq <= peer.pong_seq or pong.seq > peer.ping_seq:
             return
@@ -364,15 +391,6 @@ class Publisher:
             if not any(target is not None and target.version == version for target in targets):
                 self._drop_at(peer, version)
 
-    def _on_bye(self, peer: Peer, bye: messages.Bye, now: float) -> None:
-        if bye.reason != "reading":
-            self.leases.release(peer.nonce)
-        self.lost(peer.worker, peer.nonce, f"it has left: {bye.message}" if bye.message else "it has left", now)
-
-    def _on_released(self, peer: Peer, released: messages.Released, now: float) -> None:
-        if released.nonce == peer.nonce and released.last == MAX_SERIAL:
-            self.lost(peer.worker, peer.nonce, "it has left: it was turned away", now)
-
     # -- liveness ------------------------------------------------------------------------------------------------------
 
     def ended(self, worker: int, nonce: bytes, reason: str, now: float) -> None:
@@ -385,7 +403,9 @@ class Publisher:
         was_there, newcomer = self.membership.lose(worker, nonce, reason, now)
         if was_there:
             self._recheck(worker)
-            self.touched |= {worker, *self.behind.lose(self.peers[worker], now)}
+            self.touched.add(worker)
+            self.behind.lose(self.peers[worker], now)
+            self._take_in_reported()
         if newcomer is not None:
             self.membership.hello(newcomer.peer.route, newcomer.peer.hello, now)
 
@@ -394,15 +414,17 @@ class Publisher:
         peer = self.peers.get(worker)
         if peer is not None and not peer.lost:
             self.membership.expel(peer, why)
-            gone = self.ended if peer.local is False else self.lost  # as when it is unreachable
-            gone(worker, peer.nonce, why, now)
+            self._give_up(peer, why, now)
 
     def unreachable(self, route: bytes, now: float) -> None:
         """A send found no connection. It may come back; a remote peer that stays away is lost."""
         if (peer := self.membership.unreachable(route, now)) is not None:
-            # On another host nothing can be read in place. One that may be here keeps its leases.
-            gone = self.ended if peer.local is False else self.lost
-            gone(peer.worker, peer.nonce, "its connection is gone", now)
+            self._give_up(peer, "its connection is gone", now)
+
+    def _give_up(self, peer: Peer, why: str, now: float) -> None:
+        # On another host nothing can be read in place. One that may be here keeps its leases.
+        gone = self.ended if peer.local is False else self.lost
+        gone(peer.worker, peer.nonce, why, now)
 
     def undeliverable(self, worker: int, nonce: bytes, descriptor: bytes, error: Exception) -> None:
         """A transport could not hand a slab to this worker, to which it was announced."""
@@ -421,9 +443,13 @@ class Publisher:
         if not self.closed and self.fenced is None:
             self.membership.tick(now)
             self.touched.update(worker for worker, peer in self.peers.items() if peer.slow)
-            self._stop_waiting(now)
+            for publication in list(self.targets.pending.values()):
+                if now >= publication.deadline and not self._is_gathering(publication):
+                    publication.awaiting.clear()
+                    self._commit_if_agreed(publication)
             self.fanout.stream()
             self.behind.tick(now)
+            self._take_in_reported()
             self._request_digests(now)
 
     # -- verifying: what the workers' models hold ----------------------------------------------------------------------
@@ -431,22 +457,17 @@ class Publisher:
     def verify(self, model_id: str, workers: Iterable[int], now: float) -> Verification:
         """Ask these workers what they hold of a model, instead of what was asked before."""
         self._verifications += 1
-        self.verification = Verification(
-            self.epoch, self._verifications, model_id, workers, self._peer_of, self.settings.retry_interval
-        )
+        self.verification = Verification(self.membership, self._verifications, model_id, workers)
         self._request_digests(now)
         return self.verification
 
     def pass_on(self, question: messages.Verify) -> None:
         """Send a question to the worker that it is for, or to the relay that this one is behind."""
-        peer = self._peer_of(question.worker)
+        peer = self.membership.find(question.worker)
         if peer is not None and peer.nonce == question.nonce and not peer.lost:
             relay = peer if peer.relay is None else self.peers.get(peer.relay)
             if relay is not None:
                 self.membership.send(relay.route, question)
-
-    def _peer_of(self, worker: int) -> Peer | None:
-        return self.peers.get(worker) or self.behind.workers.get(worker)
 
     def _request_digests(self, now: float) -> None:
         if self.verification is not None:
@@ -454,7 +475,7 @@ class Publisher:
                 self.pass_on(question)
 
     def _on_digests(self, peer: Peer, page: messages.Digests, now: float) -> None:
-        asked = self._peer_of(page.worker)
+        asked = self.membership.find(page.worker)
         if asked is None or peer.worker not in (asked.worker, asked.relay):
             raise ProtocolError(f"worker {peer.worker} answers for worker {page.worker}")
         if self.membership.follows:
@@ -474,44 +495,21 @@ class Publisher:
         for peer in self.membership.welcomed:
             self._welcome(peer)
 
-    def _entered(self) -> None:
-        self.announcement = None  # the same incarnation may have been here before, and have had it
-
-    def _reported(self, worker: int) -> None:
-        self._recheck(worker)
-        self.touched.add(worker)
-
-    def _propose(
-        self,
-        parts: Mapping[str, Slab | Mapping[int, Slab]],
-        workers: Iterable[int] | None,
-        deadline: float,
-        metadata: bytes = b"",
-        version: int | None = None,
-        *,
-        stages: bool = False,
-    ) -> int:
-        """Make these slabs the targets, or stage them, as soon as those who have to have accepted their layouts; the
-        version."""
-        waiting = {layout for pending in self.targets.pending.values() for layout in pending.layouts}
-        publication = self.targets.publish(parts, workers, deadline, metadata, version, stages=stages)
-        if not self._is_agreed(publication):
-            # Whoever has refused these layouts is shown them again: its model may fit now.
-            again = [peer for peer in self.peers.values() if peer.show_again(publication.layouts, waiting)]
-            publication.awaiting = self._unanswered(publication)
-            for peer in self.peers.values():
-                self._show_layouts(peer, again=peer in again)
-        self._commit_if_agreed(publication)
-        return publication.version
+    def _take_in_reported(self) -> None:
+        """Some workers behind relays have come, have changed, or are lost."""
+        changed, self.behind.changed = self.behind.changed, set()
+        self.touched |= changed
+        for worker in changed if self.targets.pending else ():
+            self._recheck(worker)
 
     def _show_layouts(self, peer: Peer, *, again: bool = False) -> None:
         """WELCOME, with a layout of each model: the oldest that the worker has not answered for, else the newest.
         ``again``: also if the last one was the same."""
-        if peer.lost or self.epoch == NO_EPOCH:
+        if peer.lost or self.epoch == messages.NO_EPOCH:
             return  # who is not welcome goes on to the next address
         models, layouts = {}, []
         for model_id in self.targets.models:
-            targets = self._targets_of(peer, model_id) if model_id in peer.hello.have else []
+            targets = self.targets.all_of(peer.worker, model_id) if model_id in peer.hello.have else []
             open_ones = (t.slab.layout for t in targets if not peer.answered(model_id, t.slab.layout.digest))
             layout = next(open_ones, targets[-1].slab.layout if targets else None)
             models[model_id] = b"" if layout is None else layout.digest
@@ -530,18 +528,10 @@ class Publisher:
             members.send(peer.route, welcome, layouts)
 
     def _recheck(self, worker: int) -> None:
-        """This worker has answered, or is waited for no longer."""
         for publication in list(self.targets.pending.values()):
             if worker in publication.awaiting:
                 if not self._is_awaited(worker, publication):
                     publication.awaiting.discard(worker)
-                self._commit_if_agreed(publication)
-
-    def _stop_waiting(self, now: float) -> None:
-        """Publications do not wait for workers that have not answered in time."""
-        for publication in list(self.targets.pending.values()):
-            if now >= publication.deadline and not self._is_gathering(publication):
-                publication.awaiting.clear()
                 self._commit_if_agreed(publication)
 
     def _commit_if_agreed(self, publication: Publication) -> None:
@@ -552,27 +542,6 @@ class Publisher:
     def _is_gathering(self, publication: Publication) -> bool:
         """True before everybody has been there once: then even workers that are not connected yet are waited for."""
         return self.num_workers is not None and not self.targets.are_assembled(publication.models)
-
-    def _targets_of(self, peer: Peer, model_id: str) -> list[Target]:
-        """What a worker should have now, and what may follow, oldest first."""
-        now = self.targets.target(peer.worker, model_id)
-        return [*([] if now is None else [now]), *self.targets.upcoming(peer.worker, model_id)]
-
-    def _layouts_of(self, worker: int, publication: Publication) -> Iterator[tuple[str, bytes, bool]]:
-        """What a pending publication has for a worker: model, digest, and whether that is its target's layout, too."""
-        for model_id in publication.models:
-            for target in self.targets.upcoming(worker, model_id):
-                if target.publication is publication:
-                    now = self.targets.target(worker, model_id)
-                    digest = target.slab.layout.digest
-                    yield model_id, digest, now is not None and now.slab.layout.digest == digest
-
-    def _objection(self, peer: Peer, publication: Publication) -> SchemaMismatch | None:
-        """Why this worker cannot take a publication. Refusing the layout of its present target is its own affair."""
-        for model_id, digest, in_use in self._layouts_of(peer.worker, publication):
-            if not in_use and (model_id, digest) in peer.refused:
-                return peer.refused[model_id, digest]
-        return None
 
     def _is_agreed(self, publication: Publication) -> bool:
         """True if nothing else is pending, and everybody who is there has accepted these layouts and no others since:
@@ -594,7 +563,6 @@ class Publisher:
         return True
 
     def _unanswered(self, publication: Publication) -> set[int]:
-        """The targeted workers that have not accepted these layouts."""
         gathering = self._is_gathering(publication)
         there = (worker for worker, peer in self.peers.items() if peer.is_worker)
         candidates = set(self.membership.expected() if gathering else there)
@@ -603,7 +571,6 @@ class Publisher:
         return {worker for worker in candidates if self._is_awaited(worker, publication)}
 
     def _is_awaited(self, worker: int, publication: Publication) -> bool:
-        """Whether this one of the targeted workers still has to accept these layouts."""
         gathering = self._is_gathering(publication)
         peer = self.peers.get(worker)
         if peer is None:
@@ -613,7 +580,7 @@ class Publisher:
             return gathering and not has_answered
         if not gathering and (peer.lost or peer.slow):
             return False
-        for model_id, digest, in_use in self._layouts_of(worker, publication):
+        for model_id, digest, in_use in self.targets.layouts_of(worker, publication):
             if model_id not in peer.hello.have:
                 if gathering:
                     return True
@@ -624,101 +591,40 @@ class Publisher:
     # -- the next update of each worker --------------------------------------------------------------------------------
 
     def _pump(self, *peers: Peer) -> None:
-        """Start the next UPDATE for each of these workers, or all, that has none outstanding and is behind its target;
-        see the announcer."""
+        """Start the next UPDATE for each of these workers, or all, that has none outstanding and lacks something."""
         for peer in peers or self.peers.values():
             if peer.transfer is None and not peer.lost and self.fenced is None:
                 self._announce(peer)
 
     def _announce(self, peer: Peer) -> None:
-        """Announce what is due to a worker that has nothing outstanding, by UPDATE."""
-        parts = self._due(peer)
-        phase = COMMIT if parts and all(peer.held.get(m) == version for m, (version, _) in parts.items()) else APPLY
+        parts = self.targets.due(peer)
+        is_held = bool(parts) and all(peer.held.get(m) == version for m, (version, _) in parts.items())
+        phase = messages.COMMIT if is_held else messages.APPLY
         if not parts and self.targets.staged is not None:
-            parts, phase = self._staged_for(peer), STAGE
+            parts, phase = self.targets.due_to_stage(peer), STAGE
         if not parts:
             return
         # A relay passes bytes on, wherever it is.
         opens = peer.local is True and peer.opens and peer.hello.role != "relay"
         streams = not opens and any(slab.streamable for _, slab in parts.values())
-        codec = self.settings.compress
-        codec = codec if codec and is_decodable(codec, peer.hello.codecs) else ""
         last = self.announcement
-        # An AGAIN is only for those who had had the update before it when it was made: they have been sent it.
-        whole = last is not None and type(last.instruction) is Update
-        if (
-            last is None
-            or not whole
-            or last.serial <= peer.serial
-            or not last.matches(parts, streams=streams, codec=codec, phase=phase)
-        ):
+        form = streams, peer.codec, phase
+        if last is None or not last.matches(peer.serial, parts, form):
             self.serial += 1
-            first = next(iter(parts))
             of = self.targets.staged_for if phase == STAGE else self.targets.target
-            target = of(peer.worker, first)
+            target = of(peer.worker, next(iter(parts)))
             assert target is not None
+            publication, settings = target.publication, self.settings
             last = self.announcement = Announcement(
                 self.serial,
                 parts,
                 self.epoch,
-                eager_bytes=self.settings.eager_bytes,
-                checksum=self.settings.checksum,
-                metadata=target.publication.metadata,
-                streams=streams,
-                codec=codec,
-                castable=target.publication.workers is None,
-                phase=phase,
+                settings,
+                form,
+                publication.metadata,
+                castable=publication.workers is None,
             )
         self._start(peer, last, parts)
-
-    def _due(self, peer: Peer) -> Parts:
-        """What the next UPDATE brings a worker: of the publications that it lacks the oldest.
-
-        The parts of one publication come together or not at all, and without those of any other: one that fails keeps
-        nothing else from coming. What has failed is not sent again until there is something newer in its publication's
-        place. Where a newer one has replaced a part, the newer goes first: so nobody sees what is left without that
-        part.
-        """
-        behind: dict[str, Target] = {}
-        blocked: set[int] = set()
-        fresh: set[int] = set()
-        for model_id in peer.hello.have:
-            target = self.targets.target(peer.worker, model_id)
-            if target is None or target.version <= peer.ahead(model_id):
-                continue
-            if (model_id, target.slab.layout.digest) not in peer.accepted:
-                blocked.add(target.version)
-                continue
-            behind[model_id] = target
-            if model_id not in peer.failed or target.version > peer.failed[model_id][0]:
-                fresh.add(target.version)
-        if not (fresh := fresh - blocked):
-            return {}
-        version = min(fresh)
-        publications = {t.version: t.publication for t in behind.values()}
-        while (
-            newer := {
-                behind[m].version  # it has replaced a part of this one, which the worker has never had
-                for m in publications[version].models & behind.keys()
-                if behind[m].version > version > peer.ahead(m)
-            }
-            & fresh
-        ):
-            version = max(newer)
-        return {m: (t.version, t.slab) for m, t in behind.items() if t.version == version}
-
-    def _staged_for(self, peer: Peer) -> Parts:
-        """What is staged, as far as it is for this worker, which does not hold it yet."""
-        found: Parts = {}
-        for model_id in peer.hello.have:
-            target = self.targets.staged_for(peer.worker, model_id)
-            if target is None:
-                continue
-            if (model_id, target.slab.layout.digest) not in peer.accepted:
-                return {}  # together or not at all
-            if peer.unstaged.get(model_id, (0,))[0] < target.version:
-                found[model_id] = target.version, target.slab
-        return {} if all(peer.held.get(m) == version for m, (version, _) in found.items()) else found
 
     def _pass_by(self, peer: Peer, serial: int) -> None:
         """A worker has had this announcement of the epoch, and ignores all up to it. Where this sender has not sent it
@@ -730,24 +636,8 @@ class Publisher:
         if self.serial < serial and self.serial < LAST_LEAP:
             self.serial = min(serial + GAP, self.serial + LARGEST_LEAP)
 
-    def _begin_stream(self, peer: Peer, transfer: Transfer, bases: Sequence[int]) -> None:
-        """Choose how the bytes of an update travel to a worker that has these bases, now that it fetches them."""
-        settings = self.settings
-        if settings.delta or settings.compress:
-            codec = settings.compress
-            codec = codec if codec and is_decodable(codec, peer.hello.codecs) else ""
-            transfer.encode(codec, bases, settings.piece_bytes)
-
     def _stream(self, peer: Peer, transfer: Transfer) -> None:
-        """Send what there is credit for."""
-        settings, epoch = self.settings, self.epoch
-        if transfer.encodings:
-            pieces: Iterator[tuple[Chunk, Buffer]] = transfer.encoded(
-                epoch, checksum=settings.checksum, chunk_bytes=settings.chunk_bytes, wanted=self.wanted
-            )
-        else:
-            pieces = transfer.chunks(epoch, chunk_bytes=settings.chunk_bytes, checksum=settings.checksum)
-        for chunk, piece in pieces:
+        for chunk, piece in transfer.chunks(self.epoch, self.settings, self.wanted):
             peer.bytes_sent += len(piece)
             self.membership.send(peer.route, chunk, [piece] if len(piece) else ())
 
@@ -785,14 +675,6 @@ class Publisher:
             if layout not in peer.accepted or peer.announced.get(model_id) != layout[1]:
                 return None
         return peers
-
-    def _again(self, model_id: str, slab: Slab, peers: list[Peer], now: float) -> int:
-        """Make this slab the target, and announce it to :meth:`steady` workers by AGAIN; returns the version."""
-        version = self.targets.version + 1
-        last, parts = self._advance(model_id, version, self.serial + 1, slab.retain(), now)
-        for peer in peers:
-            self._start(peer, last, parts)
-        return version
 
     def catch_up(
         self,
@@ -847,19 +729,3 @@ class Publisher:
         peer.bytes_sent += last.nbytes
         if send:
             self.membership.send(peer.route, last.instruction, last.payload)
-
-
-_HANDLERS: dict[type[Instruction], Callable[..., None]] = {
-    messages.Ready: Publisher._on_ready,
-    messages.Refused: Publisher._on_refused,
-    messages.Fetch: Publisher._on_fetch,
-    messages.Staged: Publisher._on_staged,
-    messages.Applied: Publisher._on_applied,
-    messages.Failed: Publisher._on_failed,
-    messages.Ping: lambda self, peer, ping, now: self.questions.put(peer, ping),
-    messages.Pong: Publisher._on_pong,
-    messages.Bye: Publisher._on_bye,
-    messages.Released: Publisher._on_released,
-    messages.Digests: Publisher._on_digests,
-    Relayed: lambda self, peer, relayed, now: self.touched.update(self.behind.report(peer, relayed, now)),
-}

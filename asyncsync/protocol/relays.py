@@ -1,4 +1,5 @@
-"""Relays: what a sender knows of the workers behind them, and what a relay asks the sender above it. No I/O, no clock.
+"""Relays: what a sender knows of the workers behind them, what a relay asks the sender above it, what its two halves
+need of each other, and the question that travels down the whole tree. No I/O, no clock.
 
 A relay gets what is meant for everybody and passes it on; its reports say how far its workers are. A worker may be
 reported by several relays for a moment, when it has moved from one to the next: the sender believes the relay that
@@ -7,21 +8,30 @@ reported it last, and not as lost.
 A worker asks by PING what it should have. A relay answers at once with what it has to pass on. What the root of the
 tree should answer, it asks the sender above it, which may be a relay, too. Without a session there it does not answer,
 and the worker asks again.
+
+The trainer asks by VERIFY what a worker's model holds, tensor by tensor. The worker hashes the tensors once per
+question and answers in pages. The trainer requests one after the other, and again what was lost. A relay passes
+questions and pages on and remembers neither, because the trainer repeats what gets no answer. The trainer asks at most
+:data:`AT_ONCE` workers at a time, so that a relay's queue holds few questions, however many workers are behind it.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from asyncsync.errors import ProtocolError
+from asyncsync.protocol.holdings import Staging
 from asyncsync.protocol.membership import GONE_SECONDS, MAX_PEERS, Membership
-from asyncsync.protocol.peer import Peer
-from asyncsync.protocol.targets import Targets
-from asyncsync.wire.messages import Hello, Ping, Pong, Recount, Relayed, RelayedWorker
+from asyncsync.protocol.targets import Peer, Targets
+from asyncsync.protocol.transfer import IncomingUpdate
+from asyncsync.wire import messages
+from asyncsync.wire.messages import DIGEST_BYTES, Digests, Hello, Verify
 
+AT_ONCE = 64  # workers that are asked by VERIFY at a time
 KEPT_QUESTIONS = 8  # of each worker: one comes per second until there is an answer
 
 
@@ -38,28 +48,28 @@ class _Relay:
 
 class Behind:
     """The workers behind all relays. ``workers`` has them by index, those that are lost, too; each has a ``relay``.
-    ``changed`` is called with a worker that has come, has one more model, or is lost."""
+    ``changed`` has those of whom something is new; whoever reads it clears it."""
 
-    def __init__(self, membership: Membership, targets: Targets, changed: Callable[[int], None]) -> None:
+    def __init__(self, membership: Membership, targets: Targets) -> None:
         self.workers = membership.behind
+        self.changed: set[int] = set()
         self._membership = membership
         self._targets = targets
-        self._changed = changed
         self._relays: dict[bytes, _Relay] = {}
         self._count = 0  # of those who have come: who has come last is believed
 
-    def report(self, relay: Peer, report: Relayed, now: float) -> list[int]:
-        """Take in a relay's report; returns the workers that it concerns. Raises ProtocolError if it is none."""
+    def report(self, relay: Peer, report: messages.Relayed, now: float) -> None:
+        """Take in a relay's report. Raises ProtocolError if it is none."""
         if relay.hello.role != "relay":
             raise ProtocolError(f"worker {relay.worker} reports other workers, but is no relay")
         known = self._relays.setdefault(relay.nonce, _Relay())
         if report.number <= known.last:
-            return []  # a duplicate, or overtaken by a newer one
+            return  # a duplicate, or overtaken by a newer one
         if not report.whole and (not known.last or report.number > known.last + 1):
             if not known.asked:  # until a PONG tells that it has not come, either
                 known.asked = True
                 self.check(relay, report.number)
-            return []
+            return
         known.last = report.number
         if report.whole:
             known.stale, known.asked = set(known.workers), False
@@ -71,16 +81,16 @@ class Behind:
             known.workers.pop(worker, None)  # tick() may have forgotten it between two messages of one report
             self._choose(worker)
         known.stale.difference_update(gone)
-        return [*gone, *(one.worker for one in report.workers)]
+        self.changed.update(gone, [one.worker for one in report.workers])
 
     def check(self, relay: Peer, number: int) -> None:
         """A relay has sent reports up to this number: request a recount, if one of them has not come."""
         known = self._relays.get(relay.nonce)
         last = 0 if known is None else known.last
         if number != last and relay.hello.role == "relay":
-            self._membership.send(relay.route, Recount(self._membership.epoch, last))
+            self._membership.send(relay.route, messages.Recount(self._membership.epoch, last))
 
-    def _enter(self, relay: Peer, known: _Relay, one: RelayedWorker, now: float) -> None:
+    def _enter(self, relay: Peer, known: _Relay, one: messages.RelayedWorker, now: float) -> None:
         peer = known.workers.get(one.worker)
         if one.lost and (peer is not None or self._membership.num_workers is None):
             if peer is not None and not peer.lost:
@@ -101,7 +111,6 @@ class Behind:
         assert peer is not None
         known.workers[one.worker] = peer
         newest = math.inf if self._membership.follows else self._targets.version
-        has_more = not one.applied.keys() <= peer.hello.have.keys()
         peer.hello.have.update(one.applied)
         if not one.slow:
             peer.last_seen = now
@@ -110,14 +119,12 @@ class Behind:
         peer.slow = one.slow
         peer.applied.update({m: version for m, version in one.applied.items() if version <= newest})
         peer.held = dict(one.held)
-        peer.failed, peer.unstaged = {}, {}
-        peer.note_failed(*self._targets.split_failed(one.worker, one.failed), one.error)
+        peer.failed = {}
+        peer.note_failed(self._targets.concerning(one.worker, one.failed), one.error)
         if one.lost:
             self._lose(peer, one.lost, now)
         elif is_new or self.workers.get(one.worker) is not peer:
             self._choose(one.worker)
-        elif has_more:
-            self._changed(one.worker)
 
     def _choose(self, worker: int) -> None:
         """Who is believed of those that are reported as this worker."""
@@ -129,23 +136,20 @@ class Behind:
             if not best.lost and worker not in self._membership.peers:
                 self._membership.gone.pop(worker, None)
                 self._targets.forget_worker(worker)  # a relay passes on only what is for everybody
-        self._changed(worker)
+        self.changed.add(worker)
 
     def _lose(self, peer: Peer, reason: str, now: float) -> None:
         peer.lost = reason
         peer.lost_at, peer.lost_since = self._targets.version, now
         self._choose(peer.worker)
 
-    def lose(self, relay: Peer, now: float) -> list[int]:
-        """A relay is lost, and its workers with it until they are reported again; returns them."""
-        known = self._relays.get(relay.nonce)
-        if known is None:
-            return []
-        known.last = 0
-        lost = [peer for peer in known.workers.values() if not peer.lost]
-        for peer in lost:
-            self._lose(peer, f"its relay is lost: {relay.lost}", now)
-        return [peer.worker for peer in lost]
+    def lose(self, relay: Peer, now: float) -> None:
+        """A relay is lost, and its workers with it until they are reported again."""
+        if (known := self._relays.get(relay.nonce)) is not None:
+            known.last = 0
+            for peer in known.workers.values():
+                if not peer.lost:
+                    self._lose(peer, f"its relay is lost: {relay.lost}", now)
 
     def restart(self) -> None:
         """Another trainer's versions are served from here on."""
@@ -188,29 +192,27 @@ class Behind:
 
 
 class Questions:
-    """The questions of one sender's workers. ``are_new``: some have still to be asked above."""
+    """The questions of one sender's workers. ``new``: of each worker, the newest that has still to be asked above."""
 
     def __init__(self, membership: Membership, targets: Targets) -> None:
-        self.are_new = False
+        self.new: dict[int, int] = {}
         self._membership = membership
         self._targets = targets
-        self._new: dict[int, int] = {}  # of each worker, the newest
         self._asked: dict[int, deque[tuple[int, int]]] = {}  # of each worker: number of the question above, its own
 
-    def put(self, peer: Peer, ping: Ping) -> None:
+    def put(self, peer: Peer, ping: messages.Ping) -> None:
         """A worker asks what it should have."""
         if not ping.root or not self._membership.follows:
             self._answer(peer, ping.seq, {}, root=not self._membership.follows)
-            return
-        self._new[peer.worker] = ping.seq
-        self.are_new = True
+        else:
+            self.new[peer.worker] = ping.seq
 
     def passed_on(self, number: int) -> None:
         """All new ones have been asked above, with this number."""
         self._asked = {worker: asked for worker, asked in self._asked.items() if worker in self._membership.peers}
-        for worker, seq in self._new.items():
+        for worker, seq in self.new.items():
             self._asked.setdefault(worker, deque(maxlen=KEPT_QUESTIONS)).append((number, seq))
-        self._new, self.are_new = {}, False
+        self.new = {}
 
     def answered(self, number: int, above: Mapping[str, int]) -> None:
         """The root has answered what was asked with this number, and all before: what everybody should have."""
@@ -223,10 +225,99 @@ class Questions:
 
     def restart(self) -> None:
         """Another trainer's versions are served from here on: whoever wants to know asks again."""
-        self._new, self._asked, self.are_new = {}, {}, False
+        self.new, self._asked = {}, {}
 
     def _answer(self, peer: Peer, seq: int, above: Mapping[str, int], *, root: bool) -> None:
         here = {m: t.version for m in peer.hello.have if (t := self._targets.target(peer.worker, m)) is not None}
         there = {m: version for m, version in above.items() if m in peer.hello.have}
         versions = {m: max(here.get(m, 0), there.get(m, 0)) for m in {**here, **there}}
-        self._membership.send(peer.route, Pong(self._membership.epoch, seq, versions, {}, 0, root=root))
+        self._membership.send(peer.route, messages.Pong(self._membership.epoch, seq, versions, {}, 0, root=root))
+
+
+class Relaying(Protocol):
+    """Passes on to other workers what comes here, while it comes. An update's slabs are its own: to keep them takes
+    references."""
+
+    def adopted(self) -> None:
+        """A new trainer's epoch has begun, from which nothing has come yet."""
+
+    def heard(self, message: messages.Instruction, now: float) -> None:
+        """The trainer has said this, and the worker's half has taken it in."""
+
+    def begun(self, update: IncomingUpdate) -> None:
+        """An update has been announced; small ones are complete already."""
+
+    def written(self, update: IncomingUpdate) -> None:
+        """More of it is here."""
+
+    def committed(self, held: Staging, now: float) -> None:
+        """What was staged is to be applied."""
+
+    def ended(self, update: IncomingUpdate) -> None:
+        """It is complete, or it will never be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """What a worker's model holds: one digest per tensor, in the order of the layout of this version."""
+
+    version: int
+    digests: tuple[bytes, ...]
+
+
+@dataclass(slots=True)
+class _Pages:
+    """What one worker incarnation has answered so far; ``due``: when to request the next page."""
+
+    nonce: bytes
+    due: float = 0.0
+    found: bytearray = field(default_factory=bytearray)
+
+
+class Verification:
+    """One question to some workers. ``found`` and ``problems`` have the answers; those in ``waiting`` have still to be
+    asked or to answer."""
+
+    def __init__(self, membership: Membership, number: int, model_id: str, workers: Iterable[int]) -> None:
+        self.found: dict[int, Verified] = {}
+        self.problems: dict[int, str] = {}
+        self.waiting: dict[int, _Pages | None] = dict.fromkeys(workers)
+        self.number = number
+        self.model_id = model_id
+        self._membership = membership
+
+    def due(self, now: float) -> list[Verify]:
+        """The questions to send now. A worker that is lost has a problem; one that is back is asked anew."""
+        questions = []
+        for worker, pages in list(self.waiting.items())[:AT_ONCE]:
+            peer = self._membership.find(worker)
+            if peer is None or peer.lost:
+                self._answered(worker, f"it is lost: {peer.lost}" if peer is not None else "it is not connected")
+                continue
+            if pages is None or pages.nonce != peer.nonce:
+                pages = self.waiting[worker] = _Pages(peer.nonce)
+            if pages.due <= now:
+                pages.due = now + self._membership.settings.retry_interval
+                start = len(pages.found) // DIGEST_BYTES
+                questions.append(Verify(self._membership.epoch, self.number, worker, peer.nonce, self.model_id, start))
+        return questions
+
+    def answer(self, page: Digests, now: float) -> None:
+        """Take in a page; one that was not requested changes nothing."""
+        pages = self.waiting.get(page.worker)
+        if pages is None or pages.nonce != page.nonce or page.start * DIGEST_BYTES != len(pages.found):
+            return
+        pages.found += page.digests
+        pages.due = now
+        if page.problem:
+            self._answered(page.worker, page.problem)
+        elif len(pages.found) >= page.count * DIGEST_BYTES:
+            digests = [bytes(pages.found[i : i + DIGEST_BYTES]) for i in range(0, len(pages.found), DIGEST_BYTES)]
+            self.found[page.worker] = Verified(page.version, tuple(digests))
+            del self.waiting[page.worker]
+        elif not page.digests:
+            self._answered(page.worker, "it has answered with an empty page")
+
+    def _answered(self, worker: int, problem: str) -> None:
+        self.problems[worker] = problem
+        del self.waiting[worker]

@@ -19,42 +19,33 @@ import traceback
 import zlib
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
+from typing import Protocol
 
 from asyncsync.errors import ProtocolError, SchemaMismatch
 from asyncsync.model.strategy import Binding, WeightStrategy
-from asyncsync.protocol.companions import FastPath, Relaying
-from asyncsync.protocol.holdings import Holdings
-from asyncsync.protocol.incoming import IncomingUpdate, Memory
-from asyncsync.protocol.session import Session
+from asyncsync.protocol.holdings import Holdings, Session, StagedPart, StagedUpdates, Staging, Taken
+from asyncsync.protocol.relays import Relaying
 from asyncsync.protocol.settings import Identity, Settings
-from asyncsync.protocol.staging import StagedPart, StagedUpdates, Staging, Taken
+from asyncsync.protocol.transfer import IncomingUpdate, Memory
 from asyncsync.weights.encoding import decode_onto
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab, SlabPool
 from asyncsync.wire import messages
 from asyncsync.wire.codec import decode
-from asyncsync.wire.messages import (
-    COMMIT,
-    MAX_NAME,
-    MAX_TEXT,
-    NONCE_END,
-    STAGE,
-    Buffer,
-    Chunk,
-    Epoch,
-    Fetch,
-    Instruction,
-    InUse,
-    Part,
-    Ping,
-    Pull,
-    Recount,
-    Update,
-    Verify,
-)
+from asyncsync.wire.messages import MAX_TEXT, NONCE_END, STAGE, Buffer, Chunk, Fetch, Instruction, Part, Pull, Verify
 
 FRUITLESS_RESTARTS = 3
 PUSH_PATIENCE = 2.0  # seconds; those who set the pace of what is pushed may have stopped
+
+
+class FastPath(Protocol):
+    """Applies each AGAIN in few steps, as long as nothing else happens."""
+
+    def take_if_it_can(self, packet: memoryview, now: float) -> bytes | None:
+        """Apply what an AGAIN announces, and return the answer. None: it has to go the general way."""
+
+    def end(self) -> None:
+        """Release everything; what was applied is the subscriber's."""
 
 
 class Subscriber:
@@ -96,8 +87,7 @@ class Subscriber:
         self.models: dict[str, Binding] = {}
         self._memory = memory or Memory()
         self._takes_all = role != "worker"  # relays and guests
-        opens = self._memory.opens
-        self.session = session = Session(worker, nonce, identity, self.settings, self.models, self._adopt, role, opens)
+        self.session = session = Session(worker, nonce, identity, self.settings, self.models, role, self._memory)
         self.outbox = session.outbox
         self.holdings = Holdings()
         self.incoming: IncomingUpdate | None = None
@@ -144,7 +134,7 @@ class Subscriber:
         self.failure = None  # what has failed together with others comes again to these
         self._hello(now)
 
-    def restore(self, epoch: Epoch, kept: Mapping[str, tuple[int, Slab]]) -> None:
+    def restore(self, epoch: messages.Epoch, kept: Mapping[str, tuple[int, Slab]]) -> None:
         """A relay begins with these versions, as if they had come. Takes over a reference to each slab."""
         self.session.epoch = epoch
         self.holdings.adopt(epoch)
@@ -171,7 +161,8 @@ class Subscriber:
         """The gate has let it through: the models hold these versions."""
         if staging.abandoned:
             return
-        self.staged.finish(staging)
+        if staging in self.staged:
+            self.staged.remove(staging)
         self.holdings.applied(staging)
         self._report_applied(staging)
 
@@ -179,7 +170,8 @@ class Subscriber:
         """Applying has raised; see :meth:`Holdings.failed`."""
         if staging.abandoned:
             return
-        self.staged.finish(staging)
+        if staging in self.staged:
+            self.staged.remove(staging)
         versions = staging.versions
         self.holdings.failed(staging)
         staging.release()
@@ -212,7 +204,7 @@ class Subscriber:
         elif counts and not self.leaving:
             taken.leave_previous()
             self._report_failed(staging.serial, staging.versions, error)
-            self.staged.line_up_again(staging)
+            self.staged.line_up(staging, again=True)
         else:
             taken.release()
         return counts
@@ -282,16 +274,18 @@ class Subscriber:
         if type(instruction) is messages.Again and epoch == session.epoch:
             self._on_again(instruction, payload, now)
         elif isinstance(instruction, messages.Welcome):
-            session.welcome(instruction, payload)
-            if self._takes_all:
-                self._take_all(now)
-            if self.relaying is not None:
-                self.relaying.welcomed(now)
+            before = session.epoch
+            try:
+                session.welcome(instruction, payload)
+            finally:
+                if session.epoch != before:
+                    self._adopt()
+            if self._takes_all and (new := session.served.keys() - self.models.keys()):
+                self.models.update({model_id: Binding(None, WeightStrategy()) for model_id in sorted(new)})
+                self._hello(now)
         elif isinstance(instruction, messages.Bye):
             session.ends(instruction, now)
             self._drop()
-            if self.relaying is not None and instruction.reason == "closed":
-                self.relaying.dismissed(instruction.message)
         elif epoch != session.epoch:
             if session.epoch is not None and epoch > session.epoch and session.welcomed:
                 self._hello(now)  # its WELCOME was lost
@@ -308,22 +302,19 @@ class Subscriber:
             self._pong(instruction)
         elif isinstance(instruction, Verify):
             self._on_verify(instruction)
-        elif isinstance(instruction, Recount) and self.relaying is not None:
-            self.relaying.recount()
         elif isinstance(instruction, messages.Pong):
             if session.pong(instruction):
                 self.targets.update({session.local(m): v for m, v in instruction.versions.items()})
-                if instruction.root and self.relaying is not None:
-                    self.relaying.answered(instruction.seq)
-        else:
+        elif not isinstance(instruction, messages.Recount) or self.relaying is None:
             raise ProtocolError(f"the trainer sent {type(instruction).__name__}, which only a worker sends")
+        if self.relaying is not None:
+            self.relaying.heard(instruction, now)
         self.last_seen = now
 
     def _on_verify(self, question: Verify) -> None:
         if question.nonce != self.session.nonce:
-            if self.relaying is not None:
-                self.relaying.asked(question)
-        elif self._answer is not None and self._answer[0].number == question.number:
+            return  # it is for a worker behind this relay
+        if self._answer is not None and self._answer[0].number == question.number:
             self._show_digests(question.start)
         elif question.number > self._questions:  # an older one may come late
             self._questions, self.asked, self._answer = question.number, question, None
@@ -334,12 +325,6 @@ class Subscriber:
         page = b"".join(digests[start : start + self.settings.page_digests])
         asked = question.epoch, question.number, question.worker, question.nonce
         self.session.send(messages.Digests(*asked, version, start, len(digests), page, problem[:MAX_TEXT]))
-
-    def _take_all(self, now: float) -> None:
-        """Take part in the updates of every model that the trainer serves."""
-        if new := [model_id for model_id in self.session.served if model_id not in self.models]:
-            self.models.update({model_id: Binding(None, WeightStrategy()) for model_id in new})
-            self._hello(now)
 
     def _adopt(self) -> None:
         """A new trainer: nothing of the old one's counts any more; the models keep what they hold."""
@@ -356,12 +341,13 @@ class Subscriber:
     def _on_update(
         self, update: messages.Update, payload: Sequence[Buffer], now: float, *, pushed: bool = False
     ) -> None:
+        """``pushed``: what it lacks goes to all subscribers."""
         if update.serial <= self.serial:
             return  # a duplicate, or overtaken by a newer one
         if self.leaving:
             self.serial = update.serial
             return
-        if update.phase == COMMIT:
+        if update.phase == messages.COMMIT:
             self._on_commit(update, now)
             return
         layouts = []
@@ -371,13 +357,15 @@ class Subscriber:
                 raise ProtocolError(f"an update of {part.model_id!r} with an unknown layout")
             layouts.append(layout)
         try:
-            loaded = self._load(update, layouts, payload, now)
+            incoming = IncomingUpdate(update, layouts, payload, self._attach, self._acquire, now)
         except ProtocolError:
             raise
         except Exception as error:  # no memory, or no access to the sender's: the trainer learns of it
             self.serial = update.serial
             self._fail(update.serial, update.parts, error)
             return
+        if update.eager:
+            self.bytes_received += incoming.total if incoming.fetching else sum(part.nbytes for part in update.parts)
         self._drop()
         if self.held is not None and update.parts[0].version > max(self.held.versions.values()):
             self._let_go()
@@ -386,9 +374,26 @@ class Subscriber:
         for part in update.parts:
             model_id = self.session.local(part.model_id)
             self.targets[model_id] = max(part.version, self.targets.get(model_id, 0))
-        self._begin(loaded, pushed=pushed)
+        self.incoming = incoming
+        self.shares = {
+            source: incoming.share(source, now)
+            for source in sorted({p.source for p in incoming.parts if p.source and p.descriptor is None})
+        }
+        incoming.pushed = pushed
+        if self.relaying is not None:
+            self.relaying.begun(incoming)
+        for index in sorted(incoming.fetching):
+            slab = incoming.slabs[index]
+            self.fetches.append((incoming.serial, index, incoming.parts[index], slab.retain()))
+        if not self._stage_if_complete() and incoming.streaming:
+            if any(part.base for part in incoming.parts):
+                incoming.keep_bases(self._base)
+            self._grant_credit(incoming)
+        if self.incoming is incoming:
+            for share in self.shares.values():
+                self._grant_credit(share)
 
-    def _on_commit(self, commit: Update, now: float) -> None:
+    def _on_commit(self, commit: messages.Update, now: float) -> None:
         """Apply what is held. A worker that does not hold just this has missed something, as PONG will show."""
         held, versions = self.held, {self.session.local(part.model_id): part.version for part in commit.parts}
         self._drop()
@@ -413,17 +418,14 @@ class Subscriber:
             and drop.version == self.incoming.parts[0].version
         ):
             self._drop()
-        if self.relaying is not None:
-            self.relaying.dropped(drop.version)
 
     def _let_go(self) -> None:
-        """What is held will not be applied."""
         held, self.held = self.held, None
         if held is not None:
             held.abandon()
 
     def _on_cast(self, cast: messages.Cast, payload: Sequence[Buffer], now: float) -> None:
-        """What many workers are told at once; who is meant, see :mod:`asyncsync.protocol.fanout`."""
+        """What many workers are told at once; who is meant, see :mod:`asyncsync.protocol.membership`."""
         mine, excluded = self.session.nonce[-NONCE_END:], cast.excluded
         if cast.since != self.serial:
             return
@@ -486,62 +488,15 @@ class Subscriber:
 
     # -- the bytes of an update ----------------------------------------------------------------------------------------
 
-    def _load(
-        self,
-        update: Update,
-        layouts: Sequence[Layout],
-        payload: Sequence[Buffer],
-        now: float,
-    ) -> IncomingUpdate:
-        """What an UPDATE has brought, which is to :meth:`begin`; changes nothing else. Raises ProtocolError where the
-        UPDATE is malformed, and other exceptions where there is no memory, or no access to the sender's."""
-        parts = update.parts
-        attached: list[Slab | None] = []
-        try:
-            for part, layout in zip(parts, layouts, strict=True):
-                attached.append(None if part.descriptor is None else self._attach(part, layout))
-            pairs = zip(parts, attached, strict=True)
-            whole = update.eager and all(part.descriptor is None or slab is not None for part, slab in pairs)
-            incoming = IncomingUpdate(update, layouts, payload, self._acquire, now, attached)
-        finally:
-            for slab in attached:
-                if slab is not None:
-                    slab.release()
-        if update.eager:
-            self.bytes_received += sum(part.nbytes for part in parts) if whole else incoming.total
-        return incoming
-
-    def _begin(self, update: IncomingUpdate, *, pushed: bool = False) -> None:
-        """Wait for what this update lacks; there is no other one. ``pushed``: the bytes go to all subscribers."""
-        self.incoming = update
-        self.shares = {source: update.share(source, update.last_progress) for source in sorted(update.sources)}
-        update.pushed = pushed
-        if self.relaying is not None:
-            self.relaying.begun(update)
-        for index in sorted(update.fetching):
-            slab = update.slabs[index]
-            self.fetches.append((update.serial, index, update.parts[index], slab.retain()))
-        if not self._check_complete() and update.streaming:
-            if any(part.base for part in update.parts):
-                update.keep_bases(self._base)
-            self._grant_credit(update)
-        if self.incoming is update:
-            for share in self.shares.values():
-                self._grant_credit(share)
-
     def _drop(self) -> None:
-        """The update whose bytes are missing is not wanted any more."""
         update, self.incoming = self.incoming, None
         if update is not None:
             if self.relaying is not None:
                 self.relaying.ended(update)
-            self._release_shares()
+            for share in self.shares.values():
+                share.release()
+            self.shares = {}
             update.release()
-
-    def _release_shares(self) -> None:
-        for share in self.shares.values():
-            share.release()
-        self.shares = {}
 
     def receive_share(self, source: int, instruction: Instruction, payload: Sequence[Buffer], now: float) -> None:
         """Take in one message of the trainer's process of this number. Raises ProtocolError, with nothing changed, if
@@ -560,7 +515,6 @@ class Subscriber:
             self._put(share, instruction.part, instruction.offset, payload[0], instruction.crc, len(payload[0]), now)
 
     def _on_chunk(self, chunk: Chunk, payload: Sequence[Buffer], now: float) -> None:
-        """A piece of one part has come."""
         update = self.incoming
         if update is None or chunk.serial != update.serial:
             return
@@ -570,7 +524,6 @@ class Subscriber:
             self._put(update, chunk.part, chunk.offset, payload[0], chunk.crc, len(payload[0]), now)
 
     def _decode(self, update: IncomingUpdate, chunk: Chunk, frame: Buffer, now: float) -> None:
-        """It has come as fewer bytes."""
         if not update.expects(chunk.part, chunk.offset, chunk.size):
             return
         base = None
@@ -597,14 +550,7 @@ class Subscriber:
         self._grant_credit(update)
 
     def _put(
-        self,
-        update: IncomingUpdate,
-        part: int,
-        offset: int,
-        data: Buffer,
-        crc: int | None,
-        travelled: int,
-        now: float,
+        self, update: IncomingUpdate, part: int, offset: int, data: Buffer, crc: int | None, travelled: int, now: float
     ) -> None:
         try:
             if update.write(part, offset, data, crc):
@@ -616,10 +562,14 @@ class Subscriber:
         except MemoryError as error:
             self._give_up(error)
             return
-        if self._check_complete():
+        if self._stage_if_complete():
             return
         if update.beyond and update.filling < update.beyond[0][0]:
-            self._fetch_gap(update)
+            # Some of what is pushed has been lost: fetch just that.
+            update.restarts += 1
+            update.filling = update.beyond[0][0]
+            restart = update.restarts, update.received
+            self.session.send(Fetch(update.epoch, update.serial, *restart, update.filling, update.granted))
         if update.granted == update.total:
             return
         if update.granted - update.received <= self.settings.window_bytes // 2:
@@ -642,7 +592,7 @@ class Subscriber:
             return
         update.fetching.discard(index)
         update.last_progress = now
-        self._check_complete()
+        self._stage_if_complete()
 
     def _refetch(self, now: float) -> None:
         """Fetch the rest of an update that has stalled once more, or give it up."""
@@ -671,25 +621,6 @@ class Subscriber:
         bases = update.base_versions if update.bases else ()
         self.session.send(Fetch(update.epoch, update.serial, update.restarts, update.received, upto, pushed, bases))
 
-    def _fetch_gap(self, update: IncomingUpdate) -> None:
-        """Some of what is pushed has been lost: fetch just that."""
-        update.restarts += 1
-        update.filling = update.beyond[0][0]
-        self.session.send(
-            Fetch(update.epoch, update.serial, update.restarts, update.received, update.filling, update.granted)
-        )
-
-    def _check_complete(self) -> bool:
-        update = self.incoming
-        if update is None or not update.complete or not all(share.complete for share in self.shares.values()):
-            return False
-        self._release_shares()
-        self.incoming = None
-        if self.relaying is not None:
-            self.relaying.ended(update)
-        self._stage(update.serial, update.parts, update.take(), update.metadata, update.phase)
-        return True
-
     def _give_up(self, error: Exception) -> None:
         update = self.incoming
         assert update is not None
@@ -698,10 +629,8 @@ class Subscriber:
 
     def _ready_versions(self) -> dict[str, int]:
         """Per model, the newest version of this epoch that is staged, or taken."""
-        versions, taken = self.staged.versions(self.session.epoch), self.taken
-        if taken is not None and taken.staging.epoch == self.session.epoch:
-            versions = {**taken.staging.versions, **versions}
-        return versions
+        ready = self.staged if self.taken is None else [self.taken.staging, *self.staged]
+        return {m: version for one in ready if one.epoch == self.session.epoch for m, version in one.versions.items()}
 
     def _attach(self, part: Part, layout: Layout) -> Slab | None:
         slab = self._memory.attach(self.session.local(part.model_id), part, layout, self.pool)
@@ -721,42 +650,51 @@ class Subscriber:
         leased = any(slab is one for one in self.holdings.leased.values())
         return None if slab is None or leased or slab.layout.digest != layout.digest else slab
 
-    def _stage(self, serial: int, parts: Sequence[Part], slabs: Sequence[Slab], metadata: bytes, phase: int) -> None:
-        """All bytes are here: convert, check, and wait for the gate, or for COMMIT."""
-        session, holdings = self.session, self.holdings
-        assert session.epoch is not None
+    def _stage_if_complete(self) -> bool:
+        """Once all bytes are here: convert, check, and wait for the gate, or for COMMIT."""
+        update = self.incoming
+        if update is None or not update.complete or not all(share.complete for share in self.shares.values()):
+            return False
+        for share in self.shares.values():
+            share.release()
+        self.incoming, self.shares = None, {}
+        if self.relaying is not None:
+            self.relaying.ended(update)
+        holdings = self.holdings
         ready: dict[str, StagedPart] = {}
-        waiting = self._ready_versions()
+        waiting, slabs = self._ready_versions(), update.take()
         try:
-            for part, slab in zip(parts, slabs, strict=True):
-                model_id = session.local(part.model_id)
+            for part, slab in zip(update.parts, slabs, strict=True):
+                model_id = self.session.local(part.model_id)
                 if part.version > waiting.get(model_id, holdings.version(model_id)):
                     prepared = self.models[model_id].prepare(slab)
+                    metadata = update.metadata
                     ready[model_id] = StagedPart(part.version, slab.retain(), prepared, part.origin, metadata)
         except Exception as error:  # a strategy's convert is the user's code: its failure travels to the trainer
             for one in ready.values():
                 one.slab.release()
-            self._fail(serial, parts, error)
-            return
+            self._fail(update.serial, update.parts, error)
+            return True
         finally:
             for slab in slabs:
                 slab.release()
-        if ready and phase == STAGE:
+        if ready and update.phase == STAGE:
             self._let_go()
-            self.held = Staging(session.epoch, serial, ready)
+            self.held = Staging(update.epoch, update.serial, ready)
         elif ready:
-            self.staged.line_up(Staging(session.epoch, serial, ready))
-        session.send(messages.Staged(session.epoch, serial, *self._in_use()))
+            self.staged.line_up(Staging(update.epoch, update.serial, ready))
+        self.session.send(messages.Staged(update.epoch, update.serial, *self._in_use()))
         if not ready:
             self._report_versions()
+        return True
 
     def _fail(self, serial: int, parts: Sequence[Part], error: Exception) -> None:
         self._report_failed(serial, {self.session.local(p.model_id): p.version for p in parts}, error)
 
     # -- reports -------------------------------------------------------------------------------------------------------
 
-    def _in_use(self) -> tuple[int, InUse]:
-        """Which leased slabs are in use, of the updates up to which serial: see :mod:`asyncsync.protocol.leases`."""
+    def _in_use(self) -> tuple[int, messages.InUse]:
+        """Which leased slabs are in use, of the updates up to which serial: see :mod:`asyncsync.protocol.targets`."""
         holdings = self.holdings
         holdings.is_report_due = False
         if holdings.leased:
@@ -778,13 +716,11 @@ class Subscriber:
                 session.send(messages.Released(session.epoch, session.nonce, serial, in_use))
 
     def _report_versions(self) -> None:
-        """Report the versions that the models hold."""
         session = self.session
         assert session.epoch is not None
         session.send(messages.Applied(session.epoch, session.named(self.holdings.versions), *self._in_use()))
 
     def _report_applied(self, staging: Staging) -> None:
-        """The models hold these versions."""
         session, holdings = self.session, self.holdings
         failed = {} if self.failure is None else self.failure.versions
         if all(holdings.version(session.local(m)) >= version for m, version in failed.items()):
@@ -803,11 +739,11 @@ class Subscriber:
             session.send(messages.Applied(staging.epoch, session.named(holdings.versions), serial, in_use))
 
     def _report_failed(self, serial: int, versions: Mapping[str, int], error: BaseException) -> None:
-        """These versions could not be applied."""
         session = self.session
         assert session.epoch is not None
-        self.holdings.note_error(versions, error)
-        name = f"{type(error).__module__}.{type(error).__qualname__}"[:MAX_NAME]
+        shown = error if isinstance(error, Exception) else RuntimeError(repr(error))
+        self.holdings.error.update({model_id: (version, shown) for model_id, version in versions.items()})
+        name = f"{type(error).__module__}.{type(error).__qualname__}"[: messages.MAX_NAME]
         text = "".join(traceback.format_exception(error))[-MAX_TEXT:]
         mismatch = isinstance(error, SchemaMismatch)
         self.failure = messages.Failed(
@@ -815,8 +751,7 @@ class Subscriber:
         )
         session.send(self.failure)
 
-    def _pong(self, ping: Ping) -> None:
-        """Everything, as the answer to a PING."""
+    def _pong(self, ping: messages.Ping) -> None:
         # An UPDATE that was sent before this and is not here is lost, maybe for good: its slabs are not waited for.
         self.serial = max(self.serial, ping.serial)
         session = self.session

@@ -1,22 +1,229 @@
-"""Targets: what each worker should have, as (version, slab) per model. No I/O, no clock.
+"""What each worker should have, what it has, and what it may be reading. No I/O, no clock.
 
-Most publications are for everybody; ``worker_ids`` and per-worker weights make targets differ. A publication whose
-layout some targeted worker has not accepted yet is *pending*: it becomes the target when all have accepted
-(:meth:`Targets.commit`), or never (:meth:`Targets.reject`), so a mismatch changes no worker. Until then the previous
-target stands, for late joiners too. A newer pending publication replaces an older one of the same layouts for the same
-workers; otherwise both wait, because the newer may be rejected, and the older is then wanted whole.
+Targets are (version, slab) per model. Most publications are for everybody; ``worker_ids`` and per-worker weights make
+targets differ. A publication whose layout some targeted worker has not accepted yet is *pending*: it becomes the target
+when all have accepted (:meth:`Targets.commit`), or never (:meth:`Targets.reject`), so a mismatch changes no worker.
+Until then the previous target stands, for late joiners too. A newer pending publication replaces an older one of the
+same layouts for the same workers; otherwise both wait, because the newer may be rejected, and the older is then wanted
+whole. A target holds one reference to its slab; so memory is the distinct targets, plus what is being fetched.
 
-A target holds one reference to its slab; so memory is the distinct targets, plus what is being fetched.
+A slab in shared memory is leased with the UPDATE that names it. A lease ends with the worker's own report only,
+or with the end of its process: a worker that is silent, stopped or cut off may be reading the slab, or may be about to.
+A report means: "of all UPDATEs up to this serial, these slabs are still in use". A worker ignores an UPDATE that is not
+newer than the last one it has seen, so what such a report does not name, it will never touch again, whatever still
+comes to it, in whatever order; and an old report that arrives late means nothing for what was leased after it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from asyncsync.errors import SchemaMismatch
+from asyncsync.protocol.settings import Settings
+from asyncsync.protocol.transfer import Parts, Transfer
 from asyncsync.weights.slab import Slab
+from asyncsync.wire.messages import FIRST_GUEST, STAGE, Hello
+
+KEPT_REFUSALS = 64
+MAX_UNANSWERED_WELCOMES = 2
+
+
+@dataclass(slots=True, eq=False)
+class Peer:
+    """One worker incarnation.
+
+    Attributes:
+        route: where it is reached at present.
+        local: whether it is a process beside this one (:meth:`Identity.is_beside`).
+        opens: whether it may open this one's memory then.
+        applied, staged: per model, the version it holds, has ready.
+        held: per model, the staged version that it has ready, and applies on COMMIT.
+        failed: by model and version, why it could not apply it, or not get it ready for its COMMIT.
+        accepted, refused: ``(model_id, digest)`` of the layouts that fit its models, and why the others do not.
+        serial, before: of the latest announcement that it was sent, and of the one before that; 0: none since it came
+            from another sender.
+        shown: by layout, the number of the first WELCOME to which a refusal counts.
+        codec: by which what it fetches is compressed; empty: by none.
+        relay: the one that it is behind; None: it is connected to this sender.
+        is_worker: whether it has one of the workers' places; relays and guests have none.
+    """
+
+    worker: int
+    nonce: bytes
+    route: bytes
+    hello: Hello
+    local: bool | None
+    last_seen: float
+    applied: dict[str, int] = field(default_factory=dict)
+    staged: dict[str, int] = field(default_factory=dict)
+    held: dict[str, int] = field(default_factory=dict)
+    failed: dict[tuple[str, int], Exception] = field(default_factory=dict)
+    accepted: set[tuple[str, bytes]] = field(default_factory=set)
+    refused: dict[tuple[str, bytes], SchemaMismatch] = field(default_factory=dict)
+    announced: dict[str, bytes] = field(default_factory=dict)
+    welcomes: int = 0
+    unanswered_welcomes: int = 0
+    shown: dict[tuple[str, bytes], int] = field(default_factory=dict)
+    welcome_after_ping: int = 0
+    ready: bool = False
+    opens: bool = True
+    transfer: Transfer | None = None
+    lost: str | None = None
+    lost_at: int = 0
+    lost_since: float = 0.0
+    slow: bool = False
+    unreachable_since: float | None = None
+    ping_seq: int = 0
+    pong_seq: int = 0
+    last_ping: float = 0.0
+    bytes_sent: int = 0
+    serial: int = 0
+    before: int = 0
+    relay: int | None = None
+    codec: str = ""
+    is_worker: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.is_worker = self.worker < FIRST_GUEST
+
+    @property
+    def state(self) -> str:
+        return "lost" if self.lost else "slow" if self.slow else "live"
+
+    def reconnect(self, hello: Hello, route: bytes, applied: dict[str, int], now: float) -> None:
+        """The same incarnation again, over a new connection: nothing that was under way counts."""
+        self.end_transfer()
+        self.hello, self.route, self.applied = hello, route, applied
+        self.staged, self.held, self.failed, self.refused, self.shown = {}, {}, {}, {}, {}
+        self.unanswered_welcomes = 0
+        self.ready, self.lost, self.slow, self.unreachable_since = False, None, False, None
+        self.pong_seq = self.ping_seq
+        self.last_seen = now
+
+    def end_transfer(self) -> None:
+        if self.transfer is not None:
+            self.transfer.release()
+            self.transfer = None
+
+    @property
+    def unsettled(self) -> bool:
+        """True if the worker has not answered the last WELCOME in full."""
+        if not self.ready:
+            return True
+        if not self.is_worker and not self.hello.have.keys() >= self.announced.keys():
+            return True  # it takes every model
+        for layout in self.announced.items():
+            if layout not in self.accepted and layout[1] and layout not in self.refused:
+                return True
+        return False
+
+    def answered(self, model_id: str, digest: bytes) -> bool:
+        """True if this layout was accepted or refused."""
+        return (model_id, digest) in self.accepted or (model_id, digest) in self.refused
+
+    def next_ping(self, settings: Settings) -> float:
+        # A peer that does not answer gets few PINGs, so that its queue does not grow while it is stopped.
+        answered = self.pong_seq == self.ping_seq and self.unreachable_since is None
+        return self.last_ping + (settings.ping_interval if answered else settings.retry_interval)
+
+    def note_refused(self, model_id: str, digest: bytes, error: SchemaMismatch) -> None:
+        self.refused[model_id, digest] = error
+        while len(self.refused) > KEPT_REFUSALS:
+            del self.refused[next(iter(self.refused))]
+
+    def count_welcome(self, layouts: Iterable[tuple[str, bytes]]) -> int:
+        """The number of the WELCOME that shows these layouts."""
+        self.welcomes += 1
+        self.unanswered_welcomes += 1
+        for layout in layouts:
+            self.shown.setdefault(layout, self.welcomes)
+        while len(self.shown) > KEPT_REFUSALS:
+            del self.shown[next(iter(self.shown))]
+        return self.welcomes
+
+    def show_again(self, layouts: Iterable[tuple[str, bytes]], waiting: Container[tuple[str, bytes]]) -> bool:
+        """Have those of a publication's layouts shown once more that it has refused, or was shown before without having
+        accepted them; a refusal that is on its way no longer counts. The WELCOMEs of layouts in ``waiting``, those of
+        other publications, stand. True if there are any, and a WELCOME may be sent now: a worker that does not answer,
+        because it is stopped, gets it when it does (:attr:`lacks_welcome`)."""
+        again = [
+            layout
+            for layout in layouts
+            if layout in self.refused
+            or (layout in self.shown and layout not in self.accepted and layout not in waiting)
+        ]
+        for layout in again:
+            self.refused.pop(layout, None)
+            self.shown[layout] = self.welcomes + 1
+        return bool(again) and self.unanswered_welcomes < MAX_UNANSWERED_WELCOMES
+
+    @property
+    def lacks_welcome(self) -> bool:
+        """Whether the next WELCOME, which shows some layout once more, is still to be sent."""
+        return any(number > self.welcomes for number in self.shown.values())
+
+    def note_applied(self, versions: dict[str, int]) -> None:
+        """The models hold these versions, or newer ones."""
+        for model_id, version in versions.items():
+            if version > self.applied.get(model_id, 0):
+                self.applied[model_id] = version
+            for ready in (self.staged, self.held):
+                if ready.get(model_id, 0) <= version:
+                    ready.pop(model_id, None)
+        if self.failed:
+            self.failed = {(m, v): error for (m, v), error in self.failed.items() if v > self.applied.get(m, 0)}
+        if self.transfer is None:
+            return
+        for model_id, (version, _) in self.transfer.parts.items():
+            if self.applied.get(model_id, 0) < version:
+                return
+        self.end_transfer()
+
+    def note_failed(self, versions: Mapping[str, int], error: Exception) -> None:
+        """These versions could not be applied, or not be got ready for their commit."""
+        for model_id, version in versions.items():
+            for ready in (self.staged, self.held):
+                if ready.get(model_id, 0) <= version:
+                    ready.pop(model_id, None)
+            if version > self.applied.get(model_id, 0):
+                # Of each model, no more than the target and what is staged can matter.
+                for older in sorted(v for m, v in self.failed if m == model_id)[:-1]:
+                    del self.failed[model_id, older]
+                self.failed[model_id, version] = error
+
+    def has(self, version: int, models: Iterable[str]) -> bool:
+        """True if it has applied this version of each model, or a newer one."""
+        applied = self.applied
+        for model_id in models:  # noqa: SIM110 (called for every message; a generator takes twice as long)
+            if applied.get(model_id, 0) < version:
+                return False
+        return True
+
+    def is_getting(self, version: int, models: Iterable[str]) -> bool:
+        """True if an UPDATE to it is under way that brings this version of each model, and nothing has gone wrong."""
+        if self.transfer is None or self.transfer.phase == STAGE or self.lost or self.failed or self.refused:
+            return False
+        parts = self.transfer.parts
+        for model_id in models:  # noqa: SIM110 (as above)
+            if model_id not in parts or parts[model_id][0] < version:
+                return False
+        return True
+
+    def ahead(self, model_id: str) -> int:
+        """The version that the worker has applied or staged."""
+        applied = self.applied.get(model_id, 0)
+        return max(applied, self.staged[model_id]) if model_id in self.staged else applied
+
+    def undeliverable(self, descriptor: bytes, error: Exception) -> bool:
+        """A transport cannot bring the slab that this worker was to fetch; False if it is not needed any more."""
+        if self.transfer is None or all(slab.descriptor != descriptor for _, slab in self.transfer.parts.values()):
+            return False
+        self.note_failed(self.transfer.versions, error)
+        self.end_transfer()
+        return True
+
 
 KEPT_REJECTIONS = 16
 
@@ -54,52 +261,21 @@ Replaced = list[tuple[str, int | None, Target]]
 @dataclass(slots=True)
 class _Slot:
     current: Target | None = None
-    pending: list[Target] = field(default_factory=list)  # oldest first
-    staged: Target | None = None
+    pending: list[Target] = field(default_factory=list)  # oldest first, and what is staged
 
     @property
     def targets(self) -> list[Target]:
-        """All of them: the current one, those that may follow, the staged one."""
-        return [t for t in (self.current, *self.pending, self.staged) if t is not None]
+        """All of them: the current one, and those that may follow."""
+        return self.pending if self.current is None else [self.current, *self.pending]
 
-    def stage(self, publication: Publication) -> None:
-        for target in self.pending:
-            if target.publication is publication:
-                self.pending.remove(target)
-                self.staged = target
-                return
-
-    def commit(self, publication: Publication) -> None:
-        for target in self.pending:
-            if target.publication is publication:
-                self.drop(below=target.version)
-                self.pending.remove(target)
-                self.current = target
-                return
-
-    def take_back(self, version: int) -> None:
+    def drop(self, low: float = 0, high: float = math.inf) -> None:
+        """Release the targets of these versions, from ``low`` on, below ``high``."""
         for target in self.targets:
-            if target.version == version:
+            if low <= target.version < high:
                 target.slab.release()
-        self.pending = [t for t in self.pending if t.version != version]
-        if self.current is not None and self.current.version == version:
+        self.pending = [target for target in self.pending if not low <= target.version < high]
+        if self.current is not None and low <= self.current.version < high:
             self.current = None
-        if self.staged is not None and self.staged.version == version:
-            self.staged = None
-
-    def drop(self, below: float = math.inf) -> None:
-        """Release everything older than this version. What is staged is newer than all else."""
-        if self.current is not None and self.current.version < below:
-            self.current.slab.release()
-            self.current = None
-        for target in self.pending:
-            if target.version < below:
-                target.slab.release()
-        if self.pending:
-            self.pending = [t for t in self.pending if t.version >= below]
-        if self.staged is not None and self.staged.version < below:
-            self.staged.slab.release()
-            self.staged = None
 
 
 @dataclass(slots=True)
@@ -193,24 +369,31 @@ class Targets:
         """Every targeted worker has accepted the layouts: the publication becomes the target, or is staged."""
         self.pending.pop(publication.version, None)
         if publication.stages:
-            for slot in self.slots():
-                slot.stage(publication)
             return
         self.published = max(self.published, publication.version)
         for model_id in publication.models:
             model = self.models[model_id]
             # Once everybody was waited for, nobody who is absent holds up a publication again.
             model.assembled = model.assembled or publication.workers is None
-            replaced = self.keep([model_id]) if self.keeps_bases else []
+            before = model.common.current if self.keeps_bases else None
+            if before is not None:
+                before.slab.retain()
             for slot in (model.common, *model.own.values()):
-                slot.commit(publication)
+                target = next((one for one in slot.pending if one.publication is publication), None)
+                if target is not None:
+                    slot.drop(high=target.version)
+                    slot.pending.remove(target)
+                    slot.current = target
             common = model.common.current
-            if replaced:
-                self._follow(common, replaced)
+            if before is not None:
+                if common is not None and common is not before:
+                    before.slab.stand_alone()  # it keeps nothing that is older
+                    common.slab.follow(before.version, before.slab)
+                before.slab.release()
             if common is not None and common.publication is publication:
                 # What is meant for everybody replaces what was meant for one.
                 for slot in model.own.values():
-                    slot.drop(below=common.version)
+                    slot.drop(high=publication.version)
                 model.forget_empty()
         if publication.then is not None:
             publication.then()
@@ -220,13 +403,8 @@ class Targets:
         publication, self.staged = self.staged, None
         assert publication is not None
         publication.stages = False
-        if publication.version in self.pending:
-            return
-        for slot in self.slots():
-            if slot.staged is not None:
-                slot.pending.append(slot.staged)
-                slot.staged = None
-        self.commit(publication)
+        if publication.version not in self.pending:
+            self.commit(publication)
 
     def drop_staged(self) -> int:
         """What is staged goes to nobody; returns its version, 0: nothing was."""
@@ -243,14 +421,6 @@ class Targets:
         elif not self.rejected(version):
             then()
 
-    def _follow(self, common: Target | None, replaced: Replaced) -> None:
-        """What is for everybody keeps what it has replaced, and nothing that is older."""
-        for _, worker, before in replaced:
-            if worker is None and common is not None and before is not common:
-                before.slab.stand_alone()
-                common.slab.follow(before.version, before.slab)
-        self.forget(replaced)
-
     def reject(self, publication: Publication, refusals: dict[int, SchemaMismatch]) -> None:
         """A targeted worker has refused: the publication goes to nobody."""
         self._rejections.append((publication, refusals))
@@ -262,7 +432,7 @@ class Targets:
         if self.staged is not None and self.staged.version == version:
             self.staged = None
         for slot in self.slots():
-            slot.take_back(version)
+            slot.drop(version, version + 1)
         for model in self.models.values():
             model.forget_empty()
 
@@ -320,28 +490,99 @@ class Targets:
             return []
         now = self.target(worker, model_id)
         slots = [model.common, *([model.own[worker]] if worker in model.own else [])]
-        found = [t for slot in slots for t in (*slot.pending, slot.staged) if t is not None]
-        return sorted((t for t in found if now is None or t.version > now.version), key=lambda t: t.version)
+        found = (t for slot in slots for t in slot.pending if now is None or t.version > now.version)
+        return sorted(found, key=lambda target: target.version)
 
     def staged_for(self, worker: int, model_id: str) -> Target | None:
         """What is staged for this worker, and accepted; None: nothing."""
-        if self.staged is None or (model := self.models.get(model_id)) is None:
+        if self.staged is None or self.staged.version in self.pending:
             return None
-        own = model.own.get(worker)
-        return model.common.staged if own is None or own.staged is None else own.staged
+        return next((t for t in self.upcoming(worker, model_id) if t.publication is self.staged), None)
 
-    def split_failed(self, worker: int, versions: Mapping[str, int]) -> tuple[dict[str, int], dict[str, int]]:
-        """Of versions that a worker could not apply, those that count against its targets, and those that count against
-        what is staged. One that was dropped counts for nothing."""
+    def concerning(self, worker: int, versions: Mapping[str, int]) -> dict[str, int]:
+        """Of these versions, those that this worker should have, or should stage: not one that was dropped."""
         staged = 0 if self.staged is None else self.staged.version
         newest = {m: t.version for m in versions if (t := self.newest(worker, m)) is not None}
-        counts = {m: version for m, version in versions.items() if version <= newest.get(m, 0)}
-        return counts, {m: version for m, version in versions.items() if version == staged}
+        return {m: version for m, version in versions.items() if version <= newest.get(m, 0) or version == staged}
 
     def newest(self, worker: int, model_id: str) -> Target | None:
         """What this worker should have once everything pending has been accepted; what is staged does not count."""
         upcoming = self.upcoming(worker, model_id) if self.pending else ()
         return next((t for t in reversed(upcoming) if not t.publication.stages), self.target(worker, model_id))
+
+    # -- what a worker is sent --------------------------------------------------------------------------------------
+
+    def all_of(self, worker: int, model_id: str) -> list[Target]:
+        """What a worker should have now, and what may follow, oldest first."""
+        now = self.target(worker, model_id)
+        return [*([] if now is None else [now]), *self.upcoming(worker, model_id)]
+
+    def layouts_of(self, worker: int, publication: Publication) -> Iterator[tuple[str, bytes, bool]]:
+        """What a pending publication has for a worker: model, digest, and whether that is its target's layout, too."""
+        for model_id in publication.models:
+            for target in self.upcoming(worker, model_id):
+                if target.publication is publication:
+                    now = self.target(worker, model_id)
+                    digest = target.slab.layout.digest
+                    yield model_id, digest, now is not None and now.slab.layout.digest == digest
+
+    def objection(self, peer: Peer, publication: Publication) -> SchemaMismatch | None:
+        """Why this worker cannot take a publication. Refusing the layout of its present target is its own affair."""
+        for model_id, digest, in_use in self.layouts_of(peer.worker, publication):
+            if not in_use and (model_id, digest) in peer.refused:
+                return peer.refused[model_id, digest]
+        return None
+
+    def due(self, peer: Peer) -> Parts:
+        """What the next UPDATE brings a worker: of the publications that it lacks the oldest.
+
+        The parts of one publication come together or not at all, and without those of any other: one that fails keeps
+        nothing else from coming. What has failed is not sent again until there is something newer in its publication's
+        place. Where a newer one has replaced a part, the newer goes first: so nobody sees what is left without that
+        part.
+        """
+        behind: dict[str, Target] = {}
+        blocked: set[int] = set()
+        fresh: set[int] = set()
+        for model_id in peer.hello.have:
+            target = self.target(peer.worker, model_id)
+            if target is None or target.version <= peer.ahead(model_id):
+                continue
+            if (model_id, target.slab.layout.digest) not in peer.accepted:
+                blocked.add(target.version)
+                continue
+            behind[model_id] = target
+            if (model_id, target.version) not in peer.failed:
+                fresh.add(target.version)
+        if not (fresh := fresh - blocked):
+            return {}
+        version = min(fresh)
+        publications = {t.version: t.publication for t in behind.values()}
+        while (
+            newer := {
+                behind[m].version  # it has replaced a part of this one, which the worker has never had
+                for m in publications[version].models & behind.keys()
+                if behind[m].version > version > peer.ahead(m)
+            }
+            & fresh
+        ):
+            version = max(newer)
+        return {m: (t.version, t.slab) for m, t in behind.items() if t.version == version}
+
+    def due_to_stage(self, peer: Peer) -> Parts:
+        """What is staged, as far as it is for this worker, which does not hold it yet."""
+        found: Parts = {}
+        for model_id in peer.hello.have:
+            target = self.staged_for(peer.worker, model_id)
+            if target is None:
+                continue
+            if (model_id, target.slab.layout.digest) not in peer.accepted:
+                return {}  # together or not at all
+            if (model_id, target.version) not in peer.failed:
+                found[model_id] = target.version, target.slab
+        return {} if all(peer.held.get(m) == version for m, (version, _) in found.items()) else found
+
+    # -- what goes to nobody ----------------------------------------------------------------------------------------
 
     def rejection(self, worker: int, version: int, models: Collection[str]) -> SchemaMismatch | None:
         """Why this version of these models, or what has replaced it, will not come to this worker."""
@@ -388,3 +629,65 @@ class Targets:
         for slot in self.slots():
             slot.drop()
         self.pending.clear()
+
+
+Key = tuple[str, int]
+"""Model and version."""
+
+
+@dataclass(slots=True, eq=False)
+class WorkerLeases:
+    """The slabs that one worker incarnation may be reading, each with the serial of the last UPDATE that named it. Its
+    process, ``pid``, ends all its leases when it ends; 0: it is not on this host. ``takes``: see HELLO."""
+
+    worker: int
+    pid: int
+    takes: bool = False
+    slabs: dict[Key, tuple[int, Slab]] = field(default_factory=dict)
+
+
+class Leases:
+    """What all worker incarnations may be reading, also those that have left. ``of`` has the leases by the nonce of the
+    incarnation, with one reference to each of their slabs."""
+
+    def __init__(self) -> None:
+        self.of: dict[bytes, WorkerLeases] = {}
+
+    def lease(self, peer: Peer, serial: int, parts: Mapping[str, tuple[int, Slab]]) -> None:
+        """These parts of the UPDATE of this serial are the worker's from now on."""
+        if (leases := self.of.get(peer.nonce)) is None:
+            leases = self.of[peer.nonce] = WorkerLeases(
+                peer.worker, peer.hello.pid if peer.local else 0, peer.hello.takes
+            )
+        for model_id, (version, slab) in parts.items():
+            if slab.leased:
+                key = (model_id, version)
+                if key not in leases.slabs:
+                    slab.retain()
+                leases.slabs[key] = (serial, slab)
+
+    def of_takers(self) -> set[Slab]:
+        """What those may be reading who keep it as long as they like: it counts against nobody's slots."""
+        return {slab for leases in self.of.values() if leases.takes for _, slab in leases.slabs.values()}
+
+    def report(self, nonce: bytes, last: int, in_use: Collection[Key]) -> None:
+        """The worker has seen all UPDATEs up to this serial that it will ever take, and still uses these slabs."""
+        if (leases := self.of.get(nonce)) is None:
+            return
+        slabs = leases.slabs
+        ended = [key for key, (serial, _) in slabs.items() if serial <= last and key not in in_use]
+        for key in ended:
+            slabs.pop(key)[1].release()
+        if not slabs:
+            del self.of[nonce]
+
+    def release(self, nonce: bytes) -> None:
+        """An incarnation has ended, or reads nothing any more."""
+        if (leases := self.of.pop(nonce, None)) is not None:
+            for _, slab in leases.slabs.values():
+                slab.release()
+
+    def close(self) -> None:
+        """Nothing is written any more."""
+        for nonce in list(self.of):
+            self.release(nonce)

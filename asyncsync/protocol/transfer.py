@@ -1,20 +1,42 @@
-"""One announcement, the same for all workers, and one update on its way to one worker. No I/O, no clock."""
+"""The bytes of an update: announced to many workers, on their way to one, arriving there. No I/O, no clock.
+
+Shares: several trainer processes have the bytes of one version. One of them coordinates. Its
+:class:`~asyncsync.protocol.publisher.Publisher` numbers the version, asks the workers for their agreement, announces it
+and counts who has applied it. In the place of bytes that another process has it publishes a :class:`ShareSlab`, which
+says in which one they are. It publishes a version when every process has offered its share, so no worker waits for a
+share that nobody has.
+
+The other processes only serve bytes. Each has a :class:`Sharer`. A worker that was sent the UPDATE requests a share by
+PULL, which gives credit as FETCH does, and gets CHUNKs. The coordinator keeps all accounts, also the leases on shared
+memory. When nothing refers to a ShareSlab any more, its ``on_release`` tells the process to :meth:`Sharer.retire` the
+share. PULL is complete in itself, so there is no session to repair: the worker requests again what is lost.
+"""
 
 from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 
-from asyncsync.weights.encoding import Encoding, encode_piece, encoding_of
-from asyncsync.weights.slab import Slab
-from asyncsync.wire.messages import APPLY, COMMIT, Again, Buffer, Chunk, Epoch, Fetch, Part, Pull, Update
+import torch
+
+from asyncsync.errors import ProtocolError
+from asyncsync.protocol.settings import Settings
+from asyncsync.weights.encoding import Bytes, Encoding, decode_piece, encode_piece, encoding_of
+from asyncsync.weights.layout import MAX_VALUE_BYTES, Layout
+from asyncsync.weights.slab import Slab, SlabPool
+from asyncsync.wire import messages
+from asyncsync.wire.messages import APPLY, COMMIT, Again, Buffer, Chunk, Epoch, Instruction, Part, Pull, Update
 
 ENCODED_ABOVE = 2 << 10  # so many bytes in an UPDATE are not worth the work
 
 Parts = dict[str, tuple[int, Slab]]
 """What an update brings: version and slab of each model."""
+Form = tuple[bool, str, int]
+"""Whether what workers of this host would open travels as chunks, as far as it can; the codec of bytes that ride in the
+UPDATE (empty: they are as they are); the phase."""
 
 
 class Announcement:
@@ -23,10 +45,8 @@ class Announcement:
 
     Attributes:
         castable: it may be sent to all at once: it is meant for everybody, and all bytes come with it or as chunks.
-        streams: what workers of this host would open travels as chunks, as far as it can.
-        codec: of bytes that ride in the UPDATE; empty: they are as they are.
         repeatable: AGAIN can follow: it brings one part, and nothing that may differ but its bytes.
-        apart: the models of which that is true.
+        apart: the models whose bytes travel as chunks, although workers of this host would open them.
         sizes, ends: bytes of each part that follow as chunks, and where they end, laid end to end.
     """
 
@@ -37,19 +57,15 @@ class Announcement:
         serial: int,
         parts: Parts,
         epoch: Epoch,
-        *,
-        eager_bytes: int,
-        checksum: bool,
+        settings: Settings,
+        form: Form,
         metadata: bytes = b"",
-        streams: bool = False,
-        codec: str = "",
+        *,
         castable: bool = False,
-        phase: int = APPLY,
     ) -> None:
         self.serial = serial
-        self.phase = phase
-        self.streams = streams
-        self.codec = codec
+        self.form = form
+        streams, codec, phase = form
         self.key = [(m, version, id(slab)) for m, (version, slab) in parts.items()]
         self.layouts = {(m, slab.layout.digest) for m, (_, slab) in parts.items()}
         apart = {m for m, (_, slab) in parts.items() if slab.streamable} if streams else set()
@@ -61,14 +77,14 @@ class Announcement:
         self.sizes = [slab.nbytes if m in apart else slab.streamed for m, (_, slab) in parts.items()]
         self.ends = list(accumulate(self.sizes))
         # What is not there yet can only follow as chunks.
-        eager = self.ends[-1] <= eager_bytes and all(slab.packed == slab.nbytes for _, slab in parts.values())
+        eager = self.ends[-1] <= settings.eager_bytes and all(slab.packed == slab.nbytes for _, slab in parts.values())
         announced, values, payload, packed = [], [], [], False
         for (model_id, (version, slab)), size in zip(parts.items(), self.sizes, strict=True):
             crc, base = None, 0
             values.append(slab.values)
             if eager:
                 piece = slab.contents() if size else b""
-                crc = zlib.crc32(piece) if checksum else None
+                crc = zlib.crc32(piece) if settings.checksum else None
                 if codec and size > ENCODED_ABOVE and (fewer := encode_piece(piece, codec, 1)) is not None:
                     piece, packed = fewer, True
                 payload.append(piece)
@@ -114,10 +130,11 @@ class Announcement:
         announced.nbytes = 0 if slab.descriptor is not None else slab.nbytes
         return announced
 
-    def matches(self, parts: Parts, *, streams: bool, codec: str, phase: int) -> bool:
-        """True for the very same versions and slabs, in the same form."""
+    def matches(self, after: int, parts: Parts, form: Form) -> bool:
+        """Whether this brings the very same versions and slabs, in the same form, to a worker that was sent the serial
+        ``after``. An AGAIN is only for those who had had the update before it when it was made: they have got it."""
         key = [(m, version, id(slab)) for m, (version, slab) in parts.items()]
-        return self.key == key and (self.streams, self.codec, self.phase) == (streams, codec, phase)
+        return type(self.instruction) is Update and self.serial > after and self.key == key and self.form == form
 
 
 class Transfer:
@@ -130,7 +147,7 @@ class Transfer:
 
     def __init__(self, announcement: Announcement, parts: Parts, after_ping: int) -> None:
         self.serial = announcement.serial
-        self.phase = announcement.phase
+        self.phase = announcement.form[2]
         self.parts = parts
         self.layouts = announcement.layouts
         apart = announcement.apart
@@ -149,7 +166,7 @@ class Transfer:
     def versions(self) -> dict[str, int]:
         return {model_id: version for model_id, (version, _) in self.parts.items()}
 
-    def rewound(self, fetch: Fetch | Pull) -> bool:
+    def rewound(self, fetch: messages.Fetch | Pull) -> bool:
         """Whether the worker fetches some of it once more; then it is sent from there again."""
         if fetch.restart <= self.restart:
             return False
@@ -157,8 +174,8 @@ class Transfer:
         return True
 
     def release(self) -> None:
-        if self.encodings:
-            self._leave(self.encodings)
+        for encoding in filter(None, self.encodings):
+            encoding.leave()
         for slab in self._slabs:
             slab.release()
         self.parts, self.leased, self._slabs, self.encodings = {}, {}, [], []
@@ -175,55 +192,35 @@ class Transfer:
             if encoding is not None:
                 encoding.join()
         before, self.encodings = self.encodings, found if any(found) else []
-        self._leave(before)
+        for encoding in filter(None, before):
+            encoding.leave()
 
-    def _leave(self, encodings: Sequence[Encoding | None]) -> None:
-        for encoding in encodings:
-            if encoding is not None:
-                encoding.leave()
-
-    def chunks(self, epoch: Epoch, *, chunk_bytes: int, checksum: bool) -> Iterator[tuple[Chunk, memoryview]]:
-        """The next pieces, as far as the worker's credit reaches and the slabs are packed."""
+    def chunks(
+        self, epoch: Epoch, settings: Settings, wanted: deque[tuple[Encoding, int]] | None = None
+    ) -> Iterator[tuple[Chunk, Buffer]]:
+        """The next pieces, as far as the worker's credit reaches and the slabs are packed. They end at the first that
+        has still to be encoded; that and the following ones join ``wanted``."""
         if self.sent >= self.granted:
             return
         slabs = [slab for _, slab in self.parts.values()]
         for i, (slab, size, end) in enumerate(zip(slabs, self._sizes, self._ends, strict=True)):
-            begin = end - size
+            begin, encoding = end - size, self.encodings[i] if self.encodings else None
             while self.sent < min(end, self.granted):
-                start = self.sent - begin
-                stop = min(start + chunk_bytes, slab.nbytes, self.granted - begin)
-                if stop > slab.packed:
-                    return
-                piece = slab.export(start, stop)
-                self.sent = begin + stop
-                yield Chunk(epoch, self.serial, i, start, zlib.crc32(piece) if checksum else None), piece
-
-    def encoded(
-        self, epoch: Epoch, *, checksum: bool, chunk_bytes: int, wanted: deque[tuple[Encoding, int]]
-    ) -> Iterator[tuple[Chunk, Buffer]]:
-        """:meth:`chunks` where some are encoded. It ends at the first piece that has still to be encoded; that and the
-        following ones, as far as the credit reaches and the slab is packed, join ``wanted``."""
-        slabs = [slab for _, slab in self.parts.values()]
-        for i, (slab, size, end, encoding) in enumerate(
-            zip(slabs, self._sizes, self._ends, self.encodings, strict=True)
-        ):
-            begin = end - size
-            while self.sent < min(end, self.granted):
-                start, limit = self.sent - begin, min(self.granted - begin, slab.packed)
-                length = chunk_bytes if encoding is None else encoding.size
-                # To the end of the piece: whoever has part of one gets its rest as it is.
-                stop = min(size, (start // length + 1) * length)
+                start, limit, encoded = self.sent - begin, min(self.granted - begin, slab.packed), None
+                if encoding is None:
+                    stop = min(start + settings.chunk_bytes, size, self.granted - begin)
+                else:
+                    # To the end of the piece: whoever has part of one gets its rest as it is.
+                    stop = min(size, (start // encoding.size + 1) * encoding.size)
                 if stop > limit:
                     return
-                encoded = None
-                if encoding is not None and start % length == 0:
-                    encoded = encoding.pieces.get(start // length)
+                if encoding is not None and start % encoding.size == 0:
+                    first = start // encoding.size
+                    encoded = encoding.pieces.get(first)
                     if encoded is None:
-                        for index in range(start // length, -(-size // length)):
-                            if min((index + 1) * length, size) > limit:
-                                return
-                            if encoding.want(index):
-                                wanted.append((encoding, index))
+                        assert wanted is not None
+                        whole = limit // encoding.size if limit < size else -(-size // encoding.size)
+                        wanted.extend((encoding, index) for index in range(first, whole) if encoding.want(index))
                         return
                 self.sent = begin + stop
                 if encoded is not None and encoded.payload is not None:
@@ -231,4 +228,260 @@ class Transfer:
                     yield chunk, encoded.payload
                 else:
                     piece = slab.export(start, stop)
-                    yield Chunk(epoch, self.serial, i, start, zlib.crc32(piece) if checksum else None), piece
+                    yield Chunk(epoch, self.serial, i, start, zlib.crc32(piece) if settings.checksum else None), piece
+
+
+MAX_GAPS = 256
+
+
+class Memory:
+    """Where the slabs of a worker come from, and what its process may open. This one opens nothing."""
+
+    def attach(self, model_id: str, part: Part, layout: Layout, pool: SlabPool) -> Slab | None:
+        """The slab of a part with a descriptor, if it can be had at once; None: a transport is to fetch it. Raises what
+        the transport raises."""
+        return None
+
+    def acquire(self, model_id: str, layout: Layout, pool: SlabPool, *, adopts: bool) -> Slab:
+        """A slab for the bytes of a part; ``adopts``: Parameters may get their memory in it."""
+        return pool.acquire(layout)
+
+    def opens(self, pid: int) -> bool:
+        """Whether this process may open the memory of that one, on the same host."""
+        return True
+
+
+class IncomingUpdate:
+    """An announced update whose bytes are arriving, if they have not come with it.
+
+    It owns its ``slabs``, one per part, until :meth:`take`; and meanwhile ``bases``, slabs of the versions that the
+    trainer has named as bases, as far as this worker has them. ``fetching`` has the indices of the parts that a
+    transport fetches by their descriptors. ``received`` counts the bytes that have come, of the parts laid end to end,
+    up to the first gap. What comes behind a gap is sent again with it, unless it is ``pushed`` to all subscribers: then
+    it is kept, and ``beyond`` has where it begins and ends. ``granted`` is up to where the trainer has credit.
+    ``restarts`` and ``fruitless`` count how often the rest was fetched again, in all and since something came.
+    ``source``: which of the trainer's processes it comes from. What comes from another one is an update of its own,
+    :meth:`share`, into the same slabs.
+    """
+
+    source = 0
+
+    def __init__(
+        self,
+        update: Update,
+        layouts: Sequence[Layout],
+        payload: Sequence[Buffer],
+        attach: Callable[[Part, Layout], Slab | None],
+        acquire: Callable[[Part, Layout], Slab],
+        now: float,
+    ) -> None:
+        values = payload[: len(update.parts)]
+        self.layouts = layouts
+        self.epoch, self.serial = update.epoch, update.serial
+        self.parts: tuple[Part, ...] = update.parts
+        self.metadata = update.metadata
+        self.phase = update.phase
+        for frame in values:
+            if len(frame) > MAX_VALUE_BYTES:
+                raise ProtocolError(f"{len(frame)} bytes of values in an update; the limit is {MAX_VALUE_BYTES}")
+        self._ends = list(accumulate(p.streamed for p in self.parts))
+        self.total = self._ends[-1]
+        self.received = 0
+        self.pushed = False
+        self.beyond: list[tuple[int, int]] = []
+        self.filling = 0  # up to where the gap reaches that was fetched
+        self.slabs: list[Slab] = []
+        self.bases: list[Slab | None] = []
+        self.fetching: set[int] = set()
+        try:
+            for i, (part, layout, frame) in enumerate(zip(self.parts, layouts, values, strict=True)):
+                slab = None if part.descriptor is None else attach(part, layout)
+                if slab is None:
+                    slab = acquire(part, layout)
+                    if part.descriptor is not None:
+                        self.fetching.add(i)
+                self.slabs.append(slab)
+                slab.values = bytes(frame)
+            for i, frame in enumerate(payload[len(values) :]):
+                part = self.parts[i]
+                if not part.streamed:
+                    continue
+                fewer = update.packed and len(frame) < part.streamed
+                self.write(i, 0, decode_piece(frame, part.streamed).data if fewer else frame, part.crc)
+        except BaseException:
+            self.release()
+            raise
+        self.granted = 0
+        self.restarts = 0
+        self.fruitless = 0
+        self.last_progress = now
+
+    def share(self, source: int, now: float) -> IncomingUpdate:
+        """What comes from that process: its parts of this version, in the order in which it has them."""
+        chosen = [i for i, p in enumerate(self.parts) if p.source == source and p.descriptor is None]
+        slabs, layouts = [self.slabs[i] for i in chosen], [self.layouts[i] for i in chosen]
+        parts = tuple([replace(self.parts[i], source=0) for i in chosen])
+        update, mine = Update(self.epoch, parts[0].version, False, parts), iter(slabs)
+        values = [slab.values for slab in slabs]
+        share = IncomingUpdate(update, layouts, values, lambda *_: None, lambda *_: next(mine).retain(), now)
+        share.source = source
+        return share
+
+    @property
+    def complete(self) -> bool:
+        return self.received == self.total and not self.fetching
+
+    @property
+    def streaming(self) -> bool:
+        """True while chunks are missing."""
+        return self.received < self.total
+
+    def stalled(self, now: float, patience: float) -> bool:
+        """True if something is missing and nothing has come for so long."""
+        return self.streaming and now >= self.last_progress + patience
+
+    def expects(self, part: int, offset: int, size: int) -> bool:
+        """Whether these bytes of a part are the next ones; False if they were there already, or something before them
+        is missing. Raises ProtocolError if the part has no such bytes."""
+        if part >= len(self.parts) or offset + size > self.parts[part].streamed:
+            raise ProtocolError(f"a chunk of {size} bytes at {offset} of part {part} does not fit")
+        return self._ends[part] - self.parts[part].streamed + offset == self.received and size > 0
+
+    def write(self, part: int, offset: int, data: Buffer, crc: int | None) -> bool:
+        """Put a piece where it belongs; False if it was there already, or something before it is missing. Raises
+        ProtocolError, with nothing written, as :meth:`expects`, and if its checksum is wrong."""
+        expected = self.expects(part, offset, len(data))
+        if crc is not None and zlib.crc32(data) != crc:
+            raise ProtocolError(f"a chunk at {offset} of part {part} has a wrong checksum")
+        start = self._ends[part] - self.parts[part].streamed + offset
+        stop = start + len(data)
+        if not expected and not self.pushed:
+            return False
+        # What is pushed and what fills a gap are cut at different places.
+        is_beyond = start > self.received
+        if stop <= self.received or (is_beyond and len(self.beyond) >= MAX_GAPS):
+            return False
+        if is_beyond and any(begin < stop and start < end for begin, end in self.beyond):
+            return False
+        slab = self.slabs[part]
+        slab.write(offset, data)
+        if is_beyond:
+            self.beyond = sorted([*self.beyond, (start, stop)])
+            return True
+        self.received = stop
+        while self.beyond and self.beyond[0][0] <= self.received:
+            self.received = max(self.received, self.beyond.pop(0)[1])
+        return True
+
+    def keep_bases(self, find: Callable[[Part, Layout], Slab | None]) -> None:
+        """Keep the bases that the trainer has named, as far as they are here."""
+        found = [find(p, layout) if p.base else None for p, layout in zip(self.parts, self.layouts, strict=True)]
+        if any(found):
+            self.bases = [None if slab is None else slab.retain() for slab in found]
+
+    def base(self, part: int, offset: int, size: int) -> Bytes | None:
+        """These bytes of a part's base; None: it is not here, or not any more."""
+        slab = self.bases[part] if self.bases else None
+        return None if slab is None else slab.sent.numpy()[offset : offset + size]
+
+    @property
+    def base_versions(self) -> tuple[int, ...]:
+        """Of each part the version of its base, for FETCH; empty: there is none."""
+        pairs = zip(self.parts, self.bases, strict=False)
+        return tuple([0 if slab is None else part.base for part, slab in pairs])
+
+    def forget_bases(self) -> None:
+        """What is still missing is fetched whole."""
+        bases, self.bases = self.bases, []
+        for slab in bases:
+            if slab is not None:
+                slab.release()
+
+    def take(self) -> list[Slab]:
+        """Hand over the filled slabs."""
+        if self.bases:
+            self.forget_bases()
+        slabs, self.slabs = self.slabs, []
+        return slabs
+
+    def release(self) -> None:
+        for slab in self.take():
+            slab.release()
+
+
+class ShareSlab(Slab):
+    """In the coordinator, a slab whose bytes another process has; ``source`` is its number, from 1 on."""
+
+    def __init__(self, layout: Layout, source: int, descriptor: bytes | None = None) -> None:
+        super().__init__(layout, torch.empty(0, dtype=torch.uint8))
+        self.source = source
+        self.descriptor = descriptor
+
+    @property
+    def streamed(self) -> int:
+        return 0
+
+    def follow(self, version: int, slab: Slab) -> None:
+        """Nothing can be computed here of what has changed."""
+
+
+class Sharer:
+    """Serves one process's shares of the versions of an epoch. Its shell owns the socket::
+
+        sharer.offer(version, slabs)            # before the coordinator publishes the version
+        sharer.receive(route, instruction)
+        sharer.retire(version, model_id)        # the coordinator says that nobody will request it any more
+        while sharer.outbox: send(*sharer.outbox.popleft())
+
+    ``epoch`` is the coordinator's, which may go past it before it has sent anything.
+    """
+
+    def __init__(self, epoch: Epoch, settings: Settings | None = None) -> None:
+        self.epoch = epoch
+        self.settings = settings or Settings()
+        self.outbox: deque[tuple[bytes, Instruction, Sequence[Buffer]]] = deque()
+        self.slabs: dict[tuple[int, str], Slab] = {}
+        self.transfers: dict[bytes, Transfer] = {}
+
+    def offer(self, version: int, slabs: Mapping[str, Slab]) -> None:
+        """Serve these slabs as this process's shares of a version. Takes references of its own."""
+        self.slabs.update({(version, model_id): slab.retain() for model_id, slab in slabs.items()})
+
+    def retire(self, version: int, model_id: str) -> None:
+        """Nobody will request this any more."""
+        for route, transfer in list(self.transfers.items()):
+            if transfer.serial == version and model_id in transfer.parts:
+                self.disconnected(route)
+        if (slab := self.slabs.pop((version, model_id), None)) is not None:
+            slab.release()
+
+    def disconnected(self, route: bytes) -> None:
+        """A connection is gone, or its worker wants something else."""
+        if (transfer := self.transfers.pop(route, None)) is not None:
+            transfer.release()
+
+    def receive(self, route: bytes, pull: Instruction) -> None:
+        """Take in one message. Raises ProtocolError, with nothing changed, if it is of another epoch, or no PULL."""
+        if not isinstance(pull, Pull):
+            raise ProtocolError(f"{type(pull).__name__} to a process that only serves shares")
+        if pull.epoch != self.epoch:
+            raise ProtocolError("PULL of another epoch")
+        found = {m: (pull.version, self.slabs[pull.version, m]) for m in pull.names if (pull.version, m) in self.slabs}
+        if len(found) < len(pull.names):
+            self.outbox.append((route, messages.Drop(self.epoch, pull.version), ()))
+            return
+        transfer = self.transfers.get(route)
+        if transfer is None or transfer.serial != pull.version or transfer.parts.keys() != found.keys():
+            self.disconnected(route)
+            streamed = replace(self.settings, eager_bytes=-1)
+            announcement = Announcement(pull.version, found, self.epoch, streamed, (False, "", APPLY))
+            transfer = self.transfers[route] = Transfer(announcement, found, 0)
+            transfer.restart = -1  # it begins where the worker is
+        transfer.rewound(pull)
+        transfer.granted = max(transfer.granted, min(pull.upto, transfer.total))
+        chunks = transfer.chunks(self.epoch, self.settings)
+        self.outbox.extend((route, chunk, [piece]) for chunk, piece in chunks)
+
+    def close(self) -> None:
+        for key in list(self.slabs):
+            self.retire(*key)

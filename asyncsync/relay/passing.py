@@ -9,30 +9,22 @@ worker that has changed.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Protocol
 
+from asyncsync.bus.carrier import Carrier
 from asyncsync.errors import RemoteError, SchemaMismatch
-from asyncsync.protocol.incoming import IncomingUpdate
-from asyncsync.protocol.peer import Peer
+from asyncsync.protocol.holdings import Staging
 from asyncsync.protocol.publisher import Publisher
-from asyncsync.protocol.staging import Staging
 from asyncsync.protocol.subscriber import Subscriber
-from asyncsync.protocol.targets import Replaced
-from asyncsync.weights.slab import Slab
-from asyncsync.wire.messages import (
-    APPLY,
-    MAX_NAME,
-    MAX_RELAYED,
-    NO_EPOCH,
-    STAGE,
-    Bye,
-    Epoch,
-    Relayed,
-    RelayedWorker,
-    Verify,
-)
+from asyncsync.protocol.targets import Peer, Replaced
+from asyncsync.protocol.transfer import IncomingUpdate
+from asyncsync.transports.shared_memory import SLOTS, WeightSlots
+from asyncsync.transports.slots import COPY_BYTES
+from asyncsync.weights.layout import Layout
+from asyncsync.weights.slab import Slab, SlabPool
+from asyncsync.wire import messages
+from asyncsync.wire.messages import APPLY, Bye, Epoch, RelayedWorker
 
 logger = logging.getLogger("asyncsync")
 
@@ -44,14 +36,26 @@ Kept = dict[str, tuple[int, Slab, bytes]]
 """Of each model: version, slab and metadata."""
 
 
-class SharedSlabs(Protocol):
-    """Slabs that are complete before they are published, and that workers read where they are."""
+class RelaySlots(Carrier):
+    """Slabs in shared memory, into which an update is received, and which the workers read."""
+
+    pool: WeightSlots
+    holds_received = True
+
+    def __init__(self) -> None:
+        self.pool = WeightSlots(SLOTS, COPY_BYTES)
+
+    def acquire_slab(self, layout: Layout, pool: SlabPool) -> Slab:
+        return self.pool.acquire(layout)
 
     def describe(self, slab: Slab) -> bytes:
-        """Where workers find it."""
+        assert isinstance(slab.pool, WeightSlots)
+        return slab.pool.describe(slab)
 
     def renew(self) -> None:
-        """Never write again what there is."""
+        """What there is goes with its last reader, and is never written again."""
+        self.pool.close()
+        self.pool = WeightSlots(SLOTS, COPY_BYTES)
 
 
 class Passing:
@@ -59,21 +63,20 @@ class Passing:
 
     Args:
         slots: where the slabs are that are received, if workers find them there; None: slabs are streamed.
-        keeps: whether the workers are served on when the trainer has said goodbye.
+        keeps: whether the newest weights are kept, and the workers served on when the trainer has said goodbye.
 
     Attributes:
-        complete: called with each update that is complete: version, slabs by model, metadata.
+        kept: of each model, the newest version that is complete, with a reference to its slab.
+        kept_of: the epoch of those.
+        has_news: whether there is something newer there; whoever reads it clears it.
     """
 
     def __init__(
-        self,
-        subscriber: Subscriber,
-        publisher: Publisher,
-        *,
-        slots: SharedSlabs | None = None,
-        keeps: bool = False,
+        self, subscriber: Subscriber, publisher: Publisher, *, slots: RelaySlots | None = None, keeps: bool = False
     ) -> None:
-        self.complete: Callable[[int, dict[str, Slab], bytes], None] = lambda version, slabs, metadata: None
+        self.kept: Kept = {}
+        self.kept_of: Epoch | None = None
+        self.has_news = False
         self._subscriber = subscriber
         self._publisher = publisher
         self._slots = slots
@@ -82,7 +85,7 @@ class Passing:
         self._reported: dict[int, RelayedWorker] = {}
         self._session: tuple[Epoch | None, int] | None = None  # in which everybody has been reported
         subscriber.relaying = self
-        self._follow(NO_EPOCH)
+        self._follow(messages.NO_EPOCH)
 
     # -- downwards --------------------------------------------------------------------------------------------------
 
@@ -91,11 +94,29 @@ class Passing:
         assert self._subscriber.session.epoch is not None
         self._follow(self._subscriber.session.epoch)
 
-    def welcomed(self, now: float) -> None:
-        """Models without weights are served at once, so that their workers can connect; others with their weights."""
-        for model_id, digest in self._subscriber.session.served.items():
-            if not digest:
-                self._publisher.serve(model_id, now)
+    def heard(self, message: messages.Instruction, now: float) -> None:
+        publisher, session = self._publisher, self._subscriber.session
+        match message:
+            case messages.Welcome():
+                # Models without weights are served at once, so that their workers can connect; others with theirs.
+                for model_id in [m for m, digest in session.served.items() if not digest]:
+                    publisher.serve(model_id, now)
+            case Bye(reason="closed"):
+                # So do its workers here, unless this relay keeps the weights for them.
+                for peer in () if self._keeps else publisher.peers.values():
+                    if not peer.lost:
+                        bye = Bye(publisher.epoch, peer.nonce, "closed", message.message)
+                        publisher.membership.send(peer.route, bye)
+            case messages.Drop():
+                staged = publisher.targets.staged
+                if staged is not None and staged.version == message.version:
+                    publisher.drop()
+            case messages.Verify() if message.nonce != session.nonce:
+                publisher.pass_on(message)
+            case messages.Pong(root=True):
+                publisher.questions.answered(message.seq, self._subscriber.targets)
+            case messages.Recount():
+                self._session = None  # a report was lost
 
     def _follow(self, epoch: Epoch) -> None:
         """Serve from here on what is published in this epoch, of which there is nothing yet. What workers read of the
@@ -113,15 +134,10 @@ class Passing:
         publisher.membership.follows = True
         publisher.membership.begin(epoch)
 
-    def dismissed(self, message: str) -> None:
-        """The trainer has said goodbye: so do its workers here, unless this relay keeps the weights for them."""
-        publisher = self._publisher
-        for peer in () if self._keeps else publisher.peers.values():
-            if not peer.lost:
-                publisher.membership.send(peer.route, Bye(publisher.epoch, peer.nonce, "closed", message))
-
     def restore(self, epoch: Epoch, kept: Kept, now: float) -> None:
-        """Begin with what was kept of this epoch, with a reference to each slab."""
+        """Begin with what was kept of this epoch. Takes over a reference to each slab."""
+        self.kept = {m: (version, slab.retain(), metadata) for m, (version, slab, metadata) in kept.items()}
+        self.kept_of = epoch
         self._subscriber.restore(epoch, {m: (version, slab) for m, (version, slab, _) in kept.items()})
         self._follow(epoch)
         for version in sorted({version for version, *_ in kept.values()}):
@@ -154,8 +170,7 @@ class Passing:
             self._publisher.serve(model_id, now)
             if self._slots is not None:
                 slab.descriptor = self._slots.describe(slab)
-        publish = self._publisher.stage if phase == STAGE else self._publisher.publish
-        publish(slabs, None, now, metadata, version)
+        self._publisher.publish(slabs, None, now, metadata, version, stages=phase == messages.STAGE)
 
     def _mark(self, update: IncomingUpdate, slabs: dict[str, Slab]) -> None:
         """How far each slab is filled."""
@@ -184,12 +199,14 @@ class Passing:
             for slab in slabs.values():
                 slab.release()
         elif update.complete:
-            self.written_whole(slabs)
+            for slab in slabs.values():
+                slab.packed = slab.nbytes
+            self._publisher.packed()
             self._publisher.targets.forget(replaced)
         else:
             self._publisher.abandon(version, replaced)
         if update.complete and update.phase == APPLY:
-            self.complete(version, slabs, update.metadata)
+            self._keep(version, slabs, update.metadata)
 
     def committed(self, held: Staging, now: float) -> None:
         """What was staged is to be applied, below, too."""
@@ -200,17 +217,18 @@ class Passing:
             self._publisher.commit(part.version)
         else:
             self._publish(part.version, slabs, part.metadata, now)
-        self.complete(part.version, slabs, part.metadata)
+        self._keep(part.version, slabs, part.metadata)
 
-    def dropped(self, version: int) -> None:
-        staged = self._publisher.targets.staged
-        if staged is not None and staged.version == version:
-            self._publisher.drop()
-
-    def written_whole(self, slabs: dict[str, Slab]) -> None:
-        for slab in slabs.values():
-            slab.packed = slab.nbytes
-        self._publisher.packed()
+    def _keep(self, version: int, slabs: dict[str, Slab], metadata: bytes) -> None:
+        if not self._keeps:
+            return
+        epoch = self._subscriber.session.epoch
+        over = slabs.keys() if epoch == self.kept_of else list(self.kept)  # versions of another trainer, all of them
+        for model_id in over:
+            if (before := self.kept.pop(model_id, None)) is not None:
+                before[1].release()
+        self.kept |= {model_id: (version, slab.retain(), metadata) for model_id, slab in slabs.items()}
+        self.kept_of, self.has_news = epoch, True
 
     # -- upwards ----------------------------------------------------------------------------------------------------
 
@@ -218,20 +236,8 @@ class Passing:
     def is_report_due(self) -> bool:
         """Whether :meth:`report` may have something to say."""
         session, publisher = self._subscriber.session, self._publisher
-        has_news = publisher.touched or publisher.questions.are_new or publisher.answers
+        has_news = publisher.touched or publisher.questions.new or publisher.answers
         return session.welcomed and (bool(has_news) or self._session != (session.epoch, session.attempt))
-
-    def answered(self, request: int) -> None:
-        """The root of the tree has answered: so have its workers here the answer."""
-        self._publisher.questions.answered(request, self._subscriber.targets)
-
-    def asked(self, question: Verify) -> None:
-        """The root of the tree asks a worker here."""
-        self._publisher.pass_on(question)
-
-    def recount(self) -> None:
-        """A report was lost."""
-        self._session = None
 
     def report(self) -> None:
         """Report who has changed since the last time; everybody, to a sender that knows of nobody. Ask there what
@@ -239,7 +245,7 @@ class Passing:
         session, publisher = self._subscriber.session, self._publisher
         if not self.is_report_due:
             return
-        if publisher.questions.are_new:
+        if publisher.questions.new:
             publisher.questions.passed_on(session.request(root=True))
         while publisher.answers:
             session.send(publisher.answers.popleft())
@@ -258,7 +264,7 @@ class Passing:
         for i, batch in enumerate(batches):
             self._subscriber.relayed += 1
             more = i + 1 < len(batches)
-            session.send(Relayed(session.epoch, self._subscriber.relayed, whole and not i, more, batch))
+            session.send(messages.Relayed(session.epoch, self._subscriber.relayed, whole and not i, more, batch))
 
     def _state(self, worker: int) -> RelayedWorker | None:
         """What is to be reported of this worker; None: nothing."""
@@ -285,11 +291,12 @@ class Passing:
     def _failure(self, peer: Peer) -> tuple[dict[str, int], Exception | None]:
         """Which versions this worker could not apply, and why."""
         targets, progress = self._publisher.targets, self._publisher.progress
-        reasons = {**peer.unstaged, **peer.failed}
-        failed = {m: version for m, (version, _) in reasons.items()}
-        errors = [error for _, error in reasons.values()]
+        failed: dict[str, int] = dict(sorted(peer.failed))  # of each model, the newest
+        errors = list(peer.failed.values())
         for model_id in peer.hello.have:
             target = targets.newest(peer.worker, model_id)
+            if target is not None and (model_id, target.version) in peer.failed:
+                failed[model_id] = target.version  # rather than what is staged
             if target is not None and (refusal := progress.refusal(peer, target)) is not None:
                 failed[model_id] = target.version
                 errors.append(refusal)
@@ -306,7 +313,7 @@ def _texts(error: Exception | None) -> tuple[bool, str, str, str]:
     name, message, traceback = f"{type(error).__module__}.{type(error).__qualname__}", str(error), ""
     if isinstance(error, RemoteError):
         name, message, traceback = error.type_name, error.remote_message, error.remote_traceback
-    texts = name[:MAX_NAME], message[:MOST_MESSAGE], traceback[-MOST_TRACEBACK:]
+    texts = name[: messages.MAX_NAME], message[:MOST_MESSAGE], traceback[-MOST_TRACEBACK:]
     return isinstance(error, SchemaMismatch), *texts
 
 
@@ -318,7 +325,7 @@ def _in_reports(workers: Iterable[RelayedWorker]) -> Iterator[tuple[RelayedWorke
         batch.append(one)
         values += 12 + 2 * (len(one.applied) + len(one.failed))
         letters += len(one.message) + len(one.traceback) + len(one.lost) + sum(map(len, (*one.applied, *one.failed)))
-        if values > MOST_VALUES or letters > MOST_TEXT or len(batch) == MAX_RELAYED:
+        if values > MOST_VALUES or letters > MOST_TEXT or len(batch) == messages.MAX_RELAYED:
             yield tuple(batch)
             batch, values, letters = [], 0, 0
     if batch or not values:

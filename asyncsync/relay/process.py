@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import signal
+from base64 import b64decode, b64encode
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -17,15 +19,16 @@ from asyncsync.bus.carrier import Carrier
 from asyncsync.bus.guest import guest_link
 from asyncsync.bus.receiver import ReceiverLink
 from asyncsync.bus.sender import SenderLink
-from asyncsync.errors import WeightSyncError
+from asyncsync.errors import ProtocolError, WeightSyncError
 from asyncsync.net.endpoint import is_plaintext_beyond_loopback
 from asyncsync.net.keys import Credentials, KeyFiles
 from asyncsync.protocol.settings import Settings
-from asyncsync.relay import store
-from asyncsync.relay.passing import Kept, Passing
-from asyncsync.transports.shared_memory import COPY_BYTES, SLOTS, WeightSlots
+from asyncsync.relay.passing import Kept, Passing, RelaySlots
+from asyncsync.weights import files
 from asyncsync.weights.layout import Layout
-from asyncsync.weights.slab import Slab, SlabPool
+from asyncsync.weights.slab import Slab
+from asyncsync.weights.tree import Path as KeyPath
+from asyncsync.weights.tree import dotted
 from asyncsync.wire.messages import Epoch
 
 logger = logging.getLogger("asyncsync")
@@ -52,28 +55,6 @@ class RelayOptions:
     keys: KeyFiles | None = None
 
 
-class RelaySlots(Carrier):
-    """Slabs in shared memory, into which an update is received, and which the workers read."""
-
-    pool: WeightSlots
-    holds_received = True
-
-    def __init__(self) -> None:
-        self.pool = WeightSlots(SLOTS, COPY_BYTES)
-
-    def acquire_slab(self, layout: Layout, pool: SlabPool) -> Slab:
-        return self.pool.acquire(layout)
-
-    def describe(self, slab: Slab) -> bytes:
-        assert isinstance(slab.pool, WeightSlots)
-        return slab.pool.describe(slab)
-
-    def renew(self) -> None:
-        """What there is goes with its last reader, and is never written again."""
-        self.pool.close()
-        self.pool = WeightSlots(SLOTS, COPY_BYTES)
-
-
 class Relay:
     """One relay, on the running loop. Raises NotConnected if it cannot bind, or connect."""
 
@@ -90,10 +71,7 @@ class Relay:
         subscriber = self.upstream.subscriber
         subscriber.session.reconnects = True
         self.passing = Passing(subscriber, self.downstream.publisher, slots=self.slots, keeps=options.keep is not None)
-        self._kept: Kept = {}
-        self._kept_of: Epoch | None = None
         self._keep = options.keep
-        self.passing.complete = self._complete
         self._news = anyio.Event()
         self._report_scheduled = False
         if kept is not None:
@@ -109,8 +87,6 @@ class Relay:
                 slot.origin = slab.origin
                 shared[model_id] = version, slot, metadata
             kept = shared
-        self._kept = {m: (version, slab.retain(), metadata) for m, (version, slab, metadata) in kept.items()}
-        self._kept_of = epoch
         self.passing.restore(epoch, kept, self.downstream.loop.time())
         self.downstream.settle()
 
@@ -118,6 +94,8 @@ class Relay:
 
     def _settled(self) -> None:
         """Something has changed above or below."""
+        if self.passing.has_news:
+            self._news.set()
         if self.downstream.closed or self.upstream.closed:
             return
         if self.downstream.publisher.outbox:
@@ -136,18 +114,6 @@ class Relay:
 
     # -- the store --------------------------------------------------------------------------------------------------
 
-    def _complete(self, version: int, slabs: dict[str, Slab], metadata: bytes) -> None:
-        if self._keep is None:
-            return
-        epoch = self.upstream.subscriber.session.epoch
-        over = slabs.keys() if epoch == self._kept_of else list(self._kept)  # versions of another trainer, all of them
-        for model_id in over:
-            if (before := self._kept.pop(model_id, None)) is not None:
-                before[1].release()
-        self._kept_of = epoch
-        self._kept |= {model_id: (version, slab.retain(), metadata) for model_id, slab in slabs.items()}
-        self._news.set()
-
     async def keep(self) -> None:
         """Write whatever is newest, one after the other."""
         while True:
@@ -157,12 +123,12 @@ class Relay:
                 await self._save()
 
     async def _save(self) -> None:
-        path, epoch = self._keep, self._kept_of
+        path, epoch, self.passing.has_news = self._keep, self.passing.kept_of, False
         assert path is not None
         assert epoch is not None
-        kept = {m: (version, slab.retain(), metadata) for m, (version, slab, metadata) in self._kept.items()}
+        kept = {m: (version, slab.retain(), metadata) for m, (version, slab, metadata) in self.passing.kept.items()}
         try:
-            await anyio.to_thread.run_sync(store.save, path, epoch, kept)
+            await anyio.to_thread.run_sync(save, path, epoch, kept)
         except (OSError, ValueError) as error:
             logger.error("cannot keep the newest weights in %s: %s", path, error)
         finally:
@@ -183,7 +149,7 @@ class Relay:
         links: list[ReceiverLink | SenderLink] = [self.upstream, self.downstream]
         for link in links:
             link.settled = None
-        if self._keep is not None and self._news.is_set():
+        if self.passing.has_news:
             await self._save()
         for link in links:
             await link.shutdown()
@@ -194,7 +160,7 @@ class Relay:
 async def run(options: RelayOptions, ready: Callable[[Relay], None] = lambda relay: None) -> None:
     """Relay until SIGINT or SIGTERM. Raises NotConnected if it cannot begin, other WeightSyncErrors if it cannot go on;
     OSError or ValueError if the file to be kept cannot be read."""
-    kept = None if options.keep is None else await anyio.to_thread.run_sync(store.load, options.keep)
+    kept = None if options.keep is None else await anyio.to_thread.run_sync(load, options.keep)
     relay = Relay(options, kept)
     try:
         async with anyio.create_task_group() as group:
@@ -219,3 +185,60 @@ async def _until_signalled(
         async for _ in signals:
             scope.cancel()
             return
+
+
+# -- the newest weights in a file, from which a relay serves its workers when the trainer is away ----------------------
+
+# The file is of the safetensors format, and its tensors are those that were published, by their dotted names (of
+# several models, behind the model's name): anybody can read it. What the format has no place for is in its metadata, as
+# texts: epoch, versions, layouts, and other names of tied weights. It is written under another name first, so that it
+# is always whole.
+KEY = "asyncsync"
+
+
+def _name(model_id: str, path: KeyPath, *, alone: bool) -> str:
+    return dotted(path) if alone else f"{model_id}.{dotted(path)}"
+
+
+def save(path: Path, epoch: Epoch, kept: Kept) -> None:
+    """Write the file anew. Raises OSError; ValueError: the format has no such dtype, or two tensors have one name."""
+    tensors, texts, models = {}, {"format": "pt"}, {}
+    alone = len(kept) == 1
+    for model_id, (version, slab, metadata) in kept.items():
+        entries = slab.layout.entries
+        for entry, view in zip(entries, slab.views, strict=True):
+            if (name := _name(model_id, entry.path, alone=alone)) in tensors:
+                raise ValueError(f"several tensors have one name in a file: {name}")
+            tensors[name] = view
+        for other, i in slab.layout.aliases.items():
+            texts[_name(model_id, other, alone=alone)] = _name(model_id, entries[i].path, alone=alone)
+        binary = {"layout": slab.layout.encoded, "digest": slab.layout.digest, "values": slab.values}
+        texts_of = {name: b64encode(value).decode() for name, value in {**binary, "metadata": metadata}.items()}
+        models[model_id] = {"version": version, "origin": slab.origin, **texts_of}
+    texts[KEY] = json.dumps({"epoch": epoch, "models": models})
+    files.write(path, tensors, texts)
+
+
+def load(path: Path) -> tuple[Epoch, Kept] | None:
+    """What the file holds, each slab with one reference; None: there is no file. Removes what a killed relay has left
+    half written. Raises OSError; ValueError: it is not one of a relay's."""
+    files.remove_half_written(path)
+    if not path.exists():
+        return None
+    tensors, texts = files.read(path)
+    kept: Kept = {}
+    try:
+        found = json.loads(texts[KEY])
+        start, drawn = found["epoch"]
+        alone = len(found["models"]) == 1
+        for model_id, model in found["models"].items():
+            blobs = {name: b64decode(model[name]) for name in ("layout", "digest", "values", "metadata")}
+            layout = Layout.decode(blobs["layout"], blobs["digest"])
+            slab = Slab.of(layout)
+            for entry, view in zip(layout.entries, slab.views, strict=True):
+                view.copy_(tensors[_name(model_id, entry.path, alone=alone)])
+            slab.values, slab.origin = blobs["values"], model["origin"]
+            kept[model_id] = int(model["version"]), slab, blobs["metadata"]
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, ProtocolError) as error:
+        raise ValueError(f"{path} is not a file that a relay has kept: {error!r}") from error
+    return (int(start), int(drawn)), kept

@@ -12,7 +12,7 @@ from asyncsync.bus.status import BusStatus
 from asyncsync.schemes import aio, blocking
 from asyncsync.schemes.scheme import Scheme, register
 from asyncsync.transports.zmq import BlockingZMQTransport, ZMQTransport
-from asyncsync.wire.metadata import Shown, decode_metadata, encode_metadata
+from asyncsync.wire.messages import Shown, decode_metadata, encode_metadata
 
 T = TypeVar("T")
 

@@ -51,8 +51,7 @@ from asyncsync.transports.channels import ChannelReceiver, ChannelSender, make_r
 from asyncsync.weights.packing import copy_flat
 from asyncsync.weights.slab import Slab
 from asyncsync.weights.tree import FlatWeights, Path
-from asyncsync.wire.messages import MAX_NAME
-from asyncsync.wire.metadata import Shown
+from asyncsync.wire.messages import MAX_NAME, Shown
 
 BUS_OPTIONS = {"endpoint": None} | {name: option.default for name, option in options_of(BusOptions).items()}
 

@@ -50,7 +50,7 @@ class Slab:
         values: the msgpack values, encoded; they ride in the instruction.
         descriptor: where a transport can fetch the bytes, for slabs that do not travel as chunks.
         leased: workers read this very memory, and it is leased to them until they release it; see
-            :mod:`asyncsync.protocol.leases`.
+            :mod:`asyncsync.protocol.targets`.
         mapped: such a slab that workers do not copy out: they read it where it is until they have something newer.
         may_hold_parameters: a model's Parameters may have their memory here: what is written stays in this process.
         holds_parameters, holds_all_parameters: some Parameters have their memory here, or all that can.
@@ -62,7 +62,7 @@ class Slab:
             :meth:`follow`.
         encodings: what its bytes are as fewer, while it is used; see :mod:`asyncsync.weights.encoding`.
         streamable: workers that cannot open what the descriptor names get its bytes as chunks.
-        source: which of several trainer processes has the bytes; 0: this one. See :mod:`asyncsync.protocol.sharing`.
+        source: which of several trainer processes has the bytes; 0: this one. See :mod:`asyncsync.protocol.transfer`.
         forks: see :meth:`show_to_children`.
     """
 

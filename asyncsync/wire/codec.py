@@ -21,34 +21,13 @@ import msgpack
 
 from asyncsync.errors import LimitExceeded, ProtocolError
 from asyncsync.msgpack_limits import check_structure
-from asyncsync.wire.checks import show
-from asyncsync.wire.messages import (
-    COMMIT,
-    INSTRUCTIONS,
-    MAX_CHUNK,
-    MAX_DESCRIPTOR,
-    MAX_MODELS,
-    MAX_START,
-    Again,
-    Applied,
-    Buffer,
-    Cast,
-    Chunk,
-    Epoch,
-    Instruction,
-    ModelReport,
-    Part,
-    RelayedWorker,
-    Update,
-    Welcome,
-    WorkerReport,
-    build,
-)
+from asyncsync.wire import messages
+from asyncsync.wire.messages import MAX_CHUNK, MAX_START, Again, Applied, Buffer, Epoch, Instruction, show
 
 MAX_HEADER = 1 << 20
 MAX_FRAME = 32 << 20
 MAX_FRAMES = 2050
-MAX_VALUES = 24 * MAX_MODELS  # a part takes ten, what is in use of a model twelve
+MAX_VALUES = 24 * messages.MAX_MODELS  # a part takes ten, what is in use of a model twelve
 PROTOCOL = 4
 FIXED = 0xC1  # which msgpack does not use
 HEAD = Struct("<BBQQ")  # FIXED, the kind, the epoch
@@ -66,9 +45,12 @@ def _values(cls: Any) -> Callable[[Any], tuple[Any, ...]]:
     return get if len(names) > 1 else lambda item: (get(item),)
 
 
-_BY_KIND = {kind: cls for kind, cls in INSTRUCTIONS.items() if cls is not Again}
+_BY_KIND = {kind: cls for kind, cls in messages.INSTRUCTIONS.items() if cls is not Again}
 # Each takes an instruction to the tuple of its fields; dataclasses.astuple would copy them, deeply.
-_VALUES = {cls: _values(cls) for cls in (*_BY_KIND.values(), Part, ModelReport, WorkerReport, RelayedWorker)}
+_VALUES = {
+    cls: _values(cls)
+    for cls in (*_BY_KIND.values(), messages.Part, messages.ModelReport, messages.WorkerReport, messages.RelayedWorker)
+}
 
 
 def encode(instruction: Instruction) -> bytes:
@@ -119,7 +101,7 @@ def decode(frames: Sequence[Buffer]) -> tuple[Instruction, Sequence[Buffer]]:
     if cls is None:
         raise ProtocolError(f"an instruction of unknown kind {show(raw[1])}")
     del raw[:2]
-    instruction: Instruction = build(cls, raw)
+    instruction: Instruction = messages.build(cls, raw)
     payload = frames[1:]
     if len(payload) > cls.max_payload:
         raise ProtocolError(f"{cls.__name__} with {len(payload)} payload frames")
@@ -157,7 +139,7 @@ _unpack_large = _unpacker(MAX_HEADER, MAX_HEADER, MAX_HEADER)
 
 
 def _check_payload(instruction: Instruction, payload: Sequence[Buffer]) -> None:
-    if isinstance(instruction, Chunk):
+    if isinstance(instruction, messages.Chunk):
         size, base = instruction.size, instruction.base
         if size:
             if instruction.crc is None:
@@ -168,21 +150,21 @@ def _check_payload(instruction: Instruction, payload: Sequence[Buffer]) -> None:
                 raise ProtocolError(f"{len(payload[0])} bytes for an encoded chunk of {size}")
         elif base is not None or len(payload) != 1 or not 0 < len(payload[0]) <= MAX_CHUNK:
             raise ProtocolError(f"a chunk must have one payload frame of 1 to {MAX_CHUNK} bytes")
-    elif isinstance(instruction, Update):
+    elif isinstance(instruction, messages.Update):
         parts = instruction.parts
         if len(parts) > 1 and len({p.model_id for p in parts}) != len(parts):
             raise ProtocolError("an update with two parts for one model")
-        frames = 0 if instruction.phase == COMMIT else 2 if instruction.eager else 1
+        frames = 0 if instruction.phase == messages.COMMIT else 2 if instruction.eager else 1
         if len(payload) != frames * len(parts):
             raise ProtocolError(f"an update of {len(parts)} parts with {len(payload)} payload frames")
         if instruction.eager and payload:
             for part, frame in zip(parts, payload[len(parts) :], strict=True):
                 if len(frame) != part.streamed and not (instruction.packed and 0 < len(frame) < part.streamed):
                     raise ProtocolError(f"a part of {part.streamed} bytes came with {len(frame)}")
-    elif isinstance(instruction, Cast):
+    elif isinstance(instruction, messages.Cast):
         if not payload:
             raise ProtocolError("a CAST of nothing")
-    elif isinstance(instruction, Welcome):
+    elif isinstance(instruction, messages.Welcome):
         known = sum(1 for digest in instruction.models.values() if digest)
         if len(payload) != known:
             raise ProtocolError(f"a welcome with {known} digests and {len(payload)} layouts")
@@ -205,7 +187,7 @@ def decode_fixed(header: Buffer, payload: Sequence[Buffer]) -> tuple[Again | App
     if kind == Again.kind and len(header) >= _AGAIN.size:
         _, _, start, random, serial, since, version, length = _AGAIN.unpack_from(header)
         tail = bytes(header[_AGAIN.size :])
-        if start > MAX_START or not 0 < since < serial or not version or length > MAX_DESCRIPTOR + 1:
+        if start > MAX_START or not 0 < since < serial or not version or length > messages.MAX_DESCRIPTOR + 1:
             raise ProtocolError(f"an AGAIN that no trainer sends: {show(bytes(header))}")
         if len(tail) != (length - 1 if length else 0):
             raise ProtocolError(f"an AGAIN with {len(tail)} bytes of descriptor")

@@ -30,27 +30,20 @@ there are: the first of each are in it, and the counts tell of the others.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from functools import cache
+from functools import cache, partial
+from operator import call
+from reprlib import Repr
 from typing import Any, ClassVar
 
-from asyncsync.errors import ProtocolError, RemoteError, SchemaMismatch
-from asyncsync.weights.layout import MAX_ENTRIES
-from asyncsync.wire.checks import (
-    Check,
-    binary,
-    each,
-    integer,
-    is_a,
-    mapping,
-    one_of,
-    optional,
-    several,
-    show,
-    text,
-)
-from asyncsync.wire.metadata import check_encoded
+import msgpack
 
+from asyncsync.errors import LimitExceeded, ProtocolError, RemoteError, SchemaMismatch
+from asyncsync.msgpack_limits import check_structure
+from asyncsync.weights.layout import MAX_ENTRIES
+
+MAX_SERIAL = (1 << 64) - 1
 MAX_CHUNK = 8 << 20
 MAX_MODELS = 1024
 MAX_START = (1 << 63) - 1
@@ -77,7 +70,7 @@ Epoch = tuple[int, int]
 """One trainer incarnation: (start time in ns or one more than the highest seen, random). Compared as a tuple."""
 NO_EPOCH: Epoch = (0, 0)  # of a relay that has not found a sender yet
 InUse = tuple[tuple[str, int], ...]
-"""Leased slabs that a worker may still be reading, by model and version; see :mod:`asyncsync.protocol.leases`."""
+"""Leased slabs that a worker may still be reading, by model and version; see :mod:`asyncsync.protocol.targets`."""
 
 INSTRUCTIONS: dict[int, type[Instruction]] = {}
 
@@ -521,7 +514,139 @@ class Report(Instruction, kind=19):
     workers: tuple[WorkerReport, ...]
 
 
+# -- metadata ----------------------------------------------------------------------------------------------------------
+
+# A small mapping that belongs to one version, and travels with its UPDATE as msgpack bytes. It is checked where it is
+# published, before anything is done, and again where it comes in. b"" stands for none, and for an empty mapping. In
+# between nobody looks into it: what reads it is Shown, and the properties ``metadata``.
+MAX_METADATA = 64 << 10
+MAX_DEPTH = 16
+MAX_ITEMS = 16 << 10
+TYPES = "None, True, False, int, float, str, bytes, lists, and dicts with str keys (NumPy: use .item(), .tolist())"
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What models show while nothing can change them: their version, and the metadata that was published with it, a
+    dict of the caller's own; empty where there was none."""
+
+    version: int
+    metadata: dict[str, Any]
+
+
+def encode_metadata(metadata: Mapping[str, Any] | None) -> bytes:
+    """What ``publish(metadata=…)`` was given, as it travels. Raises TypeError for what msgpack cannot carry, ValueError
+    for what is larger than :data:`MAX_METADATA`, or nested too deep."""
+    if metadata is None:
+        return b""
+    if not isinstance(metadata, Mapping):
+        raise TypeError(f"metadata must be a mapping, {{'epoch': 3}} for example, not a {type(metadata).__name__}")
+    if not metadata:
+        return b""
+    for key in metadata:
+        if not isinstance(key, str):
+            raise TypeError(f"metadata must have strings as keys; {key!r} is a {type(key).__name__}")
+    try:
+        blob: bytes = msgpack.packb(dict(metadata))
+        check_encoded(blob)
+    except LimitExceeded as error:
+        raise ValueError(f"metadata cannot be sent: {error}; send large data as weights") from None
+    except (TypeError, ValueError, OverflowError, ProtocolError) as error:
+        where = next((f"metadata[{key!r}]" for key, value in metadata.items() if not _can_travel(value)), "metadata")
+        raise TypeError(f"{where} cannot be sent: {error}. It may have {TYPES}") from error
+    return blob
+
+
+def _can_travel(value: Any) -> bool:
+    try:
+        _unpack(msgpack.packb(value))
+    except (TypeError, ValueError, OverflowError, ProtocolError):
+        return False
+    return True
+
+
+def check_encoded(blob: bytes) -> None:
+    """Raises LimitExceeded or ProtocolError for what :func:`encode_metadata` does not make."""
+    if len(blob) > MAX_METADATA:
+        raise LimitExceeded(f"{len(blob)} bytes of metadata; the limit is {MAX_METADATA}")
+    found = _unpack(blob)
+    if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
+        raise ProtocolError("metadata that is no mapping of names")
+
+
+def decode_metadata(blob: bytes) -> dict[str, Any]:
+    """The mapping; tuples have become lists."""
+    found: dict[str, Any] = msgpack.unpackb(blob) if blob else {}
+    return found
+
+
+def _unpack(blob: bytes) -> Any:
+    check_structure(blob, max_depth=MAX_DEPTH, max_items=MAX_ITEMS)
+    try:
+        return msgpack.unpackb(blob)
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        raise ProtocolError(f"malformed metadata: {error}") from error
+
+
 # -- checks ------------------------------------------------------------------------------------------------------------
+
+Check = Callable[[Any], Any]
+"""It returns the value that a peer has sent, or raises ProtocolError."""
+
+_repr = Repr()
+_repr.maxstring = _repr.maxother = 60
+
+
+def show(raw: Any) -> str:
+    """For an error message. Not repr(), which is recursive, and the peer chooses how deep."""
+    return _repr.repr(raw)[:200]
+
+
+def is_a(kind: Any, low: int, high: int, what: str, items: Callable[[Any], Iterable[Any]] | None = None) -> Check:
+    """A number from ``low`` to ``high``, or something of such a length; with the checks of its ``items``, a tuple."""
+    is_number = kind in (int, bool)
+
+    def check(raw: Any) -> Any:
+        if type(raw) is not kind or not low <= (raw if is_number else len(raw)) <= high:
+            raise ProtocolError(f"expected {what}, not {show(raw)}")
+        return raw if items is None else tuple(items(raw))
+
+    return check
+
+
+def integer(low: int = 0, high: int = MAX_SERIAL) -> Check:
+    return is_a(int, low, high, f"an integer between {low} and {high}")
+
+
+def text(limit: int) -> Check:
+    return is_a(str, 0, limit, f"a text of at most {limit} characters")
+
+
+def optional(inner: Check, absent: Any = None) -> Check:
+    return lambda raw: raw if raw == absent else inner(raw)
+
+
+def one_of(values: tuple[str, ...]) -> Check:
+    def check(raw: Any) -> Any:
+        if raw not in values:
+            raise ProtocolError(f"expected one of {values}, not {show(raw)}")
+        return raw
+
+    return check
+
+
+def several(item: Check, low: int, high: int, what: str) -> Check:
+    return is_a(list, low, high, f"a list of {low} to {high} {what}", partial(map, item))
+
+
+def mapping(key: Check, value: Check, most: int) -> Check:
+    whole = is_a(dict, 0, most, f"a map of at most {most} names")
+    return lambda raw: {key(k): value(v) for k, v in whole(raw).items()}
+
+
+def each(what: str, *checks: Check) -> Check:
+    """A list with a check of its own for each of its items."""
+    return is_a(list, len(checks), len(checks), what, partial(map, call, checks))
 
 
 def build(cls: Any, raw: Any) -> Any:
@@ -548,91 +673,75 @@ def _metadata(raw: Any) -> bytes:
     return raw
 
 
-def _nonces(raw: Any) -> bytes:
-    if type(raw) is not bytes or len(raw) > MAX_EXCLUDED or len(raw) % NONCE_END:
-        raise ProtocolError(f"expected eight bytes of each of some nonces, not {show(raw)}")
-    return raw
+def _blocks(size: int, limit: int, what: str) -> Check:
+    def check(raw: Any) -> bytes:
+        if type(raw) is not bytes or len(raw) > limit or len(raw) % size:
+            raise ProtocolError(f"expected {what}, not {show(raw)}")
+        return raw
+
+    return check
 
 
-def _page(raw: Any) -> bytes:
-    if type(raw) is not bytes or len(raw) > MAX_DIGESTS * DIGEST_BYTES or len(raw) % DIGEST_BYTES:
-        raise ProtocolError(f"expected at most {MAX_DIGESTS} digests of {DIGEST_BYTES} bytes, not {show(raw)}")
-    return raw
-
-
-_u64, _number, _index, _u32 = integer(), integer(1), integer(0, (1 << 31) - 1), integer(0, (1 << 32) - 1)
-_name, _text, _boolean, _digest = text(MAX_NAME), text(MAX_TEXT), is_a(bool, 0, 1, "true or false"), binary(16)
-_size, _nbytes, _counts = integer(0, MAX_CHUNK), integer(0, 1 << 42), mapping(_name, _u64, MAX_MODELS)
+_u64, _number, _index, _boolean = integer(), integer(1), integer(0, (1 << 31) - 1), is_a(bool, 0, 1, "true or false")
+_name, _text, _digest = text(MAX_NAME), text(MAX_TEXT), is_a(bytes, 16, 16, "16 bytes")
+_counts = mapping(_name, _u64, MAX_MODELS)
+_page = _blocks(DIGEST_BYTES, MAX_DIGESTS * DIGEST_BYTES, f"at most {MAX_DIGESTS} digests of {DIGEST_BYTES} bytes")
 # Half of what fits: a trainer that starts again takes one more than the highest that a worker reports.
 _epoch = each("an epoch", integer(0, MAX_START), _u64)
 
+# A version, or a serial number, begins with 1; 0: there has been none.
 CHECKS: dict[str, Check] = {
-    **dict.fromkeys(["attempt", "namespace", "number", "restart", "start", "upto", "pushed", "offset", "last"], _u64),
-    **dict.fromkeys(["seq", "reports", "token", "uptime", "bytes_sent", "num_models", "target", "lag", "base"], _u64),
-    **dict.fromkeys(["worker", "pid", "index"], _index),
-    **dict.fromkeys(
-        ["versions", "have", "applied", "failed", "staged", "held", "counts", "refused", "dropped"], _counts
-    ),
-    **dict.fromkeys(
-        ["eager", "packed", "opens", "mismatch", "root", "whole", "more", "slow", "local", "takes"], _boolean
-    ),
-    **dict.fromkeys(["message", "traceback", "lost", "problem"], _text),
-    "model_id": _name,
-    "type_name": _name,
-    # A version, or a serial number, begins with 1; 0: there has been none.
-    "version": _number,
-    "ModelReport.version": _u64,
-    "WorkerReport.version": _u64,
-    "Report.version": _u64,
-    "serial": _number,
-    "Hello.serial": _u64,
-    "Failed.serial": _u64,
-    "Ping.serial": _u64,
-    "Pong.serial": _u64,
-    "Applied.serial": integer(0, 0),  # the short form has its own coding
-    "since": _number,
-    "Relayed.number": _number,
-    "epoch": _epoch,
-    "Hello.epoch": optional(_epoch),
-    "nonce": _digest,
-    "digest": _digest,
-    "ModelReport.digest": optional(_digest),
-    "digests": mapping(_name, _digest, MAX_MODELS),
-    "Digests.digests": _page,
-    "Digests.version": _u64,
-    "count": integer(0, MAX_ENTRIES),
-    "models": mapping(_name, optional(_digest, b""), MAX_MODELS),
-    "boot": text(64),
-    "host": text(255),
-    "state": text(16),
-    "reason": text(MAX_REASON),
-    "Bye.reason": text(32),
-    "role": one_of(ROLES),
-    "codecs": integer(0, 0xFFFF),
-    "fanout": integer(0, 65535),
-    "nbytes": _nbytes,
-    "crc": optional(_u32),
-    "Chunk.base": optional(_u32),
-    "size": _size,
-    "phase": integer(APPLY, COMMIT),
-    "source": integer(0, MAX_SOURCES),
-    "names": several(_name, 1, MAX_MODELS, "names of models"),
-    "sources": several(text(255), 0, MAX_SOURCES, "addresses"),
-    "descriptor": optional(is_a(bytes, 0, MAX_DESCRIPTOR, f"a descriptor of at most {MAX_DESCRIPTOR} bytes")),
-    "origin": optional(_u64),
-    "part": integer(0, MAX_MODELS),
-    "bases": several(_u64, 0, MAX_MODELS, "versions"),
-    "in_use": several(each("a model's name and a version", _name, _number), 0, MAX_IN_USE, "leased slabs"),
-    "metadata": _metadata,
-    "excluded": _nonces,
-    "Cast.pushed": _boolean,
-    "parts": _list_of(Part, 1, MAX_MODELS),
-    "Relayed.workers": _list_of(RelayedWorker, 0, MAX_RELAYED),
-    "last_seen": optional(_u64),
-    "num_workers": optional(_u64),
-    "relay": optional(_index),
-    "WorkerReport.versions": several(optional(_u64), 0, MAX_REPORTED_MODELS, "versions"),
-    "Report.models": _list_of(ModelReport, 0, MAX_REPORTED_MODELS),
-    "Report.workers": _list_of(WorkerReport, 0, MAX_REPORTED),
+    name: check
+    for check, names in [
+        (
+            _u64,
+            "attempt namespace number restart start upto pushed offset last seq reports token uptime bytes_sent lag",
+        ),
+        (_u64, "lag num_models target base Hello.serial Failed.serial Ping.serial Pong.serial Digests.version"),
+        (_u64, "ModelReport.version WorkerReport.version Report.version"),
+        (_number, "version serial since Relayed.number"),
+        (integer(0, 0), "Applied.serial"),  # the short form has its own coding
+        (optional(_u64), "origin last_seen num_workers"),
+        (optional(integer(0, (1 << 32) - 1)), "crc Chunk.base"),
+        (_index, "worker pid index"),
+        (optional(_index), "relay"),
+        (_counts, "versions have applied failed staged held counts refused dropped"),
+        (_boolean, "eager packed opens mismatch root whole more slow local takes Cast.pushed"),
+        (_text, "message traceback lost problem"),
+        (_name, "model_id type_name"),
+        (text(255), "host"),
+        (text(64), "boot"),
+        (text(32), "Bye.reason"),
+        (text(16), "state"),
+        (text(MAX_REASON), "reason"),
+        (one_of(ROLES), "role"),
+        (_epoch, "epoch"),
+        (optional(_epoch), "Hello.epoch"),
+        (_digest, "nonce digest"),
+        (optional(_digest), "ModelReport.digest"),
+        (mapping(_name, _digest, MAX_MODELS), "digests"),
+        (mapping(_name, optional(_digest, b""), MAX_MODELS), "models"),
+        (_page, "Digests.digests"),
+        (_blocks(NONCE_END, MAX_EXCLUDED, "eight bytes of each of some nonces"), "excluded"),
+        (integer(0, MAX_ENTRIES), "count"),
+        (integer(0, 0xFFFF), "codecs fanout"),
+        (integer(0, 1 << 42), "nbytes"),
+        (integer(0, MAX_CHUNK), "size"),
+        (integer(0, MAX_MODELS), "part"),
+        (integer(0, MAX_SOURCES), "source"),
+        (integer(APPLY, COMMIT), "phase"),
+        (optional(is_a(bytes, 0, MAX_DESCRIPTOR, f"a descriptor of at most {MAX_DESCRIPTOR} bytes")), "descriptor"),
+        (_metadata, "metadata"),
+        (several(_name, 1, MAX_MODELS, "names of models"), "names"),
+        (several(text(255), 0, MAX_SOURCES, "addresses"), "sources"),
+        (several(_u64, 0, MAX_MODELS, "versions"), "bases"),
+        (several(optional(_u64), 0, MAX_REPORTED_MODELS, "versions"), "WorkerReport.versions"),
+        (several(each("a model's name and a version", _name, _number), 0, MAX_IN_USE, "leased slabs"), "in_use"),
+        (_list_of(Part, 1, MAX_MODELS), "parts"),
+        (_list_of(RelayedWorker, 0, MAX_RELAYED), "Relayed.workers"),
+        (_list_of(ModelReport, 0, MAX_REPORTED_MODELS), "Report.models"),
+        (_list_of(WorkerReport, 0, MAX_REPORTED), "Report.workers"),
+    ]
+    for name in names.split()
 }
 """What a peer may send in each field, by its name, or by its class's and its own. Each check returns the value."""

@@ -8,10 +8,10 @@ import torch
 from asyncsync.bus.link import TICK
 from asyncsync.model.strategy import Binding, WeightStrategy
 from asyncsync.model.update import Prepared
-from asyncsync.protocol.incoming import Memory
 from asyncsync.protocol.publisher import Publisher
 from asyncsync.protocol.settings import Identity, Settings
 from asyncsync.protocol.subscriber import Subscriber
+from asyncsync.protocol.transfer import Memory
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.packing import pack
 from asyncsync.weights.slab import Slab, SlabPool
@@ -133,7 +133,7 @@ class Desk:
             slab.leased = lent
             slab.descriptor = f"{model} {self.publisher.version + 1}".encode() if lent else None
         try:
-            return (self.publisher.stage if stages else self.publisher.publish)(slabs, workers, self.now)
+            return self.publisher.publish(slabs, workers, self.now, stages=stages)
         finally:
             for slab in slabs.values():
                 slab.release()

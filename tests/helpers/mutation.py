@@ -27,7 +27,3 @@ def mutate(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, old: str, ne
         scope,
     )
     monkeypatch.setattr(owner, name, scope[name])
-    handlers = globals_.get("_HANDLERS", {})
-    for kind, handler in list(handlers.items()):
-        if handler is function:
-            monkeypatch.setitem(handlers, kind, scope[name])

@@ -216,6 +216,5 @@ def digest_of(number: int) -> bytes:
 
 def _targets_of(publisher: Publisher) -> Iterator[Slab]:
     for slot in publisher.targets.slots():
-        for target in (slot.current, *slot.pending, slot.staged):
-            if target is not None:
-                yield target.slab
+        for target in slot.targets:
+            yield target.slab

@@ -31,8 +31,8 @@ from asyncsync.model.gate import Gate
 from asyncsync.net.endpoint import INTRODUCED
 from asyncsync.net.keys import SOON
 from asyncsync.net.processes import free_descriptors
-from asyncsync.protocol.leases import Leases
 from asyncsync.protocol.settings import Identity
+from asyncsync.protocol.targets import Leases
 from asyncsync.runtime.threads import Interruption as Interruption
 from asyncsync.transports.shared_memory import Lease, WeightSlots
 from asyncsync.weights.layout import Layout
@@ -239,7 +239,7 @@ def break_side_channel(sender: Any, which: int) -> None:
 
 def no_codecs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers have no library that decompresses."""
-    monkeypatch.setattr("asyncsync.protocol.session.codecs_here", lambda: 0)
+    monkeypatch.setattr("asyncsync.protocol.holdings.codecs_here", lambda: 0)
 
 
 def encode_fails_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,13 +16,12 @@ from asyncsync.model.gate import Writer
 from asyncsync.model.strategy import Binding, WeightStrategy
 from asyncsync.model.update import Prepared
 from asyncsync.net.side_channel import split
-from asyncsync.protocol.incoming import Memory
+from asyncsync.protocol.holdings import Staging, Taken
 from asyncsync.protocol.publisher import Publisher
 from asyncsync.protocol.settings import Identity, Settings
-from asyncsync.protocol.sharing import Sharer, ShareSlab
-from asyncsync.protocol.staging import Staging, Taken
 from asyncsync.protocol.subscriber import Subscriber
 from asyncsync.protocol.targets import Publication
+from asyncsync.protocol.transfer import Memory, Sharer, ShareSlab
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.packing import SourceCache
 from asyncsync.weights.slab import Slab, SlabPool

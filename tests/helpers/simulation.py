@@ -22,12 +22,12 @@ import torch
 from asyncsync.bus.link import TICK
 from asyncsync.errors import ProtocolError, SchemaMismatch
 from asyncsync.net.side_channel import join
-from asyncsync.protocol.fanout import EVERYBODY
-from asyncsync.protocol.verifying import Verification
+from asyncsync.protocol.membership import EVERYBODY
+from asyncsync.protocol.relays import Verification
 from asyncsync.weights.packing import pack
 from asyncsync.weights.slab import Slab
 from asyncsync.wire import codec, messages
-from asyncsync.wire.metadata import encode_metadata
+from asyncsync.wire.messages import encode_metadata
 from helpers.machines import SHAPES, flat
 from helpers.oracle import Oracle, digest_of
 from helpers.simulated import (
@@ -955,8 +955,7 @@ class Simulation(Oracle):
         self.records.update(dict.fromkeys(dtypes, record))
         if not (self.world.eager or self.world.descriptors or version_is_packed_first(record.version)):
             trainer.unpack([slab for slab in slabs if not slab.leased and not slab.source])
-        publish = publisher.stage if stages else publisher.publish
-        version = publish(parts, None if each else workers, self.now, metadata)
+        version = publisher.publish(parts, None if each else workers, self.now, metadata, stages=stages)
         assert version == record.version
         for slab in slabs:
             slab.release()

@@ -172,8 +172,8 @@ async def test_half_a_mib_comes_unasked_where_it_comes_as_it_is(
     bus = api.bus(f"tcp://127.0.0.1:{unused_tcp_port}", num_workers=1, **options)
     async with api.crew(1, scheme=api.scheme(bus=bus), source=source, models=[model]) as everybody:
         publisher = bare(everybody.sender).bus._link.publisher
-        fetched, handle = [], publisher._begin_stream
-        publisher._begin_stream = lambda *given: (fetched.append(given), handle(*given))
+        fetched, handle = [], publisher._on_fetch
+        publisher._on_fetch = lambda *given: (fetched.append(given), handle(*given))
         nn.init.ones_(source.weight)
         await everybody.sender.send_async(source)
         assert bool(fetched) is asks

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from asyncsync.errors import ClosedError, Fenced, LimitExceeded, NotConnected, ProtocolError, SchemaMismatch
-from asyncsync.protocol.session import KEPT_LAYOUTS
+from asyncsync.protocol.holdings import KEPT_LAYOUTS
 from asyncsync.protocol.settings import Settings
 from asyncsync.protocol.subscriber import FRUITLESS_RESTARTS, Subscriber
 from asyncsync.weights.encoding import codecs_here
 from asyncsync.weights.slab import SlabPool
-from asyncsync.wire import checks, messages
+from asyncsync.wire import messages
 from helpers.machines import EPOCH, SMALL, TICK, Station, layout, nonce, slab_of
 
 F32, F64 = torch.float32, torch.float64
@@ -568,7 +568,7 @@ def test_who_was_superseded_gives_back_what_it_will_never_look_at_too_unless_it_
     station.lend(2, {"policy": (2, 20)})  # was on its way
     station.take()
     station.subscriber.bye("done", reads=reads)
-    assert station.take() == ([] if reads else [messages.Released(EPOCH, nonce(7), checks.MAX_SERIAL, ())])
+    assert station.take() == ([] if reads else [messages.Released(EPOCH, nonce(7), messages.MAX_SERIAL, ())])
 
 
 # -- epochs ---------------------------------------------------------------------------------------------------------

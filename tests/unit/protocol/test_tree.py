@@ -1,18 +1,27 @@
 """A tree of relays, without sockets: what is published reaches every worker whole, the trainer knows who has it, and
-nobody is lost with a relay. The machinery is in helpers/tree.py."""
+nobody is lost with a relay. The machinery is in helpers/tree.py. Then what a trainer knows of workers behind relays,
+where they move, have more models, or their relay has no trainer; and what workers' models hold."""
 
+import asyncio
 import random
+from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from asyncsync.errors import PeerLost, RemoteError, SchemaMismatch
+from asyncsync import AutoWeightSyncScheme, Bus, PartialSendError, SharedMemWeightSyncScheme, ZMQWeightSyncScheme
+from asyncsync.errors import PeerLost, ProtocolError, RemoteError, SchemaMismatch
+from asyncsync.protocol.relays import Verification, Verified
 from asyncsync.protocol.settings import Settings
-from asyncsync.protocol.verifying import Verified
+from asyncsync.relay.process import Relay, RelayOptions
+from asyncsync.weights.packing import pack
 from asyncsync.wire import codec, messages
 from asyncsync.wire.messages import Relayed
-from helpers.tree import MODEL, SETTINGS, Node, Tree
+from helpers.machines import EPOCH, Desk, Station, nonce
+from helpers.pairs import Model, read
+from helpers.tree import LAYOUT, MODEL, SETTINGS, Node, Tree, flat
 
 SHAPES = [(), (2,), (2, 2)]
 
@@ -428,3 +437,195 @@ def messages_of_the_trainer(tree: Tree) -> int:
     tree.flush = deliver  # type: ignore[method-assign]
     assert tree.is_everywhere(), tree.missing()
     return count
+
+
+# -- behind -----------------------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def relay(up: str, down: str) -> Any:
+    one = Relay(RelayOptions(up, down))
+    try:
+        yield one
+    finally:
+        await one.shutdown()
+
+
+def test_a_worker_that_is_forgotten_amid_a_recount_is_no_trouble() -> None:
+    tree = Tree((1,), 3, elastic=True)
+    tree.publish()
+    tree.flow()
+    publisher, passing = tree.root.publisher, tree.relays[0][0].passing
+    peer = publisher.peers[tree.relays[0][0].subscriber.worker]
+    behind, known = publisher.behind, [passing._reported[w] for w in range(3)]
+    number = behind._relays[peer.nonce].last
+    left = replace(known[2], applied={}, failed={}, lost="it has left")
+    behind.report(peer, Relayed(publisher.epoch, number + 1, False, False, (left,)), tree.now)
+    tree.now += 61
+    behind.report(peer, Relayed(publisher.epoch, number + 2, True, True, (known[0],)), tree.now)
+    behind.tick(tree.now)
+    behind.report(peer, Relayed(publisher.epoch, number + 3, False, False, (known[1],)), tree.now)
+    assert sorted(behind.workers) == [0, 1]
+
+
+def test_weights_of_its_own_are_nobodys_target_when_a_worker_has_gone_behind_a_relay() -> None:
+    tree = Tree((1,), 1)
+    tree.connect(tree.workers[0], tree.root)
+    tree.flow()
+    tree.publish()
+    tree.flow()
+    tree.pass_time(2)
+    publisher = tree.root.publisher
+    slab = tree.root.pool.acquire(LAYOUT)
+    pack(slab, flat(77))
+    version = publisher.publish({MODEL: slab}, [0], tree.now)
+    slab.release()
+    tree.numbers[publisher.epoch, version] = 77
+    tree.connect(tree.workers[0], tree.relays[0][0])  # before they come
+    tree.settle()
+    tree.flow()
+    tree.pass_time(30)
+    assert list(publisher.behind.workers) == [0]
+    assert not publisher.progress.of(version, [0], [MODEL]).waiting
+
+
+def test_a_worker_that_has_come_back_to_a_relay_is_believed_to_be_there() -> None:
+    """Although that one has never missed it, and the relay between has not either."""
+    tree = Tree((2,), 1)
+    tree.publish()
+    tree.flow()
+    for relay in reversed(tree.relays[0]):
+        tree.connect(tree.workers[0], relay)
+        tree.settle()
+        tree.flow()
+        tree.pass_time(1)
+    version = tree.publish()
+    tree.flow()
+    assert not tree.root.publisher.progress.of(version, [0], [MODEL]).waiting
+
+
+async def test_a_model_that_a_worker_behind_a_relay_registers_later_is_waited_for_and_comes(tmp_path: Path) -> None:
+    up, down = f"ipc://{tmp_path}/up", f"ipc://{tmp_path}/down"
+    above, below = Bus(up, num_workers=1), Bus(connect=down)
+    senders = {m: ZMQWeightSyncScheme(bus=above) for m in "ab"}
+    receivers = {m: ZMQWeightSyncScheme(bus=below) for m in "ab"}
+    models = {m: Model(0.0) for m in "ab"}
+    for number, m in enumerate("ab", 1):
+        senders[m].init_on_sender(model_id=m, model=Model(float(number)))
+        receivers[m].init_on_receiver(m, model=models[m], worker_idx=0)
+
+    async def connect_all(schemes: dict[str, ZMQWeightSyncScheme], pause: float) -> None:
+        for scheme in schemes.values():
+            await scheme.connect(timeout=8)
+            await asyncio.sleep(pause)
+
+    async with relay(up, down), above, below:
+        await asyncio.gather(connect_all(senders, 0.0), connect_all(receivers, 0.3))
+        assert [read(model) for model in models.values()] == [{1.0}, {2.0}]
+
+
+@pytest.mark.thorough
+async def test_a_worker_goes_on_from_a_relay_that_finds_no_trainer(tmp_path: Path) -> None:
+    up, down = f"ipc://{tmp_path}/up", f"ipc://{tmp_path}/down"
+    sender = ZMQWeightSyncScheme(endpoint=up, num_workers=1)
+    sender.init_on_sender(model_id="policy", model=Model(4.0))
+    receiver = ZMQWeightSyncScheme(connect=f"{down},{up}")
+    receiver.init_on_receiver("policy", model=(model := Model(0.0)), worker_idx=0)
+    async with relay(f"ipc://{tmp_path}/nobody", down), sender, receiver:
+        await asyncio.gather(sender.connect(timeout=25), receiver.connect(timeout=25))
+        assert read(model) == {4.0}
+        await sender.send_async(Model(5.0), timeout=10)
+        assert read(model) == {5.0}
+
+
+@pytest.mark.parametrize("kind", [AutoWeightSyncScheme, SharedMemWeightSyncScheme])
+async def test_a_relay_passes_on_bytes_and_what_it_cannot_is_told_at_once(kind: Any, tmp_path: Path) -> None:
+    """Memory of the trainer's is for its own workers."""
+    up, down = f"ipc://{tmp_path}/up", f"ipc://{tmp_path}/down"
+    sender = kind(endpoint=up, num_workers=1)
+    sender.init_on_sender(model_id="policy", model=Model(4.0))
+    receiver = ZMQWeightSyncScheme(connect=down)
+    receiver.init_on_receiver("policy", model=(model := Model(0.0)), worker_idx=0)
+    async with relay(up, down), sender, receiver:
+        found = await asyncio.gather(sender.connect(timeout=8), receiver.connect(timeout=8), return_exceptions=True)
+        if kind is AutoWeightSyncScheme:
+            assert (found, read(model)) == ([None, None], {4.0})
+        else:
+            assert isinstance(found[0], PartialSendError)
+            assert "another transport" in str(found[0].failed[0])
+
+
+# -- verifying --------------------------------------------------------------------------------------------------------
+
+A, B, C = (letter * 16 for letter in (b"a", b"b", b"c"))
+
+
+@pytest.fixture
+def desk() -> Desk:
+    desk = Desk(2)
+    desk.join(0, 1)
+    desk.publish()
+    desk.finish_all()
+    return desk
+
+
+def ask(desk: Desk, *workers: int) -> Verification:
+    return desk.publisher.verify("policy", workers, desk.now)
+
+
+def page(
+    desk: Desk, worker: int, start: int, digests: bytes, *, of: int = 0, count: int = 3, problem: str = ""
+) -> None:
+    number = desk.publisher.verification.number
+    desk.receive(worker, messages.Digests(EPOCH, number, of, nonce(of), 1, start, count, digests, problem))
+
+
+def test_pages_are_requested_one_after_the_other_and_make_one_answer(desk: Desk) -> None:
+    asked = ask(desk, 0)
+    assert [question.start for question in desk.take(messages.Verify)] == [0]
+    page(desk, 0, 0, A + B)
+    assert [question.start for question in desk.take(messages.Verify)] == [2]
+    page(desk, 0, 0, A + B)  # once more
+    assert not desk.take(messages.Verify)
+    page(desk, 0, 2, C)
+    assert (asked.found, asked.waiting) == ({0: Verified(1, (A, B, C))}, {})
+
+
+def test_what_cannot_be_compared_and_who_is_lost_are_problems(desk: Desk) -> None:
+    asked = ask(desk, 0, 1, 7)
+    page(desk, 0, 0, b"", problem="its strategy casts")
+    desk.publisher.lost(1, nonce(1), "killed", desk.now)
+    desk.pass_time(1)
+    assert asked.problems == {0: "its strategy casts", 1: "it is lost: killed", 7: "it is not connected"}
+    assert not asked.waiting
+
+
+def test_a_page_without_digests_ends_the_answer(desk: Desk) -> None:
+    asked = ask(desk, 0, 1)
+    page(desk, 0, 0, b"")
+    page(desk, 1, 0, b"", of=1, count=0)  # a model without tensors
+    assert (asked.problems, asked.found) == ({0: "it has answered with an empty page"}, {1: Verified(1, ())})
+
+
+def test_no_worker_answers_for_another(desk: Desk) -> None:
+    asked = ask(desk, 0, 1)
+    with pytest.raises(ProtocolError, match="worker 1 answers for worker 0"):
+        page(desk, 1, 0, A, of=0)
+    assert not asked.found
+
+
+def test_a_newer_question_takes_the_place_of_an_older_one() -> None:
+    station = Station()
+    station.join()
+    station.update_now(1, {"policy": (1, 10)})
+    questions = [messages.Verify(EPOCH, number, 0, nonce(7), "policy", 0) for number in (1, 2)]
+    for question in questions:
+        station.receive(question)
+    station.subscriber.answer(questions[0], 1, [A])
+    assert not station.take(messages.Digests)
+    station.subscriber.answer(questions[1], 1, [A, B])
+    (first,) = station.take(messages.Digests)
+    station.receive(messages.Verify(EPOCH, 2, 0, nonce(7), "policy", 1))
+    (second,) = station.take(messages.Digests)
+    assert (first.digests, second.digests, second.count) == (A, B, 2)  # type: ignore[attr-defined]
+    assert station.subscriber.asked is None

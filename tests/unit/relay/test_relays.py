@@ -18,8 +18,7 @@ from asyncsync import AckTimeout, Bus, NotConnected, PartialSendError, SharedMem
 from asyncsync.cli import main
 from asyncsync.net.endpoint import several
 from asyncsync.net.keys import KeyFiles
-from asyncsync.relay import store
-from asyncsync.relay.process import Relay, RelayOptions, run
+from asyncsync.relay.process import Relay, RelayOptions, load, run, save
 from asyncsync.weights import files
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.packing import pack
@@ -33,7 +32,7 @@ LARGE = 300_000  # elements: more than one chunk's credit at once is not needed 
 
 @asynccontextmanager
 async def relaying(options: RelayOptions) -> AsyncIterator[Relay]:
-    relay = Relay(options, None if options.keep is None else store.load(options.keep))
+    relay = Relay(options, None if options.keep is None else load(options.keep))
     try:
         async with anyio.create_task_group() as keeping:  # as run() has it: what is being saved is saved to its end
             if options.keep is not None:
@@ -187,7 +186,7 @@ async def test_what_is_kept_is_of_one_trainer(tmp_path: Path) -> None:
             async with asyncio.timeout(20):
                 while not keep.exists() or mark not in keep.read_bytes():  # noqa: ASYNC110 (a thread writes it)
                     await asyncio.sleep(0.05)
-        found = store.load(keep)
+        found = load(keep)
         assert found is not None
         assert found[1].keys() == {"a"}
         async with relaying(options) as relay:
@@ -374,8 +373,8 @@ def test_what_is_kept_comes_back_as_it_was(tmp_path: Path) -> None:
     }
     slabs = {"policy": slab_of(FlatWeights(weights)), "critic": slab_of(FlatWeights({("a",): torch.ones(2)}))}
     path = tmp_path / "kept.safetensors"
-    store.save(path, (5, 6), {m: (i + 1, slab, b"\x81") for i, (m, slab) in enumerate(slabs.items())})
-    found = store.load(path)
+    save(path, (5, 6), {m: (i + 1, slab, b"\x81") for i, (m, slab) in enumerate(slabs.items())})
+    found = load(path)
     assert found is not None
     epoch, kept = found
     assert epoch == (5, 6)
@@ -392,7 +391,7 @@ def test_two_tensors_of_one_name_are_not_kept_as_one(tmp_path: Path) -> None:
     slabs = {"a": FlatWeights({("b", "c"): torch.ones(2)}), "a.b": FlatWeights({("c",): torch.zeros(2)})}
     path = tmp_path / "kept.safetensors"
     with pytest.raises(ValueError, match=r"one name in a file: a\.b\.c"):
-        store.save(path, (5, 6), {model_id: (1, slab_of(flat), b"") for model_id, flat in slabs.items()})
+        save(path, (5, 6), {model_id: (1, slab_of(flat), b"") for model_id, flat in slabs.items()})
     assert not path.exists()
 
 
@@ -401,7 +400,7 @@ def test_no_file_is_nothing_and_half_written_ones_are_removed(tmp_path: Path) ->
     half = tmp_path / ".kept.safetensors.0123abcd"
     half.mkdir()
     (half / "kept.safetensors").write_bytes(b"half")
-    assert store.load(tmp_path / "kept.safetensors") is None
+    assert load(tmp_path / "kept.safetensors") is None
     assert not half.exists()
 
 
@@ -414,7 +413,7 @@ def test_what_somebody_is_writing_is_left_alone(tmp_path: Path, monkeypatch: pyt
     def another_relay_begins(descriptor: int) -> None:
         if not path.exists():
             begun.extend(found.name for found in tmp_path.iterdir())
-            assert store.load(path) is None
+            assert load(path) is None
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", another_relay_begins)
@@ -429,7 +428,7 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path, content: bytes) -> 
     path = tmp_path / "kept.safetensors"
     path.write_bytes(content)
     with pytest.raises(ValueError, match="kept"):
-        store.load(path)
+        load(path)
 
 
 # -- the command -------------------------------------------------------------------------------------------------------

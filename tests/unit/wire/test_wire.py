@@ -19,6 +19,7 @@ from asyncsync.wire.messages import (
     MAX_CHUNK,
     MAX_DESCRIPTOR,
     MAX_IN_USE,
+    MAX_METADATA,
     MAX_MODELS,
     MAX_TEXT,
     ROLES,
@@ -52,8 +53,8 @@ from asyncsync.wire.messages import (
     Verify,
     Welcome,
     WorkerReport,
+    encode_metadata,
 )
-from asyncsync.wire.metadata import MAX_METADATA, encode_metadata
 
 # -- any instruction ---------------------------------------------------------------------------------------------------
 

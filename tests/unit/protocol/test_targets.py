@@ -8,12 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncsync.protocol.leases import Key, Leases
-from asyncsync.protocol.peer import Peer
 from asyncsync.protocol.settings import Settings
+from asyncsync.protocol.targets import Key, Leases, Peer
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab
-from asyncsync.wire import checks, messages
+from asyncsync.wire import messages
 from helpers.machines import EPOCH, Desk, nonce
 
 RETRY = Settings().retry_interval
@@ -217,7 +216,7 @@ def test_the_end_of_a_process_gives_back_what_its_incarnation_had_and_no_more(de
     desk.publisher.ended(0, nonce(0), "its process (100) has ended", desk.now)
     assert desk.publisher.leases.of.keys() == {nonce(1), nonce(50)}
     assert desk.publisher.peers[0].state == "live"
-    desk.receive(b"no peer any more", messages.Released(EPOCH, nonce(1), checks.MAX_SERIAL, ()))
+    desk.receive(b"no peer any more", messages.Released(EPOCH, nonce(1), messages.MAX_SERIAL, ()))
     assert desk.publisher.leases.of.keys() == {nonce(50)}
 
 
@@ -230,7 +229,7 @@ def test_a_worker_that_leaves_before_it_has_heard_of_a_new_epoch_gives_everythin
     desk.ready(1)
     desk.publish(1, lent=True)
     assert out(desk, 0) == {1}
-    about = ("closed", "") if leaves is messages.Bye else (checks.MAX_SERIAL, ())
+    about = ("closed", "") if leaves is messages.Bye else (messages.MAX_SERIAL, ())
     desk.receive(0, leaves(EPOCH, nonce(0), *about))
     assert (out(desk, 0), desk.publisher.peers[0].state) == (set(), "lost")
 

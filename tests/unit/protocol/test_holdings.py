@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from asyncsync.errors import ProtocolError, SchemaMismatch
-from asyncsync.protocol.incoming import IncomingUpdate
-from asyncsync.protocol.staging import StagedPart, Staging
+from asyncsync.protocol.holdings import StagedPart, Staging
+from asyncsync.protocol.transfer import IncomingUpdate
 from asyncsync.weights.layout import MAX_VALUE_BYTES, Layout
 from asyncsync.weights.slab import Slab, SlabPool
 from asyncsync.wire.messages import Part, Update
@@ -26,6 +26,11 @@ def plain(pool: SlabPool) -> Callable[[Part, Layout], Slab]:
     return lambda part, layout: pool.acquire(layout)
 
 
+def at_hand_are(*slabs: Slab | None) -> Callable[[Part, Layout], Slab | None]:
+    found = iter(slabs)
+    return lambda part, layout: None if (slab := next(found, None)) is None else slab.retain()
+
+
 def layout_of(nbytes: int) -> Layout:
     return Layout([(("w",), torch.uint8, (nbytes,))])
 
@@ -34,7 +39,7 @@ def incoming(
     *sizes: int,
     described: tuple[int, ...] = (),
     values: list[bytes] | None = None,
-    attached: list[Slab | None] | None = None,
+    attached: Slab | None = None,
 ) -> IncomingUpdate:
     layouts = [layout_of(size) for size in sizes]
     parts = tuple(
@@ -42,7 +47,7 @@ def incoming(
         for i, layout in enumerate(layouts)
     )
     update, count = Update(EPOCH, 5, False, parts), len(sizes)
-    return IncomingUpdate(update, layouts, values or [b""] * count, plain(SlabPool()), 0.0, attached or [None] * count)
+    return IncomingUpdate(update, layouts, values or [b""] * count, at_hand_are(attached), plain(SlabPool()), 0.0)
 
 
 def test_pieces_of_any_size_fill_the_slabs_one_after_the_other() -> None:
@@ -116,10 +121,10 @@ def test_no_slab_is_taken_for_values_beyond_the_limit_and_all_go_back_when_one_c
     parts = tuple(Part(f"m{i}", 1, DIGEST, layout.nbytes) for i, layout in enumerate(layouts))
     update = Update(EPOCH, 1, False, parts)
     with pytest.raises(ProtocolError):
-        IncomingUpdate(update, layouts, [b"", b"x" * (MAX_VALUE_BYTES + 1)], plain(pool), 0.0, [None, None])
+        IncomingUpdate(update, layouts, [b"", b"x" * (MAX_VALUE_BYTES + 1)], at_hand_are(), plain(pool), 0.0)
     assert (pool.slabs, pool.peak) == (0, 0)
     with pytest.raises(MemoryError):
-        IncomingUpdate(update, layouts, [b"", b""], plain(pool), 0.0, [None, None])
+        IncomingUpdate(update, layouts, [b"", b""], at_hand_are(), plain(pool), 0.0)
     assert len(pool.used) == 0
 
 
@@ -131,7 +136,7 @@ def at_hand(size: int, value: bytes) -> Slab:
 
 def test_a_part_that_is_at_hand_is_not_waited_for_and_keeps_a_reference_of_its_own() -> None:
     slab = at_hand(64, b"a")
-    update = incoming(64, 64, described=(0,), attached=[slab, None], values=[b"v", b""])
+    update = incoming(64, 64, described=(0,), attached=slab, values=[b"v", b""])
     assert (update.fetching, update.total, slab.references, slab.values) == (set(), 64, 2, b"v")
     assert not update.complete
     update.write(1, 0, b"b" * 64, None)
@@ -147,7 +152,7 @@ def test_of_an_eager_update_only_the_parts_that_came_with_it_are_filled() -> Non
     def eager(second: Part, data: bytes) -> IncomingUpdate:
         parts = (Part("m0", 1, DIGEST, 64, descriptor=b"slot"), second)
         layouts, payload = [layout_of(part.nbytes) for part in parts], [b"v", b"w", b"", data]
-        return IncomingUpdate(Update(EPOCH, 5, True, parts), layouts, payload, plain(pool), 0.0, [slab, None])
+        return IncomingUpdate(Update(EPOCH, 5, True, parts), layouts, payload, at_hand_are(slab), plain(pool), 0.0)
 
     with pytest.raises(ProtocolError, match="checksum"):
         eager(Part("m1", 1, DIGEST, 4, crc=1), b"oops")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from asyncsync.errors import ProtocolError
-from asyncsync.protocol.fanout import EVERYBODY
+from asyncsync.protocol.membership import EVERYBODY
 from asyncsync.protocol.settings import Settings
 from asyncsync.wire import codec, messages
 from asyncsync.wire.messages import NONCE_END
