@@ -14,8 +14,8 @@ from functools import partial
 from typing import Annotated, Any, ClassVar, Unpack
 
 from asyncsync.arguments import Option, checked, declared
+from asyncsync.bus.carrier import Source
 from asyncsync.bus.core import DEFAULT_TIMEOUT
-from asyncsync.bus.member import Source
 from asyncsync.errors import NotConnected, PeerLost, WeightSyncError
 from asyncsync.net.endpoint import own_address
 from asyncsync.net.rendezvous import THREAD, MeetingPlace

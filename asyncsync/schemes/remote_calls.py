@@ -89,7 +89,7 @@ class _Caller:
 
 
 class _Calls:
-    """The calls of one bus; see :class:`asyncsync.bus.member.Calls`."""
+    """The calls of one bus; see :class:`asyncsync.bus.carrier.Calls`."""
 
     def __init__(self, bus: BusCore, remotes: Mapping[int, Any], call: Callable[[Call], Awaitable[None]]) -> None:
         self._bus = bus

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Unpack
 from tensordict import TensorDict
 
 from asyncsync.arguments import declared
-from asyncsync.bus.member import Source
+from asyncsync.bus.carrier import Source
 from asyncsync.errors import NotConnected, PeerLost
 from asyncsync.net.endpoint import INTRODUCED, own_address
 from asyncsync.runtime.threads import elsewhere, settle

@@ -25,10 +25,8 @@ from tensordict import TensorDict
 from torch import nn
 
 from asyncsync.arguments import check_processes, check_timeout, checked, declared, options_of, refuse_misspelt
-from asyncsync.bus.carrier import Carrier
-from asyncsync.bus.core import BusCore, Metadata, Workers
-from asyncsync.bus.member import Source, Taken
-from asyncsync.bus.options import BusOptions
+from asyncsync.bus.carrier import Carrier, Source, Taken
+from asyncsync.bus.core import BusCore, BusOptions, Metadata, Workers
 from asyncsync.bus.receiver import ReceiverLink
 from asyncsync.bus.sender import SenderLink
 from asyncsync.bus.status import BusStatus
