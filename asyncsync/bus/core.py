@@ -589,7 +589,7 @@ class BusCore:
         """:meth:`announce_and_wait` the fast way; None: it takes the general way, and nothing was done."""
         if not isinstance(source, FlatWeights):
             return None
-        version = link.publishing.publish_steadily(topic, source, self.schemes[topic].carrier(), timeout)
+        version = link.publishing.publish_steadily(topic, source, self.schemes[topic].carrier, timeout)
         if version is None:
             return None
         if self.on_published is not None:

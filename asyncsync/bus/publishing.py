@@ -77,6 +77,7 @@ class Publishing:
         served: by descriptor, the transports that act for each worker.
         steady: the fast path, while it is on. To be ended before anything is done to the publisher, or its state of
             updates is read.
+        is_busy: whether this thread had run for long without a rest before the latest publication.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class Publishing:
         self.order = Order()
         self.served: dict[bytes, Carrier] = {}
         self.steady: SteadySender | None = None
+        self.is_busy = False
         self._link = link
         self._publisher = publisher
         self._pool = pool
@@ -102,7 +104,6 @@ class Publishing:
         self._pools: set[SlabPool] = set()  # those that slabs were taken from
         self._full: SlabPool | None = None  # what the publication that is under way waits for
         self._is_encoding = self._has_warned = False
-        self._is_busy = False  # this thread had run for long without a rest before the latest publication
 
     def close(self) -> None:
         """A publication that is under way must not get what workers are still reading."""
@@ -185,7 +186,7 @@ class Publishing:
             version = publisher.publish(parts, workers, link.loop.time(), metadata)
             if life is not None:
                 observer.published(life, version, publisher.epoch)
-            self._is_busy = link.loop.time() - begun > BUSY_SECONDS
+            self.is_busy = link.loop.time() - begun > BUSY_SECONDS
         except BaseException as error:
             if life is not None:
                 observer.abandoned(life, error)
@@ -402,28 +403,27 @@ class Publishing:
 
     # -- the fast way --------------------------------------------------------------------------------------------------
 
-    def publish_steadily(self, model_id: str, flat: FlatWeights, transport: Carrier, timeout: float) -> int | None:
+    def publish_steadily(
+        self, model_id: str, flat: FlatWeights, transport: Callable[[], Carrier], timeout: float
+    ) -> int | None:
         """Publish one model's weights for all workers, without metadata; :meth:`complete` is to follow. Returns the
         version; None: this takes the general way, and nothing was done. Raises as the link's ``check``."""
         link = self._link
         link.check()
-        if not self._publisher.settings.fast or timeout < LEAST_TIMEOUT or flat.values or not self._is_idle:
+        if not self._publisher.settings.fast or timeout < LEAST_TIMEOUT or flat.values:
             return None
-        if self.steady is None and not self._begin_steady(model_id, transport):
+        # Somebody waits for something, or publishes. Without a timer, nothing would end the fast path.
+        if link.waiters or self.order.waiting or self.order.locked() or link.timer is None:
+            return None
+        if self._observer.follows or self.origin is not None:  # each step is told; a tree's root is above this
+            return None
+        if self.steady is None and not self._begin_steady(model_id, transport()):
             return None
         steady, begun = self.steady, link.loop.time()
         if steady is None or steady.model_id != model_id or steady.waiting or not steady.publish(flat, begun):
             return None
-        self._is_busy = link.loop.time() - begun > BUSY_SECONDS
+        self.is_busy = link.loop.time() - begun > BUSY_SECONDS
         return self._publisher.targets.version
-
-    @property
-    def _is_idle(self) -> bool:
-        """Whether no publication is under way, nobody waits for anything, a timer is set, nothing is told of each step,
-        and no tree's root is above this."""
-        if self._link.timer is None or self._link.waiters or self.order.waiting or self.order.locked():
-            return False
-        return self.origin is None and not self._observer.follows
 
     def _begin_steady(self, model_id: str, transport: Carrier) -> bool:
         pool, publisher = transport.pool, self._publisher
@@ -465,7 +465,8 @@ class Publishing:
         if steady is None or self._publisher.targets.version != version:
             return False
         waiter = steady.waiter = self._link.loop.create_future()
-        self.pause()
+        if self.is_busy:
+            self.pause()
         if steady.announce():
             await waiter
         return not steady.waiting
@@ -479,7 +480,6 @@ class Publishing:
                 self.steady = None
 
     def pause(self) -> None:
-        """To be called before workers are woken: a short sleep, if this thread has been busy."""
-        if self._is_busy:
-            self._is_busy = False
-            time.sleep(1e-6)
+        """To be called before workers are woken, if :attr:`is_busy`: a short sleep."""
+        self.is_busy = False
+        time.sleep(1e-6)

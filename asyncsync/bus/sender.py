@@ -251,8 +251,8 @@ class SenderLink(Link):
         the error names the missing ones.
         """
         try:
-            publisher = self.caught_up()
-            progress = publisher.progress
+            publisher, progress = self.publisher, self.publisher.progress
+            self.publishing.end_steady()
             chosen = progress.targeted(version, models) if workers is None else workers
             needs_one = self.min_workers > 0 or publisher.num_workers is not None
             if there and len(chosen) < max(quorum or 0, needs_one):
@@ -516,7 +516,7 @@ class SenderLink(Link):
     def _send_all(self) -> None:
         publisher, publishing, channels = self.publisher, self.publishing, self.side_channels.of
         outbox, routes = publisher.outbox, publisher.membership.routes
-        if channels:
+        if channels and publishing.is_busy:
             publishing.pause()
         departed = publishing.departed if publishing.served or self.observer.lives else None
         last, header = None, b""
