@@ -345,23 +345,28 @@ class Receiving:
                 reached = bool(target) and max(version, self._failed(model_id)) >= target
                 return reached or session.mismatch(model_id) is not None
 
-            while True:
-                self._link.settle()
-                remaining = deadline - self._link.loop.time()
-                if await self._link.wait(done, max(0.0, min(REQUEST_AGAIN, remaining))):
-                    break
-                if remaining <= 0:
-                    raise AckTimeout(
-                        f"worker {subscriber.worker} could not fetch {model_id!r} within {timeout:g} s: "
-                        f"{self._why(model_id)}"
-                    )
-                session.request()
+            if not await self._requesting(done, deadline):
+                raise AckTimeout(
+                    f"worker {subscriber.worker} could not fetch {model_id!r} within {timeout:g} s: "
+                    f"{self._why(model_id)}"
+                )
         wrong = session.ended is not None or session.mismatch(model_id) is not None
         if wrong or subscriber.holdings.version(model_id) < subscriber.targets.get(model_id, 0):
             raise self._failure(model_id)
         mark = self.mark(model_id)
         assert mark is not None
         return mark
+
+    async def _requesting(self, done: Callable[[], bool], deadline: float, *, root: bool = False) -> bool:
+        """Wait, and repeat what was requested, as it may get lost; False: ``done`` does not hold by the deadline."""
+        while True:
+            self._link.settle()
+            remaining = deadline - self._link.loop.time()
+            if await self._link.wait(done, max(0.0, min(REQUEST_AGAIN, remaining))):
+                return True
+            if remaining <= 0:
+                return False
+            self._subscriber.session.request(root=root)
 
     async def reach(self, model_id: str, version: int, timeout: float, others: Iterable[str] = ()) -> Mark:
         """Wait until this model has this version, or a newer one; one that waits for ``receive`` is applied, also where
@@ -440,23 +445,18 @@ class Receiving:
             return bool(least) and (all(holdings.version(m) >= v for m, v in least.items()) or failed() is not None)
 
         with self._wanted(*models):
-            while True:
-                self._link.settle()
-                remaining = deadline - self._link.loop.time()
-                if await self._link.wait(done, max(0.0, min(REQUEST_AGAIN, remaining))):
-                    if session.ended is not None or session.epoch == epoch:
-                        break
-                    least.clear()
-                    first, epoch = session.request(root=True), session.epoch
-                    continue
-                if remaining <= 0:
-                    asked = f", and it should have {least}" if least else "; the sender has not answered"
-                    have = {m: holdings.version(m) for m in models}
-                    raise AckTimeout(
-                        f"worker {subscriber.worker} was more than {max_lag} versions behind for {timeout:g} s: "
-                        f"it has {have}{asked}"
-                    )
-                session.request(root=True)
+            while await self._requesting(done, deadline, root=True):
+                if session.ended is not None or session.epoch == epoch:
+                    break
+                least.clear()
+                first, epoch = session.request(root=True), session.epoch
+            else:
+                asked = f", and it should have {least}" if least else "; the sender has not answered"
+                have = {m: holdings.version(m) for m in models}
+                raise AckTimeout(
+                    f"worker {subscriber.worker} was more than {max_lag} versions behind for {timeout:g} s: "
+                    f"it has {have}{asked}"
+                )
         if session.ended is not None:
             raise self._ending()
         if (wrong := failed()) is not None:
