@@ -136,14 +136,13 @@ class Publishing:
         has for slabs is in use until the deadline, a time of the loop's clock.
         """
         link, publisher, observer = self._link, self._publisher, self._observer
+        jobs: list[_Job] = []
+        parts: dict[str, Slab | dict[int, Slab]] = {}
+        life: Life | None = None
         try:
             await self.order.acquire_until(deadline)
         except TimeoutError:  # the publication before this one may be waiting for a slot
-            why = "its weights are still being copied: give a larger timeout, or publish less often"
-            why = why if self._full is None else self._why_full(self._full)
-            raise AckTimeout(f"another publication is still running: {why}") from None
-        jobs: list[_Job] = []
-        life: Life | None = None
+            raise AckTimeout(f"another publication is still running: {self._why_full(self._full)}") from None
         try:
             begun = link.loop.time()
             link.check()
@@ -154,17 +153,13 @@ class Publishing:
             life = observer.begin(sources)
             origin, inherited = (None, b"") if self.origin is None else self.origin()
             metadata = metadata or inherited
-            parts: dict[str, Slab | dict[int, Slab]] = {}
             for model_id, source in sources.items():
-                pool = transports[model_id].pool or self._pool
+                given = model_id, transports[model_id].pool or self._pool, jobs, deadline
                 if isinstance(source, FlatWeights):
-                    alone = len(sources) == 1
-                    parts[model_id] = await self._acquire(model_id, source, pool, jobs, 1, deadline, alone=alone)
+                    parts[model_id] = await self._acquire(source, *given, alone=len(sources) == 1)
                 else:
                     count = len(source)
-                    parts[model_id] = {
-                        w: await self._acquire(model_id, f, pool, jobs, count, deadline) for w, f in source.items()
-                    }
+                    parts[model_id] = {w: await self._acquire(f, *given, count=count) for w, f in source.items()}
             for job in jobs:
                 job.slab.origin = origin
             streams = all(type(transports[m]).offer is Carrier.offer for m in sources)
@@ -254,17 +249,17 @@ class Publishing:
 
     async def _acquire(
         self,
-        model_id: str,
         flat: FlatWeights,
+        model_id: str,
         pool: SlabPool,
         jobs: list[_Job],
-        count: int,
         deadline: float,
         *,
+        count: int = 1,
         alone: bool = False,
     ) -> Slab:
         """A slab for these weights, entered as a job: whatever happens, it is released with that. ``alone``: it is the
-        only one, and is packed before anybody else can run unless this waits."""
+        only one, and is packed before anybody else can run unless this waits. ``count``: of how many of this model."""
         self._pools.add(pool)
         known = self._known.get(model_id)
         memory = known.again(flat) if known is not None and alone else None
@@ -314,7 +309,9 @@ class Publishing:
         wanted = {*publisher.targets.slabs(), *publisher.leases.of_takers(), *(job.slab for job in jobs)}
         return pool.has_room(nbytes, wanted, count)
 
-    def _why_full(self, pool: SlabPool) -> str:
+    def _why_full(self, pool: SlabPool | None) -> str:
+        if pool is None:
+            return "its weights are still being copied: give a larger timeout, or publish less often"
         publisher = self._publisher
         targets = publisher.targets.slabs()  # those are nobody's fault
         holders = []
