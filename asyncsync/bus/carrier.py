@@ -1,18 +1,20 @@
-"""Carrier: what the bus needs of whatever moves the bytes of a slab.
+"""What the bus needs of others: a :class:`Carrier` moves the bytes of a slab, a :class:`Member` brings a model.
 
-The bus sends the instruction and counts who has what; a carrier moves the bytes of one slab. On the sender,
-:meth:`Carrier.offer` makes a slab available and returns a descriptor by which the worker's side finds it; on the
-receiver, :meth:`Carrier.fetch` brings the bytes in. Everything here is called on the bus's event loop, unless its
-docstring says otherwise. Transports (:mod:`asyncsync.transports`) are carriers with the methods that TorchRL documents.
+The bus sends the instruction and counts who has what. On the sender, :meth:`Carrier.offer` makes a slab available and
+returns a descriptor by which the worker's side finds it; on the receiver, :meth:`Carrier.fetch` brings the bytes in.
+Transports (:mod:`asyncsync.transports`) are carriers with the methods that TorchRL documents; schemes are members.
+Everything here is called on the bus's event loop, unless its docstring says otherwise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import ClassVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
 
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab, SlabPool
+from asyncsync.weights.tree import FlatWeights
 
 Failed = Callable[[Exception], None]
 
@@ -129,3 +131,70 @@ class Carrier:
     async def close_within(self, timeout: float) -> None:
         # close, within bounds.
         self.close()
+
+
+Source = FlatWeights | Mapping[int, FlatWeights]
+"""A model's weights for all workers, or for each worker its own, ready to be packed."""
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A model's weights whose values were taken already, in the thread of the caller of a blocking method."""
+
+    source: Source
+
+
+class Calls(Protocol):
+    """Calls of the workers' objects, which are told so to apply a version."""
+
+    def begin(self, version: int, workers: Sequence[int] | None, models: Sequence[str]) -> None:
+        """These models have this version: call the workers that it is for; None: all whose target it is."""
+
+    def is_pending(self, worker: int, version: int) -> bool:
+        """Whether a call for this version is under way, or waits."""
+
+    def failure(self, worker: int, version: int) -> Exception | None:
+        """Why a call for it, or for a newer one, has failed; None: none has."""
+
+
+class Member(Protocol):
+    """A scheme, as its bus sees it."""
+
+    has_own_bus: bool  # whether no other scheme may join its bus
+    reconnects: bool  # a receiver's: whether it outlives its sender
+    role: str | None
+    is_registered: bool  # whether it is connected
+    is_shut_down: bool
+
+    @property
+    def bus(self) -> Any: ...
+
+    def move_to(self, bus: Any) -> None:
+        """Join this bus, which others share, instead of its own."""
+
+    async def meet_sender(self, worker_idx: int | None, timeout: float) -> None:
+        """Receiver: be introduced to a sender whose address it was not given."""
+
+    def register_receiver(self) -> None:
+        """Receiver: take part in the bus's HELLO, before waiting for anything."""
+
+    async def connect_sender(self, initial: Source | None, timeout: float) -> None:
+        """Sender: wait for the workers, which are to begin with these weights."""
+
+    async def connect_receiver(self, worker_idx: int | None, timeout: float) -> None:
+        """Receiver: wait for the sender, and for its initial weights."""
+
+    async def initial_source(self, weights: Any) -> Source | None:
+        """What a sender sends when it connects; None: nothing. In the caller's thread."""
+
+    async def extract_source(self, weights: Any, workers: list[int] | None) -> Source:
+        """The values of what the caller gave, for these workers. In the caller's thread."""
+
+    def at_hand(self, weights: Any) -> FlatWeights | None:
+        """What :meth:`extract_source` would come to, where that takes nothing but looking; else None."""
+
+    def carrier(self) -> Carrier:
+        """What moves this model's bytes."""
+
+    async def end_transport(self, timeout: float) -> None:
+        """Release it."""

@@ -12,31 +12,31 @@ import asyncio
 import os
 import secrets
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, TypeVar, Unpack
+from typing import Annotated, Any, TypedDict, TypeVar, Unpack
 
 from asyncsync.arguments import (
+    Option,
     as_version,
     as_workers,
     check_count,
+    check_fanout,
     check_forward,
     check_processes,
     check_quorum,
     check_timeout,
     declared,
 )
+from asyncsync.bus.carrier import Calls, Member, Source, Taken
 from asyncsync.bus.link import EXIT_SECONDS, Order, is_fast_path_on
-from asyncsync.bus.measures import serve_metrics
-from asyncsync.bus.member import Calls, Member, Source, Taken
-from asyncsync.bus.options import BusOptions, Endpoint
 from asyncsync.bus.receiver import ReceiverLink
 from asyncsync.bus.sender import SenderLink
-from asyncsync.bus.status import BusStatus, bus_status
-from asyncsync.errors import AckTimeout, ClosedError, NotConnected, PartialSendError
+from asyncsync.bus.status import BusStatus
+from asyncsync.errors import AckTimeout, ClosedError, Fenced, NotConnected, PartialSendError
 from asyncsync.model.gate import Gate, Hold
-from asyncsync.monitor.trace import UNMONITORED, Monitoring
+from asyncsync.monitor.trace import UNMONITORED, Monitoring, Tracing
 from asyncsync.net.endpoint import (
     INTRODUCED,
     check_endpoint,
@@ -45,11 +45,12 @@ from asyncsync.net.endpoint import (
     is_plaintext_beyond_loopback,
     tcp_endpoint,
 )
-from asyncsync.net.keys import KeyFiles
+from asyncsync.net.keys import KeyFile, KeyFiles
 from asyncsync.net.rendezvous import Find, Introduction
 from asyncsync.protocol.holdings import Acting
 from asyncsync.protocol.settings import EAGER_BYTES, Settings
 from asyncsync.weights.encoding import check_codec
+from asyncsync.weights.tree import FlatWeights
 from asyncsync.wire.messages import Report, Shown, decode_metadata, encode_metadata
 
 DEFAULT_TIMEOUT = 60.0
@@ -66,6 +67,99 @@ Workers = int | Iterable[int] | None
 Metadata = Mapping[str, Any] | None
 
 T = TypeVar("T")
+
+# -- options. A scheme with a bus of its own takes those that its transport can use (asyncsync.schemes.options) --------
+
+Endpoint = Annotated[
+    str | None,
+    Option("where the sender binds: ``ipc:///path`` or ``tcp://HOST:PORT``; None draws a private ipc path."),
+]
+Fanout = Annotated[
+    bool,
+    Option(
+        "over tcp, send to all workers at once what three or more are to get; with ``compress`` or ``delta``, not "
+        "weights of more than 64 KiB. It takes one more port, and one more connection per worker, and saves CPU time "
+        "only with many workers and large weights (docs/multi-host.md).",
+        False,
+        check_fanout,
+    ),
+]
+
+
+class LocalBusOptions(TypedDict, total=False):
+    """Of any bus, also where a scheme's bytes do not travel over it."""
+
+    connect: Annotated[
+        str | None,
+        Option("where workers connect, if that differs; of several, with commas between, they try one by one."),
+    ]
+    num_workers: Annotated[
+        int | None,
+        Option("fixed number of workers (0 … num_workers−1); None: elastic, workers come and go.", None, check_count),
+    ]
+    min_workers: Annotated[
+        int,
+        Option(
+            "how many workers an elastic sender needs for ``connect`` and ``send_async``; 0: it can start alone.",
+            1,
+            partial(check_count, least=0),
+        ),
+    ]
+    allow_plaintext: Annotated[bool, Option("allow unencrypted addresses that other hosts can reach.", False)]
+    metrics_port: Annotated[
+        int | str | None,
+        Option(
+            'port on loopback where this process serves Prometheus metrics, or ``"0.0.0.0:9100"``; 0 takes any free '
+            "port. A pickled bus or scheme does not take it along."
+        ),
+    ]
+    tracing: Annotated[
+        Tracing,
+        Option(
+            "True: record OpenTelemetry spans for each version; None: if the program has set up OpenTelemetry; or a "
+            "function ``trace(event, info)``, which is called with each step of each version (docs/monitoring.md)."
+        ),
+    ]
+
+
+class WireOptions(LocalBusOptions, total=False):
+    """Of a bus over which the bytes travel."""
+
+    server_key: Annotated[
+        KeyFile | Sequence[KeyFile] | None,
+        Option(
+            "path of the server's certificate: at the sender the secret file, at a receiver the public file. While you "
+            "replace the server's key, a receiver may have several, of which one is right."
+        ),
+    ]
+    clients: Annotated[
+        KeyFile | None,
+        Option("at the sender: the directory of the public certificates of the clients that it lets in."),
+    ]
+    client_key: Annotated[
+        KeyFile | None,
+        Option("at a receiver: the path of its secret certificate; ``{worker_idx}`` in it stands for its index."),
+    ]
+    compress: Annotated[
+        str | None,
+        Option('``"zstd"`` or ``"lz4"``: compress what travels over the bus, for workers that can decode it.'),
+    ]
+    delta: Annotated[
+        bool,
+        Option(
+            "send a worker that has the previous version only what has changed. The sender keeps that version.", False
+        ),
+    ]
+
+
+class BusOptions(WireOptions, total=False):
+    checksum: Annotated[
+        bool | None, Option("check every payload with CRC-32; None: only on unencrypted tcp beyond loopback.")
+    ]
+    fanout: Fanout
+
+
+# -- the bus -----------------------------------------------------------------------------------------------------------
 
 
 class BusCore:
@@ -262,9 +356,15 @@ class BusCore:
         # host: where to bind a free port, with keys, if the workers are introduced.
         self.check_open("sender")
         if self._link is None:
-            endpoint = tcp_endpoint(host, "*") if host else self.endpoint
-            options: Any = {"keyed": bool(host), "keys": self.keys, "monitoring": self.monitoring.here}
-            link = SenderLink(endpoint, self.num_workers, self.min_workers, self._settings(), **options)
+            link = SenderLink(
+                tcp_endpoint(host, "*") if host else self.endpoint,
+                self.num_workers,
+                self.min_workers,
+                self._settings(),
+                keyed=bool(host),
+                keys=self.keys,
+                monitoring=self.monitoring.here,
+            )
             link.publishing.origin = self._origin
             link.carry_on(self.carried)
             self._link = link
@@ -292,14 +392,19 @@ class BusCore:
             assert self.gate is not None
             sender = self.introduction or self.connect_endpoint
             credentials = None if self.keys is None else partial(self.keys.receiver, worker)
-            options: Any = {"monitoring": self.monitoring.here, "find": self.find_sender}
-            link = ReceiverLink(sender, worker, self._settings(), self.gate, credentials, **options)
-            self._link = link
-            self._end_with_the_loop(link)
+            self._link = ReceiverLink(
+                sender,
+                worker,
+                self._settings(),
+                self.gate,
+                credentials,
+                monitoring=self.monitoring.here,
+                find=self.find_sender,
+            )
+            self._end_with_the_loop(self._link)
         return self.receiver_link()
 
     def _end_with_the_loop(self, link: SenderLink | ReceiverLink) -> None:
-        serve_metrics(link)
         reference = weakref.WeakMethod(self._end_here)
 
         async def end() -> None:
@@ -331,7 +436,6 @@ class BusCore:
     # -- connecting and sending ----------------------------------------------------------------------------------------
 
     def _check_connect(self, timeout: float, processes: Iterable[Any] = ()) -> None:
-        """Refuse what is not ready to connect, before anything is begun."""
         self.starting = check_processes(processes)
         if not self.schemes:
             raise RuntimeError(
@@ -340,13 +444,11 @@ class BusCore:
         check_timeout(timeout)
 
     async def _initial(self) -> dict[str, Source | None]:
-        """What each scheme of a sender sends when it connects."""
         if self.role != "sender":
             return {}
         return {topic: await scheme.initial_source(None) for topic, scheme in self.schemes.items()}
 
     async def _connect(self, initial: Mapping[str, Source | None], timeout: float) -> None:
-        """Connect all schemes, one after the other, within the timeout."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
         for scheme in list(self.schemes.values()):
@@ -444,24 +546,19 @@ class BusCore:
         # Announce, and wait until the workers have applied it, or as many of them as the quorum needs. Raises
         # NotConnected, with nothing published, if no worker is there; PartialSendError, which names each worker that
         # has not applied it, and why.
-        link, encoded = self._link, encode_metadata(metadata)
-        is_free = not (self.is_shut_down or self.calls or self._preparing.waiting or self._preparing.locked())
-        if (
-            worker_ids is None
-            and quorum is None
-            and len(weights) == 1
-            and not encoded
-            and type(link) is SenderLink
-            and is_free
-        ):
-            ((topic, given),) = weights.items()
-            if link.fast.may_go_on(topic, timeout):
-                begun = link.loop.time()
-                scheme = self.schemes.get(topic)
-                flat = None if scheme is None else scheme.at_hand(given)
-                if flat is not None and (version := link.fast.go_on(topic, flat)) is not None:
-                    return await self._complete(link, version, topic, timeout, begun)
         check_timeout(timeout)
+        link, encoded = self._link, encode_metadata(metadata)
+        # Whether it may go the fast way is decided once: as soon as the values are at hand.
+        may_be_steady = worker_ids is None and quorum is None and not (encoded or self.calls) and len(weights) == 1
+        is_free = not (self.is_shut_down or self._preparing.waiting or self._preparing.locked())
+        if may_be_steady and is_free and type(link) is SenderLink and (steady := link.publishing.steady) is not None:
+            begun, topic = link.loop.time(), steady.model_id
+            scheme = self.schemes.get(topic)
+            flat = scheme.at_hand(weights[topic]) if scheme is not None and topic in weights else None
+            if flat is not None:
+                may_be_steady = False
+                if (version := await self._send_steadily(link, topic, flat, timeout, begun)) is not None:
+                    return version
         workers = as_workers(worker_ids)
         self.sender_link().check_quorum(weights, workers, quorum)
         try:
@@ -471,10 +568,10 @@ class BusCore:
         link = self.sender_link()
         link.check_quorum(sources, workers, quorum)
         begun = link.loop.time()
-        if workers is None and quorum is None and not (encoded or self.calls) and link.fast.may_publish(timeout):
-            transports = {topic: self.schemes[topic].carrier() for topic in sources}
-            if (version := link.fast.publish(sources, transports)) is not None:
-                return await self._complete(link, version, next(iter(sources)), timeout, begun)
+        if may_be_steady:
+            ((topic, source),) = sources.items()
+            if (version := await self._send_steadily(link, topic, source, timeout, begun)) is not None:
+                return version
         membership = link.publisher.membership
         others = set.intersection(*(set(membership.without(model_id)) for model_id in sources))
         there = [worker for worker in membership.expected() if worker not in others]
@@ -485,11 +582,18 @@ class BusCore:
         await link.wait_applied(version, workers, list(sources), timeout, begun, self.calls, quorum, there)
         return version
 
-    async def _complete(self, link: SenderLink, version: int, topic: str, timeout: float, begun: float) -> int:
-        """Announce what the fast path has published, and wait for it."""
+    async def _send_steadily(
+        self, link: SenderLink, topic: str, source: Source, timeout: float, begun: float
+    ) -> int | None:
+        """:meth:`announce_and_wait` the fast way; None: it takes the general way, and nothing was done."""
+        if not isinstance(source, FlatWeights):
+            return None
+        version = link.publishing.publish_steadily(topic, source, self.schemes[topic].carrier, timeout)
+        if version is None:
+            return None
         if self.on_published is not None:
             self.on_published(version, None)
-        if not await link.fast.complete(version):
+        if not await link.publishing.complete(version):
             await link.wait_applied(version, None, [topic], timeout, begun)
         if link.observer.durations is not None:
             link.observer.durations.observe(link.loop.time() - begun)
@@ -553,7 +657,7 @@ class BusCore:
         On a receiver it changes together with the models: not inside a :meth:`hold`.
         """
         if isinstance(self._link, SenderLink):
-            return self._link.version
+            return self._link.publisher.published
         if isinstance(self._link, ReceiverLink):
             return self._link.version(self.schemes)
         return self.carried
@@ -566,7 +670,7 @@ class BusCore:
 
     def metadata_of(self, models: Collection[str]) -> dict[str, Any]:
         if isinstance(link := self._link, SenderLink):
-            return decode_metadata(self.look(lambda: link.metadata))
+            return decode_metadata(self.look(lambda: link.publisher.targets.metadata))
         return self.acting(models).shown.metadata
 
     def state_dict(self) -> dict[str, int]:
@@ -598,7 +702,7 @@ class BusCore:
             raise RuntimeError("a receiver gets its versions from the sender; save and load the sender's state")
 
     def _carry_on(self, version: int) -> None:
-        check_forward(version, self._link.counted if isinstance(self._link, SenderLink) else self.carried)
+        check_forward(version, self._link.publisher.version if isinstance(self._link, SenderLink) else self.carried)
         self.carried = version
         if isinstance(self._link, SenderLink):
             self._link.carry_on(version)
@@ -630,7 +734,18 @@ class BusCore:
         return self.look(self.sender_link().report)
 
     def status_of(self, models: list[str]) -> BusStatus:
-        return self.look(lambda: bus_status(self._link, models))
+        return self.look(lambda: BusStatus({}, {}) if self._link is None else self._link.status(models))
+
+    def newest_target(self) -> int:
+        # Receiver: the newest version that its models show, or that any model is to have; 0: none.
+        if not isinstance(link := self._link, ReceiverLink):
+            return 0
+        return max([link.version(self.schemes), *list(link.subscriber.targets.values())])
+
+    def check_fenced(self) -> None:
+        # Receiver: raise Fenced if another incarnation of it has taken its place, or its sender's.
+        if isinstance(link := self._link, ReceiverLink) and isinstance(ended := link.subscriber.session.ended, Fenced):
+            raise Fenced(*ended.args)
 
     def check_loop(self) -> None:
         if self._link is not None and not self.is_shut_down and not self._link.loop.is_closed():

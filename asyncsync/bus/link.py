@@ -18,13 +18,17 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.util import Finalize
 from types import AsyncGeneratorType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from asyncsync.bus.status import link_figures
 from asyncsync.errors import ClosedError, LimitExceeded, NotConnected, ProtocolError, WeightSyncError
 from asyncsync.monitor.metrics import Metrics
 from asyncsync.net.processes import PER_LINK, shortage
 from asyncsync.net.zmq_private import Context
 from asyncsync.runtime.threads import WorkThread, call_soon, finish
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
 
 logger = logging.getLogger("asyncsync")
 
@@ -35,8 +39,6 @@ FORGOTTEN_LINGER_MS = 100  # where the garbage collector waits
 EXIT_SECONDS = 1.0  # at the end of its loop or of the process; there, for all together twice that
 LATE = 0.02  # a loop that is later than this has been blocked, or had no core
 TICK = 0.25  # whatever is due at a time is due within seconds: so much later does no harm
-
-
 # Of the environment: "0" turns off what is shorter in a training loop, in this process.
 FAST = "ASYNCSYNC_FAST"
 
@@ -48,7 +50,8 @@ def is_fast_path_on() -> bool:
 class Link(ABC):
     """Base of the sender's and the receiver's link. ``descriptors`` is how many file descriptors its peers will take:
     raises NotConnected if there are not so many. ``dropped`` counts messages, by reason; ``waiters`` has the predicates
-    of those who wait; ``settled`` is called whenever the state machine may have changed."""
+    of those who wait; ``timer`` is None in a callback of it; ``settled`` is called whenever the state machine may have
+    changed."""
 
     metrics: Metrics | None = None
     stalled = 0.0  # seconds that the event loop was late, all in all
@@ -66,13 +69,21 @@ class Link(ABC):
         self.settled: Callable[[], object] | None = None
         self.closed = False
         self.failure: BaseException | None = None
-        self._timer: asyncio.TimerHandle | None = None
+        self.timer: asyncio.TimerHandle | None = None
         self._timer_due = 0.0
         self._lifeline: AsyncGeneratorType[None, None] | None = None
 
-    def opened(self) -> None:
+    def opened(self, *, has_durations: bool = False) -> None:
         """To be called at the end of the constructor: from here on, it is ended even if nobody does so."""
         _open.add(self)
+        if self.metrics is not None:
+            reference = weakref.ref(self)  # a bus that is forgotten is not to be kept by its figures
+
+            def look() -> list[Metric]:
+                link = reference()
+                return [] if link is None else link.figures()
+
+            self.metrics.attach(self.loop, look, has_durations=has_durations)
         # Before this process's children are joined, which may wait for it, and which run this, but not atexit; after
         # asyncsync.runtime.loop_thread, which shuts down those on its loop.
         self._at_exit = Finalize(None, _end_all, exitpriority=9)
@@ -112,33 +123,28 @@ class Link(ABC):
     def _tick(self, now: float) -> None: ...
 
     @abstractmethod
-    def _flush(self, now: float) -> None: ...
+    def settle(self) -> None:
+        """After any change of the state machine: send what it wants sent, set the timer, wake the waiters."""
 
     @abstractmethod
     async def shutdown(self) -> None:
         """Send BYE, close everything, release everything. Idempotent."""
 
+    def figures(self) -> list[Metric]:
+        """For Prometheus."""
+        return link_figures(self.dropped, self.stalled)
+
     @abstractmethod
     def _farewell(self, linger_ms: int) -> list[Callable[[], object]]:
         """What :meth:`cut` does, one after the other, whether or not one fails."""
 
-    def settle(self) -> None:
-        """After any change of the state machine: send what it wants sent, set the timer, wake the waiters."""
-        now = self.loop.time()
-        self._flush(now)
-        self.notify()
-        if self._timer is None:
-            self._set_timer(now)
-        if self.settled is not None:
-            self.settled()
-
     def _set_timer(self, now: float) -> None:
-        if self._timer is None and not self.closed:
+        if not self.closed:
             self._timer_due = now + TICK
-            self._timer = self.loop.call_at(self._timer_due, self._due)
+            self.timer = self.loop.call_at(self._timer_due, self._due)
 
     def _due(self) -> None:
-        self._timer = None
+        self.timer = None
         if (late := self.loop.time() - self._timer_due) > LATE:
             self.stalled += late
         with self.guard():
@@ -259,9 +265,9 @@ class Link(ABC):
     async def _terminate(self) -> None:
         """Close what is left, when all sockets are closed."""
         self._forget()
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
         try:
             if self.metrics is not None:
                 await finish(self.thread.submit(self.metrics.close))

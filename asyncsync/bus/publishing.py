@@ -1,36 +1,55 @@
 """Publishing: what a sender's link does with weights, from the snapshot to the announcement.
 
 Slabs are taken from pools that may be full, packed here or in a thread, offered to the transports, and announced by the
-state machine; publications keep the order in which they were called.
+state machine; publications keep the order in which they were called. Pieces that travel as fewer bytes are encoded in
+the link's thread, one after another. What is like the version before in all but its bytes may go the fast way
+(:mod:`asyncsync.bus.steady`): :meth:`Publishing.publish_steadily` alone decides that.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import NamedTuple
 
 import torch
 
-from asyncsync.bus.carrier import Carrier
+from asyncsync.bus.carrier import Carrier, Source
 from asyncsync.bus.link import INLINE_BYTES, Link, Order
-from asyncsync.bus.member import Source
-from asyncsync.bus.observing import SenderObserver
+from asyncsync.bus.status import SenderObserver
+from asyncsync.bus.steady import SteadySender
 from asyncsync.errors import AckTimeout, NotConnected
-from asyncsync.fastpath.sender import FastSender
 from asyncsync.monitor.trace import Life
+from asyncsync.net.side_channel import SideChannels
 from asyncsync.protocol.publisher import Publisher
 from asyncsync.runtime.threads import finish
 from asyncsync.weights.copying import copy_bytes
+from asyncsync.weights.encoding import Encoding
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.packing import CACHED_BYTES, SourceCache, pack, pack_slab_values
 from asyncsync.weights.slab import Slab, SlabPool
 from asyncsync.weights.tree import FlatWeights
 from asyncsync.wire.messages import Again, Update
 
+logger = logging.getLogger("asyncsync")
+
 assert CACHED_BYTES <= INLINE_BYTES  # what is copied as bytes is copied on the loop
 # A slab whose last bytes libzmq is just releasing is worth a short wait: a new one would have to be faulted in.
 DRAIN_PATIENCE = 0.05
+# The thread need not wait for the loop after each piece. A publication waits for the thread no longer than for these:
+# some 20 ms.
+ENCODED_AT_ONCE = 8
+# The fast way: the interpreter waits while a worker copies them.
+LARGEST_STEADY = 1 << 20
+# Where an answer stays out, it is the link's timer that ends the fast path, after a quarter of a second.
+LEAST_TIMEOUT = 1.0
+# A thread that has run for longer than this (the time that the scheduler grants at a time is from 0.7 ms on) is taken
+# off its core by the first worker that it wakes: it would announce the update to the others when that one has finished,
+# and read its acknowledgement late. So it sleeps before, which takes some 0.06 ms.
+BUSY_SECONDS = 0.0007
 
 
 class _Job(NamedTuple):
@@ -49,36 +68,41 @@ class _Job(NamedTuple):
 
 
 class Publishing:
-    """The publications of one link; each ends its ``fast`` path.
+    """The publications of one link. ``depart`` sends what is in the publisher's outbox.
 
     Attributes:
         origin: in a tree, returns the version at its root that what is published stands for, and the metadata of that.
         order: held by the publication that is under way.
         served: by descriptor, the transports that act for each worker.
+        steady: the fast path, while it is on. To be ended before anything is done to the publisher, or its state of
+            updates is read.
+        is_busy: whether this thread had run for long without a rest before the latest publication.
     """
 
     def __init__(
         self,
         link: Link,
         publisher: Publisher,
-        fast: FastSender,
-        known: dict[str, SourceCache],
         pool: SlabPool,
-        depart: Callable[[], None],
         observer: SenderObserver,
+        channels: SideChannels,
+        depart: Callable[[], None],
     ) -> None:
         self.origin: Callable[[], tuple[int, bytes]] | None = None
         self.order = Order()
         self.served: dict[bytes, Carrier] = {}
+        self.steady: SteadySender | None = None
+        self.is_busy = False
         self._link = link
         self._publisher = publisher
-        self._fast = fast
-        self._known = known
         self._pool = pool
-        self._depart = depart
         self._observer = observer
+        self._channels = channels
+        self._depart = depart
+        self._known: dict[str, SourceCache] = {}  # by model, the weights that have been sent
         self._pools: set[SlabPool] = set()  # those that slabs were taken from
         self._full: SlabPool | None = None  # what the publication that is under way waits for
+        self._is_encoding = self._has_warned = False
 
     def close(self) -> None:
         """A publication that is under way must not get what workers are still reading."""
@@ -89,6 +113,8 @@ class Publishing:
         """Of what was published last. From any thread."""
         known = self._known.get(model_id)
         return None if known is None else known.layout
+
+    # -- the general way -----------------------------------------------------------------------------------------------
 
     async def publish(
         self,
@@ -105,76 +131,70 @@ class Publishing:
 
         Publications keep the order in which they were called. Cancelled, this raises once nothing reads the sources.
         ``serve`` names models that are announced with these weights: a worker must not take one for a model without
-        any. Unless ``at_once``, the announcement has still to :meth:`depart`. Raises AckTimeout if all memory that a
-        transport has for slabs is in use until the deadline, a time of the loop's clock.
+        any. Unless ``at_once``, the announcement has still to depart. Raises AckTimeout if all memory that a transport
+        has for slabs is in use until the deadline, a time of the loop's clock.
         """
-        link, publisher = self._link, self._publisher
+        link, publisher, observer = self._link, self._publisher, self._observer
+        jobs: list[_Job] = []
+        parts: dict[str, Slab | dict[int, Slab]] = {}
+        life: Life | None = None
         try:
             await self.order.acquire_until(deadline)
         except TimeoutError:  # the publication before this one may be waiting for a slot
-            why = "its weights are still being copied: give a larger timeout, or publish less often"
-            why = why if self._full is None else self._why_full(self._full)
-            raise AckTimeout(f"another publication is still running: {why}") from None
+            raise AckTimeout(f"another publication is still running: {self._why_full(self._full)}") from None
         try:
             begun = link.loop.time()
             link.check()
-            self._fast.end()
+            self.end_steady()
             publisher.check_open()
             if missing := sorted(m for m in sources if m not in publisher.targets.models and m not in serve):
                 raise NotConnected(f"the schemes for {missing} are not connected; call their connect(), or the bus's")
-            life = self._observer.begin(sources)
+            life = observer.begin(sources)
             origin, inherited = (None, b"") if self.origin is None else self.origin()
             metadata = metadata or inherited
-            jobs: list[_Job] = []
+            for model_id, source in sources.items():
+                given = model_id, transports[model_id].pool or self._pool, jobs, deadline
+                if isinstance(source, FlatWeights):
+                    parts[model_id] = await self._acquire(source, *given, alone=len(sources) == 1)
+                else:
+                    count = len(source)
+                    parts[model_id] = {w: await self._acquire(f, *given, count=count) for w, f in source.items()}
+            for job in jobs:
+                job.slab.origin = origin
+            streams = all(type(transports[m]).offer is Carrier.offer for m in sources)
+            if len(jobs) == 1 and streams and jobs[0].slab.nbytes > INLINE_BYTES and jobs[0].flat.ready is None:
+                return await self._publish_packing(parts, workers, jobs[0], metadata, life)
+            for job in jobs:
+                if job.slab.nbytes <= INLINE_BYTES:
+                    job.pack()
+                    continue
+                link.check()  # the thread of a link that was shut down meanwhile would start, and stay
+                await link.run(job.pack, job.slab.nbytes)
+                begun = link.loop.time()
+            if life is not None:
+                observer.tell("publish.packed", life, nbytes=sum(job.slab.nbytes for job in jobs))
+            for model_id, part in parts.items():
+                for whom, slab in [(workers, part)] if isinstance(part, Slab) else [([w], s) for w, s in part.items()]:
+                    await self._offer(transports[model_id], slab, whom)
+            link.check()
+            version = publisher.publish(parts, workers, link.loop.time(), metadata)
+            if life is not None:
+                observer.published(life, version, publisher.epoch)
+            self.is_busy = link.loop.time() - begun > BUSY_SECONDS
+        except BaseException as error:
+            if life is not None:
+                observer.abandoned(life, error)
+            raise
+        finally:
             try:
-                parts: dict[str, Slab | dict[int, Slab]] = {}
-                for model_id, source in sources.items():
-                    pool = transports[model_id].pool or self._pool
-                    if isinstance(source, FlatWeights):
-                        alone = len(sources) == 1
-                        parts[model_id] = await self._acquire(model_id, source, pool, jobs, 1, deadline, alone=alone)
-                    else:
-                        count = len(source)
-                        parts[model_id] = {
-                            w: await self._acquire(model_id, f, pool, jobs, count, deadline) for w, f in source.items()
-                        }
-                for job in jobs:
-                    job.slab.origin = origin
-                streams = all(type(transports[m]).offer is Carrier.offer for m in sources)
-                if len(jobs) == 1 and streams and jobs[0].slab.nbytes > INLINE_BYTES and jobs[0].flat.ready is None:
-                    return await self._publish_packing(parts, workers, jobs[0], metadata, life)
-                for job in jobs:
-                    if job.slab.nbytes <= INLINE_BYTES:
-                        job.pack()
-                        continue
-                    link.check()  # the thread of a link that was shut down meanwhile would start, and stay
-                    await link.run(job.pack, job.slab.nbytes)
-                    begun = link.loop.time()
-                if life is not None:
-                    self._observer.tell("publish.packed", life, nbytes=sum(job.slab.nbytes for job in jobs))
-                for model_id, part in parts.items():
-                    for whom, slab in (
-                        [(workers, part)] if isinstance(part, Slab) else [([w], s) for w, s in part.items()]
-                    ):
-                        await self._offer(transports[model_id], slab, whom)
-                link.check()
-                version = publisher.publish(parts, workers, link.loop.time(), metadata)
-                if life is not None:
-                    self._observer.published(life, version, publisher.epoch)
-                self._fast.worked(link.loop.time() - begun)
-            except BaseException as error:
-                if life is not None:
-                    self._observer.abandoned(life, error)
-                raise
-            finally:
                 for job in jobs:
                     job.slab.release()
-            link.notify()
-            if at_once:
-                self._depart()
-            return version
-        finally:
-            self.order.release()
+            finally:
+                self.order.release()
+        link.notify()
+        if at_once:
+            self._depart()
+        return version
 
     async def _publish_packing(
         self,
@@ -222,23 +242,23 @@ class Publishing:
         """There is more that workers are waiting for: of a slab, or of what is made of it."""
         if not self._link.closed:
             with self._link.guard():
-                self._fast.end()
+                self.end_steady()
                 self._publisher.packed()
                 self._link.settle()
 
     async def _acquire(
         self,
-        model_id: str,
         flat: FlatWeights,
+        model_id: str,
         pool: SlabPool,
         jobs: list[_Job],
-        count: int,
         deadline: float,
         *,
+        count: int = 1,
         alone: bool = False,
     ) -> Slab:
         """A slab for these weights, entered as a job: whatever happens, it is released with that. ``alone``: it is the
-        only one, and is packed before anybody else can run unless this waits."""
+        only one, and is packed before anybody else can run unless this waits. ``count``: of how many of this model."""
         self._pools.add(pool)
         known = self._known.get(model_id)
         memory = known.again(flat) if known is not None and alone else None
@@ -288,7 +308,9 @@ class Publishing:
         wanted = {*publisher.targets.slabs(), *publisher.leases.of_takers(), *(job.slab for job in jobs)}
         return pool.has_room(nbytes, wanted, count)
 
-    def _why_full(self, pool: SlabPool) -> str:
+    def _why_full(self, pool: SlabPool | None) -> str:
+        if pool is None:
+            return "its weights are still being copied: give a larger timeout, or publish less often"
         publisher = self._publisher
         targets = publisher.targets.slabs()  # those are nobody's fault
         holders = []
@@ -306,6 +328,8 @@ class Publishing:
             "that never ends, or give the scheme more slots="
         )
 
+    # -- transports that act for each worker ---------------------------------------------------------------------------
+
     async def _offer(self, transport: Carrier, slab: Slab, workers: Iterable[int] | None) -> None:
         descriptor = await transport.offer(slab, workers)
         if descriptor is not None:
@@ -320,19 +344,138 @@ class Publishing:
     def departed(self, route: bytes, update: Update | Again) -> None:
         """This update is on its way to a worker: have the transports act that act for each worker."""
         peer = self._publisher.membership.routes.get(route)
-        if peer is not None and self._observer.lives:
+        if peer is None:
+            return
+        if self._observer.lives:
             self._observer.sent(peer.worker, update)
-        parts = update.parts if isinstance(update, Update) else (update,)
-        for descriptor in (part.descriptor for part in parts):
-            transport = self.served.get(descriptor or b"")
-            if transport is not None and peer is not None:
-                assert descriptor is not None
+        for part in update.parts if isinstance(update, Update) else (update,):
+            if part.descriptor is not None and (transport := self.served.get(part.descriptor)) is not None:
                 whom = peer.worker, peer.nonce
-                transport.serve(descriptor, *whom, partial(self._undeliverable, *whom, descriptor))
+                transport.serve(part.descriptor, *whom, partial(self._undeliverable, *whom, part.descriptor))
 
     def _undeliverable(self, worker: int, nonce: bytes, descriptor: bytes, error: Exception) -> None:
         with self._link.guard():
             if not self._link.closed:
-                self._fast.end()
+                self.end_steady()
                 self._publisher.undeliverable(worker, nonce, descriptor, error)
                 self._link.settle()
+
+    # -- encoding ------------------------------------------------------------------------------------------------------
+
+    def encode(self) -> None:
+        """Encode the next pieces that the publisher has ``wanted``, unless some are under way."""
+        if self._is_encoding or self._link.closed:
+            return
+        wanted = self._publisher.wanted
+        chosen: list[tuple[Encoding, int]] = []
+        while wanted and len(chosen) < ENCODED_AT_ONCE:
+            encoding, index = wanted.popleft()
+            if encoding.users:  # else nobody is getting it any more
+                encoding.join()
+                chosen.append((encoding, index))
+        if chosen:
+            self._is_encoding = True
+            future = self._link.thread.submit(partial(self._encode, chosen))
+            future.add_done_callback(partial(self._encoded, chosen))
+
+    def _encode(self, chosen: list[tuple[Encoding, int]]) -> None:
+        for encoding, index in chosen:
+            try:
+                encoding.encode(index)
+            except Exception:
+                if not self._has_warned:
+                    logger.exception("cannot encode a piece of weights; sending such pieces as they are")
+                self._has_warned = True
+                encoding.leave_as_it_is(index)
+            self._link.call_from_thread(self.packed)
+
+    def _encoded(self, chosen: list[tuple[Encoding, int]], future: asyncio.Future[None]) -> None:
+        self._is_encoding = False
+        for encoding, _ in chosen:
+            encoding.leave()
+        with self._link.guard():
+            future.result()
+            self.encode()
+
+    # -- the fast way --------------------------------------------------------------------------------------------------
+
+    def publish_steadily(
+        self, model_id: str, flat: FlatWeights, transport: Callable[[], Carrier], timeout: float
+    ) -> int | None:
+        """Publish one model's weights for all workers, without metadata; :meth:`complete` is to follow. Returns the
+        version; None: this takes the general way, and nothing was done. Raises as the link's ``check``."""
+        link = self._link
+        link.check()
+        if not self._publisher.settings.fast or timeout < LEAST_TIMEOUT or flat.values:
+            return None
+        # Somebody waits for something, or publishes. Without a timer, nothing would end the fast path.
+        if link.waiters or self.order.waiting or self.order.locked() or link.timer is None:
+            return None
+        if self._observer.follows or self.origin is not None:  # each step is told; a tree's root is above this
+            return None
+        if self.steady is None and not self._begin_steady(model_id, transport()):
+            return None
+        steady, begun = self.steady, link.loop.time()
+        if steady is None or steady.model_id != model_id or steady.waiting or not steady.publish(flat, begun):
+            return None
+        self.is_busy = link.loop.time() - begun > BUSY_SECONDS
+        return self._publisher.targets.version
+
+    def _begin_steady(self, model_id: str, transport: Carrier) -> bool:
+        pool, publisher = transport.pool, self._publisher
+        if pool is None or not transport.is_at_hand:
+            return False
+        model = publisher.targets.models.get(model_id)
+        target = None if model is None else model.common.current
+        if target is None or target.slab.descriptor is None or target.slab not in pool or target.slab.mapped:
+            return False
+        layout = target.slab.layout
+        if layout.nbytes > LARGEST_STEADY or not pool.is_quick(layout.nbytes):
+            return False
+        if target.slab.references > 1:  # one that is lost, or has left, may still be reading it
+            return False
+        peers = publisher.steady(model_id, target.slab)
+        if not peers or publisher.outbox or publisher.fenced is not None:
+            return False
+        if publisher.num_workers is not None and len(peers) < publisher.num_workers:
+            return False  # sending has to report one that is lost
+        workers = []
+        for peer in peers:
+            channel = self._channels.of.get(peer.nonce)
+            if channel is None or peer.unsettled or peer.slow:
+                return False
+            workers.append((peer, channel))
+        known = self._known.get(model_id)
+        if known is None or known.layout is not layout:  # that layout was only tried
+            known = self._known[model_id] = SourceCache(layout)
+        slab = pool.acquire(layout)
+        slab.descriptor = transport.describe(slab)
+        target.slab.forget()  # the version after the next is written there
+        self.steady = SteadySender(publisher, model_id, known, (target.slab.retain(), slab), workers)
+        return True
+
+    async def complete(self, version: int) -> bool:
+        """Announce what was just published, and wait for the answers; True: everybody has it. False: the fast path has
+        ended, and who still has to get it does so the general way."""
+        steady = self.steady
+        if steady is None or self._publisher.targets.version != version:
+            return False
+        waiter = steady.waiter = self._link.loop.create_future()
+        if self.is_busy:
+            self.pause()
+        if steady.announce():
+            await waiter
+        return not steady.waiting
+
+    def end_steady(self) -> None:
+        """Let the publisher go on."""
+        if self.steady is not None:
+            try:
+                self.steady.end()
+            finally:
+                self.steady = None
+
+    def pause(self) -> None:
+        """To be called before workers are woken, if :attr:`is_busy`: a short sleep."""
+        self.is_busy = False
+        time.sleep(1e-6)

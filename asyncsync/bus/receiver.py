@@ -8,39 +8,43 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import zmq
 
-from asyncsync.bus.applying import Applying
 from asyncsync.bus.carrier import Carrier
-from asyncsync.bus.fetching import Fetches
 from asyncsync.bus.link import LINGER_MS, Link
-from asyncsync.bus.observing import ReceiverObserver
 from asyncsync.bus.receiving import Receiving
+from asyncsync.bus.status import BusStatus, ReceiverObserver, WorkerStatus, receiver_figures
+from asyncsync.bus.steady import SteadyWorker
 from asyncsync.errors import ClosedError, NotConnected, ProtocolError
-from asyncsync.fastpath.worker import begin
 from asyncsync.model.gate import Gate
 from asyncsync.model.strategy import Binding
 from asyncsync.monitor.metrics import Metrics
 from asyncsync.monitor.trace import UNMONITORED, Monitoring, hooks_of
 from asyncsync.net.endpoint import is_trustworthy, side_channel_path
 from asyncsync.net.keys import Credentials
-from asyncsync.net.processes import ProcessWatch, this_process
+from asyncsync.net.processes import ProcessWatch, opens_memory, this_process
 from asyncsync.net.rendezvous import Find, Introduction, Whereabouts
 from asyncsync.net.side_channel import ALONE, BY_SIDE_CHANNEL, SideChannel, connect, read
 from asyncsync.net.zmq_socket import LoopSocket, dealer
 from asyncsync.protocol.holdings import Acting
 from asyncsync.protocol.settings import Settings
 from asyncsync.protocol.subscriber import Subscriber
+from asyncsync.protocol.transfer import Memory
 from asyncsync.runtime.threads import finish, yield_core
-from asyncsync.weights.slab import Slab
+from asyncsync.weights.layout import Layout
+from asyncsync.weights.slab import Slab, SlabPool
 from asyncsync.wire.codec import decode, encode
-from asyncsync.wire.messages import Again, Bye, Cast, Chunk, Epoch, Instruction, Welcome
+from asyncsync.wire.messages import FIRST_GUEST, Again, Bye, Cast, Chunk, Epoch, Instruction, Part, Welcome
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
 
 logger = logging.getLogger("asyncsync")
 
 ENDING_SECONDS = 2.0
+FETCH_DEADLINE = 60.0
 
 
 class ReceiverLink(Link):
@@ -74,10 +78,6 @@ class ReceiverLink(Link):
         self.shown: dict[str, tuple[Epoch, int, int, bytes]] = {}
         self.sender_lost = False
         self.observer = ReceiverObserver(worker, hooks)
-        self.applying = Applying(self, self.subscriber, gate, self._fetches.transports, self._show, self.observer)
-        self.receiving = Receiving(
-            self, self.subscriber, self.applying, gate, lambda: self.whereabouts.why_not(), self.origin
-        )
         self._watch: ProcessWatch | None = None
         self._watched: tuple[int, str, int] | None = None
         self.side_channel: SideChannel | None = None
@@ -94,6 +94,8 @@ class ReceiverLink(Link):
             cast = self._receive_cast
             self.whereabouts = Whereabouts(socket, sender, session, credentials, find, told, cast, self.crash)
             undo.callback(self.whereabouts.close)
+            about = self.subscriber, gate, self._fetches.transports, self.observer
+            self.receiving = Receiving(self, *about, self._show, self.origin, self.whereabouts.why_not)
             self._socket = LoopSocket(socket, self._receive, self.crash)
             undo.pop_all()
         self.opened()
@@ -105,13 +107,13 @@ class ReceiverLink(Link):
         self._fetches.transports[model_id] = transport
         self.pass_on(model_id, context)
         if manual:
-            self.applying.manual.add(model_id)
+            self.receiving.manual.add(model_id)
         self.subscriber.register(model_id, binding, self.loop.time())
         self.settle()
 
     async def unregister(self, model_id: str) -> None:
         """Take part in this model's updates no more. When this returns, nothing writes it, or what it lies in."""
-        await self.applying.forget(model_id)
+        await self.receiving.forget(model_id)
         if await self._detach([model_id]) and not self.closed:
             del self._fetches.transports[model_id]
             self.subscriber.holdings.take_out(model_id)
@@ -120,11 +122,11 @@ class ReceiverLink(Link):
     def pass_on(self, model_id: str, context: Any) -> None:
         """Pass the updates of this model on to this context, from the next one on."""
         self.subscriber.end_fast_path()
-        self.applying.cascade.add(model_id, context)
+        self.receiving.cascade.add(model_id, context)
 
     async def replace(self, model_id: str, binding: Binding, timeout: float) -> None:
         """Update another model under this name from now on, beginning with what this worker should have."""
-        await self.applying.leave(model_id, timeout)
+        await self.receiving.leave(model_id, timeout)
         self.subscriber.register(model_id, binding, self.loop.time())
         self.settle()
 
@@ -177,7 +179,6 @@ class ReceiverLink(Link):
             self.whereabouts.subscription.follow(session.trainer.fanout)
 
     def _receive_cast(self, frames: list[Any]) -> None:
-        """What the sender sends to all who have subscribed."""
         try:
             instruction, payload = decode([frame.buffer for frame in frames])
             if not isinstance(instruction, Cast | Chunk):
@@ -220,10 +221,36 @@ class ReceiverLink(Link):
             self.drop(error, "the sender")
         self.settle()
         if type(instruction) is Again and not self.closed and not follows:
-            # If it was applied at once, be ready to do so again.
-            begin(
-                self.subscriber, instruction, self.gate, self.applying.goes_straight, self._fetches.window, self._show
-            )
+            self._begin_steady(instruction)
+
+    def _begin_steady(self, again: Again) -> None:
+        """If this, the last instruction, was applied at once, by copying a few bytes: be ready to do so again."""
+        subscriber = self.subscriber
+        if not subscriber.settings.fast or subscriber.fast_path is not None:
+            return
+        if (steady := subscriber.steady(again.serial)) is None:
+            return
+        model_id, part = steady
+        newest, binding = subscriber.holdings.held[model_id][2], subscriber.models[model_id]
+        prepared = binding.cached(newest)
+        if prepared is None or not prepared.is_known or again.descriptor is None or newest.leased:
+            return
+        if not self.receiving.goes_straight((model_id,)):
+            return
+        try:
+            slab = subscriber.pool.acquire(newest.layout)
+        except (MemoryError, RuntimeError):  # torch raises the latter
+            return  # if the next update cannot be had either, the trainer gets FAILED
+        try:
+            if binding.prepare(slab) is not binding.cached(slab):
+                return
+            slabs = newest.retain(), slab.retain()
+        except (MemoryError, RuntimeError):
+            return
+        finally:
+            slab.release()
+        window = partial(self._fetches.window, model_id, newest.layout)
+        subscriber.fast_path = SteadyWorker(subscriber, model_id, part, slabs, self.gate, window, self._show)
 
     def _acknowledge(self, done: bytes, now: float) -> None:
         """The fast path has applied an update: send APPLIED, and do what :meth:`settle` does."""
@@ -232,7 +259,7 @@ class ReceiverLink(Link):
             self.settle()
         elif self.waiters:
             self.notify()
-        if self._timer is None:
+        if self.timer is None:
             self._set_timer(now)
 
     def _show(self, epoch: Epoch, versions: Mapping[str, Acting]) -> None:
@@ -253,6 +280,33 @@ class ReceiverLink(Link):
     def origin(self, models: Iterable[str]) -> int:
         """In a tree, the version at its root that :meth:`version` stands for; else the same. From any thread."""
         return self.acting(models).origin
+
+    def status(self, models: list[str]) -> BusStatus:
+        subscriber = self.subscriber
+        seen = None if subscriber.last_seen is None else self.loop.time() - subscriber.last_seen
+        targets = {m: subscriber.targets.get(m, 0) for m in models}
+        # What an earlier sender sent is not this one's, whatever its number.
+        marks = [(m, *self.shown[m][:2]) for m in models if m in self.shown]
+        current = {m: version for m, epoch, version in marks if epoch == subscriber.session.epoch}
+        behind = {m: target - current.get(m, 0) for m, target in targets.items() if target > current.get(m, 0)}
+        version = min((self.version([m]) for m in behind), default=self.version(models))
+        target, lag = max(targets.values(), default=0), max(behind.values(), default=0)
+        state, reason = "live", ""
+        if self.closed:
+            state, reason = "lost", "this receiver was shut down"
+        elif subscriber.session.ended is not None:
+            state, reason = "lost", str(subscriber.session.ended)
+        elif self.sender_lost or not subscriber.session.online:
+            state, reason = "lost", self.whereabouts.why or "the sender is gone; waiting for a new one"
+        elif seen is None or seen > subscriber.settings.slow_after:
+            state = "slow"
+        status = WorkerStatus(version, target, lag, seen, state, subscriber.bytes_received, reason)
+        return BusStatus({subscriber.worker: status}, self.whereabouts.refused)
+
+    def figures(self) -> list[Metric]:
+        models = list(self.subscriber.models)
+        applied = {model_id: self.version([model_id]) for model_id in models}
+        return [*receiver_figures(self.status(models), applied), *super().figures()]
 
     def _open_side_channel(self) -> None:
         """The sender knows this worker now: connect the side channel, unless it is there already."""
@@ -285,15 +339,20 @@ class ReceiverLink(Link):
             self._subscribe()
         self.whereabouts.tick(now)
 
-    def _flush(self, now: float) -> None:
-        subscriber = self.subscriber
+    def settle(self) -> None:
+        now, subscriber = self.loop.time(), self.subscriber
         if subscriber.staged:
             if self.observer.follows:
                 self.observer.look(subscriber.staged)
-            self.applying.offer()
+            self.receiving.offer()
         if subscriber.fetches:
             self._fetches.start(subscriber)
         self._send_all()
+        self.notify()
+        if self.timer is None:
+            self._set_timer(now)
+        if self.settled is not None:
+            self.settled()
 
     def _send_all(self) -> None:
         self.subscriber.flush()
@@ -333,7 +392,7 @@ class ReceiverLink(Link):
         reads = True
         try:
             # What is being passed on is copied first, by a thread that nobody can stop.
-            reads = not await self._detach(list(self._fetches.transports)) or self.applying.cascade.task is not None
+            reads = not await self._detach(list(self._fetches.transports)) or self.receiving.cascade.task is not None
         finally:
             await self._end(reads)
 
@@ -343,19 +402,23 @@ class ReceiverLink(Link):
             return True  # nobody writes there any more
         if self.receiving.copying:
             await finish(self.thread.submit(lambda: None))  # receive() is still reading
-        return await self._fetches.detach(models, self.thread, in_use=self.gate.applying or self.gate.pending)
+        done, in_use = True, self.gate.applying or self.gate.pending
+        for transport in {id(t): t for m in models if (t := self._fetches.transports.get(m)) is not None}.values():
+            if transport.is_adopted or in_use:
+                done = await finish(self.thread.submit(transport.detach_models)) and done
+        return done
 
     async def _end(self, reads: bool) -> None:
         if self.closed:
             return
         self.subscriber.bye("shutdown", reads=reads)
-        self._flush(self.loop.time())
+        self._send_all()
         self.closed = True
-        others = self.applying.cascade.task, self.whereabouts.search
+        others = self.receiving.cascade.task, self.whereabouts.search
         ending = {*self._fetches.tasks, *(task for task in others if task is not None)}
         for task in self._fetches.tasks:
             task.cancel()
-        self.applying.close()
+        self.receiving.close()
         self.observer.close()
         self._close_all(LINGER_MS)
         self.notify()
@@ -384,3 +447,152 @@ class ReceiverLink(Link):
         if self.side_channel is not None:
             self.side_channel.close()
         self._socket.close(linger_ms)
+
+
+class Fetches(Memory):
+    """One task per part that is being fetched; ``tasks`` has those that have not ended. ``transports`` are those of the
+    models, by name; ``common``: that of all others, where a relay or a guest takes every model. ``fetched`` is called
+    with a part's serial, index and slab when it is here, or with the reason why it is not."""
+
+    def __init__(self, fetched: Callable[[int, int, Slab, Exception | None], None], common: Carrier | None) -> None:
+        self.transports: dict[str, Carrier] = {}
+        self._common = common
+        self._fetched = fetched
+        self._loop = asyncio.get_running_loop()
+        self.tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, subscriber: Subscriber) -> None:
+        """Begin with what the subscriber wants."""
+        while subscriber.fetches:
+            serial, index, part, slab = subscriber.fetches.popleft()
+            transport = self._transport(subscriber.session.local(part.model_id))
+            assert part.descriptor is not None
+            task = self._loop.create_task(self._fetch(serial, index, part.descriptor, slab, transport))
+            self.tasks.add(task)
+            task.add_done_callback(self.tasks.discard)
+
+    def _transport(self, model_id: str) -> Carrier:
+        transport = self.transports.get(model_id, self._common)
+        assert transport is not None
+        return transport
+
+    def attach(self, model_id: str, part: Part, layout: Layout, pool: SlabPool) -> Slab | None:
+        assert part.descriptor is not None
+        return self._transport(model_id).attach(part.descriptor, layout, pool)
+
+    def acquire(self, model_id: str, layout: Layout, pool: SlabPool, *, adopts: bool) -> Slab:
+        transport = self._transport(model_id)
+        return transport.acquire_slab(layout, pool) if adopts or transport.holds_received else pool.acquire(layout)
+
+    def opens(self, pid: int) -> bool:
+        return opens_memory(pid)
+
+    def window(self, model_id: str, layout: Layout, descriptor: bytes) -> memoryview | None:
+        """Where :meth:`attach` would copy the bytes from, if it did; with another descriptor than a part's."""
+        return self._transport(model_id).slot_window(descriptor, layout)
+
+    async def _fetch(self, serial: int, index: int, descriptor: bytes, slab: Slab, transport: Carrier) -> None:
+        failure: Exception | None = None
+        try:
+            async with asyncio.timeout(FETCH_DEADLINE):
+                await transport.fetch_slab(descriptor, slab, self._loop.time() + FETCH_DEADLINE)
+        except Exception as error:  # the transport may be the user's: its failure travels to the trainer
+            failure = error
+        except asyncio.CancelledError:
+            slab.release()
+            raise
+        self._fetched(serial, index, slab, failure)
+        del failure  # its traceback refers to this frame, and to the slab's memory
+
+
+# -- those who are no workers ------------------------------------------------------------------------------------------
+
+
+class Snapshot(NamedTuple):
+    """One model's weights: the version, the metadata it was published with, and a copy of the slab."""
+
+    version: int
+    metadata: dict[str, Any]
+    slab: Slab
+
+
+def guest_link(
+    sender: str,
+    transport: Carrier,
+    settings: Settings,
+    role: str,
+    credentials: Callable[[], Credentials] | None = None,
+) -> ReceiverLink:
+    """A link that takes every model of a sender; its place is one that no worker has. On the running loop. Raises
+    NotConnected if it cannot connect."""
+    place = FIRST_GUEST + secrets.randbelow(FIRST_GUEST)
+    link = ReceiverLink(sender, place, settings, Gate(), credentials, role, transport=transport)
+    link.settle()  # from now on it looks for the sender, at each of its addresses
+    return link
+
+
+class Guest:
+    """A guest of one sender, on the running loop. ``transport`` is as the sender's, for which a shared-memory one does,
+    too: it takes chunks as well. Usage::
+
+        guest = Guest("tcp://127.0.0.1:5555", ZMQTransport())
+        try:
+            weights = await guest.weights(timeout=10)
+        finally:
+            await guest.shutdown()
+    """
+
+    def __init__(
+        self,
+        sender: str,
+        transport: Carrier,
+        settings: Settings | None = None,
+        *,
+        role: str = "guest",
+        credentials: Callable[[], Credentials] | None = None,
+    ) -> None:
+        self.link = guest_link(sender, transport, settings or Settings(), role, credentials)
+
+    async def weights(self, timeout: float) -> dict[str, Snapshot]:
+        """The newest weights of every model of which the sender has any, by name ("": a sender's only model that has
+        none). Raises NotConnected if there is no sender, or it has none, within the timeout, and at once if it does not
+        let this guest in for its key; ClosedError or Fenced if it has turned this guest away."""
+        subscriber, dialer = self.link.subscriber, self.link.whereabouts
+        session = subscriber.session
+
+        def have_come() -> bool:
+            return any(session.served.values()) and all(map(subscriber.settled, session.served))
+
+        def is_over() -> bool:
+            return session.ended is not None or (dialer.is_refused and not dialer.has_others)
+
+        in_time = await self.link.wait(lambda: have_come() or is_over(), timeout)
+        if session.ended is not None:
+            raise type(session.ended)(*session.ended.args)
+        if not have_come():
+            late = "" if in_time else f" after {timeout:g} s"
+            raise NotConnected(f"no weights from {self.link.whereabouts.endpoint}{late}: {self.why()}")
+        found = {}
+        for model_id in [m for m, digest in session.served.items() if digest]:
+            shown = self.link.acting([model_id]).shown
+            found[model_id] = await self.link.receiving.copy(model_id, partial(Snapshot, shown.version, shown.metadata))
+        return found
+
+    def why(self) -> str:
+        """For people: why there are no weights yet."""
+        subscriber = self.link.subscriber
+        if self.link.whereabouts.why:
+            return self.link.whereabouts.why
+        if not subscriber.session.online:
+            return "there is no connection: is the sender running, and is this its address?"
+        if not subscriber.session.welcomed:
+            return "it has no version yet, like a relay that has not reached its trainer; or it has stopped"
+        if subscriber.holdings.error:
+            return "; ".join(str(error) for _, error in subscriber.holdings.error.values())
+        if not any(subscriber.session.served.values()):
+            return "the sender has not published any yet"
+        return "the weights have not arrived completely yet"
+
+    async def shutdown(self) -> None:
+        """Leave, and release everything. Idempotent."""
+        await self.link.shutdown()

@@ -1,19 +1,36 @@
-"""Receiving: what a receiver's callers wait for — the sender's welcome, updates, versions — and the copies they get."""
+"""Receiving: how staged updates go through a receiver's gate, and what its callers wait for.
+
+A worker that serves workers of its own passes each update on before it counts as applied: a receiver's context with
+``update_policy_weights_`` is called with every update that has gone through the gate, unless its attribute ``cascades``
+is false by then: nobody is below it. So the sender's ``send`` returns when the whole tree below has the weights, and a
+failure down there is this worker's.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+import asyncio
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
-from asyncsync.bus.applying import Applying
+from tensordict import TensorDict
+
+from asyncsync.bus.carrier import Carrier
 from asyncsync.bus.link import Link
+from asyncsync.bus.status import ReceiverObserver
+from asyncsync.bus.steady import Show
 from asyncsync.errors import AckTimeout, ClosedError, NotConnected, WeightSyncError
-from asyncsync.model.gate import Gate
+from asyncsync.model.gate import Gate, Writer
+from asyncsync.protocol.holdings import Staging
 from asyncsync.protocol.subscriber import Subscriber
+from asyncsync.runtime.threads import WorkThread, as_exception
 from asyncsync.weights.slab import Slab
 from asyncsync.wire.messages import Epoch
 
+GATE_POLL = 0.05
+CLEAN_DELAY = 0.002
 REQUEST_AGAIN = 1.0
 
 Mark = tuple[Epoch, int]
@@ -21,25 +38,182 @@ Mark = tuple[Epoch, int]
 
 
 class Receiving:
-    """The waits of one receiver's callers. ``unanswered`` returns why there is no connection, ``origin`` the version at
-    the root of a tree that these models show; ``copying`` counts the copies that are being made of received slabs."""
+    """The updates of one receiver, from staged to applied, and its callers, who wait for them.
+
+    ``manual`` has the models whose updates wait for ``receive`` (``apply="on_receive"``), ``wanted`` those of them that
+    somebody is receiving right now; ``copying`` counts the copies that are being made of received slabs. ``show`` is
+    called when models have a version; the transports are cleaned afterwards. ``unanswered`` returns why there is no
+    connection, ``origin`` the version at the root of a tree that these models show.
+    """
 
     def __init__(
         self,
         link: Link,
         subscriber: Subscriber,
-        applying: Applying,
         gate: Gate,
-        unanswered: Callable[[], str],
+        transports: Mapping[str, Carrier],
+        observer: ReceiverObserver,
+        show: Show,
         origin: Callable[[Iterable[str]], int],
+        unanswered: Callable[[], str],
     ) -> None:
+        self.manual: set[str] = set()
+        self.wanted: list[str] = []
         self.copying = 0
+        self.cascade = Cascade()
         self._link = link
         self._subscriber = subscriber
-        self._applying = applying
         self._gate = gate
-        self._unanswered = unanswered
+        self._transports = transports
+        self._observer = observer
+        self._show = show
         self._origin = origin
+        self._unanswered = unanswered
+        self._offered: list[Staging] = []  # what the gate has, unless it has done with it
+        self._gate_timer: asyncio.TimerHandle | None = None
+        self._cleaning: asyncio.TimerHandle | None = None
+
+    # -- through the gate ----------------------------------------------------------------------------------------------
+
+    def goes_straight(self, models: Iterable[str]) -> bool:
+        """Whether updates of these models wait for readers only, and are passed on to nobody."""
+        if self.cascade.task is not None or not self.manual.isdisjoint(models):
+            return False
+        return not self.cascade.concerns(models)
+
+    async def forget(self, model_id: str) -> None:
+        """This model takes part no more. When this returns, the gate has done with what it had begun with."""
+        self.manual.discard(model_id)
+        self.cascade.remove(model_id)
+        self._subscriber.unregister(model_id, self._link.loop.time())
+        self._link.settle()
+        await self._link.wait(lambda: not any(model_id in one.parts for one in self._subscriber.staged), None)
+
+    def close(self) -> None:
+        """Nothing more is applied or passed on from here."""
+        self.cascade.close()
+        for timer in (self._gate_timer, self._cleaning):
+            if timer is not None:
+                timer.cancel()
+
+    async def leave(self, model_id: str, timeout: float) -> None:
+        """Have nothing under way for this model, which then has nothing of the sender's memory. Raises AckTimeout."""
+        staged, deadline = self._subscriber.staged, self._link.loop.time() + timeout
+        leave = Writer(self._subscriber.models[model_id].leave_slabs, lambda error: None)
+        staged.abandon()
+        while staged or not self._gate.try_apply(leave):  # what the gate has begun with still goes to the model
+            if self._link.loop.time() >= deadline:
+                raise AckTimeout(f"cannot replace {model_id!r}: readers or updates used it for {timeout:g} s")
+            await asyncio.sleep(GATE_POLL)
+            self._link.check()
+            staged.abandon()
+
+    def offer(self) -> None:
+        """Give the gate what is staged, to be applied in one pass."""
+        if self.cascade.task is not None or self._link.closed or self._subscriber.leaving:
+            return
+        passing = self._ready() if self.manual else self._subscriber.staged.copy()
+        if not passing or passing == self._offered:
+            return
+        self._offered = passing
+        later = partial(self._conclude_later, passing)
+        update = Writer(partial(self._pass, passing), lambda error: self._link.call_from_thread(later))
+        if self._gate.try_apply(update):
+            self._conclude(passing)
+            return
+        self._gate.offer(update.apply, update.done)
+        if self._gate.pending and self._gate_timer is None:
+            self._gate_timer = self._link.loop.call_later(GATE_POLL, self._poll_gate)
+
+    def _ready(self) -> list[Staging]:
+        """What is staged, without what is to wait for ``receive``. An update may go before an older one that waits;
+        what both bring, the older one then brings no more."""
+        ready: list[Staging] = []
+        waiting: list[Staging] = []
+        for staging in self._subscriber.staged:
+            if self._awaits_receive(staging) and staging not in self._offered:
+                waiting.append(staging)
+                continue
+            for older in waiting:
+                older.leave_out(staging.parts)
+            ready.append(staging)
+        return ready
+
+    def _awaits_receive(self, staging: Staging) -> bool:
+        return any(m in self.manual and m not in self.wanted for m in staging.parts)
+
+    def _pass(self, passing: list[Staging]) -> None:
+        """Called by the gate, in whatever thread: apply one after the other. One that fails keeps none of the others
+        back. After an interrupt the gate calls once more: then what is over already is left out."""
+        for staging in passing:
+            if not staging.over:
+                try:
+                    staging.run()
+                except Exception as error:
+                    staging.error = error
+                else:
+                    if not staging.abandoned:
+                        self._show(staging.epoch, staging.acting)
+                staging.over = True
+
+    def _conclude(self, passed: list[Staging]) -> None:
+        if self._offered is passed:
+            self._offered = []
+        for staging in passed:
+            if staging.heard or staging.abandoned:
+                continue
+            staging.heard = True
+            if staging.error is None and self.cascade.concerns(staging.parts):
+                # Nothing newer goes through the gate until those below have this one, and it counts as applied.
+                slabs = {model_id: part.slab for model_id, part in staging.parts.items()}
+                self.cascade.begin(slabs, partial(self._conclude_later, passed, staging))
+                return
+            self._finished(staging, staging.error)
+
+    def _conclude_later(
+        self, passed: list[Staging], passed_on: Staging | None = None, failure: Exception | None = None
+    ) -> None:
+        """The same as a callback of the loop, perhaps when one of them was passed on."""
+        with self._link.guard():
+            if passed_on is not None:
+                self._finished(passed_on, failure)
+            self._conclude(passed)
+            if not self._link.closed:
+                self._link.settle()
+
+    def _finished(self, staging: Staging, error: Exception | None) -> None:
+        if self._observer.follows:
+            self._observer.finished(staging, error)
+        if error is not None:
+            self._subscriber.failed(staging, error)
+            return
+        self._subscriber.applied(staging)
+        if self._cleaning is None and any(part.slab.leased for part in staging.parts.values()):
+            # Not at once: it takes a core for some time, which the sender may need to read the acknowledgement.
+            self._cleaning = self._link.loop.call_later(CLEAN_DELAY, self._clean)
+
+    def _clean(self) -> None:
+        self._cleaning = None
+        if not self._link.closed:
+            for transport in set(self._transports.values()):
+                transport.clean_slots()
+
+    def _poll_gate(self) -> None:
+        # Readers that ended abnormally never leave: find them while an update waits.
+        self._gate_timer = None
+        if self._gate.pending and not self._link.closed:
+            self._gate.poll()
+            if self._gate.pending:
+                self._gate_timer = self._link.loop.call_later(GATE_POLL, self._poll_gate)
+
+    def withdraw(self) -> None:
+        """Nobody receives any more: a manual update that the gate has not begun with waits again."""
+        if any(map(self._awaits_receive, self._offered)) and self._gate.withdraw():
+            self._offered = []
+            if not self._link.closed:
+                self._link.settle()  # for the others
+
+    # -- what callers wait for -----------------------------------------------------------------------------------------
 
     def mark(self, model_id: str) -> Mark | None:
         """Epoch and version of the newest applied update of a model."""
@@ -49,13 +223,13 @@ class Receiving:
     @contextmanager
     def _wanted(self, *models: str) -> Iterator[None]:
         """Somebody receives these models' updates: those that wait for that go through the gate."""
-        self._applying.wanted += models
+        self.wanted += models
         try:
             yield
         finally:
             for model_id in models:
-                self._applying.wanted.remove(model_id)
-            self._applying.withdraw()
+                self.wanted.remove(model_id)
+            self.withdraw()
 
     def _here(self, models: Iterable[str]) -> list[str]:
         """Those of these models that take part. Raises ClosedError: the schemes of all of them were shut down."""
@@ -65,9 +239,8 @@ class Receiving:
 
     async def connected(self, model_id: str, timeout: float, deadline: float) -> None:
         """Wait for the sender's welcome, and for the initial weights if it has any, until ``deadline``, by the loop's
-        clock, which the caller gave as ``timeout``. Raises SchemaMismatch if these do
-        not fit the model; NotConnected, Fenced or ClosedError if no sender has come in time, or it turned this worker
-        away."""
+        clock, which the caller gave as ``timeout``. Raises SchemaMismatch if these do not fit the model; NotConnected,
+        Fenced or ClosedError if no sender has come in time, or it turned this worker away."""
         subscriber = self._subscriber
 
         def done() -> bool:
@@ -84,7 +257,9 @@ class Receiving:
 
         if subscriber.session.ended is not None and not refused():
             raise self._ending()
-        self._check_again(model_id)
+        subscriber.check_again(model_id, self._link.loop.time())
+        if model_id in subscriber.session.refused:  # the sender's layout has not fitted, and does not by now
+            raise _again(subscriber.session.refused[model_id])
         with self._wanted(model_id):
             self._link.settle()
             if not await self._link.wait(done, max(0.0, deadline - self._link.loop.time())):
@@ -107,12 +282,6 @@ class Receiving:
             return _again(subscriber.session.refused[model_id])
         return subscriber.holdings.error[model_id][1]
 
-    def _check_again(self, model_id: str) -> None:
-        """Raise SchemaMismatch if the sender's layout has not fitted this model, and does not by now."""
-        self._subscriber.check_again(model_id, self._link.loop.time())
-        if model_id in self._subscriber.session.refused:
-            raise _again(self._subscriber.session.refused[model_id])
-
     def _why(self, model_id: str) -> str:
         subscriber = self._subscriber
         if not subscriber.session.online:
@@ -125,6 +294,10 @@ class Receiving:
         if self._gate.pending:
             return f"an update waits for {self._gate.readers} reader(s) to finish (a hold() or a forward)"
         return "its initial weights have not arrived; the sender waits until every worker has connected"
+
+    def _failed(self, model_id: str) -> int:
+        """The newest version that could not be applied; 0: none."""
+        return self._subscriber.holdings.error.get(model_id, (0,))[0]
 
     def _ending(self) -> WeightSyncError:
         assert self._subscriber.session.ended is not None
@@ -168,27 +341,32 @@ class Receiving:
                     return True
                 if not session.answered(first):  # what does not fit may have been taken back by now
                     return False
-                target, failed = subscriber.targets.get(model_id, 0), subscriber.holdings.error.get(model_id, (0,))[0]
-                reached = bool(target) and max(subscriber.holdings.version(model_id), failed) >= target
+                target, version = subscriber.targets.get(model_id, 0), subscriber.holdings.version(model_id)
+                reached = bool(target) and max(version, self._failed(model_id)) >= target
                 return reached or session.mismatch(model_id) is not None
 
-            while True:
-                self._link.settle()
-                remaining = deadline - self._link.loop.time()
-                if await self._link.wait(done, max(0.0, min(REQUEST_AGAIN, remaining))):
-                    break
-                if remaining <= 0:
-                    raise AckTimeout(
-                        f"worker {subscriber.worker} could not fetch {model_id!r} within {timeout:g} s: "
-                        f"{self._why(model_id)}"
-                    )
-                session.request()
+            if not await self._requesting(done, deadline):
+                raise AckTimeout(
+                    f"worker {subscriber.worker} could not fetch {model_id!r} within {timeout:g} s: "
+                    f"{self._why(model_id)}"
+                )
         wrong = session.ended is not None or session.mismatch(model_id) is not None
         if wrong or subscriber.holdings.version(model_id) < subscriber.targets.get(model_id, 0):
             raise self._failure(model_id)
         mark = self.mark(model_id)
         assert mark is not None
         return mark
+
+    async def _requesting(self, done: Callable[[], bool], deadline: float, *, root: bool = False) -> bool:
+        """Wait, and repeat what was requested, as it may get lost; False: ``done`` does not hold by the deadline."""
+        while True:
+            self._link.settle()
+            remaining = deadline - self._link.loop.time()
+            if await self._link.wait(done, max(0.0, min(REQUEST_AGAIN, remaining))):
+                return True
+            if remaining <= 0:
+                return False
+            self._subscriber.session.request(root=root)
 
     async def reach(self, model_id: str, version: int, timeout: float, others: Iterable[str] = ()) -> Mark:
         """Wait until this model has this version, or a newer one; one that waits for ``receive`` is applied, also where
@@ -199,9 +377,8 @@ class Receiving:
 
         def done() -> bool:
             self._here([model_id])
-            held, failed = subscriber.holdings.version(model_id), subscriber.holdings.error.get(model_id, (0,))[0]
             ended = subscriber.session.ended is not None or model_id in subscriber.session.refused
-            return ended or max(held, failed) >= version
+            return ended or max(subscriber.holdings.version(model_id), self._failed(model_id)) >= version
 
         with self._wanted(model_id, *others):
             self._link.settle()
@@ -227,7 +404,7 @@ class Receiving:
             return [m for m in self._here(models) if subscriber.targets.get(m, 0) >= version > holdings.version(m)]
 
         def failed() -> list[str]:
-            return [m for m in missing() if m in session.refused or holdings.error.get(m, (0,))[0] >= version]
+            return [m for m in missing() if m in session.refused or self._failed(m) >= version]
 
         def done() -> bool:
             meant = any(subscriber.targets.get(m, 0) >= version for m in models)
@@ -254,8 +431,7 @@ class Receiving:
 
         def failed() -> str | None:
             for m in least:
-                is_behind = holdings.version(m) < least[m]
-                if session.mismatch(m) is not None or (is_behind and holdings.error.get(m, (0,))[0] >= least[m]):
+                if session.mismatch(m) is not None or holdings.version(m) < least[m] <= self._failed(m):
                     return m
             return None
 
@@ -268,26 +444,19 @@ class Receiving:
                 del least[model_id]
             return bool(least) and (all(holdings.version(m) >= v for m, v in least.items()) or failed() is not None)
 
-        with ExitStack() as stack:
-            for model_id in models:
-                stack.enter_context(self._wanted(model_id))
-            while True:
-                self._link.settle()
-                remaining = deadline - self._link.loop.time()
-                if await self._link.wait(done, max(0.0, min(REQUEST_AGAIN, remaining))):
-                    if session.ended is not None or session.epoch == epoch:
-                        break
-                    least.clear()
-                    first, epoch = session.request(root=True), session.epoch
-                    continue
-                if remaining <= 0:
-                    asked = f", and it should have {least}" if least else "; the sender has not answered"
-                    have = {m: holdings.version(m) for m in models}
-                    raise AckTimeout(
-                        f"worker {subscriber.worker} was more than {max_lag} versions behind for {timeout:g} s: "
-                        f"it has {have}{asked}"
-                    )
-                session.request(root=True)
+        with self._wanted(*models):
+            while await self._requesting(done, deadline, root=True):
+                if session.ended is not None or session.epoch == epoch:
+                    break
+                least.clear()
+                first, epoch = session.request(root=True), session.epoch
+            else:
+                asked = f", and it should have {least}" if least else "; the sender has not answered"
+                have = {m: holdings.version(m) for m in models}
+                raise AckTimeout(
+                    f"worker {subscriber.worker} was more than {max_lag} versions behind for {timeout:g} s: "
+                    f"it has {have}{asked}"
+                )
         if session.ended is not None:
             raise self._ending()
         if (wrong := failed()) is not None:
@@ -330,3 +499,87 @@ class Receiving:
 def _again(error: WeightSyncError) -> WeightSyncError:
     """A fresh exception with the same message: raising one object from several places would pile up tracebacks."""
     return type(error)(*error.args)
+
+
+class Cascade:
+    """The contexts of a receiver's models. While ``task`` is not None, it passes one update on.
+
+    An ordinary ``update_policy_weights_`` runs on a daemon thread, because it may block: it typically sends with
+    another scheme, whose loop thread must stay free. A coroutine function runs as a task of the loop.
+    """
+
+    def __init__(self) -> None:
+        self.task: asyncio.Task[None] | None = None
+        self._contexts: dict[str, Any] = {}
+        self._thread = WorkThread("asyncsync-cascade")
+        self._closed = False
+
+    def add(self, model_id: str, context: Any) -> None:
+        """Pass a model's updates on to this context, if it takes them."""
+        if callable(getattr(context, "update_policy_weights_", None)):
+            self._contexts[model_id] = context
+
+    def remove(self, model_id: str) -> None:
+        """Pass on no more of its updates."""
+        self._contexts.pop(model_id, None)
+
+    def concerns(self, models: Iterable[str]) -> bool:
+        """Whether one of these models is passed on."""
+        return bool(self._contexts) and not self._closed and any(_has_workers(self._contexts.get(m)) for m in models)
+
+    def begin(self, slabs: Mapping[str, Slab], then: Callable[[Exception | None], None]) -> None:
+        """Pass one update on; ``then`` is called on the loop with what ``update_policy_weights_`` raised, or None. Each
+        context is called once, with TensorDicts of its own. The slabs must stay as they are until ``then``."""
+        self.task = asyncio.get_running_loop().create_task(self._run(slabs, then))
+
+    async def _run(self, slabs: Mapping[str, Slab], then: Callable[[Exception | None], None]) -> None:
+        failure: Exception | None = None
+        try:
+            contexts = {id(c): c for m in slabs if _has_workers(c := self._contexts.get(m))}
+            for context in contexts.values():
+                await self._pass_on(context, {m: s for m, s in slabs.items() if self._contexts.get(m) is context})
+        except BaseException as error:
+            if self._closed:
+                raise
+            failure = as_exception(error)  # a CancelledError is the user's own
+        self.task = None
+        then(failure)
+
+    async def _pass_on(self, context: Any, slabs: Mapping[str, Slab]) -> None:
+        function = context.update_policy_weights_
+        if inspect.iscoroutinefunction(function):
+            await _call(function, await self._thread.submit(lambda: _copies(slabs)))
+            return
+
+        def call() -> Any:
+            try:
+                return _call(function, _copies(slabs))
+            except BaseException as error:
+                raise as_exception(error)  # noqa: B904 - it has its cause
+
+        result = await self._thread.submit(call)
+        if inspect.isawaitable(result):  # an ordinary function that returns a coroutine
+            await result
+
+    def close(self) -> None:
+        """Cancel what is under way. The thread ends as soon as the user's code lets it; nobody waits for that."""
+        self._closed = True
+        if self.task is not None:
+            self.task.cancel()
+        self._thread.abandon()
+
+
+def _has_workers(context: Any) -> bool:
+    # Read at each update: a collector may be given its workers later.
+    return context is not None and bool(getattr(context, "cascades", True))
+
+
+def _copies(slabs: Mapping[str, Slab]) -> dict[str, TensorDict]:
+    return {model_id: slab.copy().weights() for model_id, slab in slabs.items()}
+
+
+def _call(function: Any, weights: dict[str, TensorDict]) -> Any:
+    if len(weights) > 1:
+        return function(weights_dict=weights)
+    [(model_id, only)] = weights.items()
+    return function(only, model_id=model_id)

@@ -5,40 +5,38 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import zmq
 
 from asyncsync.arguments import check_count
-from asyncsync.bus.encoding import Encoder
+from asyncsync.bus.carrier import Calls
 from asyncsync.bus.link import LINGER_MS, Link
-from asyncsync.bus.member import Calls
-from asyncsync.bus.observing import SenderObserver
-from asyncsync.bus.outgoing import Outgoing
 from asyncsync.bus.publishing import Publishing
-from asyncsync.bus.reporting import Reporter, warn_of_blocking
+from asyncsync.bus.status import BusStatus, Reporter, SenderObserver, sender_figures, worker_status
 from asyncsync.errors import NotConnected, PartialSendError, PeerLost, ProtocolError
-from asyncsync.fastpath.sender import FastSender
 from asyncsync.monitor.metrics import Metrics
 from asyncsync.monitor.trace import UNMONITORED, Monitoring, hooks_of
 from asyncsync.net.endpoint import EndpointLock, is_plaintext_beyond_loopback, side_channel_path
 from asyncsync.net.keys import Admission, KeyFiles, KeyPair
 from asyncsync.net.processes import ProcessWatch, shortage, this_process
 from asyncsync.net.rendezvous import Introductions
-from asyncsync.net.side_channel import Receive, SideChannels, read
-from asyncsync.net.zmq_socket import Bound, LoopSocket, router
-from asyncsync.protocol.membership import Outcome, Progress
+from asyncsync.net.side_channel import BY_SIDE_CHANNEL, Receive, SideChannels, read
+from asyncsync.net.zmq_socket import Bound, Broadcast, LoopSocket, router
+from asyncsync.protocol.membership import EVERYBODY, Outcome, Progress
 from asyncsync.protocol.publisher import Publisher
 from asyncsync.protocol.settings import Settings
 from asyncsync.protocol.targets import Peer
 from asyncsync.runtime import loop_thread
-from asyncsync.weights.packing import SourceCache
 from asyncsync.weights.slab import SlabPool
 from asyncsync.wire.codec import decode, encode
-from asyncsync.wire.messages import Bye, Hello, Inquiry, Instruction, Ready, Released, Report
+from asyncsync.wire.messages import Again, Buffer, Bye, Hello, Inquiry, Instruction, Ready, Released, Report, Update
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
 
 logger = logging.getLogger("asyncsync")
 
@@ -53,11 +51,13 @@ class SenderLink(Link):
     with ``keys``, only those whose keys are listed. ``admission`` says so; None: everybody gets in.
 
     The state machine, ``publisher``, stands still while the fast path is on: :meth:`caught_up` ends that. An elastic
-    sender needs ``min_workers``; ``pool`` has slabs for transports that have none.
+    sender needs ``min_workers``; ``pool`` has slabs for transports that have none. ``broadcast`` is what workers can
+    subscribe to; None: nothing.
     """
 
     introductions: Introductions  # if it is keyed
     admission: Admission | None = None
+    broadcast: Broadcast | None = None
 
     def __init__(
         self,
@@ -79,31 +79,29 @@ class SenderLink(Link):
         epoch = (time.time_ns(), secrets.randbits(62))
         self.publisher = Publisher(epoch, this_process(), num_workers, settings)
         self.pool = SlabPool(partial(self.call_from_thread, self.notify))
-        known: dict[str, SourceCache] = {}
-        self.fast = FastSender(self, known, is_on=settings.fast)
         self.observer = SenderObserver(self.publisher.progress.awaited, hooks)
-        self.publishing = Publishing(self, self.publisher, self.fast, known, self.pool, self.depart, self.observer)
-        self.encoder = Encoder(self, self.publisher, self.publishing.packed)
-        self.reporter = Reporter(self.publisher, self.loop.time, self._refused, self.dropped)
+        self.reporter = Reporter(self.publisher, self.loop.time, lambda: self.refused, self.dropped)
         self.min_workers = min_workers
         self._has_warned = False  # of an event loop that was blocked
         self._carried = self._before = 0  # where a checkpoint goes on, and what was published before that
         self._watches: dict[bytes, ProcessWatch] = {}
+        self._subscribed_at = endpoint if settings.fanout and not is_local else None
+        self._removed = 0  # keys, when the broadcast was opened
         with ExitStack() as undo:
             undo.callback(self.context.destroy, 0)
             if monitoring.address is not None:
                 self.metrics = Metrics(monitoring.address)
                 self.observer.durations = self.metrics.durations
                 undo.callback(self.metrics.close)
-            self._lock = EndpointLock(endpoint) if endpoint.startswith("ipc://") else None
+            self._lock = EndpointLock(endpoint) if is_local else None
             if self._lock is not None:
                 undo.callback(self._lock.release)
             undo.callback(self._close_admission)
             self._open(endpoint, keyed, keys, undo)
-            if settings.fanout and not is_local:
-                self.outgoing.open_broadcast(self.context, endpoint, self.admission, self.crash)
+            if self._subscribed_at is not None:
+                self._open_broadcast(self._subscribed_at)
             undo.pop_all()
-        self.opened()
+        self.opened(has_durations=True)
 
     def _open(self, endpoint: str, keyed: bool, keys: KeyFiles | None, undo: ExitStack) -> None:
         hint = "this process may have too many files open (ulimit -n)"
@@ -132,13 +130,22 @@ class SenderLink(Link):
         undo.callback(self._socket.close)
         self.side_channels = SideChannels(side_channel_path(endpoint), self._introduce, self.crash)
         undo.callback(self.side_channels.close)
-        self.outgoing = Outgoing(self.publisher, self._socket, self.side_channels)
+        self.publishing = Publishing(self, self.publisher, self.pool, self.observer, self.side_channels, self.depart)
         if self._lock is not None and self.side_channels.path is not None:
             self._lock.beside.append(self.side_channels.path)
 
+    def _open_broadcast(self, endpoint: str) -> None:
+        """Let workers subscribe, beside this address. They can do without."""
+        protect = (lambda socket: None) if self.admission is None else self.admission.guard
+        try:
+            self.broadcast = Broadcast(self.context, endpoint, self.publisher.fanout.subscribed, protect, self.crash)
+        except zmq.ZMQError as error:
+            logger.warning("no fan-out, so each worker gets its own copy: %s", error)
+        self.publisher.fanout.moved(0 if self.broadcast is None else self.broadcast.port)
+
     def caught_up(self) -> Publisher:
         """The state machine, with all that the fast path has done meanwhile; that ends here."""
-        self.fast.end()
+        self.publishing.end_steady()
         return self.publisher
 
     def report(self) -> Report:
@@ -146,39 +153,27 @@ class SenderLink(Link):
         self.caught_up()
         return self.reporter.report()
 
-    def is_idle(self) -> bool:
-        """Whether no publication is under way, nobody waits for anything, a timer is set, and no tree's root is above
-        this."""
-        publishing = self.publishing
-        if self._timer is None or publishing.order.waiting or publishing.order.locked():
-            return False
-        return not self.waiters and publishing.origin is None and not self.observer.follows
+    def status(self, models: list[str]) -> BusStatus:
+        publisher, now = self.caught_up(), self.loop.time()
+        workers = sorted({*publisher.membership.expected(), *publisher.peers, *publisher.behind.workers})
+        return BusStatus({worker: worker_status(publisher, worker, models, now) for worker in workers}, self.refused)
+
+    def figures(self) -> list[Metric]:
+        return [*sender_figures(self.report(), self.publisher.version), *super().figures()]
 
     @property
-    def version(self) -> int:
-        """The newest version that is on its way, or has been. From any thread."""
-        steady = self.fast.steady
-        return self.publisher.published if steady is None or not steady.updates else steady.version
-
-    @property
-    def metadata(self) -> bytes:
-        """Of that version. On the loop."""
-        steady = self.fast.steady
-        return self.publisher.targets.metadata if steady is None or not steady.updates else b""
-
-    @property
-    def counted(self) -> int:
-        """Where the count of versions stands: the next one published is this one's successor."""
-        steady = self.fast.steady
-        return self.publisher.version if steady is None else steady.version
+    def refused(self) -> Mapping[str, int]:
+        """Handshakes and messages that were refused, by reason."""
+        return {} if self.admission is None else self.admission.refused
 
     @property
     def issued(self) -> int:
         """The last version that a publication has returned; some worker may still refuse it. 0: none."""
-        return self._before if self.counted == self._carried else self.counted
+        counted = self.publisher.version
+        return self._before if counted == self._carried else counted
 
     def carry_on(self, version: int) -> None:
-        """Count on from this version, which is not below :attr:`counted`."""
+        """Count on from this version, which is not below the publisher's."""
         self._before, self._carried = self.issued, version
         self.caught_up().targets.carry_on(version)
 
@@ -254,8 +249,8 @@ class SenderLink(Link):
         the error names the missing ones.
         """
         try:
-            publisher = self.caught_up()
-            progress = publisher.progress
+            publisher, progress = self.publisher, self.publisher.progress
+            self.publishing.end_steady()
             chosen = progress.targeted(version, models) if workers is None else workers
             needs_one = self.min_workers > 0 or publisher.num_workers is not None
             if there and len(chosen) < max(quorum or 0, needs_one):
@@ -351,14 +346,14 @@ class SenderLink(Link):
             reasons.insert(0, f"{there} of at least {self.min_workers} workers connected")
         if membership.turned_away:
             reasons.append(f"the sender turned one away: {membership.turned_away}")
-        if self.admission is not None and (refused := self.admission.refused):
-            reasons.append("refused: " + ", ".join(f"{reason} ({count}×)" for reason, count in refused.items()))
+        if self.refused:
+            reasons.append("refused: " + ", ".join(f"{reason} ({count}×)" for reason, count in self.refused.items()))
         return "; ".join(reasons)
 
     # -- callbacks --------------------------------------------------------------------------------------------------
 
     def _receive(self, frames: list[Any]) -> None:
-        self.fast.end()
+        self.publishing.end_steady()
         route = frames[0].bytes
         if (
             self.side_channels.of
@@ -379,8 +374,9 @@ class SenderLink(Link):
             self.publisher.receive(route, instruction, payload, now)
             if peer is not None:
                 self.observer.heard(peer.worker, instruction)
-            if key is not None and isinstance(instruction, Hello):
-                self._bind_place(route, key)
+            if key is not None and isinstance(instruction, Hello) and (new := self.publisher.membership.at(route)):
+                assert self.admission is not None
+                self.admission.take(new.worker, key)
         except ProtocolError as error:
             self.drop(error, "a worker")
             return
@@ -395,10 +391,6 @@ class SenderLink(Link):
             self._socket.flushed()
         self.settle()
 
-    def _refused(self) -> Mapping[str, int]:
-        """Handshakes and messages that were refused, by reason."""
-        return {} if self.admission is None else self.admission.refused
-
     def _check_key(self, admission: Admission, frame: zmq.Frame, route: bytes, instruction: Instruction) -> bytes:
         """The key of this message. Raises ProtocolError if its holder may not send it; who claims a place that is not
         its own is told so."""
@@ -410,39 +402,41 @@ class SenderLink(Link):
                 self.settle()
             raise
         if isinstance(instruction, Hello) and admission.displaces(instruction.worker, key):
-            self._revoke(self.loop.time())  # whoever has had the place: nobody would know of that key any more
+            self._revoke()  # whoever has had the place: nobody would know of that key any more
         return key
 
-    def _bind_place(self, route: bytes, key: bytes) -> None:
-        peer = self.publisher.membership.at(route)
-        if peer is not None and self.admission is not None:
-            self.admission.take(peer.worker, key)
-
-    def _revoke(self, now: float) -> None:
+    def _revoke(self) -> None:
         """Turn away the workers whose keys are not listed any more."""
         if self.admission is None:
             return
         for worker in self.admission.revoked(self.publisher.peers):
             why = "its key was taken off the list of clients"
             logger.warning("turned worker %d away: %s", worker, why)
-            self.publisher.expel(worker, why, now)
-        self.outgoing.shut_out(self.admission)
+            self.publisher.expel(worker, why, self.loop.time())
+        if self._subscribed_at is not None and self.admission.removed != self._removed:
+            # A subscriber cannot be cut off alone, so all others are told of another port.
+            self._removed = self.admission.removed
+            if self.broadcast is not None:
+                self.broadcast.close()
+                self.broadcast = None
+            self._open_broadcast(self._subscribed_at)
+            self.publisher.welcome_all()
 
     def _introduce(self, nonce: bytes) -> Receive | None:
         """Who connects a side channel: the receiver of its packets, if that is a worker that has sent HELLO."""
-        self.fast.end()
+        self.publishing.end_steady()
         # A newcomer's side channel may be here before the READY by which it takes its place.
         return next(
             (partial(self._receive_packet, p) for p in self.publisher.membership.welcomed if p.nonce == nonce), None
         )
 
     def _receive_packet(self, peer: Peer, packet: memoryview) -> None:
-        steady = self.fast.steady
+        steady = self.publishing.steady
         if steady is not None and steady.answer(peer, packet, self.loop.time()):
             return
         try:
             instruction, _ = read(packet)
-            self.fast.end()
+            self.publishing.end_steady()
             self.publisher.receive(peer.route, instruction, (), self.loop.time())
             if self.observer.lives:
                 self.observer.heard(peer.worker, instruction)
@@ -477,14 +471,28 @@ class SenderLink(Link):
             self.settle()
 
     def _tick(self, now: float) -> None:
-        self.fast.end()
+        self.publishing.end_steady()
         late = now - self._timer_due
         if late > BLOCKED_SECONDS and not self._has_warned and not loop_thread.is_here():
-            self._has_warned = warn_of_blocking(self.publisher, self.version, late)
-        self._revoke(now)
+            self._warn_of_blocking(late)
+        self._revoke()
         self.publisher.tick(now)
         self.observer.check(everybody=True)
         self._watch()
+
+    def _warn_of_blocking(self, seconds: float) -> None:
+        """The event loop was blocked for so long: tell so, if somebody was waiting for weights."""
+        publisher, progress = self.publisher, self.publisher.progress
+        version = publisher.published
+        waiting = progress.of(version, progress.targeted(version)).waiting & publisher.peers.keys()
+        if waiting:
+            self._has_warned = True
+            logger.warning(
+                "this event loop was blocked for %.1f s while worker(s) %s were still fetching version %d: large "
+                "weights travel only while the loop runs. Train in a thread (asyncio.to_thread), or publish through "
+                "asyncsync.sync, whose send_async and publish_async can be awaited on any loop",
+                seconds, sorted(waiting), version,
+            )  # fmt: skip
 
     def settle(self) -> None:
         if self.observer.lives:
@@ -496,24 +504,67 @@ class SenderLink(Link):
 
     def depart(self) -> None:
         """Send what is to be sent. Last of all: a worker that it wakes may take this core, or wait for it."""
-        if self._timer is None:
+        if self.timer is None:
             self._set_timer(self.loop.time())
         if self.publisher.outbox:
-            self._flush(self.loop.time())
+            self._send_all()
         if self.publisher.wanted:
-            self.encoder.start()
+            self.publishing.encode()
 
-    def _flush(self, now: float) -> None:
-        if self.side_channels.of:
-            self.fast.pause()
-        follows = self.publishing.served or self.observer.lives
-        if self.outgoing.flush(now, self.publishing.departed if follows else None):
+    def _send_all(self) -> None:
+        publisher, publishing, channels = self.publisher, self.publishing, self.side_channels.of
+        outbox, routes = publisher.outbox, publisher.membership.routes
+        if channels and publishing.is_busy:
+            publishing.pause()
+        departed = publishing.departed if publishing.served or self.observer.lives else None
+        last, header = None, b""
+        by_zmq = failed = False
+        try:
+            while outbox:
+                route, instruction, payload = outbox.popleft()
+                if instruction is not last:  # mostly, all workers are sent the same
+                    last, header = instruction, encode(instruction)
+                    if self.broadcast is not None and self._send_to_all(route, instruction, header, payload):
+                        continue
+                peer = routes.get(route) if channels and type(instruction) in BY_SIDE_CHANNEL else None
+                # Not to one that has yet to answer its last WELCOME: see net/side_channel.py on the order.
+                channel = None if peer is None or peer.unsettled else channels.get(peer.nonce)
+                if channel is not None and channel.send((header, *payload)):
+                    outcome = 0
+                else:
+                    by_zmq = True
+                    outcome = self._socket.send((route, header, *payload))
+                if outcome == zmq.EAGAIN:
+                    failed = True
+                    publisher.clogged(route)
+                elif outcome == zmq.EHOSTUNREACH:
+                    failed = True
+                    publisher.unreachable(route, self.loop.time())
+                elif departed is not None and isinstance(instruction, Update | Again):
+                    departed(route, instruction)
+        finally:
+            if by_zmq:
+                self._socket.flushed()
+        if failed:
             self.notify()
+
+    def _send_to_all(self, route: bytes, instruction: Instruction, header: bytes, payload: Sequence[Buffer]) -> bool:
+        """Send what was just taken from the outbox to all subscribers, if it goes to them."""
+        assert self.broadcast is not None
+        fanout, publishing = self.publisher.fanout, self.publishing
+        cast = fanout.gather(route, instruction, payload, self.publisher.announcement)
+        if cast is None and route != EVERYBODY:
+            return False
+        self.broadcast.send((header, *payload) if cast is None else (encode(cast), header, *payload))
+        if cast is not None and isinstance(instruction, Update | Again) and (publishing.served or self.observer.lives):
+            for one in fanout.reached:
+                publishing.departed(one, instruction)
+        return True
 
     def crash(self, error: BaseException) -> None:
         super().crash(error)
-        if self.fast.steady is not None:
-            self.fast.steady.wake()
+        if self.publishing.steady is not None:
+            self.publishing.steady.wake()
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
@@ -530,16 +581,16 @@ class SenderLink(Link):
             self._release()
 
     def _farewell(self, linger_ms: int) -> list[Callable[[], object]]:
-        if self.fast.steady is not None:
-            self.fast.steady.waiter = None  # the loop is over: nobody can be woken any more
+        if self.publishing.steady is not None:
+            self.publishing.steady.waiter = None  # the loop is over: nobody can be woken any more
         return [self._say_goodbye, partial(self._close_all, linger_ms), self._release]
 
     def _say_goodbye(self) -> None:
         self.observer.close()
         self.publishing.close()
-        self.fast.end()
+        self.publishing.end_steady()
         self.publisher.close()
-        self._flush(self.loop.time())
+        self._send_all()
 
     def _close_all(self, linger_ms: int) -> None:
         for watch in self._watches.values():
@@ -548,7 +599,8 @@ class SenderLink(Link):
         self.side_channels.close()
         self._close_admission()
         self._socket.close(linger_ms)
-        self.outgoing.close()
+        if self.broadcast is not None:
+            self.broadcast.close()
         self._bound.forget()
 
     def _close_admission(self) -> None:

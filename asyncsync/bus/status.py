@@ -1,15 +1,100 @@
-"""Status: what each side knows of the workers, for people and dashboards."""
+"""Status: what each end of a bus tells of itself: to its user, to ``asyncsync top``, to Prometheus, to trace hooks.
+
+An INQUIRY may come from anybody who may connect. A :class:`Reporter` bounds its answers, makes one anew only now and
+then, and gives only so many in a second: so nobody's questions take more than a few percent of the sender's loop. The
+observers say which messages are which events in the life of a version; :mod:`asyncsync.monitor.trace` tells them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import asyncio
+import os
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
-from asyncsync.bus.receiver import ReceiverLink
-from asyncsync.bus.reporting import WorkerStatus, worker_status
-from asyncsync.bus.sender import SenderLink
-from asyncsync.errors import Fenced
+import zmq
 
-__all__ = ["BusStatus", "WorkerStatus", "bus_status"]
+from asyncsync.errors import AckTimeout, ProtocolError, WeightSyncError
+from asyncsync.monitor.trace import Hook, Life, Observer
+from asyncsync.net.endpoint import several
+from asyncsync.net.keys import Credentials
+from asyncsync.net.rendezvous import Dialer
+from asyncsync.net.zmq_private import Context
+from asyncsync.net.zmq_socket import LoopSocket, dealer
+from asyncsync.protocol.holdings import Staging
+from asyncsync.protocol.publisher import Publisher
+from asyncsync.wire.codec import decode, encode
+from asyncsync.wire.messages import (
+    MAX_REASON,
+    MAX_REPORTED,
+    MAX_REPORTED_MODELS,
+    Again,
+    Applied,
+    Buffer,
+    Cast,
+    Epoch,
+    Failed,
+    Fetch,
+    Inquiry,
+    Instruction,
+    ModelReport,
+    Pong,
+    Report,
+    Staged,
+    Update,
+    WorkerReport,
+)
+
+if TYPE_CHECKING:
+    from prometheus_client import Histogram
+    from prometheus_client.core import Metric
+
+ANSWERS = 20  # in a second, at most
+FRESH_SECONDS = 0.05  # so long a report is sent again as it is
+SHARE = 20  # and so many times as long as it took to make
+MAX_REASONS = 64
+# Of the values that one message may have, so many are for the workers.
+ROOM = 16_000
+WORKER_FIELDS = 15
+ASK_AGAIN_SECONDS = 0.5  # an inquiry may get lost, and is dropped where too many ask
+UNANSWERED_SECONDS = 1.0  # until the next one of several addresses is asked
+STATES = ("live", "slow", "lost")
+STEPS = {Fetch: "fetched", Staged: "staged"}
+OVERTAKEN = "a newer version has come"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    """What this side knows of one worker.
+
+    Attributes:
+        version: the version that the worker has applied (of several models, the oldest); 0: none yet.
+        target: the version that the worker should have; 0: none yet.
+        lag: how many versions the worker is behind its target.
+        last_seen: seconds since the worker's last message; None: it has sent none.
+        state: ``"live"``, ``"slow"`` (silent for some seconds) or ``"lost"`` (its process has ended, it has left, or it
+            has never connected).
+        bytes_sent: payload bytes sent to the worker (on a receiver: received).
+        reason: why the worker is lost; empty otherwise.
+        role: ``"worker"``; ``"relay"`` or ``"guest"``: the sender never waits for it, and no worker has its index.
+        relay: the index of the relay that the worker connects to; None: it connects to this sender. ``last_seen`` then
+            counts from the relay's last message, as long as the worker answers the relay.
+    """
+
+    version: int
+    target: int
+    lag: int
+    last_seen: float | None
+    state: str
+    bytes_sent: int = 0
+    reason: str = ""
+    role: str = "worker"
+    relay: int | None = None
 
 
 class BusStatus(dict[int, WorkerStatus]):
@@ -27,52 +112,430 @@ class BusStatus(dict[int, WorkerStatus]):
         self.refused: dict[str, int] = dict(refused)
 
 
-def bus_status(link: object, models: list[str]) -> BusStatus:
-    """Of either end, on its event loop; empty where there is no link yet."""
-    if isinstance(link, SenderLink):
-        return BusStatus(sender_status(link, models), {} if link.admission is None else link.admission.refused)
-    if isinstance(link, ReceiverLink):
-        return BusStatus(receiver_status(link, models), link.whereabouts.refused)
-    return BusStatus({}, {})
+def worker_status(publisher: Publisher, worker: int, models: Sequence[str], now: float) -> WorkerStatus:
+    """What is known of a worker, as far as these models concern it; ``now`` by the loop's clock."""
+    peer = publisher.peers.get(worker) or publisher.behind.workers.get(worker)
+    targets = {m: t.version for m in models if (t := publisher.targets.newest(worker, m)) is not None}
+    if peer is None:
+        target = max(targets.values(), default=0)
+        return WorkerStatus(0, target, target, None, "lost", 0, "it has not connected yet")
+    targets = {m: v for m, v in targets.items() if m in peer.hello.have}
+    applied = {m: peer.applied.get(m, 0) for m in models if m in peer.hello.have}
+    behind = [m for m, v in targets.items() if applied[m] < v]
+    version = min((applied[m] for m in behind), default=max(applied.values(), default=0))
+    target = max(targets.values(), default=0)
+    lag = max((targets[m] - applied[m] for m in behind), default=0)
+    seen, state = now - peer.last_seen, peer.state
+    relay = None if peer.relay is None else publisher.peers.get(peer.relay)
+    if relay is not None and state == "live":  # as far as its relay has said, of which that much is known
+        seen, state = now - relay.last_seen, relay.state
+    reason, role = peer.lost or "", peer.hello.role
+    return WorkerStatus(version, target, lag, seen, state, peer.bytes_sent, reason, role, peer.relay)
 
 
-def sender_status(link: SenderLink, models: list[str]) -> dict[int, WorkerStatus]:
-    publisher = link.caught_up()
-    now = link.loop.time()
-    workers = sorted({*publisher.membership.expected(), *publisher.peers, *publisher.behind.workers})
-    return {worker: worker_status(publisher, worker, models, now) for worker in workers}
+# -- over the network -------------------------------------------------------------------------------------------------
 
 
-def receiver_status(link: ReceiverLink, models: list[str]) -> dict[int, WorkerStatus]:
-    subscriber = link.subscriber
-    seen = None if subscriber.last_seen is None else link.loop.time() - subscriber.last_seen
-    targets = {m: subscriber.targets.get(m, 0) for m in models}
-    # What an earlier sender sent is not this one's, whatever its number.
-    marks = [(m, *link.shown[m][:2]) for m in models if m in link.shown]
-    current = {m: version for m, epoch, version in marks if epoch == subscriber.session.epoch}
-    behind = {m: target - current.get(m, 0) for m, target in targets.items() if target > current.get(m, 0)}
-    version = min((link.version([m]) for m in behind), default=link.version(models))
-    target, lag = max(targets.values(), default=0), max(behind.values(), default=0)
-    state, reason = "live", ""
-    if link.closed:
-        state, reason = "lost", "this receiver was shut down"
-    elif subscriber.session.ended is not None:
-        state, reason = "lost", str(subscriber.session.ended)
-    elif link.sender_lost or not subscriber.session.online:
-        state, reason = "lost", link.whereabouts.why or "the sender is gone; waiting for a new one"
-    elif seen is None or seen > subscriber.settings.slow_after:
-        state = "slow"
-    return {subscriber.worker: WorkerStatus(version, target, lag, seen, state, subscriber.bytes_received, reason)}
+class Reporter:
+    """Makes the reports of one sender. ``clock`` is its loop's; ``refused`` and ``dropped`` return counts by reason."""
+
+    def __init__(
+        self,
+        publisher: Publisher,
+        clock: Callable[[], float],
+        refused: Callable[[], Mapping[str, int]],
+        dropped: Mapping[str, int],
+    ) -> None:
+        self._publisher = publisher
+        self._clock = clock
+        self._refused = refused
+        self._dropped = dropped
+        self._began = self._refilled = clock()
+        self._tokens = float(ANSWERS)
+        self._last: Report | None = None
+        self._fresh_until = 0.0
+
+    def answer(self, token: int) -> Report | None:
+        """For an INQUIRY; None: too many have asked."""
+        now = self._clock()
+        self._tokens = min(float(ANSWERS), self._tokens + (now - self._refilled) * ANSWERS)
+        self._refilled = now
+        if self._tokens < 1.0:
+            return None
+        self._tokens -= 1.0
+        if self._last is None or now >= self._fresh_until:
+            self._last = self.report()
+            done = self._clock()
+            self._fresh_until = done + max(FRESH_SECONDS, SHARE * (done - now))
+        return replace(self._last, token=token)
+
+    def report(self) -> Report:
+        """As things are now; the publisher has caught up with the fast path."""
+        publisher, now = self._publisher, self._clock()
+        peers, targets = {**publisher.behind.workers, **publisher.peers}, publisher.targets
+        names = sorted(targets.models)[:MAX_REPORTED_MODELS]
+        models = []
+        for name in names:
+            if (current := targets.models[name].common.current) is None:
+                models.append(ModelReport(name, 0, None, 0))
+            else:
+                slab = current.slab
+                models.append(ModelReport(name, slab.nbytes, slab.layout.digest, current.version))
+        # Relays first: there are few, and much depends on them. A guest that has left is of no interest.
+        present = {w: p.hello.role for w, p in peers.items() if not p.lost or p.hello.role != "guest"}
+        expected = dict.fromkeys(publisher.membership.expected(), 1)
+        expected |= {w: ("relay", "worker", "guest").index(role) for w, role in present.items()}
+        counts = Counter(live=0, slow=0, lost=0)
+        counts.update(peer.state for peer in peers.values() if peer.is_worker)
+        counts["lost"] += sum(role == 1 for role in expected.values()) - counts.total()
+        counts["relays"], counts["guests"] = (list(expected.values()).count(role) for role in (0, 2))
+        room = min(MAX_REPORTED, ROOM // (WORKER_FIELDS + len(names)))
+        return Report(
+            0,
+            publisher.epoch,
+            socket.gethostname()[:255],
+            os.getpid(),
+            int(1000 * (now - self._began)),
+            publisher.published,
+            publisher.num_workers,
+            sum(peer.bytes_sent for peer in peers.values()),
+            len(targets.models),
+            dict(counts),
+            _counted(Counter(publisher.membership.refused) + Counter(self._refused())),
+            _counted(self._dropped),
+            tuple(models),
+            tuple(
+                self._worker(worker, names, now) for worker in sorted(expected, key=lambda w: (expected[w], w))[:room]
+            ),
+        )
+
+    def _worker(self, worker: int, names: list[str], now: float) -> WorkerReport:
+        peer = self._publisher.peers.get(worker) or self._publisher.behind.workers.get(worker)
+        status = worker_status(self._publisher, worker, names, now)
+        seen = None if status.last_seen is None else max(0, int(1000 * status.last_seen))
+        reason, pid, local = status.reason, 0, False
+        versions: tuple[int | None, ...] = ()
+        if peer is not None:
+            pid, local = peer.hello.pid, bool(peer.local)
+            versions = tuple(peer.applied.get(m, 0) if m in peer.hello.have else None for m in names)
+            problems = [*peer.refused.values(), *(peer.failed.values())]
+            reason = reason or (str(problems[-1]) if problems else "")
+        figures = status.version, status.target, status.lag, seen, status.bytes_sent
+        where = pid, local, versions, status.role, status.relay
+        return WorkerReport(worker, status.state, *figures, _brief(reason), *where)
 
 
-def newest_target(link: SenderLink | ReceiverLink | None, models: Iterable[str]) -> int:
-    """Of a receiver: the newest version that these models show, or that any model is to have; 0: none."""
-    if not isinstance(link, ReceiverLink):
-        return 0
-    return max([link.version(models), *list(link.subscriber.targets.values())])
+def _brief(reason: str) -> str:
+    """The first line, cut to the limit, without what a terminal would act upon."""
+    first = reason.strip().partition("\n")[0]
+    return "".join(character for character in first if character.isprintable())[:MAX_REASON]
 
 
-def check_fenced(link: SenderLink | ReceiverLink | None) -> None:
-    """Raise Fenced if another incarnation of a receiver has taken its place, or its sender's."""
-    if isinstance(link, ReceiverLink) and isinstance(ended := link.subscriber.session.ended, Fenced):
-        raise Fenced(*ended.args)
+def _counted(reasons: Mapping[str, int]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for reason, count in sorted(reasons.items(), key=lambda item: -item[1]):
+        short = _brief(reason)
+        if short in found or len(found) < MAX_REASONS:
+            found[short] = found.get(short, 0) + count
+    return found
+
+
+class Asker:
+    """Asks one sender for its status, on the running loop. To be closed, or used in a ``with`` block.
+
+    Args:
+        endpoint: where the sender is, as its workers are given it; of several addresses one after the other is asked.
+        credentials: returns what to connect with, where the sender has keys.
+
+    Raises:
+        NotConnected: this is no address, or the credentials cannot be had.
+    """
+
+    def __init__(self, endpoint: str, credentials: Callable[[], Credentials] | None = None) -> None:
+        self.endpoint = endpoint
+        self._loop = asyncio.get_running_loop()
+        self._answer: asyncio.Future[Report] | None = None
+        self._token = 0
+        self._failure: BaseException | None = None
+        self._silent_since: float | None = None
+        with ExitStack() as undo:
+            self._context = Context()
+            undo.callback(self._context.destroy, 0)
+            socket = dealer(self._context)
+            socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing piles up while the sender is away
+            self._dialer = Dialer(socket, several(endpoint), credentials, self._crash)
+            undo.callback(self._dialer.close)
+            self._socket = LoopSocket(socket, self._receive, self._crash)
+            undo.pop_all()
+
+    async def ask(self, timeout: float) -> Report:
+        """The sender's status now. Raises AckTimeout if it does not answer within ``timeout`` seconds."""
+        self._token += 1
+        self._answer = self._loop.create_future()
+        deadline = self._loop.time() + timeout
+        inquiry = encode(Inquiry(self._token))
+        if self._silent_since is None:
+            self._silent_since = self._loop.time()
+        try:
+            while True:
+                if self._failure is not None:
+                    raise WeightSyncError(f"cannot ask the sender for its status: {self._failure!r}") from self._failure
+                if self._dialer.has_others and self._loop.time() >= self._silent_since + UNANSWERED_SECONDS:
+                    self._silent_since = self._loop.time()
+                    self._dialer.go_on()
+                sent = self._socket.send((inquiry,)) == 0
+                self._socket.flushed()
+                pause = ASK_AGAIN_SECONDS if sent else 0.05
+                remaining = deadline - self._loop.time()
+                if remaining <= 0:
+                    why = self._dialer.why or "is a sender running there?"
+                    raise AckTimeout(f"no sender answered at {self.endpoint} within {timeout:g} s: {why}")
+                done, _ = await asyncio.wait({self._answer}, timeout=min(pause, remaining))
+                if done:
+                    self._silent_since = None
+                    return self._answer.result()
+        finally:
+            self._answer = None
+
+    def _receive(self, frames: list[Any]) -> None:
+        answer = self._answer
+        if answer is None or answer.done():
+            return
+        try:
+            instruction, _ = decode([frame.buffer for frame in frames])
+        except ProtocolError as error:
+            answer.set_exception(error)
+            return
+        if isinstance(instruction, Report) and instruction.token == self._token:
+            answer.set_result(instruction)
+
+    def _crash(self, error: BaseException) -> None:
+        self._failure = error
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._dialer.close()
+        self._socket.close()
+        self._context.destroy(0)
+
+    def __enter__(self) -> Asker:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+# -- for Prometheus ---------------------------------------------------------------------------------------------------
+
+
+def sender_figures(report: Report, published: int) -> list[Metric]:
+    """``published``: how many versions there have been."""
+    workers = {(worker.role, str(worker.index)): worker for worker in report.workers}
+    names = [model.model_id for model in report.models]
+
+    def each(figure: Callable[[WorkerReport], float]) -> dict[tuple[str, ...], float]:
+        return {key: figure(worker) for key, worker in workers.items()}
+
+    applied = {
+        (*key, name): float(version)
+        for key, worker in workers.items()
+        for name, version in zip(names, worker.versions, strict=False)
+        if version is not None
+    }
+    seen = {key: worker.last_seen / 1000 for key, worker in workers.items() if worker.last_seen is not None}
+    states = {(*key, state): float(w.state == state) for key, w in workers.items() for state in STATES}
+    sizes = {(model.model_id,): float(model.nbytes) for model in report.models}
+    who = ("role", "worker")
+    return [
+        _gauge("version", "The newest version published.", {(): report.version}),
+        _counter("published_versions", "Versions, with those of a checkpoint.", {(): published}),
+        _gauge("model_bytes", "Size of a model's newest weights.", sizes, ("model",)),
+        _gauge("workers", "Workers, by state; relays and guests.", _by(report.counts), ("state",)),
+        _gauge("worker_applied_version", "The version the worker has applied.", applied, (*who, "model")),
+        _gauge("worker_lag_versions", "How many versions the worker is behind.", each(lambda w: w.lag), who),
+        _gauge("worker_state", "1 for the worker's current state.", states, (*who, "state")),
+        _gauge("worker_last_seen_seconds", "Time since the worker's last message.", seen, who),
+        _counter("worker_sent_bytes", "Weights sent to the worker.", each(lambda w: w.bytes_sent), who),
+        _counter("refusals", "Connections and messages that were refused.", _by(report.refused), ("reason",)),
+    ]
+
+
+def receiver_figures(status: BusStatus, applied: Mapping[str, int]) -> list[Metric]:
+    """``status`` is of one worker; ``applied`` has the version of each model."""
+    [(worker, one)] = status.items()
+    who, key = ("worker",), (str(worker),)
+    versions = {(*key, name): float(version) for name, version in applied.items()}
+    states = {(*key, state): float(one.state == state) for state in STATES}
+    return [
+        _gauge("receiver_version", "The version that a model shows.", versions, (*who, "model")),
+        _gauge("receiver_target_version", "The version that it should have.", {key: one.target}, who),
+        _gauge("receiver_lag_versions", "How many versions the worker is behind.", {key: one.lag}, who),
+        _gauge("receiver_sender_state", "1 for the sender's current state.", states, (*who, "state")),
+        _counter("received_bytes", "Weights received.", {key: one.bytes_sent}, who),
+        _counter("refusals", "Refused connection attempts.", _by(status.refused), ("reason",)),
+    ]
+
+
+def link_figures(dropped: Mapping[str, int], stalled: float) -> list[Metric]:
+    """Of either end."""
+    return [
+        _counter("dropped_messages", "Messages that were dropped.", _by(dropped), ("reason",)),
+        _counter("loop_stalled_seconds", "Total time the event loop was blocked.", {(): stalled}),
+    ]
+
+
+def _by(counts: Mapping[str, float]) -> dict[tuple[str, ...], float]:
+    return {(name,): float(count) for name, count in counts.items()}
+
+
+def _gauge(name: str, told: str, values: Mapping[Any, float], labels: Sequence[str] = ()) -> Metric:
+    from prometheus_client.core import GaugeMetricFamily
+
+    return _filled(GaugeMetricFamily("asyncsync_" + name, told, labels=labels), values)
+
+
+def _counter(name: str, told: str, values: Mapping[Any, float], labels: Sequence[str] = ()) -> Metric:
+    from prometheus_client.core import CounterMetricFamily
+
+    return _filled(CounterMetricFamily("asyncsync_" + name, told, labels=labels), values)
+
+
+def _filled(family: Any, values: Mapping[Any, float]) -> Metric:
+    for labels, value in values.items():
+        family.add_metric(labels, value)
+    result: Metric = family
+    return result
+
+
+# -- for trace hooks --------------------------------------------------------------------------------------------------
+
+
+class SenderObserver(Observer):
+    """Follows the versions of one trainer. ``awaited`` returns a worker that may still come to hold a version of these
+    models; it asks the given one first. ``durations`` has how long each version took; None: there are no metrics."""
+
+    durations: Histogram | None = None
+
+    def __init__(self, awaited: Callable[[int, list[str], int | None], int | None], hooks: Iterable[Hook] = ()) -> None:
+        super().__init__(hooks)
+        self._awaited = awaited
+        self._count = 0
+
+    def begin(self, models: Iterable[str]) -> Life | None:
+        """A publication begins; None: nothing listens."""
+        if self.durations is None and not self.follows:
+            return None
+        self._count += 1
+        life = Life({"id": self._count, "models": sorted(models)})
+        self.tell("publish.begin", life)
+        return life
+
+    def published(self, life: Life, version: int, epoch: Epoch) -> None:
+        """It has become a version, which is announced from now on."""
+        life.info |= {"version": version, "epoch": f"{epoch[0]}-{epoch[1]}"}
+        self.follow(version, life)
+        self.tell("publish.published", life)
+
+    def abandoned(self, life: Life, error: BaseException) -> None:
+        """It was not published, or not completely."""
+        if "version" in life.info:
+            self.end(life.info["version"], repr(error))
+        else:
+            self.tell("publish.end", life, error=repr(error))
+
+    def sent(self, worker: int, update: Update | Again) -> None:
+        """An announcement is on its way to a worker."""
+        if (life := self.lives.get(_version_of(update))) is None:
+            return
+        if worker in life.unanswered:
+            self.tell("deliver.end", life, worker=worker, error="the worker was lost, and gets it again")
+        life.was_announced = True
+        life.unanswered[worker] = update.serial
+        self.tell("deliver.begin", life, worker=worker)
+
+    def heard(self, worker: int, instruction: Instruction) -> None:
+        """A worker has said something, which has been taken in."""
+        if isinstance(instruction, Applied | Pong | Failed):
+            failure = f"{instruction.type_name}: {instruction.message}" if isinstance(instruction, Failed) else ""
+            versions = set(instruction.versions.values())
+            if isinstance(instruction, Applied) and instruction.serial:
+                versions = {v for v, life in self.lives.items() if life.unanswered.get(worker) == instruction.serial}
+            for version in versions:
+                self._applied(worker, version, failure)
+        elif isinstance(instruction, Fetch | Staged):
+            for life in self.lives.values():
+                if life.unanswered.get(worker) == instruction.serial:
+                    self.tell(f"deliver.{STEPS[type(instruction)]}", life, worker=worker)
+
+    def _applied(self, worker: int, version: int, failure: str = "") -> None:
+        for earlier, life in self.lives.items():
+            if earlier <= version and life.unanswered.pop(worker, None) is not None:
+                self.tell("deliver.end", life, worker=worker, error=failure if earlier == version else OVERTAKEN)
+
+    def check(self, *, everybody: bool = False) -> None:
+        """Something has changed: see which versions are over. ``everybody``: look at each of them, also at those that
+        were announced to a worker which has not answered, as it may be lost."""
+        behind: set[tuple[int | str | None, ...]] = set()
+        for version, life in list(self.lives.items()):
+            models = life.info["models"]
+            # A worker that is without a version is without the later ones of these models, too.
+            if not everybody and (life.unanswered or (life.awaited, *models) in behind):
+                continue
+            life.awaited = self._awaited(version, models, life.awaited)
+            if life.awaited is None:
+                self.end(version)
+            else:
+                behind.add((life.awaited, *models))
+
+    def end(self, key: int, failure: str = "") -> None:
+        # It may be over before it is packed, if no worker waits for it or the trainer was shut down.
+        if (life := self.lives.pop(key, None)) is None:
+            return
+        for worker in life.unanswered:
+            self.tell("deliver.end", life, worker=worker, error=f"{OVERTAKEN}, or the worker is lost")
+        self.tell("publish.end", life, error=failure)
+        if self.durations is not None and life.was_announced and not (life.unanswered or failure):
+            self.durations.observe((time.time_ns() - life.began) / 1e9)
+
+
+class ReceiverObserver(Observer):
+    """Follows the updates of one worker."""
+
+    def __init__(self, worker: int, hooks: Iterable[Hook] = ()) -> None:
+        super().__init__(hooks)
+        self._worker = worker
+        self._heard = 0  # when the trainer last said something: for large weights, when their last bytes came
+
+    def heard(self, instruction: Instruction, payload: Sequence[Buffer] = ()) -> None:
+        """The trainer has said something. ``payload``: of what it has said to all workers."""
+        self._heard = time.time_ns()
+        if isinstance(instruction, Cast):
+            instruction, _ = decode(payload)
+        if isinstance(instruction, Update | Again):
+            epoch = "{}-{}".format(*instruction.epoch)
+            info = {"id": instruction.serial, "version": _version_of(instruction), "epoch": epoch}
+            life = Life(info | {"worker": self._worker}, self._heard)
+            self.follow(instruction.serial, life)
+            self.tell("update.begin", life, self._heard)
+
+    def look(self, staged: Iterable[Staging]) -> None:
+        """These updates are complete, and wait for the gate."""
+        for staging in staged:
+            if (life := self.lives.get(staging.serial)) is not None and not life.is_staged:
+                life.is_staged = True
+                self.tell("update.fetched", life, self._heard)
+                self.tell("update.staged", life)
+
+    def finished(self, staging: Staging, error: BaseException | None) -> None:
+        """The gate has applied or refused this one."""
+        for serial in [serial for serial in self.lives if serial < staging.serial]:
+            self.end(serial, OVERTAKEN)
+        self.end(staging.serial, "" if error is None else repr(error))
+
+    def end(self, key: int, failure: str = "") -> None:
+        if (life := self.lives.pop(key, None)) is not None:
+            self.tell("update.end", life, error=failure)
+
+
+def _version_of(update: Update | Again) -> int:
+    return update.version if isinstance(update, Again) else update.parts[0].version

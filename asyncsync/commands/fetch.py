@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncsync.bus.guest import Guest, Snapshot
+from asyncsync.bus.receiver import Guest, Snapshot
 from asyncsync.commands.options import (
     CommandFailed,
     add_sender,

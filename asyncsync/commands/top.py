@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING
 
-from asyncsync.bus.asking import Asker
+from asyncsync.bus.status import Asker
 from asyncsync.commands.options import CommandFailed, add_sender, as_options, credentials_of, need, positive
 from asyncsync.commands.samples import Samples, as_json
 from asyncsync.errors import AckTimeout, ProtocolError, WeightSyncError

@@ -42,8 +42,8 @@ from asyncsync.errors import NotConnected, ProtocolError
 from asyncsync.net.endpoint import host_port, several, tcp_endpoint
 from asyncsync.net.keys import Admission, Credentials, KeyPair
 from asyncsync.net.zmq_socket import FAILED, LoopSocket, subscriber, watch
-from asyncsync.protocol.membership import MAX_PEERS
 from asyncsync.protocol.holdings import Session
+from asyncsync.protocol.membership import MAX_PEERS
 from asyncsync.runtime.asyncio_private import running_loop
 from asyncsync.runtime.threads import call_soon, until_cancelled
 

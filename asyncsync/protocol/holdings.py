@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from asyncsync.errors import ClosedError, Fenced, NotConnected, ProtocolError, SchemaMismatch, WeightSyncError
-from asyncsync.model.binding import Binding
+from asyncsync.model.strategy import Binding
 from asyncsync.model.update import Prepared
 from asyncsync.protocol.settings import Identity, Settings
 from asyncsync.protocol.transfer import Memory

@@ -680,7 +680,6 @@ class Publisher:
         self,
         model_id: str,
         slab: Slab,
-        updates: int,
         peers: list[Peer],
         waiting: Collection[Peer],
         unsent: Collection[Peer],
@@ -688,11 +687,11 @@ class Publisher:
     ) -> None:
         """Take over from the fast path, which has gone on from :meth:`steady` without this.
 
-        There were ``updates`` of them, each of the next version and serial number; ``slab`` is the newest, with the
-        caller's reference, published at ``now``. All ``peers`` have applied all of them, but for the newest: those in
-        ``waiting`` have not acknowledged that, and to those in ``unsent`` it has yet to be announced.
+        It has counted versions and serials itself; ``slab`` is the newest version, with the caller's reference,
+        published at ``now``. All ``peers`` have applied all of them, but for the newest: those in ``waiting`` have not
+        acknowledged that, and to those in ``unsent`` it has yet to be announced.
         """
-        version, serial = self.targets.version + updates, self.serial + updates
+        version, serial = self.targets.version, self.serial
         assert self.announcement is not None
         self.announcement.serial = serial - 1  # what AGAIN refers to; nobody else uses that one any more
         last, parts = self._advance(model_id, version, serial, slab, now)

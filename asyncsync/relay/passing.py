@@ -19,8 +19,7 @@ from asyncsync.protocol.publisher import Publisher
 from asyncsync.protocol.subscriber import Subscriber
 from asyncsync.protocol.targets import Peer, Replaced
 from asyncsync.protocol.transfer import IncomingUpdate
-from asyncsync.transports.shared_memory import SLOTS, WeightSlots
-from asyncsync.transports.slots import COPY_BYTES
+from asyncsync.transports.shared_memory import COPY_BYTES, SLOTS, WeightSlots
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab, SlabPool
 from asyncsync.wire import messages

@@ -16,8 +16,7 @@ import anyio.abc
 import anyio.to_thread
 
 from asyncsync.bus.carrier import Carrier
-from asyncsync.bus.guest import guest_link
-from asyncsync.bus.receiver import ReceiverLink
+from asyncsync.bus.receiver import ReceiverLink, guest_link
 from asyncsync.bus.sender import SenderLink
 from asyncsync.errors import ProtocolError, WeightSyncError
 from asyncsync.net.endpoint import is_plaintext_beyond_loopback

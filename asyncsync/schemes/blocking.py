@@ -18,8 +18,8 @@ from typing import Any, ClassVar, Concatenate, ParamSpec, Self, TypeVar
 from tensordict import TensorDict
 
 from asyncsync.arguments import as_workers, checked
+from asyncsync.bus.carrier import Taken
 from asyncsync.bus.core import DEFAULT_TIMEOUT, BusCore, Metadata, Workers
-from asyncsync.bus.member import Taken
 from asyncsync.bus.receiver import ReceiverLink
 from asyncsync.runtime import loop_thread
 from asyncsync.schemes.aio import Bus as AsyncBus

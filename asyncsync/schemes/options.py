@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypedDict
 
 from asyncsync.arguments import Option, check_bytes, check_slots, check_timeout
-from asyncsync.bus.core import DEFAULT_TIMEOUT, BusCore
-from asyncsync.bus.options import Endpoint, Fanout, LocalBusOptions, WireOptions
+from asyncsync.bus.core import DEFAULT_TIMEOUT, BusCore, Endpoint, Fanout, LocalBusOptions, WireOptions
 from asyncsync.model.strategy import WeightStrategy
 from asyncsync.transports.shared_memory import COPY_BYTES, SLOTS
 from asyncsync.transports.torch_distributed import PAIR_BYTES

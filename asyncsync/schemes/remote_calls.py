@@ -33,8 +33,8 @@ import msgpack
 from tensordict import TensorDict
 
 from asyncsync.arguments import Option, checked, declared
+from asyncsync.bus.carrier import Source
 from asyncsync.bus.core import DEFAULT_TIMEOUT, BusCore
-from asyncsync.bus.member import Source
 from asyncsync.bus.receiver import ReceiverLink
 from asyncsync.errors import AckTimeout, NotConnected, PeerLost, RemoteError, WeightSyncError
 from asyncsync.net.endpoint import INTRODUCED, own_address
@@ -107,7 +107,7 @@ class _Caller:
 
 
 class _Calls:
-    """The calls of one bus; see :class:`asyncsync.bus.member.Calls`."""
+    """The calls of one bus; see :class:`asyncsync.bus.carrier.Calls`."""
 
     def __init__(self, bus: BusCore, remotes: Mapping[int, Any], call: Callable[[Call], Awaitable[None]]) -> None:
         self._bus = bus
@@ -144,7 +144,7 @@ class _Calls:
                 failed = None
                 try:
                     # Until all workers have accepted its layout, one may refuse it, and then it goes to none.
-                    await link.wait(lambda wanted=version: wanted not in targets.pending, CALL_SECONDS)
+                    await link.wait(partial(lambda wanted: wanted not in targets.pending, version), CALL_SECONDS)
                     due = {m: t.version for m in targets.models if (t := targets.target(worker, m)) is not None}
                     if due != called and worker in self._remotes:
                         called = due

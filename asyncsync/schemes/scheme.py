@@ -24,21 +24,17 @@ from tensordict import TensorDict
 from torch import nn
 
 from asyncsync.arguments import check_processes, check_timeout, checked, declared, options_of, refuse_misspelt
-from asyncsync.bus.carrier import Carrier
-from asyncsync.bus.core import BusCore, Metadata, Workers
-from asyncsync.bus.member import Source, Taken
-from asyncsync.bus.options import BusOptions
+from asyncsync.bus.carrier import Carrier, Source, Taken
+from asyncsync.bus.core import BusCore, BusOptions, Metadata, Workers
 from asyncsync.bus.receiver import ReceiverLink
 from asyncsync.bus.receiving import Mark
 from asyncsync.bus.sender import SenderLink
 from asyncsync.bus.status import BusStatus
 from asyncsync.errors import AckTimeout, ClosedError, NotConnected, WeightSyncError
-from asyncsync.model.binding import Binding
 from asyncsync.model.bound_model import BoundModel
-from asyncsync.model.gate import PATIENCE, Handle, Hold
-from asyncsync.model.hooks import check_calls, check_methods
+from asyncsync.model.gate import PATIENCE, Handle, Hold, check_calls, check_methods
 from asyncsync.model.selection import Selection
-from asyncsync.model.strategy import WeightStrategy, flat_weights, module_weights, resolve_strategy
+from asyncsync.model.strategy import Binding, WeightStrategy, flat_weights, module_weights, resolve_strategy
 from asyncsync.model.update import prepare_flat
 from asyncsync.net.endpoint import INTRODUCED, own_address
 from asyncsync.net.rendezvous import MeetingPlace

@@ -15,7 +15,6 @@ from typing import Any, Self
 from tensordict import TensorDictBase
 
 from asyncsync.bus.core import DEFAULT_TIMEOUT, BusCore
-from asyncsync.bus.status import check_fenced, newest_target
 from asyncsync.collectors.weights.senders import as_blocking, buses_of, check_name, connect_all, shut_down_all
 from asyncsync.errors import AckTimeout
 from asyncsync.model.gate import Gate
@@ -139,7 +138,7 @@ class ActingWeights:
     def check(self) -> None:
         """Raises Fenced: another process has this worker's place, and nothing newer will ever come here."""
         for bus in self._buses:
-            check_fenced(bus.link)
+            bus.check_fenced()
 
     def receive(self) -> None:
         """Apply updates that wait for a receive (``apply="on_receive"``): by schemes in a call of whose sender the
@@ -246,7 +245,7 @@ class ActingWeights:
         bus by its own count. Raises AckTimeout: one of the waits took longer than ``timeout`` seconds; ClosedError,
         Fenced."""
         for bus in self._buses:
-            while (target := newest_target(bus.link, bus.schemes)) - bus.version > max_lag:
+            while (target := bus.newest_target()) - bus.version > max_lag:
                 bus.wait_version(target - max_lag, timeout=timeout)
         newest_above, main = self.newest_above, self._main
         if newest_above is None or not isinstance(main, Bus):  # nothing here follows that count

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from asyncsync.sync import AckTimeout, PartialSendError
+from asyncsync.errors import AckTimeout, PartialSendError
 from helpers import blocking_scenarios as scenarios
 from helpers import planted
 from helpers.blocking_crew import crew, idle, in_process, in_threads, new_sender

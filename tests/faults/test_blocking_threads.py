@@ -11,14 +11,8 @@ from typing import Any
 import pytest
 import uvloop
 
-from asyncsync.sync import (
-    Bus,
-    ClosedError,
-    MultiProcessWeightSyncScheme,
-    NotConnected,
-    SharedMemWeightSyncScheme,
-    ZMQWeightSyncScheme,
-)
+from asyncsync.errors import ClosedError, NotConnected
+from asyncsync.sync import Bus, MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme, ZMQWeightSyncScheme
 from helpers.blocking_crew import connect, crew, idle, in_threads, new_receiver, new_sender
 from helpers.pairs import passed_on
 from helpers.processes import Filled, value_of

@@ -4,7 +4,7 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
-from asyncsync.sync import ClosedError
+from asyncsync.errors import ClosedError
 from helpers.processes import Filled, break_gate, value_of
 
 

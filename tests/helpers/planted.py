@@ -15,18 +15,17 @@ import pytest
 import torch
 import zmq.asyncio
 
-import asyncsync.bus.status
 import asyncsync.collectors.multi.driver
 import asyncsync.runtime.loop_thread
 import asyncsync.schemes.blocking
 import asyncsync.schemes.sources
 import asyncsync.weights.encoding
+from asyncsync.bus.steady import SteadySender
 from asyncsync.collectors.base import SHUTDOWN_SECONDS as SHUTDOWN_SECONDS
 from asyncsync.collectors.base import BaseCollector as BaseCollector
 from asyncsync.collectors.batch_layout import layout_of
 from asyncsync.collectors.trajectories import _TrajectoryPool as TrajectoryPool  # noqa: F401
 from asyncsync.collectors.workers.shared_batches import SharedPlace as SharedPlace
-from asyncsync.fastpath.sender import SteadySender
 from asyncsync.model.gate import Gate
 from asyncsync.net.endpoint import INTRODUCED
 from asyncsync.net.keys import SOON
@@ -143,7 +142,7 @@ def unsent(sender: Any) -> bool:
 
 def broadcast_of(sender: Any) -> Any:
     """The socket that sends to all workers at once; None: there is none."""
-    return bare(sender).bus._link.outgoing.broadcast
+    return bare(sender).bus._link.broadcast
 
 
 def subscribed(sender: Any) -> set[bytes]:
@@ -212,7 +211,7 @@ def note_device_events(monkeypatch: pytest.MonkeyPatch, note: Callable[[Any], No
 
 def fetch_deadline(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     """How long a worker's transport may take to fetch."""
-    monkeypatch.setattr("asyncsync.bus.fetching.FETCH_DEADLINE", seconds)
+    monkeypatch.setattr("asyncsync.bus.receiver.FETCH_DEADLINE", seconds)
 
 
 def blocked_after(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
@@ -296,7 +295,7 @@ def _describe_with(monkeypatch: pytest.MonkeyPatch, **changes: int) -> None:
 
 def newest_target_of(collector: Any) -> int:
     """The version that the collector's sender wants it to have, as far as it has been told."""
-    return asyncsync.bus.status.newest_target(collector._weights._main._link, [])
+    return collector._weights._main.newest_target()
 
 
 def batch_bytes(batch: Any) -> int:

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
+from asyncsync.bus.steady import SteadySender, SteadyWorker
 from asyncsync.errors import SchemaMismatch, WeightSyncError
-from asyncsync.fastpath.sender import SteadySender
-from asyncsync.fastpath.worker import SteadyWorker
 from asyncsync.model.gate import Writer
 from asyncsync.model.strategy import Binding, WeightStrategy
 from asyncsync.model.update import Prepared
@@ -235,6 +234,10 @@ class Trainer:
     @property
     def epoch(self) -> messages.Epoch:
         return self._publisher.epoch
+
+    @property
+    def version(self) -> int:
+        return self._publisher.version
 
     def begin_fast_path(self, model: str, channels: dict[bytes, SimulatedSideChannel]) -> SteadySender | None:
         publisher = self.publisher

@@ -233,7 +233,7 @@ class Simulation(Oracle):
             if (a + turn) % 7 == 0:
                 self._do_hold(b, 0)
             number = len(self.records) + 1
-            record = Record(fast.version + 1, trainer, self.now, {model: {None: number}}, {number: torch.float32})
+            record = Record(trainer.version + 1, trainer, self.now, {model: {None: number}}, {number: torch.float32})
             if self.network or fast.waiting or not fast.publish(flat(number), self.now):
                 break
             trainer.records.append(record)

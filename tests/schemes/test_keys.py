@@ -413,12 +413,12 @@ async def test_keys_that_are_taken_off_the_list_one_by_one_take_no_descriptors(s
     async with running(site, fanout=True) as run:
         link = run.sender.bus._link
         await until(lambda: len(link.publisher.fanout.subscribed) == 1)
-        before, port = len(os.listdir("/proc/self/fd")), link.outgoing.broadcast.port
+        before, port = len(os.listdir("/proc/self/fd")), link.broadcast.port
         for removed, name in enumerate(names, 1):
             (site.keys / "clients" / f"{name}.key").unlink()
-            await until(lambda n=removed: link.admission.removed == n and link.outgoing._removed == n)
-            await until(lambda: link.outgoing.broadcast is not None)  # the blocking API's loop has a thread of its own
-        assert link.outgoing.broadcast.port != port
+            await until(lambda n=removed: link.admission.removed == n and link._removed == n)
+            await until(lambda: link.broadcast is not None)  # the blocking API's loop has a thread of its own
+        assert link.broadcast.port != port
         await until(lambda: len(link.publisher.fanout.subscribed) == 1)
         await until(lambda: len(os.listdir("/proc/self/fd")) <= before)
         await run.goes_on()

@@ -27,7 +27,6 @@ ORDER = [
     ["transports"],
     ["bus"],
     ["monitor"],
-    ["fastpath"],
     ["net"],
     ["protocol"],
     ["wire"],

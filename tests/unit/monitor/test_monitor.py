@@ -24,7 +24,7 @@ from prometheus_client import Histogram
 from prometheus_client.core import GaugeMetricFamily
 
 from asyncsync import Bus, ClosedError, NotConnected, PartialSendError, SharedMemWeightSyncScheme, ZMQWeightSyncScheme
-from asyncsync.bus.observing import SenderObserver
+from asyncsync.bus.status import SenderObserver
 from asyncsync.monitor.metrics import Metrics
 from asyncsync.monitor.trace import Monitoring, hooks_of
 from asyncsync.wire import messages
@@ -390,7 +390,7 @@ async def test_a_worker_that_cannot_apply_it_ends_its_span_with_why(spans: InMem
         everybody.models[0].first = None  # nothing fits it any more
         with pytest.raises(PartialSendError):
             await everybody.sender.send_async(everybody.source)
-        version = everybody.sender.bus._link.counted
+        version = everybody.sender.bus._link.publisher.version
     failed = [one for one in spans.get_finished_spans() if one.status.status_code is StatusCode.ERROR]
     assert {one.name for one in failed} >= {"asyncsync.deliver"}
     assert version in {one.attributes["asyncsync.version"] for one in failed}

@@ -14,8 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
-from asyncsync.fastpath.sender import SteadySender
-from asyncsync.fastpath.worker import SteadyWorker
+from asyncsync.bus.steady import SteadySender, SteadyWorker
 from asyncsync.protocol.holdings import Session, StagedUpdates
 from asyncsync.protocol.membership import FanOut, Membership
 from asyncsync.protocol.publisher import Publisher

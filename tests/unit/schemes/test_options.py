@@ -9,7 +9,7 @@ import pytest
 import asyncsync
 import asyncsync.sync
 from asyncsync.arguments import Option, check_count, declared
-from asyncsync.bus.options import BusOptions
+from asyncsync.bus.core import BusOptions
 
 NAMES = [name for name in asyncsync.__all__ if name.endswith("Scheme")] + ["Bus"]
 

@@ -11,8 +11,7 @@ import torch
 import zmq
 
 from asyncsync import AckTimeout, NotConnected, WorkerStatus
-from asyncsync.bus.asking import Asker
-from asyncsync.bus.reporting import ANSWERS, FRESH_SECONDS, Reporter
+from asyncsync.bus.status import ANSWERS, FRESH_SECONDS, Asker, Reporter
 from asyncsync.errors import ProtocolError
 from asyncsync.wire import messages
 from asyncsync.wire.codec import MAX_HEADER, decode, encode

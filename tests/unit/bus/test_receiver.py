@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from asyncsync import SharedMemWeightSyncScheme, ZMQWeightSyncScheme
-from asyncsync.bus.guest import Guest
+from asyncsync.bus.receiver import Guest
 from asyncsync.commands import fetch
 from asyncsync.errors import ProtocolError
 from asyncsync.protocol.membership import GONE_SECONDS

@@ -1,4 +1,4 @@
-"""The fast paths (asyncsync/fastpath/): what ends a worker's, and what it drops; when a sender's is taken."""
+"""The fast paths (asyncsync/bus/steady.py): what ends a worker's, and what it drops; when a sender's is taken."""
 
 import threading
 from collections.abc import AsyncIterator
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-import asyncsync.fastpath.sender as fast_path
+import asyncsync.bus.publishing as fast_path
 import asyncsync.model.update
 from asyncsync.wire import codec, messages
 from helpers.apis import Api, bare
@@ -214,7 +214,7 @@ async def begin(everybody: Crew) -> Any:
     link = bare(everybody.sender).bus._link
     for value in (1, 2, 3, 3, 3):  # (a timer may just end it)
         await everybody.sender.send_async(fill(everybody.source, value))
-        if value == 3 and link.fast.steady is not None:
+        if value == 3 and link.publishing.steady is not None:
             return link
     raise AssertionError("no fast path")
 

@@ -1,0 +1,313 @@
+"""The fast path: a training loop's steady state in as few steps as can be, beside both ends' state machines.
+
+For hours a training loop does the same thing: everybody has the last version of one model, and the next differs from
+it in nothing but version and bytes; the slab lies in shared memory, from where everybody copies it out at once. Then a
+:class:`SteadySender` has two slots for itself: the newest version, and one to write the next into. It announces the
+next version to all workers with one packet (AGAIN), over their side channels, and counts the answers, which are all the
+same packet too (the short APPLIED). It waits for one worker's answer at a time, last-notified first, so that early
+answers do not wake it while other workers still need the CPU.
+
+Meanwhile the :class:`asyncsync.protocol.publisher.Publisher` counts versions and serials, and else stands still. Before
+anything else happens to it (another message has come, a worker has gone, time has passed, somebody calls status()),
+:meth:`SteadySender.end` hands over what it has missed: the newest slab, and who has not answered. That is all there is
+to know, for the next version is published only when everybody has answered. From there on the publisher goes on by
+itself, and finds out what was lost as it always does.
+
+In a worker, a :class:`SteadyWorker` is ready for the next AGAIN: it knows the sender's two slots, and has two slabs of
+this worker's own, the one that holds the newest version and one to copy the next into. It changes the state of the
+:class:`asyncsync.protocol.subscriber.Subscriber` itself, which looks afterwards as if the update had come the general
+way. It takes a packet whole or not at all. Whatever is unusual about one (a reader, another Parameter, an unknown slot)
+is left to the general way, with nothing changed; and whatever else the subscriber hears or does ends it. The next AGAIN
+that goes the general way without a stop begins another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
+from struct import Struct
+
+from asyncsync.model.gate import Gate, Writer
+from asyncsync.net.side_channel import ALONE, SideChannel
+from asyncsync.protocol.holdings import Acting, StagedPart, Staging
+from asyncsync.protocol.publisher import Publisher
+from asyncsync.protocol.subscriber import Subscriber
+from asyncsync.protocol.targets import Peer
+from asyncsync.weights.copying import copy_bytes
+from asyncsync.weights.packing import SourceCache, pack
+from asyncsync.weights.slab import Slab
+from asyncsync.weights.tree import FlatWeights
+from asyncsync.wire.codec import AGAIN_FIELDS, FIXED, HEAD, encode_again, encode_applied
+from asyncsync.wire.messages import Again, Buffer, Epoch, Part
+
+logger = logging.getLogger("asyncsync")
+
+Show = Callable[[Epoch, Mapping[str, Acting]], None]
+"""Called under the gate when models have these versions, before anybody can read them."""
+
+# A packet: no payload frames (see asyncsync.net.side_channel), then the instruction.
+_AGAIN = Struct(f"<{len(ALONE) + HEAD.size}s{AGAIN_FIELDS}")
+KEPT_WINDOWS = 2  # as many slots as the sender has for it
+
+_is_cpu = attrgetter("is_cpu")
+
+
+class SteadySender:
+    """The steady state of one model (:meth:`asyncsync.protocol.publisher.Publisher.steady`).
+
+    ``slots`` are the newest version's slab and the next one's, both with the caller's reference, and a descriptor.
+    ``waiting`` has who has not answered the newest version, and ``waiter`` is woken when everybody has, or when this
+    has ended.
+    """
+
+    def __init__(
+        self,
+        publisher: Publisher,
+        model_id: str,
+        known: SourceCache,
+        slots: tuple[Slab, Slab],
+        workers: Sequence[tuple[Peer, SideChannel]],
+    ) -> None:
+        self.model_id = model_id
+        self.waiting: dict[Peer, SideChannel] = {}
+        self.waiter: asyncio.Future[None] | None = None
+        self._publisher = publisher
+        self._epoch = publisher.epoch
+        self._newest, self._next = slots
+        assert slots[0].layout is slots[1].layout is known.layout
+        self._workers = workers
+        self._peers = [peer for peer, _ in workers]
+        self._known = known
+        self._is_over = False
+        self._reading: dict[Peer, SideChannel] | None = None
+        self._heard = workers[0][1]  # sent to last
+        for _, channel in workers[1:]:
+            channel.watch(False)
+        self._began = 0.0
+        self._unsent: list[tuple[Peer, SideChannel]] = []
+        self._again: list[Buffer] = []
+        self._done = b""
+
+    def publish(self, flat: FlatWeights, now: float) -> bool:
+        """Write the next version; :meth:`announce` is to follow. False: these weights are not like the others."""
+        slab = self._next
+        memory = self._known.again(flat)
+        if memory is not None:
+            copy_bytes(slab.pieces, memory)
+        else:
+            on_cpu = not flat.values and all(map(_is_cpu, flat.tensors.values()))
+            tensors = self._known.layout.arrange(flat) if on_cpu else None
+            if tensors is None:
+                return False
+            pack(slab, flat, tensors=tensors)
+            self._known.learn(flat)
+        publisher, targets = self._publisher, self._publisher.targets
+        epoch, version, since = self._epoch, targets.version + 1, publisher.serial
+        serial = since + 1
+        again: list[Buffer] = [ALONE, encode_again(epoch, serial, since, version, slab.descriptor)]
+        done = ALONE + encode_applied(epoch, serial)
+        waiting, unsent = dict(self._workers), list(self._workers)
+        # All at once: no exception strikes where nothing is called.
+        self._next, self._newest, self._began = self._newest, slab, now
+        targets.version = targets.published = version
+        publisher.serial = serial
+        self._again, self._done, self.waiting, self._unsent = again, done, waiting, unsent
+        return True
+
+    def announce(self) -> bool:
+        """Send everybody the AGAIN; False: somebody cannot be reached by the side channel."""
+        unsent = self._unsent
+        while unsent:
+            if not unsent[-1][1].write(self._again):
+                return False
+            unsent.pop()
+        return True
+
+    def answer(self, peer: Peer, packet: memoryview, now: float) -> bool:
+        """A packet has come from a worker; False if it is not the one that is waited for."""
+        waiting = self.waiting
+        if packet != self._done or peer not in waiting:
+            return False
+        peer.last_seen = now
+        del waiting[peer]
+        if not waiting:
+            self.wake()
+        elif waiting is not self._reading:
+            self._read(waiting)
+        return True
+
+    def _read(self, waiting: dict[Peer, SideChannel]) -> None:
+        """Take in what has come from the others; then listen to one from which nothing has."""
+        self._reading = waiting
+        try:
+            for channel in list(waiting.values()):
+                channel.take()
+        finally:
+            self._reading = None
+        if waiting and not self._is_over:
+            self._heard.watch(False)
+            self._heard = next(iter(waiting.values()))
+            self._heard.watch(True)
+
+    def wake(self) -> None:
+        if self.waiter is not None and not self.waiter.done():
+            self.waiter.set_result(None)
+
+    def end(self) -> None:
+        """Let the publisher go on. Idempotent."""
+        if self._is_over:
+            return
+        self._is_over = True
+        try:
+            self._hand_over()
+        finally:
+            self.wake()
+            for _, channel in self._workers:
+                channel.watch(True)
+
+    def _hand_over(self) -> None:
+        self._next.release()
+        if self._done:  # at least one version was published
+            unsent = [peer for peer, _ in self._unsent]
+            peers, waiting = self._peers, self.waiting
+            catch_up = self._publisher.catch_up
+            catch_up(self.model_id, self._newest, peers, waiting, unsent, self._began)
+        else:
+            self._newest.release()
+
+
+class SteadyWorker:
+    """The steady state of one model (:meth:`asyncsync.protocol.subscriber.Subscriber.steady`).
+
+    ``part`` is that of the last update. ``slabs`` are the one that holds it and another one, each with the caller's
+    reference and prepared for this model. ``window`` returns the bytes that a descriptor names, where they are; None:
+    the general way finds them.
+    """
+
+    def __init__(
+        self,
+        subscriber: Subscriber,
+        model_id: str,
+        part: Part,
+        slabs: tuple[Slab, Slab],
+        gate: Gate,
+        window: Callable[[bytes], memoryview | None],
+        show: Show,
+    ) -> None:
+        assert subscriber.session.epoch is not None
+        self._subscriber = subscriber
+        self._model_id = model_id
+        self._part = part
+        self._newest, self._next = slabs
+        self._gate = gate
+        self._window = window
+        self._show = show
+        self._epoch = subscriber.session.epoch
+        self._prefix = ALONE + HEAD.pack(FIXED, Again.kind, *self._epoch)
+        binding = subscriber.models[model_id]
+        assert binding.bound is not None
+        self._bound = binding.bound
+        self._plans = self._bound.plans
+        self._prepared = {slab: binding.cached(slab) for slab in slabs}
+        self._windows: dict[bytes, memoryview] = {}
+        # Where another thread has applied an interrupted update, the general way acknowledges it.
+        self._update = Writer(self._apply, lambda error: None)
+        self._version = subscriber.holdings.version(model_id)
+        self._nbytes = slabs[0].nbytes
+        self._is_applied = self._is_interrupted = False
+
+    def take_if_it_can(self, packet: memoryview, now: float) -> bytes | None:
+        """:meth:`take`; None also where that cannot be done: then the general way reports why."""
+        try:
+            return self.take(packet, now)
+        except Exception:  # also of a user's transport
+            logger.debug("an update goes the general way, which reports what it cannot do", exc_info=True)
+            return None
+
+    def take(self, packet: memoryview, now: float) -> bytes | None:
+        """Apply what an AGAIN brings, and return the answer. None: it has to go the general way; nothing was done.
+
+        An exception: it cannot be done, and nothing was changed, unless copying bytes has failed; the general way is
+        next. After an interrupt half of it may be in the model, which nobody reads before the update, which is staged
+        then, has gone the general way.
+        """
+        if len(packet) <= _AGAIN.size:
+            return None
+        prefix, serial, since, version, length = _AGAIN.unpack_from(packet)
+        subscriber, slab = self._subscriber, self._next
+        if prefix != self._prefix or since != subscriber.serial or serial <= since or version <= self._version:
+            return None
+        descriptor = bytes(packet[_AGAIN.size :])
+        if length != len(descriptor) + 1:
+            return None
+        if slab.references > 1 or self._bound.plans is not self._plans:  # the former: it is still being copied from
+            return None
+        window = self._windows.get(descriptor)
+        if window is None and (window := self._look(descriptor)) is None:
+            return None
+        slab.memory[:] = window
+        before, self._version, self._is_applied = self._version, version, False
+        base = serial, self._part
+        try:
+            passed = self._gate.try_apply(self._update)
+        except Exception:
+            raise
+        except BaseException:
+            self._is_interrupted = True
+            self._resume(base, version, slab)
+            raise
+        if not passed or not self._is_applied:
+            self._version = before
+            return None
+        newest, holdings, model_id = self._newest, subscriber.holdings, self._model_id
+        # Nothing is called: no interrupt leaves half of this.
+        holdings.held[model_id][2].references -= 1
+        slab.references += 1
+        self._subscriber.serial, subscriber.base, holdings.held[model_id] = serial, base, (self._epoch, version, slab)
+        subscriber.targets[model_id] = version
+        subscriber.bytes_received += self._nbytes
+        subscriber.last_seen = now
+        self._newest, self._next = slab, newest
+        return encode_applied(self._epoch, serial)
+
+    def _resume(self, base: tuple[int, Part], version: int, slab: Slab) -> None:
+        """After an interrupt: what was begun is staged, and goes the general way."""
+        subscriber = self._subscriber
+        staging = Staging(
+            self._epoch, base[0], {self._model_id: StagedPart(version, slab.retain(), self._prepared[slab])}
+        )
+        self._subscriber.unreported = staging
+        subscriber.staged.append(staging)
+        self._subscriber.serial, subscriber.base, subscriber.targets[self._model_id] = base[0], base, version
+        subscriber.bytes_received += self._nbytes
+        subscriber.end_fast_path()
+
+    def _apply(self) -> None:
+        """By the gate. Once more after an interrupt, if a reader comes before the general way: then it must be done."""
+        prepared = self._prepared[self._next]
+        if prepared is None:
+            return
+        if not prepared.repeat():
+            if not self._is_interrupted:
+                return
+            prepared.resolve()
+            prepared.apply()
+        self._show(self._epoch, {self._model_id: Acting(self._version, self._version)})
+        self._is_applied = True
+
+    def _look(self, descriptor: bytes) -> memoryview | None:
+        window = self._window(descriptor)
+        if window is None or len(window) != self._next.nbytes:
+            return None
+        while len(self._windows) >= KEPT_WINDOWS:
+            del self._windows[next(iter(self._windows))]
+        self._windows[descriptor] = window
+        return window
+
+    def end(self) -> None:
+        """Release everything; what was applied is the subscriber's."""
+        self._windows = {}
+        self._newest.release()
+        self._next.release()
