@@ -595,8 +595,8 @@ class Progress:
                 return f"worker {worker} cannot take {model_id!r}: {refusal}"
             if target is not None and (failure := self._failure(peer, model_id, target.version)) is not None:
                 return f"worker {worker} failed to apply {model_id!r}: {failure}"
-        pending = self._targets.pending.values()
-        if self._membership.num_workers is not None and not all(self._targets.are_assembled(p.models) for p in pending):
+        assembled = (self._targets.models[m].assembled for p in self._targets.pending.values() for m in p.models)
+        if self._membership.num_workers is not None and not all(assembled):
             return f"worker {worker} is connected, and waits for the other workers"
         return f"worker {worker} has not applied its weights yet"
 

@@ -361,10 +361,6 @@ class Targets:
             publication.stages, self.staged = True, publication
         return publication
 
-    def are_assembled(self, models: Iterable[str]) -> bool:
-        """Whether every expected worker has been there once, with each of these models."""
-        return all(self.models[model_id].assembled for model_id in models)
-
     def commit(self, publication: Publication) -> None:
         """Every targeted worker has accepted the layouts: the publication becomes the target, or is staged."""
         self.pending.pop(publication.version, None)
