@@ -40,6 +40,10 @@ GONE_SECONDS = 60.0  # until an elastic trainer forgets a worker that it has los
 PATIENCE = 2.0
 # Of the time between two checks, no more than this counts: the answer may have come while this process was busy.
 CHECK_SECONDS = 0.25
+EVERYBODY = b""
+"""In the outbox, the route of what goes to all subscribers."""
+PUSHED_CHUNK = 1 << 20  # a connection that is full drops whole ones
+KEPT = 8  # of the latest announcements, who was sent them
 
 
 class Newcomer:
@@ -407,12 +411,6 @@ class Membership:
         for newcomer in self._newcomers.values():
             self._bye(newcomer.peer.route, newcomer.peer.nonce, "closed", text)
         self._newcomers.clear()
-
-
-EVERYBODY = b""
-"""In the outbox, the route of what goes to all subscribers."""
-PUSHED_CHUNK = 1 << 20  # a connection that is full drops whole ones
-KEPT = 8
 
 
 @dataclass(slots=True)

@@ -27,6 +27,7 @@ from asyncsync.weights.slab import Slab
 from asyncsync.wire.messages import FIRST_GUEST, STAGE, Hello
 
 KEPT_REFUSALS = 64
+KEPT_REJECTIONS = 16
 MAX_UNANSWERED_WELCOMES = 2
 
 
@@ -223,9 +224,6 @@ class Peer:
         self.note_failed(self.transfer.versions, error)
         self.end_transfer()
         return True
-
-
-KEPT_REJECTIONS = 16
 
 
 @dataclass(slots=True, eq=False)
