@@ -40,6 +40,10 @@ GONE_SECONDS = 60.0  # until an elastic trainer forgets a worker that it has los
 PATIENCE = 2.0
 # Of the time between two checks, no more than this counts: the answer may have come while this process was busy.
 CHECK_SECONDS = 0.25
+EVERYBODY = b""
+"""In the outbox, the route of what goes to all subscribers."""
+PUSHED_CHUNK = 1 << 20  # a connection that is full drops whole ones
+KEPT = 8  # of the latest announcements, who was sent them
 
 
 class Newcomer:
@@ -409,12 +413,6 @@ class Membership:
         self._newcomers.clear()
 
 
-EVERYBODY = b""
-"""In the outbox, the route of what goes to all subscribers."""
-PUSHED_CHUNK = 1 << 20  # a connection that is full drops whole ones
-KEPT = 8
-
-
 @dataclass(slots=True)
 class Outcome:
     """How far a version has come: ``acked``, ``failed`` (why), ``waiting``."""
@@ -595,8 +593,8 @@ class Progress:
                 return f"worker {worker} cannot take {model_id!r}: {refusal}"
             if target is not None and (failure := self._failure(peer, model_id, target.version)) is not None:
                 return f"worker {worker} failed to apply {model_id!r}: {failure}"
-        pending = self._targets.pending.values()
-        if self._membership.num_workers is not None and not all(self._targets.are_assembled(p.models) for p in pending):
+        assembled = (self._targets.models[m].assembled for p in self._targets.pending.values() for m in p.models)
+        if self._membership.num_workers is not None and not all(assembled):
             return f"worker {worker} is connected, and waits for the other workers"
         return f"worker {worker} has not applied its weights yet"
 

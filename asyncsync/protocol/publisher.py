@@ -541,7 +541,8 @@ class Publisher:
 
     def _is_gathering(self, publication: Publication) -> bool:
         """True before everybody has been there once: then even workers that are not connected yet are waited for."""
-        return self.num_workers is not None and not self.targets.are_assembled(publication.models)
+        models = self.targets.models
+        return self.num_workers is not None and not all(models[m].assembled for m in publication.models)
 
     def _is_agreed(self, publication: Publication) -> bool:
         """True if nothing else is pending, and everybody who is there has accepted these layouts and no others since:

@@ -27,6 +27,7 @@ from asyncsync.weights.slab import Slab
 from asyncsync.wire.messages import FIRST_GUEST, STAGE, Hello
 
 KEPT_REFUSALS = 64
+KEPT_REJECTIONS = 16
 MAX_UNANSWERED_WELCOMES = 2
 
 
@@ -225,9 +226,6 @@ class Peer:
         return True
 
 
-KEPT_REJECTIONS = 16
-
-
 @dataclass(slots=True, eq=False)
 class Publication:
     """One call of publish, for these ``workers``; None: everybody. ``layouts`` has ``(model_id, digest)`` of everything
@@ -360,10 +358,6 @@ class Targets:
         if stages:
             publication.stages, self.staged = True, publication
         return publication
-
-    def are_assembled(self, models: Iterable[str]) -> bool:
-        """Whether every expected worker has been there once, with each of these models."""
-        return all(self.models[model_id].assembled for model_id in models)
 
     def commit(self, publication: Publication) -> None:
         """Every targeted worker has accepted the layouts: the publication becomes the target, or is staged."""

@@ -31,6 +31,7 @@ from asyncsync.wire import messages
 from asyncsync.wire.messages import APPLY, COMMIT, Again, Buffer, Chunk, Epoch, Instruction, Part, Pull, Update
 
 ENCODED_ABOVE = 2 << 10  # so many bytes in an UPDATE are not worth the work
+MAX_GAPS = 256
 
 Parts = dict[str, tuple[int, Slab]]
 """What an update brings: version and slab of each model."""
@@ -229,9 +230,6 @@ class Transfer:
                 else:
                     piece = slab.export(start, stop)
                     yield Chunk(epoch, self.serial, i, start, zlib.crc32(piece) if settings.checksum else None), piece
-
-
-MAX_GAPS = 256
 
 
 class Memory:
