@@ -149,7 +149,8 @@ class Publishing:
             publisher.check_open()
             if missing := sorted(m for m in sources if m not in publisher.targets.models and m not in serve):
                 raise NotConnected(f"the schemes for {missing} are not connected; call their connect(), or the bus's")
-            life = observer.begin(sources)
+            if observer.follows or observer.durations is not None:
+                life = observer.begin(sources)
             origin, inherited = (None, b"") if self.origin is None else self.origin()
             metadata = metadata or inherited
             for model_id, source in sources.items():

@@ -421,10 +421,8 @@ class SenderObserver(Observer):
         self._awaited = awaited
         self._count = 0
 
-    def begin(self, models: Iterable[str]) -> Life | None:
-        """A publication begins; None: nothing listens."""
-        if self.durations is None and not self.follows:
-            return None
+    def begin(self, models: Iterable[str]) -> Life:
+        """A publication begins."""
         self._count += 1
         life = Life({"id": self._count, "models": sorted(models)})
         self.tell("publish.begin", life)

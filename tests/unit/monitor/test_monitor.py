@@ -459,7 +459,6 @@ def number_of(durations: Histogram) -> float:
 
 def publish(observer: SenderObserver, model: str, version: int, epoch: tuple[int, int]) -> None:
     life = observer.begin([model])
-    assert life is not None
     observer.published(life, version, epoch)
 
 
