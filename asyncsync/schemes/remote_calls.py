@@ -278,7 +278,7 @@ class RemoteCallCore(Scheme):
             if call.introduction is not None:
                 self._bus.introduction = Introduction.decode(call.introduction)
             await self._unless_lost(call, self._connect_called(call.worker, CALL_SECONDS))
-            self.returned = None  # the user has not been told of any yet
+            self.last_returned = None  # the user has not been told of any yet
         try:
             reach = self._reach(version, max(0.0, deadline - loop.time()), call.versions)
             return await self._unless_lost(call, reach)
@@ -290,7 +290,7 @@ class RemoteCallCore(Scheme):
     async def _reach(self, version: int, timeout: float, others: Mapping[str, int]) -> TensorDict | None:
         """This version, or a newer one, applied, with what these other models have got together with it; None if it was
         returned already."""
-        link, before = self._bus.receiver_link(), self.returned
+        link, before = self._bus.receiver_link(), self.last_returned
         mark = await link.receiving.reach(self.topic, version, timeout, others)
         return None if mark == before else await self._return(link, mark, before)
 
