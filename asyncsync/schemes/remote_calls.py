@@ -139,12 +139,16 @@ class _Calls:
         link = self._bus.sender_link()
         targets = link.publisher.targets
         called: dict[str, int] = {}
+
+        def is_settled(version: int) -> bool:
+            return version not in targets.pending
+
         try:
             while caller.ended < (version := caller.wanted):
                 failed = None
                 try:
                     # Until all workers have accepted its layout, one may refuse it, and then it goes to none.
-                    await link.wait(lambda wanted=version: wanted not in targets.pending, CALL_SECONDS)
+                    await link.wait(partial(is_settled, version), CALL_SECONDS)
                     due = {m: t.version for m in targets.models if (t := targets.target(worker, m)) is not None}
                     if due != called and worker in self._remotes:
                         called = due
