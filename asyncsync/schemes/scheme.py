@@ -717,11 +717,10 @@ class Scheme(ABC):
         await transport.channel_ready(timeout)
         version = None
         if initial is not None:
-            sources, transports = {self.topic: initial}, {self.topic: transport}
             deadline = max(link.loop.time(), start + timeout)
             try:
                 version = await link.publishing.publish(
-                    sources, transports, None, serve=[self.topic], deadline=deadline
+                    {self.topic: initial}, {self.topic: transport}, None, serve=[self.topic], deadline=deadline
                 )
             except AckTimeout as error:
                 raise NotConnected(f"not connected within {timeout:g} s: {error}") from error
