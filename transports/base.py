@@ -281,7 +281,7 @@ class Destination:
         if weights is not None and not isinstance(weights, TensorDictBase | MutableMapping):
             raise TypeError(f"weights must be a TensorDict or a dict of tensors to fill, not {type(weights).__name__}")
         self._scheme = scheme
-        self._before = scheme.returned
+        self._before = scheme.last_returned
         self.weights = weights
         self.strategy = scheme.strategy if strategy is None else resolve_strategy(strategy)
         # The bus brings the scheme's own model up to date, through its gate: a second writer could tear a forward, or
@@ -293,7 +293,7 @@ class Destination:
         raises, the update counts as not returned yet; if it does not fit, nothing was changed."""
         if received is None:
             return None
-        mark = self._scheme.returned
+        mark = self._scheme.last_returned
         try:
             return self._take(received)
         except BaseException:

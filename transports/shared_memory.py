@@ -507,17 +507,15 @@ class ReceivedSlab(PrivateSlab):
         self.show_to_children()
         self._reserved = 0
 
-    def reserve(self) -> None:
-        self._reserve(self.nbytes)
-
-    def _reserve(self, end: int) -> None:
+    def reserve(self, end: int | None = None) -> None:
+        end = self.nbytes if end is None else end
         if end > self._reserved:
             self._file.reserve(self._reserved, end)
             self._reserved = end
 
     def write(self, offset: int, data: bytes | memoryview) -> None:
         end = offset + len(data)
-        self._reserve(end)
+        self.reserve(end)
         self._window[offset:end] = data
 
     def copy(self) -> Slab:

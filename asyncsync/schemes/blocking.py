@@ -335,9 +335,9 @@ class WeightSyncScheme(Scheme):
         gone = False
 
         async def deliver() -> T:
-            before = self.returned
+            before = self.last_returned
             weights = await make()
-            take_back = partial(self.take_back, self.returned, before)
+            take_back = partial(self.take_back, self.last_returned, before)
             undo.append(take_back)
             if gone:  # for a second time, perhaps
                 take_back()

@@ -139,12 +139,16 @@ class _Calls:
         link = self._bus.sender_link()
         targets = link.publisher.targets
         called: dict[str, int] = {}
+
+        def is_settled(version: int) -> bool:
+            return version not in targets.pending
+
         try:
             while caller.ended < (version := caller.wanted):
                 failed = None
                 try:
                     # Until all workers have accepted its layout, one may refuse it, and then it goes to none.
-                    await link.wait(partial(lambda wanted: wanted not in targets.pending, version), CALL_SECONDS)
+                    await link.wait(partial(is_settled, version), CALL_SECONDS)
                     due = {m: t.version for m in targets.models if (t := targets.target(worker, m)) is not None}
                     if due != called and worker in self._remotes:
                         called = due
@@ -278,7 +282,7 @@ class RemoteCallCore(Scheme):
             if call.introduction is not None:
                 self._bus.introduction = Introduction.decode(call.introduction)
             await self._unless_lost(call, self._connect_called(call.worker, CALL_SECONDS))
-            self.returned = None  # the user has not been told of any yet
+            self.last_returned = None  # the user has not been told of any yet
         try:
             reach = self._reach(version, max(0.0, deadline - loop.time()), call.versions)
             return await self._unless_lost(call, reach)
@@ -290,7 +294,7 @@ class RemoteCallCore(Scheme):
     async def _reach(self, version: int, timeout: float, others: Mapping[str, int]) -> TensorDict | None:
         """This version, or a newer one, applied, with what these other models have got together with it; None if it was
         returned already."""
-        link, before = self._bus.receiver_link(), self.returned
+        link, before = self._bus.receiver_link(), self.last_returned
         mark = await link.receiving.reach(self.topic, version, timeout, others)
         return None if mark == before else await self._return(link, mark, before)
 

@@ -133,7 +133,7 @@ class Scheme(ABC):
         # A receiver's: what updates are applied by, which of them was returned last, and the gate's hooks in the model.
         self.binding: Binding | None = None
         self._make_binding: Callable[..., Binding] = Binding
-        self.returned: Mark | None = None
+        self.last_returned: Mark | None = None
         self._gated: tuple[str, ...] = ()
         self._has_hooks = self._is_manual = self._has_connected = False
         self._handles: list[Handle] = []
@@ -712,11 +712,10 @@ class Scheme(ABC):
         await transport.channel_ready(timeout)
         version = None
         if initial is not None:
-            sources, transports = {self.topic: initial}, {self.topic: transport}
             deadline = max(link.loop.time(), start + timeout)
             try:
                 version = await link.publishing.publish(
-                    sources, transports, None, serve=[self.topic], deadline=deadline
+                    {self.topic: initial}, {self.topic: transport}, None, serve=[self.topic], deadline=deadline
                 )
             except AckTimeout as error:
                 raise NotConnected(f"not connected within {timeout:g} s: {error}") from error
@@ -734,7 +733,7 @@ class Scheme(ABC):
         await link.receiving.connected(self.topic, timeout, deadline)
         await self.carrier().channel_ready(max(0.0, deadline - link.loop.time()))
         if not self._has_connected:  # what comes after that has not been returned
-            self._has_connected, self.returned = True, link.receiving.mark(self.topic)
+            self._has_connected, self.last_returned = True, link.receiving.mark(self.topic)
 
     def carrier(self) -> Carrier:
         assert self._carrier is not None
@@ -802,17 +801,17 @@ class Scheme(ABC):
 
     async def _receive(self, timeout: float | None, call: Any = None) -> TensorDict | None:
         self._check_receive(timeout)
-        link, before = self._bus.receiver_link(), self.returned
+        link, before = self._bus.receiver_link(), self.last_returned
         mark = await link.receiving.receive(self.topic, before, timeout)
         return None if mark is None else await self._return(link, mark, before)
 
     async def _fetch(self, timeout: float) -> TensorDict:
         link = self._bus.receiver_link()
         mark = await link.receiving.current(self.topic, timeout)
-        return await self._return(link, mark, self.returned)
+        return await self._return(link, mark, self.last_returned)
 
     async def _return(self, link: ReceiverLink, mark: Mark, before: Mark | None) -> TensorDict:
-        self.returned = mark
+        self.last_returned = mark
         try:
             weights: TensorDict = await link.receiving.copy(self.topic, self._owned)
         except BaseException:
@@ -822,17 +821,17 @@ class Scheme(ABC):
 
     def take_back(self, mark: Mark | None, before: Mark | None) -> None:
         # This update has not reached the caller: the next receive returns it, unless a newer one was returned.
-        if self.returned == mark:
-            self.returned = before
+        if self.last_returned == mark:
+            self.last_returned = before
 
     async def take_in(self, timeout: float | None) -> None:
         # Apply what has come, without returning it.
         self._check_receive(timeout)
         link = self._bus.receiver_link()
-        self.returned = link.receiving.mark(self.topic)  # what was applied before is not returned
-        mark = await link.receiving.receive(self.topic, self.returned, 0.0)
+        self.last_returned = link.receiving.mark(self.topic)  # what was applied before is not returned
+        mark = await link.receiving.receive(self.topic, self.last_returned, 0.0)
         if mark is not None:
-            self.returned = mark
+            self.last_returned = mark
 
     async def current_weights(self) -> TensorDict | None:
         # A copy of what this receiver holds; None: nothing yet.
