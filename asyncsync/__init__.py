@@ -25,7 +25,7 @@ except _PackageNotFoundError:  # a checkout on PYTHONPATH, never installed
 
 from asyncsync import errors as _errors
 from asyncsync.bus.status import BusStatus, WorkerStatus
-from asyncsync.errors import *
+from asyncsync.errors import *  # noqa: F403
 from asyncsync.model.strategy import WeightStrategy
 from asyncsync.schemes.aio import Bus, WeightSyncScheme
 from asyncsync.schemes.none import NoWeightSyncScheme
