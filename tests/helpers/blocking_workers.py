@@ -25,7 +25,7 @@ def follow(scheme: Any, index: int, numel: int, connection: Connection | None = 
     """Connect; tell of each update, until the sender says goodbye."""
     tell = (lambda value: None) if connection is None else connection.send
     with scheme:
-        tell(begin(scheme, index, Filled(numel, -1.0)).value)
+        tell(begin(scheme, index, Filled(numel, -1.0))()[0])  # by a call, which an update waits for
         try:
             while True:
                 tell(value_of(scheme.receive()))
