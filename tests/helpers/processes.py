@@ -424,7 +424,8 @@ class Worker(_Party):
     async def wait_version(self, version: int, timeout: float = 30.0) -> float:
         """Returns what the model holds then."""
         await self.scheme.wait_version(version, timeout=timeout)
-        return self.model.value
+        async with self.scheme.hold():  # a reader in another thread may be applying the next update
+            return self.model.value
 
     async def applied_versions(self) -> list[int]:
         return self.applied
