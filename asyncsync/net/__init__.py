@@ -1,1 +1,1 @@
-"""Sockets and processes: endpoints, file descriptors, the side channel of processes of one host."""
+"""Sockets and processes: addresses, keys, how a worker finds its trainer, the side channel between local processes."""

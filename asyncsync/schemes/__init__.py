@@ -1,1 +1,1 @@
-"""Weight-synchronisation schemes: one file per scheme."""
+"""Weight-synchronisation schemes. All share scheme, aio and blocking; each other file has a backend, or a few."""
