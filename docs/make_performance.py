@@ -34,9 +34,8 @@ NOTES = {
         "where ZeroMQ itself is the limit, its bar counts and not gloo's. A bar of CPU time compares the CPU times."
     ),
     "latency": (
-        "This is a run of its own: its times of 64 KiB are not those of ZMQWeightSyncScheme above. The bare round "
-        "trip is one byte to one worker and back over zmq.asyncio. The bar of a blocking call is how much longer it "
-        "may take than the asynchronous one, in ms."
+        "This is a run of its own. The bare round trip is one byte to one worker and back over zmq.asyncio. The bar of "
+        "a blocking call is how much longer it may take than the asynchronous one, in ms."
     ),
     "stall": (
         "A coroutine sleeps 1 ms again and again while 256 MiB are sent. The table has the longest time "
@@ -45,10 +44,8 @@ NOTES = {
     "collect": (
         "The time for 1000 frames with a small policy. CartPole is TorchRL's GymEnv, where nothing else is "
         "said. The bare loop steps a vector environment and stores nothing. 8 cameras are one vector environment "
-        "whose observations are images of 84 × 84 × 3 bytes. 64 MiB of images have another time: from the last step "
-        "until the trainer can read the batch, beside one memcpy of as many bytes. It is short because the worker "
-        "writes each image, while it steps, into memory that the trainer reads. Its CPU time is that of the whole "
-        "batch, with the steps."
+        "whose observations are images of 84 × 84 × 3 bytes. 64 MiB of images: the time from the last step until the "
+        "trainer can read the batch, beside one memcpy; the CPU time is that of the whole batch."
     ),
     "nodes": "The time for 1000 frames with a small policy and TorchRL's GymEnv.",
     "fanout": (
@@ -130,7 +127,8 @@ def _lines(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """A table, without columns in which nothing stands."""
     columns = [column for column in zip(head, *rows, strict=True) if set(column[1:]) - {"", "–"}]
     cells = ["| " + " | ".join(row) + " |" for row in zip(*columns, strict=True)]
-    return [cells[0], "|---|" + "---:|" * (len(columns) - 1), *cells[1:]]
+    rule = "".join("---|" if column[0] in (head[0], "why") else "---:|" for column in columns)
+    return [cells[0], f"|{rule}", *cells[1:]]
 
 
 def _table(section: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -177,11 +175,14 @@ def page(document: Mapping[str, Any]) -> str:
         f"{len(counted) - len(missed)} of {len(counted)} bars are reached.",
         "",
     ]
+    cells, last = [], ""
     for row in missed:
         why = WHY.get((row["section"], row["case"]), "We do not know why.")
         beside = f" beside {row['peer']}" if "peer" in row else ""
         what = f"{TITLES[row['section']].split(',')[0]}, {_case(row)}{beside}"
-        lines.append(f"- **{what}**: {_number(row['measured'])}, bar {_bar(row)}. {why}")
+        cells.append([what, _number(row["measured"]), _bar(row), "as above" if why == last else why])
+        last = why
+    lines += _lines(["what", "measured", "bar", "why"], cells) if cells else []
     for section, group in groupby(rows, key=lambda row: row["section"]):
         lines += ["", f"## {TITLES[section]}", "", *([NOTES[section], ""] if section in NOTES else [])]
         lines += _table(section, list(group))
