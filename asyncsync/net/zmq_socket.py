@@ -66,7 +66,7 @@ def router(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
 def dealer(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
     """A worker's socket. Without ZMQ_IMMEDIATE, which would drop what has arrived but is unread when the sender closes,
     such as its BYE."""
-    bytes(FREED_ONCE_BYTES)
+    bytes(FREED_ONCE_BYTES)  # allocates a block, and frees it
     return _socket(context, zmq.DEALER)
 
 
