@@ -40,7 +40,7 @@ OPENED = {
     "memcpy": ("peers", "memcpy"),
     "TorchRL": ("peers", "torchrl"),
     "zmq.asyncio": ("peers", "round_trip"),
-    **dict.fromkeys(("gloo", "pyzmq"), ("peers", "by_itself")),
+    **dict.fromkeys(("gloo", "pyzmq"), ("peers", "exchange")),
     **dict.fromkeys(("by", "rpc", "ray"), ("peers", "called")),
 }
 LIBRARIES = ("asyncsync", "torch", "pyzmq", "torchrl", "tensordict", "ray", "gymnasium")

@@ -119,7 +119,7 @@ class _Pyzmq(_Peer):
 
 
 @asynccontextmanager
-async def by_itself(spec: Spec) -> AsyncIterator[Any]:
+async def exchange(spec: Spec) -> AsyncIterator[Any]:
     """Kinds: "gloo broadcast", "gloo isend", "gloo broadcast each", "pyzmq tcp", "pyzmq ipc"."""
     peer, ports = _Gloo if spec.kind.startswith("gloo") else _Pyzmq, [free_port() for _ in range(spec.workers)]
     workers = [Worker(lambda rank: peer(spec, rank, ports).receive, rank) for rank in range(1, spec.workers + 1)]

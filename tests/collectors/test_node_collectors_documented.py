@@ -44,12 +44,12 @@ EXPECTED: dict[tuple[str, str], Any] = {
 }
 
 
-OF_BOTH = pytest.mark.parametrize("family", ["by_rpc", "by_gloo"], indirect=True, scope="module")
+BY_RPC_AND_GLOO = pytest.mark.parametrize("family", ["by_rpc", "by_gloo"], indirect=True, scope="module")
 
 
 # Of 128: storing_device.
 @pytest.mark.requirement(121, 126, 127, 128, 129, 133, 134, 135, 136, 137, 139, 140, 141, 145, 152, 155, 157, 172, 175)
-@OF_BOTH
+@BY_RPC_AND_GLOO
 @pytest.mark.parametrize(("case", "entry"), EXPECTED)
 def test_what_the_page_says_of_an_argument(family: str, case: str, entry: str) -> None:
     assert seen(family)[case][entry] == EXPECTED[case, entry]
@@ -71,7 +71,7 @@ def test_no_node_makes_more_batches_with_the_same_weights(family: str) -> None:
     assert max(versions[0] + versions[1]) > 1
 
 
-@OF_BOTH
+@BY_RPC_AND_GLOO
 @pytest.mark.requirement(130, 131, 132, 138)
 def test_environments_and_policies_are_where_they_are_to_be_with_the_exploration_type(family: str) -> None:
     found = seen(family)["acting"]
@@ -96,7 +96,7 @@ def test_running_free_into_a_replay_buffer(family: str) -> None:
     assert seen(family)["in_the_background"] == (None if family == "by_rpc" else expected)
 
 
-@OF_BOTH
+@BY_RPC_AND_GLOO
 @pytest.mark.requirement(171, 172)
 def test_whom_there_is_nobody_to_choose_from_and_which_worker_it_is_are_errors(family: str) -> None:
     assert seen(family)["at_random"]["worker_ids"].startswith("TypeError: worker_ids=0, but")
