@@ -19,7 +19,7 @@ from tensordict.nn import InteractionType
 
 from asyncsync.collectors.arguments import Devices, given_arguments
 from asyncsync.collectors.base import BaseCollector, PostHook, PreHook
-from asyncsync.collectors.distributed.gloo_family import GlooFamily
+from asyncsync.collectors.distributed.gloo import GlooFamily
 from asyncsync.collectors.distributed.node_collector import LaunchedCollector
 from asyncsync.collectors.single import Collector
 from asyncsync.sync import DistributedWeightSyncScheme

@@ -1,7 +1,7 @@
 """NodeCollector: what the collectors have in common whose workers are nodes, on other hosts or on this one.
 
 It is a collector with workers like any other. Its group is a
-:class:`~asyncsync.collectors.distributed.node_group.NodeGroup`, and it has either schedule: ``sync=True`` is that of
+:class:`~asyncsync.collectors.workers.group.WorkerGroup`, and it has either schedule: ``sync=True`` is that of
 ``MultiSyncCollector``, with a batch of all nodes stacked, ``sync=False`` that of ``MultiAsyncCollector``. What a node
 runs may have workers of its own, in processes of the node's host.
 """
@@ -15,13 +15,13 @@ from typing import Any
 
 from asyncsync.collectors.arguments import check_schemes, each, frames_or_none, is_list, whole
 from asyncsync.collectors.base import BaseCollector
-from asyncsync.collectors.distributed.family import NodeFamily
-from asyncsync.collectors.distributed.launched_family import LaunchedFamily
-from asyncsync.collectors.distributed.node_group import NodeGroup
+from asyncsync.collectors.distributed.launched import LaunchedFamily
+from asyncsync.collectors.distributed.nodes import NodeFamily
 from asyncsync.collectors.multi.collector import MultiCollector
 from asyncsync.collectors.multi.multi_async import AsyncDriver, MultiAsyncCollector
 from asyncsync.collectors.multi.multi_sync import MultiSyncCollector, SyncDriver
 from asyncsync.collectors.single import Collector
+from asyncsync.collectors.workers.group import WorkerGroup
 from asyncsync.schemes.remote_calls import RemoteCallCore
 from asyncsync.schemes.torch_distributed import check_backend
 
@@ -118,8 +118,8 @@ class NodeCollector(MultiCollector):
 
     # -- nodes as workers ---------------------------------------------------------------------------------------------
 
-    def _make_group(self, start_method: str) -> NodeGroup:
-        return NodeGroup(self._nodes, type(self).__name__, self._connect_timeout, self._arguments.trajectories)
+    def _make_group(self, start_method: str) -> WorkerGroup:
+        return WorkerGroup(self._nodes, type(self).__name__, self._connect_timeout, self._arguments.trajectories)
 
     def _with_options(self, worker: int, arguments: dict[str, Any]) -> dict[str, Any]:
         return arguments | dict(self._kwargs[worker])

@@ -19,7 +19,7 @@ from tensordict.nn import InteractionType
 from asyncsync.collectors.arguments import Devices, each, given_arguments, spread_factories
 from asyncsync.collectors.base import BaseCollector, PostHook, PreHook
 from asyncsync.collectors.distributed.node_collector import NodeCollector
-from asyncsync.collectors.distributed.ray_family import ActorBuffer, RayFamily
+from asyncsync.collectors.distributed.ray import ActorBuffer, RayFamily
 from asyncsync.collectors.single import Collector
 from asyncsync.schemes.remote_calls import RayCore
 from asyncsync.sync import RayWeightSyncScheme

@@ -22,7 +22,7 @@ from tensordict.nn import InteractionType
 from asyncsync.collectors.arguments import Devices, check_count, check_devices, given_arguments, is_list
 from asyncsync.collectors.base import BaseCollector, PostHook, PreHook
 from asyncsync.collectors.distributed.node_collector import LaunchedCollector
-from asyncsync.collectors.distributed.rpc_family import RPCFamily
+from asyncsync.collectors.distributed.rpc import RPCFamily
 from asyncsync.collectors.single import Collector
 from asyncsync.schemes.remote_calls import RPCCore
 from asyncsync.sync import RPCWeightSyncScheme

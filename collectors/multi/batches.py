@@ -10,7 +10,7 @@ from typing import Any
 from tensordict import TensorDictBase
 
 from asyncsync.collectors.whole_trajectories import WholeTrajectories
-from asyncsync.collectors.workers.group import RolloutResult
+from asyncsync.collectors.workers.messages import RolloutResult
 from asyncsync.collectors.workers.shared_batches import SharedPlace
 
 

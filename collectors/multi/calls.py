@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from asyncsync.collectors.workers.channel import dumps, loads
 from asyncsync.collectors.workers.group import WorkerGroup
+from asyncsync.collectors.workers.messages import dumps, loads
 from asyncsync.errors import AckTimeout
 
 CALL_SECONDS = 60.0
@@ -27,7 +27,7 @@ class Calls:
     def __call__(
         self, name: str, *arguments: Any, workers: Sequence[int] | None = None, timeout: float = CALL_SECONDS
     ) -> list[Any]:
-        """Call :meth:`asyncsync.collectors.workers.rollout_worker.RolloutWorker.call` in workers (None: in all), and
+        """Call :meth:`asyncsync.collectors.workers.worker.Worker` in workers (None: in all), and
         return their answers, or raise what one has raised.
 
         Raises AckTimeout after ``timeout`` seconds for all of them: workers still carry the call out.

@@ -60,8 +60,7 @@ from asyncsync.collectors.trajectories import _TrajectoryPool, on_device
 from asyncsync.collectors.weights.api import _RegisteredModels
 from asyncsync.collectors.whole_trajectories import check_trajectories
 from asyncsync.collectors.workers.group import WorkerGroup
-from asyncsync.collectors.workers.process import check_platform, check_start_method
-from asyncsync.collectors.workers.process_group import ProcessGroup
+from asyncsync.collectors.workers.local import LocalFamily, check_platform, check_start_method
 from asyncsync.sync import SharedMemWeightSyncScheme
 
 
@@ -352,7 +351,7 @@ class MultiCollector(GroupCollector, metaclass=Chooses):
     # -- what is different where the workers are not processes of this host -----------------------------------------
 
     def _make_group(self, start_method: str) -> WorkerGroup:
-        return ProcessGroup(start_method, type(self).__name__)
+        return WorkerGroup(LocalFamily(start_method, type(self).__name__), type(self).__name__)
 
     def _default_scheme(self) -> Any:
         """What brings the policy's weights to the workers if no scheme is given."""

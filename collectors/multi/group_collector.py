@@ -35,8 +35,8 @@ from asyncsync.collectors.profiling import ProfileConfig
 from asyncsync.collectors.trajectories import processed
 from asyncsync.collectors.weights.acting import fitted
 from asyncsync.collectors.weights.api import Planned, UnknownModel, belongs_to
-from asyncsync.collectors.workers.channel import loads
 from asyncsync.collectors.workers.group import WorkerGroup
+from asyncsync.collectors.workers.messages import loads
 from asyncsync.errors import AckTimeout, PartialSendError, PeerLost
 from asyncsync.runtime import loop_thread
 from asyncsync.runtime.threads import uninterrupted

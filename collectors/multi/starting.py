@@ -34,10 +34,9 @@ from asyncsync.collectors.base import SHUTDOWN_SECONDS
 from asyncsync.collectors.multi.driver import Driver
 from asyncsync.collectors.weights.legacy_updaters import MultiProcessedWeightUpdater, WeightUpdaterBase, make_updater
 from asyncsync.collectors.weights.senders import shut_down_all
-from asyncsync.collectors.workers.channel import dumps
-from asyncsync.collectors.workers.failures import note
 from asyncsync.collectors.workers.group import WorkerGroup
-from asyncsync.collectors.workers.rollout_worker import Specification
+from asyncsync.collectors.workers.messages import pickled
+from asyncsync.collectors.workers.worker import Specification
 from asyncsync.errors import AckTimeout
 from asyncsync.runtime import loop_thread
 from asyncsync.runtime.threads import elsewhere
@@ -173,20 +172,6 @@ def described(
             given["traj_pool"] = pool()
         found.append(pickled(Specification(create_env_fn=factory, arguments=given, **common)))
     return found
-
-
-def pickled(value: Any) -> bytes:
-    """What travels to workers. Raises whatever pickling it raises, with a note that says what to do."""
-    try:
-        return dumps(value)
-    except Exception as error:
-        note(
-            error,
-            "cloudpickle sends environment factories, policy, hooks, postproc, schemes and a replay buffer to the "
-            "workers. Make what cannot be pickled in the worker: in create_env_fn, policy_factory or init_fn. A replay "
-            "buffer must pickle as a handle on its storage.",
-        )
-        raise
 
 
 def ways_of_weights(

@@ -1,21 +1,24 @@
-"""Control page: what workers read between two steps, in one page of memory that the trainer shares with them.
+"""Control page: what workers read between two steps.
 
-The trainer writes, and workers read: whether to stop or to pause, which rollouts end early, and the newest version that
-was published for each of them. A reader needs no lock: they are aligned 64-bit numbers. Two counters, of trajectory
-identifiers and of frames, are written by all, under a lock that the kernel frees when its holder is killed.
+The trainer writes, and workers read: whether to stop or to pause, which rollouts end early, how many versions updaters
+have counted, and the newest version that was published for each worker. A reader needs no lock, because these are
+aligned 64-bit numbers. The counter of trajectory identifiers is written by all, under a lock that the kernel frees when
+its holder is killed.
+
+Workers of this host map the trainer's page. A node has a page of its own, for itself and for workers of its own. The
+trainer sends it what the page says, as :class:`Wishes`.
 """
 
 from __future__ import annotations
 
 import fcntl
-import math
 import mmap
 import os
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from asyncsync.collectors.trajectories import _TrajectoryPool
 from asyncsync.transports.shared_memory import MemoryFile, MemoryPlace
@@ -23,7 +26,19 @@ from asyncsync.transports.shared_memory import MemoryFile, MemoryPlace
 TRAINER = "the trainer's"
 REMEDY = "a collector's workers run on its host, as the same user and in the same pid namespace, and end with it"
 
-_STOP, _PAUSE, _CUT, _TRAJECTORIES, _FRAMES, _COUNTED, _BEGUN, _NEWEST = 0, 1, 2, 3, 4, 5, 6, 16
+_STOP, _PAUSE, _CUT, _TRAJECTORIES, _COUNTED, _NEWEST = 0, 1, 2, 3, 4, 16
+
+_opened: weakref.WeakValueDictionary[tuple[int, MemoryPlace], ControlPage] = weakref.WeakValueDictionary()
+
+
+class Wishes(NamedTuple):
+    """What a control page says to one worker."""
+
+    stop: int
+    paused: bool
+    cut: int
+    counted: int
+    newest: int
 
 
 class _Number:
@@ -33,10 +48,10 @@ class _Number:
         self._index = index
 
     def __get__(self, page: ControlPage, owner: type) -> int:
-        return page._numbers[self._index]
+        return page.numbers[self._index]
 
     def __set__(self, page: ControlPage, number: int) -> None:
-        page._numbers[self._index] = number
+        page.numbers[self._index] = number
 
 
 class ControlPage:
@@ -47,11 +62,12 @@ class ControlPage:
         if place is None:
             self._file = MemoryFile.create(mmap.PAGESIZE)
             self._file.seal()
+            _opened[os.getpid(), self._file.place] = self
         else:
             self._file = MemoryFile.open(place, TRAINER, REMEDY, writable=True)
         self.place = place or self._file.place
         page: Any = self._file.tensor().numpy()
-        self._numbers = memoryview(page).cast("q")
+        self.numbers = memoryview(page).cast("q")
         self._lock = threading.Lock()  # the kernel's lock is one per process
 
     def close(self) -> None:
@@ -65,81 +81,61 @@ class ControlPage:
 
     def stop(self, close_env: bool = True) -> None:
         """Have all workers end before their next step, and close their environments or not."""
-        self._numbers[_STOP] = 1 if close_env else 2
+        self.numbers[_STOP] = 1 if close_env else 2
 
     @property
     def stopped(self) -> bool:
-        return bool(self._numbers[_STOP])
+        return bool(self.numbers[_STOP])
 
     @property
     def closes_env(self) -> bool:
         """Whether a worker that ends closes its environment."""
-        return self._numbers[_STOP] != 2
+        return self.numbers[_STOP] != 2
 
     def cut(self, serial: int) -> None:
         """End rollouts with this serial number, or a smaller one, after the step under way."""
-        self._numbers[_CUT] = serial
+        self.numbers[_CUT] = serial
 
     def is_cut(self, serial: int) -> bool:
-        return self._numbers[_CUT] >= serial
+        return self.numbers[_CUT] >= serial
 
     def interrupts(self, serial: int) -> bool:
         """Whether a worker that does this rollout is to stop, to pause, or to end the rollout."""
-        numbers = self._numbers
+        numbers = self.numbers
         return bool(numbers[_STOP] or numbers[_PAUSE] or numbers[_CUT] >= serial)
 
     def publish(self, version: int, workers: Iterable[int]) -> None:
         """Write the newest version for these workers."""
         for index in (_NEWEST + worker for worker in workers):
-            self._numbers[index] = max(self._numbers[index], version)
+            self.numbers[index] = max(self.numbers[index], version)
 
     def newest(self, worker: int) -> int:
-        return self._numbers[_NEWEST + worker]
+        return self.numbers[_NEWEST + worker]
 
     def count(self) -> None:
         """Add one to :attr:`counted`."""
         with self._lock:
-            self._numbers[_COUNTED] += 1
+            self.numbers[_COUNTED] += 1
+
+    def wishes(self, worker: int) -> Wishes:
+        """What this page says to a worker."""
+        numbers = self.numbers
+        return Wishes(numbers[_STOP], bool(numbers[_PAUSE]), numbers[_CUT], numbers[_COUNTED], self.newest(worker))
+
+    def heed(self, worker: int, wishes: Wishes) -> None:
+        """Write what the trainer's page says to this worker."""
+        numbers = self.numbers
+        numbers[_PAUSE], numbers[_CUT], numbers[_COUNTED] = wishes.paused, wishes.cut, wishes.counted
+        numbers[_STOP] = numbers[_STOP] or wishes.stop
+        self.publish(wishes.newest, [worker])
 
     # -- written by all -----------------------------------------------------------------------------------------------
-
-    @property
-    def frames(self) -> int:
-        """Frames that were collected by workers that run free, or write to a replay buffer."""
-        return self._numbers[_FRAMES]
-
-    @frames.setter
-    def frames(self, frames: int) -> None:
-        with self._locked():
-            self._numbers[_FRAMES] = frames
-
-    @property
-    def begun(self) -> int:
-        """Frames that were collected, and those of rollouts under way."""
-        with self._locked():
-            return self._numbers[_FRAMES] + self._numbers[_BEGUN]
-
-    def begin(self, expected: int, total: float = math.inf) -> int | None:
-        """Begin a rollout of so many frames. Returns how many have been collected or begun before; None: that is the
-        total, and this rollout is not to be done."""
-        with self._locked():
-            before = self._numbers[_FRAMES] + self._numbers[_BEGUN]
-            if before >= total:
-                return None
-            self._numbers[_BEGUN] += expected
-        return before
-
-    def add_frames(self, n: int, expected: int) -> None:
-        """After a rollout that was begun with ``expected`` frames, and has collected ``n``."""
-        with self._locked():
-            self._numbers[_FRAMES] += n
-            self._numbers[_BEGUN] -= expected
 
     def advance_trajectories(self, n: int, least: int = 0) -> int:
         """Draw ``n`` identifiers, none below ``least``; returns the first."""
         with self._locked():
-            first = max(self._numbers[_TRAJECTORIES], least)
-            self._numbers[_TRAJECTORIES] = first + n
+            first = max(self.numbers[_TRAJECTORIES], least)
+            self.numbers[_TRAJECTORIES] = first + n
         return first
 
     @contextmanager
@@ -150,9 +146,6 @@ class ControlPage:
                 yield
             finally:
                 fcntl.lockf(self._file.number, fcntl.LOCK_UN, 8)
-
-
-_opened: weakref.WeakValueDictionary[tuple[int, MemoryPlace], ControlPage] = weakref.WeakValueDictionary()
 
 
 class SharedPool(_TrajectoryPool):
@@ -167,6 +160,14 @@ class SharedPool(_TrajectoryPool):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _pool_at, (self._page.place,)
+
+
+class PoolOfNode(_TrajectoryPool):
+    """Stands for the pool that each node makes, whose identifiers no other node has. It hands none out itself, and
+    knows the highest that was loaded."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PoolOfNode, ()
 
 
 def page_at(place: MemoryPlace) -> ControlPage:

@@ -1,14 +1,23 @@
 """WorkerGroup: the workers of a collector, wherever they run, as its driver sees them.
 
+    group = WorkerGroup(LocalFamily("spawn", "MultiSyncCollector"), "MultiSyncCollector")
     group.start(specifications, schemes, replay_buffer)
     group.request(0, RolloutRequest(serial=1, random=False, place=places.next()))
     result = await group.until(lambda: group.results and group.results.popleft())
     batch = place.whole()                              # in the caller's thread
     group.end(5.0)
 
-A group lives on the process's loop thread: its workers' results arrive there, and its driver awaits them there. A group
-decides how its workers are reached, and where the parts of a batch lie; its driver decides what is rolled out when, and
-what becomes of the batches.
+A group lives on the process's loop thread: it sends messages there, takes the workers' messages there, and its driver
+awaits results there. A :class:`Family` starts the workers' programs, and carries messages. The driver decides what is
+rolled out when, and what becomes of the batches.
+
+What workers are to see between two steps is written to a :class:`ControlPage`. Workers of this host read that very
+page. To any other worker the group sends what the page says, one message at a time: the next one follows when the
+worker has answered, and says what the page says by then.
+
+A worker that is lost ends collection, unless its family may launch it again. Then its collector is made anew, gets the
+weights that it should have from the trainer's bus, and does the rollouts that the lost one was to do. Calls wait until
+it has connected.
 """
 
 from __future__ import annotations
@@ -23,19 +32,37 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-import torch
 from anyio import Event, move_on_after
+from tensordict import TensorDictBase
 
 from asyncsync.collectors.trajectories import _TrajectoryPool
-from asyncsync.collectors.workers.failures import Failure
-from asyncsync.errors import AckTimeout, ClosedError
+from asyncsync.collectors.whole_trajectories import WholeTrajectories
+from asyncsync.collectors.workers.control_page import ControlPage, PoolOfNode, SharedPool, Wishes
+from asyncsync.collectors.workers.messages import Failure, RolloutResult, loads
+from asyncsync.collectors.workers.shared_batches import Arrangement, SharedPlaces
+from asyncsync.collectors.workers.worker import FREE, Message, WorkerInfo
+from asyncsync.errors import AckTimeout, ClosedError, PeerLost
 from asyncsync.runtime import loop_thread
+from asyncsync.schemes.remote_calls import RemoteCallCore
 
 logger = logging.getLogger("asyncsync")
 
 T = TypeVar("T")
+
+BY_ITSELF = 0.7
+"""Part of a shutdown's time in which workers end by themselves; then their programs are ended."""
+
+AHEAD = 2
+"""Rollouts that a worker which runs free is asked for at a time, so that it never waits for the next request."""
+
+APART = 1 << 40
+"""So many trajectory identifiers a worker has for itself before those of the one that is launched in its place."""
+
+LASTING = ("pre_hook", "post_hook", "profile")
+"""Calls whose effect a worker that is launched again is to have, too."""
 
 
 class RolloutRequest(NamedTuple):
@@ -47,114 +74,186 @@ class RolloutRequest(NamedTuple):
     place: Any
 
 
-class RolloutResult(NamedTuple):
-    """A rollout that a worker has done, of the request with this ``serial``.
-
-    Attributes:
-        in_place: whether it lies where the request's place is.
-        steps, frames: time steps, and environment frames, of it.
-        payload: the batch, to be unpacked in the caller's thread; None: in place, or in a replay buffer.
-        layout: of a whole rollout; None: there is none that describes it.
-    """
-
-    worker: int
-    serial: int
-    in_place: bool
-    steps: int
-    frames: int
-    payload: Any
-    layout: Any
-
-
-class FreeLimits(NamedTuple):
-    """How far each worker that runs free goes: it begins a rollout while ``total`` frames have not been collected or
-    begun by all workers, and it has not done ``rollouts`` itself. Those that begin before ``random`` frames, and its
+class _Limits(NamedTuple):
+    """How far workers run free: each is asked for a rollout while ``total`` frames have not been collected or begun by
+    all workers, and it has not been asked for ``rollouts`` itself. Those that begin before ``random`` frames, and its
     first ``random_rollouts``, are with random actions."""
 
     total: float
-    random: int
+    random: float
     rollouts: float = math.inf
-    random_rollouts: int = 0
-
-    @classmethod
-    def of(cls, total: float, random: int, batch: int | None, before: int) -> FreeLimits:
-        """For a collector with ``before`` frames, whose batches have ``batch`` frames of all workers; None: each
-        rollout counts for itself."""
-        if batch is None:
-            return cls(total, random)
-        rollouts = total if total == math.inf else math.ceil((total - before) / batch)
-        return cls(math.inf, 0, rollouts, math.ceil((random - before) / batch))
-
-    def is_random(self, before: int, done: int) -> bool:
-        """Whether a worker's next rollout is, with ``before`` frames of all workers and ``done`` rollouts of its
-        own."""
-        return before < self.random or done < self.random_rollouts
+    random_rollouts: float = 0
 
 
-class WorkerInfo(NamedTuple):
-    """What a worker reports when its collector is built: ``frames`` of one rollout, batch ``dims`` of its environment
-    (None: it has workers of its own), and the ``devices`` that its policy acts on."""
+class Reports(NamedTuple):
+    """What a family calls on the loop thread, for one launch of a worker.
 
-    frames: int
-    dims: int | None
-    devices: set[torch.device]
+    Attributes:
+        received: with each message of the worker.
+        lost: no more messages will come, because of this error.
+        failed: a message cannot be sent or read, though the worker is there.
+    """
+
+    received: Callable[[Message], object]
+    lost: Callable[[BaseException], object]
+    failed: Callable[[BaseException], object]
 
 
-class WorkerGroup(ABC):
-    """N workers of a collector, which ``owner`` names in errors.
+class Family(ABC):
+    """How workers are started, and how messages reach them.
+
+    Attributes:
+        shares_memory: whether workers read the group's control page, and write batches to its places.
+        restarts: how often a worker that is lost may be launched again.
+    """
+
+    shares_memory = False
+    restarts = 0
+
+    @abstractmethod
+    def open(
+        self, count: int, call_soon: Callable[..., object], page: ControlPage, replay_buffer: Any, schemes: Any
+    ) -> bytes | None:
+        """Prepare what so many workers need, in the thread that constructs the collector; it may wait. ``call_soon``
+        calls a function on the loop thread, from any thread. Returns the pickled replay buffer and schemes, if a worker
+        is not given them otherwise."""
+
+    @abstractmethod
+    def start(self, rank: int, reports: Reports) -> None:
+        """Start a worker's program, perhaps once more, and return at once."""
+
+    @abstractmethod
+    def send(self, rank: int, message: Message) -> None:
+        """Send a message, on the loop thread, without waiting. A worker gets its messages in this order, from when it
+        has begun. What cannot be sent because the worker is lost is dropped."""
+
+    def batch(self, rank: int, payload: Any) -> TensorDictBase:
+        """The batch of a result with this payload. Called in the thread of who wants the batch: it may wait."""
+        batch: TensorDictBase = loads(payload)
+        return batch
+
+    def remote(self, rank: int) -> Any:
+        """What a scheme calls in a worker; None: nothing."""
+        return None
+
+    @abstractmethod
+    async def end(self, deadline: float) -> None:
+        """End all programs by ``deadline`` of ``time.monotonic()``, whatever they do, and release everything. The
+        workers have ended before, if they could. Two may do this at a time."""
+
+    @abstractmethod
+    def name(self, rank: int) -> str:
+        """What the worker is called in errors: "worker 1 (pid 4711)"."""
+
+
+class _Member:
+    """A worker, as its group sees it."""
+
+    def __init__(self, rank: int, specification: bytes) -> None:
+        self.rank = rank
+        self.specification = specification
+        self.launches = 0  # beyond the first one
+        self.has_begun = self.is_connected = self.is_paused = self.has_ended = False
+        self.requests: deque[RolloutRequest] = deque()  # not done yet
+        self.is_free = False
+        self.done = 0  # rollouts that were asked for since it runs free
+        self.calls: dict[int, Message] = {}  # without an answer yet, by their numbers
+        self.held: list[Message] = []  # calls for when it has connected
+        self.lasting: dict[str, Message] = {}
+        self.unrecorded = 0  # rollouts that its profile lacks
+        self.told: Wishes | None = None  # the last ones that were sent
+        self.is_being_told = False
+        self.late: asyncio.TimerHandle | None = None
+
+
+class WorkerGroup:
+    """The workers of a family.
+
+    Args:
+        owner: names their collector in errors.
+        connect_timeout: seconds within which a worker that is launched again must connect.
+        trajectories: puts together those of all workers' rollouts.
 
     Attributes:
         results: rollouts that have been done, in the order in which they came.
         infos: what each worker has reported.
         replies: answers to calls by their numbers, ``(failure, result)``; None: not yet answered.
         failure: what has ended collection.
-        is_over: whether all workers have ended, and everything is closed.
         frames: collected by workers that run free, or write to a replay buffer.
-        counted: versions of the policy that reached the workers without a scheme.
-        states: what each worker does: "connected", "paused", "running", "finished".
         ending: whether the end has begun.
+        is_over: whether all workers have ended, and everything is closed.
     """
 
-    results: deque[RolloutResult]
-    infos: dict[int, WorkerInfo]
-    replies: dict[int, Any]
-    failure: BaseException | None
-    is_over: bool
-    frames: int
-    counted: int
-
-    def __init__(self, owner: str) -> None:
-        self._owner = owner
+    def __init__(
+        self, family: Family, owner: str, connect_timeout: float = 60.0, trajectories: WholeTrajectories | None = None
+    ) -> None:
+        self.family = family
+        self.results: deque[RolloutResult] = deque()
+        self.infos: dict[int, WorkerInfo] = {}
+        self.replies: dict[int, Any] = {}
+        self.failure: BaseException | None = None
+        self.frames = 0
+        self.ending = self.is_over = False
+        self._owner, self._connect_timeout, self._trajectories = owner, connect_timeout, trajectories
+        self._pid = os.getpid()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._changed = Event()  # replaced whenever it is set
-        self._calls = itertools.count()
-        self._pid = os.getpid()
-        self.replies = {}
-        self.results = deque()
-        self.infos = {}
-        self.states: dict[int, str] = {}
-        self.failure = None
-        self.ending = self.is_over = False
+        self._numbers = itertools.count()  # of calls
+        self._page = ControlPage()
+        self._pool = PoolOfNode()
+        self._members: list[_Member] = []
+        self._common: bytes | None = None
+        self._writes = False  # into a replay buffer
+        self._followed: Message | None = None
+        self._limits = _Limits(0, 0)
+        self._calling: list[RemoteCallCore] = []  # schemes that call an object in each worker
 
-    # -- beginning and end --------------------------------------------------------------------------------------------
+    # -- beginning ----------------------------------------------------------------------------------------------------
 
-    @abstractmethod
     def start(self, specifications: Sequence[bytes], schemes: Mapping[str, Any], replay_buffer: Any) -> None:
         """Start one worker for each specification. Returns before any is ready."""
+        self._writes = replay_buffer is not None
+        self._calling = [scheme for scheme in schemes.values() if isinstance(scheme, RemoteCallCore)]
+        self._members = [_Member(rank, specification) for rank, specification in enumerate(specifications)]
+        self._common = self.family.open(len(specifications), self.call_soon, self._page, replay_buffer, schemes)
+        loop_thread.run(self._begin)
+        for member in self._members:
+            self._launch(member)
+
+    async def _begin(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        loop_thread.keep(self._shutdown, True)  # the loop thread runs until the end
+
+    def _launch(self, member: _Member) -> None:
+        rank, launch = member.rank, member.launches
+        self.family.start(
+            rank, Reports(partial(self._receive, member, launch), partial(self._lose, member, launch), self._fail)
+        )
+        first = self._pool.advance(0) + APART * launch if launch else 0
+        build = ("build", member.specification, self._common, first, len(self._members))
+        self.call_soon(self.family.send, rank, build)
+        if self._followed is not None:
+            self.call_soon(self.family.send, rank, self._followed)
 
     @property
-    @abstractmethod
     def connected(self) -> bool:
         """Whether all workers have connected their schemes."""
+        return all(member.is_connected for member in self._members)
 
     @property
-    @abstractmethod
     def alive(self) -> int:
         """How many workers run."""
+        return sum(not member.has_ended for member in self._members) if not self.is_over else 0
 
     def incarnation(self, worker: int) -> int | None:
         """How often a worker was launched again; None: it is being launched. It then gets the newest weights."""
-        return 0
+        member = self._members[worker]
+        return member.launches if member.is_connected else None
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this process has started the workers: a forked child has a copy of everything here."""
+        return self._pid == os.getpid()
 
     def check(self) -> None:
         """Raises ClosedError: the group was ended, or this is its copy in a forked process."""
@@ -166,68 +265,7 @@ class WorkerGroup(ABC):
         if self.ending:
             raise ClosedError(f"this {self._owner} has been shut down")
 
-    @property
-    def is_ours(self) -> bool:
-        """Whether this process has started the workers: a forked child has a copy of everything here."""
-        return self._pid == os.getpid()
-
-    @abstractmethod
-    def stop(self, close_env: bool = True) -> None:
-        """Have all workers end before their next step; returns at once."""
-
-    def end(self, timeout: float, close_env: bool = True) -> None:
-        """Have all workers end; returns within the timeout (seconds), and leaves none. Idempotent."""
-        if self.is_ours and not self.is_over:
-            loop_thread.run(lambda: self._shutdown(timeout, close_env))
-
-    @abstractmethod
-    def close(self) -> None:
-        """After the end: release what workers and this process shared. Numbers can still be read. Idempotent."""
-
-    # -- rollouts -----------------------------------------------------------------------------------------------------
-
-    @abstractmethod
-    def request(self, worker: int, request: RolloutRequest) -> None:
-        """Request a rollout of a worker; returns at once."""
-
-    @abstractmethod
-    def places(self, workers: Sequence[int], dim: int | None) -> Any:
-        """Where rollouts of these workers lie one after another along a dimension of ``[*batch_size, steps]`` (None:
-        stacked, first): as :class:`asyncsync.collectors.workers.shared_batches.SharedPlaces`."""
-
-    @abstractmethod
-    def cut(self, serial: int) -> None:
-        """End rollouts with this serial number, or a smaller one, after the step under way."""
-
-    @abstractmethod
-    def run_free(self, total: float, random: int, batch: int | None = None) -> None:
-        """Have all workers roll out into the replay buffer until :attr:`frames` is ``total``, the first so many with
-        random actions. ``batch``: frames of all workers' rollouts, of which each does as many as the others; None: each
-        begins a rollout whenever frames are missing."""
-
-    @property
-    def finished(self) -> bool:
-        """Whether all workers that ran free have reached the total."""
-        return all(state == "finished" for state in self.states.values())
-
-    @abstractmethod
-    def pause(self) -> None:
-        """Have all workers stand still after their step under way."""
-
-    @abstractmethod
-    def resume(self) -> None:
-        """End a pause."""
-
-    @abstractmethod
-    def stand_still(self, workers: Iterable[int]) -> bool:
-        """Whether these workers have paused, or have nothing more to do."""
-
-    # -- calls and waiting --------------------------------------------------------------------------------------------
-
-    @abstractmethod
-    def call(self, worker: int, name: str, arguments: bytes) -> int:
-        """Have a worker do something between two rollouts, with pickled arguments; returns the number of its answer in
-        :attr:`replies`, from which the caller removes it, whether it has come or not."""
+    # -- waiting ------------------------------------------------------------------------------------------------------
 
     async def until(self, met: Callable[[], T | None], timeout: float | None = None) -> T:
         """Wait on the loop thread until ``met()`` is true, and return its value; it is called whenever something has
@@ -254,57 +292,273 @@ class WorkerGroup(ABC):
     def call_soon(self, function: Callable[..., object], *arguments: Any) -> None:
         """Call a function on the loop thread, from any thread; not after the end."""
         with contextlib.suppress(RuntimeError):  # it has ended, and the workers before
-            if self._loop is not None:
+            if self._loop is not None and self.is_ours:
                 self._loop.call_soon_threadsafe(function, *arguments)
 
     def nudge(self) -> None:
         """Have each waiting ``met`` called again. From any thread."""
         self.call_soon(self._notify)
 
-    # -- versions and trajectories ------------------------------------------------------------------------------------
-
-    @abstractmethod
-    def count_version(self) -> None:
-        """Count one more version that reaches the workers without a scheme."""
-
-    @abstractmethod
-    def announce(self, version: int, workers: Iterable[int] | None) -> None:
-        """Announce the newest version to these workers (None: all)."""
-
-    @abstractmethod
-    def follow(self, root: Any, index: int) -> None:
-        """Have the workers read the newest version where the root of a tree of collectors announces it to its worker
-        ``index``; None: in their own schemes."""
-
-    @abstractmethod
-    def trajectory_pool(self) -> _TrajectoryPool:
-        """A source of trajectory identifiers that are unique over all workers."""
-
-    # -- for subclasses -----------------------------------------------------------------------------------------------
-
-    async def _watch(self) -> None:
-        """Keep the loop thread running until the end."""
-        self._loop = asyncio.get_running_loop()
-        loop_thread.keep(self._shutdown, True)
-
     def _notify(self) -> None:
         changed, self._changed = self._changed, Event()
         changed.set()
+
+    # -- rollouts -----------------------------------------------------------------------------------------------------
+
+    def places(self, workers: Sequence[int], dim: int | None) -> SharedPlaces:
+        """Where rollouts of these workers lie one after another along a dimension of ``[*batch_size, steps]`` (None:
+        stacked, first). A batch of a worker that shares no memory comes by value, when its caller wants it."""
+
+        def teach(arrangement: Arrangement) -> None:
+            for index, worker in enumerate(workers):
+                self.family.send(worker, ("learn", arrangement, index))
+
+        return SharedPlaces(dim, teach, lambda result: self.family.batch(result.worker, result.payload))
+
+    def request(self, worker: int, request: RolloutRequest) -> None:
+        """Request a rollout of a worker; returns at once. On the loop thread."""
+        member = self._members[worker]
+        member.requests.append(request)
+        if member.is_connected:  # else it is being launched again
+            self._send_request(member, request)
+
+    def _send_request(self, member: _Member, request: RolloutRequest) -> None:
+        serial, random, place = request
+        self.family.send(member.rank, ("rollout", serial, random, None if place is None else place.lease))
+
+    def _rolled_out(self, member: _Member, result: RolloutResult) -> None:
+        member.requests.popleft()
+        member.unrecorded -= 1
+        if self._writes:
+            self.frames += result.frames
+        if member.is_free:
+            self._go_on(member)
+        else:
+            self.results.append(result)
+
+    def cut(self, serial: int) -> None:
+        """End rollouts with this serial number, or a smaller one, after the step under way."""
+        self._page.cut(serial)
+        self._tell_all()
+
+    def run_free(self, total: float, random: int, batch: int | None = None) -> None:
+        """Have all workers roll out into the replay buffer until :attr:`frames` is ``total``, the first so many with
+        random actions. ``batch``: frames of all workers' rollouts, of which each does as many as the others; None: each
+        begins a rollout whenever frames are missing."""
+        self.call_soon(self._set_free, total, random, batch)
+
+    def _set_free(self, total: float, random: int, batch: int | None) -> None:
+        if batch is None:
+            self._limits = _Limits(total, random)
+        else:
+            before = self.frames + self._begun()
+            rollouts = total if total == math.inf else math.ceil((total - before) / batch)
+            self._limits = _Limits(math.inf, 0, rollouts, math.ceil((random - before) / batch))
+        for member in self._members:
+            member.done, member.is_free = 0, True
+        for member in self._members:
+            self._go_on(member)
+        self._notify()
+
+    def _begun(self) -> int:
+        """Frames of rollouts under way into the replay buffer."""
+        return sum(self.infos[member.rank].frames * len(member.requests) for member in self._members)
+
+    def _go_on(self, member: _Member) -> None:
+        """Further rollouts of a worker that runs free, if there are not enough frames yet."""
+        limits = self._limits
+        while len(member.requests) < AHEAD:
+            before = self.frames + self._begun()
+            if member.done >= limits.rollouts or before >= limits.total:
+                break
+            is_random = before < limits.random or member.done < limits.random_rollouts
+            member.done += 1
+            self.request(member.rank, RolloutRequest(FREE, is_random, None))
+        member.is_free = bool(member.requests)
+
+    @property
+    def finished(self) -> bool:
+        """Whether all workers that ran free have reached the total."""
+        return not any(member.is_free for member in self._members)
+
+    # -- the control page ---------------------------------------------------------------------------------------------
+
+    def pause(self) -> None:
+        """Have all workers stand still after their step under way."""
+        self._page.paused = True
+        self._tell_all()
+
+    def resume(self) -> None:
+        """End a pause."""
+        self._page.paused = False
+        self._tell_all()
+        self.call_soon(self._resume)
+
+    def _resume(self) -> None:
+        for member in self._members:
+            if member.is_paused and not self._page.paused:
+                member.is_paused = False
+                self.family.send(member.rank, ("resume",))
+
+    def stand_still(self, workers: Iterable[int]) -> bool:
+        """Whether these workers have paused, or have nothing to do."""
+        members = [self._members[worker] for worker in workers]
+        return all(member.is_paused or not member.requests for member in members)
+
+    @property
+    def counted(self) -> int:
+        """Versions of the policy that reached the workers without a scheme."""
+        return self._page.counted
+
+    @counted.setter
+    def counted(self, counted: int) -> None:
+        self._page.counted = counted
+        self._tell_all()
+
+    def count_version(self) -> None:
+        """Count one more version that reaches the workers without a scheme."""
+        self._page.count()
+        self._tell_all()
+
+    def announce(self, version: int, workers: Iterable[int] | None) -> None:
+        """Announce the newest version to these workers (None: all)."""
+        self._page.publish(version, range(len(self._members)) if workers is None else workers)
+        self._tell_all()
+
+    def stop(self, close_env: bool = True) -> None:
+        """Have all workers end before their next step; returns at once."""
+        self._page.stop(close_env)
+        self._tell_all()
+
+    def _tell_all(self) -> None:
+        """Send what the page says to workers that cannot read it. From any thread."""
+        if not self.family.shares_memory:
+            for member in self._members:
+                self.call_soon(self._tell, member)
+
+    def _tell(self, member: _Member) -> None:
+        wishes = self._page.wishes(member.rank)
+        if member.has_begun and not member.has_ended and not member.is_being_told and member.told != wishes:
+            member.told, member.is_being_told = wishes, True
+            self.family.send(member.rank, ("page", wishes))
+
+    def follow(self, root: Any, index: int) -> None:
+        """Have the workers read the newest version where the root of a tree of collectors announces it to its worker
+        ``index``; None: in their own schemes."""
+        # A root's page is on this host. Other workers learn from what they receive which version of the root's it is.
+        self._followed = ("follow", root if self.family.shares_memory else None, index)
+        for member in self._members:
+            self.call_soon(self.family.send, member.rank, self._followed)
+
+    def trajectory_pool(self) -> _TrajectoryPool:
+        """A source of trajectory identifiers that are unique over all workers."""
+        return SharedPool(self._page) if self.family.shares_memory else self._pool
+
+    # -- calls --------------------------------------------------------------------------------------------------------
+
+    def call(self, worker: int, name: str, arguments: bytes) -> int:
+        """Have a worker do something between two rollouts, with pickled arguments; returns the number of its answer in
+        :attr:`replies`, from which the caller removes it, whether it has come or not. From any thread."""
+        self.check()
+        number = next(self._numbers)
+        self.replies[number] = None
+        self.call_soon(self._ask, self._members[worker], ("call", number, name, arguments))
+        return number
+
+    def _ask(self, member: _Member, call: Message) -> None:
+        if not member.is_connected:
+            member.held.append(call)
+            return
+        number = call[1]
+        member.calls[number] = call
+        try:
+            self.family.send(member.rank, call)
+        except Exception as error:
+            self._answer(member, number, Failure.of(error), None)
+
+    def _answer(self, member: _Member, number: int, failure: Failure | None, result: Any) -> None:
+        call = member.calls.pop(number, None)
+        if call is None:  # one that a worker launched again was sent because its effect lasts
+            if failure is not None:
+                self._failed(member, failure)
+            return
+        if failure is None:
+            self._note(member, call)
+        if number in self.replies:
+            self.replies[number] = failure, result
+        self._notify()
+
+    def _note(self, member: _Member, call: Message) -> None:
+        _, _, name, arguments = call
+        if name in LASTING:
+            member.lasting[name] = call
+        if name == "profile":
+            config, _ = loads(arguments)
+            member.unrecorded = 0 if config is None else config.num_rollouts
+
+    # -- messages from workers ----------------------------------------------------------------------------------------
+
+    def _receive(self, member: _Member, launch: int, message: Message) -> None:
+        if self.is_over or launch != member.launches:
+            return
+        kind, *rest = message
+        if kind == "failed":
+            self._failed(member, *rest)
+        elif kind == "ended":
+            member.has_ended = True
+        elif not self.ending:
+            self._take(member, kind, *rest)
+        member.has_begun = True
+        self._notify()
+
+    def _take(self, member: _Member, kind: str, *rest: Any) -> None:
+        match kind:
+            case "begun":
+                member.has_begun = True
+                self._tell(member)
+            case "told":
+                member.is_being_told = False
+                self._tell(member)
+            case "built":
+                self.infos[member.rank] = WorkerInfo(*rest)
+                for scheme in self._calling:
+                    scheme.remotes[member.rank] = self.family.remote(member.rank)
+            case "connected":
+                self._connect(member)
+            case "result":
+                self._rolled_out(member, RolloutResult(member.rank, *rest))
+            case "reply":
+                self._answer(member, *rest)
+            case "paused":
+                member.is_paused = True
+                self._resume()  # it may have read the page just before the pause ended
+
+    def _connect(self, member: _Member) -> None:
+        """A worker has connected: send what waits for that."""
+        member.is_connected = True
+        self._not_late(member)
+        if member.unrecorded <= 0:  # the trace is written
+            member.lasting.pop("profile", None)
+        for call in member.lasting.values():
+            self.family.send(member.rank, call)
+            self._note(member, call)
+        held, member.held = member.held, []
+        for call in held:
+            self._ask(member, call)
+        for request in member.requests:  # of the one that was lost
+            self._send_request(member, request)
+        if member.is_free:
+            self._go_on(member)
+
+    # -- failures and losses ------------------------------------------------------------------------------------------
 
     def _fail(self, error: BaseException) -> None:
         self.failure = self.failure or error
         self._notify()
 
-    async def _happens(self, met: Callable[[], bool], timeout: float) -> bool:
-        """Whether the condition comes true within the timeout (seconds)."""
-        with move_on_after(timeout):
-            while not met():
-                await self._changed.wait()
-        return met()
-
-    def _failed(self, name: str, failure: Failure) -> None:
-        """Something has been raised in the worker of this name, which ends collection."""
-        one = failure.described
+    def _failed(self, member: _Member, failure: Failure) -> None:
+        """The user's code has failed in a worker, which ends collection."""
+        name, one = self.family.name(member.rank), failure.described
         if self.failure is None:
             self._fail(failure.error(name))
             if self.ending:
@@ -313,6 +567,55 @@ class WorkerGroup(ABC):
             logger.warning("%s also failed: %s: %.200s", name, one.type_name, one.remote_message)
             logger.info("traceback of %s: %s", name, one.remote_traceback)
 
+    def _lose(self, member: _Member, launch: int, error: BaseException) -> None:
+        """A worker is lost, unless it was launched again meanwhile."""
+        if self.is_over or launch != member.launches or member.has_ended:
+            return
+        lost = error
+        if not isinstance(error, PeerLost):
+            first_line = str(error).partition("\n")[0]
+            lost = PeerLost(f"{self.family.name(member.rank)} was lost: {first_line}")
+            lost.__cause__ = error
+        for number in list(member.calls):  # it may have carried out what it has not answered
+            self._answer(member, number, Failure.of(lost), None)
+        if not self.ending and self.failure is None and launch < self.family.restarts:
+            logger.warning("%s; launching it again", lost)
+            self._launch_again(member)
+            return
+        member.has_ended = True
+        if not self.ending:
+            if lost is not error:
+                lost.add_note("Collection is over.")
+            self._fail(lost)
+        self._notify()
+
+    def _launch_again(self, member: _Member) -> None:
+        assert self._loop is not None
+        member.launches += 1
+        member.has_begun = member.is_connected = member.is_paused = member.is_being_told = False
+        member.told = None
+        if self._trajectories is not None:
+            self._trajectories.break_off_those(lambda number: number % len(self._members) == member.rank)
+        self._not_late(member)
+        late = AckTimeout(f"it was launched again, but did not connect within {self._connect_timeout:g} s")
+        member.late = self._loop.call_later(self._connect_timeout, self._lose, member, member.launches, late)
+        try:
+            self._launch(member)
+        except Exception as error:
+            self._lose(member, member.launches, error)
+
+    def _not_late(self, member: _Member) -> None:
+        if member.late is not None:
+            member.late.cancel()
+            member.late = None
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def end(self, timeout: float, close_env: bool = True) -> None:
+        """Have all workers end; returns within the timeout (seconds), and leaves none. Idempotent."""
+        if self.is_ours and not self.is_over:
+            loop_thread.run(lambda: self._shutdown(timeout, close_env))
+
     async def _shutdown(self, timeout: float, close_env: bool = True) -> None:
         """End all workers within the timeout (seconds). Cancelled, it ends them at once: nobody else would."""
         is_first, self.ending = not self.ending, True
@@ -320,21 +623,37 @@ class WorkerGroup(ABC):
         deadline = time.monotonic() + timeout
         try:
             if is_first:
-                await self._end(timeout, close_env)
+                self._page.stop(close_env)
+                for member in self._members:
+                    try:
+                        self.family.send(member.rank, ("stop", close_env, BY_ITSELF * timeout))
+                    except Exception as error:
+                        logger.debug("worker %d cannot be stopped: %s", member.rank, error)
+                await self._happens(
+                    lambda: all(member.has_ended or not member.has_begun for member in self._members),
+                    BY_ITSELF * timeout,
+                )
             else:
                 await self._happens(lambda: self.is_over, timeout)
+        except BaseException:
+            deadline = 0.0
+            raise
         finally:
             if not self.is_over:
-                await self._cut_off(deadline)
+                for member in self._members:
+                    self._not_late(member)
+                await self.family.end(deadline)
                 self.is_over = True
                 self._notify()
                 loop_thread.keep(self._shutdown, False)
 
-    @abstractmethod
-    async def _end(self, timeout: float, close_env: bool) -> None:
-        """Have the workers end by themselves, within most of the timeout (seconds)."""
+    async def _happens(self, met: Callable[[], bool], timeout: float) -> bool:
+        """Whether the condition comes true within the timeout (seconds)."""
+        with move_on_after(timeout):
+            while not met():
+                await self._changed.wait()
+        return met()
 
-    @abstractmethod
-    async def _cut_off(self, deadline: float) -> None:
-        """End what has not ended by itself, by ``deadline`` of ``time.monotonic()``, and release everything. Two may
-        do this at a time."""
+    def close(self) -> None:
+        """After the end: release what workers and this process shared. Numbers can still be read. Idempotent."""
+        self._page.close()

@@ -22,9 +22,8 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from asyncsync.collectors.batch_layout import BatchLayout, layout_of
-from asyncsync.collectors.workers.channel import loads
 from asyncsync.collectors.workers.control_page import REMEDY, TRAINER
-from asyncsync.collectors.workers.group import RolloutResult
+from asyncsync.collectors.workers.messages import RolloutResult, loads
 from asyncsync.transports.shared_memory import Attachments, Lease, MemoryFile, MemoryPlace, Slot, SlotPool
 from asyncsync.weights.copying import normal_tensors
 from asyncsync.weights.layout import Layout

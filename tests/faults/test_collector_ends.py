@@ -272,7 +272,7 @@ def test_a_missing_guard_is_named_whatever_the_size_of_the_policy(tmp_path: Path
 
 LATE = """
 import multiprocessing, os, socket, subprocess, sys
-from asyncsync.collectors.workers.main import run_worker
+from asyncsync.collectors.workers.local import run_worker
 from asyncsync.transports.shared_memory import MemoryPlace
 trainer = subprocess.Popen([sys.executable, "-c", ""])
 trainer.wait()

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from asyncsync.collectors.distributed import rpc_family, rpc_private
-from asyncsync.collectors.distributed.gloo_family import _NODE, GlooFamily, Line
-from asyncsync.collectors.distributed.launched_family import Meeting, as_tensors
-from asyncsync.collectors.distributed.launchers import Launcher, Program, WhenEnded
+from asyncsync.collectors.distributed.gloo import _NODE, GlooFamily, Line
+from asyncsync.collectors.distributed.launched import Meeting, as_tensors
+from asyncsync.collectors.distributed.launched import Launcher, Program, WhenEnded
 from asyncsync.collectors.distributed.node import Answer, where
-from asyncsync.collectors.distributed.rpc_family import RPCFamily
+from asyncsync.collectors.distributed.rpc import RPCFamily
 from asyncsync.errors import PeerLost
 from asyncsync.transports import torch_distributed
 from asyncsync.transports.torch_distributed import OwnStore, Pair

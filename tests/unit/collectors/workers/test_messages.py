@@ -8,7 +8,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from asyncsync.collectors.workers.channel import MAX_PACKET, Channel, Parcel, encode, loads
+from asyncsync.collectors.workers.messages import MAX_PACKET, Channel, Parcel, encode, loads
 from asyncsync.errors import AckTimeout
 from helpers.memory import descriptors
 

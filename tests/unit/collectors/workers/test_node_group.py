@@ -15,9 +15,9 @@ from tensordict import TensorDict
 from asyncsync.collectors import ProfileConfig
 from asyncsync.collectors.distributed.family import NodeFamily
 from asyncsync.collectors.distributed.node import Answer, Command, Node, Wishes
-from asyncsync.collectors.distributed.node_group import APART, NodeGroup
+from asyncsync.collectors.workers.group import APART, NodeGroup
 from asyncsync.collectors.whole_trajectories import WholeTrajectories
-from asyncsync.collectors.workers.channel import Parcel, dumps, loads
+from asyncsync.collectors.workers.messages import Parcel, dumps, loads
 from asyncsync.collectors.workers.group import RolloutRequest
 from asyncsync.errors import AckTimeout, PeerLost
 from asyncsync.runtime import loop_thread

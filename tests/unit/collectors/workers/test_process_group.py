@@ -18,11 +18,11 @@ from asyncsync.collectors import MultiSyncCollector
 from asyncsync.collectors.multi import collector as collector_module
 from asyncsync.collectors.multi.calls import Calls
 from asyncsync.collectors.workers import main as workers
-from asyncsync.collectors.workers.channel import Channel, encode
+from asyncsync.collectors.workers.messages import Channel, encode
 from asyncsync.collectors.workers.control_page import ControlPage
-from asyncsync.collectors.workers.process import WorkerProcess
-from asyncsync.collectors.workers.process_group import ProcessGroup
-from asyncsync.collectors.workers.rollout_worker import Stopped
+from asyncsync.collectors.workers.local import WorkerProcess
+from asyncsync.collectors.workers.local import ProcessGroup
+from asyncsync.collectors.workers.worker import Stopped
 from asyncsync.errors import AckTimeout
 from asyncsync.runtime import loop_thread
 from helpers.collecting_multi import make, options, policy

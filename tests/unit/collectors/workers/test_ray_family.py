@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from asyncsync.collectors.distributed.node import Wishes
-from asyncsync.collectors.distributed.ray_family import COMMANDS, NodeActor, RayFamily, _Commands
-from asyncsync.collectors.workers.channel import dumps
+from asyncsync.collectors.distributed.ray import COMMANDS, NodeActor, RayFamily, _Commands
+from asyncsync.collectors.workers.messages import dumps
 from asyncsync.runtime.threads import join
 from helpers.programs import RAY, in_program
 
@@ -75,7 +75,7 @@ def test_many_commands_may_overtake_one_with_large_arguments() -> None:
 def _sessions() -> dict[str, Any]:
     import ray
 
-    from asyncsync.collectors.distributed.ray_connection import connection
+    from asyncsync.collectors.distributed.ray import connection
     from asyncsync.sync import RayWeightSyncScheme
 
     found: dict[str, Any] = {}

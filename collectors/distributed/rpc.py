@@ -1,27 +1,35 @@
-"""RPCFamily: nodes that torch's RPC reaches. Commands and answers travel by it; the tensors of a batch go beside the
-pickle, without a copy.
+"""RPCFamily: nodes that torch's RPC reaches. The trainer calls each node with messages, and asks it for answers, one
+call at a time. The tensors of a batch go beside the pickle, without a copy.
 """
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from threading import Thread
 from typing import Any
 
 import torch
 from torch.distributed import rpc
-from torch.distributed.rpc.functions import async_execution
 from torch.futures import Future as TorchFuture
 
-from asyncsync.collectors.distributed.launched_family import LaunchedFamily, Meeting, as_tensors, from_tensors, watch
-from asyncsync.collectors.distributed.launchers import Program
-from asyncsync.collectors.distributed.node import Answer, Command, Node, where
+from asyncsync.collectors.distributed.launched import (
+    Launch,
+    LaunchedFamily,
+    Meeting,
+    Program,
+    as_tensors,
+    from_tensors,
+    watch,
+)
+from asyncsync.collectors.distributed.nodes import Node
 from asyncsync.collectors.distributed.rpc_private import begin_rpc, has_agent, leave
-from asyncsync.collectors.workers.channel import dumps, loads
+from asyncsync.collectors.workers.messages import dumps, loads
+from asyncsync.collectors.workers.worker import Message
 
 LEAVE_SECONDS = 1.0  # for all agents to have left; a killed one never does
 FOREVER = 0.0  # seconds of an RPC without a timeout: a rollout may be long, and a connection that is lost is seen
@@ -51,14 +59,16 @@ class RPCFamily(LaunchedFamily):
         self._devices = devices
         self._connect_timeout = connect_timeout
         self._has_begun = False
+        self._early: dict[int, list[Message]] = {}  # for nodes that have not joined yet
+        self._sent: Counter[int] = Counter()
 
-    def open(self, count: int) -> None:
+    def prepare(self, count: int) -> None:
         if has_agent():
             raise RuntimeError(
                 "this process already has an RPC agent, of another RPCCollector or of rpc.init_rpc(): shut that down "
                 "first, or use DistributedCollector or RayCollector"
             )
-        super().open(count)
+        super().prepare(count)
         _trainers[self.meeting.token] = self
         options = rpc.TensorPipeRpcBackendOptions(**self._options)
         for rank, device in enumerate(self._devices or ()):
@@ -70,38 +80,65 @@ class RPCFamily(LaunchedFamily):
     @property
     def references(self) -> dict[int, Any]:
         """RRefs to the nodes, by their ranks."""
-        return {rank: rpc.remote(_name(self.meeting, rank), node_of, (self.meeting.token,)) for rank in self._where}
+        return {rank: rpc.remote(_name(self.meeting, rank), node_of, (self.meeting.token,)) for rank in self.where}
 
-    def program(self) -> tuple[Program, tuple[Any, ...]]:
+    def program(self, launch: Launch) -> tuple[Program, tuple[Any, ...]]:
+        self._early[launch.rank] = []
         return run_node, (self._options, self._connect_timeout)
 
-    def has_ended(self, rank: int, joined: Future[str], how: str) -> None:
-        """The agent knows from the connection."""
+    def send(self, rank: int, message: Message) -> None:
+        if rank in self._early:
+            self._early[rank].append(message)
+            return
+        number, self._sent[rank] = self._sent[rank], self._sent[rank] + 1
+        self._call(self.launches[rank], _put, number, dumps(message))
 
-    def send(self, rank: int, number: int, command: Command) -> Future[Answer]:
-        arguments = self.meeting.token, number, dumps(command)
-        sent = rpc.rpc_async(_name(self.meeting, rank), _carry_out, args=arguments, timeout=FOREVER)
-        future: Future[Answer] = Future()
-        sent.add_done_callback(lambda done: _settle(future, done))
-        return future
+    def join(self, rank: int) -> None:
+        """On the loop thread: a node is there."""
+        for message in self._early.pop(rank, []):
+            self.send(rank, message)
+        self._listen(self.launches[rank])
+
+    def _listen(self, launch: Launch) -> None:
+        if (asked := self._call(launch, _answers)) is not None:
+            asked.add_done_callback(partial(self._answered, launch))
+
+    def _answered(self, launch: Launch, done: TorchFuture[Any]) -> None:
+        try:
+            messages = from_tensors(done.value())
+        except Exception as error:
+            self.call_soon(launch.reports.lost, error)
+            return
+        self.take(launch.rank, launch.reports, messages)
+        if messages[-1] != ("ended",):
+            self._listen(launch)
+
+    def _call(self, launch: Launch, function: Callable[..., Any], *arguments: Any) -> TorchFuture[Any] | None:
+        """Call a function in a node; None: the node is lost."""
+        name, given = _name(self.meeting, launch.rank), (self.meeting.token, *arguments)
+        try:
+            asked: TorchFuture[Any] = rpc.rpc_async(name, function, args=given, timeout=FOREVER)
+        except Exception as error:
+            self.call_soon(launch.reports.lost, error)
+            return None
+        return asked
 
     def remote(self, rank: int) -> Any:
         return _Reference(_name(self.meeting, rank), self.meeting.token)
 
-    def stop(self, rank: int, timeout: float) -> None:
-        if self._has_begun and not self.store.check(["over"]):
+    def close(self, deadline: float) -> None:
+        if self._has_begun and self.store is not None and not self.store.check(["over"]):
             # An agent logs a warning of each connection that ends before it has left. So all leave before one ends.
             Thread(target=leave, daemon=True).start()
             self.store.set("over", "1")
-            _wait(self.store, [f"left/{rank}" for rank in self._where])
+            _wait(self.store, [f"left/{rank}" for rank in self.where])
             self.store.set("all have left", "1")
-        super().stop(rank, timeout)
+        super().close(deadline)
 
-    def close(self) -> None:
+    def hang_up(self) -> None:
         if self._has_begun:
             self._has_begun = False
             rpc.shutdown(graceful=False)
-        super().close()
 
 
 def _name(meeting: Meeting, rank: int | None = None) -> str:
@@ -113,13 +150,6 @@ def _wait(store: Any, keys: list[str]) -> None:
     """Until these keys are there, the time is over, or the store is gone."""
     with contextlib.suppress(RuntimeError):
         store.wait(keys, timedelta(seconds=LEAVE_SECONDS))
-
-
-def _settle(future: Future[Answer], done: TorchFuture[Any]) -> None:
-    try:
-        future.set_result(from_tensors(done.value()))
-    except Exception as error:  # the family's own: the node's failures are in its answer
-        future.set_exception(error)
 
 
 class _Reference:
@@ -152,7 +182,7 @@ def run_node(meeting: Meeting, rank: int, options: Mapping[str, Any], connect_ti
         store.wait([f"here/{rank - 1}"], timedelta(seconds=connect_timeout))
     begin_rpc(store, _name(meeting, rank), rank + 1, agent_options)
     store.set(f"here/{rank}", "1")
-    rpc.rpc_sync(_name(meeting), _has_joined, args=(meeting.token, rank, where()), timeout=connect_timeout)
+    rpc.rpc_sync(_name(meeting), _has_joined, args=(meeting.token, rank), timeout=connect_timeout)
     watch(node, store)
     leave()
     store.set(f"left/{rank}", "1")
@@ -160,16 +190,17 @@ def run_node(meeting: Meeting, rank: int, options: Mapping[str, Any], connect_ti
     rpc.shutdown(graceful=False)
 
 
-def _has_joined(token: str, rank: int, there: str) -> None:
+def _has_joined(token: str, rank: int) -> None:
     """In the trainer."""
     if (trainer := _trainers.get(token)) is not None:
-        trainer.has_joined(rank, trainer._joined[rank], there)
+        trainer.call_soon(trainer.join, rank)
 
 
-@async_execution  # type: ignore[untyped-decorator]
-def _carry_out(token: str, number: int, command: bytes) -> TorchFuture[Any]:
-    """In the node: no thread of the agent waits for the answer."""
-    answered: TorchFuture[Any] = TorchFuture()
-    done = _nodes[token].carry_out(number, loads(command))
-    done.add_done_callback(lambda done: answered.set_result(as_tensors(done.result())))
-    return answered
+def _put(token: str, number: int, message: bytes) -> None:
+    """In the node."""
+    _nodes[token].put(number, loads(message))
+
+
+def _answers(token: str) -> list[torch.Tensor]:
+    """In the node: waits in a thread of the agent's, one at a time."""
+    return as_tensors(_nodes[token].answers())

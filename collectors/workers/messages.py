@@ -1,4 +1,10 @@
-"""Messages between a collector and its workers: one packet each, so that nobody ever reads or writes half of one.
+"""What travels between a collector and its workers: pickles, failures, and packets through sockets.
+
+A failure is a worker's exception. What the trainer raises has the worker's type where that can be, a note that names
+the worker, and a :class:`~asyncsync.errors.RemoteError` with the worker's traceback as its cause. An exception that
+cannot be pickled, whose class is not importable here, or whose attributes cannot be set, is raised as a RemoteError.
+
+Between processes of one host, each message is one packet, so that nobody ever reads or writes half of one:
 
     here, there = Channel.pair()                       # sockets; each process wraps its own: Channel(here)
     packet = encode(("rollout", 1))                    # by pickle; Parcel.of: by cloudpickle, with tensors apart
@@ -11,12 +17,14 @@ the receiver maps the file, and its tensors lie in that mapping: nothing is copi
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import os
 import pickle
 import socket
 import struct
+import traceback
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -24,7 +32,7 @@ import cloudpickle
 import numpy as np
 import torch
 
-from asyncsync.errors import AckTimeout
+from asyncsync.errors import AckTimeout, RemoteError
 from asyncsync.transports.shared_memory import MemoryFile
 from asyncsync.weights.copying import normal_tensors
 
@@ -75,6 +83,20 @@ class _Unpickler(pickle.Unpickler):
         return super().find_class("__main__" if module == "__mp_main__" else module, name)
 
 
+def pickled(value: Any) -> bytes:
+    """What travels to workers. Raises whatever pickling it raises, with a note that says what to do."""
+    try:
+        return dumps(value)
+    except Exception as error:
+        note(
+            error,
+            "cloudpickle sends environment factories, policy, hooks, postproc, schemes and a replay buffer to the "
+            "workers. Make what cannot be pickled in the worker: in create_env_fn, policy_factory or init_fn. A replay "
+            "buffer must pickle as a handle on its storage.",
+        )
+        raise
+
+
 class Parcel:
     """A pickled part of a message, unpickled where and when it is wanted: ``loads(parcel)``."""
 
@@ -97,6 +119,65 @@ def loads(pickled: bytes | Parcel) -> Any:
     if isinstance(pickled, Parcel):
         return _Unpickler(io.BytesIO(pickled.pickled), buffers=pickled.buffers).load()
     return _Unpickler(io.BytesIO(pickled)).load()
+
+
+class RolloutResult(NamedTuple):
+    """A rollout that a worker has done, of the request with this ``serial``.
+
+    Attributes:
+        in_place: whether it lies where the request's place is.
+        steps, frames: time steps, and environment frames, of it.
+        layout: of a whole rollout; None: there is none that describes it.
+        payload: the batch, to be unpacked in the caller's thread; None: in place, or in a replay buffer.
+    """
+
+    worker: int
+    serial: int
+    in_place: bool
+    steps: int
+    frames: int
+    layout: Any
+    payload: Any
+
+
+# -- failures ----------------------------------------------------------------------------------------------------------
+
+
+class Failure(NamedTuple):
+    """An exception, ready to travel: described, and pickled where that can be."""
+
+    described: RemoteError
+    pickled: bytes | None
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        kind = type(error)
+        text = "".join(traceback.format_exception(error))
+        message, pickled = "(its message cannot be shown)", None
+        with contextlib.suppress(Exception):
+            message = str(error)
+        if isinstance(error, Exception):
+            with contextlib.suppress(Exception):
+                pickled = dumps(error.with_traceback(None))
+        return cls(RemoteError(f"{kind.__module__}.{kind.__qualname__}", message, text), pickled)
+
+    def error(self, where: str) -> Exception:
+        """The exception to be raised here; ``where`` names the worker that it is from."""
+        where = f"It was raised in {where}."
+        if self.pickled is not None:
+            with contextlib.suppress(Exception):
+                error: Exception = loads(self.pickled)
+                error.__cause__ = self.described  # which a frozen dataclass refuses
+                error.add_note(where)
+                return error
+        self.described.add_note(where)
+        return self.described
+
+
+def note(error: BaseException, text: str) -> None:
+    """Add a note to an exception, unless it refuses that, as a frozen dataclass does."""
+    with contextlib.suppress(Exception):
+        error.add_note(text)
 
 
 # -- packets -----------------------------------------------------------------------------------------------------------

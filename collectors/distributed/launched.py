@@ -1,28 +1,44 @@
-"""Launchers: how a node's program comes to run: as a process of this host, as a job of submitit's, or in a rank that is
-there already.
+"""Programs that a launcher starts: as a process of this host, as a job of submitit's, or in a rank that is there; and
+the nodes that run in them, which find the trainer by a TCPStore of its own.
 
     launcher = make_launcher("mp", slurm_kwargs=None)
     launcher.start(0, program, arguments, when_ended)      # program(*arguments), there
     launcher.stop(0, timeout=5.0)
+
+A node's program joins, by what its family has (:meth:`LaunchedFamily.program`), and then watches the store: that it is
+over is written there, and a store that is gone means that the trainer is.
 """
 
 from __future__ import annotations
 
 import importlib
+import logging
 import multiprocessing
 import os
+import secrets
 import signal
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import wait
-from typing import Any
+from typing import Any, NamedTuple
 
-from asyncsync.collectors.workers.channel import dumps, loads
+import torch
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+from asyncsync.collectors.distributed.nodes import Node, NodeFamily
+from asyncsync.collectors.workers.group import Reports
+from asyncsync.collectors.workers.messages import Parcel, dumps, loads
+from asyncsync.errors import NotConnected
 from asyncsync.net.endpoint import own_address
 from asyncsync.runtime.threads import sigint_blocked
+from asyncsync.transports.torch_distributed import OwnStore, connect
+from asyncsync.weights.copying import normal_tensors
+
+logger = logging.getLogger("asyncsync")
 
 KILLED_SECONDS = 1.0
 POLL_SECONDS = 0.5
@@ -211,3 +227,157 @@ def check_launcher(name: Any, slurm_kwargs: Any) -> None:
 def make_launcher(name: str, slurm_kwargs: Mapping[str, Any] | None) -> Launcher:
     """The launcher of this name. Raises ImportError, RuntimeError: what it needs is not there."""
     return LAUNCHERS[name](**(slurm_kwargs or {}))
+
+
+# -- nodes -------------------------------------------------------------------------------------------------------------
+
+DEFAULT_PORT = 10003
+WATCH_SECONDS, LOOK_SECONDS = 0.5, 0.05
+ORPHAN_SECONDS, END_SECONDS = 2.0, 5.0
+STORE_SECONDS = 60.0
+
+
+class Meeting(NamedTuple):
+    """Where a node's program finds its trainer: the store's host and port, and a name and a key that were drawn for
+    this collector."""
+
+    host: str
+    port: int
+    token: str
+    key: bytes
+
+    def store(self) -> Any:
+        """A client of the store, for one thread. Raises NotConnected: it is not there."""
+        return PrefixStore(self.token, connect((self.host, self.port), STORE_SECONDS))
+
+
+class Launch(NamedTuple):
+    """One start of a node's program."""
+
+    rank: int
+    number: int
+    reports: Reports
+
+
+class LaunchedFamily(NodeFamily):
+    """Nodes that a launcher of this name starts, with a store at ``port`` (None: 10003, or any if that is taken).
+    Raises TypeError, ValueError: there is no such launcher."""
+
+    meeting: Meeting
+
+    def __init__(self, launcher: str, slurm_kwargs: Any, port: int | None, *, restarts: int = 0) -> None:
+        super().__init__(restarts)
+        check_launcher(launcher, slurm_kwargs)
+        if restarts and launcher == "torchrun":
+            raise ValueError("restarts= needs a launcher that starts programs: torchrun itself restarts all ranks")
+        self._launching = launcher, slurm_kwargs
+        self._port = port
+        self._launcher: Launcher | None = None
+        self._own_store: OwnStore | None = None
+        self.store: Any = None
+        self.launches: dict[int, Launch] = {}  # the last one of each node
+        self._launched = 0
+
+    @abstractmethod
+    def program(self, launch: Launch) -> tuple[Program, tuple[Any, ...]]:
+        """What runs in a node, a function of a module: ``program(meeting, rank, *arguments)``."""
+
+    def prepare(self, count: int) -> None:
+        self._launcher = make_launcher(*self._launching)
+        self._own_store = store = _store_at(self._launcher.address, self._port)
+        store.open()
+        self.meeting = Meeting(*store.address, f"asyncsync_{secrets.token_hex(8)}", secrets.token_bytes(32))
+        self.store = self.meeting.store()
+
+    def start(self, rank: int, reports: Reports) -> None:
+        assert self._launcher is not None
+        self._launcher.stop(rank, 0.0)  # what is left of one that was lost
+        self.where.pop(rank, None)
+        self._launched += 1
+        self.launches[rank] = launch = Launch(rank, self._launched, reports)
+        program, arguments = self.program(launch)
+        self._launcher.start(rank, program, (self.meeting, rank, *arguments), partial(self.lose, launch))
+
+    @abstractmethod
+    def hang_up(self) -> None:
+        """End all connections to nodes. Idempotent."""
+
+    def lose(self, launch: Launch, how: str) -> None:
+        """A node's program has ended, or its connection has. From any thread."""
+        self.call_soon(launch.reports.lost, ConnectionError(how))
+
+    def name(self, rank: int) -> str:
+        own = None if self._launcher is None else self._launcher.name(rank)
+        return f"node {rank} ({self.where.get(rank) or own})"
+
+    def close(self, deadline: float) -> None:
+        store, self.store = self.store, None
+        if store is not None and self._launcher is not None:
+            store.set("over", "1")  # for all: they end at the same time
+            for rank in self.launches:
+                try:
+                    self._launcher.stop(rank, max(0.5, deadline - time.monotonic()))
+                except Exception:
+                    logger.exception("ending %s failed", self.name(rank))
+        self.hang_up()
+        own, self._own_store = self._own_store, None  # it listens until nobody has it
+        if own is not None:
+            own.close()
+
+
+def _store_at(address: str, port: int | None) -> OwnStore:
+    """Raises NotConnected: the port that was asked for is taken."""
+    if port is not None:
+        return OwnStore(address, port)
+    try:
+        return OwnStore(address, DEFAULT_PORT)
+    except NotConnected:  # another collector's
+        return OwnStore(address)
+
+
+# -- values as tensors of bytes, which gloo and RPC carry -------------------------------------------------------------
+
+
+def as_tensors(value: Any) -> list[torch.Tensor]:
+    """For :func:`from_tensors`, at the other end. Raises whatever pickling the value raises."""
+    parcel = Parcel.of(value)
+    return [as_tensor(parcel.pickled), *(as_tensor(buffer.raw()) for buffer in parcel.buffers)]
+
+
+def from_tensors(parts: list[torch.Tensor]) -> Any:
+    """The value; its memory is that of the tensors."""
+    pickled, *memory = (part.numpy() for part in parts)
+    return loads(Parcel(pickled, memory))
+
+
+def as_tensor(data: Any) -> torch.Tensor:
+    """Bytes, copied where they cannot be written."""
+    memory = memoryview(data)
+    with normal_tensors():
+        return torch.frombuffer(bytearray(memory) if memory.readonly else memory, dtype=torch.uint8)
+
+
+def empty(size: int) -> torch.Tensor:
+    """Memory for so many bytes."""
+    with normal_tensors():
+        return torch.empty(size, dtype=torch.uint8, device="cpu")
+
+
+# -- in a node's program -----------------------------------------------------------------------------------------------
+
+
+def watch(node: Node, store: Any) -> None:
+    """In a node's program: return when the trainer has written that it is over, and the node has ended. If the trainer
+    is gone, end the node, and this process."""
+    try:
+        while not store.check(["over"]):
+            # A wait in the store would print a warning whenever its time is over.
+            time.sleep(LOOK_SECONDS if node.ended.is_set() else WATCH_SECONDS)
+    except RuntimeError:
+        if node.ended.is_set():  # as the trainer wanted, which did not wait for this program's end
+            return
+        node.stop(ORPHAN_SECONDS)
+        for child in multiprocessing.active_children():
+            child.kill()
+        os._exit(1)
+    node.ended.wait(END_SECONDS)

@@ -1,0 +1,173 @@
+"""Nodes: workers on other hosts, or on this one, in programs of their own.
+
+A family's program makes a :class:`Node`, which runs a :class:`~asyncsync.collectors.workers.worker.Worker` in a thread
+of its own. Other threads of the program hand it the trainer's messages, and take its answers away:
+
+    node = Node(rank=0)
+    node.put(0, ("build", specification, common, 0, 2))
+    node.put(1, ("rollout", 1, False, None))
+    node.answers()                                # [("begun", …), ("built", …), …]; waits until there is one
+
+A node puts messages into the order of their numbers. ``("page", wishes)`` takes effect at once, in the middle of a
+rollout too, and is answered by ``("told",)``. So does ``("stop", close_env, seconds)``. The last answer of all is
+``("ended",)``.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+from asyncsync.collectors.arguments import whole
+from asyncsync.collectors.workers.control_page import ControlPage
+from asyncsync.collectors.workers.group import Family, Reports
+from asyncsync.collectors.workers.messages import pickled
+from asyncsync.collectors.workers.worker import Message, Stopped, Worker
+from asyncsync.runtime.threads import elsewhere
+
+STEP_SECONDS = 0.05
+"""How long a node that is to end steps on before what else it may wait for is ended."""
+
+
+class NodeFamily(Family):
+    """A family of nodes. Raises TypeError, ValueError: ``restarts`` is no such number.
+
+    Attributes:
+        where: where each node runs, when it has begun.
+        call_soon: calls a function on the loop thread, from any thread.
+    """
+
+    call_soon: Callable[..., object]
+
+    def __init__(self, restarts: int = 0) -> None:
+        self.restarts = whole("restarts", restarts, 0)
+        self.where: dict[int, str] = {}
+
+    def open(
+        self, count: int, call_soon: Callable[..., object], page: ControlPage, replay_buffer: Any, schemes: Any
+    ) -> bytes:
+        self.call_soon = call_soon
+        common = pickled((replay_buffer, schemes))
+        self.prepare(count)
+        return common
+
+    def take(self, rank: int, reports: Reports, messages: Iterable[Message]) -> None:
+        """Report a node's messages, from any thread."""
+        for message in messages:
+            if message[0] == "begun":
+                self.where[rank] = message[1]
+            self.call_soon(reports.received, message)
+
+    async def end(self, deadline: float) -> None:
+        await elsewhere("asyncsync-nodes-end", partial(self.close, deadline))
+
+    @abstractmethod
+    def prepare(self, count: int) -> None:
+        """Prepare what so many nodes need, in the thread that constructs the collector; it may wait."""
+
+    @abstractmethod
+    def close(self, deadline: float) -> None:
+        """:meth:`end`, in a thread; it may wait."""
+
+
+class Node:
+    """Runs the worker of this rank, and is its line. ``ended`` is set when it has ended, and its environment is
+    closed."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.ended = threading.Event()
+        self._page = ControlPage()  # the trainer's wishes, for the worker and for workers of its own
+        self._changed = threading.Condition()
+        self._early: dict[int, Message] = {}  # those before them have not come yet
+        self._next = 0  # the number of the message that comes next
+        self._inbox: deque[Message] = deque()
+        self._outbox: deque[Message] = deque()
+        self._worker = Worker(rank, self, self._page)
+        threading.Thread(target=self._run, name="asyncsync-node", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self._worker.run()
+        finally:
+            self._page.stop(self._page.closes_env)
+            self.ended.set()
+            self.send("ended")
+
+    # -- the worker's line --------------------------------------------------------------------------------------------
+
+    def send(self, *message: Any) -> None:
+        with self._changed:
+            self._outbox.append(message)
+            self._changed.notify_all()
+
+    def receive(self, wait: bool = True) -> Message | None:
+        with self._changed:
+            if wait:
+                self._changed.wait_for(lambda: self._inbox or self._page.stopped)
+            if self._page.stopped:
+                raise Stopped
+            return self._inbox.popleft() if self._inbox else None
+
+    # -- from any thread ----------------------------------------------------------------------------------------------
+
+    def put(self, number: int, message: Message) -> None:
+        """Hand the worker a message of the trainer, after those with lower numbers."""
+        with self._changed:
+            self._early[number] = message
+            while (come := self._early.pop(self._next, None)) is not None:
+                self._next += 1
+                match come:
+                    case "page", wishes:
+                        self._page.heed(self.rank, wishes)
+                        self._outbox.append(("told",))
+                    case "stop", close_env, seconds:
+                        self._page.stop(close_env)
+                        threading.Thread(target=self._interrupt, args=(seconds,), daemon=True).start()
+                    case _:
+                        self._inbox.append(come)
+            self._changed.notify_all()
+
+    def answers(self) -> list[Message]:
+        """The worker's next messages, the first one with a batch as the last: waits until there is one."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._outbox or self.ended.is_set())
+            found: list[Message] = []
+            while self._outbox:
+                found.append(message := self._outbox.popleft())
+                if message[0] == "result" and message[-1] is not None:
+                    break
+            return found or [("ended",)]
+
+    def stop(self, seconds: float) -> None:
+        """End within this time, as nobody is there any more who could wish for it."""
+        with self._changed:
+            self._page.stop()
+            self._changed.notify_all()
+        self._interrupt(seconds)
+
+    def _interrupt(self, seconds: float) -> None:
+        """End what the worker waits for, unless it ends by itself."""
+        deadline = time.monotonic() + seconds
+        if not self.ended.wait(min(STEP_SECONDS, seconds)):
+            self._worker.interrupt(max(0.0, deadline - time.monotonic()))
+        self.ended.wait(max(0.0, deadline - time.monotonic()))
+
+    @property
+    def collector(self) -> Any:
+        """The collector. Raises RuntimeError: it has not been built."""
+        if self._worker.collector is None:
+            raise RuntimeError("this node has no collector yet")
+        return self._worker.collector
+
+    def cascade_execute(self, attr_path: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the collector, or of what a path leads to from there."""
+        return self.collector.cascade_execute(attr_path, *args, **kwargs)
+
+    def _receive_weights_scheme(self) -> None:
+        self.collector._receive_weights_scheme()

@@ -1,0 +1,244 @@
+"""RayFamily: nodes as Ray's actors; replay buffers as such; and this process's connection to Ray.
+
+The trainer calls an actor with messages, and asks it for answers, one call at a time. A batch is an object of Ray's
+own: it stays in the store of the host where it was made until whoever wants the batch fetches it.
+
+Collectors and evaluators share the connection: whoever needs it first begins it, unless the program has, and the last
+one ends it.
+
+    ray = library()
+    connection.hold(self, ray, {"num_cpus": 4})        # ray.init(num_cpus=4), unless that was called
+    connection.release(self, ray)                      # ray.shutdown(), if nobody else holds it, and it was begun here
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+from tensordict import TensorDictBase
+
+from asyncsync.collectors.distributed.nodes import Node, NodeFamily
+from asyncsync.collectors.workers.group import Reports
+from asyncsync.collectors.workers.messages import Parcel, loads
+from asyncsync.collectors.workers.worker import Message
+from asyncsync.errors import PeerLost
+from asyncsync.runtime.threads import until_done
+from asyncsync.transports.ray_private import kill
+
+GROUPS = {"messages": 2, "answers": 1}
+"""Threads of an actor, beside the one in which schemes call it. None of the first group ever waits."""
+
+FETCH_SECONDS = 60.0
+
+
+class NodeActor:
+    """What runs in the actor: a node, and what TorchRL's and this library's schemes call on the actors of a
+    collector."""
+
+    def __init__(self, rank: int) -> None:
+        self._node = Node(rank)
+
+    def put(self, number: int, message: Message) -> None:
+        self._node.put(number, message)
+
+    def answers(self) -> tuple[list[Message], Any]:
+        """Answers, and apart from the last of them its batch."""
+        messages = self._node.answers()
+        batch = None
+        if messages[-1][0] == "result":
+            *head, batch = messages[-1]
+            messages[-1] = (*head, batch is not None)
+        return messages, batch
+
+    def cascade_execute(self, attr_path: str, *args: Any, **kwargs: Any) -> Any:
+        return self._node.cascade_execute(attr_path, *args, **kwargs)
+
+    def _receive_weights_scheme(self) -> None:
+        self._node._receive_weights_scheme()
+
+
+class RayFamily(NodeFamily):
+    """Nodes as actors.
+
+    Args:
+        configs: what ``ray.remote`` is given for each actor.
+        init_config: for ``ray.init``, if nobody has called that; None: no arguments.
+        restarts: how often an actor that has died is made anew.
+    """
+
+    def __init__(
+        self, configs: Sequence[Mapping[str, Any]], init_config: Mapping[str, Any] | None, restarts: int
+    ) -> None:
+        super().__init__(restarts)
+        self.actors: list[Any] = [None] * len(configs)
+        self._sent: Counter[int] = Counter()  # messages to each actor
+        self._configs = [dict(config) for config in configs]
+        self._init_config = init_config
+        self._ray: Any = None
+
+    def prepare(self, count: int) -> None:
+        self._ray = library()
+        connection.hold(self, self._ray, self._init_config or {})
+
+    def start(self, rank: int, reports: Reports) -> None:
+        self._kill(rank)  # what is left of one that was lost
+        self.where.pop(rank, None)
+        config = {"max_restarts": 0} | self._configs[rank] | {"concurrency_groups": GROUPS}
+        self.actors[rank], self._sent[rank] = self._ray.remote(**config)(NodeActor).remote(rank), 0
+        self._listen(rank, self.actors[rank], reports)
+
+    def send(self, rank: int, message: Message) -> None:
+        number, self._sent[rank] = self._sent[rank], self._sent[rank] + 1
+        self.actors[rank].put.options(concurrency_group="messages").remote(number, message)
+
+    def _listen(self, rank: int, actor: Any, reports: Reports) -> None:
+        try:
+            answers, batch = actor.answers.options(concurrency_group="answers", num_returns=2).remote()
+            answers.future().add_done_callback(partial(self._answered, rank, actor, reports, batch))
+        except Exception as error:  # Ray is not there any more
+            self.call_soon(reports.lost, error)
+
+    def _answered(self, rank: int, actor: Any, reports: Reports, batch: Any, answers: Future[Any]) -> None:
+        if (error := answers.exception()) is not None:
+            self.call_soon(reports.lost, error)
+            return
+        messages = answers.result()
+        if messages[-1][0] == "result":  # with a reference to its batch
+            messages[-1] = (*messages[-1][:-1], batch if messages[-1][-1] else None)
+        self.take(rank, reports, messages)
+        if messages[-1] != ("ended",):
+            self._listen(rank, actor, reports)
+
+    def remote(self, rank: int) -> Any:
+        return self.actors[rank]
+
+    def batch(self, rank: int, payload: Any) -> TensorDictBase:
+        try:
+            parcel = self._ray.get(payload, timeout=FETCH_SECONDS)
+        except self._ray.exceptions.RayError as error:
+            raise PeerLost(f"a batch of {self.name(rank)} was lost: {error}") from error
+        # What Ray returns lies in its store, and is read-only.
+        batch: TensorDictBase = loads(Parcel(parcel.pickled, [bytearray(buffer) for buffer in parcel.buffers]))
+        return batch
+
+    def name(self, rank: int) -> str:
+        there = self.where.get(rank)
+        return f"node {rank} (a Ray actor{'' if there is None else f', {there}'})"
+
+    def close(self, deadline: float) -> None:
+        for rank in range(len(self.actors)):
+            self._kill(rank)
+        if self._ray is not None:
+            connection.release(self, self._ray)
+
+    def _kill(self, rank: int) -> None:
+        actor, self.actors[rank] = self.actors[rank], None
+        if actor is not None:
+            kill(actor)
+
+
+class ActorBuffer:
+    """A replay buffer in a Ray actor, to which workers write. It pickles as the actor's handle.
+
+    ``extend`` and ``add`` return when the actor has stored the frames.
+    """
+
+    shared = True  # what check_shared() looks at
+
+    def __init__(self, actor: Any) -> None:
+        self.actor = actor
+
+    def __len__(self) -> int:
+        return int(self._call("__len__"))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name == "actor":
+            raise AttributeError(name)
+        return lambda *args, **kwargs: self._call(name, *args, **kwargs)
+
+    def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        found = getattr(self.actor, name).remote(*args, **kwargs).future()
+        if not until_done(found, FETCH_SECONDS):
+            raise TimeoutError(f"the Ray actor of a replay buffer did not answer {name}() within {FETCH_SECONDS:g} s")
+        return found.result()
+
+
+# -- the connection ----------------------------------------------------------------------------------------------------
+
+
+def library() -> Any:
+    """The module ``ray``. Raises ImportError: it is not installed."""
+    try:
+        return importlib.import_module("ray")
+    except ImportError as error:
+        raise ImportError("this needs Ray, which is not installed: pip install 'asyncsync[ray]'") from error
+
+
+class RayConnection:
+    """This process's connection to Ray, which ends with the last of those that :meth:`hold` it, if one of them has
+    begun it, and the program has not begun another one since."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._holders: set[object] = set()
+        self._begun: tuple[Any, threading.Event] | None = None  # here: of what session, and what is set at its end
+
+    def hold(self, holder: object, ray: Any, config: Mapping[str, Any]) -> None:
+        with self._lock:
+            if not ray.is_initialized():
+                self._end(ray)  # the program has called ray.shutdown()
+                over = threading.Event()
+                init = partial(ray.init, **config)
+                if threading.current_thread() is threading.main_thread():
+                    init()
+                else:
+                    _init_in_a_thread_that_stays(init, over)
+                self._begun = _session(ray), over
+            self._holders.add(holder)
+
+    def release(self, holder: object, ray: Any) -> None:
+        """Idempotent."""
+        with self._lock:
+            self._holders.discard(holder)
+            if not self._holders:
+                self._end(ray)
+
+    def _end(self, ray: Any) -> None:
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            session, over = begun
+            if ray.is_initialized() and _session(ray) == session:
+                ray.shutdown()
+            over.set()
+
+
+def _session(ray: Any) -> Any:
+    """What tells this process's connection from any other one."""
+    context = ray.get_runtime_context()
+    return context.get_node_id(), context.get_job_id()
+
+
+connection = RayConnection()
+"""The one of this process."""
+
+
+def _init_in_a_thread_that_stays(init: Callable[[], Any], over: threading.Event) -> None:
+    """Linux kills the processes that Ray starts when the thread that has started them ends."""
+    begun: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            begun.set_result(init())
+        except BaseException as error:
+            begun.set_exception(error)
+        else:
+            over.wait()
+
+    threading.Thread(target=run, name="asyncsync-ray", daemon=True).start()
+    begun.result()
