@@ -88,6 +88,7 @@ class WorkerProcess:
         self.has_ended = asyncio.Event()
         self._reports = reports
         self._is_open = True  # until the channel's end
+        self.is_killed = False
         self._has_begun = False  # until its imports are over it has nothing that it would have to close
         self._is_built = False
         self._waiting: deque[Packet] = deque()
@@ -190,11 +191,16 @@ class WorkerProcess:
         """Have the worker end within this time."""
         self.read()
         if not self._has_begun:  # it will see the page, and build nothing
-            self.process.kill()
+            self.kill()
         elif not self.has_ended.is_set():
             with contextlib.suppress(OSError):
                 self._bell.send_bytes(struct.pack("d", seconds))
             self.send(message)
+
+    def kill(self) -> None:
+        if not self.has_ended.is_set():
+            self.is_killed = True
+            self.process.kill()
 
     def close(self) -> None:
         """Release what is left after the process's end. Idempotent."""
@@ -247,15 +253,14 @@ class LocalFamily(Family):
 
     async def end(self, deadline: float) -> None:
         left = deadline - time.monotonic()
-        running = [process for process in self.processes if not process.has_ended.is_set()]
+        running = [process for process in self.processes if not (process.has_ended.is_set() or process.is_killed)]
         if running and left > 0:
             for process in running:
                 logger.warning("%s did not end in time: terminating it", process.name)
                 process.process.terminate()
             await self._have_ended(TERMINATED * left)
         for process in self.processes:
-            if not process.has_ended.is_set():
-                process.process.kill()
+            process.kill()
         await self._have_ended(KILLED_SECONDS)
         for process in self.processes:
             process.close()

@@ -158,7 +158,7 @@ def test_an_interrupt_loses_no_rollout_and_mixes_none(
     collector = waiting if is_sync else running
     collector.set_seed(0)
     batches = [collector.next() for _ in range(6)][0 if is_sync else 2 :]
-    post, left = collector._group.post, 0
+    post, left = collector._group.family.send, 0
 
     def interrupted(worker: int, message: Any) -> None:
         nonlocal left
@@ -177,7 +177,7 @@ def test_an_interrupt_loses_no_rollout_and_mixes_none(
     for number in [1, 2, 1, 3, 2] if is_sync else [1, 1, 1]:
         left = number
         with monkeypatch.context() as patch, sigint_raises():
-            patch.setattr(collector._group, "post", interrupted)
+            patch.setattr(collector._group.family, "send", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 until_interrupted()
     with monkeypatch.context() as patch:

@@ -237,6 +237,7 @@ def trainer(pipe: Any, kind: str, end: str, delay: float, arguments: dict[str, A
     """A program with a collector: tells its workers' pids, iterates, and ends in some way."""
     # As in a program that a shell starts in the foreground, whatever this test run was started with.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # a collector may have started the fork server
     from asyncsync.collectors import MultiAsyncCollector, MultiSyncCollector
 
     torch.set_num_threads(1)
@@ -244,22 +245,22 @@ def trainer(pipe: Any, kind: str, end: str, delay: float, arguments: dict[str, A
     collector = classes[kind]([make(delay=delay)] * 2, policy(), **options(**arguments))
     if end == "nothing":
         collector.next()
-        pipe.send(collector._group.pids)
+        pipe.send(collector._group.family.pids)
         return
     if end == "during shutdown":
         ask(collector)
-        pipe.send(collector._group.pids)
+        pipe.send(collector._group.family.pids)
         collector.shutdown(30.0)
     if end == "with a fork":
         child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
         child.start()
-        pipe.send([*collector._group.pids, child.pid])
+        pipe.send([*collector._group.family.pids, child.pid])
     if end == "while it forks":
         child_pid = ctypes.PyDLL(None).fork()  # without Python's hooks: it has not come to them yet
         if child_pid == 0:
             time.sleep(1.0)
             os._exit(0)
-    pipe.send(collector._group.pids)
+    pipe.send(collector._group.family.pids)
     try:
         for _ in collector:
             pipe.send("batch")

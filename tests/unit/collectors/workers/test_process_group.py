@@ -17,26 +17,29 @@ import pytest
 from asyncsync.collectors import MultiSyncCollector
 from asyncsync.collectors.multi import collector as collector_module
 from asyncsync.collectors.multi.calls import Calls
-from asyncsync.collectors.workers import main as workers
-from asyncsync.collectors.workers.messages import Channel, encode
-from asyncsync.collectors.workers.control_page import ControlPage
-from asyncsync.collectors.workers.local import WorkerProcess
-from asyncsync.collectors.workers.local import ProcessGroup
+from asyncsync.collectors.workers import local
+from asyncsync.collectors.workers.group import Reports, WorkerGroup
+from asyncsync.collectors.workers.local import ChannelLine, LocalFamily, WorkerProcess
+from asyncsync.collectors.workers.messages import Channel
 from asyncsync.collectors.workers.worker import Stopped
 from asyncsync.errors import AckTimeout
 from asyncsync.runtime import loop_thread
 from helpers.collecting_multi import make, options, policy
 
 
+def group_of_processes() -> WorkerGroup:
+    return WorkerGroup(LocalFamily("spawn", "Test"), "Test")
+
+
 @pytest.fixture
-def group() -> Iterator[ProcessGroup]:
-    made = ProcessGroup("spawn", "Test")
+def group() -> Iterator[WorkerGroup]:
+    made = group_of_processes()
     yield made
     made.end(1.0)
     made.close()
 
 
-def test_a_loop_that_was_closed_while_it_waited_stops_nobody_else(group: ProcessGroup) -> None:
+def test_a_loop_that_was_closed_while_it_waited_stops_nobody_else(group: WorkerGroup) -> None:
     loop = asyncio.new_event_loop()
     waiting = loop_thread.awaitable(lambda: group.until(lambda: None))
     task = loop.create_task(waiting)
@@ -50,7 +53,7 @@ def test_a_loop_that_was_closed_while_it_waited_stops_nobody_else(group: Process
     del task, waiting
 
 
-def test_what_is_waited_for_is_looked_at_when_somebody_says_so(group: ProcessGroup) -> None:
+def test_what_is_waited_for_is_looked_at_when_somebody_says_so(group: WorkerGroup) -> None:
     group.start([], {}, None)
     found: list[int] = []
     timer = threading.Timer(0.1, lambda: (found.append(1), group.nudge()))
@@ -59,14 +62,18 @@ def test_what_is_waited_for_is_looked_at_when_somebody_says_so(group: ProcessGro
     timer.join()
 
 
-def test_a_call_that_cannot_be_made_leaves_nothing_behind(group: ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    def post(worker: int, message: Any) -> None:
-        if worker == 1:
+def test_a_call_that_cannot_be_made_leaves_nothing_behind(group: WorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    def send(worker: int, message: Any) -> None:
+        if worker == 1 and message[0] == "call":
             raise RuntimeError("a thousand messages wait")
 
-    monkeypatch.setattr(group, "post", post)
+    monkeypatch.setattr(group.family, "start", lambda *_: None)
+    monkeypatch.setattr(group.family, "send", send)
+    group.start([b"", b""], {}, None)
+    for member in group._members:
+        member.is_connected = True
     with pytest.raises(RuntimeError, match="a thousand messages wait"):
-        Calls(group, 2)("reset")
+        Calls(group, 2)("reset", workers=[1])
     assert group.replies == {}
 
 
@@ -78,14 +85,15 @@ def ends() -> Iterator[tuple[Channel, Channel]]:
     there.close()
 
 
-def test_what_cannot_be_sent_though_the_worker_is_there_is_an_error(
-    ends: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reading, bell = multiprocessing.Pipe(duplex=False)
-    reading.close()
-    process: Any = SimpleNamespace(sentinel=-1, pid=1, exitcode=0, join=lambda timeout: None)
-    process.kill = process.close = lambda: None
-    worker = WorkerProcess(0, process, ends[0], bell)
+async def test_what_cannot_be_sent_though_the_worker_is_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends: list[Channel] = []
+
+    def process(args: tuple[Any, ...], **_: Any) -> Any:
+        ends.append(Channel(args[0].dup()))
+        return SimpleNamespace(start=lambda: None, pid=1, sentinel=args[1].fileno(), exitcode=0, close=lambda: None)
+
+    context = SimpleNamespace(Pipe=multiprocessing.Pipe, Process=process)
+    worker = WorkerProcess(context, "Test", 0, (), Reports(print, print, print))
 
     def full(*_: Any) -> int:
         raise OSError(errno.ETOOMANYREFS, "too many references")
@@ -93,30 +101,28 @@ def test_what_cannot_be_sent_though_the_worker_is_there_is_an_error(
     with monkeypatch.context() as patched:
         patched.setattr(socket, "send_fds", full)
         with pytest.raises(OSError, match="too many references"):
-            worker.send(encode(bytes(100_000)))
-    assert worker.flush(), "it is sent as soon as that can be"
-    assert ends[1].receive() == bytes(100_000)
-    ends[1].close()
-    assert worker.send(encode("to nobody"))
-    assert not worker.is_open
+            worker.send(("large", bytes(100_000)))
+    worker.send(("next",))
+    assert ends[0].receive() == ("large", bytes(100_000)), "it is sent as soon as that can be"
+    assert ends[0].receive() == ("next",)
+    ends[0].close()
+    worker.send(("to nobody",))
     worker.close()
 
 
 def test_a_worker_whose_trainer_is_deaf_says_so(ends: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "SEND_SECONDS", 0.05)
-    page = ControlPage()
-    loop = workers.WorkerLoop(ends[0], 0, page.place, {})
+    monkeypatch.setattr(local, "SEND_SECONDS", 0.05)
+    line = ChannelLine(ends[0])
 
     def talk() -> None:
         for _ in range(10_000):
-            loop._send(bytes(20_000))
+            line.send(bytes(20_000))
 
     with pytest.raises(AckTimeout, match="read no messages"):
         talk()
     ends[1].close()
     with pytest.raises(Stopped):
-        loop._send("anybody there?")
-    page.close()
+        line.send("anybody there?")
 
 
 @pytest.mark.thorough
@@ -150,9 +156,9 @@ def test_nobody_is_woken_while_nothing_comes_from_workers(monkeypatch: pytest.Mo
 
 def test_workers_that_are_importing_are_ended_at_once(caplog: pytest.LogCaptureFixture) -> None:
     """They have no environment that they would have to close, and importing torch takes seconds on a busy machine."""
-    group = ProcessGroup("spawn", "Test")
+    group = group_of_processes()
     group.start([b""], {}, None)
-    os.kill(group.pids[0], signal.SIGSTOP)  # however fast this machine imports
+    os.kill(group.family.pids[0], signal.SIGSTOP)  # however fast this machine imports
     began = time.monotonic()
     group.end(10.0)
     assert time.monotonic() - began < 5
