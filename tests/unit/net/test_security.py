@@ -60,7 +60,7 @@ async def test_garbage_of_many_kinds_fills_neither_memory_nor_log(api: Api, capl
         assert len(caplog.records) <= 120
 
 
-UNPICKLED = ("collectors", "workers", "channel.py")
+UNPICKLED = ("collectors", "workers", "messages.py")
 """What a collector and the worker processes that it has started send each other: the one exception."""
 
 

@@ -1,19 +1,18 @@
 """Nodes that gloo reaches, launched again, with the test as the launcher and as the nodes' programs; and RPC's."""
 
 import time
-from collections.abc import Iterator
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from asyncsync.collectors.distributed import rpc_family, rpc_private
+from asyncsync.collectors.distributed import rpc, rpc_private
 from asyncsync.collectors.distributed.gloo import _NODE, GlooFamily, Line
-from asyncsync.collectors.distributed.launched import Meeting, as_tensors
-from asyncsync.collectors.distributed.launched import Launcher, Program, WhenEnded
-from asyncsync.collectors.distributed.node import Answer, where
+from asyncsync.collectors.distributed.launched import Launch, Launcher, Meeting, Program, WhenEnded
 from asyncsync.collectors.distributed.rpc import RPCFamily
-from asyncsync.errors import PeerLost
+from asyncsync.collectors.workers.control_page import ControlPage
+from asyncsync.collectors.workers.group import Reports
+from asyncsync.collectors.workers.worker import Message, where
 from asyncsync.transports import torch_distributed
 from asyncsync.transports.torch_distributed import OwnStore, Pair
 
@@ -45,6 +44,22 @@ class OwnLauncher(Launcher):
         return Line(pair, meeting.key)
 
 
+class Heard:
+    """What a family has reported of one launch."""
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+        self.lost: list[BaseException] = []
+        self.reports = Reports(self.messages.append, self.lost.append, self.lost.append)
+
+
+def until(met: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 20
+    while not met():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 @pytest.fixture
 def launcher() -> OwnLauncher:
     return OwnLauncher()
@@ -53,43 +68,50 @@ def launcher() -> OwnLauncher:
 @pytest.fixture
 def family(launcher: OwnLauncher) -> Iterator[GlooFamily]:
     made = GlooFamily("mp", None, None, restarts=1)
-    made.open(1)
+    page = ControlPage()
+    made.open(1, lambda function, *given: function(*given), page, None, {})
+    page.close()
     made._launcher = launcher
     yield made
-    made.end(1, 0.0)
+    made.close(0.0)
 
 
 def test_the_end_of_the_program_before_is_not_that_of_its_successor(family: GlooFamily, launcher: OwnLauncher) -> None:
     before = len(torch_distributed._open)
-    first = family.launch(0)
+    first, second = Heard(), Heard()
+    family.start(0, first.reports)
+    family.send(0, ("build",))
     there = launcher.join(0)
-    assert first.result(20) == where()
-    family.submit(0, ("watch",))
-    second = family.launch(0)  # ends the first, and hears of that
+    assert there.receive() == ("build",)
+    there.send([("begun", where())])
+    until(lambda: first.messages)
+    family.start(0, second.reports)  # ends the first, and hears of that
+    until(lambda: first.lost)
     there.close()
-    assert not second.done()
+    family.send(0, ("build", "again"))
     again = launcher.join(1)
-    assert second.result(20) == where()
-    assert len(torch_distributed._open) == before + 2, "the connection to the first is closed"
-    answer = family.submit(0, ("watch",))
+    assert again.receive() == ("build", "again")
+    until(lambda: len(torch_distributed._open) == before + 2)  # the connection to the first is closed
     launcher.started[0][1]("the launcher has looked late")
-    number, command = again.receive()
-    again.send(number, as_tensors(Answer(None, "it is there")))
-    assert command == ("watch",)
-    assert answer.result(20).value == "it is there"
-    answer = family.submit(0, ("watch",))
+    again.send([("begun", where()), ("built",)])
+    until(lambda: len(second.messages) == 2)
+    assert second.lost == []
+    assert where() in family.name(0)
     launcher.started[1][1]("the second has ended")
-    with pytest.raises(PeerLost, match="the second has ended"):
-        answer.result(20)
+    until(lambda: second.lost)
+    assert str(second.lost[0]) == "the second has ended"
     again.close()
 
 
 def test_a_program_that_comes_late_is_not_taken_for_its_successor(family: GlooFamily, launcher: OwnLauncher) -> None:
-    family.launch(0)
-    second: Future[str] = family.launch(0)
+    first, second = Heard(), Heard()
+    family.start(0, first.reports)
+    family.start(0, second.reports)
     family.store.set("here/1", "a host of before")
     there = launcher.join(1)
-    assert second.result(20) == where()
+    there.send([("begun", "here")])
+    until(lambda: second.messages)
+    assert first.messages == []
     there.close()
 
 
@@ -100,11 +122,11 @@ def test_a_node_waits_for_those_before_it_as_long_as_the_collector_does() -> Non
     store = OwnStore("127.0.0.1")
     store.open()
     family = RPCFamily("mp", None, None, options={}, devices=None, connect_timeout=0.2)
-    program, arguments = family.program()
+    program, arguments = family.program(Launch(1, 1, Heard().reports))
     assert not rpc_private.has_agent()
     begun = time.monotonic()
     with pytest.raises(RuntimeError):  # node 0 does not come
         program(Meeting(*store.address, "a collector", b"key"), 1, *arguments)
     assert 0.2 <= time.monotonic() - begun < 20
-    rpc_family._nodes.pop("a collector").stop(1.0)
+    rpc._nodes.pop("a collector").stop(1.0)
     store.close()

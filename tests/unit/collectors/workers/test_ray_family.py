@@ -1,8 +1,9 @@
-"""Commands to Ray's actors: the family and the actor's object are the real ones; between them, in Ray's place, are the
+"""Messages to Ray's actors: the family and the actor's object are the real ones; between them, in Ray's place, are the
 threads that Ray gives an actor, and what is large arrives late."""
 
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -13,9 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from asyncsync.collectors.distributed.node import Wishes
-from asyncsync.collectors.distributed.ray import COMMANDS, NodeActor, RayFamily, _Commands
+from asyncsync.collectors.distributed.ray import GROUPS, NodeActor, RayFamily
+from asyncsync.collectors.workers.group import Reports
 from asyncsync.collectors.workers.messages import dumps
+from asyncsync.collectors.workers.worker import Message
 from asyncsync.runtime.threads import join
 from helpers.programs import RAY, in_program
 
@@ -27,46 +29,56 @@ class Threads:
 
     def __init__(self) -> None:
         self.actor = NodeActor(0)
-        self.pools = {group: ThreadPoolExecutor(COMMANDS) for group in ("commands", "signals")}
+        self.pools = {group: ThreadPoolExecutor(count) for group, count in GROUPS.items()}
 
     def __getattr__(self, name: str) -> Any:
-        def options(*, concurrency_group: str) -> Any:
-            return SimpleNamespace(remote=lambda *args: self._begin(concurrency_group, name, args))
+        def options(*, concurrency_group: str, num_returns: int = 1) -> Any:
+            return SimpleNamespace(remote=lambda *args: self._begin(concurrency_group, name, args, num_returns))
 
         return SimpleNamespace(options=options)
 
-    def _begin(self, group: str, name: str, args: tuple[Any, ...]) -> Any:
-        found: Future[Any] = Future()
+    def _begin(self, group: str, name: str, args: tuple[Any, ...], num_returns: int) -> Any:
+        found: list[Future[Any]] = [Future() for _ in range(num_returns)]
+
+        def run() -> None:
+            result = getattr(self.actor, name)(*args)
+            for future, value in zip(found, result if num_returns > 1 else [result], strict=True):
+                future.set_result(value)
 
         def arrive() -> None:
-            self.pools[group].submit(lambda: found.set_result(getattr(self.actor, name)(*args)))
+            self.pools[group].submit(run)
 
         Timer(LATE_SECONDS, arrive).start() if len(dumps(args)) > 1 << 20 else arrive()
-        return SimpleNamespace(future=lambda: found)
+        references = [SimpleNamespace(future=lambda future=future: future) for future in found]
+        return references[0] if num_returns == 1 else references
 
 
 @contextmanager
-def family() -> Iterator[RayFamily]:
+def family(heard: list[Message]) -> Iterator[RayFamily]:
     made, threads = RayFamily([{}], None, 0), Threads()
-    made.actors[0], made._numbers[0] = threads, 0
-    made._commands[0] = _Commands(threads)
+    made.call_soon = lambda function, *given: function(*given)
+    made.actors[0] = threads
+    made._listen(0, threads, Reports(heard.append, print, print))
     try:
         yield made
     finally:
-        made.submit(0, ("stop", Wishes(1, stopped=True), 2.0)).result(20)
+        made.send(0, ("stop", True, 2.0))
+        deadline = time.monotonic() + 20
+        while ("ended",) not in heard and time.monotonic() < deadline:
+            time.sleep(0.01)
         for pool in threads.pools.values():
             pool.shutdown()
 
 
 @pytest.mark.timeout(20)
-def test_many_commands_may_overtake_one_with_large_arguments() -> None:
-    order: list[int] = []
-    with family() as nodes:
-        for number in range(4 * COMMANDS):
-            command = ("call", "state", b"x" * (2 << 20) if number == 3 else b"")
-            nodes.submit(0, command).add_done_callback(lambda _, number=number: order.append(number))
-        nodes.submit(0, ("call", "state", b"")).result(10)
-    assert sorted(order) == [*range(4 * COMMANDS)]
+def test_many_messages_may_overtake_one_with_large_arguments() -> None:
+    heard: list[Message] = []
+    with family(heard) as nodes:
+        for number in range(30):
+            nodes.send(0, ("call", number, "state", b"x" * (2 << 20) if number == 3 else b""))
+        while len(heard) < 31:
+            time.sleep(0.01)
+    assert [message[1] for message in heard if message[0] == "reply"] == [*range(30)]
 
 
 # -- this process's connection to Ray ----------------------------------------------------------------------------------
