@@ -68,7 +68,6 @@ class Evaluations:
     ) -> None:
         self._collector: MultiCollector = weakref.proxy(collector)  # whoever forgets the evaluator ends it
         self._group = collector._group
-        self._calls = collector._calls
         self._prefix = prefix
         self._on_result = on_result
         self._lock = threading.Lock()
@@ -193,7 +192,8 @@ class Evaluations:
                 await self._collector.update_policy_weights_async(weights_dict=request.weights)
             except PartialSendError as error:
                 raise error.failed[0] from error  # there is one worker
-        found = await self._calls.answer(0, "execute", "evaluate", (request.step,), {})
+        ask = partial(self._group.ask, "execute", "evaluate", (request.step,), {}, timeout=math.inf)
+        [found] = await elsewhere("asyncsync-evaluator", ask)
         result = {f"{self._prefix}/{name}": value for name, value in {**found, "step": request.step}.items()}
         if self._on_result is not None:
             await elsewhere("asyncsync-evaluator-result", partial(self._report, self._on_result, TensorDict(result)))

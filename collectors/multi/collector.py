@@ -39,7 +39,6 @@ from asyncsync.collectors.arguments import (
 from asyncsync.collectors.base import BaseCollector, PostHook, PreHook
 from asyncsync.collectors.construct import FAMILIES, Chooses
 from asyncsync.collectors.multi.batches import BatchArguments
-from asyncsync.collectors.multi.calls import Calls
 from asyncsync.collectors.multi.driver import Driver
 from asyncsync.collectors.multi.group_collector import GroupCollector
 from asyncsync.collectors.multi.starting import (
@@ -299,7 +298,6 @@ class MultiCollector(GroupCollector, metaclass=Chooses):
             if scheme.context is self:  # an open bus keeps its schemes, which would keep this collector alive
                 scheme.context = _RegisteredModels(self._registered)
         self._group = group = self._make_group(start_method)
-        self._calls = Calls(group, count)
         self._driver = self._driver_class(self, group, self._arguments)
         self.closed = False
         self._finalizers = make_finalizers(self, group, self._sender_schemes)

@@ -22,9 +22,8 @@ from tensordict import TensorDictBase
 
 from asyncsync.collectors.base import BaseCollector, is_caller
 from asyncsync.collectors.multi.batches import BatchArguments, Caller, Made
-from asyncsync.collectors.multi.calls import CALL_SECONDS
 from asyncsync.collectors.trajectories import processed
-from asyncsync.collectors.workers.group import RolloutRequest, WorkerGroup
+from asyncsync.collectors.workers.group import CALL_SECONDS, RolloutRequest, WorkerGroup
 from asyncsync.collectors.workers.messages import RolloutResult
 from asyncsync.collectors.workers.shared_batches import SharedPlace, SharedPlaces
 from asyncsync.errors import ClosedError, PartialSendError

@@ -29,13 +29,13 @@ from asyncsync.collectors.base import (
     logged_unless,
 )
 from asyncsync.collectors.multi.batches import BatchArguments
-from asyncsync.collectors.multi.calls import CALL_SECONDS, Calls, are_equal, parts_of
+from asyncsync.collectors.multi.calls import are_equal, parts_of
 from asyncsync.collectors.multi.driver import Driver
 from asyncsync.collectors.profiling import ProfileConfig
 from asyncsync.collectors.trajectories import processed
 from asyncsync.collectors.weights.acting import fitted
 from asyncsync.collectors.weights.api import Planned, UnknownModel, belongs_to
-from asyncsync.collectors.workers.group import WorkerGroup
+from asyncsync.collectors.workers.group import CALL_SECONDS, WorkerGroup
 from asyncsync.collectors.workers.messages import loads
 from asyncsync.errors import AckTimeout, PartialSendError, PeerLost
 from asyncsync.runtime import loop_thread
@@ -55,7 +55,6 @@ class GroupCollector(BaseCollector):
     _arguments: BatchArguments
     _group: WorkerGroup
     _driver: Driver
-    _calls: Calls
     _acting_devices: dict[int, set[torch.device]]  # of each worker's policy
     _finalizers: tuple[Callable[[], object], ...]
 
@@ -109,7 +108,7 @@ class GroupCollector(BaseCollector):
             AckTimeout: a worker did not answer within the timeout. It will still carry out the call.
         """
         for worker in range(self.num_workers):
-            [seed] = self._calls("seed", seed, static_seed, workers=[worker], timeout=timeout)
+            [seed] = self._group.ask("seed", seed, static_seed, workers=[worker], timeout=timeout)
         self._driver.break_trajectories_off()
         return seed
 
@@ -127,7 +126,7 @@ class GroupCollector(BaseCollector):
         if reset_idx is not None:
             check_count("reset_idx", reset_idx, self.num_workers)
         chosen = [w for w in range(self.num_workers) if reset_idx is None or reset_idx[w]]
-        self._calls("reset", workers=chosen, timeout=timeout)
+        self._group.ask("reset", workers=chosen, timeout=timeout)
         self._driver.break_trajectories_off()
 
     def state_dict(self, *, timeout: float = CALL_SECONDS) -> dict[str, Any]:
@@ -139,7 +138,7 @@ class GroupCollector(BaseCollector):
         Raises:
             AckTimeout: a worker did not answer within the timeout.
         """
-        states = self._calls("state", timeout=timeout)
+        states = self._group.ask("state", timeout=timeout)
         self._driver.count_free()
         own = {"frames": self._driver.frames, "iter": self._driver.count, "versions": self._versions()}
         return {f"worker{w}": s for w, s in enumerate(states)} | own
@@ -154,7 +153,7 @@ class GroupCollector(BaseCollector):
             TypeError: there was no rollout yet, and an environment has no specs for its steps.
             AckTimeout: a worker did not answer within the timeout.
         """
-        batch = self._driver.together(self._calls("fake", timeout=timeout))
+        batch = self._driver.together(self._group.ask("fake", timeout=timeout))
         return processed(batch, self.postproc, split_trajs=self.split_trajs)
 
     def load_state_dict(
@@ -182,7 +181,7 @@ class GroupCollector(BaseCollector):
         self._group.trajectory_pool().advance(0, max(next_ids, default=0))
         there = [name for name in names if name in state_dict]
         for name in there:
-            self._calls("load", state_dict[name], strict, workers=[names.index(name)], timeout=timeout)
+            self._group.ask("load", state_dict[name], strict, workers=[names.index(name)], timeout=timeout)
         self._driver.break_trajectories_off()
         self._driver.frames = self._group.frames = state_dict.get("frames", self._driver.frames)
         self._driver.count = state_dict.get("iter", self._driver.count)
@@ -204,7 +203,7 @@ class GroupCollector(BaseCollector):
             self.update_policy_weights_(each, timeout=timeout)
 
     def _set_in_workers(self, name: str, hook: Callable[..., None] | None) -> None:
-        self._calls(name, hook)
+        self._group.ask(name, hook)
 
     # -- as a worker --------------------------------------------------------------------------------------------------
 
@@ -418,7 +417,7 @@ class GroupCollector(BaseCollector):
         """
         calls = as_calls(list_of_args, list_of_kwargs, self.num_workers)
         given = {worker: (method_name, *call) for worker, call in enumerate(calls)}
-        return self._calls.each("execute", given, timeout)
+        return self._group.ask_each("execute", given, timeout)
 
     def get_distant_attr(self, attr: str, *, timeout: float = CALL_SECONDS) -> list[Any]:
         """The object at an attribute path from each worker's collector, such as ``env.transform[0].scale``, in the
@@ -441,7 +440,9 @@ class GroupCollector(BaseCollector):
         return self._read("getattr_env", attr, workers=[0], timeout=timeout)[0]
 
     def _read(self, method: str, *arguments: Any, workers: Sequence[int] | None = None, timeout: float) -> list[Any]:
-        return [loads(answer) for answer in self._calls("read", method, arguments, workers=workers, timeout=timeout)]
+        return [
+            loads(answer) for answer in self._group.ask("read", method, arguments, workers=workers, timeout=timeout)
+        ]
 
     def get_cached_weights(self, model_id: str) -> TensorDict | None:
         """A copy of this model's weights that were last sent to all workers. None: none were sent."""
@@ -485,4 +486,4 @@ class GroupCollector(BaseCollector):
         if unknown := [worker for worker in chosen if worker not in range(self.num_workers)]:
             raise ValueError(f"unknown workers {unknown}: this {type(self).__name__} has 0 to {self.num_workers - 1}")
         names = {worker: f"{name}_{worker}" if name else str(worker) for worker in chosen}
-        self._calls.each("profile", {worker: (config, own) for worker, own in names.items()})
+        self._group.ask_each("profile", {worker: (config, own) for worker, own in names.items()})

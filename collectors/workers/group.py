@@ -32,6 +32,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -41,7 +42,7 @@ from tensordict import TensorDictBase
 from asyncsync.collectors.trajectories import _TrajectoryPool
 from asyncsync.collectors.whole_trajectories import WholeTrajectories
 from asyncsync.collectors.workers.control_page import ControlPage, PoolOfNode, SharedPool, Wishes
-from asyncsync.collectors.workers.messages import Failure, RolloutResult, loads
+from asyncsync.collectors.workers.messages import Failure, RolloutResult, dumps, loads
 from asyncsync.collectors.workers.shared_batches import Arrangement, SharedPlaces
 from asyncsync.collectors.workers.worker import FREE, Message, WorkerInfo
 from asyncsync.errors import AckTimeout, ClosedError, PeerLost
@@ -60,6 +61,9 @@ AHEAD = 2
 
 APART = 1 << 40
 """So many trajectory identifiers a worker has for itself before those of the one that is launched in its place."""
+
+CALL_SECONDS = 60.0
+"""How long a call waits for its answer, which a worker gives between two rollouts."""
 
 LASTING = ("pre_hook", "post_hook", "profile")
 """Calls whose effect a worker that is launched again is to have, too."""
@@ -146,6 +150,21 @@ class Family(ABC):
         """What the worker is called in errors: "worker 1 (pid 4711)"."""
 
 
+@dataclass(eq=False)
+class _Call:
+    """A call to a worker, and its answer: what was raised, or the pickled result."""
+
+    worker: int
+    name: str
+    arguments: bytes
+    number: int
+    answer: tuple[Failure | None, Any] | None = None
+
+    @property
+    def message(self) -> Message:
+        return "call", self.number, self.name, self.arguments
+
+
 class _Member:
     """A worker, as its group sees it."""
 
@@ -157,9 +176,9 @@ class _Member:
         self.requests: deque[RolloutRequest] = deque()  # not done yet
         self.is_free = False
         self.done = 0  # rollouts that were asked for since it runs free
-        self.calls: dict[int, Message] = {}  # without an answer yet, by their numbers
-        self.held: list[Message] = []  # calls for when it has connected
-        self.lasting: dict[str, Message] = {}
+        self.calls: dict[int, _Call] = {}  # without an answer yet, by their numbers
+        self.held: list[_Call] = []  # for when it has connected
+        self.lasting: dict[str, _Call] = {}
         self.unrecorded = 0  # rollouts that its profile lacks
         self.told: Wishes | None = None  # the last ones that were sent
         self.is_being_told = False
@@ -177,7 +196,6 @@ class WorkerGroup:
     Attributes:
         results: rollouts that have been done, in the order in which they came.
         infos: what each worker has reported.
-        replies: answers to calls by their numbers, ``(failure, result)``; None: not yet answered.
         failure: what has ended collection.
         frames: collected by workers that run free, or write to a replay buffer.
         ending: whether the end has begun.
@@ -190,7 +208,6 @@ class WorkerGroup:
         self.family = family
         self.results: deque[RolloutResult] = deque()
         self.infos: dict[int, WorkerInfo] = {}
-        self.replies: dict[int, Any] = {}
         self.failure: BaseException | None = None
         self.frames = 0
         self.ending = self.is_over = False
@@ -456,44 +473,75 @@ class WorkerGroup:
 
     # -- calls --------------------------------------------------------------------------------------------------------
 
-    def call(self, worker: int, name: str, arguments: bytes) -> int:
-        """Have a worker do something between two rollouts, with pickled arguments; returns the number of its answer in
-        :attr:`replies`, from which the caller removes it, whether it has come or not. From any thread."""
-        self.check()
-        number = next(self._numbers)
-        self.replies[number] = None
-        self.call_soon(self._ask, self._members[worker], ("call", number, name, arguments))
-        return number
+    def ask(
+        self, name: str, *arguments: Any, workers: Sequence[int] | None = None, timeout: float = CALL_SECONDS
+    ) -> list[Any]:
+        """Have workers (None: all) do something between two rollouts (:meth:`Worker._call`), and return their answers,
+        or raise what one of them has raised.
 
-    def _ask(self, member: _Member, call: Message) -> None:
+        Raises AckTimeout after ``timeout`` seconds for all of them: workers still carry the call out.
+        """
+        chosen = range(len(self._members)) if workers is None else workers
+        return self.ask_each(name, dict.fromkeys(chosen, arguments), timeout)
+
+    def ask_each(self, name: str, arguments: Mapping[int, tuple[Any, ...]], timeout: float = CALL_SECONDS) -> list[Any]:
+        """:meth:`ask`, with arguments of each worker's own."""
+        self.check()
+        pickled = {worker: dumps(given) for worker, given in arguments.items()}
+        calls = loop_thread.run(lambda: self._answered(name, pickled, timeout))
+        answers = []
+        for call in calls:
+            assert call.answer is not None
+            failure, result = call.answer
+            if failure is not None:
+                raise failure.error(f"worker {call.worker}")
+            answers.append(loads(result))
+        return answers
+
+    async def _answered(self, name: str, arguments: Mapping[int, bytes], timeout: float) -> list[_Call]:
+        """Calls that have been answered."""
+        deadline = time.monotonic() + timeout
+        calls = [_Call(worker, name, given, next(self._numbers)) for worker, given in arguments.items()]
+        for call in calls:
+            self._ask(call)
+        for call in calls:
+            try:
+                await self.until(lambda call=call: call.answer, max(0.0, deadline - time.monotonic()))  # type: ignore[misc]
+            except AckTimeout as error:
+                if error is self.failure:  # a worker's own
+                    raise
+                raise AckTimeout(
+                    f"worker {call.worker} did not answer ({name}) in time. It answers between two rollouts, and will "
+                    "still carry out the call: pass a longer timeout="
+                ) from None
+        return calls
+
+    def _ask(self, call: _Call) -> None:
+        member = self._members[call.worker]
         if not member.is_connected:
             member.held.append(call)
             return
-        number = call[1]
-        member.calls[number] = call
+        member.calls[call.number] = call
         try:
-            self.family.send(member.rank, call)
+            self.family.send(call.worker, call.message)
         except Exception as error:
-            self._answer(member, number, Failure.of(error), None)
+            self._answer(member, call.number, Failure.of(error), None)
 
     def _answer(self, member: _Member, number: int, failure: Failure | None, result: Any) -> None:
         call = member.calls.pop(number, None)
-        if call is None:  # one that a worker launched again was sent because its effect lasts
-            if failure is not None:
-                self._failed(member, failure)
-            return
-        if failure is None:
-            self._note(member, call)
-        if number in self.replies:
-            self.replies[number] = failure, result
-        self._notify()
+        if call is not None:
+            if failure is None:
+                self._note(member, call)
+            call.answer = failure, result
+            self._notify()
+        elif failure is not None:  # of a call that was repeated because its effect lasts
+            self._failed(member, failure)
 
-    def _note(self, member: _Member, call: Message) -> None:
-        _, _, name, arguments = call
-        if name in LASTING:
-            member.lasting[name] = call
-        if name == "profile":
-            config, _ = loads(arguments)
+    def _note(self, member: _Member, call: _Call) -> None:
+        if call.name in LASTING:
+            member.lasting[call.name] = call
+        if call.name == "profile":
+            config, _ = loads(call.arguments)
             member.unrecorded = 0 if config is None else config.num_rollouts
 
     # -- messages from workers ----------------------------------------------------------------------------------------
@@ -540,11 +588,11 @@ class WorkerGroup:
         if member.unrecorded <= 0:  # the trace is written
             member.lasting.pop("profile", None)
         for call in member.lasting.values():
-            self.family.send(member.rank, call)
+            self.family.send(member.rank, call.message)
             self._note(member, call)
         held, member.held = member.held, []
         for call in held:
-            self._ask(member, call)
+            self._ask(call)
         for request in member.requests:  # of the one that was lost
             self._send_request(member, request)
         if member.is_free:

@@ -7,8 +7,8 @@ A worker takes messages from its line, one after another, in one thread. They co
 :class:`~asyncsync.collectors.workers.group.WorkerGroup`:
 
 - ``("build", specification, common, first, count)``: makes its collector, and says ``("built", *WorkerInfo)``; waits
-  for the first weights, and says ``("connected",)``. ``common`` is the pickled replay buffer and schemes; None: the process
-  was given them.
+  for the first weights, and says ``("connected",)``. ``common`` is the pickled replay buffer and schemes; None: the
+  process was given them.
 - ``("rollout", serial, random, lease)``: rolls out, and says ``("result", serial, in_place, steps, frames, layout,
   payload)``.
 - ``("call", number, name, arguments)``: says ``("reply", number, failure, result)``; arguments and result are pickled.

@@ -16,7 +16,6 @@ import pytest
 
 from asyncsync.collectors import MultiSyncCollector
 from asyncsync.collectors.multi import collector as collector_module
-from asyncsync.collectors.multi.calls import Calls
 from asyncsync.collectors.workers import local
 from asyncsync.collectors.workers.group import Reports, WorkerGroup
 from asyncsync.collectors.workers.local import ChannelLine, LocalFamily, WorkerProcess
@@ -73,8 +72,8 @@ def test_a_call_that_cannot_be_made_leaves_nothing_behind(group: WorkerGroup, mo
     for member in group._members:
         member.is_connected = True
     with pytest.raises(RuntimeError, match="a thousand messages wait"):
-        Calls(group, 2)("reset", workers=[1])
-    assert group.replies == {}
+        group.ask("reset", workers=[1])
+    assert group._members[1].calls == {}
 
 
 @pytest.fixture

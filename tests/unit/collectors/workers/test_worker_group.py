@@ -3,6 +3,7 @@
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from asyncsync.collectors import ProfileConfig
 from asyncsync.collectors.distributed.nodes import Node, NodeFamily
 from asyncsync.collectors.whole_trajectories import WholeTrajectories
 from asyncsync.collectors.workers.group import APART, Reports, RolloutRequest, WorkerGroup
-from asyncsync.collectors.workers.messages import Parcel, dumps, loads
+from asyncsync.collectors.workers.messages import Parcel, dumps
 from asyncsync.collectors.workers.worker import Message
 from asyncsync.errors import AckTimeout, PeerLost
 
@@ -118,10 +119,19 @@ def launch_again(group: WorkerGroup, family: Family, rank: int = 0) -> None:
     group.wait(lambda: group.connected, 20)
 
 
-def ask(group: WorkerGroup, name: str, *arguments: Any) -> Any:
-    """What node 0 answers."""
-    number = group.call(0, name, dumps(arguments))
-    return group.wait(lambda: group.replies[number], 20)
+def asked(group: WorkerGroup, worker: int, name: str = "state") -> Future[Any]:
+    """What the worker answers, when it has been asked."""
+    answer: Future[Any] = Future()
+
+    def ask() -> None:
+        try:
+            answer.set_result(group.ask(name, name, workers=[worker], timeout=20)[0])
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=ask).start()
+    let_pass(group)
+    return answer
 
 
 def let_pass(group: WorkerGroup) -> None:
@@ -142,14 +152,13 @@ def test_what_is_wanted_while_a_node_is_launched_again_is_no_second_loss(groups:
     group.count_version()
     group.cut(2)
     group.follow(None, 0)
-    asked = group.call(0, "state", dumps(()))
-    other = group.call(1, "state", dumps(()))
-    assert loads(group.wait(lambda: group.replies[other], 20)[1]) == 1
-    assert group.replies[asked] is None
+    waits = asked(group, 0)
+    assert asked(group, 1).result(20) == 1
+    assert not waits.done()
     assert family.kinds(0) == ["build", "follow"], "nothing else is sent to a node that is not there"
     assert group.incarnation(0) is None
     family.begin(0)
-    assert loads(group.wait(lambda: group.replies[asked], 20)[1]) == 0
+    assert waits.result(20) == 0
     assert group.connected
     assert group.incarnation(0) == 1
     newest = [message[1] for message in family.sent[0] if message[0] == "page"][-1]
@@ -160,24 +169,22 @@ def test_what_is_wanted_while_a_node_is_launched_again_is_no_second_loss(groups:
 def test_a_call_that_a_lost_node_has_not_answered_is_told_so(groups: Groups) -> None:
     family, group = groups()
     family.silent.add("call")
-    asked = group.call(0, "state", dumps(()))
-    let_pass(group)
+    waits = asked(group, 0)
     lose(group, family, 0)
-    failure, _ = group.wait(lambda: group.replies[asked], 20)
     with pytest.raises(PeerLost, match="node 0"):
-        raise failure.error("")
+        waits.result(20)
 
 
 def test_a_node_that_is_launched_again_has_the_hooks_that_were_set_last(groups: Groups) -> None:
     family, group = groups(restarts=2)
     for name in ("pre_hook", "post_hook", "post_hook", "state"):
-        ask(group, name, name)
+        group.ask(name, name, workers=[0])
     for _ in range(2):
         lose(group, family, 0)
         group.call_soon(group.request, 0, RolloutRequest(1, False, None))
-        waits = group.call(0, "state", dumps(()))
+        waits = asked(group, 0)
         family.begin(0)
-        group.wait(lambda number=waits: group.replies[number], 20)
+        waits.result(20)
         group.wait(lambda: group.results and group.results.popleft(), 20)
         after = [kind for kind in family.kinds(0) if kind != "page"]
         assert after == ["build", "pre_hook", "post_hook", "state", "rollout"]
@@ -193,20 +200,20 @@ def test_a_node_that_is_launched_again_is_recorded_anew_unless_its_recording_has
 
     def again() -> bool:
         launch_again(group, family)
-        ask(group, "state")
+        group.ask("state", workers=[0])
         return "profile" in family.kinds(0)
 
     roll_out(5)
     assert not again()
-    ask(group, "profile", ProfileConfig(num_rollouts=3), "0")
+    group.ask("profile", ProfileConfig(num_rollouts=3), "0", workers=[0])
     roll_out(2)
     assert again()
     roll_out(2)
     assert again(), "what was recorded is lost, and it has begun anew"
     roll_out(3)
     assert not again(), "its trace is written"
-    ask(group, "profile", ProfileConfig(num_rollouts=3), "0")
-    ask(group, "profile", None, "0")
+    group.ask("profile", ProfileConfig(num_rollouts=3), "0", workers=[0])
+    group.ask("profile", None, "0", workers=[0])
     assert not again()
 
 
