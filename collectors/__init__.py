@@ -6,12 +6,12 @@ from typing import Any as _Any
 
 from tensordict.nn import InteractionType as ExplorationType
 
-from asyncsync.collectors.construct import FAMILIES
 from asyncsync.collectors.envs.gym import GymEnv
 from asyncsync.collectors.evaluating.evaluator import Evaluator
 from asyncsync.collectors.multi.collector import MultiCollector
 from asyncsync.collectors.multi.multi_async import MultiAsyncCollector
 from asyncsync.collectors.multi.multi_sync import MultiSyncCollector
+from asyncsync.collectors.options import FAMILIES
 from asyncsync.collectors.profiling import ProfileConfig
 from asyncsync.collectors.rollout.policies import RandomPolicy
 from asyncsync.collectors.single import Collector

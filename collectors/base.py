@@ -35,7 +35,6 @@ import torch
 from tensordict import TensorDictBase
 from torch.utils.data import IterableDataset
 
-from asyncsync.collectors.arguments import check_callable, given_arguments
 from asyncsync.collectors.profiling import ProfileConfig
 from asyncsync.collectors.weights.api import WeightsAPI
 from asyncsync.errors import ClosedError
@@ -204,14 +203,9 @@ class BaseCollector(WeightsAPI, Lifetime, IterableDataset[TensorDictBase | None]
     _counts_frames = True  # False: a batch is of trajectories, however many frames they have
 
     def __init__(
-        self,
-        *,
-        pre_collect_hook: PreHook | None = None,
-        post_collect_hook: PostHook | None = None,
-        worker_idx: int | None = None,
+        self, pre_collect_hook: PreHook | None, post_collect_hook: PostHook | None, worker_idx: int | None
     ) -> None:
         super().__init__()
-        check_callable(pre_collect_hook=pre_collect_hook, post_collect_hook=post_collect_hook)
         self.closed = False
         self._pre_collect_hook = pre_collect_hook
         self._post_collect_hook = post_collect_hook
@@ -491,7 +485,7 @@ class BaseCollector(WeightsAPI, Lifetime, IterableDataset[TensorDictBase | None]
             OSError: the trace's directory cannot be created.
             ClosedError: the collector was shut down.
         """
-        given = given_arguments(locals())
+        given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         config = ProfileConfig(**{name: value for name, value in given.items() if value is not None})
         self._profile(config, "")
         self._profile_config = config
