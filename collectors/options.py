@@ -45,6 +45,44 @@ def _check_cuda(name: str, value: Any) -> None:
         )
 
 
+# Options of collectors that have no other base in common.
+
+ExtendBuffer = Annotated[
+    bool, Option("True: write whole rollouts by ``extend()``. False: write each frame by ``add()``.", True)
+]
+TrustPolicy = Annotated[
+    bool | None,
+    Option(
+        "the policy takes and returns TensorDicts, so do not inspect or wrap it. Otherwise the collector calls modules "
+        "of ``tensordict.nn`` without tensordict's overhead, which exceeds the time of a small network."
+    ),
+]
+NoCudaSync = Annotated[bool, Option("skip the synchronisation after copies between devices.", False)]
+TrajsPerBatch = Annotated[
+    int | None,
+    Option(
+        "number of whole trajectories in a batch, in the order in which they ended. The collector rolls out "
+        "``frames_per_batch`` frames at a time until it has enough; hooks and ``postproc`` get these rollouts. With "
+        "workers, this process assembles batches from the trajectories of all of them. With a replay buffer, the "
+        "process that rolls out writes each trajectory, frame after frame, as soon as it has ended. Trajectories that "
+        "``reset_at_each_iter`` or ``total_frames`` cut off are dropped."
+    ),
+]
+MaxInterval = Annotated[
+    int,
+    Option(
+        "a worker gets the current weights after at most this many of its batches. -1: no limit. If batches are of all "
+        "workers: not with an update before each batch.",
+        -1,
+        whole,
+    ),
+]
+InitFn = Annotated[
+    Callable[[], None] | None,
+    Option("called in each worker before it makes environment and policy.", check=check_callable),
+]
+
+
 @described
 class RolloutOptions(TypedDict, total=False):
     """Of every collector.
@@ -87,8 +125,8 @@ class RolloutOptions(TypedDict, total=False):
 
 
 @described
-class WeightOptions(TypedDict, total=False):
-    """Of every collector.
+class LateOptions(TypedDict, total=False):
+    """Of every collector, too. TorchRL's pages have them after those of a family.
 
     Args:
         weight_updater: an updater, or a callable that returns one (deprecated).
@@ -97,24 +135,15 @@ class WeightOptions(TypedDict, total=False):
             a replay buffer, because it runs, and is updated, in this process.
         weight_recv_schemes: ``{model_id: scheme}``: the collector receives weights by these, and passes them on to its
             workers. The constructor connects.
-    """
-
-    weight_updater: Any
-    weight_sync_schemes: Annotated[Mapping[str, Any] | None, Option(check=check_schemes)]
-    weight_recv_schemes: Annotated[Mapping[str, Any] | None, Option(check=check_schemes)]
-
-
-@described
-class OwnOptions(TypedDict, total=False):
-    """Of every collector.
-
-    Args:
         create_env_kwargs: keyword arguments for ``create_env_fn``: a dict; with workers, or a list with one per worker.
         pre_collect_hook: called before each rollout, in the process that rolls out.
         post_collect_hook: called with each batch before it is handed out, in the process that rolls out.
         worker_idx: index of this collector among the workers of a larger one.
     """
 
+    weight_updater: Any
+    weight_sync_schemes: Annotated[Mapping[str, Any] | None, Option(check=check_schemes)]
+    weight_recv_schemes: Annotated[Mapping[str, Any] | None, Option(check=check_schemes)]
     create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
     pre_collect_hook: Annotated[PreHook | None, Option(check=check_callable)]
     post_collect_hook: Annotated[PostHook | None, Option(check=check_callable)]
@@ -122,43 +151,11 @@ class OwnOptions(TypedDict, total=False):
 
 
 @described
-class BufferOptions(TypedDict, total=False):
-    """Of collectors that write to a replay buffer.
-
-    Args:
-        replay_buffer: receives the frames; the caller gets None for each batch. Needs ``extend()`` or ``add()``.
-        extend_buffer: True: write whole rollouts by ``extend()``. False: write each frame by ``add()``.
-    """
-
-    replay_buffer: Any
-    extend_buffer: Annotated[bool, Option(default=True)]
-
-
-@described
-class TrustOptions(TypedDict, total=False):
-    """Of ``Collector``, ``MultiCollector`` and ``RayCollector``.
-
-    Args:
-        trust_policy: the policy takes and returns TensorDicts, so do not inspect or wrap it. Otherwise the collector
-            calls modules of ``tensordict.nn`` without tensordict's overhead, which exceeds the time of a small network.
-        no_cuda_sync: skip the synchronisation after copies between devices.
-        trajs_per_batch: number of whole trajectories in a batch, in the order in which they ended. The collector rolls
-            out ``frames_per_batch`` frames at a time until it has enough; hooks and ``postproc`` get these rollouts.
-            With workers, this process assembles batches from the trajectories of all of them. With a replay buffer, the
-            process that rolls out writes each trajectory, frame after frame, as soon as it has ended. Trajectories that
-            ``reset_at_each_iter`` or ``total_frames`` cut off are dropped.
-    """
-
-    trust_policy: bool | None
-    no_cuda_sync: Annotated[bool, Option(default=False)]
-    trajs_per_batch: int | None
-
-
-@described
-class LocalOptions(RolloutOptions, BufferOptions, TrustOptions, WeightOptions, OwnOptions, total=False):
+class LocalOptions(RolloutOptions, LateOptions, total=False):
     """Of ``Collector`` and ``MultiCollector``.
 
     Args:
+        replay_buffer: receives the frames; the caller gets None for each batch. Needs ``extend()`` or ``add()``.
         track_traj_ids: give every frame its trajectory id, ("collector", "traj_ids").
         set_truncated: mark the last frame of each batch (of each rollout) as truncated and done.
         compile_policy: True, or keyword arguments for ``torch.compile``.
@@ -184,6 +181,11 @@ class LocalOptions(RolloutOptions, BufferOptions, TrustOptions, WeightOptions, O
         local_init_rb: no effect: the first process that writes to a replay buffer creates its storage.
     """
 
+    replay_buffer: Any
+    extend_buffer: ExtendBuffer
+    trust_policy: TrustPolicy
+    no_cuda_sync: NoCudaSync
+    trajs_per_batch: TrajsPerBatch
     track_traj_ids: Annotated[bool, Option(default=True)]
     set_truncated: Annotated[bool, Option(default=False)]
     compile_policy: bool | Mapping[str, Any] | None
@@ -226,30 +228,7 @@ class CollectorOptions(LocalOptions, total=False):
 
 
 @described
-class UpdateOptions(TypedDict, total=False):
-    """Of collectors with workers.
-
-    Args:
-        max_weight_update_interval: a worker gets the current weights after at most this many of its batches. -1: no
-            limit. Batches of all workers: not with an update before each batch.
-    """
-
-    max_weight_update_interval: Annotated[int, Option(default=-1, check=whole)]
-
-
-@described
-class InitOptions(TypedDict, total=False):
-    """Of ``MultiCollector`` and ``RayCollector``.
-
-    Args:
-        init_fn: called in each worker before it makes environment and policy.
-    """
-
-    init_fn: Annotated[Callable[[], None] | None, Option(check=check_callable)]
-
-
-@described
-class MultiOptions(LocalOptions, UpdateOptions, InitOptions, total=False):
+class MultiOptions(LocalOptions, total=False):
     """Of ``MultiSyncCollector`` and ``MultiAsyncCollector``.
 
     Args:
@@ -276,6 +255,8 @@ class MultiOptions(LocalOptions, UpdateOptions, InitOptions, total=False):
     num_workers: int | None
     collector_class: Callable[..., Any] | None
     update_at_each_batch: Annotated[bool, Option(default=False)]
+    max_weight_update_interval: MaxInterval
+    init_fn: InitFn
     preemptive_threshold: float | None
     num_threads: int | None
     num_sub_threads: Annotated[int, Option(default=1)]

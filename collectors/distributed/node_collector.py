@@ -44,13 +44,14 @@ from asyncsync.collectors.multi.collector import GroupCollector
 from asyncsync.collectors.multi.multi_async import AsyncDriver, MultiAsyncCollector
 from asyncsync.collectors.multi.multi_sync import MultiSyncCollector, SyncDriver
 from asyncsync.collectors.options import (
-    BufferOptions,
-    InitOptions,
-    OwnOptions,
+    ExtendBuffer,
+    InitFn,
+    LateOptions,
+    MaxInterval,
+    NoCudaSync,
     RolloutOptions,
-    TrustOptions,
-    UpdateOptions,
-    WeightOptions,
+    TrajsPerBatch,
+    TrustPolicy,
 )
 from asyncsync.collectors.single import Collector
 from asyncsync.schemes.remote_calls import RayCore, RemoteCallCore, RPCCore
@@ -91,6 +92,27 @@ def _check_options(name: str, given: Any) -> None:
         raise ValueError(f"{name} has init_method, which the collector sets itself: pass tcp_port= instead")
 
 
+UpdateAfter = Annotated[
+    bool,
+    Option(
+        "send the policy's weights: with ``sync`` to all nodes before each batch, otherwise after each batch to the "
+        "node that produced it.",
+        False,
+    ),
+]
+Restarts = Annotated[
+    int,
+    Option(
+        "how often each lost node is started again, with a new environment, the current weights, and the latest hooks; "
+        "an unfinished profile begins again. Calls to its worker wait until it has connected.",
+        0,
+    ),
+]
+ConnectTimeout = Annotated[
+    float, Option("seconds within which all nodes must be ready, and each node that is started again.", 120.0)
+]
+
+
 @described
 class NodeOptions(RolloutOptions, total=False):
     """Of every collector with nodes.
@@ -112,56 +134,11 @@ class NodeOptions(RolloutOptions, total=False):
 
 
 @described
-class EachBatchOptions(TypedDict, total=False):
-    """Of every collector with nodes.
-
-    Args:
-        update_after_each_batch: send the policy's weights: with ``sync`` to all nodes before each batch, otherwise
-            after each batch to the node that produced it.
-    """
-
-    update_after_each_batch: Annotated[bool, Option(default=False)]
-
-
-@described
-class ReadyOptions(TypedDict, total=False):
-    """Of every collector with nodes.
-
-    Args:
-        connect_timeout: seconds within which all nodes must be ready, and each node that is started again.
-    """
-
-    connect_timeout: Annotated[float, Option(default=120.0)]
-
-
-@described
-class RestartOptions(TypedDict, total=False):
-    """Of ``DistributedCollector`` and ``RayCollector``.
-
-    Args:
-        restarts: how often each lost node is started again, with a new environment, the current weights, and the
-            latest hooks; an unfinished profile begins again. Calls to its worker wait until it has connected.
-    """
-
-    restarts: Annotated[int, Option(default=0)]
-
-
-@described
-class SlurmOptions(TypedDict, total=False):
+class LaunchedOptions(NodeOptions, total=False):
     """Of ``RPCCollector`` and ``DistributedCollector``.
 
     Args:
         slurm_kwargs: parameters of submitit's executor for the jobs, and ``folder`` for their logs.
-    """
-
-    slurm_kwargs: Mapping[str, Any] | None
-
-
-@described
-class LaunchedOptions(NodeOptions, SlurmOptions, EachBatchOptions, UpdateOptions, total=False):
-    """Of ``RPCCollector`` and ``DistributedCollector``.
-
-    Args:
         launcher: "submitit" starts jobs (needs that library, ``asyncsync[slurm]``). "mp" starts processes of this host.
             "torchrun" starts nothing: this program is rank 0, and each other rank calls
             :func:`~asyncsync.collectors.distributed.serve_node`.
@@ -169,6 +146,9 @@ class LaunchedOptions(NodeOptions, SlurmOptions, EachBatchOptions, UpdateOptions
         backend: torch.distributed backend for the weights: "gloo", "mpi", "nccl" or "ucc", if torch has it.
     """
 
+    slurm_kwargs: Mapping[str, Any] | None
+    update_after_each_batch: UpdateAfter
+    max_weight_update_interval: MaxInterval
     launcher: Annotated[str, Option(default="submitit")]
     tcp_port: Annotated[int | str | None, Option(check=_check_port)]
     backend: Annotated[str, Option(default="gloo", check=lambda _, backend: check_backend(backend))]
@@ -187,35 +167,26 @@ class PipeOptions(TypedDict, total=False):
     tensorpipe_options: Annotated[Mapping[str, Any] | None, Option(check=_check_options)]
 
 
-class RPCOptions(LaunchedOptions, PipeOptions, WeightOptions, OwnOptions, ReadyOptions, total=False):
-    pass
+class RPCOptions(LaunchedOptions, PipeOptions, LateOptions, total=False):
+    connect_timeout: ConnectTimeout
 
 
 @described
-class DistributedOptions(
-    LaunchedOptions, WeightOptions, OwnOptions, BufferOptions, RestartOptions, ReadyOptions, total=False
-):
+class DistributedOptions(LaunchedOptions, LateOptions, total=False):
     """Of ``DistributedCollector``.
 
     Args:
         replay_buffer: receives the frames: a buffer that pickles as a handle and has an attribute ``shared = True``.
     """
 
+    replay_buffer: Any
+    extend_buffer: ExtendBuffer
+    restarts: Restarts
+    connect_timeout: ConnectTimeout
+
 
 @described
-class RayOptions(
-    NodeOptions,
-    EachBatchOptions,
-    UpdateOptions,
-    BufferOptions,
-    TrustOptions,
-    WeightOptions,
-    OwnOptions,
-    InitOptions,
-    RestartOptions,
-    ReadyOptions,
-    total=False,
-):
+class RayOptions(NodeOptions, LateOptions, total=False):
     """Of ``RayCollector``.
 
     Args:
@@ -232,6 +203,16 @@ class RayOptions(
     ray_init_config: Mapping[str, Any] | None
     remote_configs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
     num_collectors: int | None
+    update_after_each_batch: UpdateAfter
+    max_weight_update_interval: MaxInterval
+    replay_buffer: Any
+    extend_buffer: ExtendBuffer
+    trust_policy: TrustPolicy
+    no_cuda_sync: NoCudaSync
+    trajs_per_batch: TrajsPerBatch
+    init_fn: InitFn
+    restarts: Restarts
+    connect_timeout: ConnectTimeout
 
 
 # -- collectors --------------------------------------------------------------------------------------------------------

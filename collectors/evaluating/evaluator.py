@@ -23,7 +23,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Annotated, Any, Self, Unpack
+from typing import Annotated, Any, Self, TypedDict, Unpack
 
 from tensordict import TensorDictBase
 from tensordict.nn import InteractionType
@@ -34,7 +34,7 @@ from asyncsync.collectors.arguments import Device, check_policy_factory, frames_
 from asyncsync.collectors.base import SHUTDOWN_SECONDS, Lifetime
 from asyncsync.collectors.evaluating.episodes import EpisodeCollector, Key
 from asyncsync.collectors.evaluating.requests import Evaluations, Request
-from asyncsync.collectors.options import FAMILIES, InitOptions
+from asyncsync.collectors.options import FAMILIES, InitFn
 from asyncsync.errors import ClosedError
 from asyncsync.model.strategy import WeightStrategy, flat_weights
 from asyncsync.runtime import loop_thread
@@ -68,7 +68,7 @@ def _check_backend(_: str, value: Any) -> None:
 
 
 @described
-class EvaluatorOptions(InitOptions, total=False):
+class EvaluatorOptions(TypedDict, total=False):
     """Of an evaluator.
 
     Args:
@@ -112,6 +112,7 @@ class EvaluatorOptions(InitOptions, total=False):
     on_result: Callable[[TensorDictBase], object] | None
     busy_policy: Annotated[str, Option(default="skip", check=_check_busy)]
     backend: Annotated[str, Option(default="process", check=_check_backend)]
+    init_fn: InitFn
 
 
 class Evaluator(Lifetime):
