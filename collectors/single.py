@@ -32,7 +32,7 @@ from torch import nn
 
 from asyncsync.arguments import declared
 from asyncsync.collectors.arguments import RolloutArguments, check_devices, check_policy, check_policy_factory
-from asyncsync.collectors.base import SHUTDOWN_SECONDS, BaseCollector, Pause, Signals, _part, logged_unless
+from asyncsync.collectors.base import ANSWER_SECONDS, BaseCollector, Signals, _part
 from asyncsync.collectors.envs import environment as environments
 from asyncsync.collectors.options import SELECTORS, Chooses, CollectorOptions, by_backend
 from asyncsync.collectors.profiling import ProfileConfig, RolloutProfiler
@@ -54,8 +54,6 @@ T = TypeVar("T")
 
 PARTS = ("policy_state_dict", "env_state_dict", "frames", "iter")
 """Of a checkpoint: what must be there."""
-PAUSE_SECONDS = 60.0
-"""How long whoever wants a collector to stand still waits for the step under way."""
 CONNECT_SECONDS = 60.0
 """How long the constructor waits for the other side of schemes."""
 
@@ -340,19 +338,6 @@ class Collector(BaseCollector, metaclass=Chooses):
     def is_running(self) -> bool:
         return self._free is not None and self._free.is_alive()
 
-    def pause(self) -> Pause:
-        """A block, ``with`` or ``async with``, in which the collector neither steps nor writes to the replay buffer.
-
-        Entering waits for the step under way; ``async with`` does not block the event loop meanwhile. If it is
-        cancelled, it raises once that step has ended.
-
-        Raises:
-            ClosedError: the collector was shut down.
-            AckTimeout: the step under way did not end within 60 s.
-            BaseException: the error that ended collection in the background.
-        """
-        return Pause(self._paused)
-
     @contextmanager
     def _paused(self, owner: object) -> Iterator[None]:
         self._raise_free_error()
@@ -362,7 +347,7 @@ class Collector(BaseCollector, metaclass=Chooses):
     @contextmanager
     def _standing(self, owner: object = None) -> Iterator[None]:
         self._check_open()
-        with self._lock.standing(PAUSE_SECONDS, owner):
+        with self._lock.standing(ANSWER_SECONDS, owner):
             self._check_open()  # meanwhile
             yield
 
@@ -464,7 +449,7 @@ class Collector(BaseCollector, metaclass=Chooses):
         All of it is a copy, which later updates do not change. It does not contain unfinished trajectories. May also
         be called after ``shutdown()``.
         """
-        with self._lock.standing(PAUSE_SECONDS), self._weights.holds():
+        with self._lock.standing(ANSWER_SECONDS), self._weights.holds():
             rollouts = self._rollouts
             state: dict[str, Any] = {
                 "policy_state_dict": _copied(self.policy.state_dict()),
@@ -526,26 +511,8 @@ class Collector(BaseCollector, metaclass=Chooses):
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
-    def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
-        """End collection before the next step. Then close the environment and the schemes.
-
-        Idempotent. If the step under way takes longer than the timeout, its thread closes the environment when the
-        step has ended.
-
-        Args:
-            timeout: seconds. None: 5.
-            close_env: True: close the environment.
-            raise_on_error: True: raise errors. False: log them.
-
-        Raises:
-            BaseException: the error that ended collection in the background, or an error of the environment's
-                ``close``.
-        """
-        with logged_unless(raise_on_error):
-            self._end(timeout, close_env)
-
-    def _end(self, timeout: float | None, close_env: bool) -> None:
-        deadline = time.monotonic() + (SHUTDOWN_SECONDS if timeout is None else timeout)
+    def _end(self, timeout: float, close_env: bool) -> None:
+        deadline = time.monotonic() + timeout
         self.closed = True
         try:
             afterwards: Callable[[], None] = self._close_environment if close_env else lambda: None

@@ -16,6 +16,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from inspect import Parameter
 from typing import Any, Literal, Unpack
@@ -35,7 +36,7 @@ from asyncsync.collectors.arguments import (
     own_arguments,
     with_partial,
 )
-from asyncsync.collectors.base import SHUTDOWN_SECONDS, BaseCollector, Pause, Signals, _part, as_calls, logged_unless
+from asyncsync.collectors.base import BaseCollector, Signals, _part
 from asyncsync.collectors.multi.batches import BatchArguments
 from asyncsync.collectors.multi.calls import CALL_SECONDS, Calls, are_equal, parts_of
 from asyncsync.collectors.multi.driver import Driver
@@ -307,18 +308,8 @@ class GroupCollector(BaseCollector):
     def is_running(self) -> bool:
         return self._driver.free is not None and not self._driver.free.done()
 
-    def pause(self) -> Pause:
-        """A block, ``with`` or ``async with``, in which no worker steps or writes to the replay buffer. Blocks may be
-        nested. Another thread or task that iterates meanwhile waits for the end of the block.
-
-        Entering waits for each worker's step under way (for a worker that has workers: its batch under way).
-        ``async with`` does not block the event loop meanwhile. If it is cancelled, it raises once the workers pause.
-
-        Raises:
-            AckTimeout: a step under way did not end within 60 s.
-            BaseException: the error that ended collection in the background.
-        """
-        return Pause(self._driver.paused)
+    def _paused(self, owner: object) -> AbstractContextManager[None]:
+        return self._driver.paused(owner)
 
     # -- calls between two rollouts -----------------------------------------------------------------------------------
 
@@ -583,29 +574,14 @@ class GroupCollector(BaseCollector):
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
-    def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
-        """End the workers before their next step. Idempotent; leaves no process.
-
-        Args:
-            timeout: seconds. None: 5. A worker that has not ended after most of it is killed.
-            close_env: True: the workers close their environments.
-            raise_on_error: True: raise errors. False: log them.
-
-        Raises:
-            BaseException: the error that ended collection in the background.
-
-        In a forked process, this closes only that process's copy of the collector; the workers go on.
-        """
-        with logged_unless(raise_on_error), uninterrupted():
-            self._end(timeout, close_env)
-
-    def _end(self, timeout: float | None, close_env: bool) -> None:
+    @uninterrupted()
+    def _end(self, timeout: float, close_env: bool) -> None:
         if self.closed:
             return
         self.closed = True
         if not self._group.is_ours:
             return
-        deadline = time.monotonic() + (SHUTDOWN_SECONDS if timeout is None else timeout)
+        deadline = time.monotonic() + timeout
         try:
             self._group.end(max(0.1, deadline - time.monotonic()), close_env)
             self._driver.wait_for_watcher()
@@ -620,51 +596,21 @@ class GroupCollector(BaseCollector):
 
     # -- attributes and calls -----------------------------------------------------------------------------------------
 
-    def map_fn(
-        self,
-        method_name: str,
-        list_of_args: Sequence[Sequence[Any]] | None = None,
-        list_of_kwargs: Sequence[Mapping[str, Any]] | None = None,
-        *,
-        timeout: float = CALL_SECONDS,
+    @property
+    def _count_of_calls(self) -> int | None:
+        return self.num_workers
+
+    def _call_each(
+        self, path: str, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]], timeout: float
     ) -> list[Any]:
-        """Call a method of each worker's collector, and return the results in the workers' order.
+        return self._calls.each("execute", {worker: (path, *call) for worker, call in enumerate(calls)}, timeout)
 
-        Args:
-            method_name: name of the method, or a path as for :meth:`cascade_execute`.
-            list_of_args: positional arguments for each worker.
-            list_of_kwargs: keyword arguments for each worker.
-            timeout: seconds. Workers answer between two rollouts.
-
-        Raises:
-            ValueError: a list does not have one entry per worker, or there is no such method.
-            TypeError: the object of this name cannot be called.
-            AckTimeout: a worker did not answer within the timeout. It will still carry out the call.
-            Exception: a call raised it.
-        """
-        calls = as_calls(list_of_args, list_of_kwargs, self.num_workers)
-        given = {worker: (method_name, *call) for worker, call in enumerate(calls)}
-        return self._calls.each("execute", given, timeout)
-
-    def get_distant_attr(self, attr: str, *, timeout: float = CALL_SECONDS) -> list[Any]:
-        """The object at an attribute path from each worker's collector, such as ``env.transform[0].scale``, in the
-        workers' order. A worker that has workers gives a list of theirs.
-
-        Raises:
-            AttributeError: there is no such path.
-            AckTimeout: a worker did not answer within the timeout (seconds). Workers answer between two rollouts.
-        """
-        return self._read("get_distant_attr", attr, timeout=timeout)
-
-    def getattr_policy(self, attr: str, *, timeout: float = CALL_SECONDS) -> Any:
-        """The object at an attribute path from the first worker's policy. Raises the same as
-        :meth:`get_distant_attr`."""
-        return self._read("getattr_policy", attr, workers=[0], timeout=timeout)[0]
-
-    def getattr_env(self, attr: str, *, timeout: float = CALL_SECONDS) -> Any:
-        """The object at an attribute path from the first worker's environment. Raises the same as
-        :meth:`get_distant_attr`."""
-        return self._read("getattr_env", attr, workers=[0], timeout=timeout)[0]
+    def _look_up(self, owner: str, path: str, timeout: float) -> Any:
+        if owner == "replay_buffer":
+            return super()._look_up(owner, path, timeout)
+        if owner:
+            return self._read(f"getattr_{owner}", path, workers=[0], timeout=timeout)[0]
+        return self._read("get_distant_attr", path, timeout=timeout)
 
     def _read(self, method: str, *arguments: Any, workers: Sequence[int] | None = None, timeout: float) -> list[Any]:
         return [loads(answer) for answer in self._calls("read", method, arguments, workers=workers, timeout=timeout)]
