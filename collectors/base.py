@@ -345,6 +345,85 @@ class BaseCollector(WeightsAPI, Lifetime, IterableDataset[TensorDictBase | None]
         """Set :attr:`post_collect_hook`. For callers that can only call methods, such as those of a remote actor."""
         self.post_collect_hook = hook
 
+    # -- seeds and checkpoints ----------------------------------------------------------------------------------------
+
+    def set_seed(self, seed: int, static_seed: bool = False, *, timeout: float = ANSWER_SECONDS) -> int:
+        """Seed and reset the environments, which begin new trajectories. Returns a seed for a further environment. With
+        workers: seed them in turn, each with the seed that the one before returned; there, torch, NumPy and Python too.
+
+        Args:
+            seed: seed of the first environment.
+            static_seed: True: all environments get the same seed.
+            timeout: seconds for the step under way or, with workers, for each one's answer, between two rollouts.
+
+        Raises:
+            ClosedError: the collector was shut down.
+            AckTimeout: it took longer. A worker will still carry out the call.
+        """
+        return self._seed(seed, static_seed, timeout)
+
+    def fake_tensordict(self, *, timeout: float = ANSWER_SECONDS) -> TensorDictBase:
+        """A batch of zeros with the layout of a real one, after ``split_trajs`` and ``postproc``. Does not step the
+        environment. Calls the policy once, on zeros, unless there was a rollout before. ``timeout``: see
+        :meth:`set_seed`, which raises the same errors.
+
+        Raises:
+            TypeError: there was no rollout yet, and an environment has neither ``fake_tensordict()`` nor a
+                ``reward_spec``.
+        """
+        return self._fake(timeout)
+
+    def state_dict(self, *, timeout: float = ANSWER_SECONDS) -> dict[str, Any]:
+        """A dict of ``policy_state_dict``, ``env_state_dict``, ``frames``, ``iter``, ``versions``, and ``traj_pool`` if
+        trajectories are tracked. With workers: of each worker's state dict, ``worker0``, ``worker1``, …, and
+        ``frames``, ``iter``, ``versions``.
+
+        All of it is a copy, which later updates do not change. It does not contain unfinished trajectories. Without
+        workers, may also be called after ``shutdown()``. ``timeout``: see :meth:`set_seed`, which raises the same
+        errors.
+        """
+        return self._state(timeout)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, *, timeout: float = ANSWER_SECONDS
+    ) -> None:
+        """Continue from what :meth:`state_dict` returned, with new trajectories. Versions continue too, so no new frame
+        gets the version of an earlier one.
+
+        With workers: if all of them had the same policy, it is also loaded into the registered policy and sent. If each
+        worker had its own, each gets its own.
+
+        Args:
+            state_dict: state dict of a collector with as many workers.
+            strict: True: every part must be there. False: load the parts that are there.
+            timeout: see :meth:`set_seed`, which raises the same errors.
+
+        Raises:
+            KeyError: a part is missing, and ``strict`` is True. Nothing was changed.
+        """
+        missing = [part for part in self._parts_of_state() if part not in state_dict]
+        if strict and missing:
+            raise KeyError(
+                f"the state dict of a {type(self).__name__} lacks {missing}: pass strict=False to load the rest"
+            )
+        self._load(state_dict, strict, timeout)
+
+    @abstractmethod
+    def _seed(self, seed: int, static_seed: bool, timeout: float) -> int: ...
+
+    @abstractmethod
+    def _fake(self, timeout: float) -> TensorDictBase: ...
+
+    @abstractmethod
+    def _state(self, timeout: float) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def _parts_of_state(self) -> list[str]:
+        """What must be in a state dict."""
+
+    @abstractmethod
+    def _load(self, state: Mapping[str, Any], strict: bool, timeout: float) -> None: ...
+
     # -- attributes and calls -----------------------------------------------------------------------------------------
 
     def cascade_execute(self, attr_path: str, *args: Any, **kwargs: Any) -> Any:

@@ -52,8 +52,6 @@ _log = logging.getLogger("asyncsync")
 
 T = TypeVar("T")
 
-PARTS = ("policy_state_dict", "env_state_dict", "frames", "iter")
-"""Of a checkpoint: what must be there."""
 CONNECT_SECONDS = 60.0
 """How long the constructor waits for the other side of schemes."""
 
@@ -341,13 +339,13 @@ class Collector(BaseCollector, metaclass=Chooses):
     @contextmanager
     def _paused(self, owner: object) -> Iterator[None]:
         self._raise_free_error()
-        with self._standing(owner):
+        with self._standing(ANSWER_SECONDS, owner):
             yield
 
     @contextmanager
-    def _standing(self, owner: object = None) -> Iterator[None]:
+    def _standing(self, timeout: float, owner: object = None) -> Iterator[None]:
         self._check_open()
-        with self._lock.standing(ANSWER_SECONDS, owner):
+        with self._lock.standing(timeout, owner):
             self._check_open()  # meanwhile
             yield
 
@@ -375,7 +373,7 @@ class Collector(BaseCollector, metaclass=Chooses):
         self._end_weights(timeout)  # all that it may wait for: between two steps, its signals say that it is over
 
     def _profile(self, config: ProfileConfig | None, name: str) -> None:
-        with self._standing():
+        with self._standing(ANSWER_SECONDS):
             self._end_profile()
             if config is None:
                 return
@@ -399,11 +397,8 @@ class Collector(BaseCollector, metaclass=Chooses):
 
     # -- seeds, resets, checkpoints -----------------------------------------------------------------------------------
 
-    # Each waits for the step under way, at most 60 s (AckTimeout); all but state_dict() raise ClosedError when closed.
-
-    def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Seed and reset the environments, which begin new trajectories. Returns a seed for a further environment."""
-        with self._standing():
+    def _seed(self, seed: int, static_seed: bool, timeout: float) -> int:
+        with self._standing(timeout):
             following = self._rollouts.set_seed(seed, static_seed)
             self._reset(None, {})
             return following
@@ -418,8 +413,9 @@ class Collector(BaseCollector, metaclass=Chooses):
 
         Raises:
             ValueError: an index was given, but there is only one environment.
+            AckTimeout: the step under way did not end within 60 s.
         """
-        with self._standing():
+        with self._standing(ANSWER_SECONDS):
             self._reset(index, kwargs)
 
     def _reset(self, index: Any, kwargs: Mapping[str, Any]) -> None:
@@ -430,26 +426,13 @@ class Collector(BaseCollector, metaclass=Chooses):
             else:
                 self._trajectories.break_off(broken_off)
 
-    def fake_tensordict(self) -> TensorDictBase:
-        """A batch of zeros with the layout of a real one, after ``split_trajs`` and ``postproc``. Does not step the
-        environment. Calls the policy once, on zeros, unless there was a rollout before.
-
-        Raises:
-            TypeError: there was no rollout yet, and the environment has neither ``fake_tensordict()`` nor a
-                ``reward_spec``.
-        """
-        with self._standing():
+    def _fake(self, timeout: float) -> TensorDictBase:
+        with self._standing(timeout):
             batch = self._rollouts.fake()
             return processed(batch, self._arguments.postproc, split_trajs=bool(self._arguments.split_trajs))
 
-    def state_dict(self) -> dict[str, Any]:
-        """A dict of ``policy_state_dict``, ``env_state_dict``, ``frames``, ``iter``, ``versions``, and ``traj_pool`` if
-        trajectories are tracked.
-
-        All of it is a copy, which later updates do not change. It does not contain unfinished trajectories. May also
-        be called after ``shutdown()``.
-        """
-        with self._lock.standing(ANSWER_SECONDS), self._weights.holds():
+    def _state(self, timeout: float) -> dict[str, Any]:
+        with self._lock.standing(timeout), self._weights.holds():
             rollouts = self._rollouts
             state: dict[str, Any] = {
                 "policy_state_dict": _copied(self.policy.state_dict()),
@@ -462,21 +445,10 @@ class Collector(BaseCollector, metaclass=Chooses):
                 state["traj_pool"] = rollouts.traj_pool.state_dict()
             return state
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """Continue from what :meth:`state_dict` returned, with new trajectories. Versions continue too, so no new frame
-        gets the version of an earlier one.
+    def _parts_of_state(self) -> list[str]:
+        return ["policy_state_dict", "env_state_dict", "frames", "iter"]
 
-        Raises:
-            KeyError: a part is missing, and ``strict`` is True.
-        """
-        if strict and (missing := [part for part in PARTS if part not in state_dict]):
-            raise KeyError(
-                f"the state dict of a {type(self).__name__} lacks {missing}: pass strict=False to load the rest"
-            )
-        with self._standing():
-            self._load(state_dict, strict)
-
-    def _load(self, state: Mapping[str, Any], strict: bool) -> None:
+    def _load(self, state: Mapping[str, Any], strict: bool, timeout: float) -> None:
         rollouts = self._rollouts
 
         def load_policy() -> None:
@@ -484,23 +456,24 @@ class Collector(BaseCollector, metaclass=Chooses):
             # Where no scheme counts: the frames that follow are not the earlier ones' version.
             self.increment_version()
 
-        if (env_state := state.get("env_state_dict")) and hasattr(rollouts.env, "load_state_dict"):
-            rollouts.env.load_state_dict(env_state)
-        if "versions" in state:
-            self._carry_on(state["versions"])
-        if "policy_state_dict" in state:
-            self._weights.apply(load_policy)
-        has_stepped = rollouts.frames > 0
-        rollouts.frames = state.get("frames", rollouts.frames)
-        self._iter = state.get("iter", self._iter)
-        if rollouts.arguments.track_traj_ids and "traj_pool" in state:
-            rollouts.traj_pool.load_state_dict(state["traj_pool"])
-        if has_stepped or rollouts.is_lost:
-            rollouts.reset()
-        else:  # the first observations are there
-            rollouts.begin_trajectories(rollouts.carrier)
-        if self._trajectories is not None:
-            self._trajectories.clear()
+        with self._standing(timeout):
+            if (env_state := state.get("env_state_dict")) and hasattr(rollouts.env, "load_state_dict"):
+                rollouts.env.load_state_dict(env_state)
+            if "versions" in state:
+                self._carry_on(state["versions"])
+            if "policy_state_dict" in state:
+                self._weights.apply(load_policy)
+            has_stepped = rollouts.frames > 0
+            rollouts.frames = state.get("frames", rollouts.frames)
+            self._iter = state.get("iter", self._iter)
+            if rollouts.arguments.track_traj_ids and "traj_pool" in state:
+                rollouts.traj_pool.load_state_dict(state["traj_pool"])
+            if has_stepped or rollouts.is_lost:
+                rollouts.reset()
+            else:  # the first observations are there
+                rollouts.begin_trajectories(rollouts.carrier)
+            if self._trajectories is not None:
+                self._trajectories.clear()
 
     # -- weights ------------------------------------------------------------------------------------------------------
 

@@ -313,18 +313,7 @@ class GroupCollector(BaseCollector):
 
     # -- calls between two rollouts -----------------------------------------------------------------------------------
 
-    def set_seed(self, seed: int, static_seed: bool = False, *, timeout: float = CALL_SECONDS) -> int:
-        """Seed the environments in turn, each with the seed that the one before returned, then reset them. Also seeds
-        torch, NumPy and Python in the workers. Returns the seed for a further environment.
-
-        Args:
-            seed: seed of the first environment.
-            static_seed: True: all environments get the same seed.
-            timeout: seconds for each worker's answer. Workers answer between two rollouts.
-
-        Raises:
-            AckTimeout: a worker did not answer within the timeout. It will still carry out the call.
-        """
+    def _seed(self, seed: int, static_seed: bool, timeout: float) -> int:
         for worker in range(self.num_workers):
             [seed] = self._calls("seed", seed, static_seed, workers=[worker], timeout=timeout)
         self._driver.break_trajectories_off()
@@ -347,70 +336,38 @@ class GroupCollector(BaseCollector):
         self._calls("reset", workers=chosen, timeout=timeout)
         self._driver.break_trajectories_off()
 
-    def state_dict(self, *, timeout: float = CALL_SECONDS) -> dict[str, Any]:
-        """A dict of each worker's state dict, ``worker0``, ``worker1``, …, and ``frames``, ``iter``, ``versions``.
-
-        Args:
-            timeout: seconds. Workers answer between two rollouts.
-
-        Raises:
-            AckTimeout: a worker did not answer within the timeout.
-        """
+    def _state(self, timeout: float) -> dict[str, Any]:
         states = self._calls("state", timeout=timeout)
         self._driver.count_free()
         own = {"frames": self._driver.frames, "iter": self._driver.count, "versions": self._versions()}
         return {f"worker{w}": s for w, s in enumerate(states)} | own
 
-    def fake_tensordict(self, *, timeout: float = CALL_SECONDS) -> TensorDictBase:
-        """A batch of zeros with the layout of a real one; see ``Collector.fake_tensordict``.
-
-        Args:
-            timeout: seconds. Workers answer between two rollouts.
-
-        Raises:
-            TypeError: there was no rollout yet, and an environment has no specs for its steps.
-            AckTimeout: a worker did not answer within the timeout.
-        """
+    def _fake(self, timeout: float) -> TensorDictBase:
         batch = self._driver.together(self._calls("fake", timeout=timeout))
         return processed(batch, self.postproc, split_trajs=self.split_trajs)
 
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, *, timeout: float = CALL_SECONDS
-    ) -> None:
-        """Continue from what :meth:`state_dict` returned, with new trajectories.
+    def _parts_of_state(self) -> list[str]:
+        return [*(f"worker{worker}" for worker in range(self.num_workers)), "frames", "iter"]
 
-        If all workers had the same policy, it is also loaded into the registered policy and sent. If each worker had
-        its own, each gets its own. Versions continue too, so no new frame gets the version of an earlier one.
-
-        Args:
-            state_dict: state dict of a collector with as many workers.
-            strict: True: every part must be there. False: load the parts that are there.
-            timeout: seconds. Workers answer between two rollouts.
-
-        Raises:
-            KeyError: a part is missing, and ``strict`` is True. Nothing was changed.
-            AckTimeout: a worker did not answer within the timeout. It will still carry out the call.
-        """
-        names = [f"worker{w}" for w in range(self.num_workers)]
-        if strict and (missing := [name for name in (*names, "frames", "iter") if name not in state_dict]):
-            raise KeyError(f"the state dict of a {type(self).__name__} with {len(names)} workers lacks {missing}")
+    def _load(self, state: Mapping[str, Any], strict: bool, timeout: float) -> None:
+        names = [f"worker{worker}" for worker in range(self.num_workers)]
         # First, as each worker begins new trajectories when it loads.
-        next_ids = [int(pool["traj_id"]) for pool in parts_of(state_dict, "traj_pool")]
+        next_ids = [int(pool["traj_id"]) for pool in parts_of(state, "traj_pool")]
         self._group.trajectory_pool().advance(0, max(next_ids, default=0))
-        there = [name for name in names if name in state_dict]
+        there = [name for name in names if name in state]
         for name in there:
-            self._calls("load", state_dict[name], strict, workers=[names.index(name)], timeout=timeout)
+            self._calls("load", state[name], strict, workers=[names.index(name)], timeout=timeout)
         self._driver.break_trajectories_off()
-        self._driver.frames = self._group.frames = state_dict.get("frames", self._driver.frames)
-        self._driver.count = state_dict.get("iter", self._driver.count)
-        policies = [policy for name in there for policy in parts_of(state_dict[name], "policy_state_dict")]
+        self._driver.frames = self._group.frames = state.get("frames", self._driver.frames)
+        self._driver.count = state.get("iter", self._driver.count)
+        policies = [policy for name in there for policy in parts_of(state[name], "policy_state_dict")]
         own = self.policy.state_dict() if isinstance(self.policy, nn.Module) else {}
         all_have = (
             bool(policies) and own.keys() == policies[0].keys() and all(are_equal(policies[0], p) for p in policies)
         )
         is_sent = there == names and "policy" in self._sender_schemes and (all_have or len(policies) == len(names))
-        if "versions" in state_dict:
-            self._carry_on(state_dict["versions"], is_sent=is_sent)
+        if "versions" in state:
+            self._carry_on(state["versions"], is_sent=is_sent)
         if not is_sent:
             self.increment_version()
         elif all_have:
