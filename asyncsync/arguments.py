@@ -212,6 +212,9 @@ def declared(init: Method) -> Method:
                 option.check(name, value)
         init(self, *args, **defaults | kwargs)
 
+    del call.__wrapped__  # type: ignore[attr-defined]  # which makers of documents would show instead
+    call.__annotations__ = hints
+
     def shown(parameter: Parameter) -> Parameter:
         hint = (hints | fields).get(parameter.name, Parameter.empty)
         plain = get_args(hint)[0] if get_origin(hint) is Annotated else hint
