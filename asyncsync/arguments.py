@@ -212,7 +212,7 @@ def declared(init: Method) -> Method:
                 option.check(name, value)
         init(self, *args, **defaults | kwargs)
 
-    del call.__wrapped__  # type: ignore[attr-defined]  # which makers of documents would show instead
+    del call.__wrapped__  # which makers of documents would show instead
     call.__annotations__ = hints
 
     def shown(parameter: Parameter) -> Parameter:
