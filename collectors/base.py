@@ -347,6 +347,7 @@ class BaseCollector(WeightsAPI, Lifetime, IterableDataset[TensorDictBase | None]
 
     # -- seeds and checkpoints ----------------------------------------------------------------------------------------
 
+    @abstractmethod
     def set_seed(self, seed: int, static_seed: bool = False, *, timeout: float = ANSWER_SECONDS) -> int:
         """Seed and reset the environments, which begin new trajectories. Returns a seed for a further environment. With
         workers: seed them in turn, each with the seed that the one before returned; there, torch, NumPy and Python too.
@@ -360,8 +361,8 @@ class BaseCollector(WeightsAPI, Lifetime, IterableDataset[TensorDictBase | None]
             ClosedError: the collector was shut down.
             AckTimeout: it took longer. A worker will still carry out the call.
         """
-        return self._seed(seed, static_seed, timeout)
 
+    @abstractmethod
     def fake_tensordict(self, *, timeout: float = ANSWER_SECONDS) -> TensorDictBase:
         """A batch of zeros with the layout of a real one, after ``split_trajs`` and ``postproc``. Does not step the
         environment. Calls the policy once, on zeros, unless there was a rollout before. ``timeout``: see
@@ -371,8 +372,8 @@ class BaseCollector(WeightsAPI, Lifetime, IterableDataset[TensorDictBase | None]
             TypeError: there was no rollout yet, and an environment has neither ``fake_tensordict()`` nor a
                 ``reward_spec``.
         """
-        return self._fake(timeout)
 
+    @abstractmethod
     def state_dict(self, *, timeout: float = ANSWER_SECONDS) -> dict[str, Any]:
         """A dict of ``policy_state_dict``, ``env_state_dict``, ``frames``, ``iter``, ``versions``, and ``traj_pool`` if
         trajectories are tracked. With workers: of each worker's state dict, ``worker0``, ``worker1``, …, and
@@ -382,8 +383,8 @@ class BaseCollector(WeightsAPI, Lifetime, IterableDataset[TensorDictBase | None]
         workers, may also be called after ``shutdown()``. ``timeout``: see :meth:`set_seed`, which raises the same
         errors.
         """
-        return self._state(timeout)
 
+    @abstractmethod
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, *, timeout: float = ANSWER_SECONDS
     ) -> None:
@@ -401,28 +402,6 @@ class BaseCollector(WeightsAPI, Lifetime, IterableDataset[TensorDictBase | None]
         Raises:
             KeyError: a part is missing, and ``strict`` is True. Nothing was changed.
         """
-        missing = [part for part in self._parts_of_state() if part not in state_dict]
-        if strict and missing:
-            raise KeyError(
-                f"the state dict of a {type(self).__name__} lacks {missing}: pass strict=False to load the rest"
-            )
-        self._load(state_dict, strict, timeout)
-
-    @abstractmethod
-    def _seed(self, seed: int, static_seed: bool, timeout: float) -> int: ...
-
-    @abstractmethod
-    def _fake(self, timeout: float) -> TensorDictBase: ...
-
-    @abstractmethod
-    def _state(self, timeout: float) -> dict[str, Any]: ...
-
-    @abstractmethod
-    def _parts_of_state(self) -> list[str]:
-        """What must be in a state dict."""
-
-    @abstractmethod
-    def _load(self, state: Mapping[str, Any], strict: bool, timeout: float) -> None: ...
 
     # -- attributes and calls -----------------------------------------------------------------------------------------
 

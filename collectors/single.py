@@ -397,7 +397,7 @@ class Collector(BaseCollector, metaclass=Chooses):
 
     # -- seeds, resets, checkpoints -----------------------------------------------------------------------------------
 
-    def _seed(self, seed: int, static_seed: bool, timeout: float) -> int:
+    def set_seed(self, seed: int, static_seed: bool = False, *, timeout: float = ANSWER_SECONDS) -> int:
         with self._standing(timeout):
             following = self._rollouts.set_seed(seed, static_seed)
             self._reset(None, {})
@@ -426,12 +426,12 @@ class Collector(BaseCollector, metaclass=Chooses):
             else:
                 self._trajectories.break_off(broken_off)
 
-    def _fake(self, timeout: float) -> TensorDictBase:
+    def fake_tensordict(self, *, timeout: float = ANSWER_SECONDS) -> TensorDictBase:
         with self._standing(timeout):
             batch = self._rollouts.fake()
             return processed(batch, self._arguments.postproc, split_trajs=bool(self._arguments.split_trajs))
 
-    def _state(self, timeout: float) -> dict[str, Any]:
+    def state_dict(self, *, timeout: float = ANSWER_SECONDS) -> dict[str, Any]:
         with self._lock.standing(timeout), self._weights.holds():
             rollouts = self._rollouts
             state: dict[str, Any] = {
@@ -445,10 +445,14 @@ class Collector(BaseCollector, metaclass=Chooses):
                 state["traj_pool"] = rollouts.traj_pool.state_dict()
             return state
 
-    def _parts_of_state(self) -> list[str]:
-        return ["policy_state_dict", "env_state_dict", "frames", "iter"]
-
-    def _load(self, state: Mapping[str, Any], strict: bool, timeout: float) -> None:
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, *, timeout: float = ANSWER_SECONDS
+    ) -> None:
+        state, parts = state_dict, ("policy_state_dict", "env_state_dict", "frames", "iter")
+        if strict and (missing := [part for part in parts if part not in state]):
+            raise KeyError(
+                f"the state dict of a {type(self).__name__} lacks {missing}: pass strict=False to load the rest"
+            )
         rollouts = self._rollouts
 
         def load_policy() -> None:

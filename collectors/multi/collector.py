@@ -36,9 +36,9 @@ from asyncsync.collectors.arguments import (
     own_arguments,
     with_partial,
 )
-from asyncsync.collectors.base import BaseCollector, Signals, _part
+from asyncsync.collectors.base import ANSWER_SECONDS, BaseCollector, Signals, _part
 from asyncsync.collectors.multi.batches import BatchArguments
-from asyncsync.collectors.multi.calls import CALL_SECONDS, Calls, are_equal, parts_of
+from asyncsync.collectors.multi.calls import Calls, are_equal, parts_of
 from asyncsync.collectors.multi.driver import Driver
 from asyncsync.collectors.multi.starting import (
     check_own_schemes,
@@ -313,13 +313,13 @@ class GroupCollector(BaseCollector):
 
     # -- calls between two rollouts -----------------------------------------------------------------------------------
 
-    def _seed(self, seed: int, static_seed: bool, timeout: float) -> int:
+    def set_seed(self, seed: int, static_seed: bool = False, *, timeout: float = ANSWER_SECONDS) -> int:
         for worker in range(self.num_workers):
             [seed] = self._calls("seed", seed, static_seed, workers=[worker], timeout=timeout)
         self._driver.break_trajectories_off()
         return seed
 
-    def reset(self, reset_idx: Sequence[bool] | None = None, *, timeout: float = CALL_SECONDS) -> None:
+    def reset(self, reset_idx: Sequence[bool] | None = None, *, timeout: float = ANSWER_SECONDS) -> None:
         """Reset the environments of all workers, or of some.
 
         Args:
@@ -336,21 +336,22 @@ class GroupCollector(BaseCollector):
         self._calls("reset", workers=chosen, timeout=timeout)
         self._driver.break_trajectories_off()
 
-    def _state(self, timeout: float) -> dict[str, Any]:
+    def state_dict(self, *, timeout: float = ANSWER_SECONDS) -> dict[str, Any]:
         states = self._calls("state", timeout=timeout)
         self._driver.count_free()
         own = {"frames": self._driver.frames, "iter": self._driver.count, "versions": self._versions()}
         return {f"worker{w}": s for w, s in enumerate(states)} | own
 
-    def _fake(self, timeout: float) -> TensorDictBase:
+    def fake_tensordict(self, *, timeout: float = ANSWER_SECONDS) -> TensorDictBase:
         batch = self._driver.together(self._calls("fake", timeout=timeout))
         return processed(batch, self.postproc, split_trajs=self.split_trajs)
 
-    def _parts_of_state(self) -> list[str]:
-        return [*(f"worker{worker}" for worker in range(self.num_workers)), "frames", "iter"]
-
-    def _load(self, state: Mapping[str, Any], strict: bool, timeout: float) -> None:
-        names = [f"worker{worker}" for worker in range(self.num_workers)]
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, *, timeout: float = ANSWER_SECONDS
+    ) -> None:
+        state, names = state_dict, [f"worker{worker}" for worker in range(self.num_workers)]
+        if strict and (missing := [name for name in (*names, "frames", "iter") if name not in state]):
+            raise KeyError(f"the state dict of a {type(self).__name__} with {len(names)} workers lacks {missing}")
         # First, as each worker begins new trajectories when it loads.
         next_ids = [int(pool["traj_id"]) for pool in parts_of(state, "traj_pool")]
         self._group.trajectory_pool().advance(0, max(next_ids, default=0))
@@ -586,7 +587,7 @@ class GroupCollector(BaseCollector):
         self,
         workers: Literal["aggregate", "per_worker", "both"] = "aggregate",
         *,
-        timeout: float = CALL_SECONDS,
+        timeout: float = ANSWER_SECONDS,
     ) -> dict[str, int | float | bool]:
         """Progress, and the number of ``workers``, of which ``workers_alive`` run.
 
