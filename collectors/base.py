@@ -134,7 +134,7 @@ class Lifetime(ABC):
             await elsewhere("asyncsync-collector-start", make, interruption.interrupt)
         except asyncio.CancelledError:
             for one in made:
-                await one._shutdown_elsewhere()
+                await elsewhere("asyncsync-collector-end", one.shutdown)
             raise
         return made[0]
 

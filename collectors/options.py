@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABCMeta
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from importlib import import_module
 from inspect import Signature, signature
 from typing import Annotated, Any, Required, TypedDict
 
@@ -267,11 +268,15 @@ class MultiOptions(LocalOptions, total=False):
 
 # -- options that choose the class -------------------------------------------------------------------------------------
 
-FAMILIES: dict[str, Callable[..., Any]] = {}
-"""What makes a collector, by the names of families: "sync" and "async" step environments in processes of this host, and
-"process" is one of the two, by its own argument ``sync``; those of the other backends have nodes elsewhere. The
-package's ``__init__`` fills it, because a class that chooses imports no class above it."""
-
+FAMILIES = {
+    "sync": "multi.multi_sync:MultiSyncCollector",
+    "async": "multi.multi_async:MultiAsyncCollector",
+    "process": "multi.collector:MultiCollector",
+    "ray": "distributed:RayCollector",
+    "rpc": "distributed:RPCCollector",
+    "distributed": "distributed:DistributedCollector",
+    "submitit": "distributed:DistributedCollector",  # whose launcher that is by default
+}
 BACKENDS = ("direct", "process", "ray", "rpc", "distributed", "submitit")
 """Where ``Collector(backend=…)`` may have environments stepped: here, or by the workers of the family of that name."""
 
@@ -294,6 +299,13 @@ class Chooses(ABCMeta):
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         chosen: Callable[[], Any] | None = cls._choose(args, kwargs)  # type: ignore[attr-defined]
         return super().__call__(*args, **kwargs) if chosen is None else chosen()
+
+
+def family(name: str) -> Callable[..., Any]:
+    """The class of this name. It is found here when it is used, because classes that choose are below it."""
+    module, _, kind = FAMILIES[name].partition(":")
+    found: Callable[..., Any] = getattr(import_module(f"asyncsync.collectors.{module}"), kind)
+    return found
 
 
 def by_backend(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
@@ -329,4 +341,4 @@ def by_backend(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], An
         raise TypeError("Collector() is missing create_env_fn: pass a callable that returns an environment")
     factories, *others = args if args else (kwargs.pop("create_env_fn"),)
     factories = spread_factories(factories, count)
-    return partial(FAMILIES[backend], factories, *others, sync=bool(sync), **options, **kwargs)
+    return partial(family(backend), factories, *others, sync=bool(sync), **options, **kwargs)

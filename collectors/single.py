@@ -503,17 +503,12 @@ class Collector(BaseCollector, metaclass=Chooses):
                     type(self).__name__,
                 )
         finally:
-            self._abandon()
+            try:
+                self._end_profile()  # in whichever thread it was begun
+            finally:
+                self._thread.abandon(self._end_profile)  # the thread of `async for`, after the work that it has begun
             self._end_weights(max(0.0, deadline - time.monotonic()))
         self._raise_free_error()
-
-    def _abandon(self) -> None:
-        """End the profile, in whichever thread it was begun, and the thread of ``async for`` after the work that it has
-        begun."""
-        try:
-            self._end_profile()
-        finally:
-            self._thread.abandon(self._end_profile)
 
     def _close_environment(self) -> None:
         """Close the environment, once. Raises what it raises, here or after the last batch."""

@@ -34,7 +34,7 @@ from asyncsync.collectors.arguments import Device, check_policy_factory, frames_
 from asyncsync.collectors.base import SHUTDOWN_SECONDS, Lifetime
 from asyncsync.collectors.evaluating.episodes import EpisodeCollector, Key
 from asyncsync.collectors.evaluating.requests import Evaluations, Request
-from asyncsync.collectors.options import FAMILIES, InitFn
+from asyncsync.collectors.options import InitFn, family
 from asyncsync.errors import ClosedError
 from asyncsync.model.strategy import WeightStrategy, flat_weights
 from asyncsync.runtime import loop_thread
@@ -157,7 +157,7 @@ class Evaluator(Lifetime):
         limit, frames = frames_or_none("max_steps", options["max_steps"]), options["frames_per_batch"]
         self._busy_policy = options["busy_policy"]
         self._steps = 0
-        self._collector = FAMILIES[collector](
+        self._collector = family(collector)(
             [env],
             policy,
             policy_factory=policy_factory,

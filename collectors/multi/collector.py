@@ -53,7 +53,7 @@ from asyncsync.collectors.multi.starting import (
     ways_of_weights,
 )
 from asyncsync.collectors.multi.torchrl_private import let_workers_begin
-from asyncsync.collectors.options import FAMILIES, Chooses, MultiOptions
+from asyncsync.collectors.options import Chooses, MultiOptions, family
 from asyncsync.collectors.profiling import ProfileConfig
 from asyncsync.collectors.single import Collector
 from asyncsync.collectors.trajectories import on_device, processed
@@ -635,4 +635,4 @@ class MultiCollector(GroupCollector, metaclass=Chooses):
             raise TypeError(
                 "MultiCollector needs sync=True (batches of all workers together) or sync=False (each as it comes)"
             )
-        return partial(FAMILIES["sync" if sync else "async"], *args, **kwargs)
+        return partial(family("sync" if sync else "async"), *args, **kwargs)
