@@ -286,8 +286,8 @@ SELECTORS = ("backend", "backend_options", "num_collectors", "sync")
 
 class Chooses(ABCMeta):
     """The metaclass of a class with ``_choose(args, kwargs)``, which takes the choosing options out of ``kwargs`` and
-    returns what makes the object; None: the class itself does. ``_selectors`` lists those of these options that the
-    constructor does not have."""
+    makes the object; None: the class itself makes it. ``_selectors`` lists those of these options that the constructor
+    does not have."""
 
     @property
     def __signature__(cls) -> Signature:
@@ -297,8 +297,8 @@ class Chooses(ABCMeta):
         return own.replace(parameters=[*parameters, *cls.__dict__.get("_selectors", ())])
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        chosen: Callable[[], Any] | None = cls._choose(args, kwargs)  # type: ignore[attr-defined]
-        return super().__call__(*args, **kwargs) if chosen is None else chosen()
+        chosen = cls._choose(args, kwargs)  # type: ignore[attr-defined]
+        return super().__call__(*args, **kwargs) if chosen is None else chosen
 
 
 def family(name: str) -> Callable[..., Any]:
@@ -308,9 +308,9 @@ def family(name: str) -> Callable[..., Any]:
     return found
 
 
-def by_backend(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
-    """What makes the collector that a call of ``Collector`` chooses; None: the one of this process is meant. Raises
-    TypeError, ValueError: options that exclude each other."""
+def by_backend(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The collector that a call of ``Collector`` chooses; None: the one of this process is meant. Raises TypeError,
+    ValueError: options that exclude each other."""
     backend, given, count, sync = (kwargs.pop(name, None) for name in SELECTORS)
     if count is not None:
         count = whole("num_collectors", count, 1)
@@ -341,4 +341,4 @@ def by_backend(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], An
         raise TypeError("Collector() is missing create_env_fn: pass a callable that returns an environment")
     factories, *others = args if args else (kwargs.pop("create_env_fn"),)
     factories = spread_factories(factories, count)
-    return partial(family(backend), factories, *others, sync=bool(sync), **options, **kwargs)
+    return family(backend)(factories, *others, sync=bool(sync), **options, **kwargs)

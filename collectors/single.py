@@ -88,7 +88,7 @@ class Collector(BaseCollector, metaclass=Chooses):
     interruptor = _part("_arguments.interruptor")
 
     @classmethod
-    def _choose(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
+    def _choose(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return by_backend(args, kwargs) if cls is Collector else None  # a subclass is what it is
 
     @declared

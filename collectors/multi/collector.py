@@ -625,7 +625,7 @@ class MultiCollector(GroupCollector, metaclass=Chooses):
     _selectors = (Parameter("sync", Parameter.KEYWORD_ONLY, annotation="bool"),)
 
     @classmethod
-    def _choose(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
+    def _choose(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         sync = kwargs.pop("sync", None)
         if cls is not MultiCollector:
             if sync is not None:
@@ -635,4 +635,4 @@ class MultiCollector(GroupCollector, metaclass=Chooses):
             raise TypeError(
                 "MultiCollector needs sync=True (batches of all workers together) or sync=False (each as it comes)"
             )
-        return partial(family("sync" if sync else "async"), *args, **kwargs)
+        return family("sync" if sync else "async")(*args, **kwargs)
