@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import wraps
 from inspect import Parameter, cleandoc, formatannotation, signature
 from itertools import dropwhile
 from textwrap import TextWrapper
-from typing import Annotated, Any, Self, TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Required, Self, TypeVar, cast, get_args, get_origin, get_type_hints
 
 Method = TypeVar("Method", bound=Callable[..., Any])
+Typed = TypeVar("Typed", bound=type)
 
 MAX_VERSION = 1 << 62  # the most in a checkpoint: there is room to count on
 
@@ -148,13 +149,32 @@ class Option:
 
     Attributes:
         doc: one line of documentation.
-        default: of a keyword; a positional argument's is in the signature.
+        default: of a keyword; a positional argument's is in the signature. ``Parameter.empty``: it must be given.
         check: called with the name and the value, if that is not the default; raises ValueError or TypeError.
     """
 
-    doc: str
+    doc: str = ""
     default: Any = None
-    check: Callable[[str, Any], None] | None = None
+    check: Callable[[str, Any], object] | None = None
+
+
+def described(typed: Typed) -> Typed:
+    """A TypedDict whose docstring documents fields, one paragraph ``name: …`` each under ``Args:``, also fields of its
+    bases. The type of a field is annotated by an :class:`Option` without documentation, or is ``Required``, or the
+    default is None."""
+    _, _, page = cleandoc(typed.__doc__ or "").partition("Args:\n")
+    docs = {name: " ".join(doc.split()) for name, doc in re.findall(r"^ {4}(\w+): ((?:.|\n {8})+)", page, re.MULTILINE)}
+    hints = get_type_hints(typed, include_extras=True)
+    for name, doc in docs.items():
+        hint, is_required = hints[name], get_origin(hints[name]) is Required
+        if get_origin(hint) is Annotated:
+            plain, option = get_args(hint)
+        else:
+            plain = get_args(hint)[0] if is_required else hint
+            option = Option(default=Parameter.empty if is_required else None)
+        hints[name] = Annotated[plain, replace(option, doc=doc)]
+    typed.__annotations__ = hints
+    return typed
 
 
 def options_of(typed: type) -> dict[str, Option]:
@@ -166,14 +186,15 @@ def declared(init: Method) -> Method:
     """An ``__init__(self, …, **options: Unpack[X])``. ``X`` is a TypedDict, whose fields are annotated by an
     :class:`Option` each.
 
-    The method gets all options of ``X``, checked, with their defaults. An unknown keyword is refused in the name of the
-    class that was called. The signature shows each option as a keyword, and the docstring describes it.
+    The method gets all options of ``X``, checked, with their defaults. Wrong arguments are refused in the name of the
+    class that was called. The signature shows each option as a keyword, and the docstring describes it, after those of
+    its own ``Args:``.
     """
     own, hints = signature(init), get_type_hints(init, include_extras=True)
     given, rest = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD], list(own.parameters)[-1]
     typed = get_args(hints[rest])[0]
     fields, options = get_type_hints(typed, include_extras=True), options_of(typed)
-    defaults = {name: option.default for name, option in options.items()}
+    defaults = {name: option.default for name, option in options.items() if option.default is not Parameter.empty}
     names = {p.name for p in given[1:]}
 
     @wraps(init)
@@ -182,10 +203,17 @@ def declared(init: Method) -> Method:
         if len(args) >= len(given):  # Python's own would name the class that defines the method
             few = ", ".join(p.name for p in given[1:])
             raise TypeError(f"{type(self).__name__}(): only {few} may be given without its name; name the others")
+        try:
+            whole.bind(self, *args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{type(self).__name__}(): {error}") from None
         for name, value in kwargs.items():
             if (option := options.get(name)) is not None and option.check and value is not option.default:
                 option.check(name, value)
         init(self, *args, **defaults | kwargs)
+
+    del call.__wrapped__  # which makers of documents would show instead
+    call.__annotations__ = hints
 
     def shown(parameter: Parameter) -> Parameter:
         hint = (hints | fields).get(parameter.name, Parameter.empty)
@@ -193,13 +221,16 @@ def declared(init: Method) -> Method:
         text = plain if plain is Parameter.empty else re.sub(r"\b[a-z_.]+\.(?=[A-Z])", "", formatannotation(plain))
         return parameter.replace(annotation=text)
 
-    keywords = [Parameter(name, Parameter.KEYWORD_ONLY, default=value) for name, value in defaults.items()]
-    call.__signature__ = own.replace(parameters=list(map(shown, [*given, *keywords])))  # type: ignore[attr-defined]
+    keywords = [Parameter(name, Parameter.KEYWORD_ONLY, default=option.default) for name, option in options.items()]
+    whole = own.replace(parameters=list(map(shown, [*given, *keywords])))
+    call.__signature__ = whole  # type: ignore[attr-defined]
     notes = {name: hint.__metadata__[0].doc for name, hint in (hints | fields).items() if get_origin(hint) is Annotated}
     wrap = TextWrapper(112, initial_indent="    ", subsequent_indent="        ", break_on_hyphens=False)
     lines = "\n".join(wrap.fill(f"{name}: {doc}") for name, doc in notes.items())
     about, raises, errors = cleandoc(init.__doc__ or "").partition("Raises:")
-    call.__doc__ = f"{about.rstrip()}\n\nArgs:\n{lines}\n\n{raises}{errors}".strip()
+    about, _, first = about.rstrip().partition("Args:\n")
+    first = f"{first}\n" if first else ""
+    call.__doc__ = f"{about.rstrip()}\n\nArgs:\n{first}{lines}\n\n{raises}{errors}".strip()
     return cast("Method", call)
 
 

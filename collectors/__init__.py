@@ -1,12 +1,7 @@
 """Collectors: environments stepped in parallel by workers whose policy follows the trainer."""
 
-from functools import partial as _partial
-from importlib import import_module as _import_module
-from typing import Any as _Any
-
 from tensordict.nn import InteractionType as ExplorationType
 
-from asyncsync.collectors.construct import FAMILIES
 from asyncsync.collectors.envs.gym import GymEnv
 from asyncsync.collectors.evaluating.evaluator import Evaluator
 from asyncsync.collectors.multi.collector import MultiCollector
@@ -39,19 +34,3 @@ __all__ = [
     "WeightUpdaterBase",
     "split_trajectories",
 ]
-
-
-def _distributed(name: str, *args: _Any, **kwargs: _Any) -> _Any:
-    """A collector of a family that is imported when it is first used."""
-    return getattr(_import_module("asyncsync.collectors.distributed"), name)(*args, **kwargs)
-
-
-FAMILIES.update({"sync": MultiSyncCollector, "async": MultiAsyncCollector, "process": MultiCollector})
-FAMILIES.update(
-    {
-        "ray": _partial(_distributed, "RayCollector"),
-        "rpc": _partial(_distributed, "RPCCollector"),
-        "distributed": _partial(_distributed, "DistributedCollector"),
-        "submitit": _partial(_distributed, "DistributedCollector", launcher="submitit"),
-    }
-)

@@ -55,19 +55,17 @@ def warn_rounding(problem: str, frames: int) -> None:
         warnings.warn(f"{problem}: rounded up to {frames}. RL_WARNINGS=False silences this warning", stacklevel=5)
 
 
-def check_callable(**given: Any) -> None:
-    """Raises TypeError: one of these arguments is given, and cannot be called."""
-    for name, value in given.items():
-        if value is not None and not callable(value):
-            raise TypeError(f"{name} must be callable, not {value!r}")
+def check_callable(name: str, value: Any) -> None:
+    """Raises TypeError: it is given, and cannot be called."""
+    if value is not None and not callable(value):
+        raise TypeError(f"{name} must be callable, not {value!r}")
 
 
-def check_schemes(**given: Any) -> None:
-    """Raises TypeError: one of these arguments has schemes that are not in a dict."""
-    for name, schemes in given.items():
-        if schemes is not None and not isinstance(schemes, Mapping):
-            kind = schemes.__name__ if isinstance(schemes, type) else type(schemes).__name__
-            raise TypeError(f'{name} must be a dict {{model_id: scheme}}, not {kind}: pass {{"policy": scheme}}')
+def check_schemes(name: str, schemes: Any) -> None:
+    """Raises TypeError: schemes that are not in a dict."""
+    if schemes is not None and not isinstance(schemes, Mapping):
+        kind = schemes.__name__ if isinstance(schemes, type) else type(schemes).__name__
+        raise TypeError(f'{name} must be a dict {{model_id: scheme}}, not {kind}: pass {{"policy": scheme}}')
 
 
 def check_policy(policy: Any) -> None:
@@ -115,35 +113,6 @@ def fits(function: Any, *arguments: Any) -> bool:
     return True
 
 
-def check_accepted(
-    *,
-    reset_when_done: Any,
-    cudagraph_policy: Any,
-    use_buffers: Any,
-    local_init_rb: Any,
-    return_same_td: bool = False,
-    replay_buffer: Any = None,
-    **others: Any,
-) -> None:
-    """Check arguments that TorchRL's collectors have for reasons of their own, out of all of a constructor's. Raises
-    TypeError, ValueError: what they ask for is not there."""
-    for name, value in {"use_buffers": use_buffers, "local_init_rb": local_init_rb}.items():
-        if value not in (None, True, False):
-            raise TypeError(f"{name} must be True, False or None, not {value!r}")
-    if not reset_when_done:
-        raise ValueError(
-            "reset_when_done=False is not supported: collectors always reset a finished environment, which could not "
-            "make a step. Leave reset_when_done out"
-        )
-    if return_same_td and replay_buffer is not None:
-        raise TypeError("return_same_td has no use with replay_buffer, which gets the batches: leave out one of them")
-    if cudagraph_policy and not torch.cuda.is_available():
-        raise ValueError(
-            "cudagraph_policy records the policy as a CUDA graph, but torch finds no CUDA device here: leave "
-            "cudagraph_policy out, or pass compile_policy=True"
-        )
-
-
 class Interruptor(Protocol):
     """What ends rollouts from the outside, such as TorchRL's ``_Interruptor``. Asked after each step."""
 
@@ -177,7 +146,6 @@ class RolloutArguments:
     requested_frames_per_batch: int = field(init=False)
 
     def __post_init__(self) -> None:
-        check_callable(postproc=self.postproc)
         if self.adds and (self.postproc is not None or self.split_trajs):
             raise TypeError(
                 "postproc and split_trajs need whole batches, but extend_buffer=False writes frame by frame: leave "
@@ -193,8 +161,6 @@ class RolloutArguments:
         self.total_frames = math.inf if total is None else total
         self.init_random_frames = frames_or_none("init_random_frames", self.init_random_frames) or 0
         self.max_frames_per_traj = frames_or_none("max_frames_per_traj", self.max_frames_per_traj) or 0
-        if self.max_lag is not None:
-            self.max_lag = whole("max_lag", self.max_lag, 0)
         self.split_trajs = bool(self.split_trajs)
         if self.exploration_type is None:
             self.exploration_type = InteractionType.RANDOM
@@ -273,11 +239,6 @@ def _check_factory(factory: Any) -> None:
         raise TypeError(
             f"create_env_fn must be callables, which workers call to make environments, not {type(factory).__name__}"
         )
-
-
-def given_arguments(own: Mapping[str, Any]) -> dict[str, Any]:
-    """A constructor's arguments, of the ``locals()`` of its first line."""
-    return {name: value for name, value in own.items() if name not in ("self", "__class__")}
 
 
 def is_list(value: Any) -> bool:

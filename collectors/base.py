@@ -25,7 +25,7 @@ import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, ExitStack
 from operator import attrgetter
 from pathlib import Path
 from types import GenericAlias
@@ -35,7 +35,6 @@ import torch
 from tensordict import TensorDictBase
 from torch.utils.data import IterableDataset
 
-from asyncsync.collectors.arguments import check_callable, given_arguments
 from asyncsync.collectors.profiling import ProfileConfig
 from asyncsync.collectors.weights.api import WeightsAPI
 from asyncsync.errors import ClosedError
@@ -45,6 +44,8 @@ from asyncsync.schemes.sources import follow
 _log = logging.getLogger("asyncsync")
 
 SHUTDOWN_SECONDS = 5.0
+ANSWER_SECONDS = 60.0
+"""How long a call waits for the step under way, or for an answer of a worker, which comes between two rollouts."""
 
 PreHook = Callable[[], None]
 PostHook = Callable[[TensorDictBase], None]
@@ -112,34 +113,6 @@ class Signals(Protocol):
         """How many versions updaters above have counted."""
 
 
-def as_calls(
-    list_of_args: Sequence[Sequence[Any]] | None, list_of_kwargs: Sequence[Mapping[str, Any]] | None, count: int | None
-) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """The arguments of several calls. ``count``: how many there are; None: as many as are given, at least one. Raises
-    ValueError: another number of either."""
-    lengths = [len(given) for given in (list_of_args, list_of_kwargs) if given is not None]
-    wanted = count if count is not None else max(lengths, default=1)
-    if any(length != wanted for length in lengths):
-        raise ValueError(
-            f"list_of_args and list_of_kwargs need {wanted} entries each, one per call, but have "
-            f"{' and '.join(map(str, lengths))}"
-        )
-    args = [()] * wanted if list_of_args is None else list_of_args
-    kwargs = [{}] * wanted if list_of_kwargs is None else list_of_kwargs
-    return [(tuple(one), dict(other)) for one, other in zip(args, kwargs, strict=True)]
-
-
-@contextmanager
-def logged_unless(raise_on_error: bool) -> Iterator[None]:
-    """A block at a collector's end, whose errors are logged where nobody wants them raised."""
-    try:
-        yield
-    except Exception:
-        if raise_on_error:
-            raise
-        _log.exception("shutdown(raise_on_error=False) of a collector: an error is logged and not raised")
-
-
 class Lifetime(ABC):
     """Made by its constructor or by :meth:`create`, and ended by :meth:`shutdown`, ``with`` or ``async with``."""
 
@@ -161,7 +134,7 @@ class Lifetime(ABC):
             await elsewhere("asyncsync-collector-start", make, interruption.interrupt)
         except asyncio.CancelledError:
             for one in made:
-                await one._shutdown_elsewhere()
+                await elsewhere("asyncsync-collector-end", one.shutdown)
             raise
         return made[0]
 
@@ -204,14 +177,9 @@ class BaseCollector(WeightsAPI, Lifetime, IterableDataset[TensorDictBase | None]
     _counts_frames = True  # False: a batch is of trajectories, however many frames they have
 
     def __init__(
-        self,
-        *,
-        pre_collect_hook: PreHook | None = None,
-        post_collect_hook: PostHook | None = None,
-        worker_idx: int | None = None,
+        self, pre_collect_hook: PreHook | None, post_collect_hook: PostHook | None, worker_idx: int | None
     ) -> None:
         super().__init__()
-        check_callable(pre_collect_hook=pre_collect_hook, post_collect_hook=post_collect_hook)
         self.closed = False
         self._pre_collect_hook = pre_collect_hook
         self._post_collect_hook = post_collect_hook
@@ -259,15 +227,31 @@ class BaseCollector(WeightsAPI, Lifetime, IterableDataset[TensorDictBase | None]
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
-    @abstractmethod
     def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
-        """End collection, schemes and workers. Idempotent.
+        """End collection before the next step, then workers, environments and schemes. Idempotent; leaves no process.
+
+        In a forked process, this closes only that process's copy of a collector with workers; the workers go on.
 
         Args:
-            timeout: seconds until whatever still runs is cut off. None: 5.
+            timeout: seconds. None: 5. A worker that has not ended after most of it is killed. Without workers, if the
+                step under way takes longer, its thread closes the environment when the step has ended.
             close_env: True: close the environments.
             raise_on_error: True: raise errors. False: log them.
+
+        Raises:
+            BaseException: the error that ended collection in the background, or, without workers, an error of the
+                environment's ``close``.
         """
+        try:
+            self._end(SHUTDOWN_SECONDS if timeout is None else timeout, close_env)
+        except Exception:
+            if raise_on_error:
+                raise
+            _log.exception("shutdown(raise_on_error=False) of a collector: an error is logged and not raised")
+
+    @abstractmethod
+    def _end(self, timeout: float, close_env: bool) -> None:
+        """End within so many seconds. Idempotent."""
 
     def _check_open(self) -> None:
         """Raises ClosedError: after :meth:`shutdown`."""
@@ -308,9 +292,24 @@ class BaseCollector(WeightsAPI, Lifetime, IterableDataset[TensorDictBase | None]
         if error is not None:
             raise error
 
-    @abstractmethod
     def pause(self) -> Pause:
-        """A block, ``with`` or ``async with``, in which the collector does not step."""
+        """A block, ``with`` or ``async with``, in which neither the collector nor a worker steps or writes to the
+        replay buffer. Blocks may be nested. Another thread or task that iterates meanwhile waits for the end of the
+        block.
+
+        Entering waits for the step under way (for a worker that has workers: its batch under way). ``async with`` does
+        not block the event loop meanwhile. If it is cancelled, it raises once the step has ended.
+
+        Raises:
+            ClosedError: the collector was shut down.
+            AckTimeout: a step under way did not end within 60 s.
+            BaseException: the error that ended collection in the background.
+        """
+        return Pause(self._paused)
+
+    @abstractmethod
+    def _paused(self, owner: object) -> AbstractContextManager[None]:
+        """A block of a task (None: of the calling thread) in which nothing steps."""
 
     def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
         """End a collector that :meth:`start` has started; the same as :meth:`shutdown`."""
@@ -346,6 +345,64 @@ class BaseCollector(WeightsAPI, Lifetime, IterableDataset[TensorDictBase | None]
         """Set :attr:`post_collect_hook`. For callers that can only call methods, such as those of a remote actor."""
         self.post_collect_hook = hook
 
+    # -- seeds and checkpoints ----------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def set_seed(self, seed: int, static_seed: bool = False, *, timeout: float = ANSWER_SECONDS) -> int:
+        """Seed and reset the environments, which begin new trajectories. Returns a seed for a further environment. With
+        workers: seed them in turn, each with the seed that the one before returned; there, torch, NumPy and Python too.
+
+        Args:
+            seed: seed of the first environment.
+            static_seed: True: all environments get the same seed.
+            timeout: seconds for the step under way or, with workers, for each one's answer, between two rollouts.
+
+        Raises:
+            ClosedError: the collector was shut down.
+            AckTimeout: it took longer. A worker will still carry out the call.
+        """
+
+    @abstractmethod
+    def fake_tensordict(self, *, timeout: float = ANSWER_SECONDS) -> TensorDictBase:
+        """A batch of zeros with the layout of a real one, after ``split_trajs`` and ``postproc``. Does not step the
+        environment. Calls the policy once, on zeros, unless there was a rollout before. ``timeout``: see
+        :meth:`set_seed`, which raises the same errors.
+
+        Raises:
+            TypeError: there was no rollout yet, and an environment has neither ``fake_tensordict()`` nor a
+                ``reward_spec``.
+        """
+
+    @abstractmethod
+    def state_dict(self, *, timeout: float = ANSWER_SECONDS) -> dict[str, Any]:
+        """A dict of ``policy_state_dict``, ``env_state_dict``, ``frames``, ``iter``, ``versions``, and ``traj_pool`` if
+        trajectories are tracked. With workers: of each worker's state dict, ``worker0``, ``worker1``, …, and
+        ``frames``, ``iter``, ``versions``.
+
+        All of it is a copy, which later updates do not change. It does not contain unfinished trajectories. Without
+        workers, may also be called after ``shutdown()``. ``timeout``: see :meth:`set_seed`, which raises the same
+        errors.
+        """
+
+    @abstractmethod
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, *, timeout: float = ANSWER_SECONDS
+    ) -> None:
+        """Continue from what :meth:`state_dict` returned, with new trajectories. Versions continue too, so no new frame
+        gets the version of an earlier one.
+
+        With workers: if all of them had the same policy, it is also loaded into the registered policy and sent. If each
+        worker had its own, each gets its own.
+
+        Args:
+            state_dict: state dict of a collector with as many workers.
+            strict: True: every part must be there. False: load the parts that are there.
+            timeout: see :meth:`set_seed`, which raises the same errors.
+
+        Raises:
+            KeyError: a part is missing, and ``strict`` is True. Nothing was changed.
+        """
+
     # -- attributes and calls -----------------------------------------------------------------------------------------
 
     def cascade_execute(self, attr_path: str, *args: Any, **kwargs: Any) -> Any:
@@ -377,44 +434,66 @@ class BaseCollector(WeightsAPI, Lifetime, IterableDataset[TensorDictBase | None]
         method_name: str,
         list_of_args: Sequence[Sequence[Any]] | None = None,
         list_of_kwargs: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        timeout: float = ANSWER_SECONDS,
     ) -> list[Any]:
-        """Call a method of this collector once per entry of these lists, and return the results.
+        """Call a method of this collector once per entry of these lists or, with workers, the method of each worker's
+        collector with that worker's entries. Return the results in this order.
 
         Args:
             method_name: name of the method, or a path as for :meth:`cascade_execute`.
             list_of_args: positional arguments of each call.
             list_of_kwargs: keyword arguments of each call.
+            timeout: seconds. Workers answer between two rollouts.
 
         Raises:
-            ValueError: the lists differ in length, or there is no such method.
+            ValueError: the lists differ in length, or a list does not have one entry per worker, or there is no such
+                method.
             TypeError: the object of this name cannot be called.
+            AckTimeout: a worker did not answer within the timeout. It will still carry out the call.
+            Exception: a call raised it.
         """
-        calls = as_calls(list_of_args, list_of_kwargs, None)
-        return [self.cascade_execute(method_name, *args, **kwargs) for args, kwargs in calls]
+        lengths = [len(given) for given in (list_of_args, list_of_kwargs) if given is not None]
+        count = self._count_of_calls or max(lengths, default=1)
+        if any(length != count for length in lengths):
+            raise ValueError(
+                f"list_of_args and list_of_kwargs need {count} entries each, one per call, but have "
+                f"{' and '.join(map(str, lengths))}"
+            )
+        args = [()] * count if list_of_args is None else list_of_args
+        kwargs = [{}] * count if list_of_kwargs is None else list_of_kwargs
+        calls = [(tuple(one), dict(other)) for one, other in zip(args, kwargs, strict=True)]
+        return self._call_each(method_name, calls, timeout)
 
-    def get_distant_attr(self, attr: str) -> Any:
-        """The object at an attribute path from this collector, such as ``env.transform[0].scale``.
+    @property
+    def _count_of_calls(self) -> int | None:
+        """How many calls :meth:`map_fn` makes. None: as many as are given."""
+        return None
+
+    def _call_each(
+        self, path: str, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]], timeout: float
+    ) -> list[Any]:
+        return [self.cascade_execute(path, *args, **kwargs) for args, kwargs in calls]
+
+    def get_distant_attr(self, attr: str, *, timeout: float = ANSWER_SECONDS) -> Any:
+        """The object at an attribute path from this collector, such as ``env.transform[0].scale``. With workers: a
+        list of copies, one from each worker's collector. A worker that has workers gives a list of theirs.
 
         Raises:
             AttributeError: there is no such path.
+            AckTimeout: a worker did not answer within the timeout (seconds). Workers answer between two rollouts.
         """
-        return self._attribute(self, attr)
+        return self._look_up("", attr, timeout)
 
-    def getattr_policy(self, attr: str) -> Any:
-        """The object at an attribute path from the acting policy.
+    def getattr_policy(self, attr: str, *, timeout: float = ANSWER_SECONDS) -> Any:
+        """The object at an attribute path from the acting policy or, with workers, a copy from the first one's. Raises
+        the same as :meth:`get_distant_attr`."""
+        return self._look_up("policy", attr, timeout)
 
-        Raises:
-            AttributeError: there is no such path.
-        """
-        return self._attribute(self.policy, attr)
-
-    def getattr_env(self, attr: str) -> Any:
-        """The object at an attribute path from the environment.
-
-        Raises:
-            AttributeError: there is no such path.
-        """
-        return self._attribute(self.env, attr)  # type: ignore[attr-defined]
+    def getattr_env(self, attr: str, *, timeout: float = ANSWER_SECONDS) -> Any:
+        """The object at an attribute path from the environment or, with workers, a copy from the first one's. Raises
+        the same as :meth:`get_distant_attr`."""
+        return self._look_up("env", attr, timeout)
 
     def getattr_rb(self, attr: str) -> Any:
         """The object at an attribute path from the replay buffer.
@@ -424,13 +503,15 @@ class BaseCollector(WeightsAPI, Lifetime, IterableDataset[TensorDictBase | None]
         """
         if self.replay_buffer is None:
             raise AttributeError(f"this {type(self).__name__} has no replay buffer from which to read {attr!r}")
-        return self._attribute(self.replay_buffer, attr)
+        return self._look_up("replay_buffer", attr, ANSWER_SECONDS)
 
-    def _attribute(self, owner: Any, path: str) -> Any:
+    def _look_up(self, owner: str, path: str, timeout: float) -> Any:
+        """The object at a path from this attribute of the collector, or ("") from the collector itself."""
+        start = getattr(self, owner) if owner else self
         try:
-            return follow(owner, path)
+            return follow(start, path)
         except (AttributeError, LookupError, TypeError) as error:
-            raise AttributeError(f"{type(owner).__name__} has no {path!r}: {error!r}") from error
+            raise AttributeError(f"{type(start).__name__} has no {path!r}: {error!r}") from error
 
     def get_policy_version(self) -> int:
         """:attr:`policy_version`, for callers that can only call methods, such as those of a remote actor."""
@@ -491,7 +572,7 @@ class BaseCollector(WeightsAPI, Lifetime, IterableDataset[TensorDictBase | None]
             OSError: the trace's directory cannot be created.
             ClosedError: the collector was shut down.
         """
-        given = given_arguments(locals())
+        given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         config = ProfileConfig(**{name: value for name, value in given.items() if value is not None})
         self._profile(config, "")
         self._profile_config = config

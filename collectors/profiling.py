@@ -28,18 +28,7 @@ _ACTIVITIES = {"cpu": ProfilerActivity.CPU, "cuda": ProfilerActivity.CUDA}
 
 @dataclass
 class ProfileConfig:
-    """What :meth:`asyncsync.collectors.Collector.enable_profile` records.
-
-    Attributes:
-        workers: indices of the workers to record, for a collector with workers.
-        num_rollouts: rollouts until the profile ends, including those for warming up.
-        warmup_rollouts: this many rollouts at the start are not recorded.
-        save_path: path of the trace, in which ``{worker_idx}`` stands for the worker. None:
-            ``./collector_profile_{worker_idx}.json``. Missing directories are created.
-        activities: "cpu", "cuda". "cuda" is left out if there is no CUDA.
-        record_shapes, profile_memory, with_stack, with_flops: see ``torch.profiler.profile``.
-        on_trace_ready: called with the profiler, in the process that rolls out, instead of writing a file. Pickled by
-            cloudpickle.
+    """What :meth:`asyncsync.collectors.Collector.enable_profile` records, which describes each of these.
 
     Raises:
         ValueError: no rollout would be recorded, or an activity is unknown.

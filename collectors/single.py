@@ -24,36 +24,17 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 import torch
 from tensordict import TensorDictBase
-from tensordict.nn import InteractionType
 from torch import nn
 
-from asyncsync.collectors.arguments import (
-    Device,
-    Interruptor,
-    RolloutArguments,
-    check_accepted,
-    check_devices,
-    check_policy,
-    check_policy_factory,
-    check_schemes,
-    given_arguments,
-)
-from asyncsync.collectors.base import (
-    SHUTDOWN_SECONDS,
-    BaseCollector,
-    Pause,
-    PostHook,
-    PreHook,
-    Signals,
-    _part,
-    logged_unless,
-)
-from asyncsync.collectors.construct import Chooses, by_backend
+from asyncsync.arguments import declared
+from asyncsync.collectors.arguments import RolloutArguments, check_devices, check_policy, check_policy_factory
+from asyncsync.collectors.base import ANSWER_SECONDS, BaseCollector, Signals, _part
 from asyncsync.collectors.envs import environment as environments
+from asyncsync.collectors.options import SELECTORS, Chooses, CollectorOptions, by_backend
 from asyncsync.collectors.profiling import ProfileConfig, RolloutProfiler
 from asyncsync.collectors.rollout.batch_memory import NewBatches, SameBatch
 from asyncsync.collectors.rollout.buffer import RolloutBuffer
@@ -61,7 +42,7 @@ from asyncsync.collectors.rollout.devices import RolloutDevices
 from asyncsync.collectors.rollout.lock import RolloutLock
 from asyncsync.collectors.rollout.policies import WITHOUT_INIT, as_module, placed, primed, with_spec
 from asyncsync.collectors.rollout.rollout import Rollouts
-from asyncsync.collectors.trajectories import _TrajectoryPool, on_device, processed
+from asyncsync.collectors.trajectories import on_device, processed
 from asyncsync.collectors.weights.api import _RegisteredModels, find_model
 from asyncsync.collectors.whole_trajectories import WholeTrajectories, check_trajectories
 from asyncsync.errors import ClosedError
@@ -71,91 +52,13 @@ _log = logging.getLogger("asyncsync")
 
 T = TypeVar("T")
 
-PARTS = ("policy_state_dict", "env_state_dict", "frames", "iter")
-"""Of a checkpoint: what must be there."""
-PAUSE_SECONDS = 60.0
-"""How long whoever wants a collector to stand still waits for the step under way."""
 CONNECT_SECONDS = 60.0
 """How long the constructor waits for the other side of schemes."""
 
 
 class Collector(BaseCollector, metaclass=Chooses):
-    """Steps an environment with a policy, in this process.
-
-    Args:
-        create_env_fn: an environment, a callable that returns one, a Gymnasium id, or a list with one of these; see
-            :mod:`asyncsync.collectors.envs.environment`.
-        policy: a module or another callable. None: :class:`RandomPolicy`. Unless it is a ``TensorDictModuleBase`` or
-            its ``forward`` takes one TensorDict, it is wrapped in a ``TensorDictModule`` that reads the observations
-            and writes the actions.
-        policy_factory: a callable that returns the policy. Give this or ``policy``.
-        frames_per_batch: frames of a batch, over all environments; rounded up to whole steps.
-        total_frames: collection ends after this many frames, rounded up to whole batches (``extend_buffer=False``: to
-            whole steps, so the last rollout may be shorter). -1: no end.
-        device: default for ``storing_device``, ``policy_device`` and ``env_device``.
-        storing_device: device of the batches. None: each tensor stays on the device where it was created.
-        policy_device: device on which the policy acts. If its weights are elsewhere, a copy of the policy acts there.
-        env_device: device to which the environment is moved. None: it stays where it is.
-        create_env_kwargs: keyword arguments for ``create_env_fn``.
-        max_frames_per_traj: each environment is truncated and reset after this many steps. None or negative: no limit.
-            Adds "step_count".
-        init_random_frames: actions are random for this many frames at the start, rounded up to whole batches.
-        reset_at_each_iter: reset the environments before each batch.
-        postproc: called with each batch; returns the batch to hand out.
-        split_trajs: split each batch by :func:`split_trajectories`.
-        trajs_per_batch: number of whole trajectories in a batch, in the order in which they ended. The collector rolls
-            out ``frames_per_batch`` frames at a time until it has enough; hooks and ``postproc`` get these rollouts.
-            With a replay buffer, each trajectory is written, frame after frame, as soon as it has ended. Trajectories
-            that ``reset_at_each_iter`` or ``total_frames`` cut off are dropped.
-        trajs_per_write: most trajectories per write, with ``trajs_per_batch`` and a replay buffer. None: all that have
-            ended.
-        traj_format: layout with ``trajs_per_batch``. "padded" or None: ``[trajs_per_batch, longest]``, zero-padded,
-            with ("collector", "mask") False on padding. "cat": ``[frames]``, one trajectory after another.
-        compact_obs: omit from ``"next"`` what the next step repeats at its root: observations, step counts, the state
-            of a TorchRL environment. The last observation of each trajectory is then lost.
-        track_traj_ids: give every frame its trajectory id, ("collector", "traj_ids").
-        exploration_type: exploration type under which the policy acts. None: RANDOM.
-        set_truncated: mark the last frame of each batch (of each rollout) as truncated and done.
-        replay_buffer: receives the frames; the caller gets None for each batch. Needs ``extend()`` or ``add()``.
-        extend_buffer: True: write whole batches by ``extend()``. False: write each frame by ``add()``.
-        trust_policy: the policy takes and returns TensorDicts, so do not inspect or wrap it. Otherwise the collector
-            calls modules of ``tensordict.nn`` without tensordict's overhead, which exceeds the time of a small network.
-        compile_policy: True, or keyword arguments for ``torch.compile``.
-        cudagraph_policy: True, or keyword arguments for ``tensordict.nn.CudaGraphModule``, which records the policy as
-            a CUDA graph. Raises ValueError if there is no CUDA device.
-        use_buffers: no effect: a batch's memory is allocated once; steps of another layout are stacked.
-        return_same_td: return the same TensorDict each time, with new values, while the layout stays the same.
-        reset_when_done: must be True: a finished environment is always reset.
-        interruptor: object with a method ``collection_stopped()``, called after each step; if it returns True, the
-            rollout ends there and is shorter.
-        track_policy_version: also write the version as "policy_version", at the root and under "next", as TorchRL
-            does; ("collector", "policy_version") is always there. An object with a ``version`` means True, and the
-            collector keeps its ``version`` up to date.
-        auto_register_policy_transforms: add to a TorchRL environment the transforms that recurrent parts of the policy
-            need and it lacks (InitTracker, TensorDictPrimer). For any other environment, a recurrent policy raises
-            ValueError, and another policy warns. None: False.
-        local_init_rb: no effect: the first process that writes to a replay buffer creates its storage.
-        no_cuda_sync: skip the synchronisation after copies between devices.
-        weight_updater: an updater, or a callable that returns one (deprecated).
-        weight_sync_schemes: ``{model_id: scheme}``: the collector sends weights by these, such as to other processes.
-        weight_recv_schemes: ``{model_id: scheme}``: the collector receives weights by these. The constructor connects.
-        worker_idx: index of this collector among the workers of a larger one.
-        pre_collect_hook: called before each rollout.
-        post_collect_hook: called with each batch before it is handed out.
-        max_lag: the collector waits before a step while the acting weights are more than this many versions behind
-            the newest published version. None: never wait.
-        traj_pool: source of the trajectory ids.
-        backend: "direct": this class. "process": MultiAsyncCollector, or MultiSyncCollector with ``sync=True``, with
-            one worker per factory. "ray", "rpc", "distributed": RayCollector, RPCCollector or DistributedCollector,
-            with one node per factory. "submitit": DistributedCollector whose nodes are submitit jobs. None: "process"
-            if num_collectors is given, else "direct".
-        backend_options: further arguments of the chosen class, for all backends but "direct".
-        num_collectors: number of workers or nodes if create_env_fn is not a list.
-        sync: see backend.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: arguments exclude each other, or do not fit the environment or the policy.
-    """
+    """Steps an environment with a policy, in this process; with ``backend=`` or ``num_collectors=``, makes a collector
+    with workers instead."""
 
     policy: nn.Module
     _arguments: RolloutArguments
@@ -185,79 +88,51 @@ class Collector(BaseCollector, metaclass=Chooses):
     interruptor = _part("_arguments.interruptor")
 
     @classmethod
-    def _choose(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
-        """``backend=`` and ``num_collectors=`` make a collector with workers; a subclass is what it is."""
-        return by_backend(cls, args, kwargs, subclass=cls is not Collector)
+    def _choose(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return by_backend(args, kwargs) if cls is Collector else None  # a subclass is what it is
 
-    def __init__(
-        self,
-        create_env_fn: Any,
-        policy: Any = None,
-        *,
-        policy_factory: Callable[[], Any] | None = None,
-        frames_per_batch: int,
-        total_frames: int | None = -1,
-        device: Device | None = None,
-        storing_device: Device | None = None,
-        policy_device: Device | None = None,
-        env_device: Device | None = None,
-        create_env_kwargs: Mapping[str, Any] | None = None,
-        max_frames_per_traj: int | None = -1,
-        init_random_frames: int | None = -1,
-        reset_at_each_iter: bool = False,
-        postproc: Callable[[Any], Any] | None = None,
-        split_trajs: bool | None = False,
-        track_traj_ids: bool = True,
-        exploration_type: InteractionType | None = InteractionType.RANDOM,
-        set_truncated: bool = False,
-        replay_buffer: Any = None,
-        extend_buffer: bool = True,
-        trust_policy: bool | None = None,
-        compile_policy: bool | Mapping[str, Any] | None = None,
-        cudagraph_policy: bool | Mapping[str, Any] | None = None,
-        no_cuda_sync: bool = False,
-        weight_updater: Any = None,
-        weight_sync_schemes: Mapping[str, Any] | None = None,
-        weight_recv_schemes: Mapping[str, Any] | None = None,
-        worker_idx: int | None = None,
-        pre_collect_hook: PreHook | None = None,
-        post_collect_hook: PostHook | None = None,
-        max_lag: int | None = None,
-        traj_pool: _TrajectoryPool | None = None,
-        trajs_per_batch: int | None = None,
-        trajs_per_write: int | None = None,
-        traj_format: str | None = None,
-        compact_obs: bool = False,
-        use_buffers: bool | None = None,
-        return_same_td: bool = False,
-        reset_when_done: bool = True,
-        interruptor: Interruptor | None = None,
-        track_policy_version: Any = False,
-        auto_register_policy_transforms: bool | None = None,
-        local_init_rb: bool | None = None,
-        backend: str | None = None,
-        backend_options: Mapping[str, Any] | None = None,
-        num_collectors: int | None = None,
-        sync: bool | None = None,
-    ) -> None:
-        given = given_arguments(locals())
-        super().__init__(pre_collect_hook=pre_collect_hook, post_collect_hook=post_collect_hook, worker_idx=worker_idx)
+    @declared
+    def __init__(self, create_env_fn: Any, policy: Any = None, **options: Unpack[CollectorOptions]) -> None:
+        """Make the environment and the policy, and connect the schemes.
+
+        Args:
+            create_env_fn: an environment, a callable that returns one, a Gymnasium id, or a list with one of these; see
+                :mod:`asyncsync.collectors.envs.environment`.
+            policy: a module or another callable. None: :class:`RandomPolicy`. Unless it is a ``TensorDictModuleBase``
+                or its ``forward`` takes one TensorDict, it is wrapped in a ``TensorDictModule`` that reads the
+                observations and writes the actions.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: arguments exclude each other, or do not fit the environment or the
+                policy.
+        """
+        if chosen := [name for name, value in options.items() if name in SELECTORS and value is not None]:
+            raise TypeError(
+                f"{' and '.join(f'{name}=' for name in chosen)} would choose another class than the subclass "
+                f"{type(self).__name__}: construct MultiSyncCollector or MultiAsyncCollector instead"
+            )
+        super().__init__(options["pre_collect_hook"], options["post_collect_hook"], options["worker_idx"])
+        policy_factory: Any = options["policy_factory"]
+        replay_buffer = options["replay_buffer"]
         if policy is not None and policy_factory is not None:
             raise TypeError("policy and policy_factory exclude each other: pass one of them")
+        given: dict[str, Any] = {**options}
         of_rollouts = {each.name for each in fields(RolloutArguments) if each.init}
         self._arguments = arguments = RolloutArguments(**{name: given[name] for name in of_rollouts})
         trajectories = check_trajectories(**given)
-        check_accepted(**given)
+        if options["return_same_td"] and replay_buffer is not None:
+            raise TypeError(
+                "return_same_td has no use with replay_buffer, which gets the batches: leave out one of them"
+            )
         check_policy(policy)
         check_policy_factory("policy_factory", policy_factory)
-        check_schemes(weight_sync_schemes=weight_sync_schemes, weight_recv_schemes=weight_recv_schemes)
-        devices = {"device": device, "storing_device": storing_device}
-        check_devices(devices | {"policy_device": policy_device, "env_device": env_device})
+        devices = {name: given[name] for name in ("device", "storing_device", "policy_device", "env_device")}
+        check_devices(devices)
         self._counts_frames = trajectories is None or replay_buffer is not None
         self._free = None
         self._lock = lock = RolloutLock(type(self).__name__)
-        env = environments.make_environment(create_env_fn, create_env_kwargs)
-        self._rollouts = rollouts = Rollouts(env, arguments, self._weights, lock, traj_pool)
+        env = environments.make_environment(create_env_fn, given["create_env_kwargs"])
+        self._rollouts = rollouts = Rollouts(env, arguments, self._weights, lock, options["traj_pool"])
         self._iter = -1  # rollouts before the newest one; -1: there was none
         self._trajectories = trajectories
         self._thread = WorkThread("asyncsync-collector")
@@ -268,21 +143,23 @@ class Collector(BaseCollector, metaclass=Chooses):
         self._profiler: RolloutProfiler | None = None
         try:
             made = policy if policy_factory is None else policy_factory()
-            if auto_register_policy_transforms:
+            if options["auto_register_policy_transforms"]:
                 rollouts.env = primed(env, made)
-            rollouts.set_up(RolloutDevices(device, storing_device, policy_device, env_device, no_cuda_sync))
+            device, storing, acting, stepping = devices.values()
+            rollouts.set_up(RolloutDevices(device, storing, acting, stepping, options["no_cuda_sync"]))
             arguments.fit(rollouts.n_env)
-            memory = SameBatch() if return_same_td else NewBatches()
+            memory = SameBatch() if options["return_same_td"] else NewBatches()
             rollouts.buffer = RolloutBuffer(arguments.steps, rollouts.batch_size, rollouts.devices.storing, memory)
             self._original_policy = as_module(with_spec(made, rollouts.env))
-            self.policy = placed(self._original_policy, rollouts.devices.policy, bool(trust_policy))
-            rollouts.set_policy(self.policy, bool(trust_policy), compile_policy, cudagraph_policy)
-            arguments.postproc = on_device(postproc, rollouts.devices.storing)
+            trust_policy = bool(options["trust_policy"])
+            self.policy = placed(self._original_policy, rollouts.devices.policy, trust_policy)
+            rollouts.set_policy(self.policy, trust_policy, options["compile_policy"], options["cudagraph_policy"])
+            arguments.postproc = on_device(arguments.postproc, rollouts.devices.storing)
             sources = self if self.policy is self._original_policy else _RegisteredModels(self._registered)
-            self._set_up_senders(weight_sync_schemes, weight_updater, sources)
+            self._set_up_senders(options["weight_sync_schemes"], options["weight_updater"], sources)
             self._connect_senders(CONNECT_SECONDS)
-            if weight_recv_schemes is not None:
-                self.register_scheme_receiver(weight_recv_schemes)
+            if (received := options["weight_recv_schemes"]) is not None:
+                self.register_scheme_receiver(received)
         except BaseException:
             self.shutdown(close_env=not environments.is_given(create_env_fn))  # which stays open
             raise
@@ -459,29 +336,16 @@ class Collector(BaseCollector, metaclass=Chooses):
     def is_running(self) -> bool:
         return self._free is not None and self._free.is_alive()
 
-    def pause(self) -> Pause:
-        """A block, ``with`` or ``async with``, in which the collector neither steps nor writes to the replay buffer.
-
-        Entering waits for the step under way; ``async with`` does not block the event loop meanwhile. If it is
-        cancelled, it raises once that step has ended.
-
-        Raises:
-            ClosedError: the collector was shut down.
-            AckTimeout: the step under way did not end within 60 s.
-            BaseException: the error that ended collection in the background.
-        """
-        return Pause(self._paused)
-
     @contextmanager
     def _paused(self, owner: object) -> Iterator[None]:
         self._raise_free_error()
-        with self._standing(owner):
+        with self._standing(ANSWER_SECONDS, owner):
             yield
 
     @contextmanager
-    def _standing(self, owner: object = None) -> Iterator[None]:
+    def _standing(self, timeout: float, owner: object = None) -> Iterator[None]:
         self._check_open()
-        with self._lock.standing(PAUSE_SECONDS, owner):
+        with self._lock.standing(timeout, owner):
             self._check_open()  # meanwhile
             yield
 
@@ -509,7 +373,7 @@ class Collector(BaseCollector, metaclass=Chooses):
         self._end_weights(timeout)  # all that it may wait for: between two steps, its signals say that it is over
 
     def _profile(self, config: ProfileConfig | None, name: str) -> None:
-        with self._standing():
+        with self._standing(ANSWER_SECONDS):
             self._end_profile()
             if config is None:
                 return
@@ -533,11 +397,8 @@ class Collector(BaseCollector, metaclass=Chooses):
 
     # -- seeds, resets, checkpoints -----------------------------------------------------------------------------------
 
-    # Each waits for the step under way, at most 60 s (AckTimeout); all but state_dict() raise ClosedError when closed.
-
-    def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Seed and reset the environments, which begin new trajectories. Returns a seed for a further environment."""
-        with self._standing():
+    def set_seed(self, seed: int, static_seed: bool = False, *, timeout: float = ANSWER_SECONDS) -> int:
+        with self._standing(timeout):
             following = self._rollouts.set_seed(seed, static_seed)
             self._reset(None, {})
             return following
@@ -552,8 +413,9 @@ class Collector(BaseCollector, metaclass=Chooses):
 
         Raises:
             ValueError: an index was given, but there is only one environment.
+            AckTimeout: the step under way did not end within 60 s.
         """
-        with self._standing():
+        with self._standing(ANSWER_SECONDS):
             self._reset(index, kwargs)
 
     def _reset(self, index: Any, kwargs: Mapping[str, Any]) -> None:
@@ -564,26 +426,13 @@ class Collector(BaseCollector, metaclass=Chooses):
             else:
                 self._trajectories.break_off(broken_off)
 
-    def fake_tensordict(self) -> TensorDictBase:
-        """A batch of zeros with the layout of a real one, after ``split_trajs`` and ``postproc``. Does not step the
-        environment. Calls the policy once, on zeros, unless there was a rollout before.
-
-        Raises:
-            TypeError: there was no rollout yet, and the environment has neither ``fake_tensordict()`` nor a
-                ``reward_spec``.
-        """
-        with self._standing():
+    def fake_tensordict(self, *, timeout: float = ANSWER_SECONDS) -> TensorDictBase:
+        with self._standing(timeout):
             batch = self._rollouts.fake()
             return processed(batch, self._arguments.postproc, split_trajs=bool(self._arguments.split_trajs))
 
-    def state_dict(self) -> dict[str, Any]:
-        """A dict of ``policy_state_dict``, ``env_state_dict``, ``frames``, ``iter``, ``versions``, and ``traj_pool`` if
-        trajectories are tracked.
-
-        All of it is a copy, which later updates do not change. It does not contain unfinished trajectories. May also
-        be called after ``shutdown()``.
-        """
-        with self._lock.standing(PAUSE_SECONDS), self._weights.holds():
+    def state_dict(self, *, timeout: float = ANSWER_SECONDS) -> dict[str, Any]:
+        with self._lock.standing(timeout), self._weights.holds():
             rollouts = self._rollouts
             state: dict[str, Any] = {
                 "policy_state_dict": _copied(self.policy.state_dict()),
@@ -596,21 +445,14 @@ class Collector(BaseCollector, metaclass=Chooses):
                 state["traj_pool"] = rollouts.traj_pool.state_dict()
             return state
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """Continue from what :meth:`state_dict` returned, with new trajectories. Versions continue too, so no new frame
-        gets the version of an earlier one.
-
-        Raises:
-            KeyError: a part is missing, and ``strict`` is True.
-        """
-        if strict and (missing := [part for part in PARTS if part not in state_dict]):
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, *, timeout: float = ANSWER_SECONDS
+    ) -> None:
+        state, parts = state_dict, ("policy_state_dict", "env_state_dict", "frames", "iter")
+        if strict and (missing := [part for part in parts if part not in state]):
             raise KeyError(
                 f"the state dict of a {type(self).__name__} lacks {missing}: pass strict=False to load the rest"
             )
-        with self._standing():
-            self._load(state_dict, strict)
-
-    def _load(self, state: Mapping[str, Any], strict: bool) -> None:
         rollouts = self._rollouts
 
         def load_policy() -> None:
@@ -618,23 +460,24 @@ class Collector(BaseCollector, metaclass=Chooses):
             # Where no scheme counts: the frames that follow are not the earlier ones' version.
             self.increment_version()
 
-        if (env_state := state.get("env_state_dict")) and hasattr(rollouts.env, "load_state_dict"):
-            rollouts.env.load_state_dict(env_state)
-        if "versions" in state:
-            self._carry_on(state["versions"])
-        if "policy_state_dict" in state:
-            self._weights.apply(load_policy)
-        has_stepped = rollouts.frames > 0
-        rollouts.frames = state.get("frames", rollouts.frames)
-        self._iter = state.get("iter", self._iter)
-        if rollouts.arguments.track_traj_ids and "traj_pool" in state:
-            rollouts.traj_pool.load_state_dict(state["traj_pool"])
-        if has_stepped or rollouts.is_lost:
-            rollouts.reset()
-        else:  # the first observations are there
-            rollouts.begin_trajectories(rollouts.carrier)
-        if self._trajectories is not None:
-            self._trajectories.clear()
+        with self._standing(timeout):
+            if (env_state := state.get("env_state_dict")) and hasattr(rollouts.env, "load_state_dict"):
+                rollouts.env.load_state_dict(env_state)
+            if "versions" in state:
+                self._carry_on(state["versions"])
+            if "policy_state_dict" in state:
+                self._weights.apply(load_policy)
+            has_stepped = rollouts.frames > 0
+            rollouts.frames = state.get("frames", rollouts.frames)
+            self._iter = state.get("iter", self._iter)
+            if rollouts.arguments.track_traj_ids and "traj_pool" in state:
+                rollouts.traj_pool.load_state_dict(state["traj_pool"])
+            if has_stepped or rollouts.is_lost:
+                rollouts.reset()
+            else:  # the first observations are there
+                rollouts.begin_trajectories(rollouts.carrier)
+            if self._trajectories is not None:
+                self._trajectories.clear()
 
     # -- weights ------------------------------------------------------------------------------------------------------
 
@@ -645,26 +488,8 @@ class Collector(BaseCollector, metaclass=Chooses):
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
-    def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
-        """End collection before the next step. Then close the environment and the schemes.
-
-        Idempotent. If the step under way takes longer than the timeout, its thread closes the environment when the
-        step has ended.
-
-        Args:
-            timeout: seconds. None: 5.
-            close_env: True: close the environment.
-            raise_on_error: True: raise errors. False: log them.
-
-        Raises:
-            BaseException: the error that ended collection in the background, or an error of the environment's
-                ``close``.
-        """
-        with logged_unless(raise_on_error):
-            self._end(timeout, close_env)
-
-    def _end(self, timeout: float | None, close_env: bool) -> None:
-        deadline = time.monotonic() + (SHUTDOWN_SECONDS if timeout is None else timeout)
+    def _end(self, timeout: float, close_env: bool) -> None:
+        deadline = time.monotonic() + timeout
         self.closed = True
         try:
             afterwards: Callable[[], None] = self._close_environment if close_env else lambda: None
@@ -678,17 +503,12 @@ class Collector(BaseCollector, metaclass=Chooses):
                     type(self).__name__,
                 )
         finally:
-            self._abandon()
+            try:
+                self._end_profile()  # in whichever thread it was begun
+            finally:
+                self._thread.abandon(self._end_profile)  # the thread of `async for`, after the work that it has begun
             self._end_weights(max(0.0, deadline - time.monotonic()))
         self._raise_free_error()
-
-    def _abandon(self) -> None:
-        """End the profile, in whichever thread it was begun, and the thread of ``async for`` after the work that it has
-        begun."""
-        try:
-            self._end_profile()
-        finally:
-            self._thread.abandon(self._end_profile)
 
     def _close_environment(self) -> None:
         """Close the environment, once. Raises what it raises, here or after the last batch."""

@@ -76,9 +76,15 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
 
 
 class Attributes(griffe.Extension):
-    """A class attribute without words of its own is left out: `help(True)` is not about it."""
+    """A class attribute without words of its own is left out: `help(True)` is not about it. A method without words of
+    its own has those of the method that it overrides."""
 
     def on_attribute_instance(self, *, node: Any, attr: griffe.Attribute, **kwargs: Any) -> None:
         words = attr.docstring.value.strip() if isinstance(node, griffe.ObjectNode) and attr.docstring else None
         if words is not None and words == inspect.getdoc(type(node.obj)):
             attr.docstring = None
+
+    def on_function_instance(self, *, node: Any, func: griffe.Function, agent: Any, **others: Any) -> None:
+        if func.docstring is None and (text := inspect.getdoc(node.obj)):
+            options = agent.docstring_options
+            func.docstring = griffe.Docstring(text, parent=func, parser=agent.docstring_parser, parser_options=options)

@@ -1,10 +1,8 @@
 """Collectors whose workers are on other hosts: Ray's actors, or nodes that torch's RPC or gloo reaches."""
 
-from asyncsync.collectors.distributed.distributed_collector import DistributedCollector
 from asyncsync.collectors.distributed.launched import serve_node
+from asyncsync.collectors.distributed.node_collector import DistributedCollector, RayCollector, RPCCollector
 from asyncsync.collectors.distributed.ray import ActorBuffer
-from asyncsync.collectors.distributed.ray_collector import RayCollector
-from asyncsync.collectors.distributed.rpc_collector import RPCCollector
 from asyncsync.collectors.weights.legacy_updaters import DistributedWeightUpdater, RPCWeightUpdater
 
 __all__ = [

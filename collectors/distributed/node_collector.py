@@ -1,29 +1,62 @@
-"""NodeCollector: what the collectors have in common whose workers are nodes, on other hosts or on this one.
+"""Collectors whose workers are nodes, on other hosts or on this one: reached by Ray, by torch's RPC, or by gloo.
 
-It is a collector with workers like any other. Its group is a
+    collector = RayCollector([make_env] * 8, policy, frames_per_batch=200, total_frames=100_000)
+    for batch in collector:                     # or: async for batch in collector
+        train(batch)
+        collector.update_policy_weights_()
+    collector.shutdown()                        # or: with RayCollector(...) as collector
+
+Each is a collector with workers like any other. Its group is a
 :class:`~asyncsync.collectors.workers.group.WorkerGroup`, and it has either schedule: ``sync=True`` is that of
 ``MultiSyncCollector``, with a batch of all nodes stacked, ``sync=False`` that of ``MultiAsyncCollector``. What a node
 runs may have workers of its own, in processes of the node's host.
+
+Names and defaults follow TorchRL's ``RayCollector``, "RPCCollector" page and ``DistributedCollector``.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, TypedDict, Unpack
 
-from asyncsync.collectors.arguments import check_schemes, each, frames_or_none, is_list, whole
+import torch
+
+from asyncsync.arguments import Option, declared, described
+from asyncsync.collectors.arguments import (
+    check_count,
+    check_devices,
+    each,
+    frames_or_none,
+    is_list,
+    spread_factories,
+    whole,
+)
 from asyncsync.collectors.base import BaseCollector
-from asyncsync.collectors.distributed.launched import LaunchedFamily
+from asyncsync.collectors.distributed.gloo import GlooFamily
 from asyncsync.collectors.distributed.nodes import NodeFamily
-from asyncsync.collectors.multi.collector import MultiCollector
+from asyncsync.collectors.distributed.ray import ActorBuffer, RayFamily
+from asyncsync.collectors.distributed.rpc import RPCFamily
+from asyncsync.collectors.multi.collector import GroupCollector
 from asyncsync.collectors.multi.multi_async import AsyncDriver, MultiAsyncCollector
 from asyncsync.collectors.multi.multi_sync import MultiSyncCollector, SyncDriver
+from asyncsync.collectors.options import (
+    ExtendBuffer,
+    InitFn,
+    LateOptions,
+    MaxInterval,
+    NoCudaSync,
+    RolloutOptions,
+    TrajsPerBatch,
+    TrustPolicy,
+)
 from asyncsync.collectors.single import Collector
 from asyncsync.collectors.workers.group import WorkerGroup
-from asyncsync.schemes.remote_calls import RemoteCallCore
+from asyncsync.schemes.remote_calls import RayCore, RemoteCallCore, RPCCore
 from asyncsync.schemes.torch_distributed import check_backend
+from asyncsync.sync import DistributedWeightSyncScheme, RayWeightSyncScheme, RPCWeightSyncScheme
 
 CLASSES: dict[str, type[BaseCollector]] = {
     "single": Collector,
@@ -37,86 +70,202 @@ COUNTED_HERE = (
 """Arguments of a node's collector that the collector around it sets."""
 
 
-class NodeCollector(MultiCollector):
-    """A collector whose workers are ``nodes``; a subclass has the documented constructor of its family, and says by
-    which scheme weights go where none is given."""
+# -- options -----------------------------------------------------------------------------------------------------------
+
+
+def _check_sync(name: str, sync: Any) -> None:
+    if not isinstance(sync, bool):
+        raise TypeError(f"{name} must be True or False, not {sync!r}")
+
+
+def _check_port(name: str, port: Any) -> None:
+    if isinstance(port, str) and not port.isdecimal():
+        raise ValueError(f"{name} must be a port number, not {port!r}")
+    if whole(name, int(port) if isinstance(port, str) else port, 1) > 65535:
+        raise ValueError(f"{name} must be at most 65535, not {port}")
+
+
+def _check_options(name: str, given: Any) -> None:
+    if not isinstance(given, Mapping):
+        raise TypeError(f"{name} must be a dict of arguments of TensorPipeRpcBackendOptions, not {given!r}")
+    if "init_method" in given:
+        raise ValueError(f"{name} has init_method, which the collector sets itself: pass tcp_port= instead")
+
+
+UpdateAfter = Annotated[
+    bool,
+    Option(
+        "send the policy's weights: with ``sync`` to all nodes before each batch, otherwise after each batch to the "
+        "node that produced it.",
+        False,
+    ),
+]
+Restarts = Annotated[
+    int,
+    Option(
+        "how often each lost node is started again, with a new environment, the current weights, and the latest hooks; "
+        "an unfinished profile begins again. Calls to its worker wait until it has connected.",
+        0,
+    ),
+]
+ConnectTimeout = Annotated[
+    float, Option("seconds within which all nodes must be ready, and each node that is started again.", 120.0)
+]
+
+
+@described
+class NodeOptions(RolloutOptions, total=False):
+    """Of every collector with nodes.
+
+    Args:
+        frames_per_batch: frames of a batch; with ``sync``, split over the nodes.
+        total_frames: collection ends after this many frames, a multiple of ``frames_per_batch``. -1: no end.
+        collector_class: class that each node runs: "single" (``Collector``), "sync" or "async"
+            (``MultiSyncCollector`` or ``MultiAsyncCollector``, with worker processes), or such a class.
+        collector_kwargs: further arguments of that class: a dict, or a list with one per node.
+        num_workers_per_collector: worker processes of each node; all of them make the same environment.
+        sync: True: a batch stacks one rollout of every node. False: a batch is one node's rollout, in order of arrival.
+    """
+
+    collector_class: Annotated[str | Callable[..., BaseCollector], Option(default=Collector)]
+    collector_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
+    num_workers_per_collector: Annotated[int, Option(default=1)]
+    sync: Annotated[bool, Option(default=False, check=_check_sync)]
+
+
+@described
+class LaunchedOptions(NodeOptions, total=False):
+    """Of ``RPCCollector`` and ``DistributedCollector``.
+
+    Args:
+        slurm_kwargs: parameters of submitit's executor for the jobs, and ``folder`` for their logs.
+        launcher: "submitit" starts jobs (needs that library, ``asyncsync[slurm]``). "mp" starts processes of this host.
+            "torchrun" starts nothing: this program is rank 0, and each other rank calls
+            :func:`~asyncsync.collectors.distributed.serve_node`.
+        tcp_port: port at which nodes find this process. None: 10003, or any free port if that is taken.
+        backend: torch.distributed backend for the weights: "gloo", "mpi", "nccl" or "ucc", if torch has it.
+    """
+
+    slurm_kwargs: Mapping[str, Any] | None
+    update_after_each_batch: UpdateAfter
+    max_weight_update_interval: MaxInterval
+    launcher: Annotated[str, Option(default="submitit")]
+    tcp_port: Annotated[int | str | None, Option(check=_check_port)]
+    backend: Annotated[str, Option(default="gloo", check=lambda _, backend: check_backend(backend))]
+
+
+@described
+class PipeOptions(TypedDict, total=False):
+    """Of ``RPCCollector``.
+
+    Args:
+        visible_devices: a list with one device per node, by which CUDA tensors of its batches reach this process.
+        tensorpipe_options: arguments for ``torch.distributed.rpc.TensorPipeRpcBackendOptions``.
+    """
+
+    visible_devices: Sequence[int | str | torch.device] | None
+    tensorpipe_options: Annotated[Mapping[str, Any] | None, Option(check=_check_options)]
+
+
+class RPCOptions(LaunchedOptions, PipeOptions, LateOptions, total=False):
+    connect_timeout: ConnectTimeout
+
+
+@described
+class DistributedOptions(LaunchedOptions, LateOptions, total=False):
+    """Of ``DistributedCollector``.
+
+    Args:
+        replay_buffer: receives the frames: a buffer that pickles as a handle and has an attribute ``shared = True``.
+    """
+
+    replay_buffer: Any
+    extend_buffer: ExtendBuffer
+    restarts: Restarts
+    connect_timeout: ConnectTimeout
+
+
+@described
+class RayOptions(NodeOptions, LateOptions, total=False):
+    """Of ``RayCollector``.
+
+    Args:
+        ray_init_config: arguments for ``ray.init``, if the program has not called it. Then the last collector or
+            evaluator that uses Ray calls ``ray.shutdown``, unless the program has called ``ray.init`` since.
+        remote_configs: arguments for ``ray.remote``, which say what an actor needs and where it may run, such as
+            ``num_cpus`` or ``scheduling_strategy``; a dict, or a list with one per actor. None: one CPU.
+        num_collectors: number of actors if ``create_env_fn`` is one callable.
+        replay_buffer: receives the frames: an actor with a method ``extend`` or ``add``, its
+            :class:`~asyncsync.collectors.distributed.ActorBuffer`, or another buffer that pickles as a handle and has
+            an attribute ``shared = True``.
+    """
+
+    ray_init_config: Mapping[str, Any] | None
+    remote_configs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
+    num_collectors: int | None
+    update_after_each_batch: UpdateAfter
+    max_weight_update_interval: MaxInterval
+    replay_buffer: Any
+    extend_buffer: ExtendBuffer
+    trust_policy: TrustPolicy
+    no_cuda_sync: NoCudaSync
+    trajs_per_batch: TrajsPerBatch
+    init_fn: InitFn
+    restarts: Restarts
+    connect_timeout: ConnectTimeout
+
+
+# -- collectors --------------------------------------------------------------------------------------------------------
+
+
+class NodeCollector(GroupCollector):
+    """A collector whose workers are ``nodes``. A subclass takes the options of its family, and hands the others over
+    as ``given``."""
 
     called_schemes: tuple[type, ...] = ()  # those whose calls reach the nodes
 
-    @classmethod
-    def _choose(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
-        """The class that is called is meant; ``sync`` is an argument like any other."""
-        return None
-
-    def __init__(
-        self,
-        nodes: NodeFamily,
-        create_env_fn: Any,
-        policy: Any = None,
-        *,
-        frames_per_batch: int,
-        total_frames: int | None,
-        sync: bool,
-        collector_class: str | Callable[..., BaseCollector],
-        collector_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None,
-        num_workers_per_collector: int,
-        update_after_each_batch: bool,
-        connect_timeout: float,
-        **arguments: Any,
-    ) -> None:
-        if not isinstance(sync, bool):
-            raise TypeError(f"sync must be True or False, not {sync!r}")
-        total, frames = frames_or_none("total_frames", total_frames), whole("frames_per_batch", frames_per_batch, 1)
+    def __init__(self, nodes: NodeFamily, create_env_fn: Any, policy: Any, given: dict[str, Any]) -> None:
+        total = frames_or_none("total_frames", given["total_frames"])
+        frames = whole("frames_per_batch", given["frames_per_batch"], 1)
         if total is not None and total % frames:
             raise ValueError(
                 f"total_frames={total} is not divisible by frames_per_batch={frames}: pass total_frames="
                 f"{total - total % frames} or {total - total % frames + frames}, or -1 for a collector without end"
             )
         factories = list(create_env_fn) if is_list(create_env_fn) else [create_env_fn]
-        kind = _class_of(collector_class)
-        per_node = whole("num_workers_per_collector", num_workers_per_collector, 1)
-        if _has_workers(kind):
+        kind = _class_of(given.pop("collector_class"))
+        per_node = whole("num_workers_per_collector", given.pop("num_workers_per_collector"), 1)
+        if getattr(kind.func if isinstance(kind, functools.partial) else kind, "acts_elsewhere", False):
             factories = [factory if is_list(factory) else [factory] * per_node for factory in factories]
         elif per_node > 1:
             raise ValueError(
                 f"num_workers_per_collector={per_node}, but the nodes' collector has no workers: also pass "
                 "collector_class='sync' or 'async'"
             )
-        schemes = arguments["weight_sync_schemes"]
-        check_schemes(weight_sync_schemes=schemes)
-        for model_id, scheme in (schemes or {}).items():
+        for model_id, scheme in (given["weight_sync_schemes"] or {}).items():
             if isinstance(scheme, RemoteCallCore) and not isinstance(scheme, self.called_schemes):
                 raise ValueError(
                     f"weight_sync_schemes[{model_id!r}] is a {type(scheme).__name__}, which cannot call the nodes of a "
                     f"{type(self).__name__}: leave it out, or pass a DistributedWeightSyncScheme"
                 )
-        self.sync = sync
-        self._driver_class = SyncDriver if sync else AsyncDriver
-        self._connect_timeout = connect_timeout
+        self.sync = given.pop("sync")
+        self._driver_class = SyncDriver if self.sync else AsyncDriver
+        self._connect_timeout = given["connect_timeout"]
         self._nodes = nodes
-        self._kwargs = each("collector_kwargs", {} if collector_kwargs is None else collector_kwargs, len(factories))
-        for given in self._kwargs:
-            if not isinstance(given, Mapping):
-                raise TypeError(f"collector_kwargs must be a dict, or a list with one per node, not {given!r}")
-            if own := sorted(given.keys() & {*COUNTED_HERE}):
-                raise ValueError(f"collector_kwargs has {own}: pass these to {type(self).__name__} itself")
-        super().__init__(
-            factories,
-            policy,
-            frames_per_batch=frames,
-            total_frames=total,
-            collector_class=kind,
-            update_at_each_batch=update_after_each_batch,
-            connect_timeout=connect_timeout,
-            **arguments,
-        )
+        kwargs = given.pop("collector_kwargs")
+        self._kwargs = each("collector_kwargs", {} if kwargs is None else kwargs, len(factories))
+        for own in self._kwargs:
+            if not isinstance(own, Mapping):
+                raise TypeError(f"collector_kwargs must be a dict, or a list with one per node, not {own!r}")
+            if set_here := sorted(own.keys() & {*COUNTED_HERE}):
+                raise ValueError(f"collector_kwargs has {set_here}: pass these to {type(self).__name__} itself")
+        given["update_at_each_batch"] = given.pop("update_after_each_batch")
+        super().__init__(factories, policy, collector_class=kind, **given)
 
     @property
     def update_after_each_batch(self) -> bool:
         """The argument of this name."""
         return self._arguments.update_at_each_batch
-
-    # -- nodes as workers ---------------------------------------------------------------------------------------------
 
     def _make_group(self, start_method: str) -> WorkerGroup:
         return WorkerGroup(self._nodes, type(self).__name__, self._connect_timeout, self._arguments.trajectories)
@@ -125,36 +274,163 @@ class NodeCollector(MultiCollector):
         return arguments | dict(self._kwargs[worker])
 
 
-class LaunchedCollector(NodeCollector):
-    """A collector whose nodes a launcher starts; ``family`` makes them of launcher, its options, and port."""
+class RPCCollector(NodeCollector):
+    """Steps environments in nodes. torch's RPC carries commands, batches and the keys of the weights' bus. A process
+    has one RPC agent, so it can have only one RPCCollector at a time.
 
-    backend: str
+    If a node is lost, collection ends with :class:`~asyncsync.errors.PeerLost`, which names it. There is no replay
+    buffer, and so no ``start()``: batches come to this process. :class:`asyncsync.sync.RPCWeightSyncScheme` carries the
+    weights unless another scheme is given.
+    """
 
-    def __init__(
-        self,
-        family: Callable[[str, Any, int | None], LaunchedFamily],
-        *,
-        launcher: str,
-        slurm_kwargs: Any,
-        tcp_port: int | str | None,
-        backend: str,
-        **arguments: Any,
-    ) -> None:
-        check_backend(backend)
-        self.backend = backend
-        super().__init__(family(launcher, slurm_kwargs, _port_of(tcp_port)), **arguments)
+    called_schemes = (RPCCore,)
+
+    @declared
+    def __init__(self, create_env_fn: Any, policy: Any = None, **options: Unpack[RPCOptions]) -> None:
+        """Launch the nodes, and connect the schemes.
+
+        Args:
+            create_env_fn: a list with a callable that returns an environment (or a Gymnasium id) for each node; or one
+                callable, for one node. Pickled by cloudpickle.
+            policy: see ``MultiCollector``.
+
+        Raises:
+            TypeError, ValueError: arguments exclude each other, or do not fit the nodes.
+            ImportError: the launcher's library is not installed.
+            Exception: a node raised it before it was ready. It keeps its type.
+            PeerLost: a node was lost before it was ready.
+            AckTimeout, NotConnected: not all nodes were ready within ``connect_timeout``.
+        """
+        given: dict[str, Any] = {**options}
+        count = len(create_env_fn) if is_list(create_env_fn) else 1
+        family = RPCFamily(
+            *_launching(given),
+            options=dict(given.pop("tensorpipe_options") or {}),
+            devices=_visible(given.pop("visible_devices"), count),
+            connect_timeout=given["connect_timeout"],
+        )
+        self.backend: str = given.pop("backend")
+        super().__init__(family, create_env_fn, policy, given)
+
+    def _default_scheme(self) -> Any:
+        return RPCWeightSyncScheme(backend=self.backend)
+
+    def _connect_senders(self, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        super()._connect_senders(timeout)
+        schemes = self._sender_schemes.items()  # RPC's wait for nobody: the first weights go by a call of each node
+        if first := {m: None for m, s in schemes if isinstance(s, RPCCore) and s.sources.exist()}:
+            self._senders.send(first, None, max(0.0, deadline - time.monotonic()))
+            self._published(self._senders.version)
+
+    def start(self) -> None:
+        """Raises NotImplementedError: an RPCCollector has no replay buffer."""
+        raise NotImplementedError(
+            "RPCCollector hands its batches to this process and has no replay buffer: iterate, or use "
+            "DistributedCollector or RayCollector, which take replay_buffer="
+        )
+
+    @property
+    def collector_rrefs(self) -> dict[int, Any]:
+        """RRefs to the nodes' collectors, by rank, for calls by RPC:
+        ``collector.collector_rrefs[0].rpc_sync().cascade_execute("env.close")``. Only a process's first RPCCollector
+        has them, because torch binds all RRefs of a process to its first RPC agent."""
+        assert isinstance(self._nodes, RPCFamily)
+        return self._nodes.references
 
 
-def _port_of(tcp_port: Any) -> int | None:
-    """The port, which may be a string. Raises TypeError, ValueError."""
-    if isinstance(tcp_port, str):
-        if not tcp_port.isdecimal():
-            raise ValueError(f"tcp_port must be a port number, not {tcp_port!r}")
-        tcp_port = int(tcp_port)
-    port = None if tcp_port is None else whole("tcp_port", tcp_port, 1)
-    if port is not None and port > 65535:
-        raise ValueError(f"tcp_port must be at most 65535, not {port}")
-    return port
+class DistributedCollector(NodeCollector):
+    """Steps environments in nodes. gloo carries commands and batches, in a process group of two for each node. torch's
+    default process group may be initialised or not, and is not used.
+
+    If a node is lost, collection ends with :class:`~asyncsync.errors.PeerLost`, which names it; with ``restarts``, the
+    node is launched again instead. :class:`asyncsync.sync.DistributedWeightSyncScheme` carries the weights unless
+    another scheme is given.
+    """
+
+    @declared
+    def __init__(self, create_env_fn: Any, policy: Any = None, **options: Unpack[DistributedOptions]) -> None:
+        """Launch the nodes, and connect the schemes. Raises the same errors as ``RPCCollector``.
+
+        Args:
+            create_env_fn: see ``RPCCollector``.
+            policy: see ``MultiCollector``.
+        """
+        given: dict[str, Any] = {**options}
+        family = GlooFamily(*_launching(given), restarts=given.pop("restarts"))
+        self.backend: str = given.pop("backend")
+        super().__init__(family, create_env_fn, policy, given)
+
+    def _default_scheme(self) -> Any:
+        return DistributedWeightSyncScheme(backend=self.backend)
+
+
+class RayCollector(NodeCollector):
+    """Steps environments in Ray actors. Needs the library ``ray`` (``asyncsync[ray]``).
+
+    If an actor is killed or its host is lost, collection ends with :class:`~asyncsync.errors.PeerLost`, which names the
+    actor; with ``restarts``, the actor is started again instead. :class:`asyncsync.sync.RayWeightSyncScheme` carries
+    the weights unless another scheme is given.
+    """
+
+    called_schemes = (RayCore,)
+
+    @declared
+    def __init__(self, create_env_fn: Any, policy: Any = None, **options: Unpack[RayOptions]) -> None:
+        """Start the actors, and connect the schemes.
+
+        Args:
+            create_env_fn: a list with a callable that returns an environment (or a Gymnasium id) for each actor, or one
+                for all, with ``num_collectors``. Pickled by cloudpickle.
+            policy: see ``MultiCollector``.
+
+        Raises:
+            TypeError, ValueError: arguments exclude each other, or do not fit the actors.
+            ImportError: Ray is not installed.
+            Exception: an actor raised it before it was ready. It keeps its type.
+            PeerLost: an actor was lost before it was ready.
+            AckTimeout, NotConnected: not all actors were ready within ``connect_timeout``.
+        """
+        given: dict[str, Any] = {**options}
+        factories = spread_factories(create_env_fn, given.pop("num_collectors"))
+        configs = given.pop("remote_configs")
+        configs = each("remote_configs", {"num_cpus": 1} if configs is None else configs, len(factories))
+        for config in configs:
+            if not isinstance(config, Mapping):
+                raise TypeError(f"remote_configs must be a dict for ray.remote, or a list of them, not {config!r}")
+            if own := sorted(config.keys() & {"max_restarts", "max_concurrency", "concurrency_groups"}):
+                raise ValueError(f"remote_configs has {own}, set by the collector: leave them out, or pass restarts=")
+        buffer = given["replay_buffer"]
+        if type(buffer).__module__.startswith("ray.") and hasattr(buffer, "_actor_id"):
+            given["replay_buffer"] = ActorBuffer(buffer)
+        family = RayFamily(configs, given.pop("ray_init_config"), given.pop("restarts"))
+        super().__init__(family, factories, policy, given)
+
+    def _default_scheme(self) -> Any:
+        return RayWeightSyncScheme()
+
+    @property
+    def remote_collectors(self) -> list[Any]:
+        """The actors, by rank. ``ray.get(actor.cascade_execute.remote("env.close"))`` calls a method in an actor."""
+        assert isinstance(self._nodes, RayFamily)
+        return list(self._nodes.actors)
+
+
+def _launching(given: dict[str, Any]) -> tuple[str, Any, int | None]:
+    """Launcher, its options and the port, taken out of the options."""
+    port = given.pop("tcp_port")
+    return given.pop("launcher"), given.pop("slurm_kwargs"), None if port is None else int(port)
+
+
+def _visible(given: Sequence[int | str | torch.device] | None, count: int) -> list[torch.device] | None:
+    """Raises TypeError, ValueError: not a device for each node."""
+    if given is None:
+        return None
+    if not is_list(given):
+        raise TypeError(f"visible_devices must be a list with one device per node, not {given!r}")
+    check_count("visible_devices", given, count)
+    check_devices({f"visible_devices[{index}]": device for index, device in enumerate(given)})
+    return [torch.device(device) for device in given]
 
 
 def _class_of(given: str | Callable[..., BaseCollector]) -> Callable[..., BaseCollector]:
@@ -167,8 +443,3 @@ def _class_of(given: str | Callable[..., BaseCollector]) -> Callable[..., BaseCo
     if not callable(kind) or (inspect.isclass(kind) and not issubclass(kind, BaseCollector)):
         raise TypeError(f"collector_class must be a collector class, or one of {sorted(CLASSES)}, not {given!r}")
     return given
-
-
-def _has_workers(kind: Any) -> bool:
-    own = kind.func if isinstance(kind, functools.partial) else kind
-    return bool(getattr(own, "acts_elsewhere", False))

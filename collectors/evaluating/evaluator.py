@@ -23,18 +23,18 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Self
+from typing import Annotated, Any, Self, TypedDict, Unpack
 
 from tensordict import TensorDictBase
 from tensordict.nn import InteractionType
 from torch import nn
 
-from asyncsync.arguments import KnownKeywords
+from asyncsync.arguments import Option, declared, described
 from asyncsync.collectors.arguments import Device, check_policy_factory, frames_or_none, whole
 from asyncsync.collectors.base import SHUTDOWN_SECONDS, Lifetime
-from asyncsync.collectors.construct import FAMILIES
 from asyncsync.collectors.evaluating.episodes import EpisodeCollector, Key
 from asyncsync.collectors.evaluating.requests import Evaluations, Request
+from asyncsync.collectors.options import InitFn, family
 from asyncsync.errors import ClosedError
 from asyncsync.model.strategy import WeightStrategy, flat_weights
 from asyncsync.runtime import loop_thread
@@ -47,7 +47,6 @@ STEPS = 200
 
 BUSY = ("skip", "newest", "queue", "error")
 
-
 WORKERS: dict[str, tuple[str, dict[str, Any], Callable[[], Any]]] = {
     "process": ("sync", {}, SharedMemWeightSyncScheme),
     "ray": ("ray", {"sync": True}, RayWeightSyncScheme),
@@ -55,18 +54,24 @@ WORKERS: dict[str, tuple[str, dict[str, Any], Callable[[], Any]]] = {
 """By the backend: which collector has the worker, with which arguments, and how weights come to it."""
 
 
-class Evaluator(KnownKeywords, Lifetime):
-    """Evaluates policies in a worker: a process of this host (needs Linux) or a Ray actor.
+def _check_busy(name: str, value: Any) -> None:
+    if value not in BUSY:
+        raise ValueError(f"unknown {name} {value!r}: choose one of {', '.join(map(repr, BUSY))}")
 
-    A result is a dict of ``eval/reward`` (the mean return), ``eval/reward_std``, ``eval/num_episodes``,
-    ``eval/episode_length`` (mean), ``eval/fps``, ``eval/policy_version`` (of the evaluated weights), ``eval/step``, and
-    the entries that ``metrics_fn`` adds. The weights do not change during an evaluation.
+
+def _check_backend(_: str, value: Any) -> None:
+    if value not in WORKERS:
+        raise ValueError(
+            f"unknown backend {value!r} of evaluators: choose 'process' or 'ray'. An evaluator always has a worker, so "
+            "that training does not wait for evaluation"
+        )
+
+
+@described
+class EvaluatorOptions(TypedDict, total=False):
+    """Of an evaluator.
 
     Args:
-        env: a callable that returns an environment, or a Gymnasium id; called in the worker. The environment may be a
-            batch. Freeze statistics that it keeps (VecNorm).
-        policy: module or callable, pickled by cloudpickle; its own weights are evaluated if no others are given. With
-            ``policy_factory`` it stays in this process.
         policy_factory: makes the policy in the worker; called with the environment, or without arguments.
         num_trajectories: episodes per evaluation. Several environments take equal shares.
         max_steps: an episode is truncated after this many steps. None: no limit.
@@ -89,86 +94,91 @@ class Evaluator(KnownKeywords, Lifetime):
         busy_policy: what :meth:`trigger_eval` does during another evaluation. "skip": nothing. "newest": evaluate these
             weights next and drop waiting ones. "queue": evaluate them after waiting ones. "error": raise RuntimeError.
         backend: where the worker runs: "process", or "ray" (an actor anywhere in the cluster; extra: ray).
-        init_fn: called in the worker before anything else.
-
-    Raises:
-        TypeError, ValueError: the collector raised it; an object was given where the worker must make it; or the
-            backend is unknown.
-        ImportError: Ray is not installed.
-        NotImplementedError: backend is "process", and this is not Linux.
-        Exception: the worker raised it before it was ready. It keeps its type.
     """
 
-    def __init__(
-        self,
-        env: Any,
-        policy: Any = None,
-        *,
-        policy_factory: Callable[..., Any] | None = None,
-        num_trajectories: int = 10,
-        max_steps: int | None = None,
-        frames_per_batch: int | None = None,
-        collector_kwargs: Mapping[str, Any] | None = None,
-        weight_sync_schemes: Mapping[str, Any] | None = None,
-        log_prefix: str = "eval",
-        reward_keys: Key = ("next", "reward"),
-        done_keys: Key | None = None,
-        device: Device | None = None,
-        exploration_type: InteractionType | None = InteractionType.DETERMINISTIC,
-        metrics_fn: Callable[[TensorDictBase], Mapping[str, Any]] | None = None,
-        dump_video: bool = True,
-        on_result: Callable[[TensorDictBase], object] | None = None,
-        busy_policy: str = "skip",
-        backend: str = "process",
-        init_fn: Callable[[], None] | None = None,
-    ) -> None:
-        self.closed = True  # until there is something to close
-        if backend not in WORKERS:
-            raise ValueError(
-                f"unknown backend {backend!r} of evaluators: choose 'process' or 'ray'. An evaluator always has a "
-                "worker, so that training does not wait for evaluation"
-            )
-        collector, own, scheme = WORKERS[backend]
-        if busy_policy not in BUSY:
-            raise ValueError(f"unknown busy_policy {busy_policy!r}: choose one of {', '.join(map(repr, BUSY))}")
+    policy_factory: Annotated[Callable[..., Any] | None, Option(check=check_policy_factory)]
+    num_trajectories: Annotated[int, Option(default=10, check=partial(whole, least=1))]
+    max_steps: int | None
+    frames_per_batch: int | None
+    collector_kwargs: Mapping[str, Any] | None
+    weight_sync_schemes: Mapping[str, Any] | None
+    log_prefix: Annotated[str, Option(default="eval")]
+    reward_keys: Annotated[Key, Option(default=("next", "reward"))]
+    done_keys: Key | None
+    device: Device | None
+    exploration_type: Annotated[InteractionType | None, Option(default=InteractionType.DETERMINISTIC)]
+    metrics_fn: Callable[[TensorDictBase], Mapping[str, Any]] | None
+    dump_video: Annotated[bool, Option(default=True)]
+    on_result: Callable[[TensorDictBase], object] | None
+    busy_policy: Annotated[str, Option(default="skip", check=_check_busy)]
+    backend: Annotated[str, Option(default="process", check=_check_backend)]
+    init_fn: InitFn
+
+
+class Evaluator(Lifetime):
+    """Evaluates policies in a worker: a process of this host (needs Linux) or a Ray actor.
+
+    A result is a dict of ``eval/reward`` (the mean return), ``eval/reward_std``, ``eval/num_episodes``,
+    ``eval/episode_length`` (mean), ``eval/fps``, ``eval/policy_version`` (of the evaluated weights), ``eval/step``, and
+    the entries that ``metrics_fn`` adds. The weights do not change during an evaluation.
+    """
+
+    closed = True  # until there is something to close
+
+    @declared
+    def __init__(self, env: Any, policy: Any = None, **options: Unpack[EvaluatorOptions]) -> None:
+        """Start the worker.
+
+        Args:
+            env: a callable that returns an environment, or a Gymnasium id; called in the worker. The environment may
+                be a batch. Freeze statistics that it keeps (VecNorm).
+            policy: module or callable, pickled by cloudpickle; its own weights are evaluated if no others are given.
+                With ``policy_factory`` it stays in this process.
+
+        Raises:
+            TypeError, ValueError: the collector raised it; an object was given where the worker must make it; or the
+                backend is unknown.
+            ImportError: Ray is not installed.
+            NotImplementedError: backend is "process", and this is not Linux.
+            Exception: the worker raised it before it was ready. It keeps its type.
+        """
         is_made = hasattr(env, "step_and_maybe_reset") or hasattr(env, "action_space")
         if not isinstance(env, str) and (not callable(env) or (is_made and not isinstance(env, type))):
             raise TypeError(
                 f"env must be a callable that returns an environment, or a Gymnasium id, not {type(env).__name__}: the "
                 "evaluator's worker makes it"
             )
+        policy_factory, schemes = options["policy_factory"], options["weight_sync_schemes"]
         if policy is None and policy_factory is None:
             raise TypeError("Evaluator has nothing to evaluate: pass policy= or policy_factory=")
-        check_policy_factory("policy_factory", policy_factory)
-        if weight_sync_schemes is None and policy_factory is not None:
-            weight_sync_schemes = {"policy": scheme()}
-        limit = frames_or_none("max_steps", max_steps)
-        if frames_per_batch is None:
-            frames_per_batch = min(STEPS, limit or STEPS)
-        self._busy_policy = busy_policy
+        collector, own, scheme = WORKERS[options["backend"]]
+        if schemes is None and policy_factory is not None:
+            schemes = {"policy": scheme()}
+        limit, frames = frames_or_none("max_steps", options["max_steps"]), options["frames_per_batch"]
+        self._busy_policy = options["busy_policy"]
         self._steps = 0
-        self._collector = FAMILIES[collector](
+        self._collector = family(collector)(
             [env],
             policy,
             policy_factory=policy_factory,
-            frames_per_batch=frames_per_batch,
+            frames_per_batch=min(STEPS, limit or STEPS) if frames is None else frames,
             max_frames_per_traj=limit,
-            exploration_type=exploration_type,
-            policy_device=device,
-            weight_sync_schemes=weight_sync_schemes,
-            init_fn=init_fn,
+            exploration_type=options["exploration_type"],
+            policy_device=options["device"],
+            weight_sync_schemes=schemes,
+            init_fn=options["init_fn"],
             collector_class=partial(
                 EpisodeCollector,
-                episodes=whole("num_trajectories", num_trajectories, 1),
-                reward_keys=reward_keys,
-                done_keys=done_keys,
-                metrics_fn=metrics_fn,
-                dump_video=dump_video,
+                episodes=options["num_trajectories"],
+                reward_keys=options["reward_keys"],
+                done_keys=options["done_keys"],
+                metrics_fn=options["metrics_fn"],
+                dump_video=options["dump_video"],
             ),
             **own,
-            **(collector_kwargs or {}),
+            **(options["collector_kwargs"] or {}),
         )
-        self._evaluations = Evaluations(self._collector, log_prefix, on_result)
+        self._evaluations = Evaluations(self._collector, options["log_prefix"], options["on_result"])
         try:
             self._evaluations.begin()
         except BaseException:

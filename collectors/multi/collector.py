@@ -1,5 +1,5 @@
-"""MultiCollector: steps environments in worker processes, one per factory. Base class of the synchronous and the
-asynchronous one.
+"""Collectors with workers: what all of them have, wherever the workers run, and ``MultiCollector``, whose workers are
+processes of this host, one per factory.
 
     collector = MultiCollector([make_env] * 4, policy, frames_per_batch=200, total_frames=10_000, sync=True)
     for batch in collector:                     # or: async for batch in collector
@@ -13,34 +13,33 @@ page and its ``MultiCollector``.
 
 from __future__ import annotations
 
-import inspect
 import time
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from inspect import Parameter
+from typing import Any, Literal, Unpack
 
 import torch
-from tensordict.nn import InteractionType
+from tensordict import TensorDict, TensorDictBase
+from torch import nn
 
+from asyncsync.arguments import declared, options_of
+from asyncsync.bus.core import DEFAULT_TIMEOUT
 from asyncsync.collectors.arguments import (
-    Devices,
-    check_accepted,
-    check_callable,
+    check_count,
     check_factories,
-    check_schemes,
     each,
     exact_device,
     frames_or_none,
-    given_arguments,
     own_arguments,
-    whole,
     with_partial,
 )
-from asyncsync.collectors.base import BaseCollector, PostHook, PreHook
-from asyncsync.collectors.construct import FAMILIES, Chooses
+from asyncsync.collectors.base import ANSWER_SECONDS, BaseCollector, Signals, _part
 from asyncsync.collectors.multi.batches import BatchArguments
+from asyncsync.collectors.multi.calls import are_equal, parts_of
 from asyncsync.collectors.multi.driver import Driver
-from asyncsync.collectors.multi.group_collector import GroupCollector
 from asyncsync.collectors.multi.starting import (
     check_own_schemes,
     check_shared,
@@ -54,281 +53,227 @@ from asyncsync.collectors.multi.starting import (
     ways_of_weights,
 )
 from asyncsync.collectors.multi.torchrl_private import let_workers_begin
+from asyncsync.collectors.options import Chooses, MultiOptions, family
+from asyncsync.collectors.profiling import ProfileConfig
 from asyncsync.collectors.single import Collector
-from asyncsync.collectors.trajectories import _TrajectoryPool, on_device
-from asyncsync.collectors.weights.api import _RegisteredModels
+from asyncsync.collectors.trajectories import on_device, processed
+from asyncsync.collectors.weights.acting import fitted
+from asyncsync.collectors.weights.api import Planned, UnknownModel, _RegisteredModels, belongs_to
 from asyncsync.collectors.whole_trajectories import check_trajectories
 from asyncsync.collectors.workers.group import WorkerGroup
 from asyncsync.collectors.workers.local import LocalFamily, check_platform, check_start_method
+from asyncsync.collectors.workers.messages import loads
+from asyncsync.errors import AckTimeout, PartialSendError, PeerLost
+from asyncsync.runtime import loop_thread
+from asyncsync.runtime.threads import uninterrupted
+from asyncsync.schemes.none import NoSyncCore
+from asyncsync.schemes.sources import follow
 from asyncsync.sync import SharedMemWeightSyncScheme
 
+FAILURE_SECONDS = 1.0
+"""How long a worker's own failure is waited for when the bus reports that the worker is lost."""
 
-class MultiCollector(GroupCollector, metaclass=Chooses):
-    """Steps environments in worker processes. Needs Linux.
+DEVICES = ("device", "storing_device", "env_device", "policy_device")
+OF_WORKERS = (
+    "max_frames_per_traj", "reset_at_each_iter", "track_traj_ids", "exploration_type", "set_truncated", "extend_buffer",
+    "trust_policy", "compile_policy", "cudagraph_policy", "no_cuda_sync", "pre_collect_hook", "max_lag", "compact_obs",
+    "auto_register_policy_transforms", "traj_pool",
+)  # fmt: skip
+"""The options that each worker's collector gets as they are."""
+OF_WRITERS = ("postproc", "split_trajs", "trajs_per_batch", "trajs_per_write")
+"""Those that it gets too if it writes to a replay buffer. Without one, they are for batches of this process."""
 
-    Args:
-        create_env_fn: a list with a callable that returns an environment (or a Gymnasium id) for each worker, or one
-            for all, with ``num_workers``. Pickled by cloudpickle, so lambdas work.
-        policy: module or callable, as for :class:`asyncsync.collectors.Collector`; pickled by cloudpickle. With
-            ``policy_factory`` it stays in this process, as the source of weights.
-        num_workers: number of workers if ``create_env_fn`` is one callable.
-        policy_factory: a callable that returns the policy, called in each worker; or a list, one per worker. Give this
-            or ``policy``; both only if schemes carry the weights.
-        frames_per_batch: frames of a batch, or a list with the frames of each worker. MultiSync splits it over the
-            workers, rounded up. MultiAsync: frames of each worker's rollout.
-        total_frames: collection ends after this many frames, rounded up to whole batches. -1: no end.
-        device, storing_device, env_device, policy_device: see ``Collector``; one, or a list with one per worker.
-        create_env_kwargs: keyword arguments for the callables; one dict, or a list with one per worker.
-        collector_class: class that each worker runs: ``Collector``, a subclass, or (nested) MultiSyncCollector or
-            MultiAsyncCollector, whose ``create_env_fn`` is then one item of the list here. May be a
-            ``functools.partial``, whose arguments replace the defaults here; ``total_frames`` and ``replay_buffer``
-            must be given here.
-        max_frames_per_traj, reset_at_each_iter, exploration_type, set_truncated, track_traj_ids: see ``Collector``.
-        trust_policy, compile_policy, cudagraph_policy, no_cuda_sync, max_lag, compact_obs: see ``Collector``.
-        use_buffers, reset_when_done, auto_register_policy_transforms, local_init_rb: see ``Collector``.
-        track_policy_version: see ``Collector``. An object only means True, because each worker counts for itself.
-        trajs_per_batch, trajs_per_write, traj_format: see ``Collector``. This process assembles batches from the
-            trajectories of all workers. Each worker writes to a replay buffer itself.
-        init_random_frames: see ``Collector``; counted over all workers, rounded up to whole rollouts.
-        postproc, split_trajs: see ``Collector``. This process applies them to the whole batch; with a replay buffer,
-            each worker applies them.
-        update_at_each_batch: send the policy's weights: MultiSync to all workers before each batch, MultiAsync after
-            each batch to the worker that produced it.
-        preemptive_threshold: MultiSync: when this fraction of the workers has finished, cut the rollouts of the others.
-        num_threads: torch's threads in this process. None: unchanged.
-        num_sub_threads: torch's threads in each worker.
-        cat_results: MultiSync: "stack" or None: ``[workers, *batch, time]``. An int: concatenate along that dimension.
-        replay_buffer: receives the workers' frames; all processes must share it. TorchRL's buffers are shared by
-            ``share()`` (a lazy storage: ``shared_init=True``) if they are not yet. A ``multiprocessing`` manager's
-            proxy works. Another buffer must pickle as a handle and have an attribute ``shared = True``.
-        extend_buffer: True: write whole rollouts. False: write frame by frame.
-        weight_updater: an updater, or a callable that returns one (deprecated).
-        weight_sync_schemes: ``{model_id: scheme}``; None: shared memory for a policy with parameters or buffers.
-            Without a replay buffer, ``"postproc"`` needs no scheme: it runs, and is updated, in this process.
-        weight_recv_schemes: this collector receives weights by these schemes and passes them on to its workers.
-        worker_idx: index of this collector among the workers of a larger one.
-        pre_collect_hook, post_collect_hook: see ``Collector``; called in each worker.
-        init_fn: called in each worker before anything else.
-        max_weight_update_interval: a worker gets the current weights after at most this many of its batches. -1: no
-            limit. MultiSync: not with ``update_at_each_batch``.
-        traj_pool: source of the trajectory ids. None: the workers share one.
-        start_method: how multiprocessing starts workers: "spawn" or "forkserver".
-        connect_timeout: seconds within which all workers must be ready.
 
-    Raises:
-        TypeError, ValueError: arguments exclude each other, or do not fit the workers.
-        Exception: a worker raised it before it was ready. It keeps its type.
-        AckTimeout, NotConnected: not all workers were ready within ``connect_timeout``.
-        NotImplementedError: this is not Linux.
-    """
+class GroupCollector(BaseCollector):
+    """A collector with the workers of a group, a driver that makes batches of their rollouts, and calls between two
+    rollouts: what comes from a worker is a copy, and what it raises is raised here. A subclass chooses the group, the
+    schedule, and the scheme that carries weights by default."""
 
-    _selectors = (inspect.Parameter("sync", inspect.Parameter.KEYWORD_ONLY, annotation="bool"),)
+    acts_elsewhere = True
+    num_workers: int
+    _arguments: BatchArguments
+    _group: WorkerGroup
+    _driver: Driver
+    _driver_class: type[Driver]
+    _acting_devices: dict[int, set[torch.device]]  # of each worker's policy
+    _finalizers: tuple[Callable[[], object], ...]
 
-    @classmethod
-    def _choose(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
-        """``MultiCollector(..., sync=…)`` makes one or the other."""
-        sync = kwargs.pop("sync", None)
-        if cls is not MultiCollector:
-            if sync is not None:
-                raise TypeError(f"sync= is an argument of MultiCollector, not of {cls.__name__}: leave it out")
-            return None
-        if sync is None:
-            raise TypeError(
-                "MultiCollector needs sync=True (batches of all workers together) or sync=False (each as it comes)"
-            )
-        return partial(FAMILIES["sync" if sync else "async"], *args, **kwargs)
+    update_at_each_batch = _part("_arguments.update_at_each_batch")
+    max_weight_update_interval = _part("_arguments.max_weight_update_interval")
+    _iter = _part("_driver.count")
 
-    def __init__(
-        self,
-        create_env_fn: Any,
-        policy: Any = None,
-        *,
-        num_workers: int | None = None,
-        policy_factory: Any = None,
-        frames_per_batch: int | Sequence[int],
-        total_frames: int | None = -1,
-        device: Devices = None,
-        storing_device: Devices = None,
-        env_device: Devices = None,
-        policy_device: Devices = None,
-        create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
-        collector_class: Callable[..., BaseCollector] | None = None,
-        max_frames_per_traj: int | None = -1,
-        init_random_frames: int | None = -1,
-        reset_at_each_iter: bool = False,
-        postproc: Callable[[Any], Any] | None = None,
-        split_trajs: bool | None = False,
-        track_traj_ids: bool = True,
-        exploration_type: InteractionType | None = InteractionType.RANDOM,
-        update_at_each_batch: bool = False,
-        preemptive_threshold: float | None = None,
-        num_threads: int | None = None,
-        num_sub_threads: int = 1,
-        cat_results: str | int | None = None,
-        set_truncated: bool = False,
-        replay_buffer: Any = None,
-        extend_buffer: bool = True,
-        trust_policy: bool | None = None,
-        compile_policy: bool | Mapping[str, Any] | None = None,
-        cudagraph_policy: bool | Mapping[str, Any] | None = None,
-        no_cuda_sync: bool = False,
-        weight_updater: Any = None,
-        weight_sync_schemes: Mapping[str, Any] | None = None,
-        weight_recv_schemes: Mapping[str, Any] | None = None,
-        worker_idx: int | None = None,
-        pre_collect_hook: PreHook | None = None,
-        post_collect_hook: PostHook | None = None,
-        init_fn: Callable[[], None] | None = None,
-        max_weight_update_interval: int = -1,
-        max_lag: int | None = None,
-        traj_pool: _TrajectoryPool | None = None,
-        trajs_per_batch: int | None = None,
-        trajs_per_write: int | None = None,
-        traj_format: str | None = None,
-        compact_obs: bool = False,
-        use_buffers: bool | None = None,
-        reset_when_done: bool = True,
-        track_policy_version: Any = False,
-        auto_register_policy_transforms: bool | None = None,
-        local_init_rb: bool | None = None,
-        start_method: str = "spawn",
-        connect_timeout: float = 60.0,
-    ) -> None:
-        given = given_arguments(locals())
-        super().__init__(pre_collect_hook=pre_collect_hook, post_collect_hook=post_collect_hook, worker_idx=worker_idx)
+    @declared
+    def __init__(self, create_env_fn: Any, policy: Any = None, **options: Unpack[MultiOptions]) -> None:
+        """Start the workers, and connect the schemes. Needs Linux.
+
+        Args:
+            create_env_fn: a list with a callable that returns an environment (or a Gymnasium id) for each worker, or
+                one for all, with ``num_workers``. Pickled by cloudpickle, so lambdas work.
+            policy: module or callable, as for :class:`asyncsync.collectors.Collector`; pickled by cloudpickle. With
+                ``policy_factory`` it stays in this process, as the source of weights.
+
+        Raises:
+            TypeError, ValueError: arguments exclude each other, or do not fit the workers.
+            Exception: a worker raised it before it was ready. It keeps its type.
+            AckTimeout, NotConnected: not all workers were ready within ``connect_timeout``.
+            NotImplementedError: this is not Linux.
+        """
+        super().__init__(options["pre_collect_hook"], options["post_collect_hook"], options["worker_idx"])
         self.closed = True  # until there is something to close
         check_platform(type(self).__name__)
-        factories = check_factories(create_env_fn, num_workers)
+        given: dict[str, Any] = {**options}
+        factories = check_factories(create_env_fn, given["num_workers"])
         self.num_workers = count = len(factories)
-        own = own_arguments(collector_class)
-        given |= {name: own[name] for name in ("track_traj_ids", "reset_at_each_iter") if name in own}
-        self.track_traj_ids = given["track_traj_ids"]
-        if weight_updater is not None and weight_sync_schemes is not None:
+        updater, schemes = given["weight_updater"], given["weight_sync_schemes"]
+        if updater is not None and schemes is not None:
             raise TypeError("weight_updater and weight_sync_schemes exclude each other: pass the schemes alone")
-        frames_or_none("max_frames_per_traj", max_frames_per_traj)  # refused here, not in a worker
-        max_weight_update_interval = whole("max_weight_update_interval", max_weight_update_interval)
-        if max_lag is not None:
-            max_lag = whole("max_lag", max_lag, 0)
-        check_callable(postproc=postproc, init_fn=init_fn)
-        check_schemes(weight_sync_schemes=weight_sync_schemes, weight_recv_schemes=weight_recv_schemes)
-        trajectories = check_trajectories(**given)
-        self._counts_frames = trajectories is None or replay_buffer is not None
-        check_accepted(**given)
-        check_shared(replay_buffer)
-        check_start_method(start_method)
-        dim, threshold = self._check_results(cat_results, preemptive_threshold)
-        self._arguments = BatchArguments(
-            *frames_of_workers(frames_per_batch, total_frames, init_random_frames, count, self._driver_class),
-            split_trajs=bool(split_trajs) and replay_buffer is None,
-            track_traj_ids=self.track_traj_ids,
-            replay_buffer=replay_buffer,
-            update_at_each_batch=update_at_each_batch,
-            max_weight_update_interval=max_weight_update_interval,
-            trajectories=None if replay_buffer is not None else trajectories,
-            writes_trajectories=replay_buffer is not None and trajectories is not None,
-            dim=dim,
-            threshold=threshold,
+        frames_or_none("max_frames_per_traj", given["max_frames_per_traj"])  # refused here, not in a worker
+        check_shared(given["replay_buffer"])
+        check_start_method(given["start_method"])
+        self._arguments = self._of_batches(given)
+        policies = policies_of_workers(policy, given["policy_factory"], count)
+        updater, schemes = ways_of_weights(
+            policy,
+            given["policy_factory"] is not None,
+            updater,
+            schemes,
+            self.update_at_each_batch or self.max_weight_update_interval > 0,
+            self._default_scheme,
         )
-        policies = policies_of_workers(policy, policy_factory, count)
-        needs_weights = update_at_each_batch or max_weight_update_interval > 0
-        updater, weight_sync_schemes = ways_of_weights(
-            policy, policy_factory is not None, weight_updater, weight_sync_schemes, needs_weights, self._default_scheme
-        )
-        devices = {name: given[name] for name in ("device", "storing_device", "env_device", "policy_device")}
-        placed = devices_of_workers(devices, collector_class, count)
-        kwargs = each("create_env_kwargs", create_env_kwargs, count)
-        self._acting_devices: dict[int, set[torch.device]] = {}
+        placed = devices_of_workers({name: given[name] for name in DEVICES}, given["collector_class"], count)
+        self._acting_devices = {}
         self.policy_device, self.storing_device = (
             [exact_device(d["device"] if d[name] is None else d[name]) for d in placed]
             for name in ("policy_device", "storing_device")
         )
-
         self.policy = policy
-        if policy is None and worker_idx is not None and policies[0] is not None:
+        if policy is None and given["worker_idx"] is not None and policies[0] is not None:
             self.policy = policies[0]()  # in the middle of a tree: what is received here is passed on from it
-        self.extend_buffer = extend_buffer
-        if replay_buffer is None:
-            self._arguments.postproc = on_device(postproc, self.storing_device[0])
-        if num_threads is not None:
-            torch.set_num_threads(num_threads)
-
-        shared = replay_buffer is not None
-        arguments = {
-            "max_frames_per_traj": max_frames_per_traj,
-            "reset_at_each_iter": reset_at_each_iter,
-            "track_traj_ids": track_traj_ids,
-            "exploration_type": exploration_type,
-            "set_truncated": set_truncated,
-            "extend_buffer": extend_buffer,
-            "trust_policy": trust_policy,
-            "compile_policy": compile_policy,
-            "no_cuda_sync": no_cuda_sync,
-            "pre_collect_hook": pre_collect_hook,
-            "max_lag": max_lag,
-            "compact_obs": compact_obs,
-            "cudagraph_policy": cudagraph_policy,
-            "track_policy_version": bool(track_policy_version),
-            "auto_register_policy_transforms": auto_register_policy_transforms,
-            "postproc": postproc if shared else None,
-            "split_trajs": split_trajs if shared else False,
-            "trajs_per_batch": trajs_per_batch if shared else None,
-            "trajs_per_write": trajs_per_write if shared else None,
-        }
-        each_own = [
-            {
-                **arguments,
-                **placed[index],
-                "frames_per_batch": self._arguments.frames[index],
-                "create_env_kwargs": kwargs[index],
-                "policy": policy if own_policy is None else None,
-                "policy_factory": own_policy,
-                "replay_buffer": replay_buffer,
-                "traj_pool": traj_pool,
-                "worker_idx": index,
-            }
-            for index, own_policy in enumerate(policies)
-        ]
-        defaults = {p.name: p.default for p in inspect.signature(MultiCollector.__init__).parameters.values()}
-        kind = Collector if collector_class is None else collector_class
-        each_own = [self._with_options(i, with_partial(kind, own, defaults)) for i, own in enumerate(each_own)]
-        check_own_schemes([{**own, **given} for given in each_own])
-        sent = {m: scheme for m, scheme in weight_sync_schemes.items() if not self._goes_with_workers(m)}
+        self.extend_buffer = given["extend_buffer"]
+        if self.replay_buffer is None:
+            self._arguments.postproc = on_device(given["postproc"], self.storing_device[0])
+        if given["num_threads"] is not None:
+            torch.set_num_threads(given["num_threads"])
+        each_own = self._of_each_worker(given, policy, policies, placed)
+        check_own_schemes([{**own_arguments(given["collector_class"]), **own} for own in each_own])
+        sent = {m: scheme for m, scheme in schemes.items() if not self._goes_with_workers(m)}
         self._set_up_senders(sent, updater, self, count)
         for scheme in self._sender_schemes.values():
             if scheme.context is self:  # an open bus keeps its schemes, which would keep this collector alive
                 scheme.context = _RegisteredModels(self._registered)
-        self._group = group = self._make_group(start_method)
-        self._driver = self._driver_class(self, group, self._arguments)
+        self._group = self._make_group(given["start_method"])
+        self._driver = self._driver_class(self, self._group, self._arguments)
         self.closed = False
-        self._finalizers = make_finalizers(self, group, self._sender_schemes)
-        deadline = time.monotonic() + connect_timeout
+        self._finalizers = make_finalizers(self, self._group, self._sender_schemes)
         try:
-            let_workers_begin(replay_buffer)
-            if hasattr(replay_buffer, "share") and not getattr(replay_buffer, "shared", True):
-                replay_buffer.share()
-            specifications = described(
-                factories,
-                each_own,
-                group.trajectory_pool,
-                kind=kind,
-                post_collect_hook=post_collect_hook,
-                init_fn=init_fn,
-                threads=num_sub_threads,
-                follows=self._announces(),
-                timeout=connect_timeout,
-            )
-            group.start(specifications, self._sender_schemes, replay_buffer)
-            wait_until_built(group, count, type(self).__name__, deadline)
-            for index, info in group.infos.items():
-                self._arguments.frames[index] = info.frames
-                self._acting_devices[index] = info.devices
-                self._check_dims(info.dims)
-            connect(group, self._connect_senders, self._end_weights, deadline)
-            if weight_recv_schemes is not None:  # what comes is passed on at once
-                self.register_scheme_receiver(weight_recv_schemes)
+            self._start_workers(factories, each_own, given)
         except BaseException:
             self.shutdown()
             raise
+
+    def _of_batches(self, given: Mapping[str, Any]) -> BatchArguments:
+        """What batches are like. Raises TypeError, ValueError."""
+        own, buffer = own_arguments(given["collector_class"]), given["replay_buffer"]
+        seen = {**given, **{name: own[name] for name in ("track_traj_ids", "reset_at_each_iter") if name in own}}
+        self.track_traj_ids = seen["track_traj_ids"]
+        trajectories = check_trajectories(**seen)
+        self._counts_frames = trajectories is None or buffer is not None
+        dim, threshold = self._check_results(given["cat_results"], given["preemptive_threshold"])
+        frames, total, random = (given[name] for name in ("frames_per_batch", "total_frames", "init_random_frames"))
+        return BatchArguments(
+            *frames_of_workers(frames, total, random, self.num_workers, self._driver_class),
+            split_trajs=bool(given["split_trajs"]) and buffer is None,
+            track_traj_ids=self.track_traj_ids,
+            replay_buffer=buffer,
+            update_at_each_batch=given["update_at_each_batch"],
+            max_weight_update_interval=given["max_weight_update_interval"],
+            trajectories=None if buffer is not None else trajectories,
+            writes_trajectories=buffer is not None and trajectories is not None,
+            dim=dim,
+            threshold=threshold,
+        )
+
+    def _of_each_worker(
+        self, given: Mapping[str, Any], policy: Any, policies: Sequence[Any], placed: Sequence[Mapping[str, Any]]
+    ) -> list[dict[str, Any]]:
+        """The arguments of each worker's collector. Raises TypeError, ValueError."""
+        names = OF_WORKERS if self.replay_buffer is None else (*OF_WORKERS, *OF_WRITERS)
+        common = {name: given[name] for name in names} | {"track_policy_version": bool(given["track_policy_version"])}
+        kwargs = each("create_env_kwargs", given["create_env_kwargs"], self.num_workers)
+        defaults = {name: option.default for name, option in options_of(MultiOptions).items()}
+        found = []
+        for worker, own_policy in enumerate(policies):
+            own = {
+                **common,
+                **placed[worker],
+                "frames_per_batch": self._arguments.frames[worker],
+                "create_env_kwargs": kwargs[worker],
+                "policy": policy if own_policy is None else None,
+                "policy_factory": own_policy,
+                "worker_idx": worker,
+            }
+            found.append(self._with_options(worker, with_partial(given["collector_class"], own, defaults)))
+        return found
+
+    def _start_workers(
+        self, factories: Sequence[Any], each_own: Sequence[dict[str, Any]], given: Mapping[str, Any]
+    ) -> None:
+        """Start the workers, and connect both sides. Raises whatever a worker raises, AckTimeout, NotConnected."""
+        group, buffer, timeout = self._group, self.replay_buffer, given["connect_timeout"]
+        deadline = time.monotonic() + timeout
+        let_workers_begin(buffer)
+        if hasattr(buffer, "share") and not getattr(buffer, "shared", True):
+            buffer.share()
+        specifications = described(
+            factories,
+            each_own,
+            group.trajectory_pool,
+            kind=given["collector_class"] or Collector,
+            post_collect_hook=given["post_collect_hook"],
+            init_fn=given["init_fn"],
+            threads=given["num_sub_threads"],
+            follows=self._announces(),
+            timeout=timeout,
+        )
+        group.start(specifications, self._sender_schemes, buffer)
+        wait_until_built(group, self.num_workers, type(self).__name__, deadline)
+        for index, info in group.infos.items():
+            self._arguments.frames[index] = info.frames
+            self._acting_devices[index] = info.devices
+            self._check_dims(info.dims)
+        connect(group, self._connect_senders, self._end_weights, deadline)
+        if given["weight_recv_schemes"] is not None:  # what comes is passed on at once
+            self.register_scheme_receiver(given["weight_recv_schemes"])
+
+    # -- what a subclass decides --------------------------------------------------------------------------------------
+
+    def _make_group(self, start_method: str) -> WorkerGroup:
+        return WorkerGroup(LocalFamily(start_method, type(self).__name__), type(self).__name__)
+
+    def _default_scheme(self) -> Any:
+        """What brings the policy's weights to the workers if no scheme is given."""
+        return SharedMemWeightSyncScheme()
+
+    def _with_options(self, worker: int, arguments: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a worker's collector, with those that were given for that one alone."""
+        return arguments
+
+    def _check_results(
+        self, cat_results: str | int | None, preemptive_threshold: float | None
+    ) -> tuple[int | None, float]:
+        """The dimension and the threshold of the batches, by arguments that only a synchronous collector supports."""
+        given = {"cat_results": cat_results not in (None, "stack"), "preemptive_threshold": preemptive_threshold}
+        for name, value in given.items():
+            if value not in (None, False):
+                raise ValueError(f"{name} needs batches of several workers: use MultiSyncCollector")
+        return None, 1.0
+
+    def _check_dims(self, dims: int | None) -> None:
+        """Batch dimensions of a worker's environment."""
+
+    @property
+    def _collected(self) -> int:
+        return self._driver.frames if self._driver.free is None else self._group.frames
 
     @property
     def requested_frames_per_batch(self) -> int:
@@ -346,32 +291,347 @@ class MultiCollector(GroupCollector, metaclass=Chooses):
             raise ValueError(f"the workers' rollouts differ in frames, {frames}: choose a worker by worker_idx=")
         return frames[worker_idx or 0]
 
-    # -- what is different where the workers are not processes of this host -----------------------------------------
+    # -- iteration ----------------------------------------------------------------------------------------------------
 
-    def _make_group(self, start_method: str) -> WorkerGroup:
-        return WorkerGroup(LocalFamily(start_method, type(self).__name__), type(self).__name__)
+    def iterator(self) -> Iterator[TensorDictBase | None]:
+        return self._driver.iterator()
 
-    def _default_scheme(self) -> Any:
-        """What brings the policy's weights to the workers if no scheme is given."""
-        return SharedMemWeightSyncScheme()
+    async def __anext__(self) -> TensorDictBase | None:
+        return await self._driver.next_async()
 
-    def _with_options(self, worker: int, arguments: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of a worker's collector, with those that were given for that one alone."""
-        return arguments
+    def _set_free(self) -> None:
+        self._driver.run_free()
 
-    # -- what is different in the two schedules ----------------------------------------------------------------------
+    def is_running(self) -> bool:
+        return self._driver.free is not None and not self._driver.free.done()
 
-    _driver_class: type[Driver]
+    def _paused(self, owner: object) -> AbstractContextManager[None]:
+        return self._driver.paused(owner)
 
-    def _check_results(
-        self, cat_results: str | int | None, preemptive_threshold: float | None
-    ) -> tuple[int | None, float]:
-        """The dimension and the threshold of the batches, by arguments that only a synchronous collector supports."""
-        given = {"cat_results": cat_results not in (None, "stack"), "preemptive_threshold": preemptive_threshold}
-        for name, value in given.items():
-            if value not in (None, False):
-                raise ValueError(f"{name} needs batches of several workers: use MultiSyncCollector")
-        return None, 1.0
+    # -- calls between two rollouts -----------------------------------------------------------------------------------
 
-    def _check_dims(self, dims: int | None) -> None:
-        """Batch dimensions of a worker's environment."""
+    def set_seed(self, seed: int, static_seed: bool = False, *, timeout: float = ANSWER_SECONDS) -> int:
+        for worker in range(self.num_workers):
+            [seed] = self._group.ask("seed", seed, static_seed, workers=[worker], timeout=timeout)
+        self._driver.break_trajectories_off()
+        return seed
+
+    def reset(self, reset_idx: Sequence[bool] | None = None, *, timeout: float = ANSWER_SECONDS) -> None:
+        """Reset the environments of all workers, or of some.
+
+        Args:
+            reset_idx: one bool per worker, True to reset its environment. None: all.
+            timeout: seconds. Workers answer between two rollouts.
+
+        Raises:
+            ValueError: ``reset_idx`` does not have one entry per worker.
+            AckTimeout: a worker did not answer within the timeout. It will still carry out the call.
+        """
+        if reset_idx is not None:
+            check_count("reset_idx", reset_idx, self.num_workers)
+        chosen = [w for w in range(self.num_workers) if reset_idx is None or reset_idx[w]]
+        self._group.ask("reset", workers=chosen, timeout=timeout)
+        self._driver.break_trajectories_off()
+
+    def state_dict(self, *, timeout: float = ANSWER_SECONDS) -> dict[str, Any]:
+        states = self._group.ask("state", timeout=timeout)
+        self._driver.count_free()
+        own = {"frames": self._driver.frames, "iter": self._driver.count, "versions": self._versions()}
+        return {f"worker{w}": s for w, s in enumerate(states)} | own
+
+    def fake_tensordict(self, *, timeout: float = ANSWER_SECONDS) -> TensorDictBase:
+        batch = self._driver.together(self._group.ask("fake", timeout=timeout))
+        return processed(batch, self.postproc, split_trajs=self.split_trajs)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, *, timeout: float = ANSWER_SECONDS
+    ) -> None:
+        state, names = state_dict, [f"worker{worker}" for worker in range(self.num_workers)]
+        if strict and (missing := [name for name in (*names, "frames", "iter") if name not in state]):
+            raise KeyError(f"the state dict of a {type(self).__name__} with {len(names)} workers lacks {missing}")
+        # First, as each worker begins new trajectories when it loads.
+        next_ids = [int(pool["traj_id"]) for pool in parts_of(state, "traj_pool")]
+        self._group.trajectory_pool().advance(0, max(next_ids, default=0))
+        there = [name for name in names if name in state]
+        for name in there:
+            self._group.ask("load", state[name], strict, workers=[names.index(name)], timeout=timeout)
+        self._driver.break_trajectories_off()
+        self._driver.frames = self._group.frames = state.get("frames", self._driver.frames)
+        self._driver.count = state.get("iter", self._driver.count)
+        policies = [policy for name in there for policy in parts_of(state[name], "policy_state_dict")]
+        own = self.policy.state_dict() if isinstance(self.policy, nn.Module) else {}
+        all_have = (
+            bool(policies) and own.keys() == policies[0].keys() and all(are_equal(policies[0], p) for p in policies)
+        )
+        is_sent = there == names and "policy" in self._sender_schemes and (all_have or len(policies) == len(names))
+        if "versions" in state:
+            self._carry_on(state["versions"], is_sent=is_sent)
+        if not is_sent:
+            self.increment_version()
+        elif all_have:
+            self.policy.load_state_dict(policies[0])
+            self.update_policy_weights_(timeout=timeout)
+        else:
+            each = {worker: TensorDict(policy) for worker, policy in enumerate(policies)}
+            self.update_policy_weights_(each, timeout=timeout)
+
+    def _set_in_workers(self, name: str, hook: Callable[..., None] | None) -> None:
+        self._group.ask(name, hook)
+
+    # -- as a worker --------------------------------------------------------------------------------------------------
+
+    def _attach(self, signals: Signals, sink: Callable[[Any], TensorDictBase | None]) -> None:
+        self._signals = signals  # the batches are its own workers', which are attached themselves
+
+    def _rollout_for_parent(self, random: bool | None, writes: bool) -> tuple[TensorDictBase | None, int]:
+        self._driver.random = random
+        self._group.counted = self._signals.counted()  # for its own workers
+        before = self._driver.frames
+        batch = self.next()
+        if writes:
+            return None, self._driver.frames - before
+        return batch, 0 if batch is None else batch.numel()
+
+    def _interrupt(self, timeout: float, close_env: bool) -> None:
+        self.shutdown(timeout, close_env)
+
+    # -- models -------------------------------------------------------------------------------------------------------
+
+    def _acting(self, model_id: str) -> Any:
+        if self._goes_with_workers(model_id):
+            return self.get_model(model_id)
+        served = sorted(self._sender_schemes) or "none"
+        raise UnknownModel(
+            f"unknown model_id {model_id!r}: this {type(self).__name__} has schemes for {served}. To send this "
+            "model to its workers, pass weight_sync_schemes={model_id: scheme}"
+        )
+
+    def _goes_with_workers(self, model_id: str) -> bool:
+        # Batches are postprocessed here, unless workers write them to a replay buffer.
+        return self.postproc is not None and belongs_to("postproc", model_id)
+
+    # -- updates ------------------------------------------------------------------------------------------------------
+
+    def _check_receives(self, model_id: str) -> None:
+        """Raises ValueError: a model of this name that is received here would reach none of the workers."""
+        is_passed_on = model_id in self._sender_schemes or (model_id == "policy" and self.weight_updater is not None)
+        if not is_passed_on and not self._is_own(model_id):
+            raise ValueError(
+                f"this {type(self).__name__} would receive {model_id!r}, but its workers act with it and would not get "
+                f"it: also pass weight_sync_schemes={{{model_id!r}: scheme}}"
+            )
+
+    def _is_own(self, model_id: str) -> bool:
+        """Whether a model that is here is no copy of the workers'."""
+        if belongs_to("policy", model_id):
+            return False
+        try:
+            follow(self, model_id)
+        except (AttributeError, LookupError, TypeError):
+            return False
+        return True
+
+    def _take(self, given: Any) -> None:
+        if "policy" not in self._sender_schemes and self.weight_updater is None:
+            self._acting("policy")  # raises: nothing would bring them to the workers
+        is_other = given is not None and isinstance(self.policy, nn.Module)
+        if is_other and (prepared := fitted(self.policy, given)) is not None:
+            self._weights.apply(prepared.apply_now, DEFAULT_TIMEOUT)
+        self.update_policy_weights_(given)
+
+    def _workers_of(self, device: torch.device) -> list[int]:
+        exact = torch.device("cpu") if device.type == "cpu" else exact_device(device)  # as tensors name it
+        found = [index for index, own in self._acting_devices.items() if exact in own]
+        return found or super()._workers_of(device)
+
+    def _policy_devices(self) -> set[torch.device]:
+        return set().union(*self._acting_devices.values())
+
+    def _carry_out(self, update: Planned, wait: bool) -> None:
+        try:
+            super()._carry_out(update, wait)
+        except PartialSendError as error:
+            loop_thread.run(partial(self._look_behind, error))
+            raise
+
+    async def _carry_out_async(self, update: Planned, wait: bool) -> None:
+        try:
+            await super()._carry_out_async(update, wait)
+        except PartialSendError as error:
+            await loop_thread.awaitable(partial(self._look_behind, error))
+            raise
+
+    async def _look_behind(self, error: PartialSendError) -> None:
+        """Raises what has ended a worker that the update has not reached: its own exception, or how its process
+        ended."""
+        if not any(isinstance(one, PeerLost) for one in error.failed.values()):
+            return
+        try:
+            await self._group.until(lambda: None, FAILURE_SECONDS)
+        except AckTimeout as failure:
+            if failure is self._group.failure:
+                raise
+
+    # -- versions -----------------------------------------------------------------------------------------------------
+
+    @property
+    def policy_version(self) -> int:
+        is_root = self._senders.buses and not self._weights.come_from_above
+        return self._group.counted + (self._senders.version if is_root else self._weights.received())
+
+    def increment_version(self) -> None:
+        """Count the policy's version up by one, for weights that reach the workers without a scheme. Workers write the
+        new version into their frames from now on."""
+        self._group.count_version()
+
+    def _versions(self) -> dict[str, Any]:
+        return super()._versions() | {"own": self._group.counted}
+
+    def _carry_on(self, versions: Mapping[str, Any], *, is_sent: bool = True) -> None:
+        own = versions["own"]
+        if is_sent:
+            self._senders.carry_on(versions["sent"])
+        else:  # workers keep the number that came with their weights: the rest is counted here
+            own += max(0, max(versions["sent"].values(), default=0) - self._senders.version)
+        self._group.counted = max(self._group.counted, own)
+
+    def _announces(self) -> bool:
+        """Have each version announced to the workers that it is for, and counted as their update, as soon as they are
+        to have it. False, and not announced: several buses count versions."""
+        # Not the collector, nor what may refer to it: the open bus would keep it alive.
+        group, updated, buses = self._group, weakref.WeakMethod(self._driver.updated), self._senders.buses
+        is_one = len(buses) == 1
+
+        def announce(version: int, workers: list[int] | None) -> None:
+            if (note := updated()) is not None:
+                note(workers)
+            if is_one:
+                group.announce(version, workers)
+
+        for bus in buses:
+            bus.on_published = announce
+        return is_one
+
+    def _published(self, version: int) -> None:
+        if not self._senders.buses:  # nothing is sent that would tell the workers of it
+            self._group.count_version()
+            self._driver.updated(None)
+
+    def _pass_versions_on(self) -> None:
+        super()._pass_versions_on()
+        self._follow(None)
+
+    def _follow(self, root: Any, index: int = 0, newest: Callable[[], int] | None = None) -> None:
+        """Have the workers read the newest version where the root of the tree announces it, or nowhere."""
+        if not self._weights.schemes.keys() <= self._senders.schemes.keys():
+            root = None  # some updates end here
+        self._group.follow(root, index)
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    @uninterrupted()
+    def _end(self, timeout: float, close_env: bool) -> None:
+        if self.closed:
+            return
+        self.closed = True
+        if not self._group.is_ours:
+            return
+        deadline = time.monotonic() + timeout
+        try:
+            self._group.end(max(0.1, deadline - time.monotonic()), close_env)
+            self._driver.wait_for_watcher()
+        finally:
+            if self._group.is_over:
+                for finalizer in self._finalizers:
+                    finalizer()
+            self._end_weights(max(0.5, deadline - time.monotonic()))
+            self._driver.close()
+            self._group.close()
+        self._raise_free_error()
+
+    # -- attributes and calls -----------------------------------------------------------------------------------------
+
+    @property
+    def _count_of_calls(self) -> int | None:
+        return self.num_workers
+
+    def _call_each(
+        self, path: str, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]], timeout: float
+    ) -> list[Any]:
+        return self._group.ask_each("execute", {worker: (path, *call) for worker, call in enumerate(calls)}, timeout)
+
+    def _look_up(self, owner: str, path: str, timeout: float) -> Any:
+        if owner == "replay_buffer":
+            return super()._look_up(owner, path, timeout)
+        if owner:
+            return self._read(f"getattr_{owner}", path, workers=[0], timeout=timeout)[0]
+        return self._read("get_distant_attr", path, timeout=timeout)
+
+    def _read(self, method: str, *arguments: Any, workers: Sequence[int] | None = None, timeout: float) -> list[Any]:
+        return [
+            loads(answer) for answer in self._group.ask("read", method, arguments, workers=workers, timeout=timeout)
+        ]
+
+    def get_cached_weights(self, model_id: str) -> TensorDict | None:
+        """A copy of this model's weights that were last sent to all workers. None: none were sent."""
+        scheme = self._sender_schemes.get(model_id)
+        if scheme is None or isinstance(scheme, NoSyncCore):
+            return None
+        held: TensorDict | None = scheme.bus.look(scheme.held_weights)
+        return held
+
+    # -- statistics and profiles --------------------------------------------------------------------------------------
+
+    def stats(
+        self,
+        workers: Literal["aggregate", "per_worker", "both"] = "aggregate",
+        *,
+        timeout: float = ANSWER_SECONDS,
+    ) -> dict[str, int | float | bool]:
+        """Progress, and the number of ``workers``, of which ``workers_alive`` run.
+
+        Args:
+            workers: "aggregate": the figures of this collector, without waiting for workers. "per_worker": those of
+                each worker, such as ``worker_0/frames``. "both".
+            timeout: seconds. Workers answer between two rollouts, or while they are paused.
+
+        Raises:
+            ValueError: ``workers`` is none of these.
+            AckTimeout: a worker did not answer within the timeout.
+        """
+        if workers not in ("aggregate", "per_worker", "both"):
+            raise ValueError(f"workers must be 'aggregate', 'per_worker' or 'both', not {workers!r}")
+        found = {} if workers == "per_worker" else super().stats()
+        found |= {"workers": self.num_workers, "workers_alive": self._group.alive}
+        if workers != "aggregate":
+            for index, own in enumerate(self._read("stats", timeout=timeout)):
+                found |= {f"worker_{index}/{name}": value for name, value in own.items()}
+        return found
+
+    def _profile(self, config: ProfileConfig | None, name: str) -> None:
+        named = config or self._profile_config
+        chosen = named.workers if named is not None and not name else list(range(self.num_workers))
+        if unknown := [worker for worker in chosen if worker not in range(self.num_workers)]:
+            raise ValueError(f"unknown workers {unknown}: this {type(self).__name__} has 0 to {self.num_workers - 1}")
+        names = {worker: f"{name}_{worker}" if name else str(worker) for worker in chosen}
+        self._group.ask_each("profile", {worker: (config, own) for worker, own in names.items()})
+
+
+class MultiCollector(GroupCollector, metaclass=Chooses):
+    """Steps environments in worker processes; ``sync=True`` makes a :class:`MultiSyncCollector`, and ``sync=False`` a
+    :class:`MultiAsyncCollector`."""
+
+    _selectors = (Parameter("sync", Parameter.KEYWORD_ONLY, annotation="bool"),)
+
+    @classmethod
+    def _choose(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        sync = kwargs.pop("sync", None)
+        if cls is not MultiCollector:
+            if sync is not None:
+                raise TypeError(f"sync= is an argument of MultiCollector, not of {cls.__name__}: leave it out")
+            return None
+        if sync is None:
+            raise TypeError(
+                "MultiCollector needs sync=True (batches of all workers together) or sync=False (each as it comes)"
+            )
+        return family("sync" if sync else "async")(*args, **kwargs)

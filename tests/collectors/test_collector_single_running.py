@@ -183,11 +183,11 @@ def test_nothing_steps_or_is_written_while_a_free_collector_pauses(extend: bool)
 def test_a_pause_waits_for_the_step_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     env, c = stopped()
     with c:
-        monkeypatch.setattr("asyncsync.collectors.single.PAUSE_SECONDS", 0.05)
+        monkeypatch.setattr("asyncsync.collectors.single.ANSWER_SECONDS", 0.05)
         with pytest.raises(AckTimeout, match=r"did not end within 0\.05 s"):
             c.pause().__enter__()
         threading.Timer(0.05, env.go.set).start()
-        monkeypatch.setattr("asyncsync.collectors.single.PAUSE_SECONDS", 20)
+        monkeypatch.setattr("asyncsync.collectors.single.ANSWER_SECONDS", 20)
         with c.pause():
             steps = env.steps
             assert steps == 4

@@ -59,6 +59,7 @@ def test_every_public_name_is_on_a_page(site: Path) -> None:
             each for each in module.__all__ if getattr(getattr(module, each), "__module__", "").startswith("async")
         ]
         assert [each for each in public if not re.search(rf'id="[\w.]+\.{each}"', text)] == []
+        assert "Unpack" not in text, "the options of constructors are written out"
 
 
 def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:

@@ -45,10 +45,10 @@ COLLECTORS = [
     ["envs"],
     ["workers"],
     ["whole_trajectories"],
+    ["options"],
     ["batch_layout", "trajectories"],
     ["base"],
     ["profiling", "weights"],
-    ["construct"],
     ["arguments"],
 ]
 

@@ -2,13 +2,13 @@
 
 import inspect
 from types import ModuleType
-from typing import Annotated, Any, TypedDict, Unpack
+from typing import Annotated, Any, Required, TypedDict, Unpack
 
 import pytest
 
 import asyncsync
 import asyncsync.sync
-from asyncsync.arguments import Option, check_count, declared
+from asyncsync.arguments import Option, check_count, declared, described
 from asyncsync.bus.core import BusOptions
 
 NAMES = [name for name in asyncsync.__all__ if name.endswith("Scheme")] + ["Bus"]
@@ -67,3 +67,37 @@ def test_what_is_declared_is_filled_in_checked_and_shown() -> None:
     for kind in (Thing, Derived):
         with pytest.raises(TypeError, match=rf"^{kind.__name__}\(\).*'sise'.*'size'"):
             kind(sise=3)  # type: ignore[call-arg]
+
+
+@described
+class More(Few, total=False):
+    """Few and one more.
+
+    Args:
+        size: how many
+            there are.
+        must: be given.
+    """
+
+    must: Required[str]
+
+
+class Other:
+    @declared
+    def __init__(self, first: int, **options: Unpack[More]) -> None:
+        """Another.
+
+        Args:
+            first: of all.
+        """
+        self.given = options
+
+
+def test_a_docstring_documents_options_and_an_option_may_have_to_be_given() -> None:
+    assert Other(1, must="").given == {"size": 2, "name": None, "must": ""}
+    args = "    first: of all.\n    size: how many there are.\n    name: what it is called.\n    must: be given."
+    assert Other.__init__.__doc__ == f"Another.\n\nArgs:\n{args}"
+    assert inspect.signature(Other).parameters["must"].default is inspect.Parameter.empty
+    for given, name in (({"must": ""}, "first"), ({"first": 1}, "must")):
+        with pytest.raises(TypeError, match=rf"^Other\(\): missing a required argument: '{name}'"):
+            Other(**given)
