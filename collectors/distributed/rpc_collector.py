@@ -24,6 +24,7 @@ from asyncsync.collectors.base import BaseCollector, PostHook, PreHook
 from asyncsync.collectors.distributed.node_collector import LaunchedCollector
 from asyncsync.collectors.distributed.rpc_family import RPCFamily
 from asyncsync.collectors.single import Collector
+from asyncsync.schemes.blocking import now
 from asyncsync.schemes.remote_calls import RPCCore
 from asyncsync.sync import RPCWeightSyncScheme
 
@@ -114,8 +115,7 @@ class RPCCollector(LaunchedCollector):
         super()._connect_senders(timeout)
         schemes = self._sender_schemes.items()  # RPC's wait for nobody: the first weights go by a call of each node
         if first := {m: None for m, s in schemes if isinstance(s, RPCCore) and s.sources.exist()}:
-            self._senders.send(first, None, max(0.0, deadline - time.monotonic()))
-            self._published(self._senders.version)
+            now(self._send(first, None, max(0.0, deadline - time.monotonic()), blocking=True))
 
     def start(self) -> None:
         """Raises NotImplementedError: an RPCCollector has no replay buffer."""

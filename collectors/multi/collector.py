@@ -57,7 +57,7 @@ from asyncsync.collectors.multi.starting import (
 from asyncsync.collectors.multi.torchrl_private import let_workers_begin
 from asyncsync.collectors.single import Collector
 from asyncsync.collectors.trajectories import _TrajectoryPool, on_device
-from asyncsync.collectors.weights.api import _RegisteredModels
+from asyncsync.collectors.weights.updates import _RegisteredModels
 from asyncsync.collectors.whole_trajectories import check_trajectories
 from asyncsync.collectors.workers.group import WorkerGroup
 from asyncsync.collectors.workers.process import check_platform, check_start_method

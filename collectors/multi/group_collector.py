@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -33,12 +32,10 @@ from asyncsync.collectors.multi.calls import CALL_SECONDS, Calls, are_equal, par
 from asyncsync.collectors.multi.driver import Driver
 from asyncsync.collectors.profiling import ProfileConfig
 from asyncsync.collectors.trajectories import processed
-from asyncsync.collectors.weights.acting import fitted
-from asyncsync.collectors.weights.api import Planned, UnknownModel, belongs_to
+from asyncsync.collectors.weights.updates import UnknownModel, belongs_to, fitted
 from asyncsync.collectors.workers.channel import loads
 from asyncsync.collectors.workers.group import WorkerGroup
 from asyncsync.errors import AckTimeout, PartialSendError, PeerLost
-from asyncsync.runtime import loop_thread
 from asyncsync.runtime.threads import uninterrupted
 from asyncsync.schemes.none import NoSyncCore
 from asyncsync.schemes.sources import follow
@@ -275,23 +272,7 @@ class GroupCollector(BaseCollector):
     def _policy_devices(self) -> set[torch.device]:
         return set().union(*self._acting_devices.values())
 
-    def _carry_out(self, update: Planned, wait: bool) -> None:
-        try:
-            super()._carry_out(update, wait)
-        except PartialSendError as error:
-            loop_thread.run(partial(self._look_behind, error))
-            raise
-
-    async def _carry_out_async(self, update: Planned, wait: bool) -> None:
-        try:
-            await super()._carry_out_async(update, wait)
-        except PartialSendError as error:
-            await loop_thread.awaitable(partial(self._look_behind, error))
-            raise
-
     async def _look_behind(self, error: PartialSendError) -> None:
-        """Raises what has ended a worker that the update has not reached: its own exception, or how its process
-        ended."""
         if not any(isinstance(one, PeerLost) for one in error.failed.values()):
             return
         try:
