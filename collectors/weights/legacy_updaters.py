@@ -240,20 +240,24 @@ class MultiProcessedWeightUpdater(WeightUpdaterBase):
         get_server_weights: Callable[[], Any] | None = None,
         policy_weights: Mapping[torch.device, TensorDictBase] | None = None,
     ) -> None:
-        self._getter = get_server_weights
-        self._policy_weights = None if policy_weights is None else dict(policy_weights)
+        self.get_server_weights = get_server_weights
+        self._copies = None if policy_weights is None else dict(policy_weights)
 
     @classmethod
-    def from_policy(cls, policy: Any) -> MultiProcessedWeightUpdater | None:
+    def from_policy(cls, policy: Any) -> Self | None:
         """An updater that sends this policy's current weights if none are given."""
-        return cls(get_server_weights=lambda: policy) if isinstance(policy, nn.Module) else None
+        if not isinstance(policy, nn.Module):
+            return None
+        updater = cls()
+        updater.get_server_weights = lambda: policy
+        return updater
 
     def all_worker_ids(self) -> list[torch.device] | None:
         """The devices in ``policy_weights``. None: a push sends to all workers at once."""
-        return None if self._policy_weights is None else list(self._policy_weights)
+        return None if self._copies is None else list(self._copies)
 
     def _get_server_weights(self) -> Any:
-        return None if self._getter is None else self._getter()
+        return None if self.get_server_weights is None else self.get_server_weights()
 
     def _sync_weights_with_worker(self, *, worker_id: int | torch.device | None = None, server_weights: Any) -> None:
         collector = self.collector
@@ -261,28 +265,15 @@ class MultiProcessedWeightUpdater(WeightUpdaterBase):
             raise RuntimeError(
                 f"this {type(self).__name__} cannot reach a worker, because its collector is not set or was deleted"
             )
-        if isinstance(worker_id, torch.device) and self._policy_weights is not None:
-            if worker_id not in self._policy_weights:
-                raise ValueError(f"policy_weights has no {worker_id}, but only {list(self._policy_weights)}")
-            copy = self._policy_weights[worker_id]
-            WeightStrategy().apply_weights(copy, server_weights)
-            server_weights = copy
+        if isinstance(worker_id, torch.device) and self._copies is not None:
+            if worker_id not in self._copies:
+                raise ValueError(f"policy_weights has no {worker_id}, but only {list(self._copies)}")
+            WeightStrategy().apply_weights(self._copies[worker_id], server_weights)
+            server_weights = self._copies[worker_id]
         collector.push_policy(server_weights, worker_id)
 
 
-class _NodeWeightUpdater(MultiProcessedWeightUpdater):
-    """What the updaters for nodes have in common: they bring weights there over the bus that the collector has."""
-
-    def __init__(self, policy_weights: Any = None) -> None:
-        super().__init__(get_server_weights=lambda: policy_weights)
-
-    @classmethod
-    def from_policy(cls, policy: Any) -> Self | None:
-        """An updater that sends this policy's current weights if none are given."""
-        return cls(policy_weights=policy) if isinstance(policy, nn.Module) else None
-
-
-class RayWeightUpdater(_NodeWeightUpdater):
+class RayWeightUpdater(MultiProcessedWeightUpdater):
     """Sends weights to the actors of a ``RayCollector``, over their bus.
 
     Args:
@@ -296,10 +287,10 @@ class RayWeightUpdater(_NodeWeightUpdater):
     def __init__(self, policy_weights: Any = None, remote_collectors: Any = None, max_interval: int = 0) -> None:
         if max_interval:
             raise ValueError(f"max_interval={max_interval}: pass max_weight_update_interval= to the collector")
-        super().__init__(policy_weights)
+        super().__init__(get_server_weights=lambda: policy_weights)
 
 
-class RPCWeightUpdater(_NodeWeightUpdater):
+class RPCWeightUpdater(MultiProcessedWeightUpdater):
     """Sends weights to the nodes of an ``RPCCollector``, over their bus.
 
     Args:
@@ -317,10 +308,10 @@ class RPCWeightUpdater(_NodeWeightUpdater):
         policy_weights: Any = None,
         num_workers: int | None = None,
     ) -> None:
-        super().__init__(policy_weights)
+        super().__init__(get_server_weights=lambda: policy_weights)
 
 
-class DistributedWeightUpdater(_NodeWeightUpdater):
+class DistributedWeightUpdater(MultiProcessedWeightUpdater):
     """Sends weights to the nodes of a ``DistributedCollector``, over their bus.
 
     Args:
@@ -333,7 +324,7 @@ class DistributedWeightUpdater(_NodeWeightUpdater):
     def __init__(
         self, store: Any = None, policy_weights: Any = None, num_workers: int | None = None, sync: bool | None = None
     ) -> None:
-        super().__init__(policy_weights)
+        super().__init__(get_server_weights=lambda: policy_weights)
 
 
 def mark_counted() -> None:

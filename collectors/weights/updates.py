@@ -19,7 +19,6 @@ Names, forms and exclusions follow TorchRL's "RPCCollector" page.
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures
 import difflib
 import os
@@ -43,7 +42,7 @@ from asyncsync.model.gate import Gate
 from asyncsync.model.strategy import Binding, WeightStrategy, flat_weights
 from asyncsync.model.update import Prepared
 from asyncsync.runtime import loop_thread
-from asyncsync.runtime.threads import elsewhere, settle, until_done
+from asyncsync.runtime.threads import elsewhere, until_done, until_done_async
 from asyncsync.schemes import sources
 from asyncsync.schemes.aio import WeightSyncScheme as AsyncScheme
 from asyncsync.schemes.blocking import Bus, WeightSyncScheme, now
@@ -52,6 +51,9 @@ from asyncsync.schemes.scheme import Scheme
 Change = concurrent.futures.Future[None]
 
 POLL_SECONDS = 0.05
+
+ARGUMENTS = ("policy_or_weights", "weights", "policy", "worker_ids", "model_id", "weights_dict", "wait", "timeout")
+"""Of ``update_policy_weights_``."""
 
 
 class WeightsAPI:
@@ -133,7 +135,11 @@ class WeightsAPI:
         updater = self.weight_updater
         timeout: float = kwargs.pop("timeout", DEFAULT_TIMEOUT)
         check_timeout(timeout)
-        _check_keywords(kwargs, takes_any=updater is not None)
+        if "policy_weights" in kwargs:
+            raise TypeError("policy_weights= is not supported: pass the weights positionally, or as weights=")
+        for name in kwargs if updater is None else ():
+            if near := difflib.get_close_matches(name, ARGUMENTS, 1):
+                raise TypeError(f"update_policy_weights_() has no argument {name!r}: did you mean {near[0]!r}?")
         if worker_ids is not None and updater is None and not self._senders.schemes:
             raise TypeError(
                 f"worker_ids={worker_ids!r}, but this {type(self).__name__} has no workers to choose from, because it "
@@ -243,7 +249,7 @@ class WeightsAPI:
     # -- for subclasses with workers ----------------------------------------------------------------------------------
 
     def _goes_with_workers(self, model_id: str) -> bool:
-        """Whether a model that acts here may be updated together with what is sent to workers."""
+        """Whether a model of this process may be updated together with what is sent to workers."""
         return False
 
     def _workers_of(self, device: torch.device) -> list[int]:
@@ -437,17 +443,17 @@ class WeightsAPI:
 
     def _versions(self) -> dict[str, Any]:
         """What a checkpoint keeps, so that versions go on where they were."""
-        return {"own": self._weights.own, "sent": self._senders.versions()}
+        return {"own": self._weights.own, "sent": {m: s.version for m, s in self._senders.schemes.items()}}
 
     def _carry_on(self, versions: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`_versions` returned. Versions never go back: a count that is beyond it goes on."""
+        """Go on from what :meth:`_versions` returned. A count that is beyond it does not go back."""
         self._weights.own = max(self._weights.own, versions["own"])
         self._senders.carry_on(versions["sent"])
 
 
 class ActingWeights:
-    """The acting weights of one collector, held by each of its steps, whichever thread steps. What schemes receive, and
-    updates of the collector's own models, are applied between two steps.
+    """The weights of one collector that act in this process. Each step holds them, whichever thread steps; what schemes
+    receive, and updates of the collector's own models, are applied between two steps.
 
     Attributes:
         gate: of the collector's own models.
@@ -496,7 +502,7 @@ class ActingWeights:
         # In place of a pending one, which would do the same. Each change has its own end.
         self.gate.offer(self._run_changes, lambda error: None)
         try:
-            while not (until_done(change, POLL_SECONDS) if blocking else await _until_done(change, POLL_SECONDS)):
+            while not (until_done(change, POLL_SECONDS) if blocking else await until_done_async(change, POLL_SECONDS)):
                 self.gate.poll()  # if Ctrl-C has ended it half way, perhaps no other thread passes the gate
                 if time.monotonic() - begun >= timeout and change.cancel():
                     raise AckTimeout(f"the step under way did not end within {timeout:g} s; no weights were changed")
@@ -523,7 +529,6 @@ class ActingWeights:
 
     @property
     def come_from_above(self) -> bool:
-        """Whether any scheme brings weights."""
         return self._main is not None
 
     def joined(self, scheme: Scheme) -> None:
@@ -539,9 +544,10 @@ class ActingWeights:
         if known := sorted(schemes.keys() & self.schemes.keys()):
             raise ValueError(f"this collector already receives {known}: register each model once")
         blocking = as_blocking("weight_recv_schemes", schemes)
-        fresh = {m: s for m, s in blocking.items() if s.role != "receiver" or s.pid != os.getpid()}
+        fresh = {}
         for model_id, scheme in blocking.items():
-            if model_id in fresh:
+            if scheme.role != "receiver" or scheme.pid != os.getpid():
+                fresh[model_id] = scheme
                 try:
                     context.get_model(model_id)
                 except LookupError as error:
@@ -618,16 +624,16 @@ class ActingWeights:
             main.wait_origin(newest - max_lag, timeout)
 
 
-class Holds(ExitStack):
-    """Several gates held at once, as one context manager for one use."""
+class Holds:
+    """Several gates held at once, as one context manager for one use. ``awaited``: whether an update waits for its
+    end."""
 
     def __init__(self, gates: list[Gate]) -> None:
-        super().__init__()
         self._gates = gates
+        self._open = [gate.hold() for gate in gates]
 
     @property
     def awaited(self) -> bool:
-        """Whether an update waits for the end of this block."""
         for gate in self._gates:  # noqa: SIM110 - asked for with each step, where any() takes thrice as long
             if gate.pending:
                 return True
@@ -635,38 +641,34 @@ class Holds(ExitStack):
 
     def __enter__(self) -> Self:
         try:
-            for gate in self._gates:
-                self.push(hold := gate.hold())  # before it is entered, so that an interruption leaves none open
+            for hold in self._open:
                 hold.__enter__()
         except BaseException:
-            self.close()
+            self.__exit__()
             raise
         return self
 
-
-async def _until_done(change: Change, timeout: float) -> bool:
-    """``until_done`` without blocking the running loop."""
-    # asyncio.wrap_future would report an exception that the caller reads from the change itself.
-    ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    change.add_done_callback(lambda _: settle(ended))
-    await asyncio.wait([ended], timeout=timeout)
-    return change.done()
+    def __exit__(self, *exc: object) -> None:
+        try:
+            self._open.pop().__exit__()
+        finally:  # whatever interrupts that, the others are left, too
+            if self._open:
+                self.__exit__()
 
 
 class Senders:
-    """The schemes by which a collector sends weights to its workers: on one bus where possible, as models on one bus
-    are switched together. So schemes without an address of the user's choice are moved onto one bus before they are
-    used.
+    """The schemes, by model id, by which a collector sends weights to its workers. Models on one bus are switched
+    together, so schemes without an address of the user's choice are moved onto one bus before they are used.
 
-    ``schemes`` by model id: blocking ones, or asynchronous ones that are not connected yet. Nothing is connected here.
-    ``context.get_model(model_id)`` gives the models. ``num_workers`` None: workers come and go. Raises TypeError,
-    ValueError, RuntimeError: schemes that cannot send.
+    ``context.get_model(model_id)`` gives the models. ``num_workers`` None: workers come and go. Nothing is connected
+    here. Raises TypeError, ValueError, RuntimeError: schemes that cannot send.
     """
 
     def __init__(self, schemes: Mapping[str, Any], context: Any = None, num_workers: int | None = None) -> None:
         self.schemes = as_blocking("weight_sync_schemes", schemes)
         for model_id, scheme in self.schemes.items():
-            _check_free(model_id, scheme)
+            if scheme.takes_part:
+                _check_free(model_id, scheme.bus)
         fresh = {m: s for m, s in self.schemes.items() if s.role is None or s.pid != os.getpid()}
         join_buses([s for s in fresh.values() if s.takes_part])
         for model_id, scheme in self.schemes.items():
@@ -720,12 +722,8 @@ class Senders:
         """The newest version that was published."""
         return max((scheme.version for scheme in self.schemes.values()), default=0)
 
-    def versions(self) -> dict[str, int]:
-        """Each model's version, for a checkpoint. The schemes of one bus have one count."""
-        return {model_id: scheme.version for model_id, scheme in self.schemes.items()}
-
     def carry_on(self, versions: Mapping[str, int]) -> None:
-        """Go on from what :meth:`versions` returned, where that is not behind."""
+        """Go on from each model's version, where that is not behind. The schemes of one bus have one count."""
         for model_id, version in versions.items():
             scheme = self.schemes.get(model_id)
             if scheme is not None and scheme.version < version:
@@ -736,9 +734,7 @@ class Senders:
 _owners: weakref.WeakKeyDictionary[Bus, weakref.ref[Senders]] = weakref.WeakKeyDictionary()
 
 
-def _check_free(model_id: str, scheme: WeightSyncScheme) -> None:
-    if not scheme.takes_part or (bus := scheme.bus) is None:
-        return
+def _check_free(model_id: str, bus: Bus) -> None:
     if bus.closed:
         raise ValueError(
             f"weight_sync_schemes[{model_id!r}] was shut down, perhaps with its collector: construct a new scheme"
@@ -787,7 +783,7 @@ def as_blocking(argument: str, schemes: Mapping[str, Any]) -> dict[str, WeightSy
 
 
 def buses_of(schemes: Iterable[Scheme]) -> list[Any]:
-    """The buses of those that move something, each once."""
+    """Each once, of those that move something."""
     return list(dict.fromkeys(scheme.bus for scheme in schemes if scheme.takes_part))
 
 
@@ -846,17 +842,6 @@ def as_update(
     return dict(weights_dict)
 
 
-_ARGUMENTS = ("policy_or_weights", "weights", "policy", "worker_ids", "model_id", "weights_dict", "wait", "timeout")
-
-
-def _check_keywords(kwargs: Mapping[str, Any], *, takes_any: bool) -> None:
-    if "policy_weights" in kwargs:
-        raise TypeError("policy_weights= is not supported: pass the weights positionally, or as weights=")
-    for name in () if takes_any else kwargs:
-        if near := difflib.get_close_matches(name, _ARGUMENTS, 1):
-            raise TypeError(f"update_policy_weights_() has no argument {name!r}: did you mean {near[0]!r}?")
-
-
 def fitted(model: Any, source: Any) -> Prepared | None:
     """What copies these weights into the model, checked; None: the model is their source itself. Raises
     SchemaMismatch."""
@@ -882,11 +867,8 @@ def belongs_to(owner: str, model_id: str) -> bool:
 
 
 def find_model(collector: Any, model_id: str, policy: Any) -> Any:
-    """The model of this name: ``"policy"``; an attribute path from the collector, such as ``postproc`` or
-    ``env.transform[0].module``; or one from the policy, such as ``actor`` for ``policy.actor``.
-
-    ``policy`` is the one that is meant: the one that acts, or the one that was registered. Raises UnknownModel.
-    """
+    """The model of this name, as :meth:`WeightsAPI.get_model` describes it. ``policy`` is the one that is meant: the
+    one that acts, or the one that was registered. Raises UnknownModel."""
     kind = type(collector).__name__
     ways = [(collector, model_id), (policy, model_id)]
     if belongs_to("policy", model_id):
@@ -914,7 +896,6 @@ class _RegisteredModels:
         self._find = weakref.WeakMethod(find)  # an open bus keeps its schemes, and they this
 
     def get_model(self, model_id: str) -> Any:
-        """Raises LookupError: there is none of this name."""
         find = self._find()
         if find is None:
             raise LookupError(f"the collector of model {model_id!r} was deleted")
