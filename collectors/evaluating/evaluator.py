@@ -482,7 +482,7 @@ class Evaluations(threading.Thread):
         while True:
             try:
                 request = self.group.wait(lambda: next(iter(self.asked.copy()), None))
-            except Exception:  # the evaluator or its worker has ended: each call tells
+            except BaseException:  # the evaluator or its worker has ended: each call tells
                 return
             if request.set_running_or_notify_cancel():
                 self._carry_out(request)

@@ -28,23 +28,18 @@ WorkerIds = int | torch.device | Iterable[int | torch.device] | None
 
 
 class WeightUpdaterBase:
-    """Base class: a subclass pushes a policy's weights to the workers of a collector. Usage::
+    """Base class: a subclass pushes a policy's weights to the workers of a collector. It overrides
+    :meth:`_sync_weights_with_worker`, which gets each of :meth:`all_worker_ids` in turn, or all of
+    :meth:`_push_weights`::
 
         class Push(WeightUpdaterBase):
-            def _get_server_weights(self):
-                return policy.state_dict()
-
-            def all_worker_ids(self):
-                return [0, 1]
-
             def _sync_weights_with_worker(self, *, worker_id=None, server_weights):
-                connections[worker_id].send(server_weights)
+                connection.send(server_weights)
 
         collector = Collector(make_env, policy, frames_per_batch=200, weight_updater=Push())
-        collector.update_policy_weights_()
+        collector.update_policy_weights_(policy)
 
-    A subclass overrides :meth:`_sync_weights_with_worker`, or all of :meth:`_push_weights`. Constructing any updater
-    gives a DeprecationWarning that names the scheme to use instead.
+    Constructing any updater gives a DeprecationWarning that names the scheme to use instead.
     """
 
     _scheme: ClassVar[str] = "SharedMemWeightSyncScheme"
@@ -240,24 +235,20 @@ class MultiProcessedWeightUpdater(WeightUpdaterBase):
         get_server_weights: Callable[[], Any] | None = None,
         policy_weights: Mapping[torch.device, TensorDictBase] | None = None,
     ) -> None:
-        self.get_server_weights = get_server_weights
+        self._getter = get_server_weights
         self._copies = None if policy_weights is None else dict(policy_weights)
 
     @classmethod
     def from_policy(cls, policy: Any) -> Self | None:
         """An updater that sends this policy's current weights if none are given."""
-        if not isinstance(policy, nn.Module):
-            return None
-        updater = cls()
-        updater.get_server_weights = lambda: policy
-        return updater
+        return cls(get_server_weights=lambda: policy) if isinstance(policy, nn.Module) else None
 
     def all_worker_ids(self) -> list[torch.device] | None:
         """The devices in ``policy_weights``. None: a push sends to all workers at once."""
         return None if self._copies is None else list(self._copies)
 
     def _get_server_weights(self) -> Any:
-        return None if self.get_server_weights is None else self.get_server_weights()
+        return None if self._getter is None else self._getter()
 
     def _sync_weights_with_worker(self, *, worker_id: int | torch.device | None = None, server_weights: Any) -> None:
         collector = self.collector
@@ -273,7 +264,17 @@ class MultiProcessedWeightUpdater(WeightUpdaterBase):
         collector.push_policy(server_weights, worker_id)
 
 
-class RayWeightUpdater(MultiProcessedWeightUpdater):
+class _NodeWeightUpdater(MultiProcessedWeightUpdater):
+    def __init__(self, policy_weights: Any = None) -> None:
+        super().__init__(get_server_weights=lambda: policy_weights)
+
+    @classmethod
+    def from_policy(cls, policy: Any) -> Self | None:
+        """An updater that sends this policy's current weights if none are given."""
+        return cls(policy_weights=policy) if isinstance(policy, nn.Module) else None
+
+
+class RayWeightUpdater(_NodeWeightUpdater):
     """Sends weights to the actors of a ``RayCollector``, over their bus.
 
     Args:
@@ -287,10 +288,10 @@ class RayWeightUpdater(MultiProcessedWeightUpdater):
     def __init__(self, policy_weights: Any = None, remote_collectors: Any = None, max_interval: int = 0) -> None:
         if max_interval:
             raise ValueError(f"max_interval={max_interval}: pass max_weight_update_interval= to the collector")
-        super().__init__(get_server_weights=lambda: policy_weights)
+        super().__init__(policy_weights)
 
 
-class RPCWeightUpdater(MultiProcessedWeightUpdater):
+class RPCWeightUpdater(_NodeWeightUpdater):
     """Sends weights to the nodes of an ``RPCCollector``, over their bus.
 
     Args:
@@ -308,10 +309,10 @@ class RPCWeightUpdater(MultiProcessedWeightUpdater):
         policy_weights: Any = None,
         num_workers: int | None = None,
     ) -> None:
-        super().__init__(get_server_weights=lambda: policy_weights)
+        super().__init__(policy_weights)
 
 
-class DistributedWeightUpdater(MultiProcessedWeightUpdater):
+class DistributedWeightUpdater(_NodeWeightUpdater):
     """Sends weights to the nodes of a ``DistributedCollector``, over their bus.
 
     Args:
@@ -324,7 +325,7 @@ class DistributedWeightUpdater(MultiProcessedWeightUpdater):
     def __init__(
         self, store: Any = None, policy_weights: Any = None, num_workers: int | None = None, sync: bool | None = None
     ) -> None:
-        super().__init__(get_server_weights=lambda: policy_weights)
+        super().__init__(policy_weights)
 
 
 def mark_counted() -> None:
