@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from tensordict import TensorDictBase
 
@@ -107,8 +106,12 @@ class EpisodeCollector(Collector):
         """The first episodes of each environment."""
         count = self._rollouts.n_env
         missing = [(self._episodes + index) // count for index in range(count)]
-        rows: list[list[TensorDictBase]] = [[] for _ in missing]
+        found: list[list[TensorDictBase]] = [[] for _ in missing]
+        begun: list[list[TensorDictBase]] = [[] for _ in missing]  # parts of an episode that has not ended
         signals = self._rollouts.signals
+        flags: list[Key] = [("next", *path_of(key)) for key in self._rollouts.done_keys]
+        if self._done_keys is not None:
+            flags = [self._done_keys]
         while any(missing):
             batch = self.rollout()
             assert batch is not None
@@ -116,26 +119,17 @@ class EpisodeCollector(Collector):
                 raise ClosedError("the evaluator has been shut down")
             batch.names = None
             if self._metrics_fn is None:
-                batch = batch.select(self._reward_keys, RETURN, *self._flags(), strict=False)
+                batch = batch.select(self._reward_keys, RETURN, *flags, strict=False)
             batch = batch.reshape(count, batch.shape[-1])
-            ends = self._ends(batch)
-            for index, row in enumerate(rows):
-                where = ends[index].nonzero().flatten().tolist()[: missing[index]]
+            for index, ends in enumerate(_aggregate_end_of_traj(batch, flags)):
+                begin = 0
+                for end in ends.nonzero().flatten().tolist()[: missing[index]]:
+                    found[index].append(torch.cat([*begun[index], batch[index, begin : end + 1]]))
+                    begun[index], begin = [], end + 1
+                    missing[index] -= 1
                 if missing[index]:
-                    missing[index] -= len(where)
-                    row.append(batch[index] if missing[index] else batch[index, : where[-1] + 1])
-        wholes: list[Any] = [torch.cat(row) for row in rows if row]
-        lengths = [np.diff(self._ends(whole).nonzero().flatten().cpu(), prepend=-1).tolist() for whole in wholes]
-        return [episode for whole, own in zip(wholes, lengths, strict=True) for episode in whole.split(own)]
-
-    def _flags(self) -> list[Key]:
-        """The keys of what ends an episode."""
-        own: list[Key] = [("next", *path_of(key)) for key in self._rollouts.done_keys]
-        return own if self._done_keys is None else [self._done_keys]
-
-    def _ends(self, batch: TensorDictBase) -> torch.Tensor:
-        """Where an episode ends: bool, of the batch's shape."""
-        return _aggregate_end_of_traj(batch, self._flags())
+                    begun[index].append(batch[index, begin:])
+        return [episode for own in found for episode in own]
 
     def _return(self, episode: TensorDictBase) -> float:
         summed = episode.get(RETURN, None)

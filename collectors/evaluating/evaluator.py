@@ -213,7 +213,9 @@ class Evaluator(KnownKeywords, Lifetime):
             Exception: the environment, the policy, ``metrics_fn`` or ``on_result`` raised it. The next evaluation
                 starts afresh.
         """
-        return now(self._result(self._requested(weights, weights_dict, step, timeout), timeout, blocking=True))
+        self._check(timeout)
+        request = self._request(weights, weights_dict, step, has_caller=True)
+        return now(self._result(request, timeout, blocking=True))
 
     async def evaluate_async(
         self,
@@ -225,14 +227,9 @@ class Evaluator(KnownKeywords, Lifetime):
     ) -> dict[str, Any]:
         """:meth:`evaluate` for a coroutine of any event loop. Cancelling withdraws the request, or drops its
         result."""
-        return await self._result(self._requested(weights, weights_dict, step, timeout), timeout, blocking=False)
-
-    def _requested(
-        self, weights: Any, weights_dict: Mapping[str, Any] | None, step: int | None, timeout: float | None
-    ) -> Request:
-        self._evaluations.check()
-        self._check_wait(timeout)
-        return self._evaluations.add(self._copied(weights, weights_dict), self._step(step), has_caller=True)
+        self._check(timeout)
+        request = self._request(weights, weights_dict, step, has_caller=True)
+        return await self._result(request, timeout, blocking=False)
 
     # A coroutine with ``blocking=True`` awaits nothing, so that ``now`` runs it in the caller's thread.
 
@@ -267,11 +264,7 @@ class Evaluator(KnownKeywords, Lifetime):
                 "another evaluation is under way: wait() for it, or construct the Evaluator with busy_policy='skip', "
                 "'newest' or 'queue'"
             )
-        copied = self._copied(weights, weights_dict)
-        if self._busy_policy == "newest":
-            for waiting in [one for one in self._evaluations.asked.copy() if not one.has_caller]:
-                self._evaluations.withdraw(waiting)
-        self._evaluations.add(copied, self._step(step), has_caller=False)
+        self._request(weights, weights_dict, step, has_caller=False)
         return True
 
     def poll(self, timeout: float = 0) -> dict[str, Any] | None:
@@ -302,10 +295,9 @@ class Evaluator(KnownKeywords, Lifetime):
             is_last = left <= 0 or not self.pending  # before a look for a result, which may come now
             if (request := evaluations.pop()) is not None:
                 return request.result()
-            evaluations.check()
+            self._check(timeout)
             if is_last:
                 return None
-            self._check_wait(timeout)
             with contextlib.suppress(AckTimeout):
                 await self._until(lambda: evaluations.results or not self.pending, left, blocking=blocking)
 
@@ -329,7 +321,8 @@ class Evaluator(KnownKeywords, Lifetime):
         """Whether an evaluation is under way or waiting."""
         return bool(self._evaluations.asked)
 
-    def _check_wait(self, timeout: float | None) -> None:
+    def _check(self, timeout: float | None) -> None:
+        self._evaluations.check()
         if timeout is None and threading.current_thread() is self._evaluations:
             raise RuntimeError(
                 "on_result cannot wait for an evaluation, because the next one begins after it. Use trigger_eval()"
@@ -351,7 +344,9 @@ class Evaluator(KnownKeywords, Lifetime):
         change the copy."""
         return as_tensordict(copy_flat(flat_weights(WeightStrategy(), policy))).cpu()
 
-    def _copied(self, weights: Any, weights_dict: Mapping[str, Any] | None) -> dict[str, Any]:
+    def _request(
+        self, weights: Any, weights_dict: Mapping[str, Any] | None, step: int | None, *, has_caller: bool
+    ) -> Request:
         given = dict(weights_dict or {})
         if weights is not None and "policy" in given:
             raise ValueError("weights and weights_dict['policy'] both give the policy's weights: pass one of them")
@@ -360,13 +355,13 @@ class Evaluator(KnownKeywords, Lifetime):
         policy, schemes = self._collector.policy, self._collector._sender_schemes
         if not given and isinstance(policy, nn.Module) and "policy" in schemes:
             given["policy"] = policy
-        return {model_id: self.extract_weights(source) for model_id, source in given.items()}
-
-    def _step(self, step: int | None) -> int:
-        if step is not None:
-            return step
-        self._steps += 1
-        return self._steps - 1
+        copies = {model_id: self.extract_weights(source) for model_id, source in given.items()}
+        if step is None:
+            step, self._steps = self._steps, self._steps + 1
+        if self._busy_policy == "newest" and not has_caller:
+            for waiting in [one for one in self._evaluations.asked.copy() if not one.has_caller]:
+                self._evaluations.withdraw(waiting)
+        return self._evaluations.add(copies, step, has_caller=has_caller)
 
     # -- checkpoints and the end --------------------------------------------------------------------------------------
 
