@@ -13,8 +13,6 @@ a collector holds the gates of :class:`ActingWeights`, so whatever changes weigh
 **Versions.** A bus counts what is published on it. What no scheme brings is counted where it is applied
 (``ActingWeights.own``) or, for the workers of a collector, by that collector (``ActingWeights.counted_above``). In a
 tree of collectors, each one's bus counts its own versions, and carries the root's along: frames have that.
-
-Names, forms and exclusions follow TorchRL's "RPCCollector" page.
 """
 
 from __future__ import annotations
@@ -57,8 +55,9 @@ ARGUMENTS = ("policy_or_weights", "weights", "policy", "worker_ids", "model_id",
 
 
 class WeightsAPI:
-    """The weights' side of :class:`asyncsync.collectors.base.BaseCollector`. ``policy`` is the policy as it was
-    registered, which a bare ``update_policy_weights_()`` sends; ``acts_elsewhere``: in other processes only."""
+    """The weights' side of :class:`asyncsync.collectors.base.BaseCollector`, by the names, forms and exclusions of
+    TorchRL's "RPCCollector" page. ``policy`` is the policy as it was registered, which a bare
+    ``update_policy_weights_()`` sends; ``acts_elsewhere``: in other processes only."""
 
     policy: Any = None
     acts_elsewhere: bool = False
@@ -151,7 +150,11 @@ class WeightsAPI:
                     f"a weight updater pushes only the policy, not {sorted(given)}: use weight_sync_schemes"
                 )
             pushed = partial(push, updater, given["policy"], worker_ids, kwargs | {"timeout": timeout})
-            return pushed() if blocking else await elsewhere("asyncsync-updater", pushed)
+            if blocking:
+                pushed()
+            else:
+                await elsewhere("asyncsync-updater", pushed)
+            return
         sent, own = self._divided(given, worker_ids)
         workers, before = self._workers(worker_ids), self._senders.version
         try:
@@ -618,10 +621,9 @@ class ActingWeights:
             while (target := bus.newest_target()) - bus.version > max_lag:
                 bus.wait_version(target - max_lag, timeout=timeout)
         newest_above, main = self.newest_above, self._main
-        if newest_above is None or not isinstance(main, Bus):  # nothing here follows that count
-            return
-        while (newest := newest_above()) - self.received() > max_lag:
-            main.wait_origin(newest - max_lag, timeout)
+        if newest_above is not None and isinstance(main, Bus):  # else nothing here follows that count
+            while (newest := newest_above()) - self.received() > max_lag:
+                main.wait_origin(newest - max_lag, timeout)
 
 
 class Holds:
@@ -660,8 +662,8 @@ class Senders:
     """The schemes, by model id, by which a collector sends weights to its workers. Models on one bus are switched
     together, so schemes without an address of the user's choice are moved onto one bus before they are used.
 
-    ``context.get_model(model_id)`` gives the models. ``num_workers`` None: workers come and go. Nothing is connected
-    here. Raises TypeError, ValueError, RuntimeError: schemes that cannot send.
+    ``context.get_model(model_id)`` gives the models. ``num_workers`` None: workers come and go. Raises TypeError,
+    ValueError, RuntimeError: schemes that cannot send.
     """
 
     def __init__(self, schemes: Mapping[str, Any], context: Any = None, num_workers: int | None = None) -> None:
@@ -724,9 +726,8 @@ class Senders:
 
     def carry_on(self, versions: Mapping[str, int]) -> None:
         """Go on from each model's version, where that is not behind. The schemes of one bus have one count."""
-        for model_id, version in versions.items():
-            scheme = self.schemes.get(model_id)
-            if scheme is not None and scheme.version < version:
+        for model_id, scheme in self.schemes.items():
+            if scheme.version < (version := versions.get(model_id, 0)):
                 scheme.load_state_dict({"version": version})
 
 
