@@ -505,7 +505,11 @@ class ActingWeights:
         # In place of a pending one, which would do the same. Each change has its own end.
         self.gate.offer(self._run_changes, lambda error: None)
         try:
-            while not (until_done(change, POLL_SECONDS) if blocking else await until_done_async(change, POLL_SECONDS)):
+            while not change.done():
+                if blocking:
+                    until_done(change, POLL_SECONDS)
+                else:
+                    await until_done_async(change, POLL_SECONDS)
                 self.gate.poll()  # if Ctrl-C has ended it half way, perhaps no other thread passes the gate
                 if time.monotonic() - begun >= timeout and change.cancel():
                     raise AckTimeout(f"the step under way did not end within {timeout:g} s; no weights were changed")
