@@ -13,7 +13,7 @@ While it works, it can be asked::
     collector.getattr_env("action_spec")
     collector.enable_profile(num_rollouts=5, save_path="traces/{worker_idx}.json")
 
-The weights' side is :class:`asyncsync.collectors.weights.api.WeightsAPI`. Names and defaults follow TorchRL's
+The weights' side is :class:`asyncsync.collectors.weights.updates.WeightsAPI`. Names and defaults follow TorchRL's
 "RPCCollector" page where it speaks of any collector.
 """
 
@@ -36,7 +36,7 @@ from tensordict import TensorDictBase
 from torch.utils.data import IterableDataset
 
 from asyncsync.collectors.profiling import ProfileConfig
-from asyncsync.collectors.weights.api import WeightsAPI
+from asyncsync.collectors.weights.updates import WeightsAPI
 from asyncsync.errors import ClosedError
 from asyncsync.runtime.threads import Interruption, elsewhere
 from asyncsync.schemes.sources import follow

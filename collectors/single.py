@@ -14,7 +14,6 @@ Names, defaults and behaviour follow TorchRL's "Collector Internals" and "RPCCol
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures
 import copy
 import logging
@@ -43,10 +42,10 @@ from asyncsync.collectors.rollout.lock import RolloutLock
 from asyncsync.collectors.rollout.policies import WITHOUT_INIT, as_module, placed, primed, with_spec
 from asyncsync.collectors.rollout.rollout import Rollouts
 from asyncsync.collectors.trajectories import on_device, processed
-from asyncsync.collectors.weights.api import _RegisteredModels, find_model
+from asyncsync.collectors.weights.updates import _RegisteredModels, find_model
 from asyncsync.collectors.whole_trajectories import WholeTrajectories, check_trajectories
 from asyncsync.errors import ClosedError
-from asyncsync.runtime.threads import WorkThread, join, settle, until_done
+from asyncsync.runtime.threads import WorkThread, join, until_done, until_done_async
 
 _log = logging.getLogger("asyncsync")
 
@@ -289,7 +288,7 @@ class Collector(BaseCollector, metaclass=Chooses):
                 self._check_open()  # the thread that has ended with shutdown() must not begin anew
                 self._pending = self._begin()
             pending = self._pending
-            await _end_of(pending)
+            await until_done_async(pending)
             if self._pending is pending:
                 self._pending = None
                 if self._is_end(batch := pending.result()):
@@ -538,10 +537,3 @@ def _state_of(environment: Any) -> Any:
     # Of a TransformedEnv, it is the transforms that have a state.
     owner = getattr(environment, "transform", environment)
     return owner.state_dict() if isinstance(owner, nn.Module) or hasattr(owner, "state_dict") else {}
-
-
-async def _end_of(pending: concurrent.futures.Future[Any]) -> None:
-    """Wait until it is done; asyncio.wrap_future would cancel it, and report exceptions that another caller awaits."""
-    ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    pending.add_done_callback(lambda _: settle(ended))
-    await ended

@@ -62,6 +62,15 @@ def until_done(future: concurrent.futures.Future[Any], timeout: float | None = N
     return interruptibly(lambda seconds: ended.acquire(timeout=seconds), timeout)
 
 
+async def until_done_async(future: concurrent.futures.Future[Any], timeout: float | None = None) -> bool:
+    """:func:`until_done` without blocking the running loop. Cancelled, it leaves the future alone."""
+    # asyncio.wrap_future would cancel it, and report an exception that is somebody else's to read.
+    ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    future.add_done_callback(lambda _: settle(ended))
+    await asyncio.wait([ended], timeout=timeout)
+    return future.done()
+
+
 def join(thread: threading.Thread, timeout: float) -> bool:
     """Wait for its end; False if it has not ended after so many seconds."""
 

@@ -54,6 +54,7 @@ from asyncsync.collectors.options import (
 )
 from asyncsync.collectors.single import Collector
 from asyncsync.collectors.workers.group import WorkerGroup
+from asyncsync.schemes.blocking import now
 from asyncsync.schemes.remote_calls import RayCore, RemoteCallCore, RPCCore
 from asyncsync.schemes.torch_distributed import check_backend
 from asyncsync.sync import DistributedWeightSyncScheme, RayWeightSyncScheme, RPCWeightSyncScheme
@@ -320,8 +321,7 @@ class RPCCollector(NodeCollector):
         super()._connect_senders(timeout)
         schemes = self._sender_schemes.items()  # RPC's wait for nobody: the first weights go by a call of each node
         if first := {m: None for m, s in schemes if isinstance(s, RPCCore) and s.sources.exist()}:
-            self._senders.send(first, None, max(0.0, deadline - time.monotonic()))
-            self._published(self._senders.version)
+            now(self._send(first, None, max(0.0, deadline - time.monotonic()), blocking=True))
 
     def start(self) -> None:
         """Raises NotImplementedError: an RPCCollector has no replay buffer."""

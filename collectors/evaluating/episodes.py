@@ -1,4 +1,4 @@
-"""EpisodeCollector: what an evaluator's process runs. Complete episodes, and what they tell about a policy.
+"""EpisodeCollector: what an evaluator's worker runs. Complete episodes, and what they tell about a policy.
 
 collector = EpisodeCollector(make_env, policy, frames_per_batch=200, episodes=10, reward_keys=("next", "reward"))
 collector.evaluate(step=3)                         # {"reward": 21.4, "episode_length": 21.4, …}
@@ -6,7 +6,6 @@ collector.evaluate(step=3)                         # {"reward": 21.4, "episode_l
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -25,7 +24,6 @@ Key = str | tuple[str, ...]
 
 RETURN: Key = ("next", "episode_reward")
 """Where TorchRL's RewardSum, for one, has the return up to a step."""
-IDS: Key = ("collector", "traj_ids")
 
 
 class EpisodeCollector(Collector):
@@ -83,10 +81,9 @@ class EpisodeCollector(Collector):
         begun = time.perf_counter()
         with self._weights.holds():
             self.reset()
-            rows = self._first_episodes()
+            episodes = self._first_episodes()
             version = self.policy_version
         seconds = time.perf_counter() - begun
-        episodes = [episode for row in rows for episode in row.split(_lengths(self._ends(row)))]
         returns = torch.tensor([self._return(episode) for episode in episodes])
         found: dict[str, Any] = {
             "reward": returns.mean().item(),
@@ -106,11 +103,15 @@ class EpisodeCollector(Collector):
         return found
 
     def _first_episodes(self) -> list[TensorDictBase]:
-        """Of each environment, its first episodes, one after another in one row."""
+        """The first episodes of each environment."""
         count = self._rollouts.n_env
         missing = [(self._episodes + index) // count for index in range(count)]
-        rows: list[list[TensorDictBase]] = [[] for _ in missing]
+        found: list[list[TensorDictBase]] = [[] for _ in missing]
+        begun: list[list[TensorDictBase]] = [[] for _ in missing]  # parts of an episode that has not ended
         signals = self._rollouts.signals
+        flags: list[Key] = [("next", *path_of(key)) for key in self._rollouts.done_keys]
+        if self._done_keys is not None:
+            flags = [self._done_keys]
         while any(missing):
             batch = self.rollout()
             assert batch is not None
@@ -118,27 +119,17 @@ class EpisodeCollector(Collector):
                 raise ClosedError("the evaluator has been shut down")
             batch.names = None
             if self._metrics_fn is None:
-                batch = batch.select(*self._needed(), strict=False)
+                batch = batch.select(self._reward_keys, RETURN, *flags, strict=False)
             batch = batch.reshape(count, batch.shape[-1])
-            ends = self._ends(batch)
-            for index, row in enumerate(rows):
-                where = ends[index].nonzero().flatten().tolist()[: missing[index]]
+            for index, ends in enumerate(_aggregate_end_of_traj(batch, flags)):
+                begin = 0
+                for end in ends.nonzero().flatten().tolist()[: missing[index]]:
+                    found[index].append(torch.cat([*begun[index], batch[index, begin : end + 1]]))
+                    begun[index], begin = [], end + 1
+                    missing[index] -= 1
                 if missing[index]:
-                    missing[index] -= len(where)
-                    row.append(batch[index] if missing[index] else batch[index, : where[-1] + 1])
-        return [torch.cat(row) for row in rows if row]
-
-    def _needed(self) -> list[Key]:
-        """What is read of a batch: the rest need not be kept."""
-        ends = self._rollouts.done_keys if self._done_keys is None else []
-        flags: list[Key] = [("next", *path_of(key)) for key in ends]
-        return [self._reward_keys, RETURN, IDS, *flags, *([] if self._done_keys is None else [self._done_keys])]
-
-    def _ends(self, batch: TensorDictBase) -> torch.Tensor:
-        """Where an episode ends: bool, of the batch's shape."""
-        if self._done_keys is None:
-            return _aggregate_end_of_traj(batch.get("next"), self._rollouts.done_keys)
-        return _aggregate_end_of_traj(batch, [self._done_keys])
+                    begun[index].append(batch[index, begin:])
+        return [episode for own in found for episode in own]
 
     def _return(self, episode: TensorDictBase) -> float:
         summed = episode.get(RETURN, None)
@@ -150,9 +141,3 @@ class EpisodeCollector(Collector):
                 f"{type(self.env).__name__} has no {self._reward_keys!r} in its steps: pass its key as reward_keys="
             )
         return float(reward.sum())
-
-
-def _lengths(ends: torch.Tensor) -> list[int]:
-    """Of the episodes in a row that ends with the last one's end."""
-    after = [0, *(ends.nonzero().flatten() + 1).tolist()]
-    return [end - begin for begin, end in itertools.pairwise(after)]

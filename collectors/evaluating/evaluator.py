@@ -12,20 +12,26 @@
         result = evaluator.poll()                      # None: not done yet
         result = evaluator.evaluate()                  # or waits
 
-Names and meaning follow TorchRL's ``Evaluator``. Here evaluation never shares the interpreter with training: the
-environment and the policy are in a worker, a process of this host or one of Ray's actors, which receives weights by a
-scheme.
+Names and meaning follow TorchRL's ``Evaluator``. Here evaluation never shares the interpreter with training: a
+collector with one worker, a process of this host or one of Ray's actors, steps the environment. For each request, a
+thread sends the weights to that worker, has it evaluate them, and calls ``on_result``.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
+import logging
 import math
+import threading
 import time
+import weakref
+from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Annotated, Any, Self, TypedDict, Unpack
 
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import InteractionType
 from torch import nn
 
@@ -33,19 +39,26 @@ from asyncsync.arguments import Option, declared, described
 from asyncsync.collectors.arguments import Device, check_policy_factory, frames_or_none, whole
 from asyncsync.collectors.base import SHUTDOWN_SECONDS, Lifetime
 from asyncsync.collectors.evaluating.episodes import EpisodeCollector, Key
-from asyncsync.collectors.evaluating.requests import Evaluations, Request
+from asyncsync.collectors.multi.collector import MultiCollector
 from asyncsync.collectors.options import InitFn, family
-from asyncsync.errors import ClosedError
+from asyncsync.errors import AckTimeout, ClosedError, PartialSendError
 from asyncsync.model.strategy import WeightStrategy, flat_weights
 from asyncsync.runtime import loop_thread
+from asyncsync.runtime.threads import join
+from asyncsync.schemes.blocking import now
 from asyncsync.schemes.sources import as_tensordict
 from asyncsync.sync import RayWeightSyncScheme, SharedMemWeightSyncScheme
 from asyncsync.weights.packing import copy_flat
+
+logger = logging.getLogger("asyncsync")
 
 STEPS = 200
 """Of the environment, between two of which ends of episodes are looked for."""
 
 BUSY = ("skip", "newest", "queue", "error")
+
+KEPT = 1024
+"""So many results are kept for who takes them; those before are dropped: a callback may be all that reads them."""
 
 WORKERS: dict[str, tuple[str, dict[str, Any], Callable[[], Any]]] = {
     "process": ("sync", {}, SharedMemWeightSyncScheme),
@@ -179,11 +192,9 @@ class Evaluator(Lifetime):
             **(options["collector_kwargs"] or {}),
         )
         self._evaluations = Evaluations(self._collector, options["log_prefix"], options["on_result"])
-        try:
-            self._evaluations.begin()
-        except BaseException:
-            self._collector.shutdown()
-            raise
+        self._forget = weakref.finalize(self, _end_elsewhere, self._collector)
+        self._forget.atexit = False
+        self._evaluations.start()
         self.closed = False
 
     # -- one evaluation, and its result -------------------------------------------------------------------------------
@@ -213,12 +224,9 @@ class Evaluator(Lifetime):
             Exception: the environment, the policy, ``metrics_fn`` or ``on_result`` raised it. The next evaluation
                 starts afresh.
         """
-        request = self._begun(weights, weights_dict, step, timeout)
-        try:
-            loop_thread.run(partial(self._evaluations.until_done, request, timeout))
-        finally:
-            self._evaluations.withdraw(request)
-        return request.outcome()
+        self._check(timeout)
+        request = self._request(weights, weights_dict, step, has_caller=True)
+        return now(self._result(request, timeout, blocking=True))
 
     async def evaluate_async(
         self,
@@ -230,21 +238,18 @@ class Evaluator(Lifetime):
     ) -> dict[str, Any]:
         """:meth:`evaluate` for a coroutine of any event loop. Cancelling withdraws the request, or drops its
         result."""
-        request = self._begun(weights, weights_dict, step, timeout)
+        self._check(timeout)
+        request = self._request(weights, weights_dict, step, has_caller=True)
+        return await self._result(request, timeout, blocking=False)
+
+    # A coroutine with ``blocking=True`` awaits nothing, so that ``now`` runs it in the caller's thread.
+
+    async def _result(self, request: Request, timeout: float | None, *, blocking: bool) -> dict[str, Any]:
         try:
-            await loop_thread.awaitable(partial(self._evaluations.until_done, request, timeout))
+            await self._until(request.done, timeout, blocking=blocking)
         finally:
             self._evaluations.withdraw(request)
-        return request.outcome()
-
-    def _begun(
-        self, weights: Any, weights_dict: Mapping[str, Any] | None, step: int | None, timeout: float | None
-    ) -> Request:
-        self._evaluations.check()
-        self._evaluations.check_wait(is_endless=timeout is None)
-        request = Request(self._copied(weights, weights_dict), self._step(step), has_caller=True)
-        self._evaluations.add(request, newest=False)
-        return request
+        return request.result()
 
     def trigger_eval(
         self, weights: Any = None, step: int | None = None, *, weights_dict: Mapping[str, Any] | None = None
@@ -263,15 +268,14 @@ class Evaluator(Lifetime):
             ClosedError: the evaluator was shut down.
         """
         self._evaluations.check()
-        if self._evaluations.pending and self._busy_policy in ("skip", "error"):
-            if self._busy_policy == "skip":
-                return False
+        if self.pending and self._busy_policy == "skip":
+            return False
+        if self.pending and self._busy_policy == "error":
             raise RuntimeError(
                 "another evaluation is under way: wait() for it, or construct the Evaluator with busy_policy='skip', "
                 "'newest' or 'queue'"
             )
-        request = Request(self._copied(weights, weights_dict), self._step(step))
-        self._evaluations.add(request, newest=self._busy_policy == "newest")
+        self._request(weights, weights_dict, step, has_caller=False)
         return True
 
     def poll(self, timeout: float = 0) -> dict[str, Any] | None:
@@ -288,28 +292,25 @@ class Evaluator(Lifetime):
             ClosedError: the evaluator was shut down, and all results were taken.
             Exception: that evaluation raised it.
         """
-        deadline = math.inf if timeout is None else time.monotonic() + timeout
-        while not (found := self._found(deadline)):
-            loop_thread.run(partial(self._evaluations.until_ready, deadline, idle=True))
-        return found[0]
+        return now(self._next(timeout, blocking=True))
 
     async def wait_async(self, timeout: float | None = None) -> dict[str, Any] | None:
         """:meth:`wait` for a coroutine of any event loop. Cancelling loses no result."""
-        deadline = math.inf if timeout is None else time.monotonic() + timeout
-        while not (found := self._found(deadline)):
-            await loop_thread.awaitable(partial(self._evaluations.until_ready, deadline, idle=True))
-        return found[0]
+        return await self._next(timeout, blocking=False)
 
-    def _found(self, deadline: float) -> list[dict[str, Any] | None]:
-        """What :meth:`wait` returns; empty: it is to be waited for, again where others have waited for the same."""
-        is_last = time.monotonic() >= deadline or not self.pending  # before a look for a result, which may come now
-        if (result := self._taken()) is not None:
-            return [result]
-        if is_last:
-            self._evaluations.check()
-            return [None]
-        self._evaluations.check_wait(is_endless=deadline == math.inf)
-        return []
+    async def _next(self, timeout: float | None, *, blocking: bool) -> dict[str, Any] | None:
+        evaluations = self._evaluations
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        while True:  # others may wait for the same
+            left = deadline - time.monotonic()
+            is_last = left <= 0 or not self.pending  # before a look for a result, which may come now
+            if (request := evaluations.pop()) is not None:
+                return request.result()
+            self._check(timeout)
+            if is_last:
+                return None
+            with contextlib.suppress(AckTimeout):
+                await self._until(lambda: evaluations.results or not self.pending, left, blocking=blocking)
 
     def __aiter__(self) -> Self:
         return self
@@ -317,23 +318,34 @@ class Evaluator(Lifetime):
     async def __anext__(self) -> dict[str, Any]:
         """The next result; iteration ends with :meth:`shutdown`. Raises the same as :meth:`wait`. Iteration can go on
         after an evaluation that failed."""
-        while (result := self._taken()) is None:
+        while (request := self._evaluations.pop()) is None:
             try:
-                await loop_thread.awaitable(partial(self._evaluations.until_ready, math.inf, idle=False))
+                await self._until(lambda: self._evaluations.results, None, blocking=False)
             except ClosedError:
                 if self.closed:
                     raise StopAsyncIteration from None
                 raise
-        return result
-
-    def _taken(self) -> dict[str, Any] | None:
-        request = self._evaluations.pop()
-        return None if request is None else request.outcome()
+        return request.result()
 
     @property
     def pending(self) -> bool:
         """Whether an evaluation is under way or waiting."""
-        return self._evaluations.pending
+        return bool(self._evaluations.asked)
+
+    def _check(self, timeout: float | None) -> None:
+        self._evaluations.check()
+        if timeout is None and threading.current_thread() is self._evaluations:
+            raise RuntimeError(
+                "on_result cannot wait for an evaluation, because the next one begins after it. Use trigger_eval()"
+            )
+
+    async def _until(self, met: Callable[[], object], timeout: float | None, *, blocking: bool) -> None:
+        """Raises AckTimeout, and as :meth:`Evaluations.check`."""
+        waiting = partial(self._evaluations.group.until, met, timeout)
+        if blocking:
+            loop_thread.run(waiting)
+        else:
+            await loop_thread.awaitable(waiting)
 
     # -- weights ------------------------------------------------------------------------------------------------------
 
@@ -343,25 +355,24 @@ class Evaluator(Lifetime):
         change the copy."""
         return as_tensordict(copy_flat(flat_weights(WeightStrategy(), policy))).cpu()
 
-    def _copied(self, weights: Any, weights_dict: Mapping[str, Any] | None) -> dict[str, Any]:
+    def _request(
+        self, weights: Any, weights_dict: Mapping[str, Any] | None, step: int | None, *, has_caller: bool
+    ) -> Request:
         given = dict(weights_dict or {})
         if weights is not None and "policy" in given:
             raise ValueError("weights and weights_dict['policy'] both give the policy's weights: pass one of them")
         if weights is not None:
             given["policy"] = weights
-        if not given and isinstance(policy := self._collector.policy, nn.Module) and self._has_scheme:
+        policy, schemes = self._collector.policy, self._collector._sender_schemes
+        if not given and isinstance(policy, nn.Module) and "policy" in schemes:
             given["policy"] = policy
-        return {model_id: self.extract_weights(source) for model_id, source in given.items()}
-
-    @property
-    def _has_scheme(self) -> bool:
-        return "policy" in self._collector._sender_schemes
-
-    def _step(self, step: int | None) -> int:
-        if step is not None:
-            return step
-        self._steps += 1
-        return self._steps - 1
+        copies = {model_id: self.extract_weights(source) for model_id, source in given.items()}
+        if step is None:
+            step, self._steps = self._steps, self._steps + 1
+        if self._busy_policy == "newest" and not has_caller:
+            for waiting in [one for one in self._evaluations.asked.copy() if not one.has_caller]:
+                self._evaluations.withdraw(waiting)
+        return self._evaluations.add(copies, step, has_caller=has_caller)
 
     # -- checkpoints and the end --------------------------------------------------------------------------------------
 
@@ -376,7 +387,7 @@ class Evaluator(Lifetime):
         self._steps = state_dict["step_counter"]
 
     def _check_idle(self) -> None:
-        if self.pending or self._evaluations.left():
+        if self.pending or self._evaluations.results:
             raise RuntimeError(
                 "cannot save or load an evaluator while evaluations are pending or results are not taken: wait() first"
             )
@@ -393,8 +404,119 @@ class Evaluator(Lifetime):
         if self.closed:
             return
         self.closed = True
-        failure = self._evaluations.failure
+        errors = [request.exception() for request in self._evaluations.results.copy()]
         self._collector.shutdown(timeout)
-        self._evaluations.wait_for_end(SHUTDOWN_SECONDS if timeout is None else timeout)
-        if failure is not None:
-            raise failure
+        self._forget.detach()
+        if threading.current_thread() is not self._evaluations:  # until on_result has returned
+            join(self._evaluations, SHUTDOWN_SECONDS if timeout is None else timeout)
+        for error in errors:
+            if error not in (None, self._evaluations.group.failure):  # what has ended the worker, every call tells
+                raise error
+
+
+def _end_elsewhere(collector: MultiCollector) -> None:
+    """The evaluator was forgotten. Garbage is collected in any thread, between any two lines: no place to wait."""
+    threading.Thread(target=collector.shutdown, name="asyncsync-collector-end", daemon=True).start()
+
+
+class Request(concurrent.futures.Future[dict[str, Any]]):
+    """One evaluation, and its result.
+
+    Attributes:
+        weights: ``{model_id: weights}``, copies; empty: the worker's as they are.
+        step: that its result shows.
+        has_caller: whether somebody waits for this very one; else its result is kept for whoever takes it.
+    """
+
+    def __init__(self, weights: Mapping[str, Any], step: int, *, has_caller: bool) -> None:
+        super().__init__()
+        self.weights, self.step, self.has_caller = weights, step, has_caller
+
+
+class Evaluations(threading.Thread):
+    """The thread that carries evaluations out, one after another, until the worker's end. It does not refer to the
+    evaluator, so that whoever forgets that ends it.
+
+    Attributes:
+        asked: requests that are not done. The first may be under way.
+        results: requests that are done, have no caller, and that nobody has taken.
+    """
+
+    def __init__(
+        self, collector: MultiCollector, prefix: str, on_result: Callable[[TensorDictBase], object] | None
+    ) -> None:
+        super().__init__(name="asyncsync-evaluator", daemon=True)
+        self.group = collector._group
+        self.asked: deque[Request] = deque()
+        self.results: deque[Request] = deque(maxlen=KEPT)
+        self._collector = collector
+        self._prefix = prefix
+        self._on_result = on_result
+
+    # Any thread may call these. What they do with a deque is one operation, which no other thread interrupts.
+
+    def check(self) -> None:
+        """Raises ClosedError: there are no more evaluations; BaseException: what has ended the worker."""
+        self.group.check()
+        if self.group.failure is not None:
+            raise self.group.failure
+
+    def add(self, weights: Mapping[str, Any], step: int, *, has_caller: bool) -> Request:
+        self.asked.append(request := Request(weights, step, has_caller=has_caller))
+        self.group.nudge()
+        return request
+
+    def withdraw(self, request: Request) -> None:
+        """Leave it out, unless it has begun."""
+        if request.cancel():
+            self._remove(request)
+
+    def pop(self) -> Request | None:
+        """The first result; None: there is none."""
+        try:
+            return self.results.popleft()
+        except IndexError:
+            return None
+
+    def _remove(self, request: Request) -> None:
+        with contextlib.suppress(ValueError):
+            self.asked.remove(request)
+
+    # In the thread
+
+    def run(self) -> None:
+        while True:
+            try:
+                request = self.group.wait(lambda: next(iter(self.asked.copy()), None))
+            except BaseException:  # the evaluator or its worker has ended: each call tells
+                return
+            if request.set_running_or_notify_cancel():
+                self._carry_out(request)
+            self._remove(request)
+            self.group.nudge()
+
+    def _carry_out(self, request: Request) -> None:
+        try:
+            request.set_result(self._evaluate(request.weights, request.step))
+        except BaseException as error:  # raised where the result is taken
+            request.set_exception(error)
+            if isinstance(error, ClosedError) and self.group.ending:
+                return
+            if not request.has_caller and isinstance(error, Exception):
+                logger.error("an evaluation failed", exc_info=error)
+        request.weights = {}
+        if not request.has_caller:
+            self.results.append(request)
+
+    def _evaluate(self, weights: Mapping[str, Any], step: int) -> dict[str, Any]:
+        self.group.wait(lambda: self.group.connected)  # the worker may be launched again just now
+        if weights:
+            try:
+                self._collector.update_policy_weights_(weights_dict=weights)
+            except PartialSendError as error:
+                raise error.failed[0] from error  # there is one worker
+        [found] = self._collector.map_fn("evaluate", [(step,)], timeout=math.inf)
+        result = {f"{self._prefix}/{name}": value for name, value in {**found, "step": step}.items()}
+        if self._on_result is not None:
+            self._on_result(TensorDict(result))
+        return result

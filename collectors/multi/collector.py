@@ -17,7 +17,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from inspect import Parameter
 from typing import Any, Literal, Unpack
 
@@ -57,14 +56,12 @@ from asyncsync.collectors.options import Chooses, MultiOptions, family
 from asyncsync.collectors.profiling import ProfileConfig
 from asyncsync.collectors.single import Collector
 from asyncsync.collectors.trajectories import on_device, processed
-from asyncsync.collectors.weights.acting import fitted
-from asyncsync.collectors.weights.api import Planned, UnknownModel, _RegisteredModels, belongs_to
+from asyncsync.collectors.weights.updates import UnknownModel, _RegisteredModels, belongs_to, fitted
 from asyncsync.collectors.whole_trajectories import check_trajectories
 from asyncsync.collectors.workers.group import WorkerGroup
 from asyncsync.collectors.workers.local import LocalFamily, check_platform, check_start_method
 from asyncsync.collectors.workers.messages import loads
 from asyncsync.errors import AckTimeout, PartialSendError, PeerLost
-from asyncsync.runtime import loop_thread
 from asyncsync.runtime.threads import uninterrupted
 from asyncsync.schemes.none import NoSyncCore
 from asyncsync.schemes.sources import follow
@@ -446,20 +443,6 @@ class GroupCollector(BaseCollector):
 
     def _policy_devices(self) -> set[torch.device]:
         return set().union(*self._acting_devices.values())
-
-    def _carry_out(self, update: Planned, wait: bool) -> None:
-        try:
-            super()._carry_out(update, wait)
-        except PartialSendError as error:
-            loop_thread.run(partial(self._look_behind, error))
-            raise
-
-    async def _carry_out_async(self, update: Planned, wait: bool) -> None:
-        try:
-            await super()._carry_out_async(update, wait)
-        except PartialSendError as error:
-            await loop_thread.awaitable(partial(self._look_behind, error))
-            raise
 
     async def _look_behind(self, error: PartialSendError) -> None:
         """Raises what has ended a worker that the update has not reached: its own exception, or how its process

@@ -33,7 +33,7 @@ from asyncsync.collectors.arguments import (
 from asyncsync.collectors.base import SHUTDOWN_SECONDS
 from asyncsync.collectors.multi.driver import Driver
 from asyncsync.collectors.weights.legacy_updaters import MultiProcessedWeightUpdater, WeightUpdaterBase, make_updater
-from asyncsync.collectors.weights.senders import shut_down_all
+from asyncsync.collectors.weights.updates import shut_down_all
 from asyncsync.collectors.workers.group import WorkerGroup
 from asyncsync.collectors.workers.messages import pickled
 from asyncsync.collectors.workers.worker import Specification

@@ -38,7 +38,7 @@ from asyncsync.collectors.rollout.lock import RolloutLock
 from asyncsync.collectors.rollout.plain_modules import plainly_called
 from asyncsync.collectors.rollout.policies import checked, quickened, wrapped
 from asyncsync.collectors.trajectories import Key, _aggregate_end_of_traj, _TrajectoryPool, beside
-from asyncsync.collectors.weights.acting import ActingWeights
+from asyncsync.collectors.weights.updates import ActingWeights
 
 Array = np.ndarray[Any, Any]
 

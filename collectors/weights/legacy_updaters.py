@@ -22,29 +22,24 @@ from torch import nn
 from asyncsync.model.strategy import WeightStrategy
 
 _counted: ContextVar[list[None]] = ContextVar("asyncsync_counted_push")
-"""Of the push under way: empty until its version has been counted: where weights were copied, or by a scheme."""
+"""Of the push under way: empty until its version is counted, where weights are copied or by a scheme."""
 
 WorkerIds = int | torch.device | Iterable[int | torch.device] | None
 
 
 class WeightUpdaterBase:
-    """Base class: a subclass pushes a policy's weights to the workers of a collector. Usage::
+    """Base class: a subclass pushes a policy's weights to the workers of a collector. It overrides
+    :meth:`_sync_weights_with_worker`, which gets each of :meth:`all_worker_ids` in turn, or all of
+    :meth:`_push_weights`::
 
         class Push(WeightUpdaterBase):
-            def _get_server_weights(self):
-                return policy.state_dict()
-
-            def all_worker_ids(self):
-                return [0, 1]
-
             def _sync_weights_with_worker(self, *, worker_id=None, server_weights):
-                connections[worker_id].send(server_weights)
+                connection.send(server_weights)
 
         collector = Collector(make_env, policy, frames_per_batch=200, weight_updater=Push())
-        collector.update_policy_weights_()
+        collector.update_policy_weights_(policy)
 
-    A subclass overrides :meth:`_sync_weights_with_worker`, or all of :meth:`_push_weights`. Constructing any updater
-    gives a DeprecationWarning that names the scheme to use instead.
+    Constructing any updater gives a DeprecationWarning that names the scheme to use instead.
     """
 
     _scheme: ClassVar[str] = "SharedMemWeightSyncScheme"
@@ -85,12 +80,6 @@ class WeightUpdaterBase:
             )
         self._collector = weakref.ref(collector)
 
-    def _serve(self, collector: Any) -> None:
-        """Belong to this collector, and count its version up with each push."""
-        self.register_collector(collector)
-        if self._count_push not in self.post_hooks:  # it may have served another collector
-            self.register_post_hook(self._count_push)
-
     @property
     def collector(self) -> Any:
         """The collector to which this updater belongs. None: not set, or deleted."""
@@ -104,11 +93,6 @@ class WeightUpdaterBase:
         if (collector := self.collector) is not None:
             collector.increment_version()
 
-    def _count_push(self) -> None:
-        """A hook: count this push, unless it has been counted already."""
-        if not _counted.get([]):
-            self.increment_version()
-
     # -- hooks --------------------------------------------------------------------------------------------------------
 
     def register_post_hook(self, hook: Callable[[], None]) -> None:
@@ -118,7 +102,7 @@ class WeightUpdaterBase:
     # -- pushing ------------------------------------------------------------------------------------------------------
 
     def push_weights(self, policy_or_weights: Any = None, worker_ids: WorkerIds = None) -> None:
-        """Push weights to the workers, then call the hooks.
+        """Push weights to the workers, which counts the collector's policy version up, then call the hooks.
 
         Args:
             policy_or_weights: module, TensorDict or dict. None: the result of :meth:`_get_server_weights`.
@@ -128,9 +112,12 @@ class WeightUpdaterBase:
             ValueError: there are no weights to push.
             NotImplementedError: the subclass overrides no method that sends weights.
         """
-        token = _counted.set([])
+        counted: list[None] = []
+        token = _counted.set(counted)
         try:
             self._push_weights(policy_or_weights=policy_or_weights, worker_ids=worker_ids)
+            if not counted:
+                self.increment_version()
             for hook in self.post_hooks:
                 hook()
         finally:
@@ -230,7 +217,7 @@ class VanillaWeightUpdater(WeightUpdaterBase):
         if collector is None:
             copy_and_count()
         else:
-            collector._weights.apply(copy_and_count)
+            collector.change_weights(copy_and_count)
 
 
 class MultiProcessedWeightUpdater(WeightUpdaterBase):
@@ -249,16 +236,16 @@ class MultiProcessedWeightUpdater(WeightUpdaterBase):
         policy_weights: Mapping[torch.device, TensorDictBase] | None = None,
     ) -> None:
         self._getter = get_server_weights
-        self._policy_weights = None if policy_weights is None else dict(policy_weights)
+        self._copies = None if policy_weights is None else dict(policy_weights)
 
     @classmethod
-    def from_policy(cls, policy: Any) -> MultiProcessedWeightUpdater | None:
+    def from_policy(cls, policy: Any) -> Self | None:
         """An updater that sends this policy's current weights if none are given."""
         return cls(get_server_weights=lambda: policy) if isinstance(policy, nn.Module) else None
 
     def all_worker_ids(self) -> list[torch.device] | None:
         """The devices in ``policy_weights``. None: a push sends to all workers at once."""
-        return None if self._policy_weights is None else list(self._policy_weights)
+        return None if self._copies is None else list(self._copies)
 
     def _get_server_weights(self) -> Any:
         return None if self._getter is None else self._getter()
@@ -269,19 +256,15 @@ class MultiProcessedWeightUpdater(WeightUpdaterBase):
             raise RuntimeError(
                 f"this {type(self).__name__} cannot reach a worker, because its collector is not set or was deleted"
             )
-        if isinstance(worker_id, torch.device) and self._policy_weights is not None:
-            if worker_id not in self._policy_weights:
-                raise ValueError(f"policy_weights has no {worker_id}, but only {list(self._policy_weights)}")
-            copy = self._policy_weights[worker_id]
-            WeightStrategy().apply_weights(copy, server_weights)
-            server_weights = copy
-        collector._push_policy(server_weights, worker_id)
+        if isinstance(worker_id, torch.device) and self._copies is not None:
+            if worker_id not in self._copies:
+                raise ValueError(f"policy_weights has no {worker_id}, but only {list(self._copies)}")
+            WeightStrategy().apply_weights(self._copies[worker_id], server_weights)
+            server_weights = self._copies[worker_id]
+        collector.push_policy(server_weights, worker_id)
 
 
 class _NodeWeightUpdater(MultiProcessedWeightUpdater):
-    """What the updaters for nodes have in common: they bring weights there over the bus that the collector has, by
-    default or by ``weight_sync_schemes``; ``policy_weights`` are those to push where none are given."""
-
     def __init__(self, policy_weights: Any = None) -> None:
         super().__init__(get_server_weights=lambda: policy_weights)
 
@@ -366,11 +349,8 @@ def make_updater(given: Any, policy: Any) -> WeightUpdaterBase:
     return updater
 
 
-def pushing(
-    updater: WeightUpdaterBase, weights: Any, worker_ids: WorkerIds, options: Mapping[str, Any]
-) -> Callable[[], None]:
-    """A push, with those of the options that this updater's ``push_weights`` takes."""
+def push(updater: WeightUpdaterBase, weights: Any, worker_ids: WorkerIds, options: Mapping[str, Any]) -> None:
+    """Push with those of the options that this updater's ``push_weights`` takes."""
     parameters = inspect.signature(updater.push_weights).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    taken = {name: value for name, value in options.items() if takes_all or name in parameters}
-    return lambda: updater.push_weights(weights, worker_ids, **taken)
+    updater.push_weights(weights, worker_ids, **{n: v for n, v in options.items() if takes_all or n in parameters})
