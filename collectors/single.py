@@ -371,7 +371,7 @@ class Collector(BaseCollector, metaclass=Chooses):
                     self._trajectories.take(batch)
         except BaseException:  # the environment has made steps that nobody gets
             if self._trajectories is not None:
-                self._trajectories.lose_rollout(rollouts.metadata.get("traj_ids"))
+                self._trajectories.lose_rollout(rollouts.carrier.labels.get("traj_ids"))
             raise
         return batch
 
@@ -629,10 +629,10 @@ class Collector(BaseCollector, metaclass=Chooses):
         self._iter = state.get("iter", self._iter)
         if rollouts.arguments.track_traj_ids and "traj_pool" in state:
             rollouts.traj_pool.load_state_dict(state["traj_pool"])
-        if has_stepped or rollouts.is_lost:
+        if has_stepped or rollouts.carrier.is_lost:
             rollouts.reset()
         else:  # the first observations are there
-            rollouts.begin_trajectories(rollouts.carrier)
+            rollouts.carrier.begin(rollouts.carrier.root)
         if self._trajectories is not None:
             self._trajectories.clear()
 

@@ -13,14 +13,16 @@ returns, but must not change them before the end of the next step.
 from __future__ import annotations
 
 import inspect
+import itertools
+import operator
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDictBase
 
-from asyncsync.collectors.envs.keys import path_of
+from asyncsync.collectors.arguments import RolloutArguments
 from asyncsync.collectors.trajectories import FLAGS, Key, beside
 
 Factory = Callable[..., Any]
@@ -130,6 +132,37 @@ def moved(environment: Any, device: torch.device) -> Any:
     )
 
 
+# -- keys of its entries ----
+
+
+def path_of(key: Key) -> tuple[str, ...]:
+    """A key as a tuple of names."""
+    return (key,) if isinstance(key, str) else tuple(key)
+
+
+def check_keys(name: str, observations: Iterable[Key], actions: Iterable[Key], taken: Container[str]) -> None:
+    """Check the keys of the environment ``name``. ``taken``: where a step has something else, at its root or under
+    "next". Raises ValueError: an observation or action is there; or one of each has the same place, or is inside the
+    other."""
+    remedy = (
+        "rename one of them in the environment, or by a wrapper (gymnasium.wrappers.TransformObservation or "
+        "TransformAction)"
+    )
+    observed, acting = list(observations), list(actions)
+    for kind, keys in (("observation", observed), ("action", acting)):
+        for key in keys:
+            if (first := path_of(key)[0]) in taken:
+                raise ValueError(
+                    f"{name}: the {kind} has the entry {key!r}, but a step uses {first!r} for something else: {remedy}"
+                )
+    for mine, other in itertools.product(observed, acting):
+        if all(map(operator.eq, path_of(mine), path_of(other))):  # as far as the shorter one goes
+            raise ValueError(
+                f"{name}: the observation's entry {mine!r} and the action's entry {other!r} have the same place in a "
+                f"step: {remedy}"
+            )
+
+
 def observation_keys(environment: Any, root: TensorDictBase, counted: bool = False) -> list[Key]:
     """The keys of an environment's observations, nested ones too: of ``observation_spec``, else all that ``reset``
     returned, ``root``, but done flags.
@@ -167,12 +200,16 @@ def action_keys(environment: Any) -> list[Key]:
     return [getattr(environment, "action_key", "action")]
 
 
-def steps_are_arrays(environment: Any) -> bool:
+def plays(environment: Any) -> bool:
     """Whether :meth:`GymEnv.play` does what ``step_and_maybe_reset`` does, which a subclass or the user may have
     replaced."""
     from asyncsync.collectors.envs.gym import GymEnv
 
-    return type(environment) is GymEnv and environment.is_flat and "step_and_maybe_reset" not in vars(environment)
+    if not isinstance(environment, GymEnv) or not environment.is_flat:
+        return False
+    kind, own = type(environment), vars(environment)
+    names = ("step_and_maybe_reset", "play", "container")
+    return all(name not in own and getattr(kind, name) is getattr(GymEnv, name) for name in names)
 
 
 def done_flags(environment: Any, root: TensorDictBase) -> list[Key]:
@@ -182,12 +219,12 @@ def done_flags(environment: Any, root: TensorDictBase) -> list[Key]:
     return [key for key in FLAGS if key in root.keys()] or ["done"] if keys is None else list(keys)  # noqa: SIM118
 
 
-def done_keys(environment: Any, root: TensorDictBase) -> list[Key]:
-    """The keys under ``"next"`` that mark a trajectory's end: of the flags at the root, where there are any, else of
+def done_keys(flags: Iterable[Key]) -> list[Key]:
+    """Which of an environment's done flags mark a trajectory's end: of those at the root, where there are any, else of
     those of each group of agents; ``"done"`` where there is one, else what stands in for it. When one of several agents
     dies, the episode goes on, and the environment is not reset, as long as the root does not say so."""
     groups: dict[tuple[str, ...], list[Key]] = {}
-    for key in done_flags(environment, root):
+    for key in flags:
         groups.setdefault(path_of(key)[:-1], []).append(key if isinstance(key, str) else path_of(key))
     chosen: list[Key] = []
     for group in [groups[()]] if () in groups else groups.values():
@@ -196,18 +233,37 @@ def done_keys(environment: Any, root: TensorDictBase) -> list[Key]:
     return chosen
 
 
-def own_keys(environment: Any, root: TensorDictBase) -> frozenset[tuple[str, ...]]:
-    """What a policy cannot write under ``"next"``, because the environment does: what a reset returns, rewards, done
-    flags."""
+class EntryKeys(NamedTuple):
+    """Keys of entries that an environment has in each step.
+
+    Attributes:
+        done: under ``"next"``, what marks a trajectory's end.
+        own: what a policy cannot write under ``"next"``, because the environment does: what a reset returns, rewards,
+            done flags.
+        repeated: what ``compact_obs`` leaves out.
+        truncated: what ``set_truncated`` sets.
+    """
+
+    done: list[Key]
+    own: frozenset[tuple[str, ...]]
+    repeated: list[Key]
+    truncated: list[Key]
+
+
+def entry_keys(environment: Any, root: TensorDictBase, arguments: RolloutArguments) -> EntryKeys:
+    """Of an environment whose reset has returned ``root``. Raises RuntimeError: it has nothing to mark as truncated."""
     rewards = getattr(environment, "reward_keys", None) or [getattr(environment, "reward_key", "reward")]
-    flags = set(map(path_of, done_flags(environment, root)))
-    ends = {(*path[:-1], name) for path in flags for name in FLAGS}
-    return frozenset({*map(path_of, root.keys(True, True)), *map(path_of, rewards), *flags, *ends})
-
-
-def truncated_keys(environment: Any, root: TensorDictBase) -> list[Key]:
-    """The done keys named ``"truncated"``."""
-    return [key for key in done_flags(environment, root) if path_of(key)[-1] == "truncated"]
+    flags = done_flags(environment, root)
+    ends = {(*path_of(key)[:-1], name) for key in flags for name in FLAGS}
+    own = frozenset({*map(path_of, root.keys(True, True)), *map(path_of, rewards), *map(path_of, flags), *ends})
+    repeated = repeated_keys(environment, root) if arguments.compact_obs else []
+    truncated = [key for key in flags if path_of(key)[-1] == "truncated"] if arguments.set_truncated else []
+    if arguments.set_truncated and not truncated:
+        raise RuntimeError(
+            f"set_truncated=True, but {type(environment).__name__} has no 'truncated' entry: add one (for a TorchRL "
+            "environment by env.add_truncated_keys()), or leave set_truncated out"
+        )
+    return EntryKeys(done_keys(flags), own, repeated, truncated)
 
 
 def action_spec(environment: Any) -> Any:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 
+from asyncsync.collectors.envs.environment import check_keys
 from asyncsync.collectors.envs.gym_specs import (
     BoxSpec,
     CompositeSpec,
@@ -19,7 +20,6 @@ from asyncsync.collectors.envs.gym_specs import (
     leaves_of,
 )
 from asyncsync.collectors.envs.gym_vector import Resets, check_environment, make_vector, resets_of, zeroed
-from asyncsync.collectors.envs.keys import check_keys
 from asyncsync.collectors.trajectories import FLAGS
 
 Array = np.ndarray[Any, Any]
@@ -29,13 +29,14 @@ ENTRIES = (*FLAGS, "reward", "next", "collector", "_reset")
 
 
 class StepArrays(NamedTuple):
-    """Where the results of one step go: numbers of shape ``[*batch_size]``, and all entries of "next", by key."""
+    """Where the results of one step go: numbers of shape ``[*batch_size]``, and the last observations, by key; None:
+    nobody keeps these."""
 
     reward: Array
     terminated: Array
     truncated: Array
     done: Array
-    after: Mapping[Any, Array]
+    last: Mapping[Any, Array] | None
 
 
 class GymEnv(NotTorchRLs):
@@ -146,7 +147,7 @@ class GymEnv(NotTorchRLs):
         self._action_shapes = {key: spec.shape for key, spec in self.full_action_spec.items()}
         self._results = Results(self.batch_size, forms)
         self.is_flat = not self._groups and all(isinstance(key, str) for key in self.action_keys)
-        self.after_keys = {*observations, "reward", *FLAGS}
+        self.root_forms = {key: (spec.shape, spec.dtype) for key, spec in (observations | self.done_spec).items()}
 
     def _describe(self) -> None:
         """Set the specs, which are on the environment's device."""
@@ -212,9 +213,13 @@ class GymEnv(NotTorchRLs):
         """
         given = dict(tensordict.items())
         beside = given.pop("next", None)
-        arrays = self._results.after()
-        first, finished = self.play(self._given_arrays(given), self.step_arrays(arrays))
-        after, root = self._results.tensors(arrays), given | self._results.tensors(first | self._results.flags())
+        last, numbers = self._results.observations(), self._results.numbers()
+        reward, terminated, truncated, done = (
+            numbers[key][..., 0] for key in ("reward", "terminated", "truncated", "done")
+        )
+        into = StepArrays(reward, terminated, truncated, done, last)
+        first, finished = self.play(self._given_arrays(given), into)
+        after, root = self._results.tensors(last | numbers), given | self._results.tensors(first) | self.no_flags()
         if beside is not None:  # what a policy has written for the next step: its hidden state, say
             for key in beside.keys() - after.keys():
                 after[key] = value = beside.get(key)
@@ -224,47 +229,45 @@ class GymEnv(NotTorchRLs):
         tensordict.set("next", self.container(after))
         return tensordict, self.container(root)
 
-    def step_arrays(self, after: Mapping[Any, Array]) -> StepArrays:
-        """Where :meth:`play` writes: these arrays, by the keys of "next", each of its entry's shape and dtype."""
-        reward, terminated, truncated, done = (
-            after[key][..., 0] for key in ("reward", "terminated", "truncated", "done")
-        )
-        return StepArrays(reward, terminated, truncated, done, after)
+    def no_flags(self) -> dict[str, torch.Tensor]:
+        """Done flags, which are false."""
+        return {key: torch.from_numpy(np.zeros((*self.batch_size, 1), np.bool_)) for key in FLAGS}
 
     def play(self, given: Mapping[NestedKey, Array], into: StepArrays) -> tuple[dict[Any, Array], Array | None]:
         """:meth:`step_and_maybe_reset`, as arrays.
 
         Args:
             given: entries, all those of the action among them.
-            into: get what is under "next".
+            into: gets what is under "next".
 
         Returns:
             The observations for the next step, in new memory, by key; and which environments have finished: bool
             ``[*batch_size]``, a view of ``into.done``, or None: none of them.
         """
         observation, reward, terminated, truncated, info = self._found(5, "step", self.env.step(self._action(given)))
-        rewards, terminations, truncations, done, after = into
+        rewards, terminations, truncations, done, last = into
         self._write_numbers(rewards, reward, "reward")
         self._write_numbers(terminations, terminated, "terminated")
         self._write_numbers(truncations, truncated, "truncated")
         finished: Array = np.logical_or(terminations, truncations, done)
-        self._write(after, observation)  # before a reset, which may write over it
+        first = self._results.observations() if last is None else dict(last)
+        self._write(first, observation)  # before a reset, which may write over it
         if not np.count_nonzero(finished):  # a tenth of finished.any()'s time
-            return {key: after[key].copy() for key in self._results.keys}, None
-        begun = self._begin(after, observation, finished, info)
+            return first if last is None else {key: array.copy() for key, array in first.items()}, None
+        begun = self._begin(first, observation, finished, info)
         if self._resets is not None and self._resets.is_ready:
             return {self._results.keys[0]: begun}, finished
         first = self._results.observations()
         self._write(first, begun)
         return first, finished
 
-    def _begin(self, after: Mapping[Any, Array], observation: Any, finished: Array, info: dict[str, Any]) -> Any:
+    def _begin(self, last: Mapping[Any, Array], observation: Any, finished: Array, info: dict[str, Any]) -> Any:
         """Reset what has finished; returns the observations for the next step."""
         if self._resets is None:
             return self._found(2, "reset", self.env.reset())[0]
-        for index, last in self._resets.last(finished, info):
+        for index, final in self._resets.last(finished, info):
             # "...": a row of a number each is a view, too, not a copy of the number
-            self._write({leaf.key: after[leaf.key][index, ...] for leaf in self._observations}, last)
+            self._write({key: array[index, ...] for key, array in last.items()}, final)
         return self._resets.first(observation, finished)
 
     def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
@@ -314,7 +317,7 @@ class GymEnv(NotTorchRLs):
         """The root of a reset's observations."""
         arrays = self._results.observations()
         self._write(arrays, observation)
-        return self.container(self._results.tensors(arrays | self._results.flags()))
+        return self.container(self._results.tensors(arrays) | self.no_flags())
 
     def _write(self, arrays: Mapping[Any, Array], observation: Any) -> None:
         for leaf in self._observations:

@@ -319,13 +319,9 @@ class Results:
     def observations(self) -> dict[NestedKey, Array]:
         return {key: np.empty(size, dtype) for key, size, dtype in self._forms}
 
-    def flags(self) -> dict[NestedKey, Array]:
-        """Done flags, which are false."""
-        return {key: np.zeros(self._column, np.bool_) for key in FLAGS}
-
-    def after(self) -> dict[NestedKey, Array]:
-        """What is under ``"next"``: observations, reward, done flags."""
-        return self.observations() | {"reward": np.empty(self._column, np.float32)} | self.flags()
+    def numbers(self) -> dict[str, Array]:
+        """Reward and done flags."""
+        return {"reward": np.empty(self._column, np.float32)} | {key: np.empty(self._column, np.bool_) for key in FLAGS}
 
     def tensors(self, arrays: Mapping[Any, Array]) -> dict[Any, Any]:
         """Entries of a TensorDict."""

@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDictBase
 
 from asyncsync.collectors.envs import environment as environments
-from asyncsync.collectors.envs.keys import path_of
+from asyncsync.collectors.envs.environment import path_of
 from asyncsync.collectors.trajectories import FLAGS
 
 

@@ -16,7 +16,7 @@ from tensordict import TensorDictBase
 
 from asyncsync.collectors.arguments import fits
 from asyncsync.collectors.envs import environment as environments
-from asyncsync.collectors.envs.keys import path_of
+from asyncsync.collectors.envs.environment import path_of
 from asyncsync.collectors.single import Collector
 from asyncsync.collectors.trajectories import _aggregate_end_of_traj, padded
 from asyncsync.errors import ClosedError
@@ -130,14 +130,14 @@ class EpisodeCollector(Collector):
 
     def _needed(self) -> list[Key]:
         """What is read of a batch: the rest need not be kept."""
-        ends = self._rollouts.done_keys if self._done_keys is None else []
+        ends = self._rollouts.keys.done if self._done_keys is None else []
         flags: list[Key] = [("next", *path_of(key)) for key in ends]
         return [self._reward_keys, RETURN, IDS, *flags, *([] if self._done_keys is None else [self._done_keys])]
 
     def _ends(self, batch: TensorDictBase) -> torch.Tensor:
         """Where an episode ends: bool, of the batch's shape."""
         if self._done_keys is None:
-            return _aggregate_end_of_traj(batch.get("next"), self._rollouts.done_keys)
+            return _aggregate_end_of_traj(batch.get("next"), self._rollouts.keys.done)
         return _aggregate_end_of_traj(batch, [self._done_keys])
 
     def _return(self, episode: TensorDictBase) -> float:
