@@ -101,12 +101,15 @@ def reset(environment: Any, td: TensorDictBase | None = None, **kwargs: Any) -> 
     return root
 
 
-def no_step(environment: Any, found: Any) -> TypeError:
-    """What to raise where ``step_and_maybe_reset`` has returned something else than two TensorDicts."""
-    return TypeError(
-        f"{type(environment).__name__}.step_and_maybe_reset() must return two TensorDicts: its argument, with the "
-        f"step's results in 'next', and the one for the next step. It returned {found!r}"
-    )
+def stepped(environment: Any, td: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
+    """Its ``step_and_maybe_reset``. Raises TypeError: it has returned something else than two TensorDicts."""
+    found = environment.step_and_maybe_reset(td)
+    if not isinstance(found, tuple) or len(found) != 2 or found[0].get("next", None) is None:
+        raise TypeError(
+            f"{type(environment).__name__}.step_and_maybe_reset() must return two TensorDicts: its argument, with the "
+            f"step's results in 'next', and the one for the next step. It returned {found!r}"
+        )
+    return found
 
 
 def batch_size_of(environment: Any) -> torch.Size:
@@ -167,12 +170,14 @@ def observation_keys(environment: Any, root: TensorDictBase, counted: bool = Fal
     """The keys of an environment's observations, nested ones too: of ``observation_spec``, else all that ``reset``
     returned, ``root``, but done flags.
 
-    ``counted``: the environment is in a :class:`StepLimit`, so ``"step_count"`` is not its own observation.
+    ``counted``: the environment is in a :class:`StepLimit`, so ``"step_count"`` is not its own observation. Nor is what
+    :class:`Primed` adds.
     """
     spec = getattr(environment, "observation_spec", None)
     keys: list[Key]
     if spec is None or not hasattr(spec, "keys"):
-        found = [(key, path_of(key)) for key in root.keys(True, True)]
+        primed = getattr(environment, "primed_keys", [])
+        found = [(key, path_of(key)) for key in root.keys(True, True) if key not in primed]
         keys = [key for key, path in found if path[-1] not in FLAGS and not path[0].startswith("_")]
     else:
         try:
@@ -187,9 +192,11 @@ def observation_keys(environment: Any, root: TensorDictBase, counted: bool = Fal
 
 def repeated_keys(environment: Any, root: TensorDictBase) -> list[Key]:
     """What a step has under ``"next"`` and the next step at its root, unless a trajectory ends: observations, what
-    counts steps, and a TorchRL environment's own state."""
+    counts steps, and the state of TorchRL's
+    environments and of recurrent policies."""
     state = getattr(environment, "state_spec", None) if is_torchrl(environment) else None
     keys = [*observation_keys(environment, root), *([] if state is None else state.keys(True, True))]
+    keys += getattr(environment, "primed_keys", [])
     return keys + [key for key in root.keys(True, True) if path_of(key)[-1] == "step_count" and key not in keys]
 
 

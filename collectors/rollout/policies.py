@@ -26,6 +26,7 @@ from tensordict.nn.probabilistic import interaction_type
 from torch import nn
 
 from asyncsync.collectors.envs import environment as environments
+from asyncsync.collectors.envs.wrappers import Primed
 from asyncsync.collectors.trajectories import Key
 
 
@@ -250,33 +251,24 @@ def quickened(
     return policy
 
 
-_INSTEAD = "use torchrl.envs.GymEnv, which has the keys, shapes and values of asyncsync's GymEnv"
-
 WITHOUT_INIT = (
     "a recurrent policy needs 'is_init', which marks a trajectory's first step, but the environment has none: pass "
-    f"auto_register_policy_transforms=True with a TorchRL environment ({_INSTEAD})"
+    "auto_register_policy_transforms=True"
 )
 
 
 def primed(env: Any, policy: Any) -> Any:
-    """One of TorchRL's environments, with the transforms that recurrent parts of the policy need and that it lacks:
-    what marks a trajectory's first step, and what gives the first state. Another environment cannot have them: warns.
-    Raises ValueError: the policy has recurrent parts, which need them."""
-    if not environments.is_torchrl(env):
-        parts = list(policy.modules()) if isinstance(policy, nn.Module) else []
-        recurrent = sorted({type(part).__name__ for part in parts if hasattr(part, "make_tensordict_primer")})
-        problem = (
-            f"auto_register_policy_transforms=True adds 'is_init' and the first recurrent state only to TorchRL's "
-            f"environments, not to {type(env).__name__}"
-        )
-        if recurrent:
-            raise ValueError(
-                f"{problem}. {', '.join(recurrent)} needs them: {_INSTEAD}, or an environment that has both entries"
-            )
-        warnings.warn(f"{problem}. No part of this policy needs them: leave the argument out", stacklevel=3)
-        return env
+    """The environment, with what recurrent parts of the policy need and it lacks: what marks a trajectory's first step,
+    and what gives the first state. TorchRL's environments get transforms, others are wrapped."""
     if not isinstance(policy, nn.Module):
-        return env
+        return env if environments.is_torchrl(env) else Primed(env, [])
+    if not environments.is_torchrl(env):
+        size = environments.batch_size_of(env)
+        parts: list[Any] = [part for part in policy.modules() if hasattr(part, "make_tensordict_primer")]
+        primers = [part.make_tensordict_primer() for part in parts]
+        for primer in primers:
+            primer.primers = primer.primers.expand(*size, *primer.primers.shape)
+        return Primed(env, primers)
     from torchrl.envs import Compose, InitTracker, TensorDictPrimer
     from torchrl.modules.utils import get_env_transforms_from_module
 

@@ -17,7 +17,7 @@ from asyncsync.collectors.base import Signals
 from asyncsync.collectors.batch_layout import empty_batch, layout_of, with_time
 from asyncsync.collectors.envs import environment as environments
 from asyncsync.collectors.envs.environment import check_keys, path_of
-from asyncsync.collectors.envs.step_limit import StepLimit, limited
+from asyncsync.collectors.envs.wrappers import Wrapper, limited
 from asyncsync.collectors.profiling import recorded
 from asyncsync.collectors.rollout.buffer import RolloutBuffer
 from asyncsync.collectors.rollout.devices import RolloutDevices
@@ -99,7 +99,9 @@ class Rollouts:
             actions = []
         elif self.arguments.track_policy_version:
             taken.append("policy_version")
-        env = self.env.environment if isinstance(self.env, StepLimit) else self.env
+        env = self.env
+        while isinstance(env, Wrapper):
+            env = env.environment
         check_keys(type(env).__name__, root.keys(True, True), actions, taken)
 
     def set_policy(

@@ -228,11 +228,9 @@ class TensorDictSteps:
         if devices.cast_to_env_device and devices.env is not None:
             given = devices.cast(td, devices.env, devices.sync_env)
         self.carrier.is_lost = True
-        found = self.env.step_and_maybe_reset(given)
-        if not isinstance(found, tuple) or len(found) != 2 or (after := found[0].get("next", None)) is None:
-            raise environments.no_step(self.env, found)
-        output, root = found
+        output, root = environments.stepped(self.env, given)
         if output is not td:
+            after = output.get("next")
             if devices.carrier_has_no_device and after.device is not None:
                 after = after.copy().clear_device_()
             td.set("next", after)

@@ -11,7 +11,7 @@ from torch import nn
 
 from asyncsync.collectors import Collector
 from asyncsync.collectors.envs.environment import observation_keys
-from asyncsync.collectors.envs.step_limit import StepLimit
+from asyncsync.collectors.envs.wrappers import StepLimit
 from asyncsync.collectors.rollout.policies import placed, wrapped
 from helpers.collecting_single import KINDS, WalkEnv, environment, needs_torchrl, torchrl
 
