@@ -17,9 +17,18 @@ from asyncsync.collectors.envs.gym_specs import (
     NotTorchRLs,
     Results,
     Spec,
+    free_spec,
     leaves_of,
+    spec_of,
 )
-from asyncsync.collectors.envs.gym_vector import Resets, check_environment, make_vector, resets_of, zeroed
+from asyncsync.collectors.envs.gym_vector import (
+    Resets,
+    check_environment,
+    check_info_keys,
+    make_vector,
+    resets_of,
+    zeroed,
+)
 from asyncsync.collectors.trajectories import FLAGS
 
 Array = np.ndarray[Any, Any]
@@ -75,6 +84,10 @@ class GymEnv(NotTorchRLs):
             ``i`` behaves like a single one with the seed ``seed + i``; an id's own vector environment does not.
         categorical_action_encoding: True: choices are numbers, of the space's dtype, ``[]`` and ``[k]``, not one-hot;
             also in observations, as in TorchRL.
+        info_keys: names of entries of Gymnasium's ``info`` that become observations, such as an action mask: numbers or
+            arrays. The first reset's info shows their shapes and dtypes (a number becomes ``[1]``); or pass
+            ``{name: space}``. Where a later info lacks one, it is zero. When an environment has finished, ``"next"``
+            holds the last step's, and the TensorDict for the next step holds the reset's.
         device: device of the results. None: the CPU, and TensorDicts have no device.
         **make_kwargs: arguments for ``gymnasium.make`` or ``gymnasium.make_vec``; only with an id.
 
@@ -93,6 +106,7 @@ class GymEnv(NotTorchRLs):
         num_envs: int | None = None,
         vectorization_mode: str | None = None,
         categorical_action_encoding: bool = False,
+        info_keys: Sequence[str] | Mapping[str, Any] = (),
         device: torch.device | str | int | None = None,
         **make_kwargs: Any,
     ) -> None:
@@ -127,10 +141,12 @@ class GymEnv(NotTorchRLs):
                 leaves_of(space, name, categorical=categorical_action_encoding)
                 for space, name in ((observation_space, "observation"), (action_space, "action"))
             )
-            check_keys(
-                self._name, [leaf.key for leaf in self._observations], [leaf.key for leaf in self._actions], ENTRIES
-            )
-        except ValueError:
+            observed = [leaf.key for leaf in self._observations]
+            check_info_keys(self._name, info_keys, observed)
+            check_keys(self._name, [*observed, *info_keys], [leaf.key for leaf in self._actions], ENTRIES)
+            spaces = info_keys if isinstance(info_keys, Mapping) else {}
+            self._infos = {name: spec_of(space, name, categorical=True) for name, space in spaces.items()}
+        except (TypeError, ValueError):
             if made:
                 env.close()
             raise
@@ -138,31 +154,32 @@ class GymEnv(NotTorchRLs):
         self.done_keys: list[NestedKey] = list(FLAGS)
         self.reset_keys: list[NestedKey] = ["_reset"]
         self.reward_keys: list[NestedKey] = ["reward"]
+        self._unknown_infos = () if self._infos else tuple(info_keys)
+        self._action_shapes = {leaf.key: torch.Size((*self.batch_size, *leaf.spec.shape)) for leaf in self._actions}
         self._describe()
-        observations: dict[Any, Spec] = self.observation_spec
-        self._groups = {key[0] for key in observations if not isinstance(key, str)}
-        forms = [
-            (key, spec.shape, torch.empty(0, dtype=spec.dtype).numpy().dtype) for key, spec in observations.items()
-        ]
-        self._action_shapes = {key: spec.shape for key, spec in self.full_action_spec.items()}
-        self._results = Results(self.batch_size, forms)
-        self.is_flat = not self._groups and all(isinstance(key, str) for key in self.action_keys)
-        self.root_forms = {key: (spec.shape, spec.dtype) for key, spec in (observations | self.done_spec).items()}
 
     def _describe(self) -> None:
-        """Set the specs, which are on the environment's device."""
+        """Set the specs, which are on the environment's device, and what follows from them."""
 
-        def composite(specs: dict[NestedKey, Spec]) -> CompositeSpec:
+        def composite(specs: dict[Any, Spec]) -> CompositeSpec:
             device = self.device or torch.device("cpu")
             batched = {key: spec.to(device).batched(self.batch_size) for key, spec in specs.items()}
             return CompositeSpec(batched, self.batch_size, self.device)
 
-        self.observation_spec = composite({leaf.key: leaf.spec for leaf in self._observations})
+        self.observation_spec = composite({leaf.key: leaf.spec for leaf in self._observations} | self._infos)
         self.full_action_spec = full = composite({leaf.key: leaf.spec for leaf in self._actions})
         self.action_spec: Spec | CompositeSpec = full if self._actions[0].path else full[self._actions[0].key]
         bound = np.full(1, np.inf, np.float32)
         self.reward_spec = composite({"reward": BoxSpec(-bound, bound, torch.float32)})["reward"]
         self.done_spec = composite({key: BoxSpec(np.zeros(1), np.ones(1), torch.bool) for key in FLAGS})
+        observations: dict[Any, Spec] = self.observation_spec
+        self._groups = {key[0] for key in observations if not isinstance(key, str)}
+        forms = [
+            (key, spec.shape, torch.empty(0, dtype=spec.dtype).numpy().dtype) for key, spec in observations.items()
+        ]
+        self._results = Results(self.batch_size, forms)
+        self.is_flat = not self._groups and all(isinstance(key, str) for key in self.action_keys)
+        self.root_forms = {key: (spec.shape, spec.dtype) for key, spec in (observations | self.done_spec).items()}
 
     # -- running ------------------------------------------------------------------------------------------------------
 
@@ -192,7 +209,7 @@ class GymEnv(NotTorchRLs):
             if seed is not None or options is not None:
                 raise ValueError("seed and options need a reset of all environments of a vector, not of some")
             mask = mask.reshape(self.batch_size)
-            first = self._first(self._resets.reset(mask.cpu().numpy()))
+            first = self._first(*self._resets.reset(mask.cpu().numpy()))
             tensordict.update(first.where(mask, tensordict.select(*first.keys(True, True))))
         return tensordict
 
@@ -250,25 +267,31 @@ class GymEnv(NotTorchRLs):
         self._write_numbers(terminations, terminated, "terminated")
         self._write_numbers(truncations, truncated, "truncated")
         finished: Array = np.logical_or(terminations, truncations, done)
-        first = self._results.observations() if last is None else dict(last)
-        self._write(first, observation)  # before a reset, which may write over it
+        seen = self._results.observations() if last is None else dict(last)
+        self._write(seen, observation)  # before a reset, which may write over it
+        if self._infos:
+            self._write_infos(seen, info)
         if not np.count_nonzero(finished):  # a tenth of finished.any()'s time
-            return first if last is None else {key: array.copy() for key, array in first.items()}, None
-        begun = self._begin(first, observation, finished, info)
-        if self._resets is not None and self._resets.is_ready:
-            return {self._results.keys[0]: begun}, finished
+            return seen if last is None else {key: array.copy() for key, array in seen.items()}, None
         first = self._results.observations()
-        self._write(first, begun)
-        return first, finished
-
-    def _begin(self, last: Mapping[Any, Array], observation: Any, finished: Array, info: dict[str, Any]) -> Any:
-        """Reset what has finished; returns the observations for the next step."""
+        for name in self._infos:
+            first[name][...] = seen[name]
+        fresh: dict[str, Any] | None
         if self._resets is None:
-            return self._found(2, "reset", self.env.reset())[0]
-        for index, final in self._resets.last(finished, info):
-            # "...": a row of a number each is a view, too, not a copy of the number
-            self._write({key: array[index, ...] for key, array in last.items()}, final)
-        return self._resets.first(observation, finished)
+            begun, fresh = self._found(2, "reset", self.env.reset())
+        else:
+            for index, final in self._resets.last(finished, info):
+                # "...": a row of a number each is a view, too, not a copy of the number
+                self._write({key: array[index, ...] for key, array in seen.items()}, final)
+            if "final_info" in info:
+                self._write_infos(seen, info["final_info"], finished)
+            begun, fresh = self._resets.first(observation, finished)
+            if self._resets.is_ready and not self._infos:
+                return {self._results.keys[0]: begun}, finished
+        self._write(first, begun)
+        if fresh is not None:
+            self._write_infos(first, fresh, finished)
+        return first, finished
 
     def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
         """Write a random action, drawn from torch's generator, into the given TensorDict or a new one."""
@@ -311,12 +334,32 @@ class GymEnv(NotTorchRLs):
     # -- between NumPy and tensors ------------------------------------------------------------------------------------
 
     def _reset(self, **kwargs: Any) -> TensorDict:
-        return self._first(self._found(2, "reset", self.env.reset(**kwargs))[0])
+        observation, info = self._found(2, "reset", self.env.reset(**kwargs))
+        if self._unknown_infos:
+            self._infos = {name: self._info_spec(name, info) for name in self._unknown_infos}
+            self._unknown_infos = ()
+            self._describe()
+        return self._first(observation, info)
 
-    def _first(self, observation: Any) -> TensorDict:
+    def _info_spec(self, name: str, info: dict[str, Any]) -> Spec:
+        """What the first reset's info shows of an entry."""
+        if name not in info:
+            raise KeyError(
+                f"{self._name}: the info of the first reset has no {name!r} (it has {sorted(map(str, info))}): pass "
+                f"its space, info_keys={{{name!r}: gymnasium.spaces.Box(…)}}"
+            )
+        value = np.asarray(info[name])
+        if value.dtype.kind not in "biuf" or value.shape[: len(self.batch_size)] != self.batch_size:
+            raise ValueError(
+                f"{self._name}: info_keys need numbers or arrays of one shape, but {name!r} is {info[name]!r}"
+            )
+        return free_spec(value[0] if self.batch_size else value, name)
+
+    def _first(self, observation: Any, info: dict[str, Any]) -> TensorDict:
         """The root of a reset's observations."""
         arrays = self._results.observations()
         self._write(arrays, observation)
+        self._write_infos(arrays, info)
         return self.container(self._results.tensors(arrays) | self.no_flags())
 
     def _write(self, arrays: Mapping[Any, Array], observation: Any) -> None:
@@ -331,6 +374,23 @@ class GymEnv(NotTorchRLs):
                 raise kind(
                     f"{self._name}: the observation's entry {leaf.key!r} does not fit its space: {error}"
                 ) from error
+
+    def _write_infos(self, arrays: Mapping[Any, Array], info: Mapping[str, Any], mask: Array | None = None) -> None:
+        """Write what ``info_keys`` names, zeros where it is missing. ``mask``: only for these environments of a
+        vector."""
+        for name, spec in self._infos.items():
+            value, out = info.get(name), np.zeros_like(arrays[name])
+            if value is not None:
+                try:
+                    spec.write(out, value)
+                except (TypeError, ValueError) as error:
+                    raise type(error)(f"{self._name}: info[{name!r}] has not the form of the first: {error}") from error
+                if (there := info.get(f"_{name}")) is not None:  # of a vector: which environments have it
+                    out[~np.asarray(there, np.bool_)] = 0
+            if mask is None or not mask.shape:
+                arrays[name][...] = out
+            else:
+                arrays[name][mask] = out[mask]
 
     def _found(self, count: int, method: str, found: Any) -> Sequence[Any]:
         """What the environment's method has returned. Raises TypeError: not so many things."""

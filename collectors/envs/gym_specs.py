@@ -250,7 +250,7 @@ def leaves_of(space: Any, name: str, *, categorical: bool) -> list[Leaf]:
     def walk(space: Any, path: tuple[str, ...], key: tuple[str, ...]) -> Iterator[Leaf]:
         called = ".".join(path) or name
         if not isinstance(space, spaces.Dict):
-            spec = _spec(space, called, categorical)
+            spec = spec_of(space, called, categorical)
             key = key or (name,)
             yield Leaf(key[0] if len(key) == 1 else key, path, spec, isinstance(space, spaces.Discrete))
             return
@@ -272,7 +272,18 @@ def leaves_of(space: Any, name: str, *, categorical: bool) -> list[Leaf]:
     return list(walk(space, (), ()))
 
 
-def _spec(space: Any, name: str, categorical: bool) -> Spec:
+def free_spec(value: Array, name: str) -> Spec:
+    """Of entries with this one's shape and dtype, without bounds."""
+    if value.dtype.kind == "f":
+        low, high = -np.inf, np.inf
+    else:
+        low, high = (0, 1) if value.dtype.kind == "b" else (np.iinfo(value.dtype).min, np.iinfo(value.dtype).max)
+    shape, dtype = value.shape, value.dtype
+    return BoxSpec(np.full(shape, low, dtype), np.full(shape, high, dtype), _torch_dtype(dtype, name))
+
+
+def spec_of(space: Any, name: str, categorical: bool) -> Spec:
+    """Of a space that is no ``Dict``; see :func:`leaves_of`."""
     from gymnasium import spaces
 
     if isinstance(space, spaces.Box):

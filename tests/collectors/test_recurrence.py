@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from helpers.collecting_single import WalkEnv, equal, needs_torchrl, torchrl
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
 
 from asyncsync.collectors import Collector, GymEnv, MultiAsyncCollector, MultiSyncCollector
+from helpers.collecting_single import WalkEnv, equal, needs_torchrl, torchrl
 
 pytestmark = [pytest.mark.requirement(241), pytest.mark.filterwarnings("ignore:Nested TransformedEnvs")]
 

@@ -382,6 +382,6 @@ class Shrinking(gymnasium.Env[Any, Any]):
 def test_a_first_observation_of_another_shape_is_refused() -> None:
     env = GymEnv(SyncVectorEnv([Shrinking] * 2, autoreset_mode=AutoresetMode.DISABLED))
     _, root = env.step_and_maybe_reset(env.rand_action(env.reset()))
-    with pytest.raises(ValueError, match=r"reset\(\) returned an observation of shape \(1,\), not \(3,\)"):
+    with pytest.raises(ValueError, match="shape"):
         env.step_and_maybe_reset(env.rand_action(root))
     env.close()
