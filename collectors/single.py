@@ -55,8 +55,7 @@ from asyncsync.collectors.base import (
 from asyncsync.collectors.construct import Chooses, by_backend
 from asyncsync.collectors.envs import environment as environments
 from asyncsync.collectors.profiling import ProfileConfig, RolloutProfiler
-from asyncsync.collectors.rollout.batch_memory import NewBatches, SameBatch
-from asyncsync.collectors.rollout.buffer import RolloutBuffer
+from asyncsync.collectors.rollout.buffer import NewBatches, RolloutBuffer, SameBatch
 from asyncsync.collectors.rollout.devices import RolloutDevices
 from asyncsync.collectors.rollout.lock import RolloutLock
 from asyncsync.collectors.rollout.policies import WITHOUT_INIT, as_module, placed, primed, with_spec

@@ -34,12 +34,14 @@ from asyncsync.collectors.envs.gym import GymEnv, StepArrays
 from asyncsync.collectors.rollout.buffer import RolloutBuffer
 from asyncsync.collectors.rollout.devices import RolloutDevices
 from asyncsync.collectors.rollout.policies import TensorsCall, checked
-from asyncsync.collectors.trajectories import FLAGS, Key, _aggregate_end_of_traj, _TrajectoryPool, beside
+from asyncsync.collectors.trajectories import Key, _aggregate_end_of_traj, _TrajectoryPool, beside
 from asyncsync.collectors.weights.acting import ActingWeights
 
 Array = np.ndarray[Any, Any]
 
 NONE = (None, np.empty(0))
+NUMBERS = ("reward", "terminated", "truncated", "done")
+"""Of a step of Gymnasium's environments, beside the observation."""
 
 
 class Carrier:
@@ -263,41 +265,36 @@ class TensorDictSteps:
         self.carrier.go_on(root)
 
 
-class _Row:
-    """Where one step of a batch is written, by name: what it has at its root, and its labels; what has it under
-    "next"."""
-
-    def __init__(self, parts: dict[Path, dict[str, Array]], index: int) -> None:
-        root, labels, after = (
-            {name: array[index, ...] for name, array in parts[path].items()} for path in ((), ("collector",), ("next",))
-        )
-        self.root = list(root.items())
-        self.labels = list(labels.items())
-        reward, terminated, truncated, done = (
-            after.pop(name)[..., 0] for name in ("reward", "terminated", "truncated", "done")
-        )
-        self.after = StepArrays(reward, terminated, truncated, done, after or None)
-
-
 class _Rows:
     """Where steps of one layout are written.
 
     Attributes:
-        each: a row for each; empty: such steps have entries that :meth:`GymEnv.play` does not write.
+        fits: whether :meth:`GymEnv.play` writes all that such steps have under ``"next"``.
         forms: of what a step has at its root but labels: shape and dtype by name.
+        root, labels: arrays of these, by name, with a row for each step.
     """
 
     def __init__(self, env: GymEnv, layout: BatchLayout, memory: list[Array]) -> None:
-        self.forms = {leaf.path[0]: (leaf.shape, leaf.dtype) for leaf in layout.leaves if len(leaf.path) == 1}
-        parts: dict[Path, dict[str, Array]] = {}
+        parts: dict[Path, dict[str, Array]] = {(): {}, ("collector",): {}, ("next",): {}}
         for leaf, array in zip(layout.leaves, memory, strict=True):
             parts.setdefault(leaf.path[:-1], {})[leaf.path[-1]] = array
-        self.each: list[_Row] = []
-        if parts.keys() != {(), ("collector",), ("next",)} or env.root_forms.items() - self.forms.items():
-            return
-        after = parts["next",].keys() - {"reward", *FLAGS}
-        if len(parts["next",]) == len(after) + 4 and after in (set(), env.observation_spec.keys()):
-            self.each = [_Row(parts, index) for index in range(len(memory[0]))]
+        self.root, self.labels, self._after, *others = parts.values()
+        self.forms = {leaf.path[0]: (leaf.shape, leaf.dtype) for leaf in layout.leaves if len(leaf.path) == 1}
+        last = self._after.keys() - NUMBERS
+        self.fits = (
+            not others
+            and env.root_forms.items() <= self.forms.items()
+            and len(self._after) == len(last) + len(NUMBERS)
+            and last in (set(), env.observation_spec.keys())
+        )
+        self._last = last
+
+    def after(self, index: int) -> StepArrays:
+        """What one step has under ``"next"``."""
+        after = self._after
+        reward, terminated, truncated, done = (after[name][index, ..., 0] for name in NUMBERS)
+        last = {name: after[name][index, ...] for name in self._last}
+        return StepArrays(reward, terminated, truncated, done, last or None)
 
 
 class ArraySteps(TensorDictSteps):
@@ -313,6 +310,8 @@ class ArraySteps(TensorDictSteps):
         super().__init__(*args)
         call = self.call
         self._tensors_call: TensorsCall | None = call if isinstance(call, TensorsCall) else None
+        self._memory: list[Array] | None = None
+        self._rows: _Rows | None = None
         self._no_flags = self.env.no_flags()
         self._made = {name: (flag, flag.numpy()) for name, flag in self._no_flags.items()}
         """What the environment has at the root of the next step: tensors and their arrays."""
@@ -323,13 +322,14 @@ class ArraySteps(TensorDictSteps):
         changed = arguments.adds or arguments.track_policy_version
         return is_fast_path_on() and environments.plays(env) and devices.are_alike_on_cpu and not changed
 
-    def _rows(self, layout: BatchLayout, memory: list[Array]) -> _Rows:
-        return _Rows(self.env, layout, memory)
-
     def step(self, random: bool) -> TensorDictBase | None:
         buffer, env, carrier = self.buffer, self.env, self.carrier
-        rows = buffer.rows(self._rows)
-        if rows is None or not rows.each:
+        memory, rows = buffer.arrays(), self._rows
+        if memory is not self._memory:
+            self._memory = memory
+            rows = None if memory is None or buffer.layout is None else _Rows(env, buffer.layout, memory)
+            self._rows = rows = rows if rows is not None and rows.fits else None
+        if rows is None:
             return super().step(random)
         carrier.label_version()
         entries = carrier.entries
@@ -352,13 +352,13 @@ class ArraySteps(TensorDictSteps):
             given = self._arrays(following, rows)
         if given is None:
             return self._store(td, self._step_env(td))
-        row = rows.each[buffer.place()]
-        for name, array in row.root:
-            array[...] = given[name]
-        for name, array in row.labels:
-            array[...] = carrier.arrays[name]
+        index = buffer.count
+        for name, array in rows.root.items():
+            array[index] = given[name]
+        for name, array in rows.labels.items():
+            array[index] = carrier.arrays[name]
         carrier.is_lost = True
-        first, finished = env.play(given, row.after)
+        first, finished = env.play(given, rows.after(index))
         if finished is not None:
             carrier.renew_ids(finished)
         following |= self._no_flags
