@@ -273,9 +273,7 @@ class GymEnv(NotTorchRLs):
             self._write_infos(seen, info)
         if not np.count_nonzero(finished):  # a tenth of finished.any()'s time
             return seen if last is None else {key: array.copy() for key, array in seen.items()}, None
-        first = self._results.observations()
-        for name in self._infos:
-            first[name][...] = seen[name]
+        infos = {name: seen[name].copy() for name in self._infos}
         fresh: dict[str, Any] | None
         if self._resets is None:
             begun, fresh = self._found(2, "reset", self.env.reset())
@@ -286,11 +284,12 @@ class GymEnv(NotTorchRLs):
             if "final_info" in info:
                 self._write_infos(seen, info["final_info"], finished)
             begun, fresh = self._resets.first(observation, finished)
-            if self._resets.is_ready and not self._infos:
-                return {self._results.keys[0]: begun}, finished
-        self._write(first, begun)
         if fresh is not None:
-            self._write_infos(first, fresh, finished)
+            self._write_infos(infos, fresh, finished)
+        if self._resets is not None and self._resets.is_ready:
+            return {self._results.keys[0]: begun} | infos, finished
+        first = self._results.observations() | infos
+        self._write(first, begun)
         return first, finished
 
     def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:

@@ -34,12 +34,12 @@ from asyncsync.collectors.envs.gym import GymEnv, StepArrays
 from asyncsync.collectors.rollout.buffer import RolloutBuffer
 from asyncsync.collectors.rollout.devices import RolloutDevices
 from asyncsync.collectors.rollout.policies import TensorsCall, checked
-from asyncsync.collectors.trajectories import Key, _aggregate_end_of_traj, _TrajectoryPool, beside
+from asyncsync.collectors.trajectories import FLAGS, Key, _aggregate_end_of_traj, _TrajectoryPool, beside
 from asyncsync.collectors.weights.acting import ActingWeights
 
 Array = np.ndarray[Any, Any]
 
-NONE = (None, np.empty(0))
+NONE = (None, None)
 NUMBERS = ("reward", "terminated", "truncated", "done")
 """Of a step of Gymnasium's environments, beside the observation."""
 
@@ -266,7 +266,8 @@ class TensorDictSteps:
 
 
 class _Rows:
-    """Where steps of one layout are written.
+    """Where steps of one layout are written, from row ``begin`` on. Done flags are false at their roots, until others
+    are written.
 
     Attributes:
         fits: whether :meth:`GymEnv.play` writes all that such steps have under ``"next"``.
@@ -274,7 +275,7 @@ class _Rows:
         root, labels: arrays of these, by name, with a row for each step.
     """
 
-    def __init__(self, env: GymEnv, layout: BatchLayout, memory: list[Array]) -> None:
+    def __init__(self, env: GymEnv, layout: BatchLayout, memory: list[Array], begin: int) -> None:
         parts: dict[Path, dict[str, Array]] = {(): {}, ("collector",): {}, ("next",): {}}
         for leaf, array in zip(layout.leaves, memory, strict=True):
             parts.setdefault(leaf.path[:-1], {})[leaf.path[-1]] = array
@@ -288,6 +289,8 @@ class _Rows:
             and last in (set(), env.observation_spec.keys())
         )
         self._last = last
+        for name in FLAGS if self.fits else ():
+            self.root[name][begin:] = False
 
     def after(self, index: int) -> StepArrays:
         """What one step has under ``"next"``."""
@@ -313,8 +316,9 @@ class ArraySteps(TensorDictSteps):
         self._memory: list[Array] | None = None
         self._rows: _Rows | None = None
         self._no_flags = self.env.no_flags()
-        self._made = {name: (flag, flag.numpy()) for name, flag in self._no_flags.items()}
-        """What the environment has at the root of the next step: tensors and their arrays."""
+        self._made: dict[str, tuple[torch.Tensor | None, Array | None]]
+        """What the environment has at the root of the next step: tensors and their arrays; None: false, as rows are."""
+        self._made = {name: (flag, None) for name, flag in self._no_flags.items()}
 
     @staticmethod
     def fit(env: Any, arguments: RolloutArguments, devices: RolloutDevices) -> bool:
@@ -327,7 +331,7 @@ class ArraySteps(TensorDictSteps):
         memory, rows = buffer.arrays(), self._rows
         if memory is not self._memory:
             self._memory = memory
-            rows = None if memory is None or buffer.layout is None else _Rows(env, buffer.layout, memory)
+            rows = None if memory is None or buffer.layout is None else _Rows(env, buffer.layout, memory, buffer.count)
             self._rows = rows = rows if rows is not None and rows.fits else None
         if rows is None:
             return super().step(random)
@@ -354,7 +358,8 @@ class ArraySteps(TensorDictSteps):
             return self._store(td, self._step_env(td))
         index = buffer.count
         for name, array in rows.root.items():
-            array[index] = given[name]
+            if (value := given[name]) is not None:
+                array[index] = value
         for name, array in rows.labels.items():
             array[index] = carrier.arrays[name]
         carrier.is_lost = True
@@ -374,11 +379,11 @@ class ArraySteps(TensorDictSteps):
         """What a policy reads and writes. It may change the flags in place, so these are not ours."""
         return self.env.container(entries | self.env.no_flags() | {"collector": self.carrier.labels})
 
-    def _arrays(self, entries: dict[str, Any], rows: _Rows) -> dict[Any, Array] | None:
+    def _arrays(self, entries: dict[str, Any], rows: _Rows) -> dict[Any, Any] | None:
         """What a step has at its root; None: it has no place there."""
         if entries.keys() != rows.forms.keys():
             return None
-        found: dict[Any, Array] = {}
+        found: dict[Any, Array | None] = {}
         for name, value in entries.items():
             made, array = self._made.get(name, NONE)
             if value is not made:
