@@ -13,16 +13,15 @@ returns, but must not change them before the end of the next step.
 from __future__ import annotations
 
 import inspect
-import itertools
-import operator
 import sys
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDictBase
 
 from asyncsync.collectors.arguments import RolloutArguments
+from asyncsync.collectors.batch_layout import path_of
 from asyncsync.collectors.trajectories import FLAGS, Key, beside
 
 Factory = Callable[..., Any]
@@ -133,37 +132,6 @@ def moved(environment: Any, device: torch.device) -> Any:
         f"{type(environment).__name__} cannot be moved to env_device={str(device)!r}, because it has no to(device): "
         "leave env_device (or device) out, or pass only policy_device and storing_device"
     )
-
-
-# -- keys of its entries ----
-
-
-def path_of(key: Key) -> tuple[str, ...]:
-    """A key as a tuple of names."""
-    return (key,) if isinstance(key, str) else tuple(key)
-
-
-def check_keys(name: str, observations: Iterable[Key], actions: Iterable[Key], taken: Container[str]) -> None:
-    """Check the keys of the environment ``name``. ``taken``: where a step has something else, at its root or under
-    "next". Raises ValueError: an observation or action is there; or one of each has the same place, or is inside the
-    other."""
-    remedy = (
-        "rename one of them in the environment, or by a wrapper (gymnasium.wrappers.TransformObservation or "
-        "TransformAction)"
-    )
-    observed, acting = list(observations), list(actions)
-    for kind, keys in (("observation", observed), ("action", acting)):
-        for key in keys:
-            if (first := path_of(key)[0]) in taken:
-                raise ValueError(
-                    f"{name}: the {kind} has the entry {key!r}, but a step uses {first!r} for something else: {remedy}"
-                )
-    for mine, other in itertools.product(observed, acting):
-        if all(map(operator.eq, path_of(mine), path_of(other))):  # as far as the shorter one goes
-            raise ValueError(
-                f"{name}: the observation's entry {mine!r} and the action's entry {other!r} have the same place in a "
-                f"step: {remedy}"
-            )
 
 
 def observation_keys(environment: Any, root: TensorDictBase, counted: bool = False) -> list[Key]:

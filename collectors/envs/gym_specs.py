@@ -18,8 +18,6 @@ import numpy as np
 import torch
 from tensordict import NestedKey, TensorDict
 
-from asyncsync.collectors.trajectories import FLAGS
-
 Array = np.ndarray[Any, Any]
 
 ENCODED = " (choices are one-hot unless categorical_action_encoding=True)"
@@ -306,44 +304,6 @@ def spec_of(space: Any, name: str, categorical: bool) -> Spec:
         f"{name!r}: a {type(space).__name__} space has no tensor form: use gymnasium.wrappers.FlattenObservation or "
         "TransformObservation, or torchrl.envs.GymEnv, which supports more kinds of spaces"
     )
-
-
-class Results:
-    """Makes memory for the results of one step, NumPy arrays by key, and tensors of the same memory. No other step
-    writes there: policies keep observations, in stacks of frames, say.
-
-    Args:
-        forms: key, shape with the batch's, and NumPy's dtype of each observation.
-
-    Attributes:
-        keys: of the observations.
-    """
-
-    def __init__(self, batch_size: torch.Size, forms: Sequence[tuple[NestedKey, tuple[int, ...], Any]]) -> None:
-        self.keys = [key for key, _, _ in forms]
-        self._batch_size = batch_size
-        self._forms = forms
-        self._column = (*batch_size, 1)
-
-    # All made by NumPy: torch.empty(…).numpy() takes five times as long, and would be a tenth of a vector's step.
-
-    def observations(self) -> dict[NestedKey, Array]:
-        return {key: np.empty(size, dtype) for key, size, dtype in self._forms}
-
-    def numbers(self) -> dict[str, Array]:
-        """Reward and done flags."""
-        return {"reward": np.empty(self._column, np.float32)} | {key: np.empty(self._column, np.bool_) for key in FLAGS}
-
-    def tensors(self, arrays: Mapping[Any, Array]) -> dict[Any, Any]:
-        """Entries of a TensorDict."""
-        tensors: dict[Any, Any] = {}
-        for key, array in arrays.items():
-            if isinstance(key, str):
-                tensors[key] = torch.from_numpy(array)
-            else:
-                group = tensors.setdefault(key[0], TensorDict({}, batch_size=self._batch_size))
-                group.set(key[1:], torch.from_numpy(array))
-        return tensors
 
 
 def _array(value: Any, shape: tuple[int, ...]) -> Array:

@@ -10,8 +10,8 @@ from typing import Any, Self
 import torch
 from tensordict import TensorDict, TensorDictBase
 
+from asyncsync.collectors.batch_layout import path_of
 from asyncsync.collectors.envs import environment as environments
-from asyncsync.collectors.envs.environment import path_of
 from asyncsync.collectors.trajectories import FLAGS, Key, beside
 
 

@@ -31,7 +31,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from operator import attrgetter, itemgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -43,6 +43,7 @@ LARGE_LEAF = 1 << 20
 """Bytes from which a leaf's memory is kept for a later batch."""
 
 Array = np.ndarray[Any, Any]
+Rows = TypeVar("Rows")
 _form = attrgetter("shape", "dtype")
 
 
@@ -100,15 +101,15 @@ class RolloutBuffer:
             writer.write(self.count, values, non_blocking)
         self.count += 1
 
-    def arrays(self) -> list[Array] | None:
-        """The memory of the layout's leaves, ``[steps, *batch_size, …]`` each, the same list for the whole batch. Who
-        writes a step there, in row :attr:`count`, adds one to that. The layout is the latest one until a step shows
-        another. None: there is no layout, or one that NumPy does not have."""
+    def rows(self, make: Callable[[BatchLayout, list[Array]], Rows]) -> Rows | None:
+        """What ``make`` makes of the layout, which is the latest one until a step shows another, and of the memory of
+        its leaves, ``[steps, *batch_size, …]`` each; the same for the whole batch. Who writes a step there, in row
+        :attr:`count`, adds one to that. None: there is no layout, or one that NumPy does not have."""
         if self._writer is None or self._loose is not None:
             return None
         if self._batch is None:
             self._attach(self._writer)
-        return self._writer.arrays()
+        return self._writer.rows(make)
 
     def finish(self) -> TensorDictBase:
         """The batch, ``[*batch_size, count]``, whose last dimension is named ``"time"``. The buffer forgets it. Raises
@@ -219,21 +220,23 @@ class _Writer:
         leaves = [] if batch is None else self.layout.tensors(batch)
         self._leaves = [leaf.movedim(len(self.layout.batch_size), 0) for leaf in leaves]
         self._steps: list[tuple[torch.Tensor, ...]] = []
-        self._arrays: list[Array] | None = None
+        self._rows: Any = None
 
     def write(self, index: int, values: list[torch.Tensor], non_blocking: bool) -> None:
         if not self._steps:
             self._steps = list(zip(*(leaf.unbind(0) for leaf in self._leaves), strict=True))
         torch._foreach_copy_(self._steps[index], values, non_blocking)
 
-    def arrays(self) -> list[Array] | None:
+    def rows(self, make: Callable[[BatchLayout, list[Array]], Rows]) -> Rows | None:
         """As of :class:`RolloutBuffer`."""
-        if self._arrays is None and all(leaf.device.type == "cpu" for leaf in self._leaves):
+        if self._rows is None and all(leaf.device.type == "cpu" for leaf in self._leaves):
             try:
-                self._arrays = [leaf.numpy() for leaf in self._leaves]
+                memory = [leaf.numpy() for leaf in self._leaves]
             except TypeError:  # a dtype that NumPy does not have
                 return None
-        return self._arrays
+            self._rows = make(self.layout, memory)
+        rows: Rows | None = self._rows
+        return rows
 
 
 def _getter(names: list[str]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:

@@ -365,14 +365,14 @@ class PlainModule(TensorsCall):
         given = self._given
         if not self.is_plain():
             return given(tensordict)
-        values = [tensordict.get(key, None) for key in given._in_keys]
+        values = [tensordict.get(key, None) for key in given.in_keys]
         if not all(type(value) is torch.Tensor for value in values):
             return given(tensordict)
         return self.write(tensordict, given.module(*values))
 
     @property
     def keys(self) -> tuple[list[Any], list[Any]]:
-        return self._given._in_keys, self._given._out_keys
+        return self._given.in_keys, self._given.out_keys
 
     def is_plain(self) -> bool:
         given = self._given
@@ -382,7 +382,7 @@ class PlainModule(TensorsCall):
             and given._kwargs is None
             and given.method is None
             and given.inplace is True
-            and not (given.method_kwargs or given._get_kwargs or "_" in given._out_keys)
+            and not (given.method_kwargs or given._get_kwargs or "_" in given.out_keys)
         )
 
     def compute(self, values: list[Any]) -> Any:
@@ -390,7 +390,7 @@ class PlainModule(TensorsCall):
 
     def write(self, tensordict: TensorDictBase, out: Any) -> TensorDictBase:
         given = self._given
-        found, out_keys = out if type(out) is tuple else (out,), given._out_keys
+        found, out_keys = out if type(out) is tuple else (out,), given.out_keys
         if len(found) == len(out_keys) and all(type(value) is torch.Tensor for value in found):
             for key, value in zip(out_keys, found, strict=True):
                 tensordict.set(key, value)

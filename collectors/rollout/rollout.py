@@ -14,9 +14,8 @@ from torch import nn
 
 from asyncsync.collectors.arguments import RolloutArguments
 from asyncsync.collectors.base import Signals
-from asyncsync.collectors.batch_layout import empty_batch, layout_of, with_time
+from asyncsync.collectors.batch_layout import check_keys, empty_batch, layout_of, path_of, with_time
 from asyncsync.collectors.envs import environment as environments
-from asyncsync.collectors.envs.environment import check_keys, path_of
 from asyncsync.collectors.envs.wrappers import Wrapper, limited
 from asyncsync.collectors.profiling import recorded
 from asyncsync.collectors.rollout.buffer import RolloutBuffer

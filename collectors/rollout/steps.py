@@ -27,9 +27,9 @@ from tensordict import TensorDict, TensorDictBase
 
 from asyncsync.bus.link import is_fast_path_on
 from asyncsync.collectors.arguments import RolloutArguments
-from asyncsync.collectors.batch_layout import BatchLayout, Path
+from asyncsync.collectors.batch_layout import BatchLayout, Path, path_of
 from asyncsync.collectors.envs import environment as environments
-from asyncsync.collectors.envs.environment import EntryKeys, path_of
+from asyncsync.collectors.envs.environment import EntryKeys
 from asyncsync.collectors.envs.gym import GymEnv, StepArrays
 from asyncsync.collectors.rollout.buffer import RolloutBuffer
 from asyncsync.collectors.rollout.devices import RolloutDevices
@@ -312,9 +312,7 @@ class ArraySteps(TensorDictSteps):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         call = self.call
-        self._tensors_call: TensorsCall | None = call if isinstance(call, TensorsCall) else None
-        self._memory: list[Array] | None = None
-        self._rows: _Rows | None = None
+        self._tensors_call = call if isinstance(call, TensorsCall) and call.has_names else None
         self._no_flags = self.env.no_flags()
         self._made: dict[str, tuple[torch.Tensor | None, Array | None]]
         """What the environment has at the root of the next step: tensors and their arrays; None: false, as rows are."""
@@ -328,12 +326,8 @@ class ArraySteps(TensorDictSteps):
 
     def step(self, random: bool) -> TensorDictBase | None:
         buffer, env, carrier = self.buffer, self.env, self.carrier
-        memory, rows = buffer.arrays(), self._rows
-        if memory is not self._memory:
-            self._memory = memory
-            rows = None if memory is None or buffer.layout is None else _Rows(env, buffer.layout, memory, buffer.count)
-            self._rows = rows = rows if rows is not None and rows.fits else None
-        if rows is None:
+        rows = buffer.rows(self._make_rows)
+        if rows is None or not rows.fits:
             return super().step(random)
         carrier.label_version()
         entries = carrier.entries
@@ -374,6 +368,9 @@ class ArraySteps(TensorDictSteps):
         buffer.count += 1  # no calls from here on: an interrupt finds a whole step
         carrier.is_lost = False
         return None
+
+    def _make_rows(self, layout: BatchLayout, memory: list[Array]) -> _Rows:
+        return _Rows(self.env, layout, memory, self.buffer.count)
 
     def _tensordict(self, entries: dict[str, Any]) -> TensorDict:
         """What a policy reads and writes. It may change the flags in place, so these are not ours."""
