@@ -176,9 +176,9 @@ class LocalOptions(RolloutOptions, LateOptions, total=False):
         track_policy_version: also write the version as "policy_version", at the root and under "next", as TorchRL
             does; ("collector", "policy_version") is always there. An object with a ``version`` means True, and a
             collector without workers keeps its ``version`` up to date.
-        auto_register_policy_transforms: add to a TorchRL environment the transforms that recurrent parts of the policy
-            need and it lacks (InitTracker, TensorDictPrimer). For any other environment, a recurrent policy raises
-            ValueError, and another policy warns. None: False.
+        auto_register_policy_transforms: add to the environment what recurrent parts of the policy need and it lacks:
+            "is_init" (bool, True in the first step of a trajectory) and the first recurrent state. A TorchRL
+            environment gets the transforms InitTracker and TensorDictPrimer. None: False.
         local_init_rb: no effect: the first process that writes to a replay buffer creates its storage.
     """
 

@@ -35,8 +35,7 @@ from asyncsync.collectors.base import ANSWER_SECONDS, BaseCollector, Signals, _p
 from asyncsync.collectors.envs import environment as environments
 from asyncsync.collectors.options import SELECTORS, Chooses, CollectorOptions, by_backend
 from asyncsync.collectors.profiling import ProfileConfig, RolloutProfiler
-from asyncsync.collectors.rollout.batch_memory import NewBatches, SameBatch
-from asyncsync.collectors.rollout.buffer import RolloutBuffer
+from asyncsync.collectors.rollout.buffer import NewBatches, RolloutBuffer, SameBatch
 from asyncsync.collectors.rollout.devices import RolloutDevices
 from asyncsync.collectors.rollout.lock import RolloutLock
 from asyncsync.collectors.rollout.policies import WITHOUT_INIT, as_module, placed, primed, with_spec
@@ -247,7 +246,7 @@ class Collector(BaseCollector, metaclass=Chooses):
                     self._trajectories.take(batch)
         except BaseException:  # the environment has made steps that nobody gets
             if self._trajectories is not None:
-                self._trajectories.lose_rollout(rollouts.metadata.get("traj_ids"))
+                self._trajectories.lose_rollout(rollouts.carrier.labels.get("traj_ids"))
             raise
         return batch
 
@@ -471,10 +470,10 @@ class Collector(BaseCollector, metaclass=Chooses):
             self._iter = state.get("iter", self._iter)
             if rollouts.arguments.track_traj_ids and "traj_pool" in state:
                 rollouts.traj_pool.load_state_dict(state["traj_pool"])
-            if has_stepped or rollouts.is_lost:
+            if has_stepped or rollouts.carrier.is_lost:
                 rollouts.reset()
             else:  # the first observations are there
-                rollouts.begin_trajectories(rollouts.carrier)
+                rollouts.carrier.begin(rollouts.carrier.root)
             if self._trajectories is not None:
                 self._trajectories.clear()
 

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDictBase
 
-from asyncsync.collectors.envs.keys import path_of
+from asyncsync.collectors.arguments import RolloutArguments
+from asyncsync.collectors.batch_layout import path_of
 from asyncsync.collectors.trajectories import FLAGS, Key, beside
 
 Factory = Callable[..., Any]
@@ -99,12 +100,15 @@ def reset(environment: Any, td: TensorDictBase | None = None, **kwargs: Any) -> 
     return root
 
 
-def no_step(environment: Any, found: Any) -> TypeError:
-    """What to raise where ``step_and_maybe_reset`` has returned something else than two TensorDicts."""
-    return TypeError(
-        f"{type(environment).__name__}.step_and_maybe_reset() must return two TensorDicts: its argument, with the "
-        f"step's results in 'next', and the one for the next step. It returned {found!r}"
-    )
+def stepped(environment: Any, td: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
+    """Its ``step_and_maybe_reset``. Raises TypeError: it has returned something else than two TensorDicts."""
+    found = environment.step_and_maybe_reset(td)
+    if not isinstance(found, tuple) or len(found) != 2 or found[0].get("next", None) is None:
+        raise TypeError(
+            f"{type(environment).__name__}.step_and_maybe_reset() must return two TensorDicts: its argument, with the "
+            f"step's results in 'next', and the one for the next step. It returned {found!r}"
+        )
+    return found
 
 
 def batch_size_of(environment: Any) -> torch.Size:
@@ -134,12 +138,14 @@ def observation_keys(environment: Any, root: TensorDictBase, counted: bool = Fal
     """The keys of an environment's observations, nested ones too: of ``observation_spec``, else all that ``reset``
     returned, ``root``, but done flags.
 
-    ``counted``: the environment is in a :class:`StepLimit`, so ``"step_count"`` is not its own observation.
+    ``counted``: the environment is in a :class:`StepLimit`, so ``"step_count"`` is not its own observation. Nor is what
+    :class:`Primed` adds.
     """
     spec = getattr(environment, "observation_spec", None)
     keys: list[Key]
     if spec is None or not hasattr(spec, "keys"):
-        found = [(key, path_of(key)) for key in root.keys(True, True)]
+        primed = getattr(environment, "primed_keys", [])
+        found = [(key, path_of(key)) for key in root.keys(True, True) if key not in primed]
         keys = [key for key, path in found if path[-1] not in FLAGS and not path[0].startswith("_")]
     else:
         try:
@@ -154,9 +160,11 @@ def observation_keys(environment: Any, root: TensorDictBase, counted: bool = Fal
 
 def repeated_keys(environment: Any, root: TensorDictBase) -> list[Key]:
     """What a step has under ``"next"`` and the next step at its root, unless a trajectory ends: observations, what
-    counts steps, and a TorchRL environment's own state."""
+    counts steps, and the state of TorchRL's
+    environments and of recurrent policies."""
     state = getattr(environment, "state_spec", None) if is_torchrl(environment) else None
     keys = [*observation_keys(environment, root), *([] if state is None else state.keys(True, True))]
+    keys += getattr(environment, "primed_keys", [])
     return keys + [key for key in root.keys(True, True) if path_of(key)[-1] == "step_count" and key not in keys]
 
 
@@ -167,12 +175,16 @@ def action_keys(environment: Any) -> list[Key]:
     return [getattr(environment, "action_key", "action")]
 
 
-def steps_are_arrays(environment: Any) -> bool:
+def plays(environment: Any) -> bool:
     """Whether :meth:`GymEnv.play` does what ``step_and_maybe_reset`` does, which a subclass or the user may have
     replaced."""
     from asyncsync.collectors.envs.gym import GymEnv
 
-    return type(environment) is GymEnv and environment.is_flat and "step_and_maybe_reset" not in vars(environment)
+    if not isinstance(environment, GymEnv) or not environment.is_flat:
+        return False
+    kind, own = type(environment), vars(environment)
+    names = ("step_and_maybe_reset", "play", "container")
+    return all(name not in own and getattr(kind, name) is getattr(GymEnv, name) for name in names)
 
 
 def done_flags(environment: Any, root: TensorDictBase) -> list[Key]:
@@ -182,12 +194,12 @@ def done_flags(environment: Any, root: TensorDictBase) -> list[Key]:
     return [key for key in FLAGS if key in root.keys()] or ["done"] if keys is None else list(keys)  # noqa: SIM118
 
 
-def done_keys(environment: Any, root: TensorDictBase) -> list[Key]:
-    """The keys under ``"next"`` that mark a trajectory's end: of the flags at the root, where there are any, else of
+def done_keys(flags: Iterable[Key]) -> list[Key]:
+    """Which of an environment's done flags mark a trajectory's end: of those at the root, where there are any, else of
     those of each group of agents; ``"done"`` where there is one, else what stands in for it. When one of several agents
     dies, the episode goes on, and the environment is not reset, as long as the root does not say so."""
     groups: dict[tuple[str, ...], list[Key]] = {}
-    for key in done_flags(environment, root):
+    for key in flags:
         groups.setdefault(path_of(key)[:-1], []).append(key if isinstance(key, str) else path_of(key))
     chosen: list[Key] = []
     for group in [groups[()]] if () in groups else groups.values():
@@ -196,18 +208,37 @@ def done_keys(environment: Any, root: TensorDictBase) -> list[Key]:
     return chosen
 
 
-def own_keys(environment: Any, root: TensorDictBase) -> frozenset[tuple[str, ...]]:
-    """What a policy cannot write under ``"next"``, because the environment does: what a reset returns, rewards, done
-    flags."""
+class EntryKeys(NamedTuple):
+    """Keys of entries that an environment has in each step.
+
+    Attributes:
+        done: under ``"next"``, what marks a trajectory's end.
+        own: what a policy cannot write under ``"next"``, because the environment does: what a reset returns, rewards,
+            done flags.
+        repeated: what ``compact_obs`` leaves out.
+        truncated: what ``set_truncated`` sets.
+    """
+
+    done: list[Key]
+    own: frozenset[tuple[str, ...]]
+    repeated: list[Key]
+    truncated: list[Key]
+
+
+def entry_keys(environment: Any, root: TensorDictBase, arguments: RolloutArguments) -> EntryKeys:
+    """Of an environment whose reset has returned ``root``. Raises RuntimeError: it has nothing to mark as truncated."""
     rewards = getattr(environment, "reward_keys", None) or [getattr(environment, "reward_key", "reward")]
-    flags = set(map(path_of, done_flags(environment, root)))
-    ends = {(*path[:-1], name) for path in flags for name in FLAGS}
-    return frozenset({*map(path_of, root.keys(True, True)), *map(path_of, rewards), *flags, *ends})
-
-
-def truncated_keys(environment: Any, root: TensorDictBase) -> list[Key]:
-    """The done keys named ``"truncated"``."""
-    return [key for key in done_flags(environment, root) if path_of(key)[-1] == "truncated"]
+    flags = done_flags(environment, root)
+    ends = {(*path_of(key)[:-1], name) for key in flags for name in FLAGS}
+    own = frozenset({*map(path_of, root.keys(True, True)), *map(path_of, rewards), *map(path_of, flags), *ends})
+    repeated = repeated_keys(environment, root) if arguments.compact_obs else []
+    truncated = [key for key in flags if path_of(key)[-1] == "truncated"] if arguments.set_truncated else []
+    if arguments.set_truncated and not truncated:
+        raise RuntimeError(
+            f"set_truncated=True, but {type(environment).__name__} has no 'truncated' entry: add one (for a TorchRL "
+            "environment by env.add_truncated_keys()), or leave set_truncated out"
+        )
+    return EntryKeys(done_keys(flags), own, repeated, truncated)
 
 
 def action_spec(environment: Any) -> Any:

@@ -9,17 +9,25 @@ import numpy as np
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 
+from asyncsync.collectors.batch_layout import check_keys
 from asyncsync.collectors.envs.gym_specs import (
     BoxSpec,
     CompositeSpec,
     Leaf,
     NotTorchRLs,
-    Results,
     Spec,
+    free_spec,
     leaves_of,
+    spec_of,
 )
-from asyncsync.collectors.envs.gym_vector import Resets, check_environment, make_vector, resets_of, zeroed
-from asyncsync.collectors.envs.keys import check_keys
+from asyncsync.collectors.envs.gym_vector import (
+    Resets,
+    check_environment,
+    check_info_keys,
+    make_vector,
+    resets_of,
+    zeroed,
+)
 from asyncsync.collectors.trajectories import FLAGS
 
 Array = np.ndarray[Any, Any]
@@ -29,13 +37,14 @@ ENTRIES = (*FLAGS, "reward", "next", "collector", "_reset")
 
 
 class StepArrays(NamedTuple):
-    """Where the results of one step go: numbers of shape ``[*batch_size]``, and all entries of "next", by key."""
+    """Where the results of one step go: numbers of shape ``[*batch_size]``, and the last observations, by key; None:
+    nobody keeps these."""
 
     reward: Array
     terminated: Array
     truncated: Array
     done: Array
-    after: Mapping[Any, Array]
+    last: Mapping[Any, Array] | None
 
 
 class GymEnv(NotTorchRLs):
@@ -74,6 +83,10 @@ class GymEnv(NotTorchRLs):
             ``i`` behaves like a single one with the seed ``seed + i``; an id's own vector environment does not.
         categorical_action_encoding: True: choices are numbers, of the space's dtype, ``[]`` and ``[k]``, not one-hot;
             also in observations, as in TorchRL.
+        info_keys: names of entries of Gymnasium's ``info`` that become observations, such as an action mask: numbers or
+            arrays. The first reset's info shows their shapes and dtypes (a number becomes ``[1]``); or pass
+            ``{name: space}``. Where a later info lacks one, it is zero. When an environment has finished, ``"next"``
+            holds the last step's, and the TensorDict for the next step holds the reset's.
         device: device of the results. None: the CPU, and TensorDicts have no device.
         **make_kwargs: arguments for ``gymnasium.make`` or ``gymnasium.make_vec``; only with an id.
 
@@ -92,6 +105,7 @@ class GymEnv(NotTorchRLs):
         num_envs: int | None = None,
         vectorization_mode: str | None = None,
         categorical_action_encoding: bool = False,
+        info_keys: Sequence[str] | Mapping[str, Any] = (),
         device: torch.device | str | int | None = None,
         **make_kwargs: Any,
     ) -> None:
@@ -126,10 +140,12 @@ class GymEnv(NotTorchRLs):
                 leaves_of(space, name, categorical=categorical_action_encoding)
                 for space, name in ((observation_space, "observation"), (action_space, "action"))
             )
-            check_keys(
-                self._name, [leaf.key for leaf in self._observations], [leaf.key for leaf in self._actions], ENTRIES
-            )
-        except ValueError:
+            observed = [leaf.key for leaf in self._observations]
+            check_info_keys(self._name, info_keys, observed)
+            check_keys(self._name, [*observed, *info_keys], [leaf.key for leaf in self._actions], ENTRIES)
+            spaces = info_keys if isinstance(info_keys, Mapping) else {}
+            self._infos = {name: spec_of(space, name, categorical=True) for name, space in spaces.items()}
+        except (TypeError, ValueError):
             if made:
                 env.close()
             raise
@@ -137,31 +153,31 @@ class GymEnv(NotTorchRLs):
         self.done_keys: list[NestedKey] = list(FLAGS)
         self.reset_keys: list[NestedKey] = ["_reset"]
         self.reward_keys: list[NestedKey] = ["reward"]
+        self._unknown_infos = () if self._infos else tuple(info_keys)
+        self._action_shapes = {leaf.key: torch.Size((*self.batch_size, *leaf.spec.shape)) for leaf in self._actions}
         self._describe()
-        observations: dict[Any, Spec] = self.observation_spec
-        self._groups = {key[0] for key in observations if not isinstance(key, str)}
-        forms = [
-            (key, spec.shape, torch.empty(0, dtype=spec.dtype).numpy().dtype) for key, spec in observations.items()
-        ]
-        self._action_shapes = {key: spec.shape for key, spec in self.full_action_spec.items()}
-        self._results = Results(self.batch_size, forms)
-        self.is_flat = not self._groups and all(isinstance(key, str) for key in self.action_keys)
-        self.after_keys = {*observations, "reward", *FLAGS}
 
     def _describe(self) -> None:
-        """Set the specs, which are on the environment's device."""
+        """Set the specs, which are on the environment's device, and what follows from them."""
 
-        def composite(specs: dict[NestedKey, Spec]) -> CompositeSpec:
+        def composite(specs: dict[Any, Spec]) -> CompositeSpec:
             device = self.device or torch.device("cpu")
             batched = {key: spec.to(device).batched(self.batch_size) for key, spec in specs.items()}
             return CompositeSpec(batched, self.batch_size, self.device)
 
-        self.observation_spec = composite({leaf.key: leaf.spec for leaf in self._observations})
+        self.observation_spec = composite({leaf.key: leaf.spec for leaf in self._observations} | self._infos)
         self.full_action_spec = full = composite({leaf.key: leaf.spec for leaf in self._actions})
         self.action_spec: Spec | CompositeSpec = full if self._actions[0].path else full[self._actions[0].key]
         bound = np.full(1, np.inf, np.float32)
         self.reward_spec = composite({"reward": BoxSpec(-bound, bound, torch.float32)})["reward"]
         self.done_spec = composite({key: BoxSpec(np.zeros(1), np.ones(1), torch.bool) for key in FLAGS})
+        observations: dict[Any, Spec] = self.observation_spec
+        self._groups = {key[0] for key in observations if not isinstance(key, str)}
+        self._forms = [
+            (key, spec.shape, torch.empty(0, dtype=spec.dtype).numpy().dtype) for key, spec in observations.items()
+        ]
+        self.is_flat = not self._groups and all(isinstance(key, str) for key in self.action_keys)
+        self.root_forms = {key: (spec.shape, spec.dtype) for key, spec in (observations | self.done_spec).items()}
 
     # -- running ------------------------------------------------------------------------------------------------------
 
@@ -191,7 +207,7 @@ class GymEnv(NotTorchRLs):
             if seed is not None or options is not None:
                 raise ValueError("seed and options need a reset of all environments of a vector, not of some")
             mask = mask.reshape(self.batch_size)
-            first = self._first(self._resets.reset(mask.cpu().numpy()))
+            first = self._first(*self._resets.reset(mask.cpu().numpy()))
             tensordict.update(first.where(mask, tensordict.select(*first.keys(True, True))))
         return tensordict
 
@@ -212,9 +228,12 @@ class GymEnv(NotTorchRLs):
         """
         given = dict(tensordict.items())
         beside = given.pop("next", None)
-        arrays = self._results.after()
-        first, finished = self.play(self._given_arrays(given), self.step_arrays(arrays))
-        after, root = self._results.tensors(arrays), given | self._results.tensors(first | self._results.flags())
+        last, column = self._observations_memory(), (*self.batch_size, 1)
+        numbers: dict[Any, Array] = {"reward": np.empty(column, np.float32)}
+        numbers |= {key: np.empty(column, np.bool_) for key in FLAGS}
+        into = StepArrays(last=last, **{key: array[..., 0] for key, array in numbers.items()})
+        first, finished = self.play(self._given_arrays(given), into)
+        after, root = self._tensors(last | numbers), given | self._tensors(first) | self.no_flags()
         if beside is not None:  # what a policy has written for the next step: its hidden state, say
             for key in beside.keys() - after.keys():
                 after[key] = value = beside.get(key)
@@ -224,48 +243,51 @@ class GymEnv(NotTorchRLs):
         tensordict.set("next", self.container(after))
         return tensordict, self.container(root)
 
-    def step_arrays(self, after: Mapping[Any, Array]) -> StepArrays:
-        """Where :meth:`play` writes: these arrays, by the keys of "next", each of its entry's shape and dtype."""
-        reward, terminated, truncated, done = (
-            after[key][..., 0] for key in ("reward", "terminated", "truncated", "done")
-        )
-        return StepArrays(reward, terminated, truncated, done, after)
+    def no_flags(self) -> dict[str, torch.Tensor]:
+        """Done flags, which are false."""
+        return {key: torch.from_numpy(np.zeros((*self.batch_size, 1), np.bool_)) for key in FLAGS}
 
     def play(self, given: Mapping[NestedKey, Array], into: StepArrays) -> tuple[dict[Any, Array], Array | None]:
         """:meth:`step_and_maybe_reset`, as arrays.
 
         Args:
             given: entries, all those of the action among them.
-            into: get what is under "next".
+            into: gets what is under "next".
 
         Returns:
             The observations for the next step, in new memory, by key; and which environments have finished: bool
             ``[*batch_size]``, a view of ``into.done``, or None: none of them.
         """
         observation, reward, terminated, truncated, info = self._found(5, "step", self.env.step(self._action(given)))
-        rewards, terminations, truncations, done, after = into
+        rewards, terminations, truncations, done, last = into
         self._write_numbers(rewards, reward, "reward")
         self._write_numbers(terminations, terminated, "terminated")
         self._write_numbers(truncations, truncated, "truncated")
         finished: Array = np.logical_or(terminations, truncations, done)
-        self._write(after, observation)  # before a reset, which may write over it
+        seen = self._observations_memory() if last is None else dict(last)
+        self._write(seen, observation)  # before a reset, which may write over it
+        if self._infos:
+            self._write_infos(seen, info)
         if not np.count_nonzero(finished):  # a tenth of finished.any()'s time
-            return {key: after[key].copy() for key in self._results.keys}, None
-        begun = self._begin(after, observation, finished, info)
+            return seen if last is None else {key: array.copy() for key, array in seen.items()}, None
+        infos = {name: seen[name].copy() for name in self._infos}
+        fresh: dict[str, Any] | None
+        if self._resets is None:
+            begun, fresh = self._found(2, "reset", self.env.reset())
+        else:
+            for index, final in self._resets.last(finished, info):
+                # "...": a row of a number each is a view, too, not a copy of the number
+                self._write({key: array[index, ...] for key, array in seen.items()}, final)
+            if "final_info" in info:
+                self._write_infos(seen, info["final_info"], finished)
+            begun, fresh = self._resets.first(observation, finished)
+        if fresh is not None:
+            self._write_infos(infos, fresh, finished)
         if self._resets is not None and self._resets.is_ready:
-            return {self._results.keys[0]: begun}, finished
-        first = self._results.observations()
+            return {self._observations[0].key: begun} | infos, finished
+        first = self._observations_memory() | infos
         self._write(first, begun)
         return first, finished
-
-    def _begin(self, after: Mapping[Any, Array], observation: Any, finished: Array, info: dict[str, Any]) -> Any:
-        """Reset what has finished; returns the observations for the next step."""
-        if self._resets is None:
-            return self._found(2, "reset", self.env.reset())[0]
-        for index, last in self._resets.last(finished, info):
-            # "...": a row of a number each is a view, too, not a copy of the number
-            self._write({leaf.key: after[leaf.key][index, ...] for leaf in self._observations}, last)
-        return self._resets.first(observation, finished)
 
     def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
         """Write a random action, drawn from torch's generator, into the given TensorDict or a new one."""
@@ -308,13 +330,33 @@ class GymEnv(NotTorchRLs):
     # -- between NumPy and tensors ------------------------------------------------------------------------------------
 
     def _reset(self, **kwargs: Any) -> TensorDict:
-        return self._first(self._found(2, "reset", self.env.reset(**kwargs))[0])
+        observation, info = self._found(2, "reset", self.env.reset(**kwargs))
+        if self._unknown_infos:
+            self._infos = {name: self._info_spec(name, info) for name in self._unknown_infos}
+            self._unknown_infos = ()
+            self._describe()
+        return self._first(observation, info)
 
-    def _first(self, observation: Any) -> TensorDict:
+    def _info_spec(self, name: str, info: dict[str, Any]) -> Spec:
+        """What the first reset's info shows of an entry."""
+        if name not in info:
+            raise KeyError(
+                f"{self._name}: the info of the first reset has no {name!r} (it has {sorted(map(str, info))}): pass "
+                f"its space, info_keys={{{name!r}: gymnasium.spaces.Box(…)}}"
+            )
+        value = np.asarray(info[name])
+        if value.dtype.kind not in "biuf" or value.shape[: len(self.batch_size)] != self.batch_size:
+            raise ValueError(
+                f"{self._name}: info_keys need numbers or arrays of one shape, but {name!r} is {info[name]!r}"
+            )
+        return free_spec(value[0] if self.batch_size else value, name)
+
+    def _first(self, observation: Any, info: dict[str, Any]) -> TensorDict:
         """The root of a reset's observations."""
-        arrays = self._results.observations()
+        arrays = self._observations_memory()
         self._write(arrays, observation)
-        return self.container(self._results.tensors(arrays | self._results.flags()))
+        self._write_infos(arrays, info)
+        return self.container(self._tensors(arrays) | self.no_flags())
 
     def _write(self, arrays: Mapping[Any, Array], observation: Any) -> None:
         for leaf in self._observations:
@@ -328,6 +370,23 @@ class GymEnv(NotTorchRLs):
                 raise kind(
                     f"{self._name}: the observation's entry {leaf.key!r} does not fit its space: {error}"
                 ) from error
+
+    def _write_infos(self, arrays: Mapping[Any, Array], info: Mapping[str, Any], mask: Array | None = None) -> None:
+        """Write what ``info_keys`` names, zeros where it is missing. ``mask``: only for these environments of a
+        vector."""
+        for name, spec in self._infos.items():
+            value, out = info.get(name), np.zeros_like(arrays[name])
+            if value is not None:
+                try:
+                    spec.write(out, value)
+                except (TypeError, ValueError) as error:
+                    raise type(error)(f"{self._name}: info[{name!r}] has not the form of the first: {error}") from error
+                if (there := info.get(f"_{name}")) is not None:  # of a vector: which environments have it
+                    out[~np.asarray(there, np.bool_)] = 0
+            if mask is None or not mask.shape:
+                arrays[name][...] = out
+            else:
+                arrays[name][mask] = out[mask]
 
     def _found(self, count: int, method: str, found: Any) -> Sequence[Any]:
         """What the environment's method has returned. Raises TypeError: not so many things."""
@@ -355,10 +414,25 @@ class GymEnv(NotTorchRLs):
             array = array if out.shape else array.reshape(())
         out[...] = array
 
+    def _observations_memory(self) -> dict[Any, Array]:
+        """New memory for observations: policies keep them, in stacks of frames, say."""
+        # NumPy's: torch.empty(…).numpy() takes five times as long, and would be a tenth of a vector's step.
+        return {key: np.empty(shape, dtype) for key, shape, dtype in self._forms}
+
+    def _tensors(self, arrays: Mapping[Any, Array]) -> dict[Any, Any]:
+        """Entries of a TensorDict."""
+        tensors: dict[Any, Any] = {}
+        for key, array in arrays.items():
+            if isinstance(key, str):
+                tensors[key] = torch.from_numpy(array)
+            else:
+                group = tensors.setdefault(key[0], TensorDict({}, batch_size=self.batch_size))
+                group.set(key[1:], torch.from_numpy(array))
+        return tensors
+
     def container(self, items: dict[str, Any]) -> TensorDict:
         """A TensorDict of entries of the right form."""
-        # TensorDict's constructor checks and converts each entry, which takes as long as a step of a small environment;
-        # these have it by construction.
+        # TensorDict's constructor checks each entry. That takes 12 µs instead of one, twice in a step of 170.
         made: TensorDict = TensorDict._new_unsafe(source=items, batch_size=self.batch_size)
         return made if self.device is None else made.to(self.device)
 

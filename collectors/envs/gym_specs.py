@@ -18,8 +18,6 @@ import numpy as np
 import torch
 from tensordict import NestedKey, TensorDict
 
-from asyncsync.collectors.trajectories import FLAGS
-
 Array = np.ndarray[Any, Any]
 
 ENCODED = " (choices are one-hot unless categorical_action_encoding=True)"
@@ -250,7 +248,7 @@ def leaves_of(space: Any, name: str, *, categorical: bool) -> list[Leaf]:
     def walk(space: Any, path: tuple[str, ...], key: tuple[str, ...]) -> Iterator[Leaf]:
         called = ".".join(path) or name
         if not isinstance(space, spaces.Dict):
-            spec = _spec(space, called, categorical)
+            spec = spec_of(space, called, categorical)
             key = key or (name,)
             yield Leaf(key[0] if len(key) == 1 else key, path, spec, isinstance(space, spaces.Discrete))
             return
@@ -272,7 +270,18 @@ def leaves_of(space: Any, name: str, *, categorical: bool) -> list[Leaf]:
     return list(walk(space, (), ()))
 
 
-def _spec(space: Any, name: str, categorical: bool) -> Spec:
+def free_spec(value: Array, name: str) -> Spec:
+    """Of entries with this one's shape and dtype, without bounds."""
+    if value.dtype.kind == "f":
+        low, high = -np.inf, np.inf
+    else:
+        low, high = (0, 1) if value.dtype.kind == "b" else (np.iinfo(value.dtype).min, np.iinfo(value.dtype).max)
+    shape, dtype = value.shape, value.dtype
+    return BoxSpec(np.full(shape, low, dtype), np.full(shape, high, dtype), _torch_dtype(dtype, name))
+
+
+def spec_of(space: Any, name: str, categorical: bool) -> Spec:
+    """Of a space that is no ``Dict``; see :func:`leaves_of`."""
     from gymnasium import spaces
 
     if isinstance(space, spaces.Box):
@@ -295,48 +304,6 @@ def _spec(space: Any, name: str, categorical: bool) -> Spec:
         f"{name!r}: a {type(space).__name__} space has no tensor form: use gymnasium.wrappers.FlattenObservation or "
         "TransformObservation, or torchrl.envs.GymEnv, which supports more kinds of spaces"
     )
-
-
-class Results:
-    """Makes memory for the results of one step, NumPy arrays by key, and tensors of the same memory. No other step
-    writes there: policies keep observations, in stacks of frames, say.
-
-    Args:
-        forms: key, shape with the batch's, and NumPy's dtype of each observation.
-
-    Attributes:
-        keys: of the observations.
-    """
-
-    def __init__(self, batch_size: torch.Size, forms: Sequence[tuple[NestedKey, tuple[int, ...], Any]]) -> None:
-        self.keys = [key for key, _, _ in forms]
-        self._batch_size = batch_size
-        self._forms = forms
-        self._column = (*batch_size, 1)
-
-    # All made by NumPy: torch.empty(…).numpy() takes five times as long, and would be a tenth of a vector's step.
-
-    def observations(self) -> dict[NestedKey, Array]:
-        return {key: np.empty(size, dtype) for key, size, dtype in self._forms}
-
-    def flags(self) -> dict[NestedKey, Array]:
-        """Done flags, which are false."""
-        return {key: np.zeros(self._column, np.bool_) for key in FLAGS}
-
-    def after(self) -> dict[NestedKey, Array]:
-        """What is under ``"next"``: observations, reward, done flags."""
-        return self.observations() | {"reward": np.empty(self._column, np.float32)} | self.flags()
-
-    def tensors(self, arrays: Mapping[Any, Array]) -> dict[Any, Any]:
-        """Entries of a TensorDict."""
-        tensors: dict[Any, Any] = {}
-        for key, array in arrays.items():
-            if isinstance(key, str):
-                tensors[key] = torch.from_numpy(array)
-            else:
-                group = tensors.setdefault(key[0], TensorDict({}, batch_size=self._batch_size))
-                group.set(key[1:], torch.from_numpy(array))
-        return tensors
 
 
 def _array(value: Any, shape: tuple[int, ...]) -> Array:

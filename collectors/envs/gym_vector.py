@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from tensordict import TensorDictBase
 
-from asyncsync.collectors.envs.gym_private import reset_these
 from asyncsync.collectors.trajectories import beside
 
 Array = np.ndarray[Any, Any]
@@ -46,28 +45,18 @@ class Resets:
         environment's index. ``finished`` is bool [num_envs], ``info`` the step's."""
         return []
 
-    def first(self, observation: Any, finished: Array) -> Any:
-        """After :meth:`last`: the observations for the next step, first ones for finished environments. ``observation``
-        is the step's, and may be changed; ``finished`` is bool [num_envs]."""
+    def first(self, observation: Any, finished: Array) -> tuple[Any, dict[str, Any] | None]:
+        """After :meth:`last`: the observations for the next step, first ones for finished environments, and the info of
+        their resets; None: the step's has it. ``observation`` is the step's; ``finished`` is bool [num_envs]."""
         # A mask that is the environment's own: ours changes with the next step.
-        first = self.reset(finished.copy())
-        return first if self.is_gymnasiums else _merged(finished, first, observation)
+        first, info = self.reset(finished.copy())
+        return first if self.is_gymnasiums else _merged(finished, first, observation), info
 
-    def reset(self, mask: Array) -> Any:
-        """Reset the environments of a mask, bool [num_envs], at any other time. Of the batch returned, only their rows
-        count."""
-        observation, _ = self.env.reset(options={"reset_mask": mask})
-        return observation
-
-
-class InTurn(Resets):
-    """Those of a SyncVectorEnv are here, and are reset one by one. Its own reset with a mask puts the observations of
-    all together once more, which takes longer than to reset a few."""
-
-    def first(self, observation: Any, finished: Array) -> Any:
-        for index, first in reset_these(self.env, finished):
-            _put(observation, index, first)
-        return observation
+    def reset(self, mask: Array) -> tuple[Any, dict[str, Any]]:
+        """Reset the environments of a mask, bool [num_envs], at any other time. Of the observations and the info, only
+        their rows count."""
+        observation, info = self.env.reset(options={"reset_mask": mask})
+        return observation, info
 
 
 class SameStep(Resets):
@@ -82,10 +71,10 @@ class SameStep(Resets):
         final = info["final_obs"]
         return [(int(index), _row(final, int(index))) for index in np.flatnonzero(finished)]
 
-    def first(self, observation: Any, finished: Array) -> Any:
-        return observation
+    def first(self, observation: Any, finished: Array) -> tuple[Any, None]:
+        return observation, None
 
-    def reset(self, mask: Array) -> Any:
+    def reset(self, mask: Array) -> tuple[Any, dict[str, Any]]:
         if not self.is_gymnasiums:
             raise NotImplementedError(
                 f"{self.env} resets its environments by itself (autoreset mode SAME_STEP) and cannot reset some of "
@@ -100,16 +89,16 @@ class CartPole(Resets):
 
     is_ready = True
 
-    def first(self, observation: Any, finished: Array) -> Any:
+    def first(self, observation: Any, finished: Array) -> tuple[Any, dict[str, Any]]:
         return self.reset(finished)
 
-    def reset(self, mask: Array) -> Any:
+    def reset(self, mask: Array) -> tuple[Any, dict[str, Any]]:
         env = self.env
         which = mask.nonzero()[0]  # quicker than the mask, for a few
         env.state[:, which] = env.np_random.uniform(env.low, env.high, (4, len(which)))
         env.steps[which] = 0
         env.prev_done[which] = False
-        return env.state.T.astype(np.float32, order="C")  # as every other observation
+        return env.state.T.astype(np.float32, order="C"), {}  # as every other observation
 
 
 def resets_of(env: Any) -> Resets:
@@ -161,11 +150,11 @@ def make_vector(name: Any, num_envs: int, mode: str | None, kwargs: dict[str, An
 def _resets_of_kind(kind: Any, metadata: Mapping[str, Any]) -> type[Resets] | None:
     """How vector environments of this class begin anew; None: with the step after, in a way that is not known here."""
     from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
-    from gymnasium.vector import AutoresetMode, SyncVectorEnv
+    from gymnasium.vector import AutoresetMode
 
     mode = metadata.get("autoreset_mode")
     if mode is AutoresetMode.DISABLED:
-        return InTurn if kind is SyncVectorEnv else Resets
+        return Resets
     if mode is AutoresetMode.SAME_STEP:
         return SameStep
     return CartPole if kind is CartPoleVectorEnv else None
@@ -175,17 +164,6 @@ def _merged(mask: Array, first: Any, observation: Any) -> Any:
     if isinstance(first, Mapping):
         return {name: _merged(mask, value, observation[name]) for name, value in first.items()}
     return np.where(mask.reshape(-1, *[1] * (np.ndim(first) - 1)), first, observation)
-
-
-def _put(observations: Any, index: int, value: Any) -> None:
-    """Write one environment's observation into those of all. Raises ValueError: it has another shape."""
-    if isinstance(observations, Mapping):
-        for name, inner in observations.items():
-            _put(inner, index, value[name])
-        return
-    if np.shape(value) != observations.shape[1:]:
-        raise ValueError(f"reset() returned an observation of shape {np.shape(value)}, not {observations.shape[1:]}")
-    observations[index] = value
 
 
 def _row(final: Any, index: int) -> Any:
@@ -204,6 +182,14 @@ def check_environment(env: Any) -> None:
     for name in ("observation_space", "action_space"):
         if not hasattr(env, name):
             raise TypeError(f"{type(env).__name__} has no {name}: set it in the environment, such as in its __init__")
+
+
+def check_info_keys(name: str, keys: Any, observed: Collection[Any]) -> None:
+    """Raises TypeError: no sequence or mapping of str; ValueError: an observation has that key."""
+    if isinstance(keys, str) or not all(isinstance(key, str) for key in keys):
+        raise TypeError(f"info_keys must be names of entries of info, such as ('action_mask',), not {keys!r}")
+    if taken := [key for key in keys if key in observed]:
+        raise ValueError(f"{name}: info_keys has {taken}, but an observation has this key, too: rename one of them")
 
 
 def zeroed(value: Any, finished: Array) -> Any:

@@ -14,8 +14,8 @@ import torch
 from tensordict import TensorDictBase
 
 from asyncsync.collectors.arguments import fits
+from asyncsync.collectors.batch_layout import path_of
 from asyncsync.collectors.envs import environment as environments
-from asyncsync.collectors.envs.keys import path_of
 from asyncsync.collectors.single import Collector
 from asyncsync.collectors.trajectories import _aggregate_end_of_traj, padded
 from asyncsync.errors import ClosedError
@@ -109,7 +109,7 @@ class EpisodeCollector(Collector):
         found: list[list[TensorDictBase]] = [[] for _ in missing]
         begun: list[list[TensorDictBase]] = [[] for _ in missing]  # parts of an episode that has not ended
         signals = self._rollouts.signals
-        flags: list[Key] = [("next", *path_of(key)) for key in self._rollouts.done_keys]
+        flags: list[Key] = [("next", *path_of(key)) for key in self._rollouts.keys.done]
         if self._done_keys is not None:
             flags = [self._done_keys]
         while any(missing):

@@ -20,10 +20,15 @@ What an ``allocate``, such as the one by which workers put batches into shared m
 - ``finish`` returns that very TensorDict if the rollout was complete and every step fitted, ``batch[..., :t]`` of it if
   the rollout was ended early. Otherwise its contents are meaningless.
 - An exception that it raises ends the rollout and propagates; the next rollout calls it again.
+
+Two ``allocate`` are here: :class:`NewBatches` gives a new batch each time, :class:`SameBatch` (``return_same_td``) the
+same again and again.
 """
 
 from __future__ import annotations
 
+import weakref
+from collections import deque
 from collections.abc import Callable
 from operator import attrgetter, itemgetter
 from typing import Any, TypeVar
@@ -32,11 +37,10 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from asyncsync.collectors.batch_layout import BatchLayout, Path, empty_batch, layout_of, with_time
+from asyncsync.collectors.batch_layout import BatchLayout, Leaf, Path, empty_batch, layout_of, with_time
 
-SMALL_STEP = 32 << 10
-"""Bytes of a step up to which copying it twice is quicker than making views for it."""
-STAGED_STEPS = 64
+LARGE_LEAF = 1 << 20
+"""Bytes from which a leaf's memory is kept for a later batch."""
 
 Array = np.ndarray[Any, Any]
 Rows = TypeVar("Rows")
@@ -81,7 +85,7 @@ class RolloutBuffer:
         self.count = 0
         self._batch = self._loose = None
         if self._writer is not None:
-            self._writer.detach()
+            self._writer.attach(None)
 
     def append(self, step: TensorDictBase, non_blocking: bool = False) -> None:
         """Copy one step of shape ``[*batch_size]``; if this raises, it is not part of the rollout. Its tensors may
@@ -98,19 +102,14 @@ class RolloutBuffer:
         self.count += 1
 
     def rows(self, make: Callable[[BatchLayout, list[Array]], Rows]) -> Rows | None:
-        """What ``make`` makes of the layout, which is the latest one until a step shows another, and of the memory
-        where its leaves are written step by step, ``[rows, *batch_size, …]`` each. It is kept as long as that memory.
-        None: there is no layout, or one that NumPy does not have."""
+        """What ``make`` makes of the layout, which is the latest one until a step shows another, and of the memory of
+        its leaves, ``[steps, *batch_size, …]`` each; the same for the whole batch. Who writes a step there, in row
+        :attr:`count`, adds one to that. None: there is no layout, or one that NumPy does not have."""
         if self._writer is None or self._loose is not None:
             return None
         if self._batch is None:
             self._attach(self._writer)
         return self._writer.rows(make)
-
-    def place(self) -> int:
-        """The row where the next step is to be written; with :attr:`count` one more, it is part of the rollout."""
-        assert self._writer is not None
-        return self._writer.place(self.count)
 
     def finish(self) -> TensorDictBase:
         """The batch, ``[*batch_size, count]``, whose last dimension is named ``"time"``. The buffer forgets it. Raises
@@ -127,8 +126,6 @@ class RolloutBuffer:
     def _written(self) -> TensorDictBase:
         """What has been written to memory so far, as a batch of so many steps."""
         assert self._batch is not None
-        assert self._writer is not None
-        self._writer.flush(self.count)
         return self._batch if self.count == self._steps else self._batch[..., : self.count]
 
     def _allocate(self, step: TensorDictBase) -> None:
@@ -169,10 +166,12 @@ class RolloutBuffer:
         self._loose.append(clone)
 
 
-class _Reader:
-    """What takes the leaves of steps of one layout."""
+class _Writer:
+    """The quick way from steps of one layout into a batch: one ``torch._foreach_copy_`` each, into views of the
+    batch."""
 
     def __init__(self, layout: BatchLayout, step: TensorDictBase) -> None:
+        self.layout = layout
         paths: list[Path] = [(), *(node.path for node in layout.nodes)]
         self._parts: list[tuple[int, str, int, Callable[[dict[str, Any]], tuple[Any, ...]]]] = []
         """Of each TensorDict of a step: which of those before has it, its name there, how many entries it has, and what
@@ -184,6 +183,8 @@ class _Reader:
         values = [step.get(leaf.path) for leaf in layout.leaves]
         self._types = [type(value) for value in values]
         self._forms = [_form(value) for value in values]
+        self._devices = [value.device for value in values]
+        self.attach(None)
 
     def values(self, step: TensorDictBase) -> list[torch.Tensor] | None:
         """The step's leaves in the layout's order; None: the step has another layout."""
@@ -207,49 +208,6 @@ class _Reader:
             return None
         return found
 
-
-class _Writer:
-    """The quick way from steps of one layout into a batch: one ``torch._foreach_copy_`` each, into views of the batch.
-
-    Making such views takes longer than copying a small step. Small steps therefore go through a few steps' worth of
-    memory, whose views are made once, and from there to the batch many at a time.
-    """
-
-    def __init__(self, layout: BatchLayout, step: TensorDictBase) -> None:
-        self.layout = layout
-        self._reader = _Reader(layout, step)
-        self._devices = [step.get(leaf.path).device for leaf in layout.leaves]
-        self._dim = len(layout.batch_size)
-        self._flushed = 0
-        self._targets: list[torch.Tensor] = []
-        self._memory: list[torch.Tensor] = []
-        self._staged: list[torch.Tensor] = []
-        self._length = 0
-        self._forget_views()
-        if layout.nbytes <= SMALL_STEP * layout.steps:
-            self._length = min(layout.steps, STAGED_STEPS)
-            self._memory = [
-                torch.empty([self._length, *leaf.shape], dtype=leaf.dtype, device=leaf.device) for leaf in layout.leaves
-            ]
-            self._staged = [leaf.movedim(0, self._dim) for leaf in self._memory]  # as in the batch
-
-    def _forget_views(self) -> None:
-        self._views: list[tuple[torch.Tensor, ...]] = []
-        self._rows: Any = None
-
-    def _by_step(self) -> list[torch.Tensor]:
-        """Where leaves are written: ``[steps, *batch_size, …]`` each."""
-        return self._memory if self._length else [leaf.movedim(self._dim, 0) for leaf in self._targets]
-
-    def _all_views(self) -> list[tuple[torch.Tensor, ...]]:
-        if not self._views:
-            self._views = list(zip(*(leaf.unbind(0) for leaf in self._by_step()), strict=True))
-        return self._views
-
-    def values(self, step: TensorDictBase) -> list[torch.Tensor] | None:
-        """The step's leaves in the layout's order; None: the step has another layout."""
-        return self._reader.values(step)
-
     def is_for(self, step: TensorDictBase) -> bool:
         """Whether the step has this layout, and its leaves are on the layout's devices or copied there anyway."""
         values = self.values(step)
@@ -257,49 +215,89 @@ class _Writer:
             return values is not None
         return [value.device for value in values] == self._devices
 
-    def attach(self, batch: TensorDictBase) -> None:
-        """Write to this batch from now on."""
-        self._flushed = 0
-        self._targets = self.layout.tensors(batch)
+    def attach(self, batch: TensorDictBase | None) -> None:
+        """Write to this batch from now on; None: forget the last one."""
+        leaves = [] if batch is None else self.layout.tensors(batch)
+        self._leaves = [leaf.movedim(len(self.layout.batch_size), 0) for leaf in leaves]
+        self._steps: list[tuple[torch.Tensor, ...]] = []
+        self._rows: Any = None
 
     def write(self, index: int, values: list[torch.Tensor], non_blocking: bool) -> None:
-        torch._foreach_copy_(self._all_views()[self.place(index)], values, non_blocking)
+        if not self._steps:
+            self._steps = list(zip(*(leaf.unbind(0) for leaf in self._leaves), strict=True))
+        torch._foreach_copy_(self._steps[index], values, non_blocking)
 
     def rows(self, make: Callable[[BatchLayout, list[Array]], Rows]) -> Rows | None:
         """As of :class:`RolloutBuffer`."""
-        if self._rows is None and all(leaf.device.type == "cpu" for leaf in self.layout.leaves):
+        if self._rows is None and all(leaf.device.type == "cpu" for leaf in self._leaves):
             try:
-                memory = [leaf.numpy() for leaf in self._by_step()]
+                memory = [leaf.numpy() for leaf in self._leaves]
             except TypeError:  # a dtype that NumPy does not have
                 return None
             self._rows = make(self.layout, memory)
-        found: Rows | None = self._rows
-        return found
-
-    def place(self, index: int) -> int:
-        """Where among the views the step's are."""
-        if self._length and index - self._flushed == self._length:
-            self.flush(index)
-        return index - self._flushed
-
-    def flush(self, count: int) -> None:
-        """Copy what is left of the first ``count`` steps to the batch."""
-        if (n := count - self._flushed) and self._length:
-            targets, staged = self._targets, self._staged
-            if n < self.layout.steps:
-                targets = [leaf.narrow(self._dim, self._flushed, n) for leaf in targets]
-                staged = [leaf.narrow(self._dim, 0, n) for leaf in staged]
-            torch._foreach_copy_(targets, staged)
-            self._flushed = count
-
-    def detach(self) -> None:
-        """Forget the batch."""
-        self._targets = []
-        if not self._length:
-            self._forget_views()
+        rows: Rows | None = self._rows
+        return rows
 
 
 def _getter(names: list[str]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
     if len(names) < 2:
         return lambda entries: tuple(entries[name] for name in names)
     return itemgetter(*names)
+
+
+class NewBatches:
+    """A new batch each time. Its large leaves lie where an earlier batch's were, of whose memory nobody has a tensor or
+    an array any more: untouched memory costs a page fault for each 4 KiB, which takes longer than copying images there.
+
+    Besides what the program has, there is at most one batch's worth of such memory.
+    """
+
+    def __init__(self) -> None:
+        self._layout: BatchLayout | None = None
+        self._free: list[deque[Array] | None] = []
+
+    def __call__(self, layout: BatchLayout) -> TensorDictBase:
+        if layout != self._layout:
+            self._layout = layout
+            self._free = [deque(maxlen=1) if _is_large(leaf, layout) else None for leaf in layout.leaves]
+        tensors = []
+        for leaf, shape, free in zip(layout.leaves, layout.shapes, self._free, strict=True):
+            if free is None:
+                tensors.append(torch.empty(shape, dtype=leaf.dtype, device=leaf.device))
+            else:
+                memory = _storage(shape.numel() * leaf.dtype.itemsize, free)
+                tensors.append(torch.empty(0, dtype=leaf.dtype, device="cpu").set_(memory).view(shape))
+        return layout.build(tensors)
+
+
+def _is_large(leaf: Leaf, layout: BatchLayout) -> bool:
+    nbytes = leaf.shape.numel() * layout.steps * leaf.dtype.itemsize
+    return leaf.device.type == "cpu" and nbytes >= LARGE_LEAF
+
+
+def _storage(nbytes: int, free: deque[Array]) -> torch.UntypedStorage:
+    """Memory that is free, or new; it is free again when the storage has no user left."""
+    try:
+        memory = free.pop()
+    except IndexError:
+        memory = np.empty(nbytes, np.uint8)
+    used = memory.view()
+    weakref.finalize(used, free.append, memory).atexit = False  # in any thread: append is atomic
+    return torch.from_numpy(used).untyped_storage()
+
+
+class SameBatch:
+    """An ``allocate`` that gives the very same batch again and again, as long as its layout fits."""
+
+    def __init__(self) -> None:
+        self._layout: BatchLayout | None = None
+        self._batch = TensorDict()
+        self._tensors: list[torch.Tensor] = []
+
+    def __call__(self, layout: BatchLayout) -> TensorDictBase:
+        if layout != self._layout:
+            self._layout, self._batch = layout, empty_batch(layout)
+            self._tensors = layout.tensors(self._batch)
+        for leaf, tensor in zip(layout.leaves, self._tensors, strict=True):
+            self._batch.set(leaf.path, tensor)  # private entries were taken out, others may have been replaced
+        return self._batch

@@ -92,6 +92,11 @@ class RolloutDevices:
             device is None or device.type == "cpu" for device in (self.storing, self.policy, self.env)
         )
 
+    @property
+    def stores_without_waiting(self) -> bool:
+        """Whether a copy into a batch may return before it is done."""
+        return self.storing is not None and self.is_non_blocking(self.storing, self.sync_storage)
+
     def is_non_blocking(self, device: torch.device, synchronize: Callable[[], None]) -> bool:
         """A copy may return before it is done only if something waits for it, or the device's own order does."""
         return device.type == "cuda" or (synchronize is not _nothing and not self.no_cuda_sync)

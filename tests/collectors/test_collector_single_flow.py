@@ -89,7 +89,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch, events: list[str], **kwargs: Any) 
     )
     for name in ("sync_policy", "sync_env", "sync_storage"):
         monkeypatch.setattr(c._rollouts.devices, name, lambda name=name: events.append(name))
-    append, advance = c._rollouts.buffer.append, c._rollouts._advance
+    append, advance = c._rollouts.buffer.append, c._rollouts.steps.advance
 
     def store(step: TensorDictBase, *args: Any) -> None:
         assert "next" in step.keys()  # noqa: SIM118
@@ -101,7 +101,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch, events: list[str], **kwargs: Any) 
         advance(*args)
 
     monkeypatch.setattr(c._rollouts.buffer, "append", store)
-    monkeypatch.setattr(c._rollouts, "_advance", go_on)
+    monkeypatch.setattr(c._rollouts.steps, "advance", go_on)
     return c
 
 
@@ -235,9 +235,9 @@ def test_a_carrier_that_no_device_owns_has_none_and_neither_has_next(devices: di
     options: dict[str, Any] = {"replay_buffer": buffer, "extend_buffer": False, "trust_policy": True}
     with collector(Owned([]), Policy([]), **devices, **options) as c:
         assert c._rollouts.devices.carrier_has_no_device is cleared
-        assert (c._rollouts.carrier.device is None) is cleared
+        assert (c._rollouts.carrier.root.device is None) is cleared
         c.rollout()
-        assert (c._rollouts.carrier.device is None) is cleared
+        assert (c._rollouts.carrier.root.device is None) is cleared
     assert len(buffer.added) == 8
 
 
@@ -246,7 +246,7 @@ def test_metadata_goes_round_the_environment() -> None:
     env = WalkEnv()
     with collector(env) as c:
         batch = c.rollout()
-        assert "collector" in c._rollouts.carrier.keys()  # noqa: SIM118
+        assert "collector" in c._rollouts.carrier.root.keys()  # noqa: SIM118
     assert env.seen == {"observation", "action", "done", "terminated", "truncated"}
     assert {("collector", "traj_ids"), ("collector", "policy_version")} < set(batch.keys(True, True))
     assert not [key for key in batch["next"].keys() if key == "collector"]  # noqa: SIM118

@@ -372,8 +372,8 @@ def test_seed_reset_and_state(kind: str) -> None:
     policy = Actor(0.3)
     with collector(environment(kind), policy) as c:
         assert isinstance(c.set_seed(4), int)
-        assert c._rollouts.carrier["observation"].tolist() == [0.0, 1.0, 0.0], "it resets"
-        assert c._rollouts.carrier["collector", "traj_ids"] == 1
+        assert c._rollouts.carrier.root["observation"].tolist() == [0.0, 1.0, 0.0], "it resets"
+        assert c._rollouts.carrier.root["collector", "traj_ids"] == 1
         list(zip(range(2), c, strict=False))
         state = c.state_dict()
     assert set(state) == {"policy_state_dict", "env_state_dict", "frames", "iter", "versions", "traj_pool"}
@@ -381,7 +381,7 @@ def test_seed_reset_and_state(kind: str) -> None:
     with collector(environment(kind), Actor(), total_frames=24) as c:
         c.load_state_dict(state)
         assert c.policy.gain == policy.gain
-        assert c._rollouts.carrier["collector", "traj_ids"] == state["traj_pool"]["traj_id"]
+        assert c._rollouts.carrier.root["collector", "traj_ids"] == state["traj_pool"]["traj_id"]
         [batch] = list(c)
         assert batch["collector", "policy_version"].unique().tolist() == [1], "not that of the weights before"
         with pytest.raises(KeyError, match="'frames', 'iter'"):

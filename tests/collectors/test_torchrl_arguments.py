@@ -217,13 +217,6 @@ WITHOUT_TRANSFORMS: dict[str, Callable[[], Any]] = {
 
 
 @needs_torchrl
-@pytest.mark.parametrize("kind", WITHOUT_TRANSFORMS)
-def test_transforms_that_cannot_be_registered_are_an_error(kind: str) -> None:
-    with pytest.raises(ValueError, match=r"not to (GymEnv|WalkEnv).*GRUModule .*torchrl\.envs\.GymEnv"):
-        Collector(WITHOUT_TRANSFORMS[kind](), recurrent(), frames_per_batch=4, auto_register_policy_transforms=True)
-
-
-@needs_torchrl
 @pytest.mark.parametrize("random", [-1, 4])
 @pytest.mark.parametrize("kind", [*WITHOUT_TRANSFORMS, "torchrl"])
 def test_a_policy_that_misses_is_init_says_what_to_do(kind: str, random: int) -> None:
@@ -233,13 +226,6 @@ def test_a_policy_that_misses_is_init_says_what_to_do(kind: str, random: int) ->
             collector.next()
         with pytest.raises(KeyError, match=r"is_init[\s\S]*auto_register_policy_transforms=True"):
             collector.next()
-
-
-def test_other_environments_and_policies_are_left_alone_with_a_word() -> None:
-    with pytest.warns(UserWarning, match="auto_register_policy_transforms=True .*WalkEnv"):
-        collector = Collector(WalkEnv(), Actor(), frames_per_batch=4, auto_register_policy_transforms=True)
-    with collector as c:
-        assert c.rollout() is not None
 
 
 # -- compact_obs -------------------------------------------------------------------------------------------------------

@@ -37,10 +37,10 @@ def test_a_step_that_fails_is_not_recorded_and_the_next_rollout_begins_anew(wher
         expected = other.rollout()
         first = c.rollout()
         fail[-2:] = [True, False]
-        before = {key: value.clone() for key, value in c._rollouts.carrier.items()}
+        before = {key: value.clone() for key, value in c._rollouts.carrier.root.items()}
         with pytest.raises(Broken):
             c.rollout()
-        assert c._rollouts.carrier.keys() == before.keys()
+        assert c._rollouts.carrier.root.keys() == before.keys()
         fail[:] = [False] * 20
         again = c.rollout()
     assert (first == expected).all() if where == "before" else True
@@ -64,7 +64,7 @@ def test_a_policy_that_fails_changes_nothing() -> None:
         with pytest.raises(Broken):
             next(batches)
         assert env.steps == 5
-        assert set(c._rollouts.carrier.keys()) == {"observation", "done", "terminated", "truncated", "collector"}
+        assert set(c._rollouts.carrier.root.keys()) == {"observation", "done", "terminated", "truncated", "collector"}
         assert next(iter(c)).shape == (4,)
 
 
@@ -121,7 +121,7 @@ def test_a_frame_that_could_not_be_stored_does_not_spoil_the_next(what: str, err
             c._rollouts.buffer.append = breaking
         with pytest.raises(error):
             c.rollout()
-        assert "next" not in c._rollouts.carrier.keys()  # noqa: SIM118
+        assert "next" not in c._rollouts.carrier.root.keys()  # noqa: SIM118
         batch = c.rollout()
     if what == "add":
         batch = torch.stack(buffer.added[1:])
@@ -130,7 +130,7 @@ def test_a_frame_that_could_not_be_stored_does_not_spoil_the_next(what: str, err
 
 def test_what_an_interrupted_step_left_under_next_is_not_the_policys() -> None:
     with collector(WalkEnv()) as c, collector(WalkEnv()) as other:
-        c._rollouts.carrier.set("next", TensorDict({"stale": torch.ones(1)}))
+        c._rollouts.carrier.root.set("next", TensorDict({"stale": torch.ones(1)}))
         assert (c.rollout() == other.rollout()).all()
 
 
@@ -146,11 +146,11 @@ def test_a_reset_that_fails_leaves_the_carrier() -> None:
     env = Failing()
     with collector(env, reset_at_each_iter=True) as c:
         c.rollout()
-        carrier, env.broken = c._rollouts.carrier, True
+        carrier, env.broken = c._rollouts.carrier.root, True
         for broken in (c.rollout, c.reset):
             with pytest.raises(Broken):
                 broken()
-        assert c._rollouts.carrier is carrier
+        assert c._rollouts.carrier.root is carrier
         env.broken = False
         assert c.rollout().shape == (4,)
 
@@ -224,6 +224,9 @@ class Episodes(gymnasium.Env[Any, Any]):
 
 class General(GymEnv):
     """Goes the way of all environments, by TensorDicts."""
+
+    def step_and_maybe_reset(self, tensordict: TensorDictBase) -> Any:
+        return super().step_and_maybe_reset(tensordict)
 
 
 class Own:

@@ -64,7 +64,7 @@ def test_without_tracking_nothing_is_kept(kind: str) -> None:
 
     with collector(environment(kind), track_traj_ids=False, traj_pool=Untouched()) as c:
         assert IDS not in c.rollout().keys(True)
-        assert IDS not in c._rollouts.carrier.keys(True)
+        assert IDS not in c._rollouts.carrier.root.keys(True)
 
 
 @pytest.mark.requirement(133)

@@ -11,7 +11,7 @@ from torch import nn
 
 from asyncsync.collectors import Collector
 from asyncsync.collectors.envs.environment import observation_keys
-from asyncsync.collectors.envs.step_limit import StepLimit
+from asyncsync.collectors.envs.wrappers import StepLimit
 from asyncsync.collectors.rollout.policies import placed, wrapped
 from helpers.collecting_single import KINDS, WalkEnv, environment, needs_torchrl, torchrl
 
@@ -106,7 +106,7 @@ def test_some_of_the_environments_of_a_limit_are_reset_by_a_mask(kind: str) -> N
     env = Taking((2,), 10) if kind == "taking" else environment(kind, (2,), 10)
     with Collector(env, frames_per_batch=4, max_frames_per_traj=9) as c:
         c.rollout()
-        td = c._rollouts.carrier.exclude("collector")
+        td = c._rollouts.carrier.root.exclude("collector")
         assert td["step_count"].flatten().tolist() == [2, 2]
         td["_reset"] = torch.tensor([[True], [False]])
         after = c.env.reset(td)

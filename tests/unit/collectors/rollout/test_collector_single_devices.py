@@ -107,7 +107,7 @@ def test_what_the_policy_wrote_comes_back_and_nothing_else() -> None:
         return td.set("action", td["score"] * 2)
 
     with collector(Movable(), policy, trust_policy=True, policy_device="cpu") as c:
-        act = c._rollouts._act
+        act = c._rollouts.steps.act
 
         def acted(carrier: TensorDictBase, random: bool) -> None:
             carriers.append(carrier)
@@ -115,7 +115,7 @@ def test_what_the_policy_wrote_comes_back_and_nothing_else() -> None:
             act(carrier, random)
             assert carrier["observation"] is observation
 
-        c._rollouts._act = acted
+        c._rollouts.steps.act = acted
         batch = c.rollout()
     assert torch.equal(batch["action"], batch["score"] * 2)
 

@@ -18,7 +18,7 @@ from tensordict.nn import (
 from tensordict.nn.probabilistic import interaction_type
 from torch import nn
 
-from asyncsync.collectors.rollout.plain_modules import plainly_called
+from asyncsync.collectors.rollout.policies import plainly_called
 
 
 class Scaled(nn.Module):

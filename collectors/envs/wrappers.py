@@ -1,0 +1,206 @@
+"""Environments around an environment of any kind but TorchRL's, which has transforms for this: max_frames_per_traj, and
+what recurrent policies need."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any, Self
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from asyncsync.collectors.batch_layout import path_of
+from asyncsync.collectors.envs import environment as environments
+from asyncsync.collectors.trajectories import FLAGS, Key, beside
+
+
+def limited(environment: Any, max_steps: int) -> Any:
+    """The environment, truncated after ``max_steps`` steps: TorchRL's by its own StepCounter; unchanged for 0. Raises
+    ValueError: it counts steps already."""
+    if not max_steps:
+        return environment
+    if any("step_count" in path_of(key) for key in environments.action_keys(environment)):
+        raise ValueError(_COUNTED)
+    if not environments.is_torchrl(environment):
+        return StepLimit(environment, max_steps)
+    from torchrl.envs import StepCounter, TransformedEnv
+
+    for key in environment.output_spec.keys(True, True):
+        if "step_count" in ((key,) if isinstance(key, str) else key):
+            raise ValueError(_COUNTED)
+    return TransformedEnv(environment, StepCounter(max_steps=max_steps))
+
+
+_COUNTED = (
+    "max_frames_per_traj counts steps under the key 'step_count', which the environment already has: leave "
+    "max_frames_per_traj out and set the limit of the environment's own counter, or remove that counter"
+)
+
+
+class Wrapper:
+    """An environment around another one, which has all that this one does not have."""
+
+    def __init__(self, environment: Any) -> None:
+        self.environment = environment
+        self._batch_size = environments.batch_size_of(environment)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("environment", "_done_keys"):  # while this is being unpickled, before the first reset
+            raise AttributeError(name)
+        return getattr(self.environment, name)
+
+    def to(self, device: torch.device) -> Self:
+        self.environment = environments.moved(self.environment, device)
+        return self
+
+    def _ended(self, td: TensorDictBase, wish: str) -> torch.Tensor:
+        """Whether trajectories end with a step, of whose ``"next"`` this is. Raises KeyError: it does not tell, but
+        what the collector was asked for needs it."""
+        flags = {name: td.get(name) for name in FLAGS if name in td.keys()}  # noqa: SIM118
+        if not flags:
+            raise KeyError(self._no_flag(td.keys(), wish))
+        ended: torch.Tensor | None = flags.get("done")
+        return functools.reduce(torch.logical_or, flags.values()) if ended is None else ended
+
+    def _no_flag(self, found: Iterable[Any], wish: str) -> str:
+        return (
+            f"{wish} needs to know when a trajectory ends, but {type(self.environment).__name__} has none of "
+            f"{list(FLAGS)} (it has {sorted(map(str, found))}): let step_and_maybe_reset() set one under 'next' (bool, "
+            f"[*batch_size, 1]), or leave {wish} out"
+        )
+
+
+class StepLimit(Wrapper):
+    """Counts the steps of each environment, and truncates and resets it after ``max_steps``.
+
+    Adds ``"step_count"`` (int64, shape and device of the done flags) to the root and to ``"next"``, and ``"truncated"``
+    where there is none. At the limit, ``"truncated"``, and ``"done"`` if there is one, are True under ``"next"``.
+
+    The environment is not one of TorchRL's, returns ``"done"``, ``"terminated"`` or ``"truncated"`` under ``"next"``,
+    and, where it is a batch of several, takes a ``"_reset"`` mask in ``reset``.
+    """
+
+    def __init__(self, environment: Any, max_steps: int) -> None:
+        super().__init__(environment)
+        self.max_steps = max_steps
+
+    @property
+    def done_keys(self) -> list[Any]:
+        """The environment's, and ``"truncated"``; known after the first ``reset``."""
+        return self._done_keys
+
+    def reset(self, td: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
+        """New trajectories with new counters: all, or those of td's ``"_reset"`` mask; ``kwargs`` are for the
+        environment's ``reset``. Raises ValueError: the
+        environment counts steps already; KeyError: it has no flag of a trajectory's end."""
+        if td is None:
+            root = environments.reset(self.environment, **kwargs)
+            if "step_count" in root.keys():  # noqa: SIM118
+                raise ValueError(_COUNTED)
+            mask = before = None
+        else:  # read first: the environment may take the mask out
+            mask, before = td.get("_reset", None), td.get("step_count", None)
+            root = environments.reset(self.environment, td, **kwargs)
+        self._done_keys = self._ends(root)
+        flag = next((root.get(name) for name in FLAGS if name in root.keys()), None)  # noqa: SIM118
+        if flag is None:
+            flag = torch.zeros((*self._batch_size, 1), dtype=torch.bool, device=root.device)
+        count = torch.zeros_like(flag, dtype=torch.int64)
+        if mask is not None and before is not None:
+            count = torch.where(mask.reshape(count.shape).to(count.device), count, before.to(count.device))
+        if "truncated" not in root.keys():  # noqa: SIM118
+            root.set("truncated", torch.zeros_like(flag))
+        return root.set("step_count", count)
+
+    def _ends(self, root: TensorDictBase) -> list[Any]:
+        """The done keys: those that the environment has or shows, and the limit's."""
+        keys = environments.done_flags(self.environment, root)
+        if not set(FLAGS) & set(keys):
+            raise KeyError(self._no_flag(keys, "max_frames_per_traj"))
+        return [*keys, *({"truncated"} - set(keys))]
+
+    def step_and_maybe_reset(self, td: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
+        """Step all. Raises KeyError: the environment's result has no flag of a trajectory's end."""
+        output, root = environments.stepped(self.environment, td)
+        after = output.get("next")
+        ended = self._ended(after, "max_frames_per_traj")
+        count = td.get("step_count").to(ended.device) + 1
+        expired = (count >= self.max_steps).reshape(ended.shape)
+        over = ended | expired
+        truncated = after.get("truncated", None)
+        after.set("truncated", expired if truncated is None else truncated | expired)
+        if "done" in after.keys():  # noqa: SIM118
+            after.set("done", over)
+        after.set("step_count", count)
+        if "truncated" not in root.keys():  # noqa: SIM118
+            root.set("truncated", torch.zeros_like(ended))
+        left = expired & ~ended  # those that it has not reset itself
+        if left.any():
+            root = self._reset_these(root, left)
+        root.set("step_count", torch.where(over.reshape(count.shape), torch.zeros_like(count), count))
+        return output, root
+
+    def _reset_these(self, root: TensorDictBase, mask: torch.Tensor) -> TensorDictBase:
+        if not self._batch_size.numel() > 1:
+            whole: TensorDictBase = root.copy()
+            return whole.update(environments.reset(self.environment))
+        return environments.reset_some(self.environment, root, mask.reshape(self._batch_size))
+
+
+class Primed(Wrapper):
+    """Marks the first step of each trajectory, and gives a recurrent policy its first state, as TorchRL's InitTracker
+    and TensorDictPrimer do.
+
+    Adds ``"is_init"`` (bool, of the done flags' shape), which is True at the root of a trajectory's first step and else
+    False; and the entries of the primers, which begin with what a primer gives, and go on with what the policy writes
+    under ``"next"``. What the environment has already stays its own.
+
+    Args:
+        primers: each writes first states into a TensorDict of the environment's batch size. TorchRL's do.
+    """
+
+    def __init__(self, environment: Any, primers: Sequence[Any]) -> None:
+        super().__init__(environment)
+        self._primers = primers
+        self.primed_keys: list[Key] = []
+        """Of what it adds; known after the first :meth:`reset`."""
+
+    def _first(self, root: TensorDictBase) -> TensorDictBase:
+        """What is to be added to a root at which all trajectories begin."""
+        first = TensorDict({}, root.batch_size, device=root.device)
+        for primer in self._primers:
+            first.update(primer(first))
+        flag = next((root.get(name) for name in FLAGS if name in root.keys()), None)  # noqa: SIM118
+        shape = (*root.batch_size, 1) if flag is None else flag.shape
+        return first.set("is_init", torch.ones(shape, dtype=torch.bool, device=root.device))
+
+    def reset(self, td: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
+        """New trajectories: all, or those of td's ``"_reset"`` mask, as of :func:`environment.reset_some`."""
+        root = environments.reset(self.environment, td, **kwargs)
+        first = self._first(root)
+        if td is None:
+            there = set(root.keys(True, True))
+            self.primed_keys = [key for key in first.keys(True, True) if key not in there]
+        return root.update(first.select(*self.primed_keys))
+
+    def step_and_maybe_reset(self, td: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
+        """Step all. Raises KeyError: the environment's result has no flag of a trajectory's end."""
+        written = td.get("next", None)
+        states = {
+            key: td.get(key) if written is None or (value := written.get(key, None)) is None else value
+            for key in self.primed_keys
+            if key != "is_init"
+        }
+        output, root = environments.stepped(self.environment, td)
+        after = output.get("next")
+        ended = self._ended(after, "auto_register_policy_transforms")
+        first = self._first(root) if ended.any() else root
+        mask = ended.reshape(*self._batch_size, -1).any(-1)
+        for key, state in states.items():
+            after.set(key, state)
+            root.set(key, torch.where(beside(mask, state), first.get(key), state) if first is not root else state)
+        if "is_init" in self.primed_keys:
+            after.set("is_init", torch.zeros_like(ended))
+            root.set("is_init", ended.clone())
+        return output, root
