@@ -2,33 +2,25 @@
 
 An INQUIRY may come from anybody who may connect. A :class:`Reporter` bounds its answers, makes one anew only now and
 then, and gives only so many in a second: so nobody's questions take more than a few percent of the sender's loop. The
-observers say which messages are which events in the life of a version; :mod:`asyncsync.monitor.trace` tells them.
+observers say which messages are which events in the life of a version, and tell them to the hooks.
 """
 
 from __future__ import annotations
 
-import asyncio
+import logging
 import os
 import socket
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-import zmq
-
-from asyncsync.errors import AckTimeout, ProtocolError, WeightSyncError
-from asyncsync.monitor.trace import Hook, Life, Observer
-from asyncsync.net.endpoint import several
-from asyncsync.net.keys import Credentials
-from asyncsync.net.rendezvous import Dialer
-from asyncsync.net.zmq_private import Context
-from asyncsync.net.zmq_socket import LoopSocket, dealer
+from asyncsync.monitor.trace import Hook, debug_log
 from asyncsync.protocol.holdings import Staging
-from asyncsync.protocol.publisher import Publisher
-from asyncsync.wire.codec import decode, encode
+from asyncsync.protocol.trainer import Trainer
+from asyncsync.wire.codec import decode
 from asyncsync.wire.messages import (
     MAX_REASON,
     MAX_REPORTED,
@@ -40,7 +32,6 @@ from asyncsync.wire.messages import (
     Epoch,
     Failed,
     Fetch,
-    Inquiry,
     Instruction,
     ModelReport,
     Pong,
@@ -54,15 +45,16 @@ if TYPE_CHECKING:
     from prometheus_client import Histogram
     from prometheus_client.core import Metric
 
+logger = logging.getLogger("asyncsync")
+
 ANSWERS = 20  # in a second, at most
 FRESH_SECONDS = 0.05  # so long a report is sent again as it is
 SHARE = 20  # and so many times as long as it took to make
 MAX_REASONS = 64
+KEPT = 64  # lives that are followed at once: a worker that is stopped never ends its own
 # Of the values that one message may have, so many are for the workers.
 ROOM = 16_000
 WORKER_FIELDS = 15
-ASK_AGAIN_SECONDS = 0.5  # an inquiry may get lost, and is dropped where too many ask
-UNANSWERED_SECONDS = 1.0  # until the next one of several addresses is asked
 STATES = ("live", "slow", "lost")
 STEPS = {Fetch: "fetched", Staged: "staged"}
 OVERTAKEN = "a newer version has come"
@@ -112,10 +104,10 @@ class BusStatus(dict[int, WorkerStatus]):
         self.refused: dict[str, int] = dict(refused)
 
 
-def worker_status(publisher: Publisher, worker: int, models: Sequence[str], now: float) -> WorkerStatus:
+def worker_status(machine: Trainer, worker: int, models: Sequence[str], now: float) -> WorkerStatus:
     """What is known of a worker, as far as these models concern it; ``now`` by the loop's clock."""
-    peer = publisher.peers.get(worker) or publisher.behind.workers.get(worker)
-    targets = {m: t.version for m in models if (t := publisher.targets.newest(worker, m)) is not None}
+    peer = machine.membership.find(worker)
+    targets = {m: t.version for m in models if (t := machine.targets.newest(worker, m)) is not None}
     if peer is None:
         target = max(targets.values(), default=0)
         return WorkerStatus(0, target, target, None, "lost", 0, "it has not connected yet")
@@ -126,7 +118,7 @@ def worker_status(publisher: Publisher, worker: int, models: Sequence[str], now:
     target = max(targets.values(), default=0)
     lag = max((targets[m] - applied[m] for m in behind), default=0)
     seen, state = now - peer.last_seen, peer.state
-    relay = None if peer.relay is None else publisher.peers.get(peer.relay)
+    relay = None if peer.relay is None else machine.peers.get(peer.relay)
     if relay is not None and state == "live":  # as far as its relay has said, of which that much is known
         seen, state = now - relay.last_seen, relay.state
     reason, role = peer.lost or "", peer.hello.role
@@ -141,12 +133,12 @@ class Reporter:
 
     def __init__(
         self,
-        publisher: Publisher,
+        machine: Trainer,
         clock: Callable[[], float],
         refused: Callable[[], Mapping[str, int]],
         dropped: Mapping[str, int],
     ) -> None:
-        self._publisher = publisher
+        self._machine = machine
         self._clock = clock
         self._refused = refused
         self._dropped = dropped
@@ -170,9 +162,9 @@ class Reporter:
         return replace(self._last, token=token)
 
     def report(self) -> Report:
-        """As things are now; the publisher has caught up with the fast path."""
-        publisher, now = self._publisher, self._clock()
-        peers, targets = {**publisher.behind.workers, **publisher.peers}, publisher.targets
+        """As things are now; the machine has caught up with the fast path."""
+        machine, now = self._machine, self._clock()
+        peers, targets = {**machine.behind.workers, **machine.peers}, machine.targets
         names = sorted(targets.models)[:MAX_REPORTED_MODELS]
         models = []
         for name in names:
@@ -183,7 +175,7 @@ class Reporter:
                 models.append(ModelReport(name, slab.nbytes, slab.layout.digest, current.version))
         # Relays first: there are few, and much depends on them. A guest that has left is of no interest.
         present = {w: p.hello.role for w, p in peers.items() if not p.lost or p.hello.role != "guest"}
-        expected = dict.fromkeys(publisher.membership.expected(), 1)
+        expected = dict.fromkeys(machine.membership.expected(), 1)
         expected |= {w: ("relay", "worker", "guest").index(role) for w, role in present.items()}
         counts = Counter(live=0, slow=0, lost=0)
         counts.update(peer.state for peer in peers.values() if peer.is_worker)
@@ -192,16 +184,16 @@ class Reporter:
         room = min(MAX_REPORTED, ROOM // (WORKER_FIELDS + len(names)))
         return Report(
             0,
-            publisher.epoch,
+            machine.epoch,
             socket.gethostname()[:255],
             os.getpid(),
             int(1000 * (now - self._began)),
-            publisher.published,
-            publisher.num_workers,
+            machine.published,
+            machine.num_workers,
             sum(peer.bytes_sent for peer in peers.values()),
             len(targets.models),
             dict(counts),
-            _counted(Counter(publisher.membership.refused) + Counter(self._refused())),
+            _counted(Counter(machine.membership.refused) + Counter(self._refused())),
             _counted(self._dropped),
             tuple(models),
             tuple(
@@ -210,8 +202,8 @@ class Reporter:
         )
 
     def _worker(self, worker: int, names: list[str], now: float) -> WorkerReport:
-        peer = self._publisher.peers.get(worker) or self._publisher.behind.workers.get(worker)
-        status = worker_status(self._publisher, worker, names, now)
+        peer = self._machine.membership.find(worker)
+        status = worker_status(self._machine, worker, names, now)
         seen = None if status.last_seen is None else max(0, int(1000 * status.last_seen))
         reason, pid, local = status.reason, 0, False
         versions: tuple[int | None, ...] = ()
@@ -240,95 +232,10 @@ def _counted(reasons: Mapping[str, int]) -> dict[str, int]:
     return found
 
 
-class Asker:
-    """Asks one sender for its status, on the running loop. To be closed, or used in a ``with`` block.
-
-    Args:
-        endpoint: where the sender is, as its workers are given it; of several addresses one after the other is asked.
-        credentials: returns what to connect with, where the sender has keys.
-
-    Raises:
-        NotConnected: this is no address, or the credentials cannot be had.
-    """
-
-    def __init__(self, endpoint: str, credentials: Callable[[], Credentials] | None = None) -> None:
-        self.endpoint = endpoint
-        self._loop = asyncio.get_running_loop()
-        self._answer: asyncio.Future[Report] | None = None
-        self._token = 0
-        self._failure: BaseException | None = None
-        self._silent_since: float | None = None
-        with ExitStack() as undo:
-            self._context = Context()
-            undo.callback(self._context.destroy, 0)
-            socket = dealer(self._context)
-            socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing piles up while the sender is away
-            self._dialer = Dialer(socket, several(endpoint), credentials, self._crash)
-            undo.callback(self._dialer.close)
-            self._socket = LoopSocket(socket, self._receive, self._crash)
-            undo.pop_all()
-
-    async def ask(self, timeout: float) -> Report:
-        """The sender's status now. Raises AckTimeout if it does not answer within ``timeout`` seconds."""
-        self._token += 1
-        self._answer = self._loop.create_future()
-        deadline = self._loop.time() + timeout
-        inquiry = encode(Inquiry(self._token))
-        if self._silent_since is None:
-            self._silent_since = self._loop.time()
-        try:
-            while True:
-                if self._failure is not None:
-                    raise WeightSyncError(f"cannot ask the sender for its status: {self._failure!r}") from self._failure
-                if self._dialer.has_others and self._loop.time() >= self._silent_since + UNANSWERED_SECONDS:
-                    self._silent_since = self._loop.time()
-                    self._dialer.go_on()
-                sent = self._socket.send((inquiry,)) == 0
-                self._socket.flushed()
-                pause = ASK_AGAIN_SECONDS if sent else 0.05
-                remaining = deadline - self._loop.time()
-                if remaining <= 0:
-                    why = self._dialer.why or "is a sender running there?"
-                    raise AckTimeout(f"no sender answered at {self.endpoint} within {timeout:g} s: {why}")
-                done, _ = await asyncio.wait({self._answer}, timeout=min(pause, remaining))
-                if done:
-                    self._silent_since = None
-                    return self._answer.result()
-        finally:
-            self._answer = None
-
-    def _receive(self, frames: list[Any]) -> None:
-        answer = self._answer
-        if answer is None or answer.done():
-            return
-        try:
-            instruction, _ = decode([frame.buffer for frame in frames])
-        except ProtocolError as error:
-            answer.set_exception(error)
-            return
-        if isinstance(instruction, Report) and instruction.token == self._token:
-            answer.set_result(instruction)
-
-    def _crash(self, error: BaseException) -> None:
-        self._failure = error
-
-    def close(self) -> None:
-        """Idempotent."""
-        self._dialer.close()
-        self._socket.close()
-        self._context.destroy(0)
-
-    def __enter__(self) -> Asker:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-
 # -- for Prometheus ---------------------------------------------------------------------------------------------------
 
 
-def sender_figures(report: Report, published: int) -> list[Metric]:
+def trainer_figures(report: Report, published: int) -> list[Metric]:
     """``published``: how many versions there have been."""
     workers = {(worker.role, str(worker.index)): worker for worker in report.workers}
     names = [model.model_id for model in report.models]
@@ -360,7 +267,7 @@ def sender_figures(report: Report, published: int) -> list[Metric]:
     ]
 
 
-def receiver_figures(status: BusStatus, applied: Mapping[str, int]) -> list[Metric]:
+def worker_figures(status: BusStatus, applied: Mapping[str, int]) -> list[Metric]:
     """``status`` is of one worker; ``applied`` has the version of each model."""
     [(worker, one)] = status.items()
     who, key = ("worker",), (str(worker),)
@@ -410,7 +317,60 @@ def _filled(family: Any, values: Mapping[Any, float]) -> Metric:
 # -- for trace hooks --------------------------------------------------------------------------------------------------
 
 
-class SenderObserver(Observer):
+@dataclass
+class Life:
+    """One publication of a trainer's, or one update of a worker's. ``info`` is in each of its events; ``unanswered``
+    has the workers that were told of it and have not applied it, with the serial of what told them; ``awaited`` is a
+    worker that was found to be without it."""
+
+    info: dict[str, Any]
+    began: int = field(default_factory=time.time_ns)
+    was_announced: bool = False
+    is_staged: bool = False
+    unanswered: dict[int, int] = field(default_factory=dict)
+    awaited: int | None = None
+
+
+class Observer(ABC):
+    """Tells the hooks, and the debug log while it is on. ``lives`` has what is not over: in the trainer by version, in
+    a worker by serial."""
+
+    def __init__(self, hooks: Iterable[Hook] = ()) -> None:
+        self.lives: dict[int, Life] = {}
+        self._hooks = list(hooks)
+
+    @property
+    def follows(self) -> bool:
+        """Whether anything wants each step: the fast path, which tells none, is off then."""
+        return bool(self._hooks) or logger.isEnabledFor(logging.DEBUG)
+
+    def tell(self, event: str, life: Life, at: int | None = None, **more: Any) -> None:
+        if not (hooks := [*self._hooks, debug_log] if logger.isEnabledFor(logging.DEBUG) else self._hooks):
+            return
+        at = at or time.time_ns()
+        info = {**life.info, **more, "time": at, "seconds": (at - life.began) / 1e9}
+        for hook in hooks:
+            try:
+                hook(event, info)
+            except Exception:  # what watches an update must not end it
+                self._hooks = [other for other in self._hooks if other is not hook]
+                logger.exception("the trace hook %r failed at %s; it is not called again", hook, event)
+
+    def follow(self, key: int, life: Life) -> None:
+        self.lives[key] = life
+        while len(self.lives) > KEPT:
+            self.end(next(iter(self.lives)), f"it is not over, and {KEPT} newer ones have come")
+
+    @abstractmethod
+    def end(self, key: int, failure: str = "") -> None:
+        """Tell that a life is over; ``failure``: why it was not applied."""
+
+    def close(self) -> None:
+        for key in list(self.lives):
+            self.end(key, "the bus was shut down")
+
+
+class TrainerObserver(Observer):
     """Follows the versions of one trainer. ``awaited`` returns a worker that may still come to hold a version of these
     models; it asks the given one first. ``durations`` has how long each version took; None: there are no metrics."""
 
@@ -496,7 +456,7 @@ class SenderObserver(Observer):
             self.durations.observe((time.time_ns() - life.began) / 1e9)
 
 
-class ReceiverObserver(Observer):
+class WorkerObserver(Observer):
     """Follows the updates of one worker."""
 
     def __init__(self, worker: int, hooks: Iterable[Hook] = ()) -> None:

@@ -30,7 +30,7 @@ class Session:
     """One worker incarnation's sessions, one after the other.
 
     Attributes:
-        outbox: ``(instruction, payload frames)`` to be sent, in order.
+        outbox: what is to be sent, in order; ``send`` appends.
         epoch, trainer: the trainer's, and its last WELCOME; None: there has been none.
         served: the models that the trainer serves, and their layouts' digests; empty where it has no weights yet.
         reconnects: whether to wait for another trainer after this one's BYE, as after its crash.
@@ -52,7 +52,8 @@ class Session:
         self.worker = worker
         self.nonce = nonce
         self.identity = identity
-        self.outbox: deque[tuple[Instruction, Sequence[Buffer]]] = deque()
+        self.outbox: deque[Instruction] = deque()
+        self.send = self.outbox.append
         self.epoch: Epoch | None = None
         self.trainer: Welcome | None = None
         self.online = False
@@ -74,13 +75,10 @@ class Session:
         self._ping = 0
         self._answered = self._answered_by_root = 0
 
-    def send(self, instruction: Instruction) -> None:
-        self.outbox.append((instruction, ()))
-
     # -- names ------------------------------------------------------------------------------------------------------
 
     def local(self, topic: str) -> str:
-        """The worker's own name for a model of the trainer's. A sender without a model_id calls its only model ""."""
+        """The worker's own name for a model of the trainer's. A trainer without a model_id calls its only model ""."""
         return next(iter(self._models)) if topic == "" and self._nameless else topic
 
     def name(self, model_id: str) -> str:
@@ -342,7 +340,7 @@ class Staging:
 
 class Taken:
     """An update that the user's code has taken, to apply it in its own time and thread. It is over with
-    :meth:`Subscriber.give_back`, and nothing newer replaces it before. ``previous``: per model, the version before and
+    :meth:`Worker.give_back`, and nothing newer replaces it before. ``previous``: per model, the version before and
     its slab, which stay as they are meanwhile; without those of which there was none. Has references to all slabs."""
 
     def __init__(self, staging: Staging, previous: dict[str, tuple[int, Slab]]) -> None:

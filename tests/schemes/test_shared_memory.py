@@ -246,7 +246,7 @@ async def test_blocking_receive_returns_nothing_at_once_and_the_model_has_the_up
                 await receiver.wait_version(value + 1, timeout=5)
                 assert read(model) == {value}, "without a receive"
             else:
-                await until(lambda: receiver.bus._link.subscriber.staged)
+                await until(lambda: receiver.bus._link.machine.staged)
                 assert read(model) == {value - 1}, "not without one"
             with Clock(0.1):
                 assert await receiver.receive(timeout) is None
@@ -637,7 +637,7 @@ async def test_a_worker_that_ends_before_an_update_could_be_applied_reads_the_sl
         with held(receiver):
             await sender.publish(fill(source, 3))
             await until(lambda: link.gate.pending)
-            waiting = [a for a in link._fetches.transports["policy"]._attached if a.is_used]
+            waiting = [a for a in link.transports["policy"]._attached if a.is_used]
             assert waiting
             link.gate.withdraw = lambda: False  # as after an interrupt in the middle of an apply
             await receiver.shutdown()
