@@ -4,9 +4,7 @@ from tensordict.nn import InteractionType as ExplorationType
 
 from asyncsync.collectors.envs.gym import GymEnv
 from asyncsync.collectors.evaluating.evaluator import Evaluator
-from asyncsync.collectors.multi.collector import MultiCollector
-from asyncsync.collectors.multi.multi_async import MultiAsyncCollector
-from asyncsync.collectors.multi.multi_sync import MultiSyncCollector
+from asyncsync.collectors.multi.collector import MultiAsyncCollector, MultiCollector, MultiSyncCollector
 from asyncsync.collectors.profiling import ProfileConfig
 from asyncsync.collectors.rollout.policies import RandomPolicy
 from asyncsync.collectors.single import Collector

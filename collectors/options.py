@@ -269,8 +269,8 @@ class MultiOptions(LocalOptions, total=False):
 # -- options that choose the class -------------------------------------------------------------------------------------
 
 FAMILIES = {
-    "sync": "multi.multi_sync:MultiSyncCollector",
-    "async": "multi.multi_async:MultiAsyncCollector",
+    "sync": "multi.collector:MultiSyncCollector",
+    "async": "multi.collector:MultiAsyncCollector",
     "process": "multi.collector:MultiCollector",
     "ray": "distributed:RayCollector",
     "rpc": "distributed:RPCCollector",

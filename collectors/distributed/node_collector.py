@@ -39,9 +39,8 @@ from asyncsync.collectors.distributed.gloo import GlooFamily
 from asyncsync.collectors.distributed.nodes import NodeFamily
 from asyncsync.collectors.distributed.ray import ActorBuffer, RayFamily
 from asyncsync.collectors.distributed.rpc import RPCFamily
-from asyncsync.collectors.multi.collector import GroupCollector
-from asyncsync.collectors.multi.multi_async import AsyncDriver, MultiAsyncCollector
-from asyncsync.collectors.multi.multi_sync import MultiSyncCollector, SyncDriver
+from asyncsync.collectors.multi.collector import GroupCollector, MultiAsyncCollector, MultiSyncCollector
+from asyncsync.collectors.multi.driver import AsyncDriver, SyncDriver
 from asyncsync.collectors.options import (
     ExtendBuffer,
     InitFn,

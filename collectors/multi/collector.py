@@ -36,9 +36,7 @@ from asyncsync.collectors.arguments import (
     with_partial,
 )
 from asyncsync.collectors.base import ANSWER_SECONDS, BaseCollector, Signals, _part
-from asyncsync.collectors.multi.batches import BatchArguments
-from asyncsync.collectors.multi.calls import are_equal, parts_of
-from asyncsync.collectors.multi.driver import Driver
+from asyncsync.collectors.multi.driver import AsyncDriver, BatchArguments, Driver, SyncDriver
 from asyncsync.collectors.multi.starting import (
     check_own_schemes,
     check_shared,
@@ -618,3 +616,74 @@ class MultiCollector(GroupCollector, metaclass=Chooses):
                 "MultiCollector needs sync=True (batches of all workers together) or sync=False (each as it comes)"
             )
         return family("sync" if sync else "async")(*args, **kwargs)
+
+
+class MultiSyncCollector(MultiCollector):
+    """Steps environments in worker processes, in step with each other. A batch has one rollout of every worker. All
+    act with the same weights, unless new ones are sent meanwhile. Workers begin when the caller asks for the batch.
+
+    See :class:`~asyncsync.collectors.MultiCollector` for the arguments. ``cat_results``: ``"stack"`` (default) gives
+    ``[workers, *env.batch_size, time]``, an int concatenates along that dimension of ``[*env.batch_size, time]``.
+
+    ``preemptive_threshold`` may cut rollouts. In a stacked batch, missing frames are zero, with
+    ``("collector", "traj_ids")`` -1 and ``("collector", "mask")`` False. A concatenated batch omits them.
+    """
+
+    _driver_class = SyncDriver
+
+    def _check_results(
+        self, cat_results: str | int | None, preemptive_threshold: float | None
+    ) -> tuple[int | None, float]:
+        if cat_results is None:
+            cat_results = "stack"
+        if cat_results != "stack" and (not isinstance(cat_results, int) or isinstance(cat_results, bool)):
+            raise ValueError(f"cat_results must be 'stack' or a dimension (an int), not {cat_results!r}")
+        self.cat_results = cat_results
+        threshold = 1.0 if preemptive_threshold is None else float(preemptive_threshold)
+        if not 0.0 <= threshold <= 1.0:
+            raise ValueError(f"preemptive_threshold must be between 0 and 1, not {preemptive_threshold}")
+        self.preemptive_threshold = threshold
+        return None if isinstance(cat_results, str) else cat_results, threshold
+
+    def _check_dims(self, dims: int | None) -> None:
+        dim = self._arguments.dim
+        if dim is None or dims is None:
+            return
+        if not -dims - 1 <= dim <= dims:
+            raise ValueError(
+                f"cat_results={dim} is not a dimension of a batch with {dims + 1} dimensions: choose one, or 'stack'"
+            )
+        if self.preemptive_threshold < 1 and dim % (dims + 1) != dims:
+            raise ValueError(
+                f"cat_results={dim} cannot concatenate rollouts that preemptive_threshold cuts: use cat_results=-1 "
+                "or 'stack'"
+            )
+
+
+class MultiAsyncCollector(MultiCollector):
+    """Steps environments in worker processes, each at its own pace. A batch is one worker's rollout, in order of
+    arrival. By then, the worker has begun its next rollout.
+
+    See :class:`~asyncsync.collectors.MultiCollector` for the arguments. This class does not take ``cat_results`` and
+    ``preemptive_threshold``.
+    """
+
+    _driver_class = AsyncDriver
+
+
+def parts_of(state: Mapping[str, Any], part: str) -> list[Any]:
+    """This part of a collector's state and of the states of its workers."""
+    own = [state[part]] if part in state else []
+    return own + [one for name, below in state.items() if name.startswith("worker") for one in parts_of(below, part)]
+
+
+def are_equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two state dicts are equal."""
+
+    def same(a: Any, b: Any) -> bool:
+        try:
+            return torch.equal(a, b) if isinstance(a, torch.Tensor) else bool(a == b)
+        except Exception:  # extra state that cannot be compared
+            return False
+
+    return one.keys() == other.keys() and all(same(value, other[name]) for name, value in one.items())

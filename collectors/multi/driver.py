@@ -1,4 +1,4 @@
-"""Driver: how the batches of a collector with workers are made, and how callers get them.
+"""Driver: how the batches of a collector with workers are made, by one of two schedules, and how callers get them.
 
 Only the process's loop thread requests rollouts and takes results: :meth:`Driver.produce` is a coroutine there, in
 whatever thread or event loop a caller wants the batch. So Ctrl-C cancels it only where it awaits something, and the
@@ -9,21 +9,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
+import torch
 from anyio import Semaphore
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase, pad
 
-from asyncsync.collectors.base import BaseCollector, is_caller
-from asyncsync.collectors.multi.batches import BatchArguments, Caller, Made
+from asyncsync.collectors.arguments import warn_rounding
+from asyncsync.collectors.base import ANSWER_SECONDS, BaseCollector, is_caller
 from asyncsync.collectors.trajectories import processed
-from asyncsync.collectors.workers.group import CALL_SECONDS, RolloutRequest, WorkerGroup
+from asyncsync.collectors.whole_trajectories import WholeTrajectories
+from asyncsync.collectors.workers.group import RolloutRequest, WorkerGroup
 from asyncsync.collectors.workers.messages import RolloutResult
 from asyncsync.collectors.workers.shared_batches import SharedPlace, SharedPlaces
 from asyncsync.errors import ClosedError, PartialSendError
@@ -34,6 +39,75 @@ logger = logging.getLogger("asyncsync")
 
 WATCHER_SECONDS = 1.0
 """How long the end waits until it is known why the workers have ended; they have by then."""
+
+IDS = ("collector", "traj_ids")
+MASK = ("collector", "mask")
+
+
+@dataclass
+class BatchArguments:
+    """What the batches of a collector are like: its arguments of these names, checked. ``frames`` are those of each
+    worker's rollouts; ``total_frames`` is math.inf where there is no end. The rollouts of a synchronous batch lie one
+    after another along ``dim`` (None: they are stacked); when ``threshold``, a fraction of them, are done, the others
+    are cut. ``writes_trajectories``: workers write whole ones into the replay buffer, so that rollouts differ in
+    frames."""
+
+    frames: list[int]
+    total_frames: float
+    init_random_frames: int
+    split_trajs: bool
+    track_traj_ids: bool
+    replay_buffer: Any
+    update_at_each_batch: bool
+    max_weight_update_interval: int
+    postproc: Callable[[Any], Any] | None = None
+    trajectories: WholeTrajectories | None = None
+    writes_trajectories: bool = False
+    dim: int | None = None
+    threshold: float = 1.0
+
+    @property
+    def processes(self) -> bool:
+        """Whether batches are processed after they are assembled."""
+        return self.postproc is not None or self.split_trajs or self.trajectories is not None
+
+
+@dataclass(eq=False)
+class Made:
+    """A batch whose rollouts are done, until its caller has it.
+
+    Attributes:
+        place: where its parts lie.
+        is_assembled: whether ``batch`` is whole; it stays None where frames go to a replay buffer, and is None where
+            too few trajectories have ended.
+        is_finished: whether the user's code has processed it.
+        is_lost: whether an interruption has struck the user's code.
+    """
+
+    place: SharedPlace
+    results: list[RolloutResult]
+    batch: TensorDictBase | None = None
+    is_assembled: bool = False
+    is_finished: bool = False
+    is_lost: bool = False
+
+
+class Caller:
+    """Who wants the next batch.
+
+    Attributes:
+        thread: the identifier of its thread.
+        has_turn: whether the others wait for this one.
+        begins: whether what is raised from now on ends collection.
+        made: its batch, from when that is there to when it is handed out.
+        is_served: whether another thread processes the batch for it.
+        is_gone: whether it waits for nothing more.
+    """
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+        self.has_turn = self.begins = self.is_served = self.is_gone = False
+        self.made: Made | None = None
 
 
 class Driver(ABC):
@@ -364,7 +438,7 @@ class Driver(ABC):
             self._pauses.append(mine)
             group.pause()
         try:
-            group.wait(standing, CALL_SECONDS)
+            group.wait(standing, ANSWER_SECONDS)
             yield
         finally:
             with self._pausing:
@@ -393,3 +467,138 @@ class Driver(ABC):
         self._made = None
         self.left.clear()
         self.busy, self._results = {}, {}
+
+
+class AsyncDriver(Driver):
+    """A batch is one worker's rollout."""
+
+    @staticmethod
+    def frames_of_batch(frames: list[int]) -> int:
+        return max(frames)
+
+    @staticmethod
+    def split(frames: int, count: int) -> list[int]:
+        return [frames] * count
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._places = [self._group.places([worker], -1) for worker in range(len(self._arguments.frames))]
+
+    async def produce(self) -> Made:
+        results = self._group.results
+        if self._made is None:
+            for worker in range(len(self._places)):
+                self._ask_if_wanted(worker)
+            result = await self._group.until(lambda: results.popleft() if results else None)
+            worker = result.worker
+            self._made = self._done(self._places[worker], self.busy.pop(worker).place, [result])
+        worker = self._made.results[0].worker
+        if self._is_due(worker):
+            await self._update([worker])
+        self._ask_if_wanted(worker)
+        made, self._made = self._made, None
+        return made
+
+    def _ask_if_wanted(self, worker: int) -> None:
+        # Frames of all rollouts so far, and of those under way if they are not cut.
+        frames = self.frames + sum([self._arguments.frames[other] for other in self.busy])
+        if worker not in self.busy and frames < self._arguments.total_frames:
+            place = self._places[worker].next()
+            self._serial += 1
+            self._request(worker, place, frames)
+
+    def together(self, parts: list[TensorDictBase]) -> TensorDictBase:
+        return parts[0]
+
+
+class SyncDriver(Driver):
+    """A batch is a rollout of every worker."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._dim, self._threshold = self._arguments.dim, self._arguments.threshold
+        self._workers = range(len(self._arguments.frames))
+        self._places = [self._group.places(self._workers, self._dim)]
+
+    @staticmethod
+    def frames_of_batch(frames: list[int]) -> int:
+        return sum(frames)
+
+    @staticmethod
+    def split(frames: int, count: int) -> list[int]:
+        share = math.ceil(frames / count)
+        if frames % count:
+            warn_rounding(
+                f"frames_per_batch ({frames}) is not exactly divisible by the number of workers ({count})",
+                share * count,
+            )
+        return [share] * count
+
+    async def produce(self) -> Made:
+        if not self.busy:
+            if any(self._is_due(worker) for worker in self._workers):
+                await self._update(None)
+            place = self._places[0].next()
+            self._serial += 1
+            for worker in self._workers:
+                self._request(worker, place, self.frames)
+        place = self.busy[0].place
+        await self._group.until(self._are_done)
+        results = [self._results[worker] for worker in self._workers]
+        self.busy, self._results = {}, {}
+        return self._done(self._places[0], place, results)
+
+    def _free_batch(self) -> int | None:
+        # Whole trajectories are written when they have ended: rollouts do not have the same number of frames.
+        arguments = self._arguments
+        return None if arguments.writes_trajectories else self.frames_of_batch(arguments.frames)
+
+    def _are_done(self) -> bool:
+        """Whether all rollouts are. When enough of them are, the others are cut."""
+        while self._group.results:
+            result = self._group.results.popleft()
+            self._results[result.worker] = result
+        done, count = len(self._results), len(self._workers)
+        if self._threshold < 1 and done >= int(count * self._threshold):
+            self._group.cut(self._serial)
+        return done == count
+
+    def assembled(self, made: Made) -> TensorDictBase:
+        place, results = made.place, made.results
+        if self._dim is not None or not place.is_complete(results):
+            return super().assembled(made)
+        batch = place.whole()
+        for part, missing in zip(batch, place.missing(results), strict=True):
+            if missing:  # the rollout was cut before: frames of an earlier batch lie there
+                lacking = part[..., -missing:]
+                lacking.zero_()
+                if self._arguments.track_traj_ids:
+                    lacking.get(IDS).fill_(-1)
+        return self._masked(batch, [result.steps for result in results])
+
+    def together(self, parts: list[TensorDictBase]) -> TensorDictBase:
+        if self._dim is not None:
+            batch: TensorDictBase = torch.cat(parts, self._dim)
+            batch.refine_names(..., "time")
+            return batch
+        steps = [part.batch_size[-1] for part in parts]
+        if self._threshold < 1:
+            parts = [_padded(part, max(steps)) for part in parts]
+        return self._masked(TensorDict.maybe_dense_stack(parts, 0), steps)
+
+    def _masked(self, batch: TensorDictBase, steps: list[int]) -> TensorDictBase:
+        if self._threshold < 1:
+            shape = batch.batch_size
+            ends = torch.tensor(steps).reshape(-1, *[1] * (len(shape) - 1))
+            batch.set(MASK, (torch.arange(shape[-1]) < ends).expand(shape).clone())
+        return batch
+
+
+def _padded(part: TensorDictBase, steps: int) -> TensorDictBase:
+    missing = steps - part.batch_size[-1]
+    if not missing:
+        return part
+    padded: TensorDictBase = pad(part, [0, 0] * (part.ndim - 1) + [0, missing], value=0.0)
+    if IDS in padded.keys(True):
+        padded.get(IDS)[..., -missing:] = -1
+    return padded

@@ -39,6 +39,7 @@ from typing import Any, NamedTuple, TypeVar
 from anyio import Event, move_on_after
 from tensordict import TensorDictBase
 
+from asyncsync.collectors.base import ANSWER_SECONDS
 from asyncsync.collectors.trajectories import _TrajectoryPool
 from asyncsync.collectors.whole_trajectories import WholeTrajectories
 from asyncsync.collectors.workers.control_page import ControlPage, PoolOfNode, SharedPool, Wishes
@@ -61,9 +62,6 @@ AHEAD = 2
 
 APART = 1 << 40
 """So many trajectory identifiers a worker has for itself before those of the one that is launched in its place."""
-
-CALL_SECONDS = 60.0
-"""How long a call waits for its answer, which a worker gives between two rollouts."""
 
 LASTING = ("pre_hook", "post_hook", "profile")
 """Calls whose effect a worker that is launched again is to have, too."""
@@ -474,7 +472,7 @@ class WorkerGroup:
     # -- calls --------------------------------------------------------------------------------------------------------
 
     def ask(
-        self, name: str, *arguments: Any, workers: Sequence[int] | None = None, timeout: float = CALL_SECONDS
+        self, name: str, *arguments: Any, workers: Sequence[int] | None = None, timeout: float = ANSWER_SECONDS
     ) -> list[Any]:
         """Have workers (None: all) do something between two rollouts (:meth:`Worker._call`), and return their answers,
         or raise what one of them has raised.
@@ -484,7 +482,9 @@ class WorkerGroup:
         chosen = range(len(self._members)) if workers is None else workers
         return self.ask_each(name, dict.fromkeys(chosen, arguments), timeout)
 
-    def ask_each(self, name: str, arguments: Mapping[int, tuple[Any, ...]], timeout: float = CALL_SECONDS) -> list[Any]:
+    def ask_each(
+        self, name: str, arguments: Mapping[int, tuple[Any, ...]], timeout: float = ANSWER_SECONDS
+    ) -> list[Any]:
         """:meth:`ask`, with arguments of each worker's own."""
         self.check()
         pickled = {worker: dumps(given) for worker, given in arguments.items()}

@@ -33,7 +33,7 @@ from helpers.programs import gone_within as gone_within
 
 multiprocessing.get_context("forkserver").set_forkserver_preload(
     ["torch", "tensordict", "zmq", "uvloop", "cloudpickle", "asyncsync.sync", "asyncsync.collectors.workers.local",
-     "asyncsync.collectors.single", "asyncsync.collectors.multi.multi_sync", "asyncsync.collectors.distributed"]
+     "asyncsync.collectors.single", "asyncsync.collectors.multi.collector", "asyncsync.collectors.distributed"]
 )  # fmt: skip
 
 
