@@ -595,7 +595,7 @@ class GroupCollector(BaseCollector):
         if unknown := [worker for worker in chosen if worker not in range(self.num_workers)]:
             raise ValueError(f"unknown workers {unknown}: this {type(self).__name__} has 0 to {self.num_workers - 1}")
         names = {worker: f"{name}_{worker}" if name else str(worker) for worker in chosen}
-        self._group.ask_each("profile", {worker: (config, own) for worker, own in names.items()})
+        self._group.ask_each("profile", {worker: (config, own) for worker, own in names.items()}, ANSWER_SECONDS)
 
 
 class MultiCollector(GroupCollector, metaclass=Chooses):
