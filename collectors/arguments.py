@@ -50,9 +50,13 @@ def frames_or_none(name: str, value: Any) -> int | None:
 
 
 def warn_rounding(problem: str, frames: int) -> None:
-    """Warn that a number of frames is rounded up, unless RL_WARNINGS is off."""
-    if os.environ.get("RL_WARNINGS", "1").lower() not in ("0", "false"):
-        warnings.warn(f"{problem}: rounded up to {frames}. RL_WARNINGS=False silences this warning", stacklevel=5)
+    """Warn the user's line that a number of frames is rounded up, unless RL_WARNINGS is off."""
+    if os.environ.get("RL_WARNINGS", "1").lower() in ("0", "false"):
+        return
+    level, frame = 1, inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("asyncsync."):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(f"{problem}: rounded up to {frames}. RL_WARNINGS=False silences this warning", stacklevel=level)
 
 
 def check_callable(name: str, value: Any) -> None:
@@ -318,7 +322,9 @@ def with_partial(kind: Any, arguments: Mapping[str, Any], defaults: Mapping[str,
     that is for all workers together."""
     own = own_arguments(kind)
     for name in own:
-        if name in arguments and not _same(arguments[name], defaults.get(name)):
+        value, default = arguments.get(name), defaults.get(name)
+        is_default = value is default or (type(value) is type(default) and bool(value == default))
+        if name in arguments and not is_default:
             raise TypeError(
                 f"{name} is given twice: in the partial passed as collector_class, and to the collector itself. Leave "
                 "one of them out"
@@ -330,7 +336,3 @@ def with_partial(kind: Any, arguments: Mapping[str, Any], defaults: Mapping[str,
                 "collector itself"
             )
     return {name: value for name, value in arguments.items() if name not in own}
-
-
-def _same(value: Any, default: Any) -> bool:
-    return value is default or (type(value) is type(default) and bool(value == default))
