@@ -162,9 +162,11 @@ def repeated_keys(environment: Any, root: TensorDictBase) -> list[Key]:
     """What a step has under ``"next"`` and the next step at its root, unless a trajectory ends: observations, what
     counts steps, and the state of TorchRL's
     environments and of recurrent policies."""
-    state = getattr(environment, "state_spec", None) if is_torchrl(environment) else None
-    keys = [*observation_keys(environment, root), *([] if state is None else state.keys(True, True))]
-    keys += getattr(environment, "primed_keys", [])
+    if is_torchrl(environment):
+        states = environment.state_spec.keys(True, True)
+    else:
+        states = getattr(environment, "primed_keys", [])
+    keys = [*observation_keys(environment, root), *states]
     return keys + [key for key in root.keys(True, True) if path_of(key)[-1] == "step_count" and key not in keys]
 
 

@@ -170,7 +170,7 @@ class Primed(Wrapper):
         """What is to be added to a root at which all trajectories begin."""
         first = TensorDict({}, root.batch_size, device=root.device)
         for primer in self._primers:
-            first.update(primer(first))
+            primer(first)
         flag = next((root.get(name) for name in FLAGS if name in root.keys()), None)  # noqa: SIM118
         shape = (*root.batch_size, 1) if flag is None else flag.shape
         return first.set("is_init", torch.ones(shape, dtype=torch.bool, device=root.device))

@@ -39,6 +39,8 @@ from tensordict import TensorDict, TensorDictBase
 
 from asyncsync.collectors.batch_layout import BatchLayout, Leaf, Path, empty_batch, layout_of, with_time
 
+VIEWED_STEPS = 64
+"""For so many steps at once, views of the batch are made."""
 LARGE_LEAF = 1 << 20
 """Bytes from which a leaf's memory is kept for a later batch."""
 
@@ -220,12 +222,17 @@ class _Writer:
         leaves = [] if batch is None else self.layout.tensors(batch)
         self._leaves = [leaf.movedim(len(self.layout.batch_size), 0) for leaf in leaves]
         self._steps: list[tuple[torch.Tensor, ...]] = []
+        self._viewed = range(0)
         self._rows: Any = None
 
     def write(self, index: int, values: list[torch.Tensor], non_blocking: bool) -> None:
-        if not self._steps:
-            self._steps = list(zip(*(leaf.unbind(0) for leaf in self._leaves), strict=True))
-        torch._foreach_copy_(self._steps[index], values, non_blocking)
+        if index not in self._viewed:
+            # Of a whole batch, Python's garbage collection would look at all views again and again: a step of TorchRL's
+            # CartPole takes 290 µs then, instead of 260.
+            self._viewed = range(index, index + VIEWED_STEPS)
+            views = (leaf[index : index + VIEWED_STEPS].unbind(0) for leaf in self._leaves)
+            self._steps = list(zip(*views, strict=True))
+        torch._foreach_copy_(self._steps[index - self._viewed.start], values, non_blocking)
 
     def rows(self, make: Callable[[BatchLayout, list[Array]], Rows]) -> Rows | None:
         """As of :class:`RolloutBuffer`."""

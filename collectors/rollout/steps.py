@@ -279,25 +279,22 @@ class _Rows:
         parts: dict[Path, dict[str, Array]] = {(): {}, ("collector",): {}, ("next",): {}}
         for leaf, array in zip(layout.leaves, memory, strict=True):
             parts.setdefault(leaf.path[:-1], {})[leaf.path[-1]] = array
-        self.root, self.labels, self._after, *others = parts.values()
+        self.root, self.labels, after, *others = parts.values()
         self.forms = {leaf.path[0]: (leaf.shape, leaf.dtype) for leaf in layout.leaves if len(leaf.path) == 1}
-        last = self._after.keys() - NUMBERS
-        self.fits = (
-            not others
-            and env.root_forms.items() <= self.forms.items()
-            and len(self._after) == len(last) + len(NUMBERS)
-            and last in (set(), env.observation_spec.keys())
-        )
-        self._last = last
+        self._numbers = [after.pop(name)[..., 0] for name in NUMBERS if name in after]
+        self._last = after
+        is_known = len(self._numbers) == len(NUMBERS) and after.keys() in (set(), env.observation_spec.keys())
+        self.fits = is_known and not others and env.root_forms.items() <= self.forms.items()
         for name in FLAGS if self.fits else ():
             self.root[name][begin:] = False
 
     def after(self, index: int) -> StepArrays:
         """What one step has under ``"next"``."""
-        after = self._after
-        reward, terminated, truncated, done = (after[name][index, ..., 0] for name in NUMBERS)
-        last = {name: after[name][index, ...] for name in self._last}
-        return StepArrays(reward, terminated, truncated, done, last or None)
+        reward, terminated, truncated, done = self._numbers
+        last = {name: array[index, ...] for name, array in self._last.items()}
+        return StepArrays(
+            reward[index, ...], terminated[index, ...], truncated[index, ...], done[index, ...], last or None
+        )
 
 
 class ArraySteps(TensorDictSteps):
