@@ -227,8 +227,8 @@ async def test_an_update_that_arrives_later_is_complete(style: str, tmp_path: Pa
                 await sending
         go.touch()
         assert (await anext(collector))["scaled"].item() == 7.0  # type: ignore[index]
-        await anext(collector)
-        assert acted(await anext(collector)) == [7.0]
+        while acted(await anext(collector)) != [7.0]:  # it may still be on its way
+            pass
 
 
 @pytest.mark.requirement(26, 74, 164, 167, 186)
