@@ -142,8 +142,7 @@ class Lifetime(ABC):
     def shutdown(self, timeout: float | None = None) -> None:
         """End all that the constructor has begun. Idempotent."""
 
-    async def _shutdown_elsewhere(self) -> None:
-        """:meth:`shutdown` without blocking the running loop."""
+    async def shutdown_elsewhere(self) -> None:
         await elsewhere("asyncsync-collector-end", self.shutdown)
 
     def __enter__(self) -> Self:
@@ -156,7 +155,7 @@ class Lifetime(ABC):
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        await self._shutdown_elsewhere()
+        await self.shutdown_elsewhere()
 
 
 class BaseCollector(WeightsAPI, Lifetime, IterableDataset[TensorDictBase | None]):
@@ -184,7 +183,7 @@ class BaseCollector(WeightsAPI, Lifetime, IterableDataset[TensorDictBase | None]
         self._pre_collect_hook = pre_collect_hook
         self._post_collect_hook = post_collect_hook
         self._worker_idx = worker_idx
-        self._free_error: BaseException | None = None
+        self.free_error: BaseException | None = None
 
     def __class_getitem__(cls, item: Any) -> GenericAlias:
         # ray.remote() asks for the signature of every method, and the data set's own __class_getitem__ has none.
@@ -286,9 +285,9 @@ class BaseCollector(WeightsAPI, Lifetime, IterableDataset[TensorDictBase | None]
     def is_running(self) -> bool:
         """Whether the collector collects in the background."""
 
-    def _raise_free_error(self) -> None:
-        """Raise what ended collection in the background, once."""
-        error, self._free_error = self._free_error, None
+    def raise_free_error(self) -> None:
+        # What ended collection in the background, once.
+        error, self.free_error = self.free_error, None
         if error is not None:
             raise error
 
@@ -574,13 +573,13 @@ class BaseCollector(WeightsAPI, Lifetime, IterableDataset[TensorDictBase | None]
         """
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         config = ProfileConfig(**{name: value for name, value in given.items() if value is not None})
-        self._profile(config, "")
+        self.record(config, "")
         self._profile_config = config
 
     def disable_profile(self) -> None:
         """End the recording and write the trace. Does nothing if no recording was enabled."""
         if self._profile_config is not None and not self.closed:
-            self._profile(None, "")
+            self.record(None, "")
         self._profile_config = None
 
     @property
@@ -589,8 +588,11 @@ class BaseCollector(WeightsAPI, Lifetime, IterableDataset[TensorDictBase | None]
         return self._profile_config
 
     @abstractmethod
-    def _profile(self, config: ProfileConfig | None, name: str) -> None:
-        """Record the rollouts that follow, of the worker of this name ("": this is none); None: no more of them."""
+    def record(
+        self, config: ProfileConfig | None, name: str
+    ) -> (
+        None
+    ): ...  # record the rollouts that follow, of the worker of this name ("": this is none); None: no more of them
 
     # -- being a part of something larger -----------------------------------------------------------------------------
 
@@ -615,28 +617,29 @@ class BaseCollector(WeightsAPI, Lifetime, IterableDataset[TensorDictBase | None]
     # Whoever runs a collector as a worker calls these.
 
     @abstractmethod
-    def _attach(self, signals: Signals, sink: Callable[[Any], TensorDictBase | None]) -> None:
-        """Become a worker that heeds these signals. ``sink`` returns memory for a batch of a
-        :class:`~asyncsync.collectors.batch_layout.BatchLayout`; None: the collector uses its own."""
+    def become_worker(
+        self, signals: Signals, sink: Callable[[Any], TensorDictBase | None]
+    ) -> None: ...  # heed these signals; sink(layout) returns memory for a batch, or None: the collector uses its own
 
-    def _follow(self, place: Any, index: int, newest: Callable[[], int] | None) -> None:
-        """Have ``max_lag`` compare with the newest version published for this collector, which its own workers read as
-        number ``index`` at ``place``, and this process by ``newest``. None: there is none to read."""
-        self._weights.newest_above = newest
-
-    @abstractmethod
-    def _rollout_for_parent(self, random: bool | None, writes: bool) -> tuple[TensorDictBase | None, int]:
-        """One rollout before ``split_trajs`` and ``postproc``, and its number of frames. ``random``: without the
-        policy; ``writes``: the frames go to the replay buffer, and there is no batch."""
+    def follow_versions(self, place: Any, index: int, newest: Callable[[], int] | None) -> None:
+        # max_lag compares with the newest version published for this collector, which its own workers read as number
+        # index at place, and this process by newest(). None: there is none to read.
+        self.acting_weights.newest_above = newest
 
     @abstractmethod
-    def _interrupt(self, timeout: float, close_env: bool) -> None:
-        """End, from another thread, what this collector waits for beside its own steps."""
+    def rollout_for_trainer(
+        self, random: bool | None, writes: bool
+    ) -> tuple[
+        TensorDictBase | None, int
+    ]: ...  # one rollout before split_trajs and postproc, and its frames; writes: into the replay buffer, so no batch
 
     @abstractmethod
-    def _policy_devices(self) -> set[torch.device]:
-        """The devices on which its policies act."""
+    def end_waits(
+        self, timeout: float, close_env: bool
+    ) -> None: ...  # end, from another thread, what this collector waits for beside its own steps
 
-    def _batch_dims(self) -> int | None:
-        """How many batch dimensions its environment has; None: it has none of its own."""
-        return None
+    @abstractmethod
+    def policy_devices(self) -> set[torch.device]: ...
+
+    def batch_dims(self) -> int | None:
+        return None  # it has no environment of its own

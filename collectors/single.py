@@ -130,7 +130,7 @@ class Collector(BaseCollector, metaclass=Chooses):
         self._free = None
         self._lock = lock = RolloutLock(type(self).__name__)
         env = environments.make_environment(create_env_fn, given["create_env_kwargs"])
-        self._rollouts = rollouts = Rollouts(env, arguments, self._weights, lock, options["traj_pool"])
+        self._rollouts = rollouts = Rollouts(env, arguments, self.acting_weights, lock, options["traj_pool"])
         self._iter = -1  # rollouts before the newest one; -1: there was none
         self._trajectories = trajectories
         self._thread = WorkThread("asyncsync-collector")
@@ -324,7 +324,7 @@ class Collector(BaseCollector, metaclass=Chooses):
         except BaseException as error:
             if not (isinstance(error, ClosedError) and self.closed):
                 _log.exception("an error ended collection in the background")
-                self._free_error = error
+                self.free_error = error
 
     def _set_free(self) -> None:
         if not self.is_running():
@@ -336,7 +336,7 @@ class Collector(BaseCollector, metaclass=Chooses):
 
     @contextmanager
     def _paused(self, owner: object) -> Iterator[None]:
-        self._raise_free_error()
+        self.raise_free_error()
         with self._standing(ANSWER_SECONDS, owner):
             yield
 
@@ -349,12 +349,12 @@ class Collector(BaseCollector, metaclass=Chooses):
 
     # -- as a worker --------------------------------------------------------------------------------------------------
 
-    def _attach(self, signals: Signals, sink: Callable[[Any], TensorDictBase | None]) -> None:
+    def become_worker(self, signals: Signals, sink: Callable[[Any], TensorDictBase | None]) -> None:
         self._rollouts.signals = signals
         self._rollouts.buffer.allocate = sink
-        self._weights.counted_above = signals.counted
+        self.acting_weights.counted_above = signals.counted
 
-    def _rollout_for_parent(self, random: bool | None, writes: bool) -> tuple[TensorDictBase | None, int]:
+    def rollout_for_trainer(self, random: bool | None, writes: bool) -> tuple[TensorDictBase | None, int]:
         rollouts = self._rollouts
         rollouts.random = random
         before = rollouts.frames
@@ -367,10 +367,10 @@ class Collector(BaseCollector, metaclass=Chooses):
         rollouts.frames += batch.numel()
         return batch, batch.numel()
 
-    def _interrupt(self, timeout: float, close_env: bool) -> None:
+    def end_waits(self, timeout: float, close_env: bool) -> None:
         self._end_weights(timeout)  # all that it may wait for: between two steps, its signals say that it is over
 
-    def _profile(self, config: ProfileConfig | None, name: str) -> None:
+    def record(self, config: ProfileConfig | None, name: str) -> None:
         with self._standing(ANSWER_SECONDS):
             self._end_profile()
             if config is None:
@@ -386,11 +386,11 @@ class Collector(BaseCollector, metaclass=Chooses):
         if self._profiler is not None:
             self._profiler.stop()
 
-    def _policy_devices(self) -> set[torch.device]:
+    def policy_devices(self) -> set[torch.device]:
         own = next((tensor.device for tensor in [*self.policy.parameters(), *self.policy.buffers()]), None)
         return {own or self.policy_device or self.env_device or torch.device("cpu")}
 
-    def _batch_dims(self) -> int | None:
+    def batch_dims(self) -> int | None:
         return len(self._rollouts.batch_size)
 
     # -- seeds, resets, checkpoints -----------------------------------------------------------------------------------
@@ -430,7 +430,7 @@ class Collector(BaseCollector, metaclass=Chooses):
             return processed(batch, self._arguments.postproc, split_trajs=bool(self._arguments.split_trajs))
 
     def state_dict(self, *, timeout: float = ANSWER_SECONDS) -> dict[str, Any]:
-        with self._lock.standing(timeout), self._weights.holds():
+        with self._lock.standing(timeout), self.acting_weights.holds():
             rollouts = self._rollouts
             state: dict[str, Any] = {
                 "policy_state_dict": _copied(self.policy.state_dict()),
@@ -464,7 +464,7 @@ class Collector(BaseCollector, metaclass=Chooses):
             if "versions" in state:
                 self._carry_on(state["versions"])
             if "policy_state_dict" in state:
-                self._weights.apply(load_policy)
+                self.acting_weights.apply(load_policy)
             has_stepped = rollouts.frames > 0
             rollouts.frames = state.get("frames", rollouts.frames)
             self._iter = state.get("iter", self._iter)
@@ -481,7 +481,7 @@ class Collector(BaseCollector, metaclass=Chooses):
 
     def _registered(self, model_id: str) -> Any:
         # The acting model may be a copy on another device. Where that receives weights, the original is out of date.
-        acts = model_id in self._weights.schemes
+        acts = model_id in self.acting_weights.schemes
         return find_model(self, model_id, self.policy if acts else self._original_policy)
 
     # -- the end ------------------------------------------------------------------------------------------------------
@@ -506,7 +506,7 @@ class Collector(BaseCollector, metaclass=Chooses):
             finally:
                 self._thread.abandon(self._end_profile)  # the thread of `async for`, after the work that it has begun
             self._end_weights(max(0.0, deadline - time.monotonic()))
-        self._raise_free_error()
+        self.raise_free_error()
 
     def _close_environment(self) -> None:
         """Close the environment, once. Raises what it raises, here or after the last batch."""

@@ -79,7 +79,7 @@ class EpisodeCollector(Collector):
         Raises KeyError: a step has no reward; ClosedError: the end has come; Exception: what the user's code raises.
         """
         begun = time.perf_counter()
-        with self._weights.holds():
+        with self.acting_weights.holds():
             self.reset()
             episodes = self._first_episodes()
             version = self.policy_version

@@ -446,7 +446,7 @@ class Evaluations(threading.Thread):
         self, collector: MultiCollector, prefix: str, on_result: Callable[[TensorDictBase], object] | None
     ) -> None:
         super().__init__(name="asyncsync-evaluator", daemon=True)
-        self.group = collector._group
+        self.group = collector.group
         self.asked: deque[Request] = deque()
         self.results: deque[Request] = deque(maxlen=KEPT)
         self._collector = collector

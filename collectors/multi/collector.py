@@ -87,7 +87,7 @@ class GroupCollector(BaseCollector):
     acts_elsewhere = True
     num_workers: int
     _arguments: BatchArguments
-    _group: WorkerGroup
+    group: WorkerGroup
     _driver: Driver
     _driver_class: type[Driver]
     _acting_devices: dict[int, set[torch.device]]  # of each worker's policy
@@ -156,10 +156,10 @@ class GroupCollector(BaseCollector):
         for scheme in self._sender_schemes.values():
             if scheme.context is self:  # an open bus keeps its schemes, which would keep this collector alive
                 scheme.context = _RegisteredModels(self._registered)
-        self._group = self._make_group(given["start_method"])
-        self._driver = self._driver_class(self, self._group, self._arguments)
+        self.group = self._make_group(given["start_method"])
+        self._driver = self._driver_class(self, self.group, self._arguments)
         self.closed = False
-        self._finalizers = make_finalizers(self, self._group, self._sender_schemes)
+        self._finalizers = make_finalizers(self, self.group, self._sender_schemes)
         try:
             self._start_workers(factories, each_own, given)
         except BaseException:
@@ -214,7 +214,7 @@ class GroupCollector(BaseCollector):
         self, factories: Sequence[Any], each_own: Sequence[dict[str, Any]], given: Mapping[str, Any]
     ) -> None:
         """Start the workers, and connect both sides. Raises whatever a worker raises, AckTimeout, NotConnected."""
-        group, buffer, timeout = self._group, self.replay_buffer, given["connect_timeout"]
+        group, buffer, timeout = self.group, self.replay_buffer, given["connect_timeout"]
         deadline = time.monotonic() + timeout
         let_workers_begin(buffer)
         if hasattr(buffer, "share") and not getattr(buffer, "shared", True):
@@ -268,7 +268,7 @@ class GroupCollector(BaseCollector):
 
     @property
     def _collected(self) -> int:
-        return self._driver.frames if self._driver.free is None else self._group.frames
+        return self._driver.frames if self._driver.free is None else self.group.frames
 
     @property
     def requested_frames_per_batch(self) -> int:
@@ -307,7 +307,7 @@ class GroupCollector(BaseCollector):
 
     def set_seed(self, seed: int, static_seed: bool = False, *, timeout: float = ANSWER_SECONDS) -> int:
         for worker in range(self.num_workers):
-            [seed] = self._group.ask("seed", seed, static_seed, workers=[worker], timeout=timeout)
+            [seed] = self.group.ask("seed", seed, static_seed, workers=[worker], timeout=timeout)
         self._driver.break_trajectories_off()
         return seed
 
@@ -325,17 +325,17 @@ class GroupCollector(BaseCollector):
         if reset_idx is not None:
             check_count("reset_idx", reset_idx, self.num_workers)
         chosen = [w for w in range(self.num_workers) if reset_idx is None or reset_idx[w]]
-        self._group.ask("reset", workers=chosen, timeout=timeout)
+        self.group.ask("reset", workers=chosen, timeout=timeout)
         self._driver.break_trajectories_off()
 
     def state_dict(self, *, timeout: float = ANSWER_SECONDS) -> dict[str, Any]:
-        states = self._group.ask("state", timeout=timeout)
+        states = self.group.ask("state", timeout=timeout)
         self._driver.count_free()
         own = {"frames": self._driver.frames, "iter": self._driver.count, "versions": self._versions()}
         return {f"worker{w}": s for w, s in enumerate(states)} | own
 
     def fake_tensordict(self, *, timeout: float = ANSWER_SECONDS) -> TensorDictBase:
-        batch = self._driver.together(self._group.ask("fake", timeout=timeout))
+        batch = self._driver.together(self.group.ask("fake", timeout=timeout))
         return processed(batch, self.postproc, split_trajs=self.split_trajs)
 
     def load_state_dict(
@@ -346,12 +346,12 @@ class GroupCollector(BaseCollector):
             raise KeyError(f"the state dict of a {type(self).__name__} with {len(names)} workers lacks {missing}")
         # First, as each worker begins new trajectories when it loads.
         next_ids = [int(pool["traj_id"]) for pool in parts_of(state, "traj_pool")]
-        self._group.trajectory_pool().advance(0, max(next_ids, default=0))
+        self.group.trajectory_pool().advance(0, max(next_ids, default=0))
         there = [name for name in names if name in state]
         for name in there:
-            self._group.ask("load", state[name], strict, workers=[names.index(name)], timeout=timeout)
+            self.group.ask("load", state[name], strict, workers=[names.index(name)], timeout=timeout)
         self._driver.break_trajectories_off()
-        self._driver.frames = self._group.frames = state.get("frames", self._driver.frames)
+        self._driver.frames = self.group.frames = state.get("frames", self._driver.frames)
         self._driver.count = state.get("iter", self._driver.count)
         policies = [policy for name in there for policy in parts_of(state[name], "policy_state_dict")]
         own = self.policy.state_dict() if isinstance(self.policy, nn.Module) else {}
@@ -371,23 +371,23 @@ class GroupCollector(BaseCollector):
             self.update_policy_weights_(each, timeout=timeout)
 
     def _set_in_workers(self, name: str, hook: Callable[..., None] | None) -> None:
-        self._group.ask(name, hook)
+        self.group.ask(name, hook)
 
     # -- as a worker --------------------------------------------------------------------------------------------------
 
-    def _attach(self, signals: Signals, sink: Callable[[Any], TensorDictBase | None]) -> None:
+    def become_worker(self, signals: Signals, sink: Callable[[Any], TensorDictBase | None]) -> None:
         self._signals = signals  # the batches are its own workers', which are attached themselves
 
-    def _rollout_for_parent(self, random: bool | None, writes: bool) -> tuple[TensorDictBase | None, int]:
+    def rollout_for_trainer(self, random: bool | None, writes: bool) -> tuple[TensorDictBase | None, int]:
         self._driver.random = random
-        self._group.counted = self._signals.counted()  # for its own workers
+        self.group.counted = self._signals.counted()  # for its own workers
         before = self._driver.frames
         batch = self.next()
         if writes:
             return None, self._driver.frames - before
         return batch, 0 if batch is None else batch.numel()
 
-    def _interrupt(self, timeout: float, close_env: bool) -> None:
+    def end_waits(self, timeout: float, close_env: bool) -> None:
         self.shutdown(timeout, close_env)
 
     # -- models -------------------------------------------------------------------------------------------------------
@@ -431,7 +431,7 @@ class GroupCollector(BaseCollector):
             self._acting("policy")  # raises: nothing would bring them to the workers
         is_other = given is not None and isinstance(self.policy, nn.Module)
         if is_other and (prepared := fitted(self.policy, given)) is not None:
-            self._weights.apply(prepared.apply_now, DEFAULT_TIMEOUT)
+            self.acting_weights.apply(prepared.apply_now, DEFAULT_TIMEOUT)
         self.update_policy_weights_(given)
 
     def _workers_of(self, device: torch.device) -> list[int]:
@@ -439,7 +439,7 @@ class GroupCollector(BaseCollector):
         found = [index for index, own in self._acting_devices.items() if exact in own]
         return found or super()._workers_of(device)
 
-    def _policy_devices(self) -> set[torch.device]:
+    def policy_devices(self) -> set[torch.device]:
         return set().union(*self._acting_devices.values())
 
     async def _look_behind(self, error: PartialSendError) -> None:
@@ -448,25 +448,25 @@ class GroupCollector(BaseCollector):
         if not any(isinstance(one, PeerLost) for one in error.failed.values()):
             return
         try:
-            await self._group.until(lambda: None, FAILURE_SECONDS)
+            await self.group.until(lambda: None, FAILURE_SECONDS)
         except AckTimeout as failure:
-            if failure is self._group.failure:
+            if failure is self.group.failure:
                 raise
 
     # -- versions -----------------------------------------------------------------------------------------------------
 
     @property
     def policy_version(self) -> int:
-        is_root = self._senders.buses and not self._weights.come_from_above
-        return self._group.counted + (self._senders.version if is_root else self._weights.received())
+        is_root = self._senders.buses and not self.acting_weights.come_from_above
+        return self.group.counted + (self._senders.version if is_root else self.acting_weights.received())
 
     def increment_version(self) -> None:
         """Count the policy's version up by one, for weights that reach the workers without a scheme. Workers write the
         new version into their frames from now on."""
-        self._group.count_version()
+        self.group.count_version()
 
     def _versions(self) -> dict[str, Any]:
-        return super()._versions() | {"own": self._group.counted}
+        return super()._versions() | {"own": self.group.counted}
 
     def _carry_on(self, versions: Mapping[str, Any], *, is_sent: bool = True) -> None:
         own = versions["own"]
@@ -474,13 +474,13 @@ class GroupCollector(BaseCollector):
             self._senders.carry_on(versions["sent"])
         else:  # workers keep the number that came with their weights: the rest is counted here
             own += max(0, max(versions["sent"].values(), default=0) - self._senders.version)
-        self._group.counted = max(self._group.counted, own)
+        self.group.counted = max(self.group.counted, own)
 
     def _announces(self) -> bool:
         """Have each version announced to the workers that it is for, and counted as their update, as soon as they are
         to have it. False, and not announced: several buses count versions."""
         # Not the collector, nor what may refer to it: the open bus would keep it alive.
-        group, updated, buses = self._group, weakref.WeakMethod(self._driver.updated), self._senders.buses
+        group, updated, buses = self.group, weakref.WeakMethod(self._driver.updated), self._senders.buses
         is_one = len(buses) == 1
 
         def announce(version: int, workers: list[int] | None) -> None:
@@ -495,18 +495,18 @@ class GroupCollector(BaseCollector):
 
     def _published(self, version: int) -> None:
         if not self._senders.buses:  # nothing is sent that would tell the workers of it
-            self._group.count_version()
+            self.group.count_version()
             self._driver.updated(None)
 
     def _pass_versions_on(self) -> None:
         super()._pass_versions_on()
-        self._follow(None)
+        self.follow_versions(None)
 
-    def _follow(self, root: Any, index: int = 0, newest: Callable[[], int] | None = None) -> None:
-        """Have the workers read the newest version where the root of the tree announces it, or nowhere."""
-        if not self._weights.schemes.keys() <= self._senders.schemes.keys():
+    def follow_versions(self, root: Any, index: int = 0, newest: Callable[[], int] | None = None) -> None:
+        # Have the workers read the newest version where the root of the tree announces it, or nowhere.
+        if not self.acting_weights.schemes.keys() <= self._senders.schemes.keys():
             root = None  # some updates end here
-        self._group.follow(root, index)
+        self.group.follow(root, index)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -515,20 +515,20 @@ class GroupCollector(BaseCollector):
         if self.closed:
             return
         self.closed = True
-        if not self._group.is_ours:
+        if not self.group.is_ours:
             return
         deadline = time.monotonic() + timeout
         try:
-            self._group.end(max(0.1, deadline - time.monotonic()), close_env)
+            self.group.end(max(0.1, deadline - time.monotonic()), close_env)
             self._driver.wait_for_watcher()
         finally:
-            if self._group.is_over:
+            if self.group.is_over:
                 for finalizer in self._finalizers:
                     finalizer()
             self._end_weights(max(0.5, deadline - time.monotonic()))
             self._driver.close()
-            self._group.close()
-        self._raise_free_error()
+            self.group.close()
+        self.raise_free_error()
 
     # -- attributes and calls -----------------------------------------------------------------------------------------
 
@@ -539,7 +539,7 @@ class GroupCollector(BaseCollector):
     def _call_each(
         self, path: str, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]], timeout: float
     ) -> list[Any]:
-        return self._group.ask_each("execute", {worker: (path, *call) for worker, call in enumerate(calls)}, timeout)
+        return self.group.ask_each("execute", {worker: (path, *call) for worker, call in enumerate(calls)}, timeout)
 
     def _look_up(self, owner: str, path: str, timeout: float) -> Any:
         if owner == "replay_buffer":
@@ -549,9 +549,7 @@ class GroupCollector(BaseCollector):
         return self._read("get_distant_attr", path, timeout=timeout)
 
     def _read(self, method: str, *arguments: Any, workers: Sequence[int] | None = None, timeout: float) -> list[Any]:
-        return [
-            loads(answer) for answer in self._group.ask("read", method, arguments, workers=workers, timeout=timeout)
-        ]
+        return [loads(answer) for answer in self.group.ask("read", method, arguments, workers=workers, timeout=timeout)]
 
     def get_cached_weights(self, model_id: str) -> TensorDict | None:
         """A copy of this model's weights that were last sent to all workers. None: none were sent."""
@@ -583,19 +581,19 @@ class GroupCollector(BaseCollector):
         if workers not in ("aggregate", "per_worker", "both"):
             raise ValueError(f"workers must be 'aggregate', 'per_worker' or 'both', not {workers!r}")
         found = {} if workers == "per_worker" else super().stats()
-        found |= {"workers": self.num_workers, "workers_alive": self._group.alive}
+        found |= {"workers": self.num_workers, "workers_alive": self.group.alive}
         if workers != "aggregate":
             for index, own in enumerate(self._read("stats", timeout=timeout)):
                 found |= {f"worker_{index}/{name}": value for name, value in own.items()}
         return found
 
-    def _profile(self, config: ProfileConfig | None, name: str) -> None:
+    def record(self, config: ProfileConfig | None, name: str) -> None:
         named = config or self._profile_config
         chosen = named.workers if named is not None and not name else list(range(self.num_workers))
         if unknown := [worker for worker in chosen if worker not in range(self.num_workers)]:
             raise ValueError(f"unknown workers {unknown}: this {type(self).__name__} has 0 to {self.num_workers - 1}")
         names = {worker: f"{name}_{worker}" if name else str(worker) for worker in chosen}
-        self._group.ask_each("profile", {worker: (config, own) for worker, own in names.items()}, ANSWER_SECONDS)
+        self.group.ask_each("profile", {worker: (config, own) for worker, own in names.items()}, ANSWER_SECONDS)
 
 
 class MultiCollector(GroupCollector, metaclass=Chooses):

@@ -133,7 +133,7 @@ class Driver(ABC):
         self.free: asyncio.Task[None] | None = None
         self._collector: BaseCollector = weakref.proxy(collector)  # whoever forgets the collector ends it
         self._name = type(collector).__name__
-        self._group = group
+        self.group = group
         self._arguments = arguments
         self._serial = 0
         self._results: dict[int, RolloutResult] = {}
@@ -184,7 +184,7 @@ class Driver(ABC):
         meanwhile; ClosedError: it was shut down before, or this is a forked process."""
         if self.free is None and self._made is None and not self.left and self.frames >= self._arguments.total_frames:
             return True
-        self._group.check()
+        self.group.check()
         if self.free is None:
             return False
         self.count_free()
@@ -196,7 +196,7 @@ class Driver(ABC):
         """Request a rollout with the current serial number."""
         random = bool(self.random) or frames_before < self._arguments.init_random_frames
         self.busy[worker] = request = RolloutRequest(self._serial, random, place)
-        self._group.request(worker, request)
+        self.group.request(worker, request)
 
     def _done(self, places: SharedPlaces, place: SharedPlace, results: list[RolloutResult]) -> Made:
         """The batch of these rollouts, counted."""
@@ -216,7 +216,7 @@ class Driver(ABC):
 
     async def _update(self, workers: list[int] | None) -> None:
         """Have these workers (None: all) act with the policy's current weights."""
-        group = self._group
+        group = self.group
         before = [group.incarnation(worker) for worker in range(len(self._batches_since))]
         try:
             await self._collector.update_policy_weights_async(worker_ids=workers)
@@ -284,7 +284,7 @@ class Driver(ABC):
                 return self._taken(caller, made)
         except Exception:
             if caller.begins:
-                await self._collector._shutdown_elsewhere()
+                await self._collector.shutdown_elsewhere()
             raise
         finally:
             try:
@@ -299,7 +299,7 @@ class Driver(ABC):
         itself pauses the workers that it would wait for; ClosedError: after the end, or in a forked process."""
         if self._pauses and is_caller(self._pauses):
             raise RuntimeError(f"this thread has paused this {self._name}: leave the pause() block before collecting")
-        return (self._collector.closed or not self._group.is_ours) and self._is_over()
+        return (self._collector.closed or not self.group.is_ours) and self._is_over()
 
     def _takes_long(self, made: Made) -> bool:
         """Whether what is left to do with this batch takes time, or runs the user's code."""
@@ -339,7 +339,7 @@ class Driver(ABC):
         if made.batch is not None and (self._arguments.processes or not in_place or made.place.has_private):
             made.is_lost = self._arguments.processes
             try:
-                with self._collector._weights.holds():  # its model may be updated here
+                with self._collector.acting_weights.holds():  # its model may be updated here
                     arguments = self._arguments
                     made.batch = processed(made.batch, arguments.postproc, split_trajs=arguments.split_trajs)
                     if (whole := arguments.trajectories) is not None:
@@ -357,7 +357,7 @@ class Driver(ABC):
         self._callers.discard(caller)
         caller.is_gone = True
         if not caller.is_served and (caller.has_turn or caller.made is not None):
-            self._group.call_soon(self._give_up, caller)
+            self.group.call_soon(self._give_up, caller)
 
     def _give_up(self, caller: Caller) -> None:
         """On the loop thread, where no Ctrl-C strikes: give up the batch, and the turn."""
@@ -377,11 +377,11 @@ class Driver(ABC):
 
     def run_free(self) -> None:
         """Have the workers collect into the replay buffer until there are enough frames."""
-        self._group.check()
+        self.group.check()
         self.count_free()
         if self.free is None:
             arguments = self._arguments
-            self._group.run_free(arguments.total_frames, arguments.init_random_frames, self._free_batch())
+            self.group.run_free(arguments.total_frames, arguments.init_random_frames, self._free_batch())
 
             async def begin() -> None:
                 self.free = asyncio.create_task(self._watch())
@@ -396,13 +396,13 @@ class Driver(ABC):
     async def _watch(self) -> None:
         """Wait for the workers that run free, so that a failure is logged at once."""
         try:
-            await self._group.until(lambda: self._group.finished)
+            await self.group.until(lambda: self.group.finished)
         except ClosedError:
             pass
         except Exception as error:
             logger.error("an error ended collection in the background", exc_info=error)
             with suppress(ReferenceError):  # it was forgotten
-                self._collector._free_error = error
+                self._collector.free_error = error
 
     def wait_for_watcher(self) -> None:
         """After the workers' end: wait until their failure, if there was one, is known."""
@@ -413,18 +413,18 @@ class Driver(ABC):
         """Count the frames of workers that run free; if they have all, end that."""
         if self.free is None:
             return
-        ended = self.free.done() and self._group.failure is None
-        self.frames = self._group.frames
+        ended = self.free.done() and self.group.failure is None
+        self.frames = self.group.frames
         if ended:  # rollouts that were under way when the workers were set free have been counted
-            self._group.results.clear()
+            self.group.results.clear()
             self.busy, self._results = {}, {}
             self.free = None
 
     @contextmanager
     def paused(self, owner: object) -> Iterator[None]:
         """A block of a task (None: of the calling thread) in which no worker steps."""
-        self._collector._raise_free_error()
-        group = self._group
+        self._collector.raise_free_error()
+        group = self.group
         group.check()
 
         def standing() -> bool:
@@ -482,14 +482,14 @@ class AsyncDriver(Driver):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._places = [self._group.places([worker], -1) for worker in range(len(self._arguments.frames))]
+        self._places = [self.group.places([worker], -1) for worker in range(len(self._arguments.frames))]
 
     async def produce(self) -> Made:
-        results = self._group.results
+        results = self.group.results
         if self._made is None:
             for worker in range(len(self._places)):
                 self._ask_if_wanted(worker)
-            result = await self._group.until(lambda: results.popleft() if results else None)
+            result = await self.group.until(lambda: results.popleft() if results else None)
             worker = result.worker
             self._made = self._done(self._places[worker], self.busy.pop(worker).place, [result])
         worker = self._made.results[0].worker
@@ -518,7 +518,7 @@ class SyncDriver(Driver):
         super().__init__(*arguments)
         self._dim, self._threshold = self._arguments.dim, self._arguments.threshold
         self._workers = range(len(self._arguments.frames))
-        self._places = [self._group.places(self._workers, self._dim)]
+        self._places = [self.group.places(self._workers, self._dim)]
 
     @staticmethod
     def frames_of_batch(frames: list[int]) -> int:
@@ -543,7 +543,7 @@ class SyncDriver(Driver):
             for worker in self._workers:
                 self._request(worker, place, self.frames)
         place = self.busy[0].place
-        await self._group.until(self._are_done)
+        await self.group.until(self._are_done)
         results = [self._results[worker] for worker in self._workers]
         self.busy, self._results = {}, {}
         return self._done(self._places[0], place, results)
@@ -555,12 +555,12 @@ class SyncDriver(Driver):
 
     def _are_done(self) -> bool:
         """Whether all rollouts are. When enough of them are, the others are cut."""
-        while self._group.results:
-            result = self._group.results.popleft()
+        while self.group.results:
+            result = self.group.results.popleft()
             self._results[result.worker] = result
         done, count = len(self._results), len(self._workers)
         if self._threshold < 1 and done >= int(count * self._threshold):
-            self._group.cut(self._serial)
+            self.group.cut(self._serial)
         return done == count
 
     def assembled(self, made: Made) -> TensorDictBase:

@@ -66,7 +66,7 @@ class WeightsAPI:
     def __init__(self) -> None:
         self._weight_updater: WeightUpdaterBase | None = None
         self._senders = Senders({})
-        self._weights = ActingWeights()
+        self.acting_weights = ActingWeights()
 
     # -- updates ------------------------------------------------------------------------------------------------------
 
@@ -162,14 +162,14 @@ class WeightsAPI:
                 await self._send(sent, workers, timeout if wait else None, blocking=blocking)
         finally:  # workers that have not applied a published version converge to it, so this process applies it, too
             if own and (not sent or self._senders.version > before):
-                await self._weights.applied(partial(self._apply_locally, own), timeout, blocking=blocking)
+                await self.acting_weights.applied(partial(self._apply_locally, own), timeout, blocking=blocking)
 
     def _divided(self, given: Mapping[str, Any], worker_ids: WorkerIds) -> tuple[dict[str, Any], dict[str, Any]]:
         """What of an update the sender schemes send, and what is for models of this process. Raises ValueError: it
         cannot be carried out as a whole; SchemaMismatch."""
         name, senders = type(self).__name__, self._senders
         sent = {m: w for m, w in given.items() if m in senders.schemes}
-        own = {m: w for m, w in given.items() if m not in sent and m not in self._weights.schemes}
+        own = {m: w for m, w in given.items() if m not in sent and m not in self.acting_weights.schemes}
         if sent and (apart := sorted(m for m in own if not self._goes_with_workers(m))):
             raise ValueError(
                 f"{apart} of {sorted(given)} has no scheme, so workers cannot switch them together: update each "
@@ -224,7 +224,7 @@ class WeightsAPI:
             prepared.apply()
         for prepared in changes:
             prepared.complete()
-        self._weights.own += 1
+        self.acting_weights.own += 1
 
     def _workers(self, worker_ids: Any) -> list[int] | None:
         """Indices of workers, from indices and devices; None: all of them."""
@@ -238,7 +238,7 @@ class WeightsAPI:
 
     def change_weights(self, change: Callable[[], None]) -> None:
         # For updaters: call this between two steps.
-        self._weights.apply(change)
+        self.acting_weights.apply(change)
 
     def push_policy(self, weights: Any, worker_ids: WorkerIds) -> None:
         # For updaters: send these weights by the policy's scheme.
@@ -325,11 +325,11 @@ class WeightsAPI:
 
     @property
     def _receiver_schemes(self) -> dict[str, Any]:
-        return self._weights.schemes
+        return self.acting_weights.schemes
 
     def _end_weights(self, timeout: float) -> None:
         """Shut every scheme down, within the timeout (seconds) for all of them. Idempotent."""
-        shut_down_all([*self._senders.schemes.values(), *self._weights.schemes.values()], timeout)
+        shut_down_all([*self._senders.schemes.values(), *self.acting_weights.schemes.values()], timeout)
 
     # -- from above ---------------------------------------------------------------------------------------------------
 
@@ -353,20 +353,20 @@ class WeightsAPI:
             NotConnected, SchemaMismatch: a scheme's ``connect`` raised it.
         """
         # Between two steps: those under way do not hold the new gates, those that follow do.
-        self._weights.apply(lambda: self._weights.register(weight_recv_schemes, self), timeout)
+        self.acting_weights.apply(lambda: self.acting_weights.register(weight_recv_schemes, self), timeout)
         self._pass_versions_on()
         if synchronize_weights:
-            self._weights.connect(weight_recv_schemes, timeout)
+            self.acting_weights.connect(weight_recv_schemes, timeout)
 
     def _joined_by(self, scheme: Any) -> None:
         """A receiver's scheme has this collector as its context."""
-        self._weights.joined(scheme)
+        self.acting_weights.joined(scheme)
         self._pass_versions_on()
 
     def _pass_versions_on(self) -> None:
         """Have updates that are sent from now on carry a version from above."""
         for bus in self._senders.buses:
-            bus.stand_for(self._weights.origin)
+            bus.stand_for(self.acting_weights.origin)
 
     def receive_weights(self, policy_or_weights: Any = None, *, weights: Any = None, policy: Any = None) -> None:
         """Apply the newest weights from the receiver schemes or, without schemes, the given or the original policy's.
@@ -386,11 +386,11 @@ class WeightsAPI:
             ClosedError, Fenced: the schemes will receive nothing more.
         """
         given = chosen(policy_or_weights, weights, policy)
-        if not self._weights.schemes:
+        if not self.acting_weights.schemes:
             self._take(given)
         elif given is not None:
             raise ValueError(
-                f"this {type(self).__name__} receives {sorted(self._weights.schemes)} by weight_recv_schemes: "
+                f"this {type(self).__name__} receives {sorted(self.acting_weights.schemes)} by weight_recv_schemes: "
                 "call receive_weights() without arguments, or send the weights from above"
             )
         else:
@@ -399,7 +399,7 @@ class WeightsAPI:
     def _take(self, given: Any) -> None:
         """The policy's weights from the trainer or collector above, without schemes; None: the registered policy's."""
         source = self._registered("policy") if given is None else given
-        self._weights.apply(lambda: self._apply_locally({"policy": source}))
+        self.acting_weights.apply(lambda: self._apply_locally({"policy": source}))
         if "policy" in self._senders.schemes:
             self.update_policy_weights_(source)
 
@@ -407,13 +407,13 @@ class WeightsAPI:
         """Have receiver schemes apply updates that wait for a receive (``apply="on_receive"``). A remote parent (RPC,
         Ray) calls this: its schemes apply the version of the call, the others what has come. Raises RuntimeError: there
         are none; ClosedError, Fenced: nothing has come, and nothing will."""
-        if not self._weights.schemes:
+        if not self.acting_weights.schemes:
             raise RuntimeError(
                 f"this {type(self).__name__} has no receiver schemes: pass weight_recv_schemes=, or call "
                 "register_scheme_receiver()"
             )
         others = []
-        for scheme in self._weights.schemes.values():
+        for scheme in self.acting_weights.schemes.values():
             if scheme.current_call() is not None:
                 scheme.receive()
             elif scheme.takes_part:
@@ -424,7 +424,7 @@ class WeightsAPI:
                 scheme.run_on_loop(partial(scheme.take_in, None))
 
         if others:
-            self._weights.apply(take_in)
+            self.acting_weights.apply(take_in)
 
     @property
     def cascades(self) -> bool:
@@ -437,20 +437,20 @@ class WeightsAPI:
     def policy_version(self) -> int:
         """The newest published version or, without workers, the version that acts here. In a tree of collectors, the
         root's version."""
-        published = self._senders.schemes and not self._weights.come_from_above
-        return self._senders.version if published else self._weights.version()
+        published = self._senders.schemes and not self.acting_weights.come_from_above
+        return self._senders.version if published else self.acting_weights.version()
 
     def increment_version(self) -> None:
         """Count the version of this collector's own policy up by one."""
-        self._weights.own += 1
+        self.acting_weights.own += 1
 
     def _versions(self) -> dict[str, Any]:
         """What a checkpoint keeps, so that versions go on where they were."""
-        return {"own": self._weights.own, "sent": {m: s.version for m, s in self._senders.schemes.items()}}
+        return {"own": self.acting_weights.own, "sent": {m: s.version for m, s in self._senders.schemes.items()}}
 
     def _carry_on(self, versions: Mapping[str, Any]) -> None:
         """Go on from what :meth:`_versions` returned. A count that is beyond it does not go back."""
-        self._weights.own = max(self._weights.own, versions["own"])
+        self.acting_weights.own = max(self.acting_weights.own, versions["own"])
         self._senders.carry_on(versions["sent"])
 
 

@@ -167,7 +167,7 @@ class Worker:
         """In another thread, when this worker is stopped. A collector that steps sees that by itself; one of collectors
         waits for its own workers, and one that is not connected yet for the trainer."""
         if self._nested or self._connecting:
-            self.collector._interrupt(timeout, self._page.closes_env)
+            self.collector.end_waits(timeout, self._page.closes_env)
 
     def _handle(self, message: Message) -> None:
         match message:
@@ -211,7 +211,7 @@ class Worker:
             arguments["replay_buffer"] = self._replay_buffer
         self.collector = collector = given.kind(given.create_env_fn, **arguments)
         self._nested = collector.acts_elsewhere
-        collector._attach(self, self._allocate)
+        collector.become_worker(self, self._allocate)
         self._hook = given.post_collect_hook
         if self._hook is None:
             self._hook = None if self._nested else collector.post_collect_hook  # of a partial
@@ -224,9 +224,9 @@ class Worker:
         if self._page.stopped:  # before there was anything to interrupt
             raise Stopped
         frames = collector.requested_frames_per_batch
-        self._line.send("built", *WorkerInfo(frames, collector._batch_dims(), collector._policy_devices()))
+        self._line.send("built", *WorkerInfo(frames, collector.batch_dims(), collector.policy_devices()))
         if self.schemes:
-            collector._weights.connect(self.schemes, given.timeout)
+            collector.acting_weights.connect(self.schemes, given.timeout)
         self._connecting = False
         self._line.send("connected")
 
@@ -237,7 +237,7 @@ class Worker:
         """Read the newest version where the trainer with this control page announces it to its worker ``index``; None:
         in this worker's own schemes."""
         reads = not self._nested and root is not None
-        self.collector._follow(root, index, partial(page_at(root).newest, index) if reads else None)
+        self.collector.follow_versions(root, index, partial(page_at(root).newest, index) if reads else None)
 
     # -- rollouts -----------------------------------------------------------------------------------------------------
 
@@ -249,7 +249,7 @@ class Worker:
             self._stand_still()
         if writer is not None:
             writer.open(lease)
-        batch, frames = collector._rollout_for_parent(is_random, writes)
+        batch, frames = collector.rollout_for_trainer(is_random, writes)
         if self._page.stopped:
             raise Stopped
         if writes:
@@ -331,10 +331,10 @@ class Worker:
                 self._serial = FREE  # what it may collect belongs to no request
                 return collector.cascade_execute(path, *args, **kwargs)
             case "read", (method, args):
-                with collector._weights.holds():
+                with collector.acting_weights.holds():
                     return dumps(getattr(collector, method)(*args))
             case "profile", (config, label):
-                collector._profile(config, label)
+                collector.record(config, label)
         return None
 
 

@@ -223,17 +223,17 @@ def test_whether_it_is_passed_on_is_asked_for_each_update() -> None:
 @pytest.mark.requirement(158)
 def test_weights_change_between_two_steps_and_waiting_for_a_version_ends_with_it() -> None:
     with tree() as (top, [leaf]):
-        with leaf._weights.holds():
-            before = leaf._weights.version()
+        with leaf.acting_weights.holds():
+            before = leaf.acting_weights.version()
             top.update_policy_weights_(Model(2), wait=False)
             with Clock(5.0):
                 while planted.newest_target_of(leaf) == before:
                     pass
-            assert (read(leaf.policy), leaf._weights.version()) == ({1}, before)
-        leaf._weights._main.wait_origin(before + 1, 10)
-        assert (read(leaf.policy), leaf._weights.version()) == ({2}, before + 1)
+            assert (read(leaf.policy), leaf.acting_weights.version()) == ({1}, before)
+        leaf.acting_weights._main.wait_origin(before + 1, 10)
+        assert (read(leaf.policy), leaf.acting_weights.version()) == ({2}, before + 1)
         with pytest.raises(AckTimeout):
-            leaf._weights._main.wait_origin(before + 2, 0.05)
+            leaf.acting_weights._main.wait_origin(before + 2, 0.05)
 
 
 # -- versions that frames are labelled with, in trees and where the user has initialised the schemes -------------------
@@ -257,7 +257,7 @@ def test_a_leaf_acts_with_the_roots_versions_whatever_the_middle_publishes_by_it
                     assert (read(leaf.policy), leaf.policy_version) == ({value}, value)
             assert all(frozenset({version, 9}) == values for values, version in stepping.found)
             assert (top.policy_version, middle.policy_version, leaf.policy_version) == (7, 7, 7)
-            waiting = thread.submit(leaf._weights._main.wait_origin, 8, 10)
+            waiting = thread.submit(leaf.acting_weights._main.wait_origin, 8, 10)
             middle.update_policy_weights_(Model(7))
             with pytest.raises(TimeoutError):  # it is the middle's version that is newer
                 waiting.result(0.1)
@@ -319,7 +319,7 @@ def test_versions_and_max_lag_in_a_tree_are_the_roots(monkeypatch: pytest.Monkey
             assert all((part["action"] == value).all() for part in batch)
         told: list[tuple[int, list[int]]] = []
         monkeypatch.setattr(
-            collector._group._page, "publish", lambda version, workers: told.append((version, list(workers)))
+            collector.group._page, "publish", lambda version, workers: told.append((version, list(workers)))
         )
         collector.update_policy_weights_()
         assert told == [(newest + 1, [0, 1])], "once, and for these workers"

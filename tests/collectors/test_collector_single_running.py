@@ -399,7 +399,7 @@ class After:
         return self.env.steps >= self.steps
 
     def interrupts(self) -> bool:
-        assert not self.collector._weights.gate.held_by_caller, "it may wait, and an update must not wait for it"
+        assert not self.collector.acting_weights.gate.held_by_caller, "it may wait, and an update must not wait for it"
         return self.calls
 
 
@@ -417,7 +417,7 @@ def test_an_interrupted_rollout_gives_the_frames_so_far() -> None:
 
 def test_max_lag_waits_for_nothing_where_no_scheme_brings_weights() -> None:
     with collector(max_lag=1) as c:
-        c._weights.newest_above = lambda: 9  # by a count that nothing here follows
+        c.acting_weights.newest_above = lambda: 9  # by a count that nothing here follows
         assert c.rollout()["collector", "policy_version"].tolist() == [0] * 8
 
 

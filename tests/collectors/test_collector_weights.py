@@ -67,7 +67,7 @@ def test_what_connecting_and_updates_bring_by_every_transport(each: Tree) -> Non
     each.top.update_policy_weights_(weights_dict={"policy": Model(5), VALUE: Model(6)})
     assert (each.policies, each.values) == ([{5}, {5}], [{6}, {6}])
     assert each.top.policy_version == before + 2
-    assert [leaf._weights.version() for leaf in each.leaves] == [before + 2] * 2
+    assert [leaf.acting_weights.version() for leaf in each.leaves] == [before + 2] * 2
     each.top.update_policy_weights_({0: Model(20), 1: Model(21)})
     assert each.policies == [{20}, {21}]
 
@@ -179,7 +179,7 @@ def test_an_update_of_ones_own_models_waits_for_the_step_under_way() -> None:
 
 def test_an_update_from_within_a_step_is_refused() -> None:
     leaf = reading(0)
-    with leaf._weights.holds(), pytest.raises(RuntimeError, match="between two steps"):
+    with leaf.acting_weights.holds(), pytest.raises(RuntimeError, match="between two steps"):
         leaf.update_policy_weights_(Model(1))
     leaf.update_policy_weights_(Model(1))
     assert read(leaf.policy) == {1}

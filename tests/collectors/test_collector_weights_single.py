@@ -62,7 +62,7 @@ def test_a_frame_is_copied_before_the_weights_that_it_shows_change(destination: 
     def stepped(td: Any) -> Any:
         if env.steps == 2:
             thread.start()
-            while not one._weights.gate.pending:
+            while not one.acting_weights.gate.pending:
                 time.sleep(0.001)
         return step_and_maybe_reset(td)
 
@@ -146,7 +146,7 @@ async def test_collectors_run_their_schemes_on_the_loop_thread(module: Any, kind
 
 def test_max_lag_waits_for_the_newer_version() -> None:
     with ThreadPoolExecutor(1) as thread, receiving({"policy": Level(1)}, max_lag=0) as (leaf, bus):
-        leaf._weights.newest_above = lambda: 2  # what the control page says
+        leaf.acting_weights.newest_above = lambda: 2  # what the control page says
         rolling = thread.submit(leaf.next)
         with pytest.raises(TimeoutError):  # it does not act with version 1
             rolling.result(0.1)
@@ -164,7 +164,7 @@ def test_max_lag_and_versions_of_several_buses_are_counted_bus_by_bus(monkeypatc
         for level in (2, 3, 4):
             policies.send(Level(level))
         assert levels(leaf.next()) == {(4, 1, 4)}, "the policy's version, though another is received first"
-        with leaf._weights.holds():
+        with leaf.acting_weights.holds():
             sending = threads.submit(policies.send, Level(5))
             while planted.newest_target_of(leaf) < 5:
                 time.sleep(0.001)

@@ -224,7 +224,7 @@ def test_what_the_environment_and_the_user_add_is_used(tmp_path: Path) -> None:
         result = evaluator.evaluate(step=12)
         assert result["test/reward"] == 7.5, "returns of 5 and 10"
         assert (result["test/shape"], result["test/frames"]) == ([2, 5], 10)
-        assert result["test/pid"] in evaluator._collector._group.family.pids
+        assert result["test/pid"] in evaluator._collector.group.family.pids
         assert (tmp_path / "dumped").read_text() == "12"
         assert came[0]["test/reward"].item() == 7.5
         assert came[0]["test/step"].item() == 12
@@ -316,7 +316,7 @@ def test_a_callback_may_ask_for_more_but_not_wait_for_it() -> None:
 def test_a_killed_worker_is_told_to_everybody() -> None:
     with Evaluator(make(length=10**9), policy(), **GIVEN) as evaluator:
         evaluator.trigger_eval()
-        os.kill(evaluator._collector._group.family.pids[0], signal.SIGKILL)
+        os.kill(evaluator._collector.group.family.pids[0], signal.SIGKILL)
         with pytest.raises(PeerLost, match="SIGKILL"):
             evaluator.wait()
         with pytest.raises(PeerLost, match="SIGKILL"):
@@ -327,13 +327,13 @@ def test_a_killed_worker_is_told_to_everybody() -> None:
 
 async def test_the_end_stops_an_evaluation_under_way_and_leaves_nothing(caplog: pytest.LogCaptureFixture) -> None:
     evaluator = await Evaluator.create(make(length=10**9, delay=0.001), policy(), **GIVEN)
-    pids = evaluator._collector._group.family.pids
+    pids = evaluator._collector.group.family.pids
     evaluator.trigger_eval()
     waiting = asyncio.create_task(anext(evaluator, None))
     evaluating = asyncio.create_task(asyncio.to_thread(evaluator.evaluate))
     await asyncio.sleep(0.05)
     begun = time.monotonic()
-    await evaluator._shutdown_elsewhere()
+    await evaluator.shutdown_elsewhere()
     assert time.monotonic() - begun < 4
     assert await waiting is None, "async for ends"
     with pytest.raises(ClosedError):
@@ -348,7 +348,7 @@ async def test_the_end_stops_an_evaluation_under_way_and_leaves_nothing(caplog: 
 
 def test_an_evaluator_that_is_forgotten_ends() -> None:
     evaluator = Evaluator(make(length=LENGTH), policy(), **GIVEN)
-    pids = evaluator._collector._group.family.pids
+    pids = evaluator._collector.group.family.pids
     evaluator.evaluate()
     del evaluator
     gc.collect()

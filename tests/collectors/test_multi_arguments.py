@@ -93,7 +93,7 @@ def test_arguments_reach_the_environments_and_init_fn_comes_first(tmp_path: Path
 
     given = options(create_env_kwargs=[{"log": log} for log in logs], init_fn=first)
     with MultiSyncCollector(make_env, policy(), num_workers=2, **given) as collector:
-        assert [Path(log).read_text().split() for log in logs] == [[str(pid)] for pid in collector._group.family.pids]
+        assert [Path(log).read_text().split() for log in logs] == [[str(pid)] for pid in collector.group.family.pids]
 
 
 @pytest.mark.requirement(116)
@@ -111,7 +111,7 @@ def test_hooks_run_in_the_workers_around_each_rollout(kind: Any, tmp_path: Path)
         total_frames=12,
     )
     with kind([make()], policy(), **given) as collector:
-        [pid] = collector._group.family.pids
+        [pid] = collector.group.family.pids
         assert len(list(collector)) == 2
         assert log.read_text().splitlines() == [f"{pid} pre", f"{pid} post 6"] * 2
         log.unlink()

@@ -158,7 +158,7 @@ def test_an_interrupt_loses_no_rollout_and_mixes_none(
     collector = waiting if is_sync else running
     collector.set_seed(0)
     batches = [collector.next() for _ in range(6)][0 if is_sync else 2 :]
-    post, left = collector._group.family.send, 0
+    post, left = collector.group.family.send, 0
 
     def interrupted(worker: int, message: Any) -> None:
         nonlocal left
@@ -177,14 +177,14 @@ def test_an_interrupt_loses_no_rollout_and_mixes_none(
     for number in [1, 2, 1, 3, 2] if is_sync else [1, 1, 1]:
         left = number
         with monkeypatch.context() as patch, sigint_raises():
-            patch.setattr(collector._group.family, "send", interrupted)
+            patch.setattr(collector.group.family, "send", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 until_interrupted()
     with monkeypatch.context() as patch:
         patch.setattr(planted.SharedPlace, "whole", at_once)
         with pytest.raises(KeyboardInterrupt):
             until_interrupted()
-    collector._group.wait(lambda: True)  # the interrupted batch is left there
+    collector.group.wait(lambda: True)  # the interrupted batch is left there
     before = collector._driver.frames - sum(result.frames for made in collector._driver.left for result in made.results)
     batches += [collector.next() for _ in range(6)]
     assert collector._driver.frames == before + sum(batch.numel() for batch in batches[-6:])
@@ -231,7 +231,7 @@ def test_answers_that_come_too_late_are_forgotten(kind: Any) -> None:
         assert collector.set_seed(3, timeout=20.0) == 13
         collector.reset(timeout=20.0)
         collector.load_state_dict(collector.state_dict(timeout=20.0), timeout=20.0)
-        assert not any(member.calls for member in collector._group._members)
+        assert not any(member.calls for member in collector.group._members)
 
 
 @pytest.mark.requirement(93)

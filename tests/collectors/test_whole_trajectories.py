@@ -303,7 +303,7 @@ def test_workers_write_whole_trajectories(kind: Any, given: dict[str, int], free
     with kind([make()] * 2, policy(), **arguments) as collector:
         if free:
             collector.start()
-            collector._group.wait(lambda: collector._group.finished, 60)
+            collector.group.wait(lambda: collector.group.finished, 60)
         else:
             assert set(collector) == {None}
     sizes = buffer.sizes()

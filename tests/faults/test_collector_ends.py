@@ -112,7 +112,7 @@ def test_a_program_that_forgets_shutdown_ends_promptly() -> None:
 @BOTH
 def test_shutdown_during_a_rollout_returns_within_its_timeout(kind: Any) -> None:
     collector = kind([make(delay=60.0)], policy(), **options())
-    pids = collector._group.family.pids
+    pids = collector.group.family.pids
     ask(collector)  # asked for a rollout, whose first step takes a minute
     time.sleep(0.2)
     began = time.monotonic()
@@ -133,14 +133,14 @@ def test_shutdown_stops_between_two_steps_and_closes_the_environment_if_it_is_to
     began = time.monotonic()
     collector.shutdown(close_env=close_env)
     assert time.monotonic() - began < 3.0
-    assert log.read_text().split() == [str(collector._group.family.pids[0])] + ["closed"] * close_env
+    assert log.read_text().split() == [str(collector.group.family.pids[0])] + ["closed"] * close_env
 
 
 @pytest.mark.requirement(208)
 async def test_shutdown_is_idempotent_and_comes_with_the_block() -> None:
     async with MultiSyncCollector([make()], policy(), **options()) as collector:
         await anext(collector)
-        pids = collector._group.family.pids
+        pids = collector.group.family.pids
     assert collector.closed
     assert not alive(pids)
     collector.shutdown()
@@ -151,14 +151,14 @@ async def test_shutdown_is_idempotent_and_comes_with_the_block() -> None:
 
 def test_ctrl_c_during_shutdown_kills_the_workers() -> None:
     collector: Any = MultiAsyncCollector([make(delay=60.0)], policy(), **options())
-    pids = collector._group.family.pids
+    pids = collector.group.family.pids
     ask(collector)
     timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
     with sigint_raises(), pytest.raises(KeyboardInterrupt):
         collector.shutdown(timeout=30.0)
     timer.join()
-    assert collector._group.is_over
+    assert collector.group.is_over
     assert not alive(pids)
     collector.shutdown()
 
@@ -188,7 +188,7 @@ def test_a_forked_copy_ends_nothing() -> None:
 
 def test_messages_to_a_worker_that_does_not_read_keep_nobody() -> None:
     with MultiAsyncCollector([make()], policy(), **options()) as collector:
-        group: Any = collector._group
+        group: Any = collector.group
         [pid] = group.family.pids
         os.kill(pid, signal.SIGSTOP)
         began = time.monotonic()
@@ -220,7 +220,7 @@ def test_workers_draw_different_numbers_and_end_quickly(tmp_path: Path) -> None:
 @BOTH
 def test_a_collector_that_is_forgotten_ends_its_workers(kind: Any) -> None:
     collector = kind([make()], policy(), **options())
-    pids = collector._group.family.pids
+    pids = collector.group.family.pids
     collector.next()
     del collector
     gc.collect()
@@ -239,7 +239,7 @@ def test_shutdown_in_another_thread_ends_a_waiting_one() -> None:
 @pytest.mark.thorough
 def test_nobody_is_taken_for_lost_while_it_is_stopped_or_resets_for_ten_seconds() -> None:
     with MultiSyncCollector([make()], policy(), **options()) as collector:
-        [pid] = collector._group.family.pids
+        [pid] = collector.group.family.pids
         collector.next()
         os.kill(pid, signal.SIGSTOP)
         time.sleep(1.0)

@@ -55,7 +55,7 @@ def check(error: BaseException, text: str) -> None:
 @BOTH
 def test_an_exception_of_the_environment(kind: Any) -> None:
     with kind([make(), make(fail_at=8)], policy(), **options()) as collector:
-        pids = collector._group.family.pids
+        pids = collector.group.family.pids
         with pytest.raises(ValueError, match="the environment has failed") as caught:
             list(collector)
         check(caught.value, STEP)
@@ -147,7 +147,7 @@ def test_a_workers_own_timeout_is_raised_as_it_is(where: str) -> None:
             ask(collector)
             if where == "in a call":
                 collector.state_dict()
-            assert gone_within(collector._group.family.pids, 10)
+            assert gone_within(collector.group.family.pids, 10)
             collector.update_policy_weights_(timeout=20)
 
     with pytest.raises(AckTimeout, match="the worker itself") as caught:
@@ -164,7 +164,7 @@ def test_what_cannot_travel_is_told_before_anything_starts() -> None:
 @BOTH
 def test_a_killed_worker_is_noticed_at_once(kind: Any) -> None:
     with kind([make(delay=0.05)] * 2, policy(), **options(frames_per_batch=2000)) as collector:
-        victim = collector._group.family.pids[1]
+        victim = collector.group.family.pids[1]
         killed = []
 
         def kill() -> None:
@@ -200,7 +200,7 @@ def test_what_ends_a_free_running_collector_surfaces(way: str, caplog: pytest.Lo
 def test_an_update_that_does_not_reach_a_killed_worker_says_how_it_ended(style: str) -> None:
     with MultiAsyncCollector([make()], policy(), **options()) as collector:
         collector.next()
-        os.kill(collector._group.family.pids[0], signal.SIGKILL)
+        os.kill(collector.group.family.pids[0], signal.SIGKILL)
 
         def update() -> None:
             if style == "blocking":

@@ -68,7 +68,7 @@ def test_an_update_of_another_thread_ends(strike: Strike, when: str, style: str)
         def step_and_maybe_reset(self, td: Any) -> Any:
             if self.steps == 5:
                 begin.set()
-                while not one._weights.gate.pending:
+                while not one.acting_weights.gate.pending:
                     pass
             return super().step_and_maybe_reset(td)
 
@@ -76,7 +76,7 @@ def test_an_update_of_another_thread_ends(strike: Strike, when: str, style: str)
         if when == "while it is applied":
             one._apply_locally = strike.before(one._apply_locally)  # type: ignore[method-assign]
         else:
-            one._weights._changes = Changes(strike)
+            one.acting_weights._changes = Changes(strike)
         ended = threading.Event()
 
         def other() -> None:
@@ -262,7 +262,7 @@ def test_waiting_for_workers_ends(kind: type) -> None:
             collector.next()
         assert collector.next().numel()
         if kind is MultiSyncCollector:
-            for wait in (collector.next, lambda: collector._group.wait(lambda: None, 30.0)):
+            for wait in (collector.next, lambda: collector.group.wait(lambda: None, 30.0)):
                 with meanwhile(collector.next), sigint_elsewhere():
                     wait()
                 assert collector.next().numel()

@@ -245,22 +245,22 @@ def trainer(pipe: Any, kind: str, end: str, delay: float, arguments: dict[str, A
     collector = classes[kind]([make(delay=delay)] * 2, policy(), **options(**arguments))
     if end == "nothing":
         collector.next()
-        pipe.send(collector._group.family.pids)
+        pipe.send(collector.group.family.pids)
         return
     if end == "during shutdown":
         ask(collector)
-        pipe.send(collector._group.family.pids)
+        pipe.send(collector.group.family.pids)
         collector.shutdown(30.0)
     if end == "with a fork":
         child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
         child.start()
-        pipe.send([*collector._group.family.pids, child.pid])
+        pipe.send([*collector.group.family.pids, child.pid])
     if end == "while it forks":
         child_pid = ctypes.PyDLL(None).fork()  # without Python's hooks: it has not come to them yet
         if child_pid == 0:
             time.sleep(1.0)
             os._exit(0)
-    pipe.send(collector._group.family.pids)
+    pipe.send(collector.group.family.pids)
     try:
         for _ in collector:
             pipe.send("batch")

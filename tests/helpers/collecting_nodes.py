@@ -410,7 +410,7 @@ def _where(_: Any) -> dict[str, int]:
 
 def _evaluated_again(evaluator: Any) -> list[float]:
     """Evaluations that are asked for while the evaluator's actor is being launched again."""
-    group = evaluator._collector._group
+    group = evaluator._collector.group
     os.kill(_pids(evaluator._collector)[0], signal.SIGKILL)
     while group.connected:
         time.sleep(0.001)

@@ -222,7 +222,7 @@ def test_a_leaf_of_a_tree_of_collectors_has_the_roots(kind: str) -> None:
         tree(leaves=[middle], kind=kind) as (top, _),
     ):
         [scheme] = top._sender_schemes.values()
-        [shown] = leaf._weights.schemes.values()
+        [shown] = leaf.acting_weights.schemes.values()
         for number in range(2, 8):
             scheme.send(Model(number), metadata={"number": number} if number % 3 else None)
             expected = {"number": number} if number % 3 else {}

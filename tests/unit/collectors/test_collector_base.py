@@ -24,7 +24,7 @@ def step_under_way(leaf: Collector) -> Iterator[None]:
     inside, leave = threading.Event(), threading.Event()
 
     def step() -> None:
-        with leaf._weights.holds():
+        with leaf.acting_weights.holds():
             inside.set()
             leave.wait(20)
 
@@ -178,6 +178,6 @@ def test_an_interrupted_update_is_done_again_before_anybody_reads() -> None:
         fill(leaf.policy, 5)
 
     with pytest.raises(KeyboardInterrupt):
-        leaf._weights.apply(interrupted)
+        leaf.acting_weights.apply(interrupted)
     assert step(leaf)[0] >= {5.0}
     assert len(calls) == 2

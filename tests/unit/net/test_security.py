@@ -117,7 +117,7 @@ def test_a_collector_and_its_workers_talk_over_sockets_that_nobody_else_can_reac
         named = {with_names[i] for i in open_in.keys() & with_names if os.getpid() in open_in[i] - before.get(i, set())}
         bus = collector._sender_schemes["policy"].bus.endpoint.removeprefix("ipc://")
         assert named == {bus, f"{bus}.side"}, "the bus's, on which nothing is unpickled"
-        for member in collector._group.family.processes:
+        for member in collector.group.family.processes:
             own = os.stat(member.channel.fileno()).st_ino
             assert member.channel._socket.getsockname() == ""
             assert own not in with_names

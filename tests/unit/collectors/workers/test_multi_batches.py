@@ -43,7 +43,7 @@ def test_what_a_partial_asks_of_each_workers_collector_is_done_there() -> None:
     kind = functools.partial(Collector, postproc=postproc, post_collect_hook=hook, init_random_frames=6)
     with MultiSyncCollector([make(length=3)] * 2, policy(), **options(collector_class=kind)) as collector:
         found: list[Any] = [collector.next() for _ in range(4)]
-        pids = collector._group.family.pids
+        pids = collector.group.family.pids
         for batch in found:
             assert batch["process"][:, 0].tolist() == pids
             assert torch.equal(batch["hooked"], batch["process"] + 1)

@@ -147,9 +147,9 @@ def test_nobody_is_woken_while_nothing_comes_from_workers(monkeypatch: pytest.Mo
     with MultiSyncCollector([make()] * 2, policy(), **options()) as collector:
         collector.next()
         told: list[object] = []
-        monkeypatch.setattr(collector._group, "_notify", lambda: told.append(None))
+        monkeypatch.setattr(collector.group, "_notify", lambda: told.append(None))
         with pytest.raises(AckTimeout):
-            collector._group.wait(lambda: None, 0.5)
+            collector.group.wait(lambda: None, 0.5)
         assert told == []
 
 
