@@ -31,9 +31,9 @@ from asyncsync.arguments import (
 )
 from asyncsync.bus.carrier import Calls, Member, Source, Taken
 from asyncsync.bus.link import EXIT_SECONDS, Order, is_fast_path_on
-from asyncsync.bus.receiver import ReceiverLink
-from asyncsync.bus.sender import SenderLink
 from asyncsync.bus.status import BusStatus
+from asyncsync.bus.trainer import TrainerLink
+from asyncsync.bus.worker import WorkerLink
 from asyncsync.errors import AckTimeout, ClosedError, Fenced, NotConnected, PartialSendError
 from asyncsync.model.gate import Gate, Hold
 from asyncsync.monitor.trace import UNMONITORED, Monitoring, Tracing
@@ -201,7 +201,7 @@ class BusCore:
         self.role: str | None = None
         self.pid = 0
         self.schemes: dict[str, Member] = {}
-        self._link: SenderLink | ReceiverLink | None = None
+        self._link: TrainerLink | WorkerLink | None = None
         self.gate: Gate | None = None
         self._worker: int | None = None
         self._late = False
@@ -320,7 +320,7 @@ class BusCore:
         return twin
 
     @property
-    def link(self) -> SenderLink | ReceiverLink | None:
+    def link(self) -> TrainerLink | WorkerLink | None:
         # The connection; None: there is none yet.
         return self._link
 
@@ -330,18 +330,18 @@ class BusCore:
 
     # -- links ------------------------------------------------------------------------------------------------------
 
-    def sender_link(self) -> SenderLink:
+    def trainer_link(self) -> TrainerLink:
         link = self._link
-        if type(link) is SenderLink and not self.is_shut_down and link.pid == os.getpid():
+        if type(link) is TrainerLink and not self.is_shut_down and link.pid == os.getpid():
             return link
         self.check_open("sender")
-        if not isinstance(self._link, SenderLink):
+        if not isinstance(self._link, TrainerLink):
             raise NotConnected("this sender is not connected; call connect() first")
         return self._link
 
-    def receiver_link(self) -> ReceiverLink:
+    def worker_link(self) -> WorkerLink:
         self.check_open("receiver")
-        if not isinstance(self._link, ReceiverLink):
+        if not isinstance(self._link, WorkerLink):
             raise NotConnected("this receiver is not connected; call connect() first")
         return self._link
 
@@ -352,11 +352,11 @@ class BusCore:
             raise RuntimeError("init_on_sender() or init_on_receiver() comes first")
         self.check_role(role)
 
-    def open_sender(self, host: str = "") -> SenderLink:
+    def open_trainer(self, host: str = "") -> TrainerLink:
         # host: where to bind a free port, with keys, if the workers are introduced.
         self.check_open("sender")
         if self._link is None:
-            link = SenderLink(
+            link = TrainerLink(
                 tcp_endpoint(host, "*") if host else self.endpoint,
                 self.num_workers,
                 self.min_workers,
@@ -369,16 +369,16 @@ class BusCore:
             link.carry_on(self.carried)
             self._link = link
             self._end_with_the_loop(link)
-        return self.sender_link()
+        return self.trainer_link()
 
     def stand_for(self, origin: Callable[[], tuple[int, bytes]]) -> None:
         # Sender: what is published from now on stands for the version of the root of a tree that origin returns
         # when the values are taken, and has that one's metadata unless it is given some.
         self._origin = origin
-        if isinstance(self._link, SenderLink):
+        if isinstance(self._link, TrainerLink):
             self._link.publishing.origin = origin
 
-    def open_receiver(self, worker: int) -> ReceiverLink:
+    def open_worker(self, worker: int) -> WorkerLink:
         self.check_open("receiver")
         if self._worker not in (None, worker):
             raise ValueError(f"this scheme or bus is worker {self._worker} already; it cannot be worker {worker} too")
@@ -392,7 +392,7 @@ class BusCore:
             assert self.gate is not None
             sender = self.introduction or self.connect_endpoint
             credentials = None if self.keys is None else partial(self.keys.receiver, worker)
-            self._link = ReceiverLink(
+            self._link = WorkerLink(
                 sender,
                 worker,
                 self._settings(),
@@ -402,9 +402,9 @@ class BusCore:
                 find=self.find_sender,
             )
             self._end_with_the_loop(self._link)
-        return self.receiver_link()
+        return self.worker_link()
 
-    def _end_with_the_loop(self, link: SenderLink | ReceiverLink) -> None:
+    def _end_with_the_loop(self, link: TrainerLink | WorkerLink) -> None:
         reference = weakref.WeakMethod(self._end_here)
 
         async def end() -> None:
@@ -473,7 +473,7 @@ class BusCore:
             raise ValueError(f"unknown model_id {unknown}: this bus has {sorted(self.schemes)}")
         if not weights:
             raise ValueError("nothing to publish: name at least one model_id")
-        workers = self.sender_link().check_workers(as_workers(worker_ids))
+        workers = self.trainer_link().check_workers(as_workers(worker_ids))
         sources: dict[str, Source] = {}
         for topic, given in weights.items():
             is_taken = isinstance(given, Taken)
@@ -522,7 +522,7 @@ class BusCore:
     ) -> int:
         """:meth:`announce` of what was extracted; unless ``at_once``, it has still to depart."""
         transports = {topic: self.schemes[topic].carrier() for topic in sources}
-        link = self.sender_link()
+        link = self.trainer_link()
         whom = {*(workers or ()), *(w for s in sources.values() if isinstance(s, Mapping) for w in s)}
         link.check_reach(whom)
         deadline = link.loop.time() + timeout
@@ -530,7 +530,7 @@ class BusCore:
             sources, transports, workers, deadline=deadline, at_once=at_once, metadata=metadata
         )
         if self.on_published is not None:
-            link.publisher.targets.when_agreed(version, partial(self.on_published, version, sorted(whom) or None))
+            link.machine.targets.when_agreed(version, partial(self.on_published, version, sorted(whom) or None))
         if self.calls is not None:
             self.calls.begin(version, workers, list(sources))
         return version
@@ -551,7 +551,7 @@ class BusCore:
         # Whether it may go the fast way is decided once: as soon as the values are at hand.
         may_be_steady = worker_ids is None and quorum is None and not (encoded or self.calls) and len(weights) == 1
         is_free = not (self.is_shut_down or self._preparing.waiting or self._preparing.locked())
-        if may_be_steady and is_free and type(link) is SenderLink and (steady := link.publishing.steady) is not None:
+        if may_be_steady and is_free and type(link) is TrainerLink and (steady := link.publishing.steady) is not None:
             begun, topic = link.loop.time(), steady.model_id
             scheme = self.schemes.get(topic)
             flat = scheme.at_hand(weights[topic]) if scheme is not None and topic in weights else None
@@ -560,19 +560,19 @@ class BusCore:
                 if (version := await self._send_steadily(link, topic, flat, timeout, begun)) is not None:
                     return version
         workers = as_workers(worker_ids)
-        self.sender_link().check_quorum(weights, workers, quorum)
+        self.trainer_link().check_quorum(weights, workers, quorum)
         try:
             sources = await self._take_in_order(weights, workers, timeout)
         except AckTimeout as error:
             raise self._unsent(workers, error) from error
-        link = self.sender_link()
+        link = self.trainer_link()
         link.check_quorum(sources, workers, quorum)
         begun = link.loop.time()
         if may_be_steady:
             ((topic, source),) = sources.items()
             if (version := await self._send_steadily(link, topic, source, timeout, begun)) is not None:
                 return version
-        membership = link.publisher.membership
+        membership = link.machine.membership
         others = set.intersection(*(set(membership.without(model_id)) for model_id in sources))
         there = [worker for worker in membership.expected() if worker not in others]
         try:
@@ -583,7 +583,7 @@ class BusCore:
         return version
 
     async def _send_steadily(
-        self, link: SenderLink, topic: str, source: Source, timeout: float, begun: float
+        self, link: TrainerLink, topic: str, source: Source, timeout: float, begun: float
     ) -> int | None:
         """:meth:`announce_and_wait` the fast way; None: it takes the general way, and nothing was done."""
         if not isinstance(source, FlatWeights):
@@ -601,7 +601,7 @@ class BusCore:
 
     def _unsent(self, workers: list[int] | None, error: AckTimeout) -> PartialSendError:
         """Nothing was published in time, for any worker."""
-        waiting = workers or self.sender_link().publisher.membership.expected()
+        waiting = workers or self.trainer_link().machine.membership.expected()
         return PartialSendError({}, {worker: AckTimeout(*error.args) for worker in waiting})
 
     async def await_version(
@@ -617,9 +617,9 @@ class BusCore:
         if self.role == "receiver":
             if quorum is not None:
                 raise ValueError("quorum is for the sender: a receiver waits for itself")
-            await self.receiver_link().receiving.wait_version(version, models or list(self.schemes), timeout)
+            await self.worker_link().applying.wait_version(version, models or list(self.schemes), timeout)
             return
-        link = self.sender_link()
+        link = self.trainer_link()
         if not 0 < version <= link.issued:
             raise ValueError(f"version {version} has not been published; the newest is {link.issued}")
         workers = link.check_workers(as_workers(worker_ids))
@@ -631,7 +631,7 @@ class BusCore:
         # Receiver: wait until each of these models is at most so many versions behind what the sender has for it.
         check_count("max_lag", max_lag, least=0)
         check_timeout(timeout)
-        return await self.receiver_link().receiving.wait_lag(models, max_lag, timeout)
+        return await self.worker_link().applying.wait_lag(models, max_lag, timeout)
 
     # -- what both APIs show ------------------------------------------------------------------------------------------
 
@@ -647,7 +647,7 @@ class BusCore:
 
     def acting(self, models: Collection[str]) -> Acting:
         # Receiver: the newest that these models show.
-        return self._link.acting(models) if isinstance(self._link, ReceiverLink) else Acting(0, 0)
+        return self._link.acting(models) if isinstance(self._link, WorkerLink) else Acting(0, 0)
 
     @property
     def version(self) -> int:
@@ -656,9 +656,9 @@ class BusCore:
 
         On a receiver it changes together with the models: not inside a :meth:`hold`.
         """
-        if isinstance(self._link, SenderLink):
-            return self._link.publisher.published
-        if isinstance(self._link, ReceiverLink):
+        if isinstance(self._link, TrainerLink):
+            return self._link.machine.published
+        if isinstance(self._link, WorkerLink):
             return self._link.version(self.schemes)
         return self.carried
 
@@ -669,8 +669,8 @@ class BusCore:
         return self.metadata_of(self.schemes)
 
     def metadata_of(self, models: Collection[str]) -> dict[str, Any]:
-        if isinstance(link := self._link, SenderLink):
-            return decode_metadata(self.look(lambda: link.publisher.targets.metadata))
+        if isinstance(link := self._link, TrainerLink):
+            return decode_metadata(self.look(lambda: link.machine.targets.metadata))
         return self.acting(models).shown.metadata
 
     def state_dict(self) -> dict[str, int]:
@@ -702,15 +702,15 @@ class BusCore:
             raise RuntimeError("a receiver gets its versions from the sender; save and load the sender's state")
 
     def _carry_on(self, version: int) -> None:
-        check_forward(version, self._link.publisher.version if isinstance(self._link, SenderLink) else self.carried)
+        check_forward(version, self._link.machine.version if isinstance(self._link, TrainerLink) else self.carried)
         self.carried = version
-        if isinstance(self._link, SenderLink):
+        if isinstance(self._link, TrainerLink):
             self._link.carry_on(version)
 
     @property
     def closed(self) -> bool:
         """True once this side was shut down, or the sender has said goodbye."""
-        if isinstance(self._link, ReceiverLink) and self._link.subscriber.session.ended is not None:
+        if isinstance(self._link, WorkerLink) and self._link.machine.session.ended is not None:
             return True
         return self.is_shut_down
 
@@ -731,20 +731,20 @@ class BusCore:
 
     def report(self) -> Report:
         """What ``asyncsync top`` shows of this sender. Raises NotConnected: it is not connected."""
-        return self.look(self.sender_link().report)
+        return self.look(self.trainer_link().report)
 
     def status_of(self, models: list[str]) -> BusStatus:
         return self.look(lambda: BusStatus({}, {}) if self._link is None else self._link.status(models))
 
     def newest_target(self) -> int:
         # Receiver: the newest version that its models show, or that any model is to have; 0: none.
-        if not isinstance(link := self._link, ReceiverLink):
+        if not isinstance(link := self._link, WorkerLink):
             return 0
-        return max([link.version(self.schemes), *list(link.subscriber.targets.values())])
+        return max([link.version(self.schemes), *list(link.machine.targets.values())])
 
     def check_fenced(self) -> None:
         # Receiver: raise Fenced if another incarnation of it has taken its place, or its sender's.
-        if isinstance(link := self._link, ReceiverLink) and isinstance(ended := link.subscriber.session.ended, Fenced):
+        if isinstance(link := self._link, WorkerLink) and isinstance(ended := link.machine.session.ended, Fenced):
             raise Fenced(*ended.args)
 
     def check_loop(self) -> None:

@@ -48,7 +48,7 @@ def is_fast_path_on() -> bool:
 
 
 class Link(ABC):
-    """Base of the sender's and the receiver's link. ``descriptors`` is how many file descriptors its peers will take:
+    """Base of the trainer's and the worker's link. ``descriptors`` is how many file descriptors its peers will take:
     raises NotConnected if there are not so many. ``dropped`` counts messages, by reason; ``waiters`` has the predicates
     of those who wait; ``timer`` is None in a callback of it; ``settled`` is called whenever the state machine may have
     changed."""

@@ -1,4 +1,4 @@
-"""Publishing: what a sender's link does with weights, from the snapshot to the announcement.
+"""Publishing: what a trainer's link does with weights, from the snapshot to the announcement.
 
 Slabs are taken from pools that may be full, packed here or in a thread, offered to the transports, and announced by the
 state machine; publications keep the order in which they were called. Pieces that travel as fewer bytes are encoded in
@@ -19,12 +19,12 @@ import torch
 
 from asyncsync.bus.carrier import Carrier, Source
 from asyncsync.bus.link import INLINE_BYTES, Link, Order
-from asyncsync.bus.status import SenderObserver
-from asyncsync.bus.steady import SteadySender
+from asyncsync.bus.status import TrainerObserver
+from asyncsync.bus.steady import SteadyTrainer
 from asyncsync.errors import AckTimeout, NotConnected
 from asyncsync.monitor.trace import Life
 from asyncsync.net.side_channel import SideChannels
-from asyncsync.protocol.publisher import Publisher
+from asyncsync.protocol.trainer import Trainer
 from asyncsync.runtime.threads import finish
 from asyncsync.weights.copying import copy_bytes
 from asyncsync.weights.encoding import Encoding
@@ -68,13 +68,13 @@ class _Job(NamedTuple):
 
 
 class Publishing:
-    """The publications of one link. ``depart`` sends what is in the publisher's outbox.
+    """The publications of one link. ``depart`` sends what is in the machine's outbox.
 
     Attributes:
         origin: in a tree, returns the version at its root that what is published stands for, and the metadata of that.
         order: held by the publication that is under way.
         served: by descriptor, the transports that act for each worker.
-        steady: the fast path, while it is on. To be ended before anything is done to the publisher, or its state of
+        steady: the fast path, while it is on. To be ended before anything is done to the machine, or its state of
             updates is read.
         is_busy: whether this thread had run for long without a rest before the latest publication.
     """
@@ -82,19 +82,19 @@ class Publishing:
     def __init__(
         self,
         link: Link,
-        publisher: Publisher,
+        machine: Trainer,
         pool: SlabPool,
-        observer: SenderObserver,
+        observer: TrainerObserver,
         channels: SideChannels,
         depart: Callable[[], None],
     ) -> None:
         self.origin: Callable[[], tuple[int, bytes]] | None = None
         self.order = Order()
         self.served: dict[bytes, Carrier] = {}
-        self.steady: SteadySender | None = None
+        self.steady: SteadyTrainer | None = None
         self.is_busy = False
         self._link = link
-        self._publisher = publisher
+        self._machine = machine
         self._pool = pool
         self._observer = observer
         self._channels = channels
@@ -134,7 +134,7 @@ class Publishing:
         any. Unless ``at_once``, the announcement has still to depart. Raises AckTimeout if all memory that a transport
         has for slabs is in use until the deadline, a time of the loop's clock.
         """
-        link, publisher, observer = self._link, self._publisher, self._observer
+        link, machine, observer = self._link, self._machine, self._observer
         jobs: list[_Job] = []
         parts: dict[str, Slab | dict[int, Slab]] = {}
         life: Life | None = None
@@ -146,8 +146,8 @@ class Publishing:
             begun = link.loop.time()
             link.check()
             self.end_steady()
-            publisher.check_open()
-            if missing := sorted(m for m in sources if m not in publisher.targets.models and m not in serve):
+            machine.check_open()
+            if missing := sorted(m for m in sources if m not in machine.targets.models and m not in serve):
                 raise NotConnected(f"the schemes for {missing} are not connected; call their connect(), or the bus's")
             if observer.follows or observer.durations is not None:
                 life = observer.begin(sources)
@@ -178,9 +178,9 @@ class Publishing:
                 for whom, slab in [(workers, part)] if isinstance(part, Slab) else [([w], s) for w, s in part.items()]:
                     await self._offer(transports[model_id], slab, whom)
             link.check()
-            version = publisher.publish(parts, workers, link.loop.time(), metadata)
+            version = machine.publish(parts, workers, link.loop.time(), metadata)
             if life is not None:
-                observer.published(life, version, publisher.epoch)
+                observer.published(life, version, machine.epoch)
             self.is_busy = link.loop.time() - begun > BUSY_SECONDS
         except BaseException as error:
             if life is not None:
@@ -212,13 +212,13 @@ class Publishing:
         """
         pack_slab_values(job.slab, job.flat)
         job.slab.packed = 0
-        targets = self._publisher.targets
+        targets = self._machine.targets
         replaced = targets.keep(parts)
         version = None
         try:
-            version = self._publisher.publish(parts, workers, self._link.loop.time(), metadata)
+            version = self._machine.publish(parts, workers, self._link.loop.time(), metadata)
             if life is not None:
-                self._observer.published(life, version, self._publisher.epoch)
+                self._observer.published(life, version, self._machine.epoch)
             self._link.settle()
 
             def pack_all() -> None:
@@ -234,7 +234,7 @@ class Publishing:
             if self._link.closed or complete:
                 targets.forget(replaced)
             else:
-                self._publisher.abandon(version, replaced)
+                self._machine.abandon(version, replaced)
                 self._link.settle()
         self._link.check()
         return version
@@ -244,7 +244,7 @@ class Publishing:
         if not self._link.closed:
             with self._link.guard():
                 self.end_steady()
-                self._publisher.packed()
+                self._machine.packed()
                 self._link.settle()
 
     async def _acquire(
@@ -278,16 +278,16 @@ class Publishing:
         quick = pool.is_quick(nbytes)
         if not quick and not self._has_room(pool, nbytes, jobs, count):
             remaining = max(0.0, deadline - self._link.loop.time())
-            publisher = self._publisher
+            machine = self._machine
             self._full = pool
             try:
                 if not await self._link.wait(
-                    lambda: publisher.fenced is not None or self._has_room(pool, nbytes, jobs, count), remaining
+                    lambda: machine.fenced is not None or self._has_room(pool, nbytes, jobs, count), remaining
                 ):
                     raise AckTimeout(self._why_full(pool))
             finally:
                 self._full = None
-            publisher.check_open()
+            machine.check_open()
         ready = flat.ready
 
         def acquire(memory: list[memoryview] | None = None) -> Slab:
@@ -305,21 +305,21 @@ class Publishing:
     def _has_room(self, pool: SlabPool, nbytes: int, jobs: list[_Job], count: int) -> bool:
         if pool.is_quick(nbytes):
             return True
-        publisher = self._publisher
-        wanted = {*publisher.targets.slabs(), *publisher.leases.of_takers(), *(job.slab for job in jobs)}
+        machine = self._machine
+        wanted = {*machine.targets.slabs(), *machine.leases.of_takers(), *(job.slab for job in jobs)}
         return pool.has_room(nbytes, wanted, count)
 
     def _why_full(self, pool: SlabPool | None) -> str:
         if pool is None:
             return "its weights are still being copied: give a larger timeout, or publish less often"
-        publisher = self._publisher
-        targets = publisher.targets.slabs()  # those are nobody's fault
+        machine = self._machine
+        targets = machine.targets.slabs()  # those are nobody's fault
         holders = []
-        for nonce, leases in publisher.leases.of.items():
+        for nonce, leases in machine.leases.of.items():
             held = leases.slabs.items()
             versions = sorted({v for (_, v), (_, slab) in held if slab in pool and slab not in targets})
             if versions:
-                peer = publisher.peers.get(leases.worker)
+                peer = machine.peers.get(leases.worker)
                 state = peer.state if peer is not None and peer.nonce == nonce else "has left"
                 where = f", process {leases.pid}" if leases.pid else ""
                 holders.append(f"worker {leases.worker} ({state}{where}) holds version {', '.join(map(str, versions))}")
@@ -344,7 +344,7 @@ class Publishing:
 
     def departed(self, route: bytes, update: Update | Again) -> None:
         """This update is on its way to a worker: have the transports act that act for each worker."""
-        peer = self._publisher.membership.routes.get(route)
+        peer = self._machine.membership.routes.get(route)
         if peer is None:
             return
         if self._observer.lives:
@@ -358,16 +358,16 @@ class Publishing:
         with self._link.guard():
             if not self._link.closed:
                 self.end_steady()
-                self._publisher.undeliverable(worker, nonce, descriptor, error)
+                self._machine.undeliverable(worker, nonce, descriptor, error)
                 self._link.settle()
 
     # -- encoding ------------------------------------------------------------------------------------------------------
 
     def encode(self) -> None:
-        """Encode the next pieces that the publisher has ``wanted``, unless some are under way."""
+        """Encode the next pieces that the machine has ``wanted``, unless some are under way."""
         if self._is_encoding or self._link.closed:
             return
-        wanted = self._publisher.wanted
+        wanted = self._machine.wanted
         chosen: list[tuple[Encoding, int]] = []
         while wanted and len(chosen) < ENCODED_AT_ONCE:
             encoding, index = wanted.popleft()
@@ -407,7 +407,7 @@ class Publishing:
         version; None: this takes the general way, and nothing was done. Raises as the link's ``check``."""
         link = self._link
         link.check()
-        if not self._publisher.settings.fast or timeout < LEAST_TIMEOUT or flat.values:
+        if not self._machine.settings.fast or timeout < LEAST_TIMEOUT or flat.values:
             return None
         # Somebody waits for something, or publishes. Without a timer, nothing would end the fast path.
         if link.waiters or self.order.waiting or self.order.locked() or link.timer is None:
@@ -420,13 +420,13 @@ class Publishing:
         if steady is None or steady.model_id != model_id or steady.waiting or not steady.publish(flat, begun):
             return None
         self.is_busy = link.loop.time() - begun > BUSY_SECONDS
-        return self._publisher.targets.version
+        return self._machine.targets.version
 
     def _begin_steady(self, model_id: str, transport: Carrier) -> bool:
-        pool, publisher = transport.pool, self._publisher
+        pool, machine = transport.pool, self._machine
         if pool is None or not transport.is_at_hand:
             return False
-        model = publisher.targets.models.get(model_id)
+        model = machine.targets.models.get(model_id)
         target = None if model is None else model.common.current
         if target is None or target.slab.descriptor is None or target.slab not in pool or target.slab.mapped:
             return False
@@ -435,10 +435,10 @@ class Publishing:
             return False
         if target.slab.references > 1:  # one that is lost, or has left, may still be reading it
             return False
-        peers = publisher.steady(model_id, target.slab)
-        if not peers or publisher.outbox or publisher.fenced is not None:
+        peers = machine.steady(model_id, target.slab)
+        if not peers or machine.outbox or machine.fenced is not None:
             return False
-        if publisher.num_workers is not None and len(peers) < publisher.num_workers:
+        if machine.num_workers is not None and len(peers) < machine.num_workers:
             return False  # sending has to report one that is lost
         workers = []
         for peer in peers:
@@ -452,14 +452,14 @@ class Publishing:
         slab = pool.acquire(layout)
         slab.descriptor = transport.describe(slab)
         target.slab.forget()  # the version after the next is written there
-        self.steady = SteadySender(publisher, model_id, known, (target.slab.retain(), slab), workers)
+        self.steady = SteadyTrainer(machine, model_id, known, (target.slab.retain(), slab), workers)
         return True
 
     async def complete(self, version: int) -> bool:
         """Announce what was just published, and wait for the answers; True: everybody has it. False: the fast path has
         ended, and who still has to get it does so the general way."""
         steady = self.steady
-        if steady is None or self._publisher.targets.version != version:
+        if steady is None or self._machine.targets.version != version:
             return False
         waiter = steady.waiter = self._link.loop.create_future()
         if self.is_busy:
@@ -469,7 +469,7 @@ class Publishing:
         return not steady.waiting
 
     def end_steady(self) -> None:
-        """Let the publisher go on."""
+        """Let the machine go on."""
         if self.steady is not None:
             try:
                 self.steady.end()

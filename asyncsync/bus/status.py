@@ -27,7 +27,7 @@ from asyncsync.net.rendezvous import Dialer
 from asyncsync.net.zmq_private import Context
 from asyncsync.net.zmq_socket import LoopSocket, dealer
 from asyncsync.protocol.holdings import Staging
-from asyncsync.protocol.publisher import Publisher
+from asyncsync.protocol.trainer import Trainer
 from asyncsync.wire.codec import decode, encode
 from asyncsync.wire.messages import (
     MAX_REASON,
@@ -112,10 +112,10 @@ class BusStatus(dict[int, WorkerStatus]):
         self.refused: dict[str, int] = dict(refused)
 
 
-def worker_status(publisher: Publisher, worker: int, models: Sequence[str], now: float) -> WorkerStatus:
+def worker_status(machine: Trainer, worker: int, models: Sequence[str], now: float) -> WorkerStatus:
     """What is known of a worker, as far as these models concern it; ``now`` by the loop's clock."""
-    peer = publisher.peers.get(worker) or publisher.behind.workers.get(worker)
-    targets = {m: t.version for m in models if (t := publisher.targets.newest(worker, m)) is not None}
+    peer = machine.peers.get(worker) or machine.behind.workers.get(worker)
+    targets = {m: t.version for m in models if (t := machine.targets.newest(worker, m)) is not None}
     if peer is None:
         target = max(targets.values(), default=0)
         return WorkerStatus(0, target, target, None, "lost", 0, "it has not connected yet")
@@ -126,7 +126,7 @@ def worker_status(publisher: Publisher, worker: int, models: Sequence[str], now:
     target = max(targets.values(), default=0)
     lag = max((targets[m] - applied[m] for m in behind), default=0)
     seen, state = now - peer.last_seen, peer.state
-    relay = None if peer.relay is None else publisher.peers.get(peer.relay)
+    relay = None if peer.relay is None else machine.peers.get(peer.relay)
     if relay is not None and state == "live":  # as far as its relay has said, of which that much is known
         seen, state = now - relay.last_seen, relay.state
     reason, role = peer.lost or "", peer.hello.role
@@ -141,12 +141,12 @@ class Reporter:
 
     def __init__(
         self,
-        publisher: Publisher,
+        machine: Trainer,
         clock: Callable[[], float],
         refused: Callable[[], Mapping[str, int]],
         dropped: Mapping[str, int],
     ) -> None:
-        self._publisher = publisher
+        self._machine = machine
         self._clock = clock
         self._refused = refused
         self._dropped = dropped
@@ -170,9 +170,9 @@ class Reporter:
         return replace(self._last, token=token)
 
     def report(self) -> Report:
-        """As things are now; the publisher has caught up with the fast path."""
-        publisher, now = self._publisher, self._clock()
-        peers, targets = {**publisher.behind.workers, **publisher.peers}, publisher.targets
+        """As things are now; the machine has caught up with the fast path."""
+        machine, now = self._machine, self._clock()
+        peers, targets = {**machine.behind.workers, **machine.peers}, machine.targets
         names = sorted(targets.models)[:MAX_REPORTED_MODELS]
         models = []
         for name in names:
@@ -183,7 +183,7 @@ class Reporter:
                 models.append(ModelReport(name, slab.nbytes, slab.layout.digest, current.version))
         # Relays first: there are few, and much depends on them. A guest that has left is of no interest.
         present = {w: p.hello.role for w, p in peers.items() if not p.lost or p.hello.role != "guest"}
-        expected = dict.fromkeys(publisher.membership.expected(), 1)
+        expected = dict.fromkeys(machine.membership.expected(), 1)
         expected |= {w: ("relay", "worker", "guest").index(role) for w, role in present.items()}
         counts = Counter(live=0, slow=0, lost=0)
         counts.update(peer.state for peer in peers.values() if peer.is_worker)
@@ -192,16 +192,16 @@ class Reporter:
         room = min(MAX_REPORTED, ROOM // (WORKER_FIELDS + len(names)))
         return Report(
             0,
-            publisher.epoch,
+            machine.epoch,
             socket.gethostname()[:255],
             os.getpid(),
             int(1000 * (now - self._began)),
-            publisher.published,
-            publisher.num_workers,
+            machine.published,
+            machine.num_workers,
             sum(peer.bytes_sent for peer in peers.values()),
             len(targets.models),
             dict(counts),
-            _counted(Counter(publisher.membership.refused) + Counter(self._refused())),
+            _counted(Counter(machine.membership.refused) + Counter(self._refused())),
             _counted(self._dropped),
             tuple(models),
             tuple(
@@ -210,8 +210,8 @@ class Reporter:
         )
 
     def _worker(self, worker: int, names: list[str], now: float) -> WorkerReport:
-        peer = self._publisher.peers.get(worker) or self._publisher.behind.workers.get(worker)
-        status = worker_status(self._publisher, worker, names, now)
+        peer = self._machine.peers.get(worker) or self._machine.behind.workers.get(worker)
+        status = worker_status(self._machine, worker, names, now)
         seen = None if status.last_seen is None else max(0, int(1000 * status.last_seen))
         reason, pid, local = status.reason, 0, False
         versions: tuple[int | None, ...] = ()
@@ -328,7 +328,7 @@ class Asker:
 # -- for Prometheus ---------------------------------------------------------------------------------------------------
 
 
-def sender_figures(report: Report, published: int) -> list[Metric]:
+def trainer_figures(report: Report, published: int) -> list[Metric]:
     """``published``: how many versions there have been."""
     workers = {(worker.role, str(worker.index)): worker for worker in report.workers}
     names = [model.model_id for model in report.models]
@@ -360,7 +360,7 @@ def sender_figures(report: Report, published: int) -> list[Metric]:
     ]
 
 
-def receiver_figures(status: BusStatus, applied: Mapping[str, int]) -> list[Metric]:
+def worker_figures(status: BusStatus, applied: Mapping[str, int]) -> list[Metric]:
     """``status`` is of one worker; ``applied`` has the version of each model."""
     [(worker, one)] = status.items()
     who, key = ("worker",), (str(worker),)
@@ -410,7 +410,7 @@ def _filled(family: Any, values: Mapping[Any, float]) -> Metric:
 # -- for trace hooks --------------------------------------------------------------------------------------------------
 
 
-class SenderObserver(Observer):
+class TrainerObserver(Observer):
     """Follows the versions of one trainer. ``awaited`` returns a worker that may still come to hold a version of these
     models; it asks the given one first. ``durations`` has how long each version took; None: there are no metrics."""
 
@@ -496,7 +496,7 @@ class SenderObserver(Observer):
             self.durations.observe((time.time_ns() - life.began) / 1e9)
 
 
-class ReceiverObserver(Observer):
+class WorkerObserver(Observer):
     """Follows the updates of one worker."""
 
     def __init__(self, worker: int, hooks: Iterable[Hook] = ()) -> None:

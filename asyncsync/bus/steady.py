@@ -2,22 +2,22 @@
 
 For hours a training loop does the same thing: everybody has the last version of one model, and the next differs from
 it in nothing but version and bytes; the slab lies in shared memory, from where everybody copies it out at once. Then a
-:class:`SteadySender` has two slots for itself: the newest version, and one to write the next into. It announces the
+:class:`SteadyTrainer` has two slots for itself: the newest version, and one to write the next into. It announces the
 next version to all workers with one packet (AGAIN), over their side channels, and counts the answers, which are all the
 same packet too (the short APPLIED). It waits for one worker's answer at a time, last-notified first, so that early
 answers do not wake it while other workers still need the CPU.
 
-Meanwhile the :class:`asyncsync.protocol.publisher.Publisher` counts versions and serials, and else stands still. Before
+Meanwhile the :class:`asyncsync.protocol.trainer.Trainer` counts versions and serials, and else stands still. Before
 anything else happens to it (another message has come, a worker has gone, time has passed, somebody calls status()),
-:meth:`SteadySender.end` hands over what it has missed: the newest slab, and who has not answered. That is all there is
-to know, for the next version is published only when everybody has answered. From there on the publisher goes on by
+:meth:`SteadyTrainer.end` hands over what it has missed: the newest slab, and who has not answered. That is all there is
+to know, for the next version is published only when everybody has answered. From there on the machine goes on by
 itself, and finds out what was lost as it always does.
 
-In a worker, a :class:`SteadyWorker` is ready for the next AGAIN: it knows the sender's two slots, and has two slabs of
+In a worker, a :class:`SteadyWorker` is ready for the next AGAIN: it knows the trainer's two slots, and has two slabs of
 this worker's own, the one that holds the newest version and one to copy the next into. It changes the state of the
-:class:`asyncsync.protocol.subscriber.Subscriber` itself, which looks afterwards as if the update had come the general
+:class:`asyncsync.protocol.worker.Worker` itself, which looks afterwards as if the update had come the general
 way. It takes a packet whole or not at all. Whatever is unusual about one (a reader, another Parameter, an unknown slot)
-is left to the general way, with nothing changed; and whatever else the subscriber hears or does ends it. The next AGAIN
+is left to the general way, with nothing changed; and whatever else the machine hears or does ends it. The next AGAIN
 that goes the general way without a stop begins another.
 """
 
@@ -32,9 +32,9 @@ from struct import Struct
 from asyncsync.model.gate import Gate, Writer
 from asyncsync.net.side_channel import ALONE, SideChannel
 from asyncsync.protocol.holdings import Acting, StagedPart, Staging
-from asyncsync.protocol.publisher import Publisher
-from asyncsync.protocol.subscriber import Subscriber
 from asyncsync.protocol.targets import Peer
+from asyncsync.protocol.trainer import Trainer
+from asyncsync.protocol.worker import Worker
 from asyncsync.weights.copying import copy_bytes
 from asyncsync.weights.packing import SourceCache, pack
 from asyncsync.weights.slab import Slab
@@ -49,13 +49,13 @@ Show = Callable[[Epoch, Mapping[str, Acting]], None]
 
 # A packet: no payload frames (see asyncsync.net.side_channel), then the instruction.
 _AGAIN = Struct(f"<{len(ALONE) + HEAD.size}s{AGAIN_FIELDS}")
-KEPT_WINDOWS = 2  # as many slots as the sender has for it
+KEPT_WINDOWS = 2  # as many slots as the trainer has for it
 
 _is_cpu = attrgetter("is_cpu")
 
 
-class SteadySender:
-    """The steady state of one model (:meth:`asyncsync.protocol.publisher.Publisher.steady`).
+class SteadyTrainer:
+    """The steady state of one model (:meth:`asyncsync.protocol.trainer.Trainer.steady`).
 
     ``slots`` are the newest version's slab and the next one's, both with the caller's reference, and a descriptor.
     ``waiting`` has who has not answered the newest version, and ``waiter`` is woken when everybody has, or when this
@@ -64,7 +64,7 @@ class SteadySender:
 
     def __init__(
         self,
-        publisher: Publisher,
+        machine: Trainer,
         model_id: str,
         known: SourceCache,
         slots: tuple[Slab, Slab],
@@ -73,8 +73,8 @@ class SteadySender:
         self.model_id = model_id
         self.waiting: dict[Peer, SideChannel] = {}
         self.waiter: asyncio.Future[None] | None = None
-        self._publisher = publisher
-        self._epoch = publisher.epoch
+        self._machine = machine
+        self._epoch = machine.epoch
         self._newest, self._next = slots
         assert slots[0].layout is slots[1].layout is known.layout
         self._workers = workers
@@ -103,8 +103,8 @@ class SteadySender:
                 return False
             pack(slab, flat, tensors=tensors)
             self._known.learn(flat)
-        publisher, targets = self._publisher, self._publisher.targets
-        epoch, version, since = self._epoch, targets.version + 1, publisher.serial
+        machine, targets = self._machine, self._machine.targets
+        epoch, version, since = self._epoch, targets.version + 1, machine.serial
         serial = since + 1
         again: list[Buffer] = [ALONE, encode_again(epoch, serial, since, version, slab.descriptor)]
         done = ALONE + encode_applied(epoch, serial)
@@ -112,7 +112,7 @@ class SteadySender:
         # All at once: no exception strikes where nothing is called.
         self._next, self._newest, self._began = self._newest, slab, now
         targets.version = targets.published = version
-        publisher.serial = serial
+        machine.serial = serial
         self._again, self._done, self.waiting, self._unsent = again, done, waiting, unsent
         return True
 
@@ -156,7 +156,7 @@ class SteadySender:
             self.waiter.set_result(None)
 
     def end(self) -> None:
-        """Let the publisher go on. Idempotent."""
+        """Let the machine go on. Idempotent."""
         if self._is_over:
             return
         self._is_over = True
@@ -172,14 +172,14 @@ class SteadySender:
         if self._done:  # at least one version was published
             unsent = [peer for peer, _ in self._unsent]
             peers, waiting = self._peers, self.waiting
-            catch_up = self._publisher.catch_up
+            catch_up = self._machine.catch_up
             catch_up(self.model_id, self._newest, peers, waiting, unsent, self._began)
         else:
             self._newest.release()
 
 
 class SteadyWorker:
-    """The steady state of one model (:meth:`asyncsync.protocol.subscriber.Subscriber.steady`).
+    """The steady state of one model (:meth:`asyncsync.protocol.worker.Worker.steady`).
 
     ``part`` is that of the last update. ``slabs`` are the one that holds it and another one, each with the caller's
     reference and prepared for this model. ``window`` returns the bytes that a descriptor names, where they are; None:
@@ -188,7 +188,7 @@ class SteadyWorker:
 
     def __init__(
         self,
-        subscriber: Subscriber,
+        machine: Worker,
         model_id: str,
         part: Part,
         slabs: tuple[Slab, Slab],
@@ -196,17 +196,17 @@ class SteadyWorker:
         window: Callable[[bytes], memoryview | None],
         show: Show,
     ) -> None:
-        assert subscriber.session.epoch is not None
-        self._subscriber = subscriber
+        assert machine.session.epoch is not None
+        self._machine = machine
         self._model_id = model_id
         self._part = part
         self._newest, self._next = slabs
         self._gate = gate
         self._window = window
         self._show = show
-        self._epoch = subscriber.session.epoch
+        self._epoch = machine.session.epoch
         self._prefix = ALONE + HEAD.pack(FIXED, Again.kind, *self._epoch)
-        binding = subscriber.models[model_id]
+        binding = machine.models[model_id]
         assert binding.bound is not None
         self._bound = binding.bound
         self._plans = self._bound.plans
@@ -214,7 +214,7 @@ class SteadyWorker:
         self._windows: dict[bytes, memoryview] = {}
         # Where another thread has applied an interrupted update, the general way acknowledges it.
         self._update = Writer(self._apply, lambda error: None)
-        self._version = subscriber.holdings.version(model_id)
+        self._version = machine.holdings.version(model_id)
         self._nbytes = slabs[0].nbytes
         self._is_applied = self._is_interrupted = False
 
@@ -236,8 +236,8 @@ class SteadyWorker:
         if len(packet) <= _AGAIN.size:
             return None
         prefix, serial, since, version, length = _AGAIN.unpack_from(packet)
-        subscriber, slab = self._subscriber, self._next
-        if prefix != self._prefix or since != subscriber.serial or serial <= since or version <= self._version:
+        machine, slab = self._machine, self._next
+        if prefix != self._prefix or since != machine.serial or serial <= since or version <= self._version:
             return None
         descriptor = bytes(packet[_AGAIN.size :])
         if length != len(descriptor) + 1:
@@ -261,28 +261,28 @@ class SteadyWorker:
         if not passed or not self._is_applied:
             self._version = before
             return None
-        newest, holdings, model_id = self._newest, subscriber.holdings, self._model_id
+        newest, holdings, model_id = self._newest, machine.holdings, self._model_id
         # Nothing is called: no interrupt leaves half of this.
         holdings.held[model_id][2].references -= 1
         slab.references += 1
-        self._subscriber.serial, subscriber.base, holdings.held[model_id] = serial, base, (self._epoch, version, slab)
-        subscriber.targets[model_id] = version
-        subscriber.bytes_received += self._nbytes
-        subscriber.last_seen = now
+        self._machine.serial, machine.base, holdings.held[model_id] = serial, base, (self._epoch, version, slab)
+        machine.targets[model_id] = version
+        machine.bytes_received += self._nbytes
+        machine.last_seen = now
         self._newest, self._next = slab, newest
         return encode_applied(self._epoch, serial)
 
     def _resume(self, base: tuple[int, Part], version: int, slab: Slab) -> None:
         """After an interrupt: what was begun is staged, and goes the general way."""
-        subscriber = self._subscriber
+        machine = self._machine
         staging = Staging(
             self._epoch, base[0], {self._model_id: StagedPart(version, slab.retain(), self._prepared[slab])}
         )
-        self._subscriber.unreported = staging
-        subscriber.staged.append(staging)
-        self._subscriber.serial, subscriber.base, subscriber.targets[self._model_id] = base[0], base, version
-        subscriber.bytes_received += self._nbytes
-        subscriber.end_fast_path()
+        self._machine.unreported = staging
+        machine.staged.append(staging)
+        self._machine.serial, machine.base, machine.targets[self._model_id] = base[0], base, version
+        machine.bytes_received += self._nbytes
+        machine.end_fast_path()
 
     def _apply(self) -> None:
         """By the gate. Once more after an interrupt, if a reader comes before the general way: then it must be done."""
@@ -307,7 +307,7 @@ class SteadyWorker:
         return window
 
     def end(self) -> None:
-        """Release everything; what was applied is the subscriber's."""
+        """Release everything; what was applied is the worker's."""
         self._windows = {}
         self._newest.release()
         self._next.release()

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncsync.bus.receiver import Guest, Snapshot
+from asyncsync.bus.worker import Guest, Snapshot
 from asyncsync.commands.options import (
     CommandFailed,
     add_sender,
@@ -61,7 +61,7 @@ def _run(options: argparse.Namespace) -> int:
         waiting = asyncio.get_running_loop().call_later(PATIENCE, _tell, guest)
         try:
             found = await guest.weights(options.timeout)
-            return guest.link.subscriber.session.epoch, found
+            return guest.link.machine.session.epoch, found
         finally:
             waiting.cancel()
             await guest.shutdown()

@@ -101,7 +101,7 @@ def _run(options: argparse.Namespace) -> int:
 
         def ready(relay: Relay) -> None:
             kept = f", keeping {keep}" if keep is not None else ""
-            version = relay.downstream.publisher.published
+            version = relay.downstream.machine.published
             print(f"relay: {options.bind} ← {options.upstream}{kept}; version {version or 'none yet'}", flush=True)
 
         anyio.run(run, chosen, ready)

@@ -25,7 +25,7 @@ from asyncsync.net.processes import owned
 from asyncsync.net.zmq_private import get, recv, send
 from asyncsync.wire.codec import MAX_FRAME
 
-# Receiving yields to the loop after so long: a burst of chunks must not stall the caller's other coroutines.
+# Applying yields to the loop after so long: a burst of chunks must not stall the caller's other coroutines.
 DRAIN_SECONDS = 0.004
 HIGH_WATER_MARK = 1000
 # glibc returns freed blocks to the kernel until the program has freed a larger one, of up to 32 MiB. libzmq allocates

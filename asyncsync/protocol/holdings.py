@@ -80,7 +80,7 @@ class Session:
     # -- names ------------------------------------------------------------------------------------------------------
 
     def local(self, topic: str) -> str:
-        """The worker's own name for a model of the trainer's. A sender without a model_id calls its only model ""."""
+        """The worker's own name for a model of the trainer's. A trainer without a model_id calls its only model ""."""
         return next(iter(self._models)) if topic == "" and self._nameless else topic
 
     def name(self, model_id: str) -> str:
@@ -342,7 +342,7 @@ class Staging:
 
 class Taken:
     """An update that the user's code has taken, to apply it in its own time and thread. It is over with
-    :meth:`Subscriber.give_back`, and nothing newer replaces it before. ``previous``: per model, the version before and
+    :meth:`Worker.give_back`, and nothing newer replaces it before. ``previous``: per model, the version before and
     its slab, which stay as they are meanwhile; without those of which there was none. Has references to all slabs."""
 
     def __init__(self, staging: Staging, previous: dict[str, tuple[int, Slab]]) -> None:

@@ -11,10 +11,10 @@ Fan-out: the trainer sends an announcement over each worker's own connection, or
 cost differs. A CAST names the announcement before it (``since``), and the workers that have had that one but are not to
 have this one: they are behind, lost, or have targets of their own. A worker takes a CAST only if ``since`` is the
 latest announcement that it has had, and if the CAST does not name it. So a worker is named only once: it ignores all
-that follows, as does a worker that has missed an announcement. By PONG the publisher learns of it, as always, and sends
+that follows, as does a worker that has missed an announcement. By PONG the trainer learns of it, as always, and sends
 the worker what it lacks over its own connection.
 
-The publisher pushes bytes that do not ride in the announcement to all subscribers, too, as far as the fastest quarter
+The trainer pushes bytes that do not ride in the announcement to all subscribers, too, as far as the fastest quarter
 of the workers that are to have them gives credit. The connection of a slower worker drops what it cannot take, and that
 worker fetches it.
 """
@@ -612,7 +612,7 @@ class Progress:
 
 
 class FanOut:
-    """What one publisher sends to all subscribers.
+    """What one trainer sends to all subscribers.
 
     ``subscribed`` has their nonces. Where the membership has no ``fanout_port``, there are none. ``reached`` has the
     routes of the workers that the last CAST was for.

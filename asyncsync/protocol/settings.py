@@ -39,7 +39,7 @@ class Settings:
         layout_patience: how long one worker that does not answer may hold up a new layout for the others.
         checksum: CRC-32 over every payload.
         compress: the codec, of :mod:`asyncsync.weights.encoding`, for workers that can decode it; empty: none.
-        delta: a sender keeps the version before, and a worker that has it gets what has changed.
+        delta: a trainer keeps the version before, and a worker that has it gets what has changed.
         piece_bytes: the pieces of updates that travel as fewer bytes: one takes milliseconds to encode.
         page_digests: how many digests a worker sends at once.
         fast: False: every update goes the general way, announced by UPDATE and staged, without what is shorter in

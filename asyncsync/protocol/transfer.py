@@ -1,7 +1,7 @@
 """The bytes of an update: announced to many workers, on their way to one, arriving there. No I/O, no clock.
 
 Shares: several trainer processes have the bytes of one version. One of them coordinates. Its
-:class:`~asyncsync.protocol.publisher.Publisher` numbers the version, asks the workers for their agreement, announces it
+:class:`~asyncsync.protocol.trainer.Trainer` numbers the version, asks the workers for their agreement, announces it
 and counts who has applied it. In the place of bytes that another process has it publishes a :class:`ShareSlab`, which
 says in which one they are. It publishes a version when every process has offered its share, so no worker waits for a
 share that nobody has.

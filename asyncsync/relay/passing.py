@@ -15,10 +15,10 @@ from dataclasses import replace
 from asyncsync.bus.carrier import Carrier
 from asyncsync.errors import RemoteError, SchemaMismatch
 from asyncsync.protocol.holdings import Staging
-from asyncsync.protocol.publisher import Publisher
-from asyncsync.protocol.subscriber import Subscriber
 from asyncsync.protocol.targets import Peer, Replaced
+from asyncsync.protocol.trainer import Trainer
 from asyncsync.protocol.transfer import IncomingUpdate
+from asyncsync.protocol.worker import Worker
 from asyncsync.transports.shared_memory import COPY_BYTES, SLOTS, WeightSlots
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab, SlabPool
@@ -58,7 +58,7 @@ class RelaySlots(Carrier):
 
 
 class Passing:
-    """Passes on what ``subscriber`` receives to the workers of ``publisher``.
+    """Passes on what ``upstream`` receives to the workers of ``downstream``.
 
     Args:
         slots: where the slabs are that are received, if workers find them there; None: slabs are streamed.
@@ -71,73 +71,73 @@ class Passing:
     """
 
     def __init__(
-        self, subscriber: Subscriber, publisher: Publisher, *, slots: RelaySlots | None = None, keeps: bool = False
+        self, upstream: Worker, downstream: Trainer, *, slots: RelaySlots | None = None, keeps: bool = False
     ) -> None:
         self.kept: Kept = {}
         self.kept_of: Epoch | None = None
         self.has_news = False
-        self._subscriber = subscriber
-        self._publisher = publisher
+        self._upstream = upstream
+        self._downstream = downstream
         self._slots = slots
         self._keeps = keeps
         self._under_way: tuple[IncomingUpdate, dict[str, Slab], Replaced] | None = None
         self._reported: dict[int, RelayedWorker] = {}
         self._session: tuple[Epoch | None, int] | None = None  # in which everybody has been reported
-        subscriber.relaying = self
+        upstream.relaying = self
         self._follow(messages.NO_EPOCH)
 
     # -- downwards --------------------------------------------------------------------------------------------------
 
     def adopted(self) -> None:
         """Another trainer, or the first one."""
-        assert self._subscriber.session.epoch is not None
-        self._follow(self._subscriber.session.epoch)
+        assert self._upstream.session.epoch is not None
+        self._follow(self._upstream.session.epoch)
 
     def heard(self, message: messages.Instruction, now: float) -> None:
-        publisher, session = self._publisher, self._subscriber.session
+        downstream, session = self._downstream, self._upstream.session
         match message:
             case messages.Welcome():
                 # Models without weights are served at once, so that their workers can connect; others with theirs.
                 for model_id in [m for m, digest in session.served.items() if not digest]:
-                    publisher.serve(model_id, now)
+                    downstream.serve(model_id, now)
             case Bye(reason="closed"):
                 # So do its workers here, unless this relay keeps the weights for them.
-                for peer in () if self._keeps else publisher.peers.values():
+                for peer in () if self._keeps else downstream.peers.values():
                     if not peer.lost:
-                        bye = Bye(publisher.epoch, peer.nonce, "closed", message.message)
-                        publisher.membership.send(peer.route, bye)
+                        bye = Bye(downstream.epoch, peer.nonce, "closed", message.message)
+                        downstream.membership.send(peer.route, bye)
             case messages.Drop():
-                staged = publisher.targets.staged
+                staged = downstream.targets.staged
                 if staged is not None and staged.version == message.version:
-                    publisher.drop()
+                    downstream.drop()
             case messages.Verify() if message.nonce != session.nonce:
-                publisher.pass_on(message)
+                downstream.pass_on(message)
             case messages.Pong(root=True):
-                publisher.questions.answered(message.seq, self._subscriber.targets)
+                downstream.questions.answered(message.seq, self._upstream.targets)
             case messages.Recount():
                 self._session = None  # a report was lost
 
     def _follow(self, epoch: Epoch) -> None:
         """Serve from here on what is published in this epoch, of which there is nothing yet. What workers read of the
         slabs before must not be written again."""
-        publisher = self._publisher
-        publisher.outbox.clear()
-        publisher.answers.clear()
-        publisher.announcement = None
+        downstream = self._downstream
+        downstream.outbox.clear()
+        downstream.answers.clear()
+        downstream.announcement = None
         if self._slots is not None:
             self._slots.renew()
-        publisher.leases.close()
-        publisher.targets.restart()
-        publisher.behind.restart()
-        publisher.questions.restart()
-        publisher.membership.follows = True
-        publisher.membership.begin(epoch)
+        downstream.leases.close()
+        downstream.targets.restart()
+        downstream.behind.restart()
+        downstream.questions.restart()
+        downstream.membership.follows = True
+        downstream.membership.begin(epoch)
 
     def restore(self, epoch: Epoch, kept: Kept, now: float) -> None:
         """Begin with what was kept of this epoch. Takes over a reference to each slab."""
         self.kept = {m: (version, slab.retain(), metadata) for m, (version, slab, metadata) in kept.items()}
         self.kept_of = epoch
-        self._subscriber.restore(epoch, {m: (version, slab) for m, (version, slab, _) in kept.items()})
+        self._upstream.restore(epoch, {m: (version, slab) for m, (version, slab, _) in kept.items()})
         self._follow(epoch)
         for version in sorted({version for version, *_ in kept.values()}):
             slabs = {m: slab for m, (of, slab, _) in kept.items() if of == version}
@@ -160,16 +160,16 @@ class Passing:
         if self._slots is not None:
             self._under_way = update, {m: slab.retain() for m, slab in slabs.items()}, []
             return
-        self._under_way = update, slabs, self._publisher.targets.keep(slabs)
+        self._under_way = update, slabs, self._downstream.targets.keep(slabs)
         self._mark(update, slabs)
         self._publish(update.parts[0].version, slabs, update.metadata, update.last_progress, update.phase)
 
     def _publish(self, version: int, slabs: dict[str, Slab], metadata: bytes, now: float, phase: int = APPLY) -> None:
         for model_id, slab in slabs.items():
-            self._publisher.serve(model_id, now)
+            self._downstream.serve(model_id, now)
             if self._slots is not None:
                 slab.descriptor = self._slots.describe(slab)
-        self._publisher.publish(slabs, None, now, metadata, version, stages=phase == messages.STAGE)
+        self._downstream.publish(slabs, None, now, metadata, version, stages=phase == messages.STAGE)
 
     def _mark(self, update: IncomingUpdate, slabs: dict[str, Slab]) -> None:
         """How far each slab is filled."""
@@ -183,7 +183,7 @@ class Passing:
         """Send on what has come."""
         if self._under_way is not None and self._slots is None:
             self._mark(update, self._under_way[1])
-            self._publisher.packed()
+            self._downstream.packed()
 
     def ended(self, update: IncomingUpdate) -> None:
         """It is complete, or the connection has ended, or there is something newer."""
@@ -200,10 +200,10 @@ class Passing:
         elif update.complete:
             for slab in slabs.values():
                 slab.packed = slab.nbytes
-            self._publisher.packed()
-            self._publisher.targets.forget(replaced)
+            self._downstream.packed()
+            self._downstream.targets.forget(replaced)
         else:
-            self._publisher.abandon(version, replaced)
+            self._downstream.abandon(version, replaced)
         if update.complete and update.phase == APPLY:
             self._keep(version, slabs, update.metadata)
 
@@ -211,9 +211,9 @@ class Passing:
         """What was staged is to be applied, below, too."""
         slabs = {model_id: part.slab for model_id, part in held.parts.items()}
         part = next(iter(held.parts.values()))
-        staged = self._publisher.targets.staged
+        staged = self._downstream.targets.staged
         if staged is not None and staged.version == part.version:
-            self._publisher.commit(part.version)
+            self._downstream.commit(part.version)
         else:
             self._publish(part.version, slabs, part.metadata, now)
         self._keep(part.version, slabs, part.metadata)
@@ -221,7 +221,7 @@ class Passing:
     def _keep(self, version: int, slabs: dict[str, Slab], metadata: bytes) -> None:
         if not self._keeps:
             return
-        epoch = self._subscriber.session.epoch
+        epoch = self._upstream.session.epoch
         over = slabs.keys() if epoch == self.kept_of else list(self.kept)  # versions of another trainer, all of them
         for model_id in over:
             if (before := self.kept.pop(model_id, None)) is not None:
@@ -234,41 +234,41 @@ class Passing:
     @property
     def is_report_due(self) -> bool:
         """Whether :meth:`report` may have something to say."""
-        session, publisher = self._subscriber.session, self._publisher
-        has_news = publisher.touched or publisher.questions.new or publisher.answers
+        session, downstream = self._upstream.session, self._downstream
+        has_news = downstream.touched or downstream.questions.new or downstream.answers
         return session.welcomed and (bool(has_news) or self._session != (session.epoch, session.attempt))
 
     def report(self) -> None:
         """Report who has changed since the last time; everybody, to a sender that knows of nobody. Ask there what
         workers have asked here."""
-        session, publisher = self._subscriber.session, self._publisher
+        session, downstream = self._upstream.session, self._downstream
         if not self.is_report_due:
             return
-        if publisher.questions.new:
-            publisher.questions.passed_on(session.request(root=True))
-        while publisher.answers:
-            session.send(publisher.answers.popleft())
+        if downstream.questions.new:
+            downstream.questions.passed_on(session.request(root=True))
+        while downstream.answers:
+            session.send(downstream.answers.popleft())
         whole = self._session != (session.epoch, session.attempt)
-        workers: Iterable[int] = publisher.touched
+        workers: Iterable[int] = downstream.touched
         if whole:
             self._session = session.epoch, session.attempt
             self._reported = {}
-            workers = {*publisher.peers, *publisher.behind.workers}
+            workers = {*downstream.peers, *downstream.behind.workers}
         changed = [one for worker in workers if (one := self._state(worker)) is not None]
-        publisher.touched.clear()
+        downstream.touched.clear()
         if not changed and not whole:
             return
         assert session.epoch is not None
         batches = list(_in_reports(changed))
         for i, batch in enumerate(batches):
-            self._subscriber.relayed += 1
+            self._upstream.relayed += 1
             more = i + 1 < len(batches)
-            session.send(messages.Relayed(session.epoch, self._subscriber.relayed, whole and not i, more, batch))
+            session.send(messages.Relayed(session.epoch, self._upstream.relayed, whole and not i, more, batch))
 
     def _state(self, worker: int) -> RelayedWorker | None:
         """What is to be reported of this worker; None: nothing."""
-        publisher, before = self._publisher, self._reported.get(worker)
-        peer = publisher.peers.get(worker) or publisher.behind.workers.get(worker)
+        downstream, before = self._downstream, self._reported.get(worker)
+        peer = downstream.peers.get(worker) or downstream.behind.workers.get(worker)
         if peer is None and before is not None:
             now = replace(before, applied={}, failed={}, lost=before.lost or "it is not there any more")
         elif peer is None or not peer.is_worker:
@@ -289,7 +289,7 @@ class Passing:
 
     def _failure(self, peer: Peer) -> tuple[dict[str, int], Exception | None]:
         """Which versions this worker could not apply, and why."""
-        targets, progress = self._publisher.targets, self._publisher.progress
+        targets, progress = self._downstream.targets, self._downstream.progress
         failed: dict[str, int] = dict(sorted(peer.failed))  # of each model, the newest
         errors = list(peer.failed.values())
         for model_id in peer.hello.have:

@@ -16,8 +16,8 @@ import anyio.abc
 import anyio.to_thread
 
 from asyncsync.bus.carrier import Carrier
-from asyncsync.bus.receiver import ReceiverLink, guest_link
-from asyncsync.bus.sender import SenderLink
+from asyncsync.bus.trainer import TrainerLink
+from asyncsync.bus.worker import WorkerLink, guest_link
 from asyncsync.errors import ProtocolError, WeightSyncError
 from asyncsync.net.endpoint import is_plaintext_beyond_loopback
 from asyncsync.net.keys import Credentials, KeyFiles
@@ -60,16 +60,16 @@ class Relay:
     def __init__(self, options: RelayOptions, kept: tuple[Epoch, Kept] | None = None) -> None:
         checksum = options.keys is None and is_plaintext_beyond_loopback(options.bind)
         self.slots = RelaySlots() if options.shared else None
-        self.downstream = SenderLink(options.bind, None, 0, Settings(checksum=checksum), keys=options.keys)
+        self.downstream = TrainerLink(options.bind, None, 0, Settings(checksum=checksum), keys=options.keys)
         try:
             received = self.slots or Carrier()
             self.upstream = guest_link(options.upstream, received, Settings(), "relay", options.credentials)
         except BaseException:
             self.downstream.cut(0)
             raise
-        subscriber = self.upstream.subscriber
-        subscriber.session.reconnects = True
-        self.passing = Passing(subscriber, self.downstream.publisher, slots=self.slots, keeps=options.keep is not None)
+        machine = self.upstream.machine
+        machine.session.reconnects = True
+        self.passing = Passing(machine, self.downstream.machine, slots=self.slots, keeps=options.keep is not None)
         self._keep = options.keep
         self._news = anyio.Event()
         self._report_scheduled = False
@@ -97,7 +97,7 @@ class Relay:
             self._news.set()
         if self.downstream.closed or self.upstream.closed:
             return
-        if self.downstream.publisher.outbox:
+        if self.downstream.machine.outbox:
             self.downstream.settle()
         if not self._report_scheduled and self.passing.is_report_due:
             self._report_scheduled = True
@@ -138,14 +138,14 @@ class Relay:
 
     async def over(self) -> None:
         """Return never; raise what keeps a link from working, or why the sender has turned this relay away."""
-        session = self.upstream.subscriber.session
+        session = self.upstream.machine.session
         await self.upstream.wait(lambda: session.ended is not None, None)
         assert session.ended is not None
         raise type(session.ended)(*session.ended.args)
 
     async def shutdown(self) -> None:
         """Leave; the workers look for another one. Idempotent."""
-        links: list[ReceiverLink | SenderLink] = [self.upstream, self.downstream]
+        links: list[WorkerLink | TrainerLink] = [self.upstream, self.downstream]
         for link in links:
             link.settled = None
         if self.passing.has_news:

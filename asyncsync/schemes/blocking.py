@@ -20,7 +20,7 @@ from tensordict import TensorDict
 from asyncsync.arguments import as_workers, checked
 from asyncsync.bus.carrier import Taken
 from asyncsync.bus.core import DEFAULT_TIMEOUT, BusCore, Metadata, Workers
-from asyncsync.bus.receiver import ReceiverLink
+from asyncsync.bus.worker import WorkerLink
 from asyncsync.runtime import loop_thread
 from asyncsync.schemes.aio import Bus as AsyncBus
 from asyncsync.schemes.aio import WeightSyncScheme as AsyncScheme
@@ -142,8 +142,8 @@ class Bus(BusCore):
         self._deliver(weights, worker_ids, timeout, metadata=metadata, quorum=quorum)
 
     def wait_origin(self, version: int, timeout: float) -> None:
-        # Receiver: see asyncsync.bus.receiving.Receiving.wait_origin.
-        self.run_on_loop(lambda: self.receiver_link().receiving.wait_origin(version, self.schemes, timeout))
+        # Receiver: see asyncsync.bus.applying.Applying.wait_origin.
+        self.run_on_loop(lambda: self.worker_link().applying.wait_origin(version, self.schemes, timeout))
 
     def check_open(self, role: str) -> None:
         loop_thread.check_exit()
@@ -432,7 +432,7 @@ class WeightSyncScheme(Scheme):
             self._model = model
         elif model is not self._model:
             replace = partial(self.replace_model, model, max(DEFAULT_TIMEOUT, self._patience))
-            if isinstance(self._bus.link, ReceiverLink):
+            if isinstance(self._bus.link, WorkerLink):
                 self.run_on_loop(replace)
             else:
                 now(replace())
@@ -449,7 +449,7 @@ class WeightSyncScheme(Scheme):
             return
         self._context = self.sources.context = context = adapted(context)
         link = self._bus.link
-        if self.is_registered and isinstance(link, ReceiverLink):
+        if self.is_registered and isinstance(link, WorkerLink):
             if isinstance(context, TorchRLContext):
                 context.connected = True
             self._bus.look(lambda: link.pass_on(self.topic, context))

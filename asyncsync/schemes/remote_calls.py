@@ -35,7 +35,7 @@ from tensordict import TensorDict
 from asyncsync.arguments import Option, checked, declared
 from asyncsync.bus.carrier import Source
 from asyncsync.bus.core import DEFAULT_TIMEOUT, BusCore
-from asyncsync.bus.receiver import ReceiverLink
+from asyncsync.bus.worker import WorkerLink
 from asyncsync.errors import AckTimeout, NotConnected, PeerLost, RemoteError, WeightSyncError
 from asyncsync.net.endpoint import INTRODUCED, own_address
 from asyncsync.net.rendezvous import THREAD, Introduction, MeetingPlace
@@ -116,8 +116,8 @@ class _Calls:
         self._callers: dict[int, _Caller] = {}
 
     def begin(self, version: int, workers: Sequence[int] | None, models: Sequence[str]) -> None:
-        link = self._bus.sender_link()
-        chosen = link.publisher.progress.targeted(version, models) if workers is None else workers
+        link = self._bus.trainer_link()
+        chosen = link.machine.progress.targeted(version, models) if workers is None else workers
         for worker in chosen:
             if worker in self._remotes:
                 caller = self._callers.setdefault(worker, _Caller())
@@ -136,8 +136,8 @@ class _Calls:
         return caller.failed[1]
 
     async def _run(self, worker: int, caller: _Caller) -> None:
-        link = self._bus.sender_link()
-        targets = link.publisher.targets
+        link = self._bus.trainer_link()
+        targets = link.machine.targets
         called: dict[str, int] = {}
 
         def is_settled(version: int) -> bool:
@@ -294,8 +294,8 @@ class RemoteCallCore(Scheme):
     async def _reach(self, version: int, timeout: float, others: Mapping[str, int]) -> TensorDict | None:
         """This version, or a newer one, applied, with what these other models have got together with it; None if it was
         returned already."""
-        link, before = self._bus.receiver_link(), self.last_returned
-        mark = await link.receiving.reach(self.topic, version, timeout, others)
+        link, before = self._bus.worker_link(), self.last_returned
+        mark = await link.applying.reach(self.topic, version, timeout, others)
         return None if mark == before else await self._return(link, mark, before)
 
     async def _unless_lost(self, call: Call, doing: Coroutine[Any, Any, T]) -> T:
@@ -305,7 +305,7 @@ class RemoteCallCore(Scheme):
         try:
             while not (await asyncio.wait({task}, timeout=LOOK_SECONDS))[0]:
                 link = self._bus.link
-                if isinstance(link, ReceiverLink) and link.is_lost:
+                if isinstance(link, WorkerLink) and link.is_lost:
                     raise PeerLost(
                         f"worker {call.worker} was called for the versions {call.versions}, and the sender is lost: "
                         "they will not come"
@@ -356,10 +356,10 @@ class RPCCore(RemoteCallCore):
     async def connect_sender(self, initial: Source | None, timeout: float) -> None:
         loop = asyncio.get_running_loop()
         await self._open(timeout)
-        link = self._bus.open_sender()
-        publisher = link.caught_up()
-        publisher.serve(self.topic, loop.time())
-        publisher.assemble(self.topic)  # workers that were not called yet are not waited for
+        link = self._bus.open_trainer()
+        machine = link.caught_up()
+        machine.serve(self.topic, loop.time())
+        machine.assemble(self.topic)  # workers that were not called yet are not waited for
         link.settle()
         if initial is not None:
             deadline = loop.time() + timeout
@@ -387,7 +387,7 @@ class RPCCore(RemoteCallCore):
 
     async def _call(self, call: Call) -> None:
         if self._bus.endpoint == INTRODUCED:
-            call = replace(call, introduction=self._bus.sender_link().introductions(call.worker).encode())
+            call = replace(call, introduction=self._bus.trainer_link().introductions(call.worker).encode())
         rref = self._remotes[call.worker]
         loop = asyncio.get_running_loop()
         done: asyncio.Future[Exception | None] = loop.create_future()

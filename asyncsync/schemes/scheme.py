@@ -24,12 +24,12 @@ from tensordict import TensorDict
 from torch import nn
 
 from asyncsync.arguments import check_processes, check_timeout, checked, declared, options_of, refuse_misspelt
+from asyncsync.bus.applying import Mark
 from asyncsync.bus.carrier import Carrier, Source, Taken
 from asyncsync.bus.core import BusCore, BusOptions, Metadata, Workers
-from asyncsync.bus.receiver import ReceiverLink
-from asyncsync.bus.receiving import Mark
-from asyncsync.bus.sender import SenderLink
 from asyncsync.bus.status import BusStatus
+from asyncsync.bus.trainer import TrainerLink
+from asyncsync.bus.worker import WorkerLink
 from asyncsync.errors import AckTimeout, ClosedError, NotConnected, WeightSyncError
 from asyncsync.model.bound_model import BoundModel
 from asyncsync.model.gate import PATIENCE, Handle, Hold, check_calls, check_methods
@@ -211,10 +211,10 @@ class Scheme(ABC):
 
     def held_weights(self) -> TensorDict | None:
         link = self._bus.link
-        if isinstance(link, ReceiverLink):
-            held = link.subscriber.holdings.held.get(self.topic)
+        if isinstance(link, WorkerLink):
+            held = link.machine.holdings.held.get(self.topic)
             return None if held is None else held[2].copy().weights()
-        if isinstance(link, SenderLink):
+        if isinstance(link, TrainerLink):
             target = link.caught_up().targets.newest(-1, self.topic)
             return None if target is None else _packed(target.slab).copy().weights()
         return None
@@ -227,8 +227,8 @@ class Scheme(ABC):
             return {}
         link = self._bus.link
         workers: Iterable[int] = range(self._bus.num_workers or 0)
-        if isinstance(link, SenderLink):
-            workers = self._bus.look(lambda: link.publisher.membership.expected())
+        if isinstance(link, TrainerLink):
+            workers = self._bus.look(lambda: link.machine.membership.expected())
         if isinstance(self._carrier, ChannelSender):
             channels = self._carrier.channels
             return {worker: channels[worker] for worker in workers if worker in channels}
@@ -254,7 +254,7 @@ class Scheme(ABC):
         On a receiver it switches with the model: inside a ``hold()`` it is the version of what is read there.
         """
         link = self._bus.link
-        return link.version((self.topic,)) if isinstance(link, ReceiverLink) else self._bus.version
+        return link.version((self.topic,)) if isinstance(link, WorkerLink) else self._bus.version
 
     @property
     def metadata(self) -> dict[str, Any]:
@@ -624,13 +624,13 @@ class Scheme(ABC):
         if not self._is_introduced or self._bus.endpoint != INTRODUCED:
             return
         if self._bus.link is None:
-            self._bus.open_sender(await self._host())
+            self._bus.open_trainer(await self._host())
         self._place = place = self._place or self._meeting_place()
         if place is None:
             return
         try:
             async with self._meeting(place, timeout):
-                await place.host(self._bus.sender_link().introductions)
+                await place.host(self._bus.trainer_link().introductions)
         finally:
             if self.closed:  # meanwhile
                 await self.end_transport(timeout)
@@ -684,8 +684,8 @@ class Scheme(ABC):
         self._worker_idx = worker = self._which(worker_idx)
         if self._carrier is None:
             self._carrier = make_receiver(self._bound_transport(worker, **self._transport_options))
-        link = self._bus.open_receiver(worker)
-        link.subscriber.session.reconnects = self.reconnects
+        link = self._bus.open_worker(worker)
+        link.machine.session.reconnects = self.reconnects
         self._attach(link)
         link.register(self.topic, self.binding, self._carrier, manual=self._is_manual, context=self._context)
         self._carrier.start_channel(worker)
@@ -706,7 +706,7 @@ class Scheme(ABC):
     async def connect_sender(self, initial: Source | None, timeout: float) -> None:
         start = asyncio.get_running_loop().time()
         await self._open(timeout)
-        link = self._bus.open_sender()
+        link = self._bus.open_trainer()
         transport = self.carrier()
         transport.start_channel(None)
         await transport.channel_ready(timeout)
@@ -729,11 +729,11 @@ class Scheme(ABC):
         deadline = asyncio.get_running_loop().time() + timeout
         await self.meet_sender(worker_idx, timeout)
         self.register_receiver(worker_idx)
-        link = self._bus.receiver_link()
-        await link.receiving.connected(self.topic, timeout, deadline)
+        link = self._bus.worker_link()
+        await link.applying.connected(self.topic, timeout, deadline)
         await self.carrier().channel_ready(max(0.0, deadline - link.loop.time()))
         if not self._has_connected:  # what comes after that has not been returned
-            self._has_connected, self.last_returned = True, link.receiving.mark(self.topic)
+            self._has_connected, self.last_returned = True, link.applying.mark(self.topic)
 
     def carrier(self) -> Carrier:
         assert self._carrier is not None
@@ -760,7 +760,7 @@ class Scheme(ABC):
 
     def _keys_sent(self) -> set[Path] | None:
         link = self._bus.link
-        layout = link.publishing.latest_layout(self.topic) if isinstance(link, SenderLink) else None
+        layout = link.publishing.latest_layout(self.topic) if isinstance(link, TrainerLink) else None
         return None if layout is None else set(layout.paths)
 
     async def _publish(self, weights: Any, worker_ids: Workers, metadata: Metadata) -> int:
@@ -779,7 +779,7 @@ class Scheme(ABC):
 
     # -- what is received ----------------------------------------------------------------------------------------------
 
-    def _attach(self, link: ReceiverLink) -> None:
+    def _attach(self, link: WorkerLink) -> None:
         """Count calls that read the model."""
         if self._has_hooks and isinstance(self._model, nn.Module):
             self._handles += link.gate.attach(self._model)
@@ -788,12 +788,12 @@ class Scheme(ABC):
 
     async def replace_model(self, model: Any, timeout: float) -> None:
         # Apply updates to this model from now on; returns when it has the current weights. Raises as
-        # asyncsync.bus.receiving.Receiving.connected.
+        # asyncsync.bus.applying.Applying.connected.
         self.binding, self._model = self._make_binding(model), model
-        if isinstance(link := self._bus.link, ReceiverLink):
+        if isinstance(link := self._bus.link, WorkerLink):
             self._attach(link)
             await link.replace(self.topic, self.binding, timeout)
-            await link.receiving.connected(self.topic, timeout, link.loop.time() + timeout)
+            await link.applying.connected(self.topic, timeout, link.loop.time() + timeout)
 
     def current_call(self) -> Any:
         # Receiver: the sender's call in which the caller's thread or task is; None: it is in none.
@@ -801,19 +801,19 @@ class Scheme(ABC):
 
     async def _receive(self, timeout: float | None, call: Any = None) -> TensorDict | None:
         self._check_receive(timeout)
-        link, before = self._bus.receiver_link(), self.last_returned
-        mark = await link.receiving.receive(self.topic, before, timeout)
+        link, before = self._bus.worker_link(), self.last_returned
+        mark = await link.applying.receive(self.topic, before, timeout)
         return None if mark is None else await self._return(link, mark, before)
 
     async def _fetch(self, timeout: float) -> TensorDict:
-        link = self._bus.receiver_link()
-        mark = await link.receiving.current(self.topic, timeout)
+        link = self._bus.worker_link()
+        mark = await link.applying.current(self.topic, timeout)
         return await self._return(link, mark, self.last_returned)
 
-    async def _return(self, link: ReceiverLink, mark: Mark, before: Mark | None) -> TensorDict:
+    async def _return(self, link: WorkerLink, mark: Mark, before: Mark | None) -> TensorDict:
         self.last_returned = mark
         try:
-            weights: TensorDict = await link.receiving.copy(self.topic, self._owned)
+            weights: TensorDict = await link.applying.copy(self.topic, self._owned)
         except BaseException:
             self.take_back(mark, before)
             raise
@@ -827,18 +827,18 @@ class Scheme(ABC):
     async def take_in(self, timeout: float | None) -> None:
         # Apply what has come, without returning it.
         self._check_receive(timeout)
-        link = self._bus.receiver_link()
-        self.last_returned = link.receiving.mark(self.topic)  # what was applied before is not returned
-        mark = await link.receiving.receive(self.topic, self.last_returned, 0.0)
+        link = self._bus.worker_link()
+        self.last_returned = link.applying.mark(self.topic)  # what was applied before is not returned
+        mark = await link.applying.receive(self.topic, self.last_returned, 0.0)
         if mark is not None:
             self.last_returned = mark
 
     async def current_weights(self) -> TensorDict | None:
         # A copy of what this receiver holds; None: nothing yet.
         link = self._bus.link
-        if not isinstance(link, ReceiverLink) or link.subscriber.holdings.held.get(self.topic) is None:
+        if not isinstance(link, WorkerLink) or link.machine.holdings.held.get(self.topic) is None:
             return None
-        weights: TensorDict = await link.receiving.copy(self.topic, self._owned)
+        weights: TensorDict = await link.applying.copy(self.topic, self._owned)
         return weights
 
     def _owned(self, slab: Slab) -> TensorDict:
@@ -856,7 +856,7 @@ class Scheme(ABC):
             if self.has_own_bus or all(scheme.is_shut_down for scheme in others):
                 await self._bus._shutdown(timeout)
             elif self.role == "receiver" and self.is_registered and not (already or self._bus.is_shut_down):
-                link = self._bus.receiver_link()
+                link = self._bus.worker_link()
                 if all(scheme.model is not self._model for scheme in others):
                     link.gate.detach(self._handles)
                 with suppress(TimeoutError, ClosedError):  # the link is shut down meanwhile, and what it has with it

@@ -483,7 +483,7 @@ class WeightsAPI:
 
     @property
     def cascades(self) -> bool:
-        """Whether the collector sends received updates on to workers; see :mod:`asyncsync.bus.receiving`."""
+        """Whether the collector sends received updates on to workers; see :mod:`asyncsync.bus.applying`."""
         return bool(self._senders.schemes) or self.weight_updater is not None
 
     # -- versions -----------------------------------------------------------------------------------------------------

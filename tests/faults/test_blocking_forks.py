@@ -111,7 +111,7 @@ def test_a_forked_child_that_collects_the_parents_scheme_leaves_it_working() -> 
 
     def child() -> bool:
         schemes.clear()
-        for link in [o for o in gc.get_objects() if type(o).__name__ in ("SenderLink", "ReceiverLink")]:
+        for link in [o for o in gc.get_objects() if type(o).__name__ in ("TrainerLink", "WorkerLink")]:
             link.__dict__.clear()  # the worst that could happen to it
         gc.collect()
         return True

@@ -145,8 +145,8 @@ def check_idle(sender: Any, *receivers: Any) -> bool:
     return (
         is_free
         and not link.publishing.order.locked()
-        and all(r.bus._link.subscriber.pool.slabs <= 2 for r in receivers)
-        and all(not r.bus._link.receiving.wanted for r in receivers)
+        and all(r.bus._link.machine.pool.slabs <= 2 for r in receivers)
+        and all(not r.bus._link.applying.wanted for r in receivers)
         and all(not each.waiters and each.failure is None for each in links)
     )
 
@@ -335,7 +335,7 @@ async def test_a_receiver_that_connects_while_the_sender_packs_waits_for_the_ini
     connecting = asyncio.create_task(sender.connect())
     receiving = asyncio.create_task(receiver.connect())
     await eventually(lambda: sender.bus._link and sender.bus._link.caught_up().peers)
-    session = receiver.bus._link.subscriber.session
+    session = receiver.bus._link.machine.session
     offered = []
     welcome = session.welcome
     monkeypatch.setattr(session, "welcome", lambda it, *rest: (offered.append(it.models), welcome(it, *rest)))

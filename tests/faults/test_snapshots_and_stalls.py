@@ -64,7 +64,7 @@ async def test_what_arrives_is_what_the_parameters_held_when_publish_returned(
         pool = sender.bus._link.pool
         assert pool.peak <= 2
         await eventually(lambda: pool.slabs <= 2)
-        assert all(r.bus._link.subscriber.pool.slabs <= 2 for r in receivers)
+        assert all(r.bus._link.machine.pool.slabs <= 2 for r in receivers)
     if numel <= INLINE and not options:  # small updates need no thread at all
         started = set(threading.enumerate()) - before
         assert {t for t in started if not type(t).__module__.startswith("zmq.")} == set()

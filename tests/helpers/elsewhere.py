@@ -9,21 +9,21 @@ from typing import Any
 
 import pytest
 
-from asyncsync.bus import receiver
+from asyncsync.bus import worker as link
+from asyncsync.protocol import worker as protocol
 from asyncsync.protocol.settings import Identity
-from asyncsync.protocol.subscriber import Subscriber
 from helpers.processes import Worker, seem_elsewhere
 
 
 def claim_another_host(monkeypatch: pytest.MonkeyPatch, is_far: Callable[[int], bool]) -> None:
     """Have the workers of this process for which that is true claim it."""
 
-    def subscriber(worker: int, nonce: bytes, identity: Identity, *rest: Any) -> Subscriber:
+    def machine(worker: int, nonce: bytes, identity: Identity, *rest: Any) -> protocol.Worker:
         if is_far(worker):
             identity = replace(identity, boot="another host")
-        return Subscriber(worker, nonce, identity, *rest)
+        return protocol.Worker(worker, nonce, identity, *rest)
 
-    monkeypatch.setattr(receiver, "Subscriber", subscriber)
+    monkeypatch.setattr(link, "Worker", machine)
 
 
 class FarWorker(Worker):

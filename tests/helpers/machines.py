@@ -8,10 +8,10 @@ import torch
 from asyncsync.bus.link import TICK
 from asyncsync.model.strategy import Binding, WeightStrategy
 from asyncsync.model.update import Prepared
-from asyncsync.protocol.publisher import Publisher
 from asyncsync.protocol.settings import Identity, Settings
-from asyncsync.protocol.subscriber import Subscriber
+from asyncsync.protocol.trainer import Trainer
 from asyncsync.protocol.transfer import Memory
+from asyncsync.protocol.worker import Worker
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.packing import pack
 from asyncsync.weights.slab import Slab, SlabPool
@@ -49,21 +49,21 @@ def through_the_wire(instruction: Instruction, payload: Sequence[messages.Buffer
 
 
 class Desk:
-    """A publisher; the test plays its workers. A worker's route is its number, unless it says otherwise."""
+    """A trainer; the test plays its workers. A worker's route is its number, unless it says otherwise."""
 
     def __init__(
         self, num_workers: int | None = 2, models: Iterable[str] = ("policy",), settings: Settings | None = None
     ) -> None:
         self.pool = SlabPool()
         self.now = 0.0
-        self.publisher = Publisher(EPOCH, Identity(1, "here", 1), num_workers, settings or Settings())
+        self.machine = Trainer(EPOCH, Identity(1, "here", 1), num_workers, settings or Settings())
         self.attempts: dict[bytes, int] = {}
         for model in models:
-            self.publisher.serve(model, self.now)
+            self.machine.serve(model, self.now)
 
     def take(self, kind: type[Instruction] | None = None, route: bytes | None = None) -> list[Instruction]:
         """What was sent since the last look, of one kind or to one route (the rest is dropped)."""
-        outbox, sent = self.publisher.outbox, []
+        outbox, sent = self.machine.outbox, []
         while outbox:
             to, instruction, _ = outbox.popleft()
             if (kind is None or isinstance(instruction, kind)) and route in (None, to):
@@ -72,7 +72,7 @@ class Desk:
 
     def receive(self, worker: int | bytes, instruction: Instruction) -> None:
         route = worker if isinstance(worker, bytes) else b"%d" % worker
-        self.publisher.receive(route, *through_the_wire(instruction), self.now)
+        self.machine.receive(route, *through_the_wire(instruction), self.now)
 
     def hello(
         self,
@@ -90,7 +90,7 @@ class Desk:
         route = b"%d" % worker if route is None else route
         name = nonce(worker if incarnation is None else incarnation)
         self.attempts[name] = self.attempts.get(name, 0) + 1 if attempt is None else attempt
-        models = dict.fromkeys(self.publisher.targets.models, 0) if have is None else have
+        models = dict.fromkeys(self.machine.targets.models, 0) if have is None else have
         boot = "" if local is None else "here" if local else "elsewhere"
         whence = 100 + worker % 1000, boot, 1
         hello = messages.Hello(worker, name, self.attempts[name], *whence, epoch, models, role, serial=serial)
@@ -98,24 +98,24 @@ class Desk:
 
     def cut(self, route: bytes) -> None:
         """This connection is gone, and the shell has noticed when it wanted to send."""
-        self.publisher.unreachable(route, self.now)
+        self.machine.unreachable(route, self.now)
 
     def ready(self, worker: int | bytes, *dtypes: torch.dtype, models: Iterable[str] = ("policy",)) -> None:
         digests = {m: layout(d).digest for m in models for d in dtypes or (torch.float32,)}
-        self.receive(worker, messages.Ready(self.publisher.epoch, digests))
+        self.receive(worker, messages.Ready(self.machine.epoch, digests))
 
     def refuse(self, worker: int, dtype: torch.dtype, model: str = "policy", number: int | None = None) -> None:
         """As the answer to the newest WELCOME, or to that one."""
-        number = self.publisher.peers[worker].welcomes if number is None else number
+        number = self.machine.peers[worker].welcomes if number is None else number
         digest = layout(dtype).digest
-        self.receive(worker, messages.Refused(self.publisher.epoch, model, digest, "it does not fit", number))
-        self.receive(worker, messages.Ready(self.publisher.epoch, {}))
+        self.receive(worker, messages.Refused(self.machine.epoch, model, digest, "it does not fit", number))
+        self.receive(worker, messages.Ready(self.machine.epoch, {}))
 
     def join(self, *workers: int) -> None:
         """These workers say HELLO and accept float32."""
         for worker in workers:
             self.hello(worker)
-            self.ready(worker, models=self.publisher.targets.models)
+            self.ready(worker, models=self.machine.targets.models)
         self.take()
 
     def publish(
@@ -131,18 +131,18 @@ class Desk:
         slabs = {m: slab_of(self.pool, value, dtype) for m in models}
         for model, slab in slabs.items():
             slab.leased = lent
-            slab.descriptor = f"{model} {self.publisher.version + 1}".encode() if lent else None
+            slab.descriptor = f"{model} {self.machine.version + 1}".encode() if lent else None
         try:
-            return self.publisher.publish(slabs, workers, self.now, stages=stages)
+            return self.machine.publish(slabs, workers, self.now, stages=stages)
         finally:
             for slab in slabs.values():
                 slab.release()
 
     def staged(self, worker: int, update: Instruction, last: int = 0, in_use: messages.InUse = ()) -> None:
-        self.receive(worker, messages.Staged(self.publisher.epoch, update.serial, last, in_use))
+        self.receive(worker, messages.Staged(self.machine.epoch, update.serial, last, in_use))
 
     def applied(self, worker: int, last: int = 0, in_use: messages.InUse = (), **versions: int) -> None:
-        self.receive(worker, messages.Applied(self.publisher.epoch, versions, last, in_use))
+        self.receive(worker, messages.Applied(self.machine.epoch, versions, last, in_use))
 
     def finish(self, worker: int, update: Instruction) -> None:
         """The worker stages and applies this update."""
@@ -163,14 +163,14 @@ class Desk:
 
     def target(self, worker: int) -> int:
         """The version of "policy" that this worker is to have."""
-        return self.publisher.targets.target(worker, "policy").version
+        return self.machine.targets.target(worker, "policy").version
 
     def failed(self, worker: int, update: Instruction, *, serial: int | None = None) -> None:
         versions = {p.model_id: p.version for p in update.parts}
         serial = update.serial if serial is None else serial
         self.receive(
             worker,
-            messages.Failed(self.publisher.epoch, serial, versions, False, "builtins.OSError", "no", "Traceback: no"),
+            messages.Failed(self.machine.epoch, serial, versions, False, "builtins.OSError", "no", "Traceback: no"),
         )
 
     def pong(
@@ -182,15 +182,15 @@ class Desk:
         seq: int | None = None,
         last: int = 0,
     ) -> None:
-        seq = self.publisher.peers[worker].ping_seq if seq is None else seq
-        self.receive(worker, messages.Pong(self.publisher.epoch, seq, versions or {}, staged or {}, serial, last))
+        seq = self.machine.peers[worker].ping_seq if seq is None else seq
+        self.receive(worker, messages.Pong(self.machine.epoch, seq, versions or {}, staged or {}, serial, last))
 
     def pass_time(self, seconds: float) -> None:
         """In steps that a shell's timers would make."""
         end = self.now + seconds
         while self.now < end:
             self.now = min(end, self.now + TICK)
-            self.publisher.tick(self.now)
+            self.machine.tick(self.now)
 
 
 class Borrowed(Slab):
@@ -216,12 +216,12 @@ class Fickle(Binding):
 
 
 class Station(Memory):
-    """A subscriber with float32 models; the test plays its trainer."""
+    """A worker with float32 models; the test plays its trainer."""
 
     def __init__(self, models: Iterable[str] = ("policy",), settings: Settings = SMALL, *, cast: bool = False) -> None:
         self.now = 0.0
         self.pool = SlabPool()
-        self.subscriber = Subscriber(0, nonce(7), Identity(107, "here", 1), settings, memory=self)
+        self.machine = Worker(0, nonce(7), Identity(107, "here", 1), settings, memory=self)
         self.offered: dict[bytes, tuple[Slab, bool]] = {}
         self.borrowed: dict[bytes, Borrowed] = {}
         self.unavailable: set[str] = set()
@@ -230,12 +230,12 @@ class Station(Memory):
         for model in models:
             self.models[model] = {p[0]: torch.zeros(shape) for p, shape in SHAPES.items()}
             self.bindings[model] = Fickle(self.models[model], WeightStrategy(), cast=cast)
-            self.subscriber.register(model, self.bindings[model], self.now)
-        self.subscriber.connected(self.now)
+            self.machine.register(model, self.bindings[model], self.now)
+        self.machine.connected(self.now)
 
     def take(self, kind: type[Instruction] | None = None) -> list[Instruction]:
         """What was sent since the last look, of one kind (the rest is dropped)."""
-        outbox, sent = self.subscriber.outbox, []
+        outbox, sent = self.machine.outbox, []
         while outbox:
             instruction, _ = outbox.popleft()
             if kind is None or isinstance(instruction, kind):
@@ -243,7 +243,7 @@ class Station(Memory):
         return sent
 
     def receive(self, instruction: Instruction, payload: Sequence[messages.Buffer] = ()) -> None:
-        self.subscriber.receive(*through_the_wire(instruction, payload), self.now)
+        self.machine.receive(*through_the_wire(instruction, payload), self.now)
 
     def welcome(
         self,
@@ -256,7 +256,7 @@ class Station(Memory):
         if models is None:
             models = {m: layout(d) for m, d in zip(self.models, dtypes or (torch.float32,) * 9, strict=False)}
         known = {m: b"" if one is None else one.digest for m, one in models.items()}
-        attempt = self.subscriber.session.attempt if attempt is None else attempt
+        attempt = self.machine.session.attempt if attempt is None else attempt
         blobs = [one.encoded for one in models.values() if one is not None]
         self.receive(messages.Welcome(epoch, nonce(incarnation), attempt, 1, "here", 1, known), blobs)
 
@@ -310,7 +310,7 @@ class Station(Memory):
             return None
         source, mapped = self.offered[part.descriptor]
         if not mapped:
-            slab = self.subscriber.pool.acquire(layout)
+            slab = self.machine.pool.acquire(layout)
             slab.memory[:] = source.memory
             return slab
         known = self.borrowed.get(part.descriptor)
@@ -321,7 +321,7 @@ class Station(Memory):
 
     def flush(self) -> None:
         """What a shell does before it sends."""
-        self.subscriber.flush()
+        self.machine.flush()
 
     def chunk(self, serial: int, offset: int, size: int, value: float, part: int = 0) -> None:
         slab = slab_of(self.pool, value)
@@ -334,10 +334,10 @@ class Station(Memory):
 
     def apply(self) -> None:
         """The gate opens."""
-        assert self.subscriber.staged
-        for staging in self.subscriber.staged.copy():
+        assert self.machine.staged
+        for staging in self.machine.staged.copy():
             staging.run()
-            self.subscriber.applied(staging)
+            self.machine.applied(staging)
 
     def update_now(self, serial: int, values: dict[str, tuple[int, float]], **options: Any) -> None:
         """An update that finds the gate open."""
@@ -355,4 +355,4 @@ class Station(Memory):
         end = self.now + seconds
         while self.now < end:
             self.now = min(end, self.now + TICK)
-            self.subscriber.tick(self.now)
+            self.machine.tick(self.now)

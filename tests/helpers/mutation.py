@@ -1,6 +1,6 @@
 """Breaking the code on purpose, to see the tests bark.
 
-    mutate(monkeypatch, Subscriber, "_stage", "if version > ahead:", "if True:")
+    mutate(monkeypatch, Worker, "_stage", "if version > ahead:", "if True:")
 
 replaces a piece of a function's source and puts the result in the function's place, until the test ends.
 """

@@ -3,17 +3,17 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from asyncsync.protocol.publisher import Publisher
+from asyncsync.protocol.trainer import Trainer
 from asyncsync.weights.slab import Slab
 from helpers.machines import SHAPES
-from helpers.simulated import Record, Trainer, Worker, World
+from helpers.simulated import Record, TrainerProcess, WorkerProcess, World
 
 
 class Oracle:
     world: World
     now: float
-    trainers: list[Trainer]
-    workers: list[Worker]
+    trainers: list[TrainerProcess]
+    workers: list[WorkerProcess]
     records: dict[int, Record]
     images: dict[int, bytes]
 
@@ -27,22 +27,22 @@ class Oracle:
                 if self.world.lent:
                     self._check_memory(worker)
 
-    def _check_trainer(self, trainer: Trainer) -> None:
-        publisher = trainer.publisher
-        holders = Counter(_targets_of(publisher))
+    def _check_trainer(self, trainer: TrainerProcess) -> None:
+        machine = trainer.machine
+        holders = Counter(_targets_of(machine))
         targets = len(holders)
-        for peer in publisher.peers.values():
+        for peer in machine.peers.values():
             if peer.transfer is not None:
                 holders.update(peer.transfer._slabs)
                 assert not peer.lost
-        pushed = publisher.fanout._pushed
+        pushed = machine.fanout._pushed
         holders.update([] if pushed is None else pushed._slabs)
         lent = 0
-        for leases in publisher.leases.of.values():
+        for leases in machine.leases.of.values():
             holders.update(slab for _, slab in leases.slabs.values())
             lent += len(leases.slabs)
         bases = 0
-        for peer in publisher.peers.values():
+        for peer in machine.peers.values():
             for encoding in () if peer.transfer is None else peer.transfer.encodings:
                 if encoding is not None:
                     both = [slab for slab in (encoding.slab, encoding.base) if slab is not None]
@@ -65,78 +65,78 @@ class Oracle:
         slabs, spares = trainer.pool.slabs + trainer.slots.slabs, 2 if self.world.lent else 1
         assert len(holders) <= slabs <= len(holders) + spares, "a slab is neither in use nor the spare one"
         # Distinct live targets, versions that are being fetched, and the spare.
-        fetching = sum(len(p.transfer._slabs) for p in publisher.peers.values() if p.transfer is not None)
+        fetching = sum(len(p.transfer._slabs) for p in machine.peers.values() if p.transfer is not None)
         fetching += 0 if pushed is None else len(pushed._slabs)
         assert slabs <= targets + fetching + bases + lent + len(packing) + spares
-        if (verification := publisher.verification) is not None:
+        if (verification := machine.verification) is not None:
             for worker, found in verification.found.items():
                 number = trainer.records[found.version - 1].number_for(worker, verification.model_id)
                 assert found.digests == (digest_of(number),) * len(SHAPES), f"worker {worker} has not version {found}"
-        for publication in publisher.targets.pending.values():
+        for publication in machine.targets.pending.values():
             assert publication.awaiting, "a publication that awaits nobody is still pending"
 
-    def _check_worker(self, worker: Worker) -> None:
-        subscriber = worker.subscriber
-        holders: Counter[Slab] = Counter(slab for _, _, slab in subscriber.holdings.held.values())
-        holders.update(slab for homes in subscriber.holdings.homes.values() for slab in homes)
-        for staging in subscriber.staged:
+    def _check_worker(self, worker: WorkerProcess) -> None:
+        machine = worker.machine
+        holders: Counter[Slab] = Counter(slab for _, _, slab in machine.holdings.held.values())
+        holders.update(slab for homes in machine.holdings.homes.values() for slab in homes)
+        for staging in machine.staged:
             assert not staging.abandoned
             holders.update(part.slab for part in staging.parts.values())
-        if (held := subscriber.held) is not None:
+        if (held := machine.held) is not None:
             assert not held.abandoned
-            assert held.epoch == subscriber.session.epoch, f"{worker} holds weights of another trainer"
+            assert held.epoch == machine.session.epoch, f"{worker} holds weights of another trainer"
             holders.update(part.slab for part in held.parts.values())
-        if (taken := subscriber.taken) is not None:
+        if (taken := machine.taken) is not None:
             holders.update(part.slab for part in taken.staging.parts.values())
             holders.update(slab for _, slab in taken.previous.values())
-            for staging in subscriber.staged:
+            for staging in machine.staged:
                 for model in staging.parts.keys() & taken.staging.parts.keys():
                     here = taken.staging.epoch, taken.staging.versions[model]
                     assert (staging.epoch, staging.versions[model]) > here, (
                         f"{worker} gets again what it has taken of {model!r}, or something older"
                     )
-        if subscriber.incoming is not None:
-            holders.update(slab for slab in subscriber.incoming.slabs if slab is not None)
-            holders.update(slab for slab in subscriber.incoming.bases if slab is not None)
-            ahead = subscriber.incoming.granted - subscriber.incoming.received
+        if machine.incoming is not None:
+            holders.update(slab for slab in machine.incoming.slabs if slab is not None)
+            holders.update(slab for slab in machine.incoming.bases if slab is not None)
+            ahead = machine.incoming.granted - machine.incoming.received
             assert ahead <= self.world.settings.window_bytes, f"{worker} lets {ahead} bytes be sent ahead"
-        for share in subscriber.shares.values():
+        for share in machine.shares.values():
             holders.update(share.slabs)
             assert share.granted - share.received <= self.world.settings.window_bytes
-        holders.update(slab for *_, slab in (*subscriber.fetches, *worker.fetches))
+        holders.update(slab for *_, slab in (*machine.fetches, *worker.fetches))
         holders.update(use.slab for use in worker.uses if use.kind == "reader")
         for model in worker.models:
-            if (version := subscriber.holdings.version(model)) and subscriber.session.epoch is not None:
-                said = (subscriber.session.epoch, version)
+            if (version := machine.holdings.version(model)) and machine.session.epoch is not None:
+                said = (machine.session.epoch, version)
                 assert worker.epochs[model] >= said, f"{worker} says that {model!r} is at {said}, and it is not"
-        if (fast := subscriber.fast_path) is not None:
+        if (fast := machine.fast_path) is not None:
             holders.update((fast._newest, fast._next))
-            busy = subscriber.staged or subscriber.held or subscriber.incoming or subscriber.holdings.leased
+            busy = machine.staged or machine.held or machine.incoming or machine.holdings.leased
             assert not busy, f"{worker} has a fast path beside something else"
         for slab, count in holders.items():
             assert slab.references == count, f"{worker}: {slab.references} references to a slab that {count} hold"
         for borrowed in worker.mapped.values():
             assert not borrowed.references or borrowed in holders, f"{worker} keeps a slot that nothing uses"
         own = sum(not slab.leased for slab in holders)
-        assert own <= subscriber.pool.slabs <= own + 1, f"{worker} leaks slabs"
-        for staging in subscriber.staged:
+        assert own <= machine.pool.slabs <= own + 1, f"{worker} leaks slabs"
+        for staging in machine.staged:
             if staging is worker.running:
                 continue
-            assert staging.epoch == subscriber.session.epoch, f"{worker} is about to apply weights of another trainer"
+            assert staging.epoch == machine.session.epoch, f"{worker} is about to apply weights of another trainer"
             for model, part in staging.parts.items():
-                assert part.version >= subscriber.holdings.version(model), (
+                assert part.version >= machine.holdings.version(model), (
                     f"{worker} is about to apply an older version of {model!r}"
                 )
 
-    def _check_memory(self, worker: Worker) -> None:
+    def _check_memory(self, worker: WorkerProcess) -> None:
         """Whatever a worker may read in place is what it was when it was lent."""
-        subscriber = worker.subscriber
-        seen = [(*held, model) for model, held in subscriber.holdings.held.items()]
-        for staging in (*subscriber.staged, *filter(None, [subscriber.held, worker.taken and worker.taken.staging])):
+        machine = worker.machine
+        seen = [(*held, model) for model, held in machine.holdings.held.items()]
+        for staging in (*machine.staged, *filter(None, [machine.held, worker.taken and worker.taken.staging])):
             seen += [(staging.epoch, part.version, part.slab, m) for m, part in staging.parts.items()]
-        if (incoming := subscriber.incoming) is not None:
+        if (incoming := machine.incoming) is not None:
             parts = zip(incoming.parts, incoming.slabs, strict=True)
-            seen += [(subscriber.session.epoch, p.version, slab, p.model_id) for p, slab in parts if slab is not None]
+            seen += [(machine.session.epoch, p.version, slab, p.model_id) for p, slab in parts if slab is not None]
         for epoch, version, slab, model in seen:
             if slab.leased:
                 number = self._number(worker, epoch, version, model)
@@ -146,12 +146,12 @@ class Oracle:
                 f"{use.number} was written under a {use.kind} of {worker}"
             )
 
-    def _number(self, worker: Worker, epoch: tuple[int, int], version: int, model: str) -> int:
+    def _number(self, worker: WorkerProcess, epoch: tuple[int, int], version: int, model: str) -> int:
         """What this version of a model is for this worker."""
         trainer = next(t for t in self.trainers if t.epoch == epoch)
         return trainer.records[version - 1].number_for(worker.index, self.world.topic(model))
 
-    def _observe(self, worker: Worker) -> None:
+    def _observe(self, worker: WorkerProcess) -> None:
         """After something was applied: is it what it must be?"""
         found = {model: worker.look(model) for model in worker.models}
         changed = [model for model, number in found.items() if number != worker.contents[model]]
@@ -169,11 +169,11 @@ class Oracle:
             assert before is None or mark > before, f"{worker} went back from {before} to {mark} of {model!r}"
             worker.epochs[model] = mark
             for objector in record.objectors:
-                publisher = record.trainer.publisher
+                machine = record.trainer.machine
                 if self._overtaken(record, objector.index) or self._should_have_it_anyway(record, objector.index):
                     continue
-                peer = publisher.peers.get(objector.index)
-                is_known = peer is not None and peer.nonce == objector.subscriber.session.nonce
+                peer = machine.peers.get(objector.index)
+                is_known = peer is not None and peer.nonce == objector.machine.session.nonce
                 steady = is_known and not peer.lost and not peer.slow
                 early = self.now < record.time + self.world.settings.layout_patience
                 assert not (steady and early), (
@@ -193,7 +193,7 @@ class Oracle:
                     return True
         return False
 
-    def _check_together(self, worker: Worker, record: Record) -> None:
+    def _check_together(self, worker: WorkerProcess, record: Record) -> None:
         """The models of one publication switch together, except where a newer publication has overtaken it."""
         for model in worker.models.keys() - worker.late:
             if record.number_for(worker.index, model) is None:
@@ -214,7 +214,7 @@ def digest_of(number: int) -> bytes:
     return b"%016d" % number
 
 
-def _targets_of(publisher: Publisher) -> Iterator[Slab]:
-    for slot in publisher.targets.slots():
+def _targets_of(machine: Trainer) -> Iterator[Slab]:
+    for slot in machine.targets.slots():
         for target in slot.targets:
             yield target.slab

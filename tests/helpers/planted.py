@@ -20,7 +20,8 @@ import asyncsync.runtime.loop_thread
 import asyncsync.schemes.blocking
 import asyncsync.schemes.sources
 import asyncsync.weights.encoding
-from asyncsync.bus.steady import SteadySender
+from asyncsync.bus.steady import SteadyTrainer
+from asyncsync.bus.trainer import TrainerLink
 from asyncsync.collectors.base import SHUTDOWN_SECONDS as SHUTDOWN_SECONDS
 from asyncsync.collectors.base import BaseCollector as BaseCollector
 from asyncsync.collectors.batch_layout import layout_of
@@ -59,12 +60,12 @@ def release_slots_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def forget_the_fast_path(monkeypatch: pytest.MonkeyPatch) -> None:
     """An update that takes it, although it is switched off, raises AttributeError."""
-    monkeypatch.delattr(SteadySender, "publish")
+    monkeypatch.delattr(SteadyTrainer, "publish")
 
 
 def no_boot_id(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sender cannot tell that its workers share its host."""
-    monkeypatch.setattr("asyncsync.bus.sender.this_process", lambda: Identity(os.getpid(), "", 0))
+    monkeypatch.setattr("asyncsync.bus.trainer.this_process", lambda: Identity(os.getpid(), "", 0))
 
 
 def on_leaving_the_gate(monkeypatch: pytest.MonkeyPatch, before: Callable[[Any], Any]) -> None:
@@ -132,7 +133,7 @@ def pending(receiver: Any) -> bool:
 def pool(scheme: Any) -> Any:
     """The memory that a sender has for what it packs, or a receiver for what comes, where that is not in slots."""
     link = bare(scheme).bus._link
-    return link.pool if hasattr(link, "publisher") else link.subscriber.pool
+    return link.pool if isinstance(link, TrainerLink) else link.machine.pool
 
 
 def unsent(sender: Any) -> bool:
@@ -147,7 +148,7 @@ def broadcast_of(sender: Any) -> Any:
 
 def subscribed(sender: Any) -> set[bytes]:
     """The workers that hear what is sent to all."""
-    return bare(sender).bus._link.publisher.fanout.subscribed
+    return bare(sender).bus._link.machine.fanout.subscribed
 
 
 @contextmanager
@@ -211,12 +212,12 @@ def note_device_events(monkeypatch: pytest.MonkeyPatch, note: Callable[[Any], No
 
 def fetch_deadline(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     """How long a worker's transport may take to fetch."""
-    monkeypatch.setattr("asyncsync.bus.receiver.FETCH_DEADLINE", seconds)
+    monkeypatch.setattr("asyncsync.bus.worker.FETCH_DEADLINE", seconds)
 
 
 def blocked_after(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     """How long a sender's event loop has to be blocked, for a warning."""
-    monkeypatch.setattr("asyncsync.bus.sender.BLOCKED_SECONDS", seconds)
+    monkeypatch.setattr("asyncsync.bus.trainer.BLOCKED_SECONDS", seconds)
 
 
 async def between_looks(sender: Any) -> None:

@@ -32,7 +32,7 @@ import uvloop
 from torch import nn
 
 from asyncsync import WorkerStatus, ZMQWeightSyncScheme
-from asyncsync.bus import receiver
+from asyncsync.bus import worker as worker_link
 from asyncsync.model import update
 from asyncsync.model.gate import Gate, Writer
 from asyncsync.protocol.settings import Identity
@@ -303,7 +303,7 @@ def _portable(error: BaseException | None) -> BaseException | None:
 
 def seem_elsewhere() -> None:
     """This process claims to be on another host: its workers open nobody's memory, and nobody watches it."""
-    receiver.this_process = lambda: Identity(os.getpid(), "another host", 1)
+    worker_link.this_process = lambda: Identity(os.getpid(), "another host", 1)
 
 
 class _Party:
@@ -398,14 +398,14 @@ class Worker(_Party):
         async def register() -> None:
             await scheme.meet_sender(worker_idx, timeout)
             scheme.register_receiver()
-            subscriber = scheme.bus._link.subscriber
-            original = subscriber.applied
+            machine = scheme.bus._link.machine
+            original = machine.applied
 
             def applied(staging: Any) -> None:
                 original(staging)
                 self.applied += staging.versions.values()
 
-            subscriber.applied = applied
+            machine.applied = applied
 
         if isinstance(scheme, Face):
             await in_thread(scheme.bus.run_on_loop, register)  # on the loop of the blocking API
@@ -431,7 +431,7 @@ class Worker(_Party):
         return self.applied
 
     async def slabs(self) -> int:
-        return self.scheme.bus._link.subscriber.pool.slabs
+        return self.scheme.bus._link.machine.pool.slabs
 
     async def halt_in(self, point: str, nth: int = 1) -> None:
         """Emit a point's name and stop this process there (SIGSTOP): in the ``nth`` chunk, or half way in an apply."""
@@ -441,8 +441,8 @@ class Worker(_Party):
             os.kill(os.getpid(), signal.SIGSTOP)
 
         if point == "transfer":
-            subscriber = self.scheme.bus._link.subscriber
-            original, count = subscriber._on_chunk, 0
+            machine = self.scheme.bus._link.machine
+            original, count = machine._on_chunk, 0
 
             def on_chunk(*args: Any) -> None:
                 nonlocal count
@@ -451,7 +451,7 @@ class Worker(_Party):
                     halt()
                 original(*args)
 
-            subscriber._on_chunk = on_chunk
+            machine._on_chunk = on_chunk
         else:
 
             def copy_half(destinations: list[torch.Tensor], sources: list[torch.Tensor]) -> None:

@@ -9,18 +9,18 @@ from typing import Any
 
 import torch
 
-from asyncsync.bus.steady import SteadySender, SteadyWorker
+from asyncsync.bus.steady import SteadyTrainer, SteadyWorker
 from asyncsync.errors import SchemaMismatch, WeightSyncError
 from asyncsync.model.gate import Writer
 from asyncsync.model.strategy import Binding, WeightStrategy
 from asyncsync.model.update import Prepared
 from asyncsync.net.side_channel import split
 from asyncsync.protocol.holdings import Staging, Taken
-from asyncsync.protocol.publisher import Publisher
 from asyncsync.protocol.settings import Identity, Settings
-from asyncsync.protocol.subscriber import Subscriber
 from asyncsync.protocol.targets import Publication
+from asyncsync.protocol.trainer import Trainer
 from asyncsync.protocol.transfer import Memory, Sharer, ShareSlab
+from asyncsync.protocol.worker import Worker
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.packing import SourceCache
 from asyncsync.weights.slab import Slab, SlabPool
@@ -128,12 +128,12 @@ class Record:
     """One publication: ``numbers[model][worker]``, or ``[None]`` where everybody gets the same."""
 
     version: int
-    trainer: Trainer
+    trainer: TrainerProcess
     time: float
     numbers: dict[str, dict[int | None, int]]
     dtypes: dict[int, torch.dtype]
     metadata: bytes = b""
-    objectors: list[Worker] = field(default_factory=list)
+    objectors: list[WorkerProcess] = field(default_factory=list)
     replaces: list[Record] = field(default_factory=list)
     rejected: bool = False  # or dropped
     staged: bool = False  # and not committed (yet)
@@ -159,7 +159,7 @@ class Record:
         for older in self.replaces:
             older.reject()
 
-    def fits(self, worker: Worker) -> bool:
+    def fits(self, worker: WorkerProcess) -> bool:
         """Whether this worker accepts the layouts of everything in here that is for it."""
         mine = [n for m in self.numbers if (n := self.number_for(worker.index, m)) is not None]
         return not worker.stubborn or all(self.dtypes[n] is DTYPES[0] for n in mine)
@@ -171,7 +171,7 @@ class Record:
 class Slots(SlabPool):
     """Slabs that are written at once when nobody reads them any more, as far as their trainer knows."""
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: TrainerProcess) -> None:
         super().__init__()
         self.made: list[Slab] = []
         self._trainer = trainer
@@ -193,14 +193,14 @@ class Slots(SlabPool):
 
 @dataclass(eq=False)
 class Use:
-    """Somebody in a worker process, besides its subscriber, reads a slab that holds this number."""
+    """Somebody in a worker process, besides its machine, reads a slab that holds this number."""
 
     kind: str  # "reader" (copies it), "fork" (has not its own copy yet), "model" (of a worker that has left)
     slab: Slab
     number: int
 
 
-class Trainer:
+class TrainerProcess:
     """A trainer process."""
 
     def __init__(self, number: int, start: int, world: World) -> None:
@@ -211,42 +211,42 @@ class Trainer:
         self.records: list[Record] = []
         self.shared: dict[bytes, Slab] = {}
         self.packing: list[tuple[Slab, bytes]] = []
-        self.fast_path: SteadySender | None = None
+        self.fast_path: SteadyTrainer | None = None
         self.sharers = {source: Sharer((start, number), world.settings) for source in SOURCES}
-        self._publisher = Publisher(
+        self._machine = Trainer(
             (start, number), Identity(1, BOOT, 1), None if world.elastic else world.workers, world.settings
         )
-        self._publisher.membership.fanout_port = 1 if world.fanout else 0
+        self._machine.membership.fanout_port = 1 if world.fanout else 0
         for model in world.models:
-            self.publisher.serve(model, 0.0)
-        # Only the publisher knows whether a refusal came in time; what follows from it is checked.
-        self._reject = self.publisher.targets.reject
-        self.publisher.targets.reject = self.rejected
+            self.machine.serve(model, 0.0)
+        # Only the machine knows whether a refusal came in time; what follows from it is checked.
+        self._reject = self.machine.targets.reject
+        self.machine.targets.reject = self.rejected
 
     @property
-    def publisher(self) -> Publisher:
-        """As :class:`asyncsync.bus.sender.SenderLink` has it."""
+    def machine(self) -> Trainer:
+        """As :class:`asyncsync.bus.trainer.TrainerLink` has it."""
         if self.fast_path is not None:
             fast, self.fast_path = self.fast_path, None
             fast.end()
-        return self._publisher
+        return self._machine
 
     @property
     def epoch(self) -> messages.Epoch:
-        return self._publisher.epoch
+        return self._machine.epoch
 
     @property
     def version(self) -> int:
-        return self._publisher.version
+        return self._machine.version
 
-    def begin_fast_path(self, model: str, channels: dict[bytes, SimulatedSideChannel]) -> SteadySender | None:
-        publisher = self.publisher
-        target = publisher.targets.models[model].common.current
-        if not publisher.settings.fast or not self.usable or target is None:
+    def begin_fast_path(self, model: str, channels: dict[bytes, SimulatedSideChannel]) -> SteadyTrainer | None:
+        machine = self.machine
+        target = machine.targets.models[model].common.current
+        if not machine.settings.fast or not self.usable or target is None:
             return None
         if target.slab not in self.slots or target.slab.mapped or target.slab.references > 1:
             return None
-        peers = publisher.steady(model, target.slab)
+        peers = machine.steady(model, target.slab)
         if not peers or any(p.unsettled or p.slow for p in peers):
             return None
         slab = self.slots.acquire(target.slab.layout)
@@ -254,12 +254,12 @@ class Trainer:
         slab.descriptor = self.slots.describe(slab, mapped=False)
         workers = [(peer, channels[peer.route]) for peer in peers]
         known = SourceCache(slab.layout)
-        self.fast_path = SteadySender(publisher, model, known, (target.slab.retain(), slab), workers)
+        self.fast_path = SteadyTrainer(machine, model, known, (target.slab.retain(), slab), workers)
         return self.fast_path
 
     def shared_out(self, model: str, slab: Slab) -> Slab:
         """What the coordinator publishes in the place of this slab, which another process has. Takes it over."""
-        source, version = source_of(model), self.publisher.version + 1
+        source, version = source_of(model), self.machine.version + 1
         sharer = self.sharers[source]
         sharer.offer(version, {model: slab})
         slab.release()
@@ -281,13 +281,13 @@ class Trainer:
 
     def encode(self, count: int | None = None) -> None:
         """So many of the pieces that are wanted; None: all."""
-        wanted = self.publisher.wanted
+        wanted = self.machine.wanted
         while wanted and count != 0:
             encoding, index = wanted.popleft()
             if encoding.users:
                 encoding.encode(index)
                 count = None if count is None else count - 1
-                self.publisher.packed()
+                self.machine.packed()
 
     def pack(self, nbytes: int | None = None) -> None:
         """So many bytes more; None: all."""
@@ -300,11 +300,11 @@ class Trainer:
             if stop == slab.nbytes:
                 self.packing.pop(0)[0].release()
         if self.usable:
-            self.publisher.packed()
+            self.machine.packed()
 
     @property
     def usable(self) -> bool:
-        return self.alive and self.publisher.fenced is None and not self.publisher.closed
+        return self.alive and self.machine.fenced is None and not self.machine.closed
 
 
 class SimulatedSideChannel:
@@ -344,7 +344,7 @@ class FlakyBinding(Binding):
 class SimulatedGate:
     """As :class:`asyncsync.model.gate.Gate`, as far as a fast path needs one."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: WorkerProcess) -> None:
         self._worker = worker
 
     def try_apply(self, update: Writer) -> bool:
@@ -354,7 +354,7 @@ class SimulatedGate:
         return True
 
 
-class Worker(Memory):
+class WorkerProcess(Memory):
     """A worker process: one incarnation of a worker_idx."""
 
     def __init__(self, index: int, number: int, world: World, now: float) -> None:
@@ -364,9 +364,9 @@ class Worker(Memory):
         self.alive = True
         self.held = False
         self.connection: Connection | None = None
-        self.trainer: Trainer | None = None  # of the last connection: what that has brought may come late
+        self.trainer: TrainerProcess | None = None  # of the last connection: what that has brought may come late
         identity = Identity(100 + number, BOOT if world.is_beside(index) else "another host", 1)
-        self.subscriber = Subscriber(index, number.to_bytes(16, "big"), identity, world.settings, memory=self)
+        self.machine = Worker(index, number.to_bytes(16, "big"), identity, world.settings, memory=self)
         self.left = False
         self.mapped: dict[Slab, Borrowed] = {}
         self.uses: list[Use] = []
@@ -386,7 +386,7 @@ class Worker(Memory):
         self.models[model] = {path[0]: torch.zeros(shape) for path, shape in SHAPES.items()}
         self.bindings[model] = FlakyBinding(self.models[model], WeightStrategy(), cast=not self.stubborn)
         self.contents[model] = 0
-        self.subscriber.register(model, self.bindings[model], now)
+        self.machine.register(model, self.bindings[model], now)
 
     def attach(self, model_id: str, part: messages.Part, layout: Layout, pool: SlabPool) -> Slab | None:
         """As transports.shared_memory does it."""
@@ -401,7 +401,7 @@ class Worker(Memory):
             self.failures += 1
             raise WeightSyncError("the sender's shared memory cannot be opened")
         if not mapped:
-            slab = self.subscriber.pool.acquire(layout)
+            slab = self.machine.pool.acquire(layout)
             slab.buffer.copy_(slot.buffer)
             return slab
         if known is not None and known.references:
@@ -421,26 +421,24 @@ class Worker(Memory):
 
     def begin_fast_path(self, serial: int) -> None:
         """As a receiver's link does it."""
-        subscriber = self.subscriber
-        if not subscriber.settings.fast or subscriber.fast_path is not None:
+        machine = self.machine
+        if not machine.settings.fast or machine.fast_path is not None:
             return
-        if (steady := subscriber.steady(serial)) is None:
+        if (steady := machine.steady(serial)) is None:
             return
         model, part = steady
-        held = subscriber.holdings.held.get(model)
-        newest, binding = held[2], subscriber.models[model]
+        held = machine.holdings.held.get(model)
+        newest, binding = held[2], machine.models[model]
         prepared = binding.cached(newest)
         if prepared is None or not prepared.is_known or newest.leased:
             return
-        slab = subscriber.pool.acquire(newest.layout)
+        slab = machine.pool.acquire(newest.layout)
         if Binding.prepare(binding, slab) is not binding.cached(slab):
             slab.release()
             return
         gate: Any = SimulatedGate(self)
         slabs = newest.retain(), slab
-        subscriber.fast_path = SteadyWorker(
-            subscriber, model, part, slabs, gate, self._window, lambda epoch, versions: None
-        )
+        machine.fast_path = SteadyWorker(machine, model, part, slabs, gate, self._window, lambda epoch, versions: None)
 
     def use(self, kind: str, slab: Slab, number: int) -> None:
         if kind == "reader":
@@ -465,7 +463,7 @@ class Worker(Memory):
 
     @property
     def active(self) -> bool:
-        return self.running_on and self.subscriber.session.ended is None
+        return self.running_on and self.machine.session.ended is None
 
     @property
     def running_on(self) -> bool:
@@ -479,8 +477,8 @@ class Worker(Memory):
 @dataclass(eq=False)
 class Connection:
     route: bytes
-    worker: Worker
-    trainer: Trainer
+    worker: WorkerProcess
+    trainer: TrainerProcess
     open: bool = True
 
 

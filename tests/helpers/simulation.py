@@ -36,8 +36,8 @@ from helpers.simulated import (
     Message,
     Record,
     SimulatedSideChannel,
-    Trainer,
-    Worker,
+    TrainerProcess,
+    WorkerProcess,
     World,
     layout_of,
 )
@@ -110,8 +110,8 @@ class Simulation(Oracle):
     def __init__(self, world: World) -> None:
         self.world = world
         self.now = 100.0
-        self.trainers: list[Trainer] = []
-        self.workers: list[Worker] = []
+        self.trainers: list[TrainerProcess] = []
+        self.workers: list[WorkerProcess] = []
         self.connections: list[Connection] = []
         self.network: list[Message] = []
         self.delayed: list[Message] = []
@@ -121,7 +121,7 @@ class Simulation(Oracle):
         self.dropped: Counter[str] = Counter()
         self.broadcast = 0  # messages that came by subscription
         self.taken = 0  # updates that a worker took on the fast path
-        self.untold: list[Worker] = []
+        self.untold: list[WorkerProcess] = []
         self.trainer = self._start_trainer(1000)
         for index in range(world.workers):
             self._start_worker(index)
@@ -274,23 +274,23 @@ class Simulation(Oracle):
         self._publish(self._some_models(a), workers, self._dtype(b), stages=True)
 
     def _do_commit(self, a: int, b: int) -> None:
-        staged = self.trainer.publisher.targets.staged
+        staged = self.trainer.machine.targets.staged
         if staged is not None and self.trainer.usable:
             self._record_staged().staged = False
             self.trainer.pack()
-            self.trainer.publisher.commit(staged.version)
+            self.trainer.machine.commit(staged.version)
 
     def _do_abandon(self, a: int, b: int) -> None:
         self._dropped()
         if self.trainer.usable:
-            self.trainer.publisher.drop()
+            self.trainer.machine.drop()
 
     def _record_staged(self) -> Record:
-        return self.trainer.records[self.trainer.publisher.targets.staged.version - 1]
+        return self.trainer.records[self.trainer.machine.targets.staged.version - 1]
 
     def _dropped(self) -> None:
         """What is staged will not be applied."""
-        if self.trainer.publisher.targets.staged is not None and self.trainer.usable:
+        if self.trainer.machine.targets.staged is not None and self.trainer.usable:
             self._record_staged().rejected = True
 
     def _do_pack(self, a: int, b: int) -> None:
@@ -316,7 +316,7 @@ class Simulation(Oracle):
         """The user's code takes an update, to apply it by itself."""
         worker = self._pick(a)
         if worker.active and worker.running is None and worker.taken is None:
-            worker.taken = worker.subscriber.take([worker.subscriber.session.local(self._some_models(b)[0])])
+            worker.taken = worker.machine.take([worker.machine.session.local(self._some_models(b)[0])])
 
     def _do_give(self, a: int, b: int) -> None:
         """It has applied it, or could not."""
@@ -324,15 +324,15 @@ class Simulation(Oracle):
         if worker.taken is not None:
             self._give(worker, fails=b % 4 == 0)
 
-    def _give(self, worker: Worker, *, fails: bool = False) -> None:
+    def _give(self, worker: WorkerProcess, *, fails: bool = False) -> None:
         taken, worker.taken = worker.taken, None
         if fails:
             worker.failures += 1
-            worker.subscriber.give_back(taken, RuntimeError("the user's code has failed"))
+            worker.machine.give_back(taken, RuntimeError("the user's code has failed"))
             return
         taken.staging.run()
         self._observe(worker)
-        worker.subscriber.give_back(taken)
+        worker.machine.give_back(taken)
 
     def _do_fetch(self, a: int, b: int) -> None:
         worker = self._pick(a)
@@ -342,16 +342,16 @@ class Simulation(Oracle):
     def _do_mismatch(self, a: int, b: int) -> None:
         """The user has put something else into the model when the update wants to go in."""
         worker = self._pick(a)
-        if worker.running is not None or worker.taken is not None or not worker.subscriber.staged:
+        if worker.running is not None or worker.taken is not None or not worker.machine.staged:
             return
-        staging = worker.subscriber.staged[0]
+        staging = worker.machine.staged[0]
         model = worker.models[sorted(staging.parts)[b % len(staging.parts)]]
         own, model["a"] = model["a"], torch.zeros(3)
         try:
             staging.run()
         except SchemaMismatch as error:
             worker.failures += 1
-            worker.subscriber.failed(staging, error)
+            worker.machine.failed(staging, error)
         else:
             raise AssertionError(f"{worker} applied an update to a model that cannot take it")
         finally:
@@ -370,7 +370,7 @@ class Simulation(Oracle):
     def _do_request(self, a: int, b: int) -> None:
         worker = self._pick(a)
         if worker.active:
-            worker.subscriber.session.request()
+            worker.machine.session.request()
 
     def _do_disconnect(self, a: int, b: int) -> None:
         """A connection breaks; what is under way may still arrive, late."""
@@ -395,7 +395,7 @@ class Simulation(Oracle):
         if not self.world.fanout or connection is None:
             return
         worker.hears = None if b % 4 == 0 else Connection(b"", worker, connection.trainer)
-        subscribed, nonce = connection.trainer.publisher.fanout.subscribed, worker.subscriber.session.nonce
+        subscribed, nonce = connection.trainer.machine.fanout.subscribed, worker.machine.session.nonce
         if b // 4 % 3:
             (subscribed.add if worker.hears else subscribed.discard)(nonce)
 
@@ -440,23 +440,23 @@ class Simulation(Oracle):
         """The operating system tells the trainer which of its local workers have died."""
         for worker in self.workers:
             if not worker.alive and self.world.is_beside(worker.index):
-                nonce = worker.subscriber.session.nonce
+                nonce = worker.machine.session.nonce
                 for trainer in self.trainers:
                     if trainer.alive:
-                        trainer.publisher.ended(worker.index, nonce, "its process has ended", self.now)
+                        trainer.machine.ended(worker.index, nonce, "its process has ended", self.now)
 
     def _do_assemble(self, a: int, b: int) -> None:
         """The trainer's connect() has returned."""
-        publisher = self.trainer.publisher
-        if all(publisher.progress.connected(w, self.world.models) for w in range(self.world.workers)):
+        machine = self.trainer.machine
+        if all(machine.progress.connected(w, self.world.models) for w in range(self.world.workers)):
             for model in self.world.models:
-                publisher.assemble(model)
+                machine.assemble(model)
 
     def _do_restart_trainer(self, a: int, b: int) -> None:
         """A new trainer; the clock may have gone backwards; the old one has crashed, said BYE, or lingers."""
         old = self.trainer
         if b % 8 == 0:
-            old.publisher.close()
+            old.machine.close()
             self._settle()
         if b % 4 < 3:
             self._end_trainer(old)
@@ -467,7 +467,7 @@ class Simulation(Oracle):
         """The trainer asks some workers, or all, what their models hold."""
         workers = self._some_workers(a // 2) if b % 3 else range(self.world.workers)
         if self.trainer.usable:
-            self.trainer.publisher.verify(self.world.topic(self._some_models(a)[0]), workers, self.now)
+            self.trainer.machine.verify(self.world.topic(self._some_models(a)[0]), workers, self.now)
 
     # -- messages flow again ----------------------------------------------------------------------------------------
 
@@ -492,7 +492,7 @@ class Simulation(Oracle):
         self._until(self._arrived, "the targets of before")
         self._until(self._returned, "what was lent before")
         self._check_progress()
-        if self.trainer.publisher.targets.staged is not None:
+        if self.trainer.machine.targets.staged is not None:
             self._until(self._held, "what is staged")
             self._do_commit(0, 0)
             self._until(self._arrived, "what was staged")
@@ -501,12 +501,12 @@ class Simulation(Oracle):
         self._until(self._returned, "what was lent")
         self._until(self._let_go, "what was dropped")
         self._check_progress()
-        version = self.trainer.publisher.version
-        progress = self.trainer.publisher.progress.of(version, self.trainer.publisher.progress.targeted(version))
+        version = self.trainer.machine.version
+        progress = self.trainer.machine.progress.of(version, self.trainer.machine.progress.targeted(version))
         assert not progress.failed, progress.failed
         assert set(progress.acked) == set(range(self.world.workers)), progress
         for model in self.world.models:
-            verification = self.trainer.publisher.verify(self.world.topic(model), range(self.world.workers), self.now)
+            verification = self.trainer.machine.verify(self.world.topic(model), range(self.world.workers), self.now)
             self._until(partial(self._verified, verification), "a verification")
             assert not verification.problems, verification.problems
             assert {found.version for found in verification.found.values()} == {version}, verification.found
@@ -540,7 +540,7 @@ class Simulation(Oracle):
             if worker.active:
                 self._register_rest(worker)
                 if (
-                    worker.subscriber.session.nonce in self.trainer.publisher.membership._superseded
+                    worker.machine.session.nonce in self.trainer.machine.membership._superseded
                     and worker not in self.untold
                 ):
                     self._disconnect(worker)  # its BYE was lost, and a connection that loses something breaks
@@ -550,7 +550,7 @@ class Simulation(Oracle):
                 if self.world.fanout and (worker.hears is None or worker.hears.trainer is not self.trainer):
                     worker.hears = Connection(b"", worker, self.trainer)
                 if self.world.fanout:
-                    self.trainer.publisher.fanout.subscribed.add(worker.subscriber.session.nonce)
+                    self.trainer.machine.fanout.subscribed.add(worker.machine.session.nonce)
         self._do_notice(0, 0)
         self._settle()
 
@@ -561,20 +561,20 @@ class Simulation(Oracle):
 
     def _drain(self) -> None:
         budget = 5000
-        while self.network or any(trainer.publisher.wanted for trainer in self.trainers):
+        while self.network or any(trainer.machine.wanted for trainer in self.trainers):
             if self.network:
                 self._deliver(self.network.pop(0))
             self._settle()
             budget -= 1
             assert budget, "the machines chatter without end"
 
-    def _serving(self, index: int) -> Worker | None:
+    def _serving(self, index: int) -> WorkerProcess | None:
         """The incarnation that the trainer takes for this worker_idx."""
-        peer = self.trainer.publisher.peers.get(index)
-        own = (w for w in self.workers if peer is not None and w.subscriber.session.nonce == peer.nonce and w.active)
+        peer = self.trainer.machine.peers.get(index)
+        own = (w for w in self.workers if peer is not None and w.machine.session.nonce == peer.nonce and w.active)
         return next(own, None)
 
-    def _expected(self, worker: Worker, model: str) -> Record | None:
+    def _expected(self, worker: WorkerProcess, model: str) -> Record | None:
         """What this worker should have, from the publications alone."""
         topic = self.world.topic(model)
         meant = [r for r in self.trainer.records if r.is_meant and r.number_for(worker.index, topic) is not None]
@@ -582,7 +582,7 @@ class Simulation(Oracle):
 
     def _arrived(self) -> str | None:
         """None if everybody has what it should have or is known to be unable to; else who does not."""
-        publisher = self.trainer.publisher
+        machine = self.trainer.machine
         if not self.trainer.usable:
             return f"trainer {self.trainer.number} has come to its end"
         for index in range(self.world.workers):
@@ -591,7 +591,7 @@ class Simulation(Oracle):
                 return f"no incarnation of worker {index} is connected"
             if worker.models.keys() != set(self.world.names):
                 return f"{worker} is still to register"
-            if not publisher.peers[index].ready:
+            if not machine.peers[index].ready:
                 return f"{worker} is not ready"
             for model in worker.models:
                 record = self._expected(worker, model)
@@ -599,7 +599,7 @@ class Simulation(Oracle):
                     continue
                 topic = self.world.topic(model)
                 wanted = record.number_for(index, topic)
-                progress = publisher.progress.of(record.version, [index], [topic])
+                progress = machine.progress.of(record.version, [index], [topic])
                 if worker.contents[model] == wanted:
                     if index not in progress.acked:
                         return f"{worker} has {record}, and the trainer does not know: {progress}"
@@ -614,8 +614,8 @@ class Simulation(Oracle):
 
     def _held(self) -> str | None:
         """None if everybody holds what is staged, or cannot."""
-        publisher = self.trainer.publisher
-        if (staged := publisher.targets.staged) is None:
+        machine = self.trainer.machine
+        if (staged := machine.targets.staged) is None:
             return None
         record = self._record_staged()
         for index in range(self.world.workers):
@@ -624,10 +624,10 @@ class Simulation(Oracle):
                 return f"worker {index} is still to come"
             if all(record.number_for(index, model) is None for model in record.numbers):
                 continue
-            outcome = publisher.progress.staged(staged.version, [index])
+            outcome = machine.progress.staged(staged.version, [index])
             if outcome.waiting:
                 return f"{worker} is still to hold {record}"
-            held = worker.subscriber.held
+            held = worker.machine.held
             if outcome.acked:
                 assert held is not None, f"{worker} does not hold {record}, as the trainer believes"
                 assert set(held.versions.values()) == {staged.version}
@@ -637,16 +637,14 @@ class Simulation(Oracle):
 
     def _let_go(self) -> str | None:
         """None if nobody holds anything: nothing is staged."""
-        return next(
-            (f"{w} holds {w.subscriber.held.versions}" for w in self.workers if w.active and w.subscriber.held), None
-        )
+        return next((f"{w} holds {w.machine.held.versions}" for w in self.workers if w.active and w.machine.held), None)
 
     def _returned(self) -> str | None:
         """None if nothing is lent but what workers use, and nothing is in use but that and the targets."""
-        publisher = self.trainer.publisher
-        for nonce, leases in publisher.leases.of.items():
-            worker = next(w for w in self.workers if w.subscriber.session.nonce == nonce)
-            used = {key for key, slab in worker.subscriber.holdings.leased.items() if slab.is_used}
+        machine = self.trainer.machine
+        for nonce, leases in machine.leases.of.items():
+            worker = next(w for w in self.workers if w.machine.session.nonce == nonce)
+            used = {key for key, slab in worker.machine.holdings.leased.items() if slab.is_used}
             for key in leases.slabs:
                 if not worker.active:
                     return f"{key} is still lent to {worker}, which is gone"
@@ -658,82 +656,82 @@ class Simulation(Oracle):
         return f"{verification.waiting} are still to answer" if verification.waiting else None
 
     def _check_progress(self) -> None:
-        publisher = self.trainer.publisher
-        for version in range(1, publisher.version + 1):
-            waiting = publisher.progress.of(version, publisher.progress.targeted(version)).waiting
+        machine = self.trainer.machine
+        for version in range(1, machine.version + 1):
+            waiting = machine.progress.of(version, machine.progress.targeted(version)).waiting
             assert not waiting, f"version {version} waits for {waiting}"
 
     # -- the machinery ----------------------------------------------------------------------------------------------
 
-    def _start_trainer(self, start: int) -> Trainer:
-        trainer = Trainer(len(self.trainers) + 1, start, self.world)
+    def _start_trainer(self, start: int) -> TrainerProcess:
+        trainer = TrainerProcess(len(self.trainers) + 1, start, self.world)
         self.trainers.append(trainer)
         return trainer
 
-    def _end_trainer(self, trainer: Trainer) -> None:
+    def _end_trainer(self, trainer: TrainerProcess) -> None:
         trainer.alive = False
         for connection in self.connections:
             if connection.trainer is trainer and connection.open:
                 self._disconnect(connection.worker)
 
-    def _start_worker(self, index: int) -> Worker:
-        worker = Worker(index, len(self.workers) + 1, self.world, self.now)
+    def _start_worker(self, index: int) -> WorkerProcess:
+        worker = WorkerProcess(index, len(self.workers) + 1, self.world, self.now)
         self.workers.append(worker)
         # Some register their second model only later.
         for model in self.world.names[: 1 if len(self.workers) % 4 == 0 else None]:
             worker.register(model, self.now)
         return worker
 
-    def _register_rest(self, worker: Worker) -> None:
+    def _register_rest(self, worker: WorkerProcess) -> None:
         for model in self.world.names:
             if worker.active and model not in worker.models:
                 worker.late.add(model)
                 worker.register(model, self.now)
 
-    def _connect(self, worker: Worker, trainer: Trainer) -> None:
+    def _connect(self, worker: WorkerProcess, trainer: TrainerProcess) -> None:
         if trainer.alive and worker.active:
             connection = Connection(b"route %d" % len(self.connections), worker, trainer)
             self.connections.append(connection)
             worker.connection, worker.trainer = connection, trainer
-            worker.subscriber.connected(self.now)
+            worker.machine.connected(self.now)
 
-    def _disconnect(self, worker: Worker) -> None:
+    def _disconnect(self, worker: WorkerProcess) -> None:
         if worker.connection is not None:
             worker.connection.open = False
             worker.connection = None
-            worker.subscriber.disconnected()
+            worker.machine.disconnected()
 
-    def _kill(self, worker: Worker) -> None:
+    def _kill(self, worker: WorkerProcess) -> None:
         worker.alive = False
         worker.uses = []
         worker.running = worker.taken = None  # what it read may be written again
 
-    def _leave(self, worker: Worker, *, reads: bool) -> None:
+    def _leave(self, worker: WorkerProcess, *, reads: bool) -> None:
         """As a receiver's shutdown does it."""
-        subscriber = worker.subscriber
+        machine = worker.machine
         if worker.running is not None:
             self._finish(worker)
         if worker.taken is not None:
             self._give(worker)
-        subscriber.leave()
+        machine.leave()
         for use in list(worker.uses):
             worker.end_use(use)
         if reads:
-            for model, (epoch, version, slab) in subscriber.holdings.held.items():
-                if slab.leased and (epoch == subscriber.session.epoch or worker.connection is None):
+            for model, (epoch, version, slab) in machine.holdings.held.items():
+                if slab.leased and (epoch == machine.session.epoch or worker.connection is None):
                     worker.use("model", slab, self._number(worker, epoch, version, model))
-        subscriber.bye("done", reads=reads)
+        machine.bye("done", reads=reads)
         self._settle()
         worker.left = True
         self._disconnect(worker)
-        subscriber.close()
+        machine.close()
 
-    def _use(self, kind: str, worker: Worker, b: int) -> None:
+    def _use(self, kind: str, worker: WorkerProcess, b: int) -> None:
         uses = [use for use in worker.uses if use.kind == kind]
         if uses and b % 2:
             worker.end_use(uses[b // 2 % len(uses)])
             return
-        lent = [(m, *held) for m, held in worker.subscriber.holdings.held.items() if held[2].leased]
+        lent = [(m, *held) for m, held in worker.machine.holdings.held.items() if held[2].leased]
         if lent and worker.active:
             model, epoch, version, slab = lent[b // 2 % len(lent)]
             worker.use(kind, slab, self._number(worker, epoch, version, model))
@@ -742,14 +740,14 @@ class Simulation(Oracle):
         self.now = now
         for trainer in self.trainers:
             if trainer.alive:
-                trainer.publisher.tick(self.now)
+                trainer.machine.tick(self.now)
                 # Nobody waits for the answer of a worker that has been silent, also if it speaks again.
-                silent = {peer.nonce for peer in trainer.publisher.peers.values() if peer.slow or peer.lost}
+                silent = {peer.nonce for peer in trainer.machine.peers.values() if peer.slow or peer.lost}
                 for record in trainer.records:
-                    record.objectors = [o for o in record.objectors if o.subscriber.session.nonce not in silent]
+                    record.objectors = [o for o in record.objectors if o.machine.session.nonce not in silent]
         for worker in self.workers:
             if worker.running_on:
-                worker.subscriber.tick(self.now)
+                worker.machine.tick(self.now)
         self._settle()
 
     def _deliver(self, message: Message) -> None:
@@ -763,12 +761,12 @@ class Simulation(Oracle):
                     sharer.receive(connection.route, instruction)
             elif message.source:
                 if connection.worker.running_on:
-                    connection.worker.subscriber.receive_share(message.source, instruction, payload, self.now)
+                    connection.worker.machine.receive_share(message.source, instruction, payload, self.now)
             elif message.upward:
                 if connection.trainer.alive and not self._answers(message):
-                    connection.trainer.publisher.receive(connection.route, instruction, payload, self.now)
+                    connection.trainer.machine.receive(connection.route, instruction, payload, self.now)
             elif connection.worker.running_on and not self._takes(connection, instruction, message.frames):
-                connection.worker.subscriber.receive(instruction, payload, self.now)
+                connection.worker.machine.receive(instruction, payload, self.now)
                 if type(instruction) is messages.Again:
                     connection.worker.again = instruction.serial
         except ProtocolError as error:
@@ -786,7 +784,7 @@ class Simulation(Oracle):
     def _takes(self, connection: Connection, instruction: messages.Instruction, frames: list[bytes]) -> bool:
         """Whether a worker takes this on the fast path: it has applied it then, and answers."""
         worker = connection.worker
-        fast = worker.subscriber.fast_path
+        fast = worker.machine.fast_path
         if fast is None or worker.connection is not connection or type(instruction) is not messages.Again:
             return False
         done = fast.take(memoryview(b"".join(join(frames))), self.now)
@@ -803,12 +801,12 @@ class Simulation(Oracle):
         for trainer in self.trainers:
             trainer.encode(2)
             self._send_shares(trainer)
-            outbox = trainer.publisher.outbox
+            outbox = trainer.machine.outbox
             while outbox:
                 route, instruction, payload = outbox.popleft()
                 if not trainer.alive:
                     continue
-                fanout, last = trainer.publisher.fanout, trainer.publisher.announcement
+                fanout, last = trainer.machine.fanout, trainer.machine.announcement
                 cast = fanout.gather(route, instruction, payload, last)
                 frames = [codec.encode(instruction), *map(bytes, payload)]
                 if cast is not None or route == EVERYBODY:
@@ -821,9 +819,9 @@ class Simulation(Oracle):
                 if connection.open:
                     self.network.append(Message(connection, False, frames))
                 else:
-                    trainer.publisher.unreachable(route, self.now)
+                    trainer.machine.unreachable(route, self.now)
 
-    def _send_shares(self, trainer: Trainer) -> None:
+    def _send_shares(self, trainer: TrainerProcess) -> None:
         for source, sharer in trainer.sharers.items():
             while sharer.outbox:
                 route, instruction, payload = sharer.outbox.popleft()
@@ -837,8 +835,8 @@ class Simulation(Oracle):
     def _settle_workers(self) -> None:
         for worker in self.workers:
             if worker.alive:
-                while worker.subscriber.fetches:
-                    worker.fetches.append(worker.subscriber.fetches.popleft())
+                while worker.machine.fetches:
+                    worker.fetches.append(worker.machine.fetches.popleft())
                 if not worker.held:
                     while worker.fetches:
                         self._fetch(worker, *worker.fetches.pop(0))
@@ -850,55 +848,55 @@ class Simulation(Oracle):
                 worker.begin_fast_path(worker.again)
             worker.again = 0
 
-    def _answer(self, worker: Worker) -> None:
+    def _answer(self, worker: WorkerProcess) -> None:
         """The trainer has asked what a model holds: the number that was published, for each tensor."""
-        subscriber, question = worker.subscriber, worker.subscriber.asked
+        machine, question = worker.machine, worker.machine.asked
         if question is None or worker.running is not None:
             return
-        subscriber.end_fast_path()
-        model = subscriber.session.local(question.model_id)
-        version = subscriber.holdings.version(model) if model in worker.models else 0
+        machine.end_fast_path()
+        model = machine.session.local(question.model_id)
+        version = machine.holdings.version(model) if model in worker.models else 0
         if version:
-            subscriber.answer(question, version, [digest_of(worker.look(model))] * len(SHAPES))
+            machine.answer(question, version, [digest_of(worker.look(model))] * len(SHAPES))
         else:
-            subscriber.answer(question, 0, [], "it has no version of this model")
+            machine.answer(question, 0, [], "it has no version of this model")
 
-    def _send_up(self, worker: Worker) -> None:
+    def _send_up(self, worker: WorkerProcess) -> None:
         if worker.running_on:
-            worker.subscriber.flush()
-        outbox = worker.subscriber.outbox
+            worker.machine.flush()
+        outbox = worker.machine.outbox
         while outbox:
             instruction, payload = outbox.popleft()
             if worker.alive and worker.connection is not None:
                 frames = [codec.encode(instruction), *map(bytes, payload)]
                 self.network.append(Message(worker.connection, True, frames))
-        while worker.subscriber.to_sources:
-            source, pull = worker.subscriber.to_sources.popleft()
+        while worker.machine.to_sources:
+            source, pull = worker.machine.to_sources.popleft()
             if worker.alive and worker.connection is not None:
                 self.network.append(Message(worker.connection, True, [codec.encode(pull)], source))
 
-    def _begin(self, worker: Worker) -> bool:
-        if worker.running is not None or worker.taken is not None or not worker.subscriber.staged or not worker.alive:
+    def _begin(self, worker: WorkerProcess) -> bool:
+        if worker.running is not None or worker.taken is not None or not worker.machine.staged or not worker.alive:
             return False
-        worker.running = worker.subscriber.staged[0]
+        worker.running = worker.machine.staged[0]
         worker.running.run()
         worker.running.over = True
         self._observe(worker)
         return True
 
-    def _finish(self, worker: Worker) -> None:
+    def _finish(self, worker: WorkerProcess) -> None:
         staging, worker.running = worker.running, None
-        trainer = next(t for t in self.trainers if t.publisher.epoch == staging.epoch)
+        trainer = next(t for t in self.trainers if t.machine.epoch == staging.epoch)
         for part in staging.parts.values():
             assert part.metadata == trainer.records[part.version - 1].metadata
-        worker.subscriber.applied(staging)
+        worker.machine.applied(staging)
 
-    def _fetch(self, worker: Worker, serial: int, index: int, part: messages.Part, slab: Slab) -> None:
+    def _fetch(self, worker: WorkerProcess, serial: int, index: int, part: messages.Part, slab: Slab) -> None:
         offers = [t.shared[part.descriptor] for t in self.trainers if t.alive and part.descriptor in t.shared]
         error = None if offers else RuntimeError("this slab is not offered any more")
         slab.memory[:] = offers[0].memory if offers else b"\x55" * slab.nbytes
         if worker.alive:
-            worker.subscriber.fetched(serial, index, slab, error, self.now)
+            worker.machine.fetched(serial, index, slab, error, self.now)
 
     def _publish(
         self,
@@ -911,9 +909,9 @@ class Simulation(Oracle):
         stages: bool = False,
     ) -> None:
         trainer = self.trainer
-        publisher = trainer.publisher
+        machine = trainer.machine
         if not trainer.usable:
-            return  # its every call raises Fenced or ClosedError, which test_publisher.py shows
+            return  # its every call raises Fenced or ClosedError, which test_trainer.py shows
         trainer.pack()  # publications do not overtake each other
         self._dropped()
         slabs: list[Slab] = []
@@ -937,33 +935,33 @@ class Simulation(Oracle):
                 parts[model] = {w: make(model, [w], kind) for w, kind in zip(workers, kinds, strict=True)}
             else:
                 parts[model] = make(model, workers if workers is not None else [None], dtype)
-        number = publisher.version + 1
+        number = machine.version + 1
         metadata = encode_metadata({"version": number} if number % 4 == 0 else {})
         record = Record(number, trainer, self.now, numbers, dtypes, metadata, staged=stages)
         for worker in self.workers:
-            peer = publisher.peers.get(worker.index)
-            if peer is None or peer.nonce != worker.subscriber.session.nonce or peer.lost or peer.slow:
+            peer = machine.peers.get(worker.index)
+            if peer is None or peer.nonce != worker.machine.session.nonce or peer.lost or peer.slow:
                 continue
             news = {m: n for m in peer.hello.have if (n := record.number_for(worker.index, m)) is not None}
             for model, number in news.items():
-                now = publisher.targets.target(worker.index, model)
+                now = machine.targets.target(worker.index, model)
                 # A layout that this worker should have anyway concerns it alone.
                 used = now is not None and now.slab.layout.digest == layout_of(dtypes[number]).digest
                 if worker.stubborn and dtypes[number] is not DTYPES[0] and not used:
                     record.objectors.append(worker)
-        pending = [trainer.records[version - 1] for version in publisher.targets.pending]
+        pending = [trainer.records[version - 1] for version in machine.targets.pending]
         record.replaces = [] if stages else [older for older in pending if older.asks_like(record)]
         trainer.records.append(record)
         self.records.update(dict.fromkeys(dtypes, record))
         if not (self.world.eager or self.world.descriptors or version_is_packed_first(record.version)):
             trainer.unpack([slab for slab in slabs if not slab.leased and not slab.source])
-        version = publisher.publish(parts, None if each else workers, self.now, metadata, stages=stages)
+        version = machine.publish(parts, None if each else workers, self.now, metadata, stages=stages)
         assert version == record.version
         for slab in slabs:
             slab.release()
         self._settle()
 
-    def _slab(self, trainer: Trainer, model: str, number: int, dtype: torch.dtype, *, copied: bool) -> Slab:
+    def _slab(self, trainer: TrainerProcess, model: str, number: int, dtype: torch.dtype, *, copied: bool) -> Slab:
         lent = model in self.world.lent
         slab = (trainer.slots if lent else trainer.pool).acquire(layout_of(dtype))
         pack(slab, flat(number, dtype))
@@ -978,7 +976,7 @@ class Simulation(Oracle):
             slab.on_release = lambda: trainer.shared.pop(descriptor)
         return slab
 
-    def _pick(self, a: int) -> Worker:
+    def _pick(self, a: int) -> WorkerProcess:
         alive = [w for w in self.workers if w.running_on] or self.workers
         return alive[a % len(alive)]
 

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Sequence
 from asyncsync.bus.link import TICK
 from asyncsync.errors import ProtocolError
 from asyncsync.model.strategy import Binding, WeightStrategy
-from asyncsync.protocol.publisher import Publisher
 from asyncsync.protocol.settings import Identity, Settings
-from asyncsync.protocol.subscriber import Subscriber
+from asyncsync.protocol.trainer import Trainer
+from asyncsync.protocol.worker import Worker
 from asyncsync.relay.passing import Passing
 from asyncsync.weights.slab import Slab, SlabPool
 from asyncsync.wire import codec
@@ -35,14 +35,14 @@ def content(slab: Slab) -> int:
 
 
 class Node:
-    """A trainer (with a publisher), a worker (with a subscriber), or a relay (with both, and ``passing``)."""
+    """A trainer, a worker, or a relay (which has both machines, and ``passing``)."""
 
     def __init__(self, name: str, settings: Settings) -> None:
         self.name = name
         self.settings = settings
         self.pool = SlabPool()  # a trainer's
-        self.publisher: Publisher | None = None
-        self.subscriber: Subscriber | None = None
+        self.trainer: Trainer | None = None
+        self.worker: Worker | None = None
         self.passing: Passing | None = None
         self.parent: Node | None = None
         self.children: dict[bytes, Node] = {}  # by the route
@@ -106,25 +106,25 @@ class Tree:
         node = Node(f"trainer {self.trainers}", self.settings)
         self.trainers += 1
         epoch = 1000 * self.trainers, self.trainers
-        node.publisher = Publisher(epoch, Identity(), None if self.elastic else self.count, self.settings)
-        node.publisher.serve(MODEL, self.now)
+        node.trainer = Trainer(epoch, Identity(), None if self.elastic else self.count, self.settings)
+        node.trainer.serve(MODEL, self.now)
         return node
 
     def _relay(self, name: str, parent: Node) -> Node:
         node = Node(name, self.settings)
         index = FIRST_GUEST + self.random.randrange(FIRST_GUEST)
-        node.subscriber = Subscriber(index, self._nonce(), Identity(), self.settings, "relay")
-        node.subscriber.session.reconnects = True
-        node.publisher = Publisher((0, 0), Identity(), None, self.settings)
-        node.passing = Passing(node.subscriber, node.publisher)
+        node.worker = Worker(index, self._nonce(), Identity(), self.settings, "relay")
+        node.worker.session.reconnects = True
+        node.trainer = Trainer((0, 0), Identity(), None, self.settings)
+        node.passing = Passing(node.worker, node.trainer)
         self.connect(node, parent)
         return node
 
     def _worker(self, index: int, parent: Node) -> Node:
         node = Node(f"worker {index}", self.settings)
-        node.subscriber = Subscriber(index, self._nonce(), Identity(), self.settings)
-        node.subscriber.session.reconnects = True
-        node.subscriber.register(MODEL, Binding(None, WeightStrategy()), self.now)
+        node.worker = Worker(index, self._nonce(), Identity(), self.settings)
+        node.worker.session.reconnects = True
+        node.worker.register(MODEL, Binding(None, WeightStrategy()), self.now)
         self.connect(node, parent)
         return node
 
@@ -141,14 +141,14 @@ class Tree:
         if parent.alive:
             node.parent, node.route = parent, self._nonce()
             parent.children[node.route] = node
-            node.subscriber.connected(self.now)
+            node.worker.connected(self.now)
 
     def cut(self, node: Node) -> None:
         """Its connection ends; what is under way on it is lost."""
         if node.parent is not None:
             node.parent.children.pop(node.route, None)
             node.parent, node.route = None, b""
-            node.subscriber.disconnected()
+            node.worker.disconnected()
 
     def kill(self, node: Node) -> None:
         node.alive = False
@@ -191,12 +191,12 @@ class Tree:
         return self.parent_of(len(self.relays), i)
 
     def publish(self) -> int:
-        publisher = self.root.publisher
+        trainer = self.root.trainer
         number = len(self.numbers) + 1
         slab = slab_of(self.root.pool, number)
-        version = publisher.publish({MODEL: slab}, None, self.now)
+        version = trainer.publish({MODEL: slab}, None, self.now)
         slab.release()
-        self.numbers[publisher.epoch, version] = number
+        self.numbers[trainer.epoch, version] = number
         self.settle()
         return version
 
@@ -210,26 +210,26 @@ class Tree:
         """A shell's turn: apply, report, and send what the machines want sent."""
         if not node.alive or node in self.deaf:
             return
-        if (subscriber := node.subscriber) is not None:
-            for staging in list(subscriber.staged):
+        if (worker := node.worker) is not None:
+            for staging in list(worker.staged):
                 staging.run()
-                subscriber.applied(staging)
+                worker.applied(staging)
                 if node.passing is None:
                     self.look(node)
             if node.passing is not None and node.passing.is_report_due:
                 self.turn[node] = None
-            if (question := subscriber.asked) is not None and MODEL in subscriber.holdings.held:
-                _, version, slab = subscriber.holdings.held[MODEL]
-                subscriber.answer(question, version, [b"%016d" % content(slab)] * 2)
-            subscriber.flush()
-            while subscriber.outbox:
-                self._send(node, node.parent, node.route, *subscriber.outbox.popleft(), up=True)
-        if (publisher := node.publisher) is not None:
-            while publisher.outbox:
-                route, instruction, payload = publisher.outbox.popleft()
+            if (question := worker.asked) is not None and MODEL in worker.holdings.held:
+                _, version, slab = worker.holdings.held[MODEL]
+                worker.answer(question, version, [b"%016d" % content(slab)] * 2)
+            worker.flush()
+            while worker.outbox:
+                self._send(node, node.parent, node.route, *worker.outbox.popleft(), up=True)
+        if (trainer := node.trainer) is not None:
+            while trainer.outbox:
+                route, instruction, payload = trainer.outbox.popleft()
                 child = node.children.get(route)
                 if child is None:
-                    publisher.unreachable(route, self.now)
+                    trainer.unreachable(route, self.now)
                 else:
                     self._send(node, child, route, instruction, payload, up=False)
 
@@ -274,16 +274,16 @@ class Tree:
             instruction, payload = codec.decode(frames)
             try:
                 if up:
-                    receiver.publisher.receive(route, instruction, payload, self.now)
+                    receiver.trainer.receive(route, instruction, payload, self.now)
                 else:
-                    receiver.subscriber.receive(instruction, payload, self.now)
+                    receiver.worker.receive(instruction, payload, self.now)
             except ProtocolError:
                 pass
             self.flush(receiver)
 
     def look(self, node: Node) -> None:
         """A worker holds nothing torn, nothing older, and what was published under its version."""
-        epoch, version, slab = node.subscriber.holdings.held[MODEL]
+        epoch, version, slab = node.worker.holdings.held[MODEL]
         assert (epoch, version) >= node.seen, f"{node} has gone back from {node.seen} to {(epoch, version)}"
         assert content(slab) == self.numbers[epoch, version], f"{node} has other weights than version {version}"
         node.seen = epoch, version
@@ -294,10 +294,10 @@ class Tree:
             self.now += TICK
             for node in self.nodes():
                 if node.alive and node not in self.deaf:
-                    if node.publisher is not None:
-                        node.publisher.tick(self.now)
-                    if node.subscriber is not None:
-                        node.subscriber.tick(self.now)
+                    if node.trainer is not None:
+                        node.trainer.tick(self.now)
+                    if node.worker is not None:
+                        node.worker.tick(self.now)
             self.settle()
             self.flow()
 
@@ -313,17 +313,17 @@ class Tree:
 
     @property
     def newest(self) -> tuple[tuple[int, int], int]:
-        return self.root.publisher.epoch, self.root.publisher.published
+        return self.root.trainer.epoch, self.root.trainer.published
 
     def is_everywhere(self) -> bool:
         """Everybody has the newest version, and the trainer knows of each."""
-        publisher = self.root.publisher
-        outcome = publisher.progress.of(publisher.version, range(self.count), [MODEL])
+        trainer = self.root.trainer
+        outcome = trainer.progress.of(trainer.version, range(self.count), [MODEL])
         return all(node.seen == self.newest for node in self.workers) and len(outcome.acked) == self.count
 
     def missing(self) -> str:
         """For people: who lacks what."""
-        publisher = self.root.publisher
+        trainer = self.root.trainer
         late = [f"{n} has {n.seen}, parent {n.parent}" for n in self.workers if n.seen != self.newest]
-        outcome = publisher.progress.of(publisher.version, range(self.count), [MODEL])
+        outcome = trainer.progress.of(trainer.version, range(self.count), [MODEL])
         return f"newest {self.newest}; {late[:5]}; waiting {sorted(outcome.waiting)[:9]}, failed {outcome.failed}"

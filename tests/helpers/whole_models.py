@@ -42,7 +42,7 @@ def published(source: Any, strategy: WeightStrategy | None = None) -> Slab:
 
 
 def finish(prepared: Any) -> None:
-    """Apply an update that has been prepared, as a subscriber does when nobody reads."""
+    """Apply an update that has been prepared, as a worker does when nobody reads."""
     prepared.resolve()
     prepared.apply()
     prepared.complete()

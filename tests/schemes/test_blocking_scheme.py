@@ -111,8 +111,8 @@ async def test_updates_never_block_the_workers_main_path(api: Api) -> None:
                     assert model() == {0}, "its own forward goes on with what the step began with"
                     assert await receiver.receive(timeout=0) is None
                     assert receiver.status()[0].version == 1
-            subscriber = bare(receiver).bus._link.subscriber
-            await until(lambda: [staging.versions for staging in subscriber.staged] == [{"policy": 4}])
+            machine = bare(receiver).bus._link.machine
+            await until(lambda: [staging.versions for staging in machine.staged] == [{"policy": 4}])
         with Clock(0.1):
             assert model() == {3}, "the newest was applied when the step was over"
         assert read(await api.receive(receiver, 5)) == {3}

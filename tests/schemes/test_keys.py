@@ -239,14 +239,14 @@ def keyed(kind: int, own: Path, server: Path) -> Iterator[Any]:
 async def test_a_listed_client_cannot_speak_for_a_worker_by_its_route(site: Site) -> None:
     """Whoever has a key may send what it likes: nothing of it is taken for another worker's."""
     async with running(site) as run:
-        publisher = bare(run.sender).bus._link.publisher
-        [route] = publisher.membership.routes
+        machine = bare(run.sender).bus._link.machine
+        [route] = machine.membership.routes
         async with listed(site, "worker-1", b"mine") as socket:
             socket.send(hello(0))
-            socket.send(planted.message("Bye", publisher.epoch, publisher.peers[0].nonce, "closed", ""))
-            socket.send(planted.message("Ping", publisher.epoch, 1))
+            socket.send(planted.message("Bye", machine.epoch, machine.peers[0].nonce, "closed", ""))
+            socket.send(planted.message("Ping", machine.epoch, 1))
             await until(lambda: sum(run.sender.bus.dropped.values()) == 3)
-            assert list(publisher.membership.routes) == [route]
+            assert list(machine.membership.routes) == [route]
             await run.goes_on()
 
 
@@ -412,14 +412,14 @@ async def test_keys_that_are_taken_off_the_list_one_by_one_take_no_descriptors(s
     keygen(site.keys, *(argument for name in names for argument in ("--name", name)))
     async with running(site, fanout=True) as run:
         link = run.sender.bus._link
-        await until(lambda: len(link.publisher.fanout.subscribed) == 1)
+        await until(lambda: len(link.machine.fanout.subscribed) == 1)
         before, port = len(os.listdir("/proc/self/fd")), link.broadcast.port
         for removed, name in enumerate(names, 1):
             (site.keys / "clients" / f"{name}.key").unlink()
             await until(lambda n=removed: link.admission.removed == n and link._removed == n)
             await until(lambda: link.broadcast is not None)  # the blocking API's loop has a thread of its own
         assert link.broadcast.port != port
-        await until(lambda: len(link.publisher.fanout.subscribed) == 1)
+        await until(lambda: len(link.machine.fanout.subscribed) == 1)
         await until(lambda: len(os.listdir("/proc/self/fd")) <= before)
         await run.goes_on()
 

@@ -72,8 +72,8 @@ async def test_what_is_half_there_shows_nowhere(api: Api) -> None:
     source, model = Model(0, 4 << 20), Model(width=4 << 20)
     async with api.crew(1, source=source, models=[model]) as (sender, (receiver,), _):
         await sender.send_async(fill(source, 1))
-        subscriber = bare(receiver).bus._link.subscriber
-        chunk, count = subscriber._on_chunk, 0
+        machine = bare(receiver).bus._link.machine
+        chunk, count = machine._on_chunk, 0
 
         def some(*args: Any) -> None:
             nonlocal count
@@ -81,14 +81,14 @@ async def test_what_is_half_there_shows_nowhere(api: Api) -> None:
             if count < 3:
                 chunk(*args)
 
-        subscriber._on_chunk = some
+        machine._on_chunk = some
         await sender.publish(fill(source, 2))
         await until(lambda: count >= 3)
         assert read(model) == {1}
-        subscriber._on_chunk = chunk
+        machine._on_chunk = chunk
         await receiver.wait_version(3, timeout=20)  # the rest is fetched again
         assert read(model) == {2}
-        subscriber._on_chunk, count = some, 0
+        machine._on_chunk, count = some, 0
         await sender.publish(fill(source, 3))
         await until(lambda: count >= 3)
         await sender.shutdown(timeout=0.5)

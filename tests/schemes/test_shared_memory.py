@@ -246,7 +246,7 @@ async def test_blocking_receive_returns_nothing_at_once_and_the_model_has_the_up
                 await receiver.wait_version(value + 1, timeout=5)
                 assert read(model) == {value}, "without a receive"
             else:
-                await until(lambda: receiver.bus._link.subscriber.staged)
+                await until(lambda: receiver.bus._link.machine.staged)
                 assert read(model) == {value - 1}, "not without one"
             with Clock(0.1):
                 assert await receiver.receive(timeout) is None

@@ -150,7 +150,7 @@ async def test_a_connect_that_fails_after_its_socket_was_watched_leaves_no_reade
     loop = asyncio.get_running_loop()
     add_reader = type(loop).add_reader
     monkeypatch.setattr(type(loop), "add_reader", watch)
-    monkeypatch.setattr("asyncsync.bus.sender.SideChannels", fail)
+    monkeypatch.setattr("asyncsync.bus.trainer.SideChannels", fail)
     async with ZMQWeightSyncScheme(endpoint=f"ipc://{tmp_path}/bus") as scheme:
         scheme.init_on_sender(model_id="policy", model=Model(), num_workers=1)
         with pytest.raises(OSError, match="no side channel"):
@@ -171,9 +171,9 @@ async def test_half_a_mib_comes_unasked_where_it_comes_as_it_is(
     source, model = nn.Linear(1 << 17, 1, bias=False), nn.Linear(1 << 17, 1, bias=False)
     bus = api.bus(f"tcp://127.0.0.1:{unused_tcp_port}", num_workers=1, **options)
     async with api.crew(1, scheme=api.scheme(bus=bus), source=source, models=[model]) as everybody:
-        publisher = bare(everybody.sender).bus._link.publisher
-        fetched, handle = [], publisher._on_fetch
-        publisher._on_fetch = lambda *given: (fetched.append(given), handle(*given))
+        machine = bare(everybody.sender).bus._link.machine
+        fetched, handle = [], machine._on_fetch
+        machine._on_fetch = lambda *given: (fetched.append(given), handle(*given))
         nn.init.ones_(source.weight)
         await everybody.sender.send_async(source)
         assert bool(fetched) is asks

@@ -22,7 +22,7 @@ from helpers.pairs import Model, connected
 
 
 def reporter(desk: Desk, **dropped: int) -> Reporter:
-    return Reporter(desk.publisher, lambda: desk.now, lambda: {"no key": 3}, dropped)
+    return Reporter(desk.machine, lambda: desk.now, lambda: {"no key": 3}, dropped)
 
 
 def told(answer: Any) -> Report:
@@ -41,14 +41,14 @@ def test_a_report_has_the_sender_its_models_and_its_workers() -> None:
     desk.hello(1, have={"policy": 0})
     desk.ready(1)
     for model in ("policy", "value"):
-        desk.publisher.assemble(model)  # worker 2 has been there, once
+        desk.machine.assemble(model)  # worker 2 has been there, once
     version = desk.publish(1, models=["policy", "value"])
     desk.now = 8.0
-    desk.receive(0, messages.Applied(desk.publisher.epoch, {"policy": version, "value": version}))
+    desk.receive(0, messages.Applied(desk.machine.epoch, {"policy": version, "value": version}))
     desk.now = 9.5
-    desk.publisher.tick(desk.now)
+    desk.machine.tick(desk.now)
     report = told(reporter(desk, malformed=2).answer(7))
-    assert (report.token, report.epoch) == (7, desk.publisher.epoch)
+    assert (report.token, report.epoch) == (7, desk.machine.epoch)
     assert (report.host, report.pid) == (socket.gethostname(), os.getpid())
     assert (report.version, report.num_workers, report.num_models) == (version, 3, 2)
     assert [(m.model_id, m.nbytes, m.version) for m in report.models] == [("policy", 128, 1), ("value", 128, 1)]
@@ -78,7 +78,7 @@ def test_what_a_worker_says_is_one_line_without_control_characters() -> None:
     [update] = desk.take(messages.Update)
     error = "builtins.OSError", "\x1b[2Jno\x07 \u202espace\nleft", "Traceback: …\nno space left"
     desk.receive(
-        0, messages.Failed(desk.publisher.epoch, update.serial, {"policy": version}, False, *error)  # type: ignore[attr-defined]
+        0, messages.Failed(desk.machine.epoch, update.serial, {"policy": version}, False, *error)  # type: ignore[attr-defined]
     )  # fmt: skip
     report = told(reporter(desk, **{"ProtocolError: \x1b[2Jno\nmore": 2}).answer(1))
     assert (report.workers[0].reason, report.dropped) == (
@@ -99,7 +99,7 @@ def test_the_largest_report_fits_into_one_message() -> None:
     desk = Desk(None, models=names)
     for worker in range(400):
         desk.hello(worker, have=dict.fromkeys(names[:3], 0))
-        desk.publisher.membership.lose(worker, desk.publisher.peers[worker].nonce, "\U00010000" * 1000, 0.0)
+        desk.machine.membership.lose(worker, desk.machine.peers[worker].nonce, "\U00010000" * 1000, 0.0)
     reasons = {f"{i} " + "\U00010000" * 300: (1 << 64) - 1 for i in range(300)}
     report = told(reporter(desk, **reasons).answer(1))
     assert len(encode(report)) < MAX_HEADER
@@ -121,7 +121,7 @@ def test_nobody_gets_more_than_so_many_answers_in_a_second_nor_has_each_made_ane
     assert told(asked.answer(1)).counts["live"] == 1, "made anew"
     assert asked.answer(2) is None
     desk.now += FRESH_SECONDS / 2
-    desk.publisher.membership.lose(0, desk.publisher.peers[0].nonce, "gone", desk.now)
+    desk.machine.membership.lose(0, desk.machine.peers[0].nonce, "gone", desk.now)
     assert told(asked.answer(3)).counts["live"] == 1, "as it was"
 
 
@@ -186,7 +186,7 @@ async def test_of_several_addresses_the_next_one_is_asked_while_nobody_answers(t
     with Asker(f"{first},{second}") as asker:
         for endpoint in (second, first):
             async with connected(scheme := alone(endpoint)):
-                assert (await asker.ask(5)).epoch == scheme.bus._link.publisher.epoch
+                assert (await asker.ask(5)).epoch == scheme.bus._link.machine.epoch
 
 
 async def test_an_address_that_is_none_is_refused() -> None:

@@ -25,7 +25,7 @@ def link_of(everybody: Crew) -> Any:
 
 
 def fast_path_of(everybody: Crew) -> Any:
-    return link_of(everybody).subscriber.fast_path
+    return link_of(everybody).machine.fast_path
 
 
 def interrupt_copying(monkeypatch: pytest.MonkeyPatch, *, after: int) -> None:
@@ -79,7 +79,7 @@ async def test_what_receive_is_still_copying_from_is_not_written_by_the_fast_pat
         kept: list[tuple[Any, bytes]] = []
         for value in range(10, 16):
             await send(everybody, value)
-            slab = link_of(everybody).subscriber.holdings.held.get("policy")[2].retain()
+            slab = link_of(everybody).machine.holdings.held.get("policy")[2].retain()
             kept.append((slab, bytes(slab.memory)))
             assert all(bytes(one.memory) == content for one, content in kept)
         for slab, _ in kept:
@@ -100,7 +100,7 @@ async def test_a_shutdown_lets_go_of_what_the_fast_path_has(api: Api) -> None:
 async def test_a_packet_that_no_sender_sends_is_dropped_on_the_fast_path(api: Api) -> None:
     async with begun(api) as everybody:
         link, fast = link_of(everybody), fast_path_of(everybody)
-        subscriber = link.subscriber
+        machine = link.machine
         packets: list[bytes] = []
         receive = link.side_channel.receive
         link.side_channel.receive = lambda packet: packets.append(bytes(packet)) or receive(packet)
@@ -129,7 +129,7 @@ async def test_a_packet_that_no_sender_sends_is_dropped_on_the_fast_path(api: Ap
         unknown = packet(serial=serial, since=since, version=again.version + 1, descriptor=b"x" * 40)
         with pytest.raises(ValueError, match="another transport"):
             fast.take(unknown, 0.0)
-        assert (subscriber.serial, everybody.read) == (since, [{10}])
+        assert (machine.serial, everybody.read) == (since, [{10}])
         await send(everybody, 11, 12)
 
 
@@ -152,13 +152,13 @@ async def test_an_update_that_is_interrupted_on_the_fast_path_is_applied_whole(
         link = link_of(everybody)
         caught = interruptible(link)
         interrupt_copying(monkeypatch, after=copied)
-        slabs = link.subscriber.pool.slabs
+        slabs = link.machine.pool.slabs
         await everybody.sender.send_async(fill(everybody.source, 10))
         assert len(caught) == 1
         assert everybody.read == [{10}]
         assert bare(everybody.receivers[0]).version == everybody.sender.version
         await send(everybody, 11, 12)
-        assert link.subscriber.pool.slabs == slabs
+        assert link.machine.pool.slabs == slabs
 
 
 @pytest.mark.requirement(194)

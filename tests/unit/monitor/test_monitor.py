@@ -24,7 +24,7 @@ from prometheus_client import Histogram
 from prometheus_client.core import GaugeMetricFamily
 
 from asyncsync import Bus, ClosedError, NotConnected, PartialSendError, SharedMemWeightSyncScheme, ZMQWeightSyncScheme
-from asyncsync.bus.status import SenderObserver
+from asyncsync.bus.status import TrainerObserver
 from asyncsync.monitor.metrics import Metrics
 from asyncsync.monitor.trace import Monitoring, hooks_of
 from asyncsync.wire import messages
@@ -246,7 +246,7 @@ async def test_a_hook_is_told_each_step_of_each_version() -> None:
             told.clear()
         version = await sender.send_async(source)
         await until(lambda: trainer[-1][0] == "publish.end")
-        epoch = "{}-{}".format(*sender.bus._link.publisher.epoch)
+        epoch = "{}-{}".format(*sender.bus._link.machine.epoch)
     events = [event for event, _ in trainer]
     steps = ["publish.begin", "publish.packed", "publish.published", "deliver.begin", "deliver.end", "publish.end"]
     assert [event for event in events if event in steps] == steps
@@ -328,7 +328,7 @@ async def test_a_version_is_a_span_with_one_per_worker_below_it(spans: InMemoryS
     async with crew(2, scheme=kind()) as everybody:
         for _ in range(3):
             version = await everybody.sender.send_async(everybody.source)
-        epoch = "{}-{}".format(*everybody.sender.bus._link.publisher.epoch)
+        epoch = "{}-{}".format(*everybody.sender.bus._link.machine.epoch)
     found = [one for one in spans.get_finished_spans() if one.attributes["asyncsync.version"] == version]
     [publication] = [one for one in found if one.name == "asyncsync.publish"]
     assert publication.attributes == {
@@ -364,7 +364,7 @@ async def test_what_is_sent_to_all_is_followed_by_each_receiver(
     scheme = ZMQWeightSyncScheme(endpoint=endpoint, num_workers=3, fanout=True, delta=delta)
     models = [Model(width=width) for _ in range(3)]
     async with crew(3, scheme=scheme, source=Model(0, width), models=models) as everybody:
-        await until(lambda: len(scheme.bus._link.publisher.fanout.subscribed) == 3)
+        await until(lambda: len(scheme.bus._link.machine.fanout.subscribed) == 3)
         await scheme.send_async(everybody.source)  # those who came at different times were told by themselves
         spans.clear()
         caplog.set_level(logging.DEBUG, "asyncsync")
@@ -390,7 +390,7 @@ async def test_a_worker_that_cannot_apply_it_ends_its_span_with_why(spans: InMem
         everybody.models[0].first = None  # nothing fits it any more
         with pytest.raises(PartialSendError):
             await everybody.sender.send_async(everybody.source)
-        version = everybody.sender.bus._link.publisher.version
+        version = everybody.sender.bus._link.machine.version
     failed = [one for one in spans.get_finished_spans() if one.status.status_code is StatusCode.ERROR]
     assert {one.name for one in failed} >= {"asyncsync.deliver"}
     assert version in {one.attributes["asyncsync.version"] for one in failed}
@@ -457,14 +457,14 @@ def number_of(durations: Histogram) -> float:
     return next(sample.value for sample in family.samples if sample.name.endswith("_count"))
 
 
-def publish(observer: SenderObserver, model: str, version: int, epoch: tuple[int, int]) -> None:
+def publish(observer: TrainerObserver, model: str, version: int, epoch: tuple[int, int]) -> None:
     life = observer.begin([model])
     observer.published(life, version, epoch)
 
 
 def test_a_version_is_over_when_everybody_has_it_or_something_newer_or_is_lost() -> None:
     outstanding = {1, 2, 3}
-    observer = SenderObserver(lambda v, models, first: 0 if v in outstanding else None)
+    observer = TrainerObserver(lambda v, models, first: 0 if v in outstanding else None)
     durations = observer.durations = histogram()
     epoch = (1, 1)
     for version in (1, 2, 3):
@@ -489,21 +489,21 @@ def test_a_version_is_over_when_everybody_has_it_or_something_newer_or_is_lost()
 def test_versions_that_a_stopped_worker_lacks_are_over_when(ends: str) -> None:
     desk = Desk(3)
     desk.join(*range(3))
-    publisher, stopped = desk.publisher, 2
-    observer = SenderObserver(publisher.progress.awaited)
+    machine, stopped = desk.machine, 2
+    observer = TrainerObserver(machine.progress.awaited)
     durations = observer.durations = histogram()
     for number in range(5):
         version = desk.publish()
-        publish(observer, "policy", version, publisher.epoch)
-        while publisher.outbox:
-            route, instruction, _ = publisher.outbox.popleft()
+        publish(observer, "policy", version, machine.epoch)
+        while machine.outbox:
+            route, instruction, _ = machine.outbox.popleft()
             if isinstance(instruction, messages.Update | messages.Again):
                 observer.sent(int(route), instruction)
         for worker in range(3 if number == 0 else stopped):
             hear(desk, observer, worker, version)
     assert len(observer.lives) == 4
     if ends == "it is lost":
-        publisher.membership.lose(stopped, publisher.peers[stopped].nonce, "gone", desk.now)
+        machine.membership.lose(stopped, machine.peers[stopped].nonce, "gone", desk.now)
         observer.check(everybody=True)
     else:
         hear(desk, observer, stopped, version)
@@ -511,9 +511,9 @@ def test_versions_that_a_stopped_worker_lacks_are_over_when(ends: str) -> None:
     assert observer.lives == {}
 
 
-def hear(desk: Desk, observer: SenderObserver, worker: int, version: int) -> None:
+def hear(desk: Desk, observer: TrainerObserver, worker: int, version: int) -> None:
     """It has applied this."""
-    applied = messages.Applied(desk.publisher.epoch, {"policy": version})
+    applied = messages.Applied(desk.machine.epoch, {"policy": version})
     desk.receive(worker, applied)
     observer.heard(worker, applied)
     observer.check()
@@ -521,7 +521,7 @@ def hear(desk: Desk, observer: SenderObserver, worker: int, version: int) -> Non
 
 def test_a_version_is_over_though_who_was_waited_for_waits_for_an_earlier_one_of_another_model() -> None:
     waiting = {1: {5: ["value"]}, 2: {5: ["policy"]}}
-    observer = SenderObserver(lambda v, models, first: next(iter(waiting.get(v, [])), None))
+    observer = TrainerObserver(lambda v, models, first: next(iter(waiting.get(v, [])), None))
     observer.durations = histogram()
     for version, model in ((1, "value"), (2, "policy")):
         publish(observer, model, version, (1, 1))

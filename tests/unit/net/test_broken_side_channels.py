@@ -100,7 +100,7 @@ async def test_malformed_packets_are_counted_and_change_nothing(schemes: Schemes
     ]
     for one, bus in [
         (receivers[0].bus._link.side_channel, sender.bus),
-        (side_channels(sender).of[receivers[0].bus._link.subscriber.session.nonce], receivers[0].bus),
+        (side_channels(sender).of[receivers[0].bus._link.machine.session.nonce], receivers[0].bus),
     ]:
         for packet in packets:
             one.write([packet])

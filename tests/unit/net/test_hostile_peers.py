@@ -1,6 +1,6 @@
 """Peers that send garbage, half messages, too much, or messages of another time disturb nobody.
 
-Well-formed HELLOs that would take a worker its place: tests/unit/protocol/test_publisher.py.
+Well-formed HELLOs that would take a worker its place: tests/unit/protocol/test_trainer.py.
 """
 
 import asyncio

@@ -83,7 +83,7 @@ class BoardScheme(WeightSyncScheme):
 
 
 def introductions_of(sender: Any) -> Introductions:
-    found: Introductions = sender.bus.sender_link().introductions
+    found: Introductions = sender.bus.trainer_link().introductions
     return found
 
 
@@ -246,14 +246,14 @@ async def test_who_has_no_key_that_was_given_out_gets_no_answer_and_changes_noth
             await sender.send_async(fill(everybody.source, 2.0), timeout=10)
             assert not socket.poll(100)
         assert everybody.read == [{2.0}]
-        assert set(sender.bus.sender_link().publisher.peers) == {0}
+        assert set(sender.bus.trainer_link().machine.peers) == {0}
 
 
 @pytest.mark.requirement(203)
 async def test_a_key_is_good_for_its_own_worker_only() -> None:
     async with board(2) as everybody:
         sender = everybody.sender
-        link = sender.bus.sender_link()
+        link = sender.bus.trainer_link()
         async with stranger(introductions_of(sender)(1)) as socket:
             socket.send(codec.encode(HELLO))
             await until(lambda: any("worker 0, but has worker 1's key" in why for why in link.dropped))

@@ -1,4 +1,4 @@
-"""Publisher and subscriber together, over a network that loses, repeats, delays and reorders, while both sides crash.
+"""Trainer and worker together, over a network that loses, repeats, delays and reorders, while both sides crash.
 
 Always: no worker holds torn weights, weights of another worker, of an older version within an epoch or of an older
 epoch, or half of a publication of several models; a publication that somebody refuses changes nobody; no slab is lost
@@ -14,14 +14,14 @@ import pytest
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
-from asyncsync.bus.steady import SteadySender, SteadyWorker
+from asyncsync.bus.steady import SteadyTrainer, SteadyWorker
 from asyncsync.protocol.holdings import Session, StagedUpdates
 from asyncsync.protocol.membership import FanOut, Membership
-from asyncsync.protocol.publisher import Publisher
 from asyncsync.protocol.relays import Verification
-from asyncsync.protocol.subscriber import Subscriber
 from asyncsync.protocol.targets import Leases, Peer, Targets
+from asyncsync.protocol.trainer import Trainer
 from asyncsync.protocol.transfer import Announcement, IncomingUpdate, ShareSlab, Transfer
+from asyncsync.protocol.worker import Worker
 from helpers.mutation import mutate
 from helpers.simulation import ALWAYS, OPERATIONS, Simulation, World, draw_operations, draw_world
 
@@ -30,7 +30,7 @@ RUNS = 1500  # at most, until a mutation must have been noticed
 
 
 GIVE = "; self.leases.release(peer.nonce)"
-NO_PONG = (Publisher, "receive", "messages.Failed | messages.Pong)", "messages.Failed)")
+NO_PONG = (Trainer, "receive", "messages.Failed | messages.Pong)", "messages.Failed)")
 STAGED = "peer.end_transfer()\n                self._pump"
 ONE_BY_ONE = """parts = dict(list(parts.items())[:1])
     if not parts:"""
@@ -68,35 +68,35 @@ MUTATIONS = {
     "bytes behind a gap count as if there were none": [
         (IncomingUpdate, "write", "is_beyond = start > self.received", "is_beyond = False")
     ],
-    "chunks of another update are taken": [(Subscriber, "_on_chunk", "chunk.serial != update.serial", "False")],
+    "chunks of another update are taken": [(Worker, "_on_chunk", "chunk.serial != update.serial", "False")],
     "checksums are not compared": [(IncomingUpdate, "write", "zlib.crc32(data) != crc", "False")],
     "a transfer does not hold its slab": [(Transfer, "__init__", "slab.retain()", "slab")],
     "a transfer never lets go of its slab": [(Peer, "end_transfer", "self.transfer.release()", "pass")],
     "slabs of an update that cannot be converted are lost": [
-        (Subscriber, "_stage_if_complete", "for one in ready.values():", "for one in ():")
+        (Worker, "_stage_if_complete", "for one in ready.values():", "for one in ():")
     ],
     "slabs of a rejected publication are lost": [
         (Targets, "_withdraw", "slot.drop(version, version + 1)", "slot.pending = []")
     ],
     "old updates are taken": [
-        (Subscriber, "_on_update", "update.serial <= self.serial", "False"),
+        (Worker, "_on_update", "update.serial <= self.serial", "False"),
         (
-            Subscriber,
+            Worker,
             "_stage_if_complete",
             "if part.version > waiting.get(model_id, holdings.version(model_id)):",
             "if True:",
         ),
     ],
-    "messages of other trainers are taken": [(Subscriber, "receive", "epoch != session.epoch", "False")],
+    "messages of other trainers are taken": [(Worker, "receive", "epoch != session.epoch", "False")],
     "what an old trainer has sent is still applied": [(StagedUpdates, "abandon", "not one.abandon()", "True")],
     "everybody gets the same": [(Targets, "target", "own = model.own.get(worker)", "own = None")],
     "bytes are sent before they are packed": [(Transfer, "chunks", "stop > limit", "False")],
     "an announcement is used again for other parts": [(Announcement, "matches", "self.key == key", "True")],
     "nobody is asked, because all accepted something else": [
-        (Publisher, "_is_agreed", "layout not in peer.accepted", "False"),
+        (Trainer, "_is_agreed", "layout not in peer.accepted", "False"),
         (Targets, "due", "not in peer.accepted", "is None"),
     ],
-    "parts go one by one": [(Publisher, "_announce", "if not parts:", ONE_BY_ONE)],
+    "parts go one by one": [(Trainer, "_announce", "if not parts:", ONE_BY_ONE)],
     "a part is sent without the one that is refused": [(Targets, "due", "fresh - blocked", "fresh")],
     "an update is applied before an older one that waits": [
         (StagedUpdates, "line_up", "self.append(staging)", "self.insert(0, staging)")
@@ -110,14 +110,14 @@ MUTATIONS = {
         )
     ],
     "nobody is asked before a new layout": [
-        (Publisher, "_unanswered", "gathering = self", "return set()\n    gathering = self")
+        (Trainer, "_unanswered", "gathering = self", "return set()\n    gathering = self")
     ],
-    "a refusal concerns the refuser only": [(Publisher, "_on_refused", "peer.worker in publication.awaiting", "False")],
+    "a refusal concerns the refuser only": [(Trainer, "_on_refused", "peer.worker in publication.awaiting", "False")],
     "no PING": [(Membership, "tick", "self.ping(peer, now)", "continue")],
     "PONG does not show a lost READY": [
-        (Publisher, "_on_pong", "peer.welcome_after_ping < pong.seq and peer.unsettled", "False")
+        (Trainer, "_on_pong", "peer.welcome_after_ping < pong.seq and peer.unsettled", "False")
     ],
-    "PONG does not show a lost UPDATE": [(Publisher, "_on_pong", "pong.serial != transfer.serial", "False")],
+    "PONG does not show a lost UPDATE": [(Trainer, "_on_pong", "pong.serial != transfer.serial", "False")],
     "a HELLO of an old connection is answered there": [
         (Membership, "hello", "hello.attempt <= peer.hello.attempt", "False")
     ],
@@ -126,16 +126,16 @@ MUTATIONS = {
     ],
     "missing chunks are not asked for again": [
         (
-            Subscriber,
+            Worker,
             "_refetch",
             "update.stalled(now, min(PUSH_PATIENCE, patience) if update.pushed else patience)",
             "False",
         )
     ],
-    "staging alone gives a slot back": [(Publisher, "receive", STAGED, STAGED.replace("\n", f"{GIVE}\n"))],
+    "staging alone gives a slot back": [(Trainer, "receive", STAGED, STAGED.replace("\n", f"{GIVE}\n"))],
     "an old report gives back what was lent after it": [(Leases, "report", "serial <= last and", "")],
-    "a report says nothing of what is in use": [(Subscriber, "_in_use", "slab.is_used", "False")],
-    "a report says nothing of what a forked child uses": [(Subscriber, "_in_use", "slab.is_used", "slab.references")],
+    "a report says nothing of what is in use": [(Worker, "_in_use", "slab.is_used", "False")],
+    "a report says nothing of what a forked child uses": [(Worker, "_in_use", "slab.is_used", "slab.references")],
     "whoever is superseded has given everything back": [
         (
             Membership,
@@ -146,36 +146,36 @@ MUTATIONS = {
     ],
     "whoever connects again has given everything back": [
         (
-            Publisher,
+            Trainer,
             "_on_ready",
             "peer.ready, peer.opens = True, ready.opens",
             f"peer.ready, peer.opens = True, ready.opens{GIVE}",
         )
     ],
-    "whoever leaves has given everything back": [(Publisher, "receive", 'instruction.reason != "reading"', "True")],
+    "whoever leaves has given everything back": [(Trainer, "receive", 'instruction.reason != "reading"', "True")],
     "nothing tells of a slot that its last reader leaves": [
-        (Subscriber, "flush", "len(holdings.leased) < before", "False"),
+        (Worker, "flush", "len(holdings.leased) < before", "False"),
         NO_PONG,
     ],
     "whoever was superseded gives nothing back": [(Session, "bye", "elif not reads:", "elif False:")],
-    "a slot that is announced is not leased": [(Publisher, "_start", "if last.leases:", "if False:")],
-    "a report says nothing of what has just come": [(Subscriber, "_attach", "self.holdings.lease(part, slab)", "pass")],
-    "the end of a process gives nothing back": [(Publisher, "ended", "self.leases.release(nonce)", "pass")],
-    "AGAIN leaves the slab before where it is": [(Publisher, "_advance", "before.release()", "pass")],
+    "a slot that is announced is not leased": [(Trainer, "_start", "if last.leases:", "if False:")],
+    "a report says nothing of what has just come": [(Worker, "_attach", "self.holdings.lease(part, slab)", "pass")],
+    "the end of a process gives nothing back": [(Trainer, "ended", "self.leases.release(nonce)", "pass")],
+    "AGAIN leaves the slab before where it is": [(Trainer, "_advance", "before.release()", "pass")],
     "the fast path goes on with what it has written, and not who has it": [
-        (SteadySender, "_hand_over", "catch_up = ", "waiting = {}\n        catch_up = ")
+        (SteadyTrainer, "_hand_over", "catch_up = ", "waiting = {}\n        catch_up = ")
     ],
     "the fast path forgets whom it has not told": [
-        (SteadySender, "_hand_over", "[peer for peer, _ in self._unsent]", "[]"),
+        (SteadyTrainer, "_hand_over", "[peer for peer, _ in self._unsent]", "[]"),
         NO_PONG,
     ],
-    "the fast path begins with somebody behind": [(Publisher, "steady", "for peer in peers:", "for peer in ():")],
+    "the fast path begins with somebody behind": [(Trainer, "steady", "for peer in peers:", "for peer in ():")],
     "the fast path writes where the newest version is": [
-        (SteadySender, "publish", "slab = self._next", "slab = self._newest")
+        (SteadyTrainer, "publish", "slab = self._next", "slab = self._newest")
     ],
     "a worker's fast path goes on whatever else it hears": [
-        (Subscriber, "receive", "self.end_fast_path()", "pass"),
-        (SteadyWorker, "take", "since != subscriber.serial or ", ""),
+        (Worker, "receive", "self.end_fast_path()", "pass"),
+        (SteadyWorker, "take", "since != machine.serial or ", ""),
     ],
     "a worker's fast path writes where the newest version is": [
         (SteadyWorker, "take", "slab.memory[:] = window", "self._newest.memory[:] = window")
@@ -184,10 +184,10 @@ MUTATIONS = {
         (SteadyWorker, "take", "if not passed or not self._is_applied:", "if passed and not self._is_applied:")
     ],
     "APPLIED gives nothing back": [
-        (Publisher, "receive", "messages.Applied | messages.Failed | messages.Pong", "messages.Failed")
+        (Trainer, "receive", "messages.Applied | messages.Failed | messages.Pong", "messages.Failed")
     ],
     "what is sent to all is taken by those who have missed what was before": [
-        (Subscriber, "_on_cast", "cast.since != self.serial", "False")
+        (Worker, "_on_cast", "cast.since != self.serial", "False")
     ],
     "those who are sent something at once count as having had what was before": [
         (FanOut, "started", "peer.before = peer.serial", "peer.before = serial - 1")
@@ -196,48 +196,48 @@ MUTATIONS = {
         (FanOut, "end", "self._pushed.release()", "pass"),
     ],
     "what is staged is the target": [(Targets, "commit", "if publication.stages:", "if False:")],
-    "what is staged is applied at once": [(Subscriber, "_stage_if_complete", "update.phase == STAGE", "False")],
+    "what is staged is applied at once": [(Worker, "_stage_if_complete", "update.phase == STAGE", "False")],
     "COMMIT is sent to those who hold something else": [
-        (Publisher, "_announce", "peer.held.get(m) == version", "True"),
+        (Trainer, "_announce", "peer.held.get(m) == version", "True"),
     ],
     "what was dropped is still to come": [(Targets, "drop_staged", "self._withdraw(version)", "pass")],
     "DROP does nothing": [
-        (Subscriber, "_on_drop", "if self.held is not None and", "if False and"),
-        (Subscriber, "_on_update", "if self.held is not None and", "if False and"),
+        (Worker, "_on_drop", "if self.held is not None and", "if False and"),
+        (Worker, "_on_update", "if self.held is not None and", "if False and"),
     ],
     "PONG does not show what is held": [
-        (Publisher, "_check_held", "version in held.items() if version", "version in {}.items() if version")
+        (Trainer, "_check_held", "version in held.items() if version", "version in {}.items() if version")
     ],
     "PONG does not show that DROP was lost": [
-        (Publisher, "_check_held", "for version in set(held.values()) - {staged}:", "for version in ():"),
-        (Subscriber, "_on_update", "if self.held is not None and", "if False and"),
+        (Trainer, "_check_held", "for version in set(held.values()) - {staged}:", "for version in ():"),
+        (Worker, "_on_update", "if self.held is not None and", "if False and"),
     ],
     "what is staged takes the place of what is pending": [(Targets, "publish", " and not stages", "")],
     "a late worker gets what is staged as if it were the target": [
-        (Publisher, "_announce", "due_to_stage(peer), STAGE", "due_to_stage(peer), APPLY")
+        (Trainer, "_announce", "due_to_stage(peer), STAGE", "due_to_stage(peer), APPLY")
     ],
     "what is taken is replaced by what is newer": [(StagedUpdates, "take", "self.remove(taken)", "pass")],
     "an older update reaches the models of what is taken": [
         (StagedUpdates, "take", "older.leave_out(taken.parts)", "pass")
     ],
-    "the version before what is taken is not kept": [(Subscriber, "take", "slab.retain()) for", "slab) for")],
-    "PONG does not show what is taken": [(Subscriber, "_ready_versions", "self.taken is None", "True")],
+    "the version before what is taken is not kept": [(Worker, "take", "slab.retain()) for", "slab) for")],
+    "PONG does not show what is taken": [(Worker, "_ready_versions", "self.taken is None", "True")],
     "an update counts as complete while a share is missing": [
-        (Subscriber, "_stage_if_complete", "all(share.complete for share in self.shares.values())", "True")
+        (Worker, "_stage_if_complete", "all(share.complete for share in self.shares.values())", "True")
     ],
     "a share of another version is taken": [
-        (Subscriber, "receive_share", "elif instruction.serial == share.serial:", "else:")
+        (Worker, "receive_share", "elif instruction.serial == share.serial:", "else:")
     ],
-    "a share that was lost is not requested again": [(Subscriber, "_refetch", "*self.shares.values()", "")],
+    "a share that was lost is not requested again": [(Worker, "_refetch", "*self.shares.values()", "")],
     "a share is requested from the wrong process": [(ShareSlab, "__init__", "= source", "= 3 - source")],
     "the pages of two incarnations make one answer": [
         (Verification, "due", "pages.nonce != peer.nonce", "False"),
         (Verification, "answer", "pages.nonce != page.nonce", "False"),
     ],
     "the answer to another question is shown": [
-        (Subscriber, "_on_verify", "self._answer[0].number == question.number", "True"),
+        (Worker, "_on_verify", "self._answer[0].number == question.number", "True"),
     ],
-    "HELLO is said once": [(Subscriber, "tick", "self.session.is_hello_due(now)", "False")],
+    "HELLO is said once": [(Worker, "tick", "self.session.is_hello_due(now)", "False")],
 }
 
 # Runs that have noticed what few others do: to look at them first saves a minute. Another one may be the first by now.

@@ -20,9 +20,9 @@ PIECES = replace(SMALL, fanout=True, fanout_least=2)
 def desk(workers: int = 4, settings: Settings = WHOLE, **arguments: Any) -> Desk:
     """All of them have subscribed, and have the first version."""
     made = Desk(workers, settings=settings, **arguments)
-    made.publisher.membership.fanout_port = 5556
+    made.machine.membership.fanout_port = 5556
     made.join(*range(workers))
-    made.publisher.fanout.subscribed |= {nonce(worker) for worker in range(workers)}
+    made.machine.fanout.subscribed |= {nonce(worker) for worker in range(workers)}
     version = made.publish(1)
     for worker in range(workers):
         made.applied(worker, policy=version)
@@ -32,10 +32,10 @@ def desk(workers: int = 4, settings: Settings = WHOLE, **arguments: Any) -> Desk
 
 def sent(made: Desk) -> tuple[list[tuple[messages.Cast, messages.Instruction]], dict[int, messages.Instruction]]:
     """What went to all, and what to single workers."""
-    publisher, casts, single = made.publisher, [], {}
-    while publisher.outbox:
-        route, instruction, payload = publisher.outbox.popleft()
-        cast = publisher.fanout.gather(route, instruction, payload, publisher.announcement)
+    machine, casts, single = made.machine, [], {}
+    while machine.outbox:
+        route, instruction, payload = machine.outbox.popleft()
+        cast = machine.fanout.gather(route, instruction, payload, machine.announcement)
         if cast is not None:
             casts.append((cast, instruction))
         else:
@@ -53,7 +53,7 @@ def test_what_all_are_to_get_is_sent_once_and_whoever_is_behind_is_told_when_it_
     made.publish(2)
     [(cast, update)], single = sent(made)
     assert (names(cast), single, cast.since) == ([], {}, update.serial - 1)  # type: ignore[attr-defined]
-    assert made.publisher.progress.of(2, range(4)).waiting == {0, 1, 2, 3}
+    assert made.machine.progress.of(2, range(4)).waiting == {0, 1, 2, 3}
     for worker in (0, 1, 3):
         made.applied(worker, policy=2)
     made.publish(3)
@@ -81,7 +81,7 @@ def test_what_is_for_some_reaches_nobody_else_and_who_is_gone_is_named() -> None
     [(cast, newest)], single = sent(made)
     assert (cast.since, names(cast), set(single)) == (newest.serial - 1, [], {3})  # type: ignore[attr-defined]
     made = desk()
-    made.publisher.lost(1, nonce(1), "it is gone", made.now)
+    made.machine.lost(1, nonce(1), "it is gone", made.now)
     made.publish(2)
     [(cast, _)], _ = sent(made)
     assert names(cast) == [nonce(1)[-NONCE_END:]]
@@ -94,8 +94,8 @@ def test_what_is_for_some_reaches_nobody_else_and_who_is_gone_is_named() -> None
 )
 def test_where_not_many_can_take_the_same_they_are_told_one_by_one(port: int, subscribers: int, lent: bool) -> None:
     made = desk()
-    made.publisher.membership.fanout_port = port
-    made.publisher.fanout.subscribed = {nonce(worker) for worker in range(subscribers)}
+    made.machine.membership.fanout_port = port
+    made.machine.fanout.subscribed = {nonce(worker) for worker in range(subscribers)}
     made.publish(2, lent=lent)
     casts, single = sent(made)
     assert (casts, set(single)) == ([], {0, 1, 2, 3})
@@ -113,8 +113,8 @@ def fetch(
 def chunks(made: Desk) -> dict[bytes, list[int]]:
     """Where those begin that were sent, by route."""
     found: dict[bytes, list[int]] = {}
-    while made.publisher.outbox:
-        route, instruction, _ = made.publisher.outbox.popleft()
+    while made.machine.outbox:
+        route, instruction, _ = made.machine.outbox.popleft()
         if isinstance(instruction, messages.Chunk):
             found.setdefault(route, []).append(instruction.offset)
     return found
@@ -138,8 +138,8 @@ def test_bytes_are_pushed_once_as_fast_as_the_fastest_quarter_takes_them() -> No
     fetch(made, 0, serial, pushed=128)
     fetch(made, 1, serial, pushed=128)
     assert chunks(made) == {EVERYBODY: [80, 100]}
-    assert made.publisher.fanout._pushed is None
-    assert made.publisher.peers[5].bytes_sent == 128
+    assert made.machine.fanout._pushed is None
+    assert made.machine.peers[5].bytes_sent == 128
 
 
 @pytest.mark.parametrize("fewer", [{"compress": "zstd"}, {"delta": True}], ids=str)
@@ -157,9 +157,9 @@ def test_those_who_have_failed_or_gone_set_no_pace_and_nothing_is_kept_for_them(
     [(_, update)], _ = sent(made)
     made.failed(0, update)
     for worker in (1, 2, 3):
-        made.publisher.lost(worker, nonce(worker), "gone", made.now)
+        made.machine.lost(worker, nonce(worker), "gone", made.now)
     made.pass_time(1)
-    assert made.publisher.fanout._pushed is None
+    assert made.machine.fanout._pushed is None
     made.publish(3)
     assert made.pool.slabs <= 2
 
@@ -198,7 +198,7 @@ def cast_station(*, since: int = 1, excluded: bytes = b"", pushed: bool = False)
     station.join()
     station.update_now(1, {"policy": (1, 1)})
     station.take()
-    layout = station.subscriber.holdings.held["policy"][2].layout
+    layout = station.machine.holdings.held["policy"][2].layout
     update = messages.Update(EPOCH, 2, False, (messages.Part("policy", 2, layout.digest, layout.nbytes),))
     station.receive(messages.Cast(EPOCH, since, excluded, pushed), [codec.encode(update), b""])
     return station
@@ -228,7 +228,7 @@ def test_what_nobody_sends_to_all_is_refused(frames: list[bytes]) -> None:
     station.update(1, {"policy": (1, 1)})
     with pytest.raises(ProtocolError):
         station.receive(messages.Cast(EPOCH, 1, b"", False), frames)
-    assert station.subscriber.serial == 1
+    assert station.machine.serial == 1
 
 
 def test_the_dtype_that_the_others_have_is_not_forced_on_one_that_has_refused_it() -> None:

@@ -114,14 +114,14 @@ def test_no_order_of_messages_gives_back_what_is_read_and_the_last_report_gives_
     assert leases.keys == reader.uses
 
 
-# -- the publisher's ---------------------------------------------------------------------------------------------------
+# -- the trainer's ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def desk() -> Desk:
     desk = Desk()
     desk.join(0, 1)
-    desk.publisher.assemble("policy")
+    desk.machine.assemble("policy")
     return desk
 
 
@@ -132,7 +132,7 @@ def update_for(desk: Desk, worker: int) -> messages.Update:
 
 def out(desk: Desk, worker: int) -> set[int]:
     """The versions that the newest incarnation of this worker, with its default nonce, may be reading."""
-    leases = desk.publisher.leases.of.get(nonce(worker))
+    leases = desk.machine.leases.of.get(nonce(worker))
     return set() if leases is None else {version for _, version in leases.slabs}
 
 
@@ -174,7 +174,7 @@ def test_a_failure_and_a_pong_report_too(desk: Desk) -> None:
     desk.publish(2, [0], lent=True)
     update = update_for(desk, 0)
     desk.pass_time(RETRY)
-    seq = desk.publisher.peers[0].ping_seq
+    seq = desk.machine.peers[0].ping_seq
     for in_use in ((("policy", 2),), ()):  # the second time, its number was answered; its report counts
         desk.receive(0, messages.Pong(EPOCH, seq, {}, {}, 0, update.serial, in_use))
         assert out(desk, 0) == {version for _, version in in_use}
@@ -185,7 +185,7 @@ def test_an_update_that_got_lost_stays_lent_until_its_successor_is_reported(desk
     lost = update_for(desk, 0)
     desk.publish(2, [0], lent=True)
     desk.pass_time(RETRY)
-    desk.receive(0, messages.Pong(EPOCH, desk.publisher.peers[0].ping_seq, {}, {}, 0, 0, ()))
+    desk.receive(0, messages.Pong(EPOCH, desk.machine.peers[0].ping_seq, {}, {}, 0, 0, ()))
     desk.ready(0)
     again = update_for(desk, 0)
     assert again.serial > lost.serial
@@ -201,7 +201,7 @@ def test_a_ping_tells_of_the_last_update_so_that_a_lost_one_comes_back_though_no
     lost = update_for(desk, 0)
     desk.pass_time(RETRY)
     assert [ping.serial for ping in desk.take(messages.Ping, b"0")] == [lost.serial]  # type: ignore[attr-defined]
-    desk.receive(0, messages.Pong(EPOCH, desk.publisher.peers[0].ping_seq, {}, {}, 0, lost.serial, ()))
+    desk.receive(0, messages.Pong(EPOCH, desk.machine.peers[0].ping_seq, {}, {}, 0, lost.serial, ()))
     assert out(desk, 0) == set()  # it is sent anew when the worker has accepted its layout anew
     desk.ready(0)
     assert (update_for(desk, 0).serial, out(desk, 0)) == (lost.serial + 1, {1})
@@ -211,13 +211,13 @@ def test_the_end_of_a_process_gives_back_what_its_incarnation_had_and_no_more(de
     desk.publish(1, lent=True)
     update = desk.take(messages.Update)[0]
     follow(desk, update)
-    assert all({v for _, v in leases.slabs} == {1} for leases in desk.publisher.leases.of.values())
-    assert desk.publisher.leases.of.keys() == {nonce(0), nonce(1), nonce(50)}
-    desk.publisher.ended(0, nonce(0), "its process (100) has ended", desk.now)
-    assert desk.publisher.leases.of.keys() == {nonce(1), nonce(50)}
-    assert desk.publisher.peers[0].state == "live"
+    assert all({v for _, v in leases.slabs} == {1} for leases in desk.machine.leases.of.values())
+    assert desk.machine.leases.of.keys() == {nonce(0), nonce(1), nonce(50)}
+    desk.machine.ended(0, nonce(0), "its process (100) has ended", desk.now)
+    assert desk.machine.leases.of.keys() == {nonce(1), nonce(50)}
+    assert desk.machine.peers[0].state == "live"
     desk.receive(b"no peer any more", messages.Released(EPOCH, nonce(1), messages.MAX_SERIAL, ()))
-    assert desk.publisher.leases.of.keys() == {nonce(50)}
+    assert desk.machine.leases.of.keys() == {nonce(50)}
 
 
 @pytest.mark.parametrize("leaves", [messages.Bye, messages.Released])
@@ -231,7 +231,7 @@ def test_a_worker_that_leaves_before_it_has_heard_of_a_new_epoch_gives_everythin
     assert out(desk, 0) == {1}
     about = ("closed", "") if leaves is messages.Bye else (messages.MAX_SERIAL, ())
     desk.receive(0, leaves(EPOCH, nonce(0), *about))
-    assert (out(desk, 0), desk.publisher.peers[0].state) == (set(), "lost")
+    assert (out(desk, 0), desk.machine.peers[0].state) == (set(), "lost")
 
 
 @pytest.mark.parametrize(
@@ -242,26 +242,26 @@ def test_a_connection_that_is_gone_gives_nothing_back_unless_it_was_to_another_h
 ) -> None:
     desk = Desk(1)
     desk.hello(0, local=local)
-    desk.publisher.membership.unwatched = set() if watched else {nonce(0)}
+    desk.machine.membership.unwatched = set() if watched else {nonce(0)}
     desk.ready(0)
     desk.publish(1, lent=True)
     for _ in range(2):
         desk.cut(b"0")
         desk.now += RETRY
-    assert (desk.publisher.peers[0].state == "lost") is not (local is True and watched)
+    assert (desk.machine.peers[0].state == "lost") is not (local is True and watched)
     assert out(desk, 0) == left
     if left:
-        assert not desk.publisher.leases.of[nonce(0)].pid or local
+        assert not desk.machine.leases.of[nonce(0)].pid or local
 
 
 def test_a_version_that_everybody_has_let_go_of_goes_back_while_it_is_the_target_and_is_still_there(desk: Desk) -> None:
     desk.publish(1, [0], lent=True)
     update = update_for(desk, 0)
     desk.staged(0, update, update.serial)  # a worker that copies out
-    assert nonce(0) not in desk.publisher.leases.of
+    assert nonce(0) not in desk.machine.leases.of
     assert slabs_out(desk) == 1
     follow(desk, update)
-    assert {v for _, v in desk.publisher.leases.of[nonce(50)].slabs} == {1}
+    assert {v for _, v in desk.machine.leases.of[nonce(50)].slabs} == {1}
 
 
 def test_bye_gives_everything_back_unless_it_reads_on(desk: Desk) -> None:
@@ -269,13 +269,13 @@ def test_bye_gives_everything_back_unless_it_reads_on(desk: Desk) -> None:
     desk.receive(0, messages.Bye(EPOCH, nonce(0), "closed", ""))
     desk.receive(1, messages.Bye(EPOCH, nonce(1), "reading", ""))
     assert (out(desk, 0), out(desk, 1)) == (set(), {1})
-    desk.publisher.ended(1, nonce(1), "its process has ended", desk.now)
-    assert desk.publisher.leases.of == {}
+    desk.machine.ended(1, nonce(1), "its process has ended", desk.now)
+    assert desk.machine.leases.of == {}
 
 
 def test_closing_gives_everything_back(desk: Desk) -> None:
     desk.publish(1, lent=True)
     desk.hello(0, incarnation=50, route=b"next")
-    desk.publisher.close()
-    assert (desk.publisher.leases.of, slabs_out(desk)) == ({}, 0)
+    desk.machine.close()
+    assert (desk.machine.leases.of, slabs_out(desk)) == ({}, 0)
     desk.receive(0, messages.Released(EPOCH, nonce(0), 1, ()))

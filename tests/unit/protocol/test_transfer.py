@@ -28,7 +28,7 @@ FIRST = Update(EPOCH, 1, False, (messages.Part("policy", 1, bytes(16), TOTAL),))
 
 
 class Packing(Desk):
-    """A publisher whose workers can decode what this process can, unless ``codecs`` is changed."""
+    """A trainer whose workers can decode what this process can, unless ``codecs`` is changed."""
 
     codecs = codecs_here()
 
@@ -43,19 +43,19 @@ class Packing(Desk):
     def encode(self) -> int:
         """All that is wanted, as a shell does it in its thread; how many pieces."""
         count = 0
-        while self.publisher.wanted:
-            encoding, index = self.publisher.wanted.popleft()
+        while self.machine.wanted:
+            encoding, index = self.machine.wanted.popleft()
             if encoding.users:
                 encoding.encode(index)
                 count += 1
-        self.publisher.packed()
+        self.machine.packed()
         return count
 
     def pieces(self, worker: int) -> list[tuple[Any, bytes]]:
         """What was sent to a worker since the last look: chunks, encoded or not, and their payload."""
         found = []
-        while self.publisher.outbox:
-            route, instruction, payload = self.publisher.outbox.popleft()
+        while self.machine.outbox:
+            route, instruction, payload = self.machine.outbox.popleft()
             if route == b"%d" % worker and isinstance(instruction, Chunk):
                 found.append((instruction, bytes(payload[0]) if payload else b""))
         return found
@@ -91,12 +91,12 @@ def test_an_update_names_the_version_before_as_its_base_and_no_older_one_is_kept
         assert update.parts[0].base == version - 1, "there is none before the first"
         desk.finish(0, update)
         assert desk.pool.slabs <= 3, "the newest, the one before, and the spare one"
-    slabs = desk.publisher.targets.slabs()
+    slabs = desk.machine.targets.slabs()
     assert [slab.base is None for slab in slabs] == [False, True]
     desk.publish(2.0, dtype=torch.float64)
     desk.ready(0, torch.float64)
     assert announced(desk).parts[0].base == 0, "another layout has none"
-    desk.publisher.close()
+    desk.machine.close()
     assert desk.pool.slabs == 1
 
 
@@ -113,12 +113,12 @@ def test_whoever_has_the_base_gets_what_has_changed() -> None:
             before = slab_of(desk.pool, 1.0).memory
             assert [piece.base for piece, _ in sent] == [zlib.adler32(before[:64]), zlib.adler32(before[64:])]
         desk.finish(0, update)
-        counted = desk.publisher.peers[0].bytes_sent
+        counted = desk.machine.peers[0].bytes_sent
         desk.publish(1.5)  # the same once more
         desk.fetch(0, announced(desk), (2,))
         desk.encode()
         assert [(piece.size, payload) for piece, payload in desk.pieces(0)] == [(64, b"")] * 2
-        assert desk.publisher.peers[0].bytes_sent == counted
+        assert desk.machine.peers[0].bytes_sent == counted
 
 
 @pytest.mark.parametrize("bases", [(), (0,), (7,)])
@@ -138,7 +138,7 @@ def test_a_piece_is_encoded_once_however_many_workers_get_it_and_for_nobody_who_
     for worker in (0, 1):
         desk.fetch(worker, update, (1,))
     assert desk.encode() == 2
-    sent = {route: payload for route, _, payload in desk.publisher.outbox}
+    sent = {route: payload for route, _, payload in desk.machine.outbox}
     assert set(sent) == {b"0", b"1"}
     assert sent[b"0"][0] is sent[b"1"][0]
     desk.take()
@@ -147,7 +147,7 @@ def test_a_piece_is_encoded_once_however_many_workers_get_it_and_for_nobody_who_
     assert desk.encode() == 0, "whoever comes later finds it"
     desk, update = after_one(BOTH)
     desk.fetch(0, update, (1,))
-    desk.publisher.lost(0, nonce(0), "it has ended", desk.now)
+    desk.machine.lost(0, nonce(0), "it has ended", desk.now)
     assert desk.encode() == 0
 
 
@@ -181,9 +181,9 @@ def test_bytes_are_compressed_for_those_who_can_decode_it() -> None:
         desk = Packing(1, settings=Settings(compress="zstd"))
         desk.codecs = codecs
         desk.hello(0)
-        desk.publisher.publish({"policy": slab}, None, 0.0)
+        desk.machine.publish({"policy": slab}, None, 0.0)
         desk.receive(0, messages.Ready(EPOCH, {"policy": slab.layout.digest}))
-        ((_, update, payload),) = [each for each in desk.publisher.outbox if isinstance(each[1], Update)]
+        ((_, update, payload),) = [each for each in desk.machine.outbox if isinstance(each[1], Update)]
         assert update.packed is fewer
         assert (len(payload[1]) < slab.nbytes) is fewer
     desk = Packing(1, settings=BOTH)
@@ -217,7 +217,7 @@ def begin(station: Station, serial: int = 2, version: int = 2, base: int = 1) ->
 
 
 def part_of(station: Station, version: int, base: int = 0) -> messages.Part:
-    digest = station.subscriber.holdings.held["policy"][2].layout.digest
+    digest = station.machine.holdings.held["policy"][2].layout.digest
     return messages.Part("policy", version, digest, TOTAL, base=base)
 
 
@@ -253,14 +253,14 @@ def test_what_is_staged_is_a_base_too_and_what_a_worker_has_not_is_not_claimed()
 def test_a_base_that_somebody_has_written_into_is_noticed_and_all_is_fetched(at: int) -> None:
     station = station_with()
     begin(station)
-    station.subscriber.holdings.held["policy"][2].memory[at] ^= 1
+    station.machine.holdings.held["policy"][2].memory[at] ^= 1
     for start in (0, 64):
         piece(station, memory(1.0), memory(2.0), start, start + 64)
     fetch = station.take(Fetch)[-1]
     assert fetch == Fetch(EPOCH, 2, 1, at // 64 * 64, fetch.upto, 0, ())  # type: ignore[attr-defined]
     piece(station, memory(1.0), memory(2.0), at // 64 * 64, at // 64 * 64 + 64)
     assert station.take() == [], "that was on its way"
-    assert not station.subscriber.staged
+    assert not station.machine.staged
     for start in range(at // 64 * 64, TOTAL, 32):
         station.chunk(2, start, 32, 2.0)
     station.apply()
@@ -274,7 +274,7 @@ def test_a_wrong_checksum_is_noticed_and_a_difference_is_fetched_whole() -> None
         piece(station, memory(1.0), memory(2.0), **wrong)
         (fetch,) = station.take(Fetch)
         assert (fetch.restart, fetch.bases) == (1, ())  # type: ignore[attr-defined]
-        assert not station.subscriber.staged
+        assert not station.machine.staged
     station = station_with()
     begin(station)
     with pytest.raises(ProtocolError, match="a piece at 0 of part 0 has a wrong checksum"):
@@ -314,7 +314,7 @@ def test_a_piece_that_cannot_be_is_refused(chunk: Chunk, payload: list[bytes], m
 
 def test_a_base_is_kept_while_it_is_needed_and_not_longer() -> None:
     station = station_with()
-    held = station.subscriber.holdings.held["policy"][2]
+    held = station.machine.holdings.held["policy"][2]
     assert held.references == 1
     begin(station)
     assert held.references == 2
@@ -323,8 +323,8 @@ def test_a_base_is_kept_while_it_is_needed_and_not_longer() -> None:
     station.apply()
     assert held.references == 0
     assert begin(station, 3, 3, base=2).bases == (2,)
-    station.subscriber._drop()
-    assert station.subscriber.holdings.held["policy"][2].references == 1
+    station.machine._drop()
+    assert station.machine.holdings.held["policy"][2].references == 1
 
 
 def test_the_bytes_of_an_update_may_be_fewer_only_if_it_says_so() -> None:
@@ -410,29 +410,29 @@ def test_an_update_is_complete_when_all_shares_are_here(sharer: Sharer) -> None:
     digest = layout().digest
     parts = tuple([Part(m, 5, digest, NBYTES, source=source) for m, source in (("policy", 1), ("critic", 2))])
     station.receive(messages.Update(EPOCH, 1, True, parts), [b"", b"", b"", b""])
-    subscriber = station.subscriber
-    assert [(source, asked.names) for source, asked in subscriber.to_sources] == [(1, ("policy",)), (2, ("critic",))]
-    for source, asked in [*subscriber.to_sources, *subscriber.to_sources]:
+    machine = station.machine
+    assert [(source, asked.names) for source, asked in machine.to_sources] == [(1, ("policy",)), (2, ("critic",))]
+    for source, asked in [*machine.to_sources, *machine.to_sources]:
         sharer.receive(b"%d" % source, Pull(EPOCH, 5, asked.names, 0, 0, NBYTES))
     for route, chunk, payload in sharer.outbox:
-        assert not subscriber.staged
-        subscriber.receive_share(int(route), chunk, payload, 0.0)
-    assert [one.versions for one in subscriber.staged] == [{"policy": 5, "critic": 5}]
+        assert not machine.staged
+        machine.receive_share(int(route), chunk, payload, 0.0)
+    assert [one.versions for one in machine.staged] == [{"policy": 5, "critic": 5}]
     station.apply()
     assert (station.content("policy"), station.content("critic")) == ({1}, {2})
 
 
 def test_the_coordinator_announces_what_it_does_not_have_and_retires_it() -> None:
     desk, retired = Desk(1), []
-    desk.publisher.sources = ("tcp://other:1",)
+    desk.machine.sources = ("tcp://other:1",)
     desk.hello(0)
     (welcome,) = desk.take(messages.Welcome)
     assert welcome.sources == ("tcp://other:1",)  # type: ignore[attr-defined]
     desk.ready(0)
     for _ in range(2):
         share = ShareSlab(layout(), 1)
-        share.on_release = lambda: retired.append(desk.publisher.version)
-        desk.publisher.publish({"policy": share}, None, desk.now)
+        share.on_release = lambda: retired.append(desk.machine.version)
+        desk.machine.publish({"policy": share}, None, desk.now)
         share.release()
         desk.finish_all()
     assert retired == [2], "when the next version has taken its place, and everybody has that"
@@ -443,10 +443,10 @@ def test_what_a_process_has_no_more_is_not_waited_for() -> None:
     station.join()
     part = Part("policy", 5, layout().digest, NBYTES, source=1)
     station.receive(messages.Update(EPOCH, 1, True, (part,)), [b"", b""])
-    station.subscriber.receive_share(1, Drop(EPOCH, 4), (), 0.0)
-    assert station.subscriber.incoming is not None
-    station.subscriber.receive_share(1, Drop(EPOCH, 5), (), 0.0)
-    assert station.subscriber.incoming is None
+    station.machine.receive_share(1, Drop(EPOCH, 4), (), 0.0)
+    assert station.machine.incoming is not None
+    station.machine.receive_share(1, Drop(EPOCH, 5), (), 0.0)
+    assert station.machine.incoming is None
     for wrong in (messages.Ping(EPOCH, 1), Chunk((EPOCH[0] - 1, 1), 5, 0, 0)):
         with pytest.raises(ProtocolError):
-            station.subscriber.receive_share(1, wrong, [bytes(NBYTES)], 0.0)
+            station.machine.receive_share(1, wrong, [bytes(NBYTES)], 0.0)

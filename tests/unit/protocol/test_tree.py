@@ -47,12 +47,12 @@ def test_every_worker_gets_every_version_and_the_trainer_knows(
         tree.publish()
         tree.flow()
         assert tree.is_everywhere(), tree.missing()
-    publisher = tree.root.publisher
-    assert sorted(publisher.membership.expected()) == list(range(tree.count))
-    assert publisher.membership.eligible(MODEL) == tree.count
-    assert publisher.progress.targeted(publisher.version) == list(range(tree.count))
-    assert all(publisher.progress.connected(w, [MODEL]) for w in range(tree.count))
-    assert len(publisher.peers) == (levels[0] if levels else tree.count)
+    trainer = tree.root.trainer
+    assert sorted(trainer.membership.expected()) == list(range(tree.count))
+    assert trainer.membership.eligible(MODEL) == tree.count
+    assert trainer.progress.targeted(trainer.version) == list(range(tree.count))
+    assert all(trainer.progress.connected(w, [MODEL]) for w in range(tree.count))
+    assert len(trainer.peers) == (levels[0] if levels else tree.count)
 
 
 def test_a_relay_sends_on_what_has_come_while_the_rest_is_on_its_way() -> None:
@@ -74,16 +74,16 @@ def test_a_relay_sends_on_what_has_come_while_the_rest_is_on_its_way() -> None:
 
 def end(tree: Tree, node: Node) -> None:
     """kill -9, and whoever is above it notices."""
-    above, subscriber = node.parent, node.subscriber
+    above, worker = node.parent, node.worker
     tree.kill(node)
-    above.publisher.ended(subscriber.worker, subscriber.session.nonce, "killed", tree.now)
+    above.trainer.ended(worker.worker, worker.session.nonce, "killed", tree.now)
     tree.flush(above)
 
 
 def outcome_of_the_next(tree: Tree) -> Any:
     version = tree.publish()
     tree.flow()
-    return tree.root.publisher.progress.of(version, range(tree.count), [MODEL])
+    return tree.root.trainer.progress.of(version, range(tree.count), [MODEL])
 
 
 def test_a_lost_worker_is_named_and_the_others_are_not() -> None:
@@ -103,7 +103,7 @@ def test_a_lost_worker_is_named_and_the_others_are_not() -> None:
 def test_a_failure_behind_a_relay_is_the_workers_own() -> None:
     tree = Tree((1, 1), 2)
     tree.flow()
-    worker = tree.workers[1].subscriber
+    worker = tree.workers[1].worker
     worker.models[MODEL].prepare = lambda slab: 1 / 0  # type: ignore[method-assign]
     outcome = outcome_of_the_next(tree)
     assert sorted(outcome.acked) == [0]
@@ -121,7 +121,7 @@ def test_a_layout_that_one_worker_cannot_take_stops_those_of_its_relay_and_all_a
     def refuse(layout: object) -> None:
         raise SchemaMismatch("it does not fit")
 
-    tree.workers[3].subscriber.models[MODEL].check = refuse  # type: ignore[method-assign]
+    tree.workers[3].worker.models[MODEL].check = refuse  # type: ignore[method-assign]
     outcome = outcome_of_the_next(tree)
     assert sorted(outcome.acked) == [0, 1]
     assert isinstance(outcome.failed[3], SchemaMismatch)
@@ -150,10 +150,10 @@ def test_a_worker_that_was_lost_to_a_relay_and_is_back_behind_it_is_there_for_th
     version = tree.publish()
     tree.connect(tree.workers[0], between)
     tree.pass_time(20)
-    publisher, known = between.publisher, tree.root.publisher.behind.workers
-    nonce = publisher.peers[0].nonce
+    trainer, known = between.trainer, tree.root.trainer.behind.workers
+    nonce = trainer.peers[0].nonce
     tree.kill(tree.workers[0])
-    publisher.ended(0, nonce, "killed", tree.now)
+    trainer.ended(0, nonce, "killed", tree.now)
     tree.settle()
     tree.flow()
     assert known[0].lost
@@ -204,7 +204,7 @@ def test_what_a_worker_hears_of_its_last_sender_after_its_hello_keeps_it_from_no
     tree = updated((1,), 1)
     worker = tree.workers[0]
     tree.connect(worker, tree.root)
-    worker.subscriber.serial += 100_000
+    worker.worker.serial += 100_000
     tree.settle()
     tree.flow()
     tree.publish()
@@ -212,7 +212,7 @@ def test_what_a_worker_hears_of_its_last_sender_after_its_hello_keeps_it_from_no
 
 
 def asked(tree: Tree, worker: Node, *, root: bool) -> int:
-    request = worker.subscriber.session.request(root=root)
+    request = worker.worker.session.request(root=root)
     tree.settle()
     return request
 
@@ -221,7 +221,7 @@ def asked(tree: Tree, worker: Node, *, root: bool) -> int:
 def test_the_root_answers_what_is_the_newest_version_and_not_a_relay_that_is_cut_off(levels: tuple[int, ...]) -> None:
     tree = updated(levels, 2)
     worker = tree.workers[0]
-    session, targets = worker.subscriber.session, worker.subscriber.targets
+    session, targets = worker.worker.session, worker.worker.targets
     requests = [asked(tree, worker, root=True) for _ in range(3)]
     tree.flow()
     assert session.answered(requests[-1], root=True)
@@ -270,9 +270,9 @@ def test_what_the_root_has_published_counts_before_it_has_come_to_the_relay(monk
     request = asked(tree, worker, root=True)
     tree.flow()
     monkeypatch.undo()
-    assert relay.publisher.published == 1
-    assert worker.subscriber.session.answered(request, root=True)
-    assert worker.subscriber.targets == {MODEL: 2}
+    assert relay.trainer.published == 1
+    assert worker.worker.session.answered(request, root=True)
+    assert worker.worker.targets == {MODEL: 2}
     assert tree.until(tree.is_everywhere, 5), tree.missing()
 
 
@@ -281,7 +281,7 @@ def test_workers_behind_relays_answer_what_they_hold_page_by_page() -> None:
     version = tree.publish()
     assert tree.until(tree.is_everywhere), tree.missing()
     tree.loss = 0.2
-    verification = tree.root.publisher.verify(MODEL, range(tree.count), tree.now)
+    verification = tree.root.trainer.verify(MODEL, range(tree.count), tree.now)
     tree.pass_time(4)
     tree.restart_relay(1, 0)
     tree.restart_worker(11)
@@ -310,7 +310,7 @@ def test_a_slow_worker_holds_up_neither_the_others_nor_memory() -> None:
         tree.publish()
         tree.flow()
     assert [w.seen[1] for w in tree.workers] == [21, 21, 1]
-    assert tree.relays[0][0].subscriber.pool.slabs <= 4
+    assert tree.relays[0][0].worker.pool.slabs <= 4
     tree.deaf = set()
     assert tree.until(tree.is_everywhere), tree.missing()
 
@@ -335,7 +335,7 @@ def run(seed: int, steps: int = 120) -> None:
     assert tree.until(tree.is_everywhere, 120), tree.missing()
     relays = [relay for level in tree.relays for relay in level]
     tree.pass_time(10)
-    assert all(relay.subscriber.pool.slabs <= 3 for relay in relays), [relay.subscriber.pool.slabs for relay in relays]
+    assert all(relay.worker.pool.slabs <= 3 for relay in relays), [relay.worker.pool.slabs for relay in relays]
     assert tree.root.pool.slabs <= 3
 
 
@@ -401,7 +401,7 @@ def test_the_same_in_many_runs(runs: int) -> None:
 def test_ten_thousand_workers_in_a_tree_with_losses_and_restarts() -> None:
     tree = updated((10, 20), 50, seed=1, settings=Settings(chunk_bytes=40, window_bytes=80))
     assert len(tree.workers) == 10_000
-    assert len(tree.root.publisher.peers) == 10
+    assert len(tree.root.trainer.peers) == 10
     per_update = messages_of_the_trainer(tree)
     assert per_update <= 10 * 30, "ten relays, however many workers are behind them"
     tree.loss = 0.01
@@ -455,16 +455,16 @@ def test_a_worker_that_is_forgotten_amid_a_recount_is_no_trouble() -> None:
     tree = Tree((1,), 3, elastic=True)
     tree.publish()
     tree.flow()
-    publisher, passing = tree.root.publisher, tree.relays[0][0].passing
-    peer = publisher.peers[tree.relays[0][0].subscriber.worker]
-    behind, known = publisher.behind, [passing._reported[w] for w in range(3)]
+    trainer, passing = tree.root.trainer, tree.relays[0][0].passing
+    peer = trainer.peers[tree.relays[0][0].worker.worker]
+    behind, known = trainer.behind, [passing._reported[w] for w in range(3)]
     number = behind._relays[peer.nonce].last
     left = replace(known[2], applied={}, failed={}, lost="it has left")
-    behind.report(peer, Relayed(publisher.epoch, number + 1, False, False, (left,)), tree.now)
+    behind.report(peer, Relayed(trainer.epoch, number + 1, False, False, (left,)), tree.now)
     tree.now += 61
-    behind.report(peer, Relayed(publisher.epoch, number + 2, True, True, (known[0],)), tree.now)
+    behind.report(peer, Relayed(trainer.epoch, number + 2, True, True, (known[0],)), tree.now)
     behind.tick(tree.now)
-    behind.report(peer, Relayed(publisher.epoch, number + 3, False, False, (known[1],)), tree.now)
+    behind.report(peer, Relayed(trainer.epoch, number + 3, False, False, (known[1],)), tree.now)
     assert sorted(behind.workers) == [0, 1]
 
 
@@ -475,18 +475,18 @@ def test_weights_of_its_own_are_nobodys_target_when_a_worker_has_gone_behind_a_r
     tree.publish()
     tree.flow()
     tree.pass_time(2)
-    publisher = tree.root.publisher
+    trainer = tree.root.trainer
     slab = tree.root.pool.acquire(LAYOUT)
     pack(slab, flat(77))
-    version = publisher.publish({MODEL: slab}, [0], tree.now)
+    version = trainer.publish({MODEL: slab}, [0], tree.now)
     slab.release()
-    tree.numbers[publisher.epoch, version] = 77
+    tree.numbers[trainer.epoch, version] = 77
     tree.connect(tree.workers[0], tree.relays[0][0])  # before they come
     tree.settle()
     tree.flow()
     tree.pass_time(30)
-    assert list(publisher.behind.workers) == [0]
-    assert not publisher.progress.of(version, [0], [MODEL]).waiting
+    assert list(trainer.behind.workers) == [0]
+    assert not trainer.progress.of(version, [0], [MODEL]).waiting
 
 
 def test_a_worker_that_has_come_back_to_a_relay_is_believed_to_be_there() -> None:
@@ -501,7 +501,7 @@ def test_a_worker_that_has_come_back_to_a_relay_is_believed_to_be_there() -> Non
         tree.pass_time(1)
     version = tree.publish()
     tree.flow()
-    assert not tree.root.publisher.progress.of(version, [0], [MODEL]).waiting
+    assert not tree.root.trainer.progress.of(version, [0], [MODEL]).waiting
 
 
 async def test_a_model_that_a_worker_behind_a_relay_registers_later_is_waited_for_and_comes(tmp_path: Path) -> None:
@@ -570,13 +570,13 @@ def desk() -> Desk:
 
 
 def ask(desk: Desk, *workers: int) -> Verification:
-    return desk.publisher.verify("policy", workers, desk.now)
+    return desk.machine.verify("policy", workers, desk.now)
 
 
 def page(
     desk: Desk, worker: int, start: int, digests: bytes, *, of: int = 0, count: int = 3, problem: str = ""
 ) -> None:
-    number = desk.publisher.verification.number
+    number = desk.machine.verification.number
     desk.receive(worker, messages.Digests(EPOCH, number, of, nonce(of), 1, start, count, digests, problem))
 
 
@@ -594,7 +594,7 @@ def test_pages_are_requested_one_after_the_other_and_make_one_answer(desk: Desk)
 def test_what_cannot_be_compared_and_who_is_lost_are_problems(desk: Desk) -> None:
     asked = ask(desk, 0, 1, 7)
     page(desk, 0, 0, b"", problem="its strategy casts")
-    desk.publisher.lost(1, nonce(1), "killed", desk.now)
+    desk.machine.lost(1, nonce(1), "killed", desk.now)
     desk.pass_time(1)
     assert asked.problems == {0: "its strategy casts", 1: "it is lost: killed", 7: "it is not connected"}
     assert not asked.waiting
@@ -621,11 +621,11 @@ def test_a_newer_question_takes_the_place_of_an_older_one() -> None:
     questions = [messages.Verify(EPOCH, number, 0, nonce(7), "policy", 0) for number in (1, 2)]
     for question in questions:
         station.receive(question)
-    station.subscriber.answer(questions[0], 1, [A])
+    station.machine.answer(questions[0], 1, [A])
     assert not station.take(messages.Digests)
-    station.subscriber.answer(questions[1], 1, [A, B])
+    station.machine.answer(questions[1], 1, [A, B])
     (first,) = station.take(messages.Digests)
     station.receive(messages.Verify(EPOCH, 2, 0, nonce(7), "policy", 1))
     (second,) = station.take(messages.Digests)
     assert (first.digests, second.digests, second.count) == (A, B, 2)  # type: ignore[attr-defined]
-    assert station.subscriber.asked is None
+    assert station.machine.asked is None

@@ -91,7 +91,7 @@ async def test_a_relay_fans_one_subscription_out_to_its_hosts_workers(tmp_path: 
             assert [one.version for one in receivers] == [version, version]
             assert receivers[0].metadata == {"step": value}
         status = sender.status()
-        place = relay.upstream.subscriber.worker
+        place = relay.upstream.machine.worker
         assert (status[0].role, status[0].relay, status[0].version) == ("worker", place, version)
         assert (status[place].role, status[place].relay) == ("relay", None)
         assert sum(one.bytes_sent for one in status.values()) == status[place].bytes_sent, "one copy for the host"
@@ -102,7 +102,7 @@ async def test_a_relay_fans_one_subscription_out_to_its_hosts_workers(tmp_path: 
 
 async def test_weights_of_single_workers_are_refused_where_they_are_behind_a_relay(tmp_path: Path) -> None:
     async with relayed(tmp_path) as (sender, relay, _, _, source):
-        place = relay.upstream.subscriber.worker
+        place = relay.upstream.machine.worker
         with pytest.raises(ValueError, match=f"worker 1 is behind relay {place}.*publish without worker_ids"):
             await sender.publish(source, worker_ids=[1])
         with pytest.raises(ValueError, match="worker 0 is behind relay"):
@@ -126,7 +126,7 @@ async def test_a_failure_is_named_and_the_others_have_it(tmp_path: Path) -> None
 async def test_a_trainer_that_says_goodbye_ends_the_workers_unless_the_relay_keeps_the_weights(tmp_path: Path) -> None:
     for keep, closed in ((None, True), (tmp_path / "kept.safetensors", False)):
         async with relayed(tmp_path, workers=1, keep=keep) as (sender, relay, (receiver,), _, _):
-            receiver._bus._link.subscriber.session.reconnects = False
+            receiver._bus._link.machine.session.reconnects = False
             await sender.shutdown()
             await asyncio.sleep(0.2)
             assert receiver.closed is closed
@@ -151,15 +151,13 @@ async def test_a_store_serves_the_last_version_while_the_trainer_is_away_and_aft
         assert await served(down, 5.0, version) == {"step": 7}
     async with relaying(RelayOptions(up, f"ipc://{tmp_path}/shared", shared=True, keep=keep)) as relay:
         assert await served(f"ipc://{tmp_path}/shared", 5.0, version, SharedMemWeightSyncScheme) == {"step": 7}
-        before = relay.downstream.publisher.epoch
+        before = relay.downstream.machine.epoch
         newer = ZMQWeightSyncScheme(endpoint=up, min_workers=0)
         newer.init_on_sender(model_id="policy", model=fill(source, 6.0))
         async with connected(newer):
             await newer.publish()
             down = relay.downstream
-            assert await down.wait(
-                lambda: down.publisher.epoch > before and down.publisher.published == newer.version, 20
-            )
+            assert await down.wait(lambda: down.machine.epoch > before and down.machine.published == newer.version, 20)
             assert await served(f"ipc://{tmp_path}/shared", 6.0, newer.version, SharedMemWeightSyncScheme) == {}
 
 
@@ -169,20 +167,20 @@ async def test_what_is_kept_is_of_one_trainer(tmp_path: Path) -> None:
     options = RelayOptions(up, f"ipc://{tmp_path}/down", keep=keep)
     async with AsyncExitStack() as stack:
         async with relaying(options) as relay:
-            publisher = relay.downstream.publisher
+            machine = relay.downstream.machine
             for models in (("a", "b"), ("a",)):
                 trainer = Bus(endpoint=up, min_workers=0)
                 stack.push_async_callback(trainer.shutdown)
                 for model_id in ("a", "b"):
                     ZMQWeightSyncScheme(bus=trainer).init_on_sender(model_id=model_id)
-                before = publisher.epoch
+                before = machine.epoch
                 await trainer.connect()
-                assert await relay.upstream.wait(lambda before=before: publisher.epoch > before, 20)
+                assert await relay.upstream.wait(lambda before=before: machine.epoch > before, 20)
                 version = await trainer.publish({model_id: Model(2.0) for model_id in models})
-                assert await relay.upstream.wait(lambda version=version: publisher.published == version, 20)
+                assert await relay.upstream.wait(lambda version=version: machine.published == version, 20)
                 if models == ("a", "b"):
                     await trainer.shutdown()
-            mark = str(publisher.epoch[1]).encode()
+            mark = str(machine.epoch[1]).encode()
             async with asyncio.timeout(20):
                 while not keep.exists() or mark not in keep.read_bytes():  # noqa: ASYNC110 (a thread writes it)
                     await asyncio.sleep(0.05)
@@ -190,7 +188,7 @@ async def test_what_is_kept_is_of_one_trainer(tmp_path: Path) -> None:
         assert found is not None
         assert found[1].keys() == {"a"}
         async with relaying(options) as relay:
-            session = relay.upstream.subscriber.session
+            session = relay.upstream.machine.session
             assert await relay.upstream.wait(lambda: session.welcomed, 20)
 
 
@@ -205,12 +203,12 @@ async def served(endpoint: str, value: float, version: int, cls: Callable[..., A
 async def test_a_relay_is_sent_what_has_changed_only(tmp_path: Path, shared: bool) -> None:
     there = relayed(tmp_path, workers=1, width=1_000_000, given={"delta": True}, shared=shared)
     async with there as (sender, relay, _, (model,), source):
-        before = sender.status()[relay.upstream.subscriber.worker].bytes_sent
+        before = sender.status()[relay.upstream.machine.worker].bytes_sent
         with torch.no_grad():
             next(source.parameters()).view(-1)[0] = 5.0
         await sender.send_async(source, timeout=20)
         assert all(map(torch.equal, model.state_dict().values(), source.state_dict().values()))
-        sent = sender.status()[relay.upstream.subscriber.worker].bytes_sent - before
+        sent = sender.status()[relay.upstream.machine.worker].bytes_sent - before
         assert 0 < sent <= 1 << 20, "one piece has changed, of four"
 
 
@@ -229,7 +227,7 @@ async def test_workers_and_relays_go_on_to_the_next_address_when_the_first_is_aw
     async with connected(sender, receiver, timeout=20):
         assert read(model) == {4.0}
         async with relaying(RelayOptions(f"ipc://{tmp_path}/nobody,{up}", down)) as relay:
-            session = relay.upstream.subscriber.session
+            session = relay.upstream.machine.session
             assert await relay.upstream.wait(lambda: session.welcomed, 20)
 
 
@@ -296,10 +294,10 @@ async def test_a_welcome_that_is_read_when_the_connection_has_ended_keeps_nobody
     async with receiver:
         await asyncio.gather(sender.connect(timeout=20), receiver.connect(timeout=20))
         link = receiver.bus._link
-        session = link.subscriber.session
+        session = link.machine.session
         await sender.shutdown()
         await until(lambda: not session.online)
-        link.subscriber.receive(replace(session.trainer, models={}), (), link.loop.time())
+        link.machine.receive(replace(session.trainer, models={}), (), link.loop.time())
         await until(lambda: link.whereabouts.endpoint == second)
 
 
@@ -310,9 +308,9 @@ async def test_a_process_of_this_host_is_not_watched_for_one_of_the_same_pid_on_
     async with connected(sender, receiver, timeout=20):
         link = receiver.bus._link
         assert link._watch is not None
-        session = link.subscriber.session
+        session = link.machine.session
         session.trainer = replace(session.trainer, boot="another host's")
-        link._watch_sender()
+        link._watch_trainer()
         assert link._watch is None
 
 
@@ -328,7 +326,7 @@ async def test_a_sender_that_is_at_no_address_is_lost_however_many_are_tried(
         link = receiver.bus._link
         assert not link.is_lost
         await sender.shutdown()
-        await until(lambda: not link.subscriber.session.online)
+        await until(lambda: not link.machine.session.online)
         assert not link.whereabouts.is_away(link.loop.time())
         await until(lambda: link.whereabouts.is_away(link.loop.time()), 4)
 
@@ -472,7 +470,7 @@ async def test_the_keys_of_a_list_of_addresses_are_for_those_by_tcp(
     async with sender, receiver:
         async with relaying(RelayOptions(up, down, credentials=above(tmp_path, "host"))) as relay:
             await asyncio.gather(sender.connect(timeout=20), receiver.connect(timeout=20))
-            assert sender.status()[0].relay == relay.upstream.subscriber.worker
+            assert sender.status()[0].relay == relay.upstream.machine.worker
             await sender.send_async(fill(source, 2.0), timeout=20)
         await until(lambda: sender.status()[0].relay is None and sender.status()[0].state == "live")
         await sender.send_async(fill(source, 3.0), timeout=20)

@@ -45,7 +45,7 @@ class Pair:
         return slab
 
     def apply(self, slab: Slab) -> None:
-        """As a subscriber does it: the new one is held, and the old one let go of, when it has been applied."""
+        """As a worker does it: the new one is held, and the old one let go of, when it has been applied."""
         self.binding.check(slab.layout)
         finish(self.binding.prepare(slab))
         if self.held is not None:

@@ -1,4 +1,4 @@
-"""Receiving: how staged updates go through a receiver's gate, and what its callers wait for.
+"""Applying: how staged updates go through a worker's gate, and what its callers wait for.
 
 A worker that serves workers of its own passes each update on before it counts as applied: a receiver's context with
 ``update_policy_weights_`` is called with every update that has gone through the gate, unless its attribute ``cascades``
@@ -19,12 +19,12 @@ from tensordict import TensorDict
 
 from asyncsync.bus.carrier import Carrier
 from asyncsync.bus.link import Link
-from asyncsync.bus.status import ReceiverObserver
+from asyncsync.bus.status import WorkerObserver
 from asyncsync.bus.steady import Show
 from asyncsync.errors import AckTimeout, ClosedError, NotConnected, WeightSyncError
 from asyncsync.model.gate import Gate, Writer
 from asyncsync.protocol.holdings import Staging
-from asyncsync.protocol.subscriber import Subscriber
+from asyncsync.protocol.worker import Worker
 from asyncsync.runtime.threads import WorkThread, as_exception
 from asyncsync.weights.slab import Slab
 from asyncsync.wire.messages import Epoch
@@ -34,11 +34,11 @@ CLEAN_DELAY = 0.002
 REQUEST_AGAIN = 1.0
 
 Mark = tuple[Epoch, int]
-"""(epoch, version): where a receiver is in the sequence of updates."""
+"""(epoch, version): where a worker is in the sequence of updates."""
 
 
-class Receiving:
-    """The updates of one receiver, from staged to applied, and its callers, who wait for them.
+class Applying:
+    """The updates of one worker, from staged to applied, and its callers, who wait for them.
 
     ``manual`` has the models whose updates wait for ``receive`` (``apply="on_receive"``), ``wanted`` those of them that
     somebody is receiving right now; ``copying`` counts the copies that are being made of received slabs. ``show`` is
@@ -49,10 +49,10 @@ class Receiving:
     def __init__(
         self,
         link: Link,
-        subscriber: Subscriber,
+        machine: Worker,
         gate: Gate,
         transports: Mapping[str, Carrier],
-        observer: ReceiverObserver,
+        observer: WorkerObserver,
         show: Show,
         origin: Callable[[Iterable[str]], int],
         unanswered: Callable[[], str],
@@ -62,7 +62,7 @@ class Receiving:
         self.copying = 0
         self.cascade = Cascade()
         self._link = link
-        self._subscriber = subscriber
+        self._machine = machine
         self._gate = gate
         self._transports = transports
         self._observer = observer
@@ -85,9 +85,9 @@ class Receiving:
         """This model takes part no more. When this returns, the gate has done with what it had begun with."""
         self.manual.discard(model_id)
         self.cascade.remove(model_id)
-        self._subscriber.unregister(model_id, self._link.loop.time())
+        self._machine.unregister(model_id, self._link.loop.time())
         self._link.settle()
-        await self._link.wait(lambda: not any(model_id in one.parts for one in self._subscriber.staged), None)
+        await self._link.wait(lambda: not any(model_id in one.parts for one in self._machine.staged), None)
 
     def close(self) -> None:
         """Nothing more is applied or passed on from here."""
@@ -97,9 +97,9 @@ class Receiving:
                 timer.cancel()
 
     async def leave(self, model_id: str, timeout: float) -> None:
-        """Have nothing under way for this model, which then has nothing of the sender's memory. Raises AckTimeout."""
-        staged, deadline = self._subscriber.staged, self._link.loop.time() + timeout
-        leave = Writer(self._subscriber.models[model_id].leave_slabs, lambda error: None)
+        """Have nothing under way for this model, which then has nothing of the trainer's memory. Raises AckTimeout."""
+        staged, deadline = self._machine.staged, self._link.loop.time() + timeout
+        leave = Writer(self._machine.models[model_id].leave_slabs, lambda error: None)
         staged.abandon()
         while staged or not self._gate.try_apply(leave):  # what the gate has begun with still goes to the model
             if self._link.loop.time() >= deadline:
@@ -110,9 +110,9 @@ class Receiving:
 
     def offer(self) -> None:
         """Give the gate what is staged, to be applied in one pass."""
-        if self.cascade.task is not None or self._link.closed or self._subscriber.leaving:
+        if self.cascade.task is not None or self._link.closed or self._machine.leaving:
             return
-        passing = self._ready() if self.manual else self._subscriber.staged.copy()
+        passing = self._ready() if self.manual else self._machine.staged.copy()
         if not passing or passing == self._offered:
             return
         self._offered = passing
@@ -130,7 +130,7 @@ class Receiving:
         what both bring, the older one then brings no more."""
         ready: list[Staging] = []
         waiting: list[Staging] = []
-        for staging in self._subscriber.staged:
+        for staging in self._machine.staged:
             if self._awaits_receive(staging) and staging not in self._offered:
                 waiting.append(staging)
                 continue
@@ -185,11 +185,11 @@ class Receiving:
         if self._observer.follows:
             self._observer.finished(staging, error)
         if error is not None:
-            self._subscriber.failed(staging, error)
+            self._machine.failed(staging, error)
             return
-        self._subscriber.applied(staging)
+        self._machine.applied(staging)
         if self._cleaning is None and any(part.slab.leased for part in staging.parts.values()):
-            # Not at once: it takes a core for some time, which the sender may need to read the acknowledgement.
+            # Not at once: it takes a core for some time, which the trainer may need to read the acknowledgement.
             self._cleaning = self._link.loop.call_later(CLEAN_DELAY, self._clean)
 
     def _clean(self) -> None:
@@ -217,7 +217,7 @@ class Receiving:
 
     def mark(self, model_id: str) -> Mark | None:
         """Epoch and version of the newest applied update of a model."""
-        held = self._subscriber.holdings.held.get(model_id)
+        held = self._machine.holdings.held.get(model_id)
         return None if held is None else (held[0], held[1])
 
     @contextmanager
@@ -233,63 +233,63 @@ class Receiving:
 
     def _here(self, models: Iterable[str]) -> list[str]:
         """Those of these models that take part. Raises ClosedError: the schemes of all of them were shut down."""
-        if here := [model_id for model_id in models if model_id in self._subscriber.models]:
+        if here := [model_id for model_id in models if model_id in self._machine.models]:
             return here
         raise ClosedError("this scheme was shut down")
 
     async def connected(self, model_id: str, timeout: float, deadline: float) -> None:
-        """Wait for the sender's welcome, and for the initial weights if it has any, until ``deadline``, by the loop's
+        """Wait for the trainer's welcome, and for the initial weights if it has any, until ``deadline``, by the loop's
         clock, which the caller gave as ``timeout``. Raises SchemaMismatch if these do not fit the model; NotConnected,
-        Fenced or ClosedError if no sender has come in time, or it turned this worker away."""
-        subscriber = self._subscriber
+        Fenced or ClosedError if no trainer has come in time, or it turned this worker away."""
+        machine = self._machine
 
         def done() -> bool:
             self._here([model_id])
             return (
-                subscriber.settled(model_id)
-                or subscriber.session.ended is not None
-                or model_id in subscriber.session.refused
-                or model_id in subscriber.holdings.error
+                machine.settled(model_id)
+                or machine.session.ended is not None
+                or model_id in machine.session.refused
+                or model_id in machine.holdings.error
             )
 
         def refused() -> bool:
-            return model_id in subscriber.session.refused and not subscriber.holdings.version(model_id)
+            return model_id in machine.session.refused and not machine.holdings.version(model_id)
 
-        if subscriber.session.ended is not None and not refused():
+        if machine.session.ended is not None and not refused():
             raise self._ending()
-        subscriber.check_again(model_id, self._link.loop.time())
-        if model_id in subscriber.session.refused:  # the sender's layout has not fitted, and does not by now
-            raise _again(subscriber.session.refused[model_id])
+        machine.check_again(model_id, self._link.loop.time())
+        if model_id in machine.session.refused:  # the trainer's layout has not fitted, and does not by now
+            raise _again(machine.session.refused[model_id])
         with self._wanted(model_id):
             self._link.settle()
             if not await self._link.wait(done, max(0.0, deadline - self._link.loop.time())):
                 raise NotConnected(
-                    f"worker {subscriber.worker} is not connected after {timeout:g} s: "
+                    f"worker {machine.worker} is not connected after {timeout:g} s: "
                     f"{self._why(model_id)}. connect() may be called again"
                 )
-        if refused():  # since then the sender may have taken its weights back, and left, because they do not fit
-            raise _again(subscriber.session.refused[model_id])
-        if subscriber.settled(model_id):
+        if refused():  # since then the trainer may have taken its weights back, and left, because they do not fit
+            raise _again(machine.session.refused[model_id])
+        if machine.settled(model_id):
             return
         raise self._failure(model_id)
 
     def _failure(self, model_id: str) -> Exception:
         """Why no update of this model will come, or could be applied."""
-        subscriber = self._subscriber
-        if subscriber.session.ended is not None:
+        machine = self._machine
+        if machine.session.ended is not None:
             return self._ending()
-        if model_id in subscriber.session.refused:
-            return _again(subscriber.session.refused[model_id])
-        return subscriber.holdings.error[model_id][1]
+        if model_id in machine.session.refused:
+            return _again(machine.session.refused[model_id])
+        return machine.holdings.error[model_id][1]
 
     def _why(self, model_id: str) -> str:
-        subscriber = self._subscriber
-        if not subscriber.session.online:
+        machine = self._machine
+        if not machine.session.online:
             return self._unanswered()
-        if not subscriber.session.welcomed:
+        if not machine.session.welcomed:
             return "the sender has not answered yet"
-        if model_id not in subscriber.session.served:
-            served = sorted(subscriber.session.served)
+        if model_id not in machine.session.served:
+            served = sorted(machine.session.served)
             return f"the sender serves {served}, not {model_id!r}; use one model_id on both sides"
         if self._gate.pending:
             return f"an update waits for {self._gate.readers} reader(s) to finish (a hold() or a forward)"
@@ -297,16 +297,16 @@ class Receiving:
 
     def _failed(self, model_id: str) -> int:
         """The newest version that could not be applied; 0: none."""
-        return self._subscriber.holdings.error.get(model_id, (0,))[0]
+        return self._machine.holdings.error.get(model_id, (0,))[0]
 
     def _ending(self) -> WeightSyncError:
-        assert self._subscriber.session.ended is not None
-        return _again(self._subscriber.session.ended)
+        assert self._machine.session.ended is not None
+        return _again(self._machine.session.ended)
 
     async def receive(self, model_id: str, after: Mark | None, timeout: float | None) -> Mark | None:
         """The mark of an applied update newer than ``after``; None when the timeout expires. Raises ClosedError or
         Fenced if nothing newer is there, and nothing will come."""
-        subscriber = self._subscriber
+        machine = self._machine
 
         def newer() -> bool:
             mark = self.mark(model_id)
@@ -314,7 +314,7 @@ class Receiving:
 
         def is_over() -> bool:
             self._here([model_id])
-            return subscriber.session.ended is not None
+            return machine.session.ended is not None
 
         with self._wanted(model_id):
             self._link.settle()
@@ -329,9 +329,9 @@ class Receiving:
         """Request what this worker should have, and wait until it has that. Raises AckTimeout without an answer, or
         without having applied it, within the timeout; SchemaMismatch, RemoteError or the like if it could not be
         applied here."""
-        subscriber, session = self._subscriber, self._subscriber.session
+        machine, session = self._machine, self._machine.session
         deadline = self._link.loop.time() + timeout
-        subscriber.check_again(model_id, self._link.loop.time())
+        machine.check_again(model_id, self._link.loop.time())
         with self._wanted(model_id):
             first = session.request()
 
@@ -341,17 +341,16 @@ class Receiving:
                     return True
                 if not session.answered(first):  # what does not fit may have been taken back by now
                     return False
-                target, version = subscriber.targets.get(model_id, 0), subscriber.holdings.version(model_id)
+                target, version = machine.targets.get(model_id, 0), machine.holdings.version(model_id)
                 reached = bool(target) and max(version, self._failed(model_id)) >= target
                 return reached or session.mismatch(model_id) is not None
 
             if not await self._requesting(done, deadline):
                 raise AckTimeout(
-                    f"worker {subscriber.worker} could not fetch {model_id!r} within {timeout:g} s: "
-                    f"{self._why(model_id)}"
+                    f"worker {machine.worker} could not fetch {model_id!r} within {timeout:g} s: {self._why(model_id)}"
                 )
         wrong = session.ended is not None or session.mismatch(model_id) is not None
-        if wrong or subscriber.holdings.version(model_id) < subscriber.targets.get(model_id, 0):
+        if wrong or machine.holdings.version(model_id) < machine.targets.get(model_id, 0):
             raise self._failure(model_id)
         mark = self.mark(model_id)
         assert mark is not None
@@ -366,30 +365,30 @@ class Receiving:
                 return True
             if remaining <= 0:
                 return False
-            self._subscriber.session.request(root=root)
+            self._machine.session.request(root=root)
 
     async def reach(self, model_id: str, version: int, timeout: float, others: Iterable[str] = ()) -> Mark:
         """Wait until this model has this version, or a newer one; one that waits for ``receive`` is applied, also where
         it is one of several models, if the ``others`` are named: they switch together, with the first of them. Raises
         AckTimeout: not within the timeout; SchemaMismatch, RemoteError or the like: it could not be applied here;
         ClosedError, Fenced: it will not come."""
-        subscriber = self._subscriber
+        machine = self._machine
 
         def done() -> bool:
             self._here([model_id])
-            ended = subscriber.session.ended is not None or model_id in subscriber.session.refused
-            return ended or max(subscriber.holdings.version(model_id), self._failed(model_id)) >= version
+            ended = machine.session.ended is not None or model_id in machine.session.refused
+            return ended or max(machine.holdings.version(model_id), self._failed(model_id)) >= version
 
         with self._wanted(model_id, *others):
             self._link.settle()
             in_time = await self._link.wait(done, timeout)
         mark = self.mark(model_id)
-        if mark is not None and subscriber.holdings.version(model_id) >= version:
+        if mark is not None and machine.holdings.version(model_id) >= version:
             return mark
         if in_time:
             raise self._failure(model_id)
         raise AckTimeout(
-            f"worker {subscriber.worker} was called for version {version} of {model_id!r}, which did not arrive within "
+            f"worker {machine.worker} was called for version {version} of {model_id!r}, which did not arrive within "
             f"{timeout:g} s: {self._why(model_id)}"
         )
 
@@ -397,26 +396,26 @@ class Receiving:
         """Wait until this worker has applied this version, or a newer one, of every one of these models that is to have
         one. Raises AckTimeout; SchemaMismatch, RemoteError or the like if it could not be applied here; ClosedError or
         Fenced if it will not come."""
-        subscriber = self._subscriber
-        session, holdings = subscriber.session, subscriber.holdings
+        machine = self._machine
+        session, holdings = machine.session, machine.holdings
 
         def missing() -> list[str]:
-            return [m for m in self._here(models) if subscriber.targets.get(m, 0) >= version > holdings.version(m)]
+            return [m for m in self._here(models) if machine.targets.get(m, 0) >= version > holdings.version(m)]
 
         def failed() -> list[str]:
             return [m for m in missing() if m in session.refused or self._failed(m) >= version]
 
         def done() -> bool:
-            meant = any(subscriber.targets.get(m, 0) >= version for m in models)
+            meant = any(machine.targets.get(m, 0) >= version for m in models)
             return bool(meant and not missing()) or bool(failed())
 
         in_time = await self._until(done, timeout)
         for model_id in failed():
             raise self._failure(model_id)
         if not in_time:
-            have = {m: subscriber.holdings.version(m) for m in models}
+            have = {m: machine.holdings.version(m) for m in models}
             raise AckTimeout(
-                f"worker {subscriber.worker} had not applied version {version} after {timeout:g} s; it has {have}"
+                f"worker {machine.worker} had not applied version {version} after {timeout:g} s; it has {have}"
             )
 
     async def wait_lag(self, models: list[str], max_lag: int, timeout: float) -> int:
@@ -424,7 +423,7 @@ class Receiving:
         that; returns the oldest of their versions. Raises AckTimeout without an answer, or without having applied it,
         within the timeout; SchemaMismatch, RemoteError or the like if it could not be applied here; ClosedError or
         Fenced if it will not come."""
-        subscriber, session, holdings = self._subscriber, self._subscriber.session, self._subscriber.holdings
+        machine, session, holdings = self._machine, self._machine.session, self._machine.holdings
         deadline = self._link.loop.time() + timeout
         least: dict[str, int] = {}
         first, epoch = session.request(root=True), session.epoch
@@ -439,7 +438,7 @@ class Receiving:
             if session.ended is not None or session.epoch != epoch:
                 return True  # another trainer, which counts anew: it is to be asked
             if not least and session.answered(first, root=True):
-                least.update({m: subscriber.targets.get(m, 0) - max_lag for m in models})
+                least.update({m: machine.targets.get(m, 0) - max_lag for m in models})
             for model_id in least.keys() - self._here(models):
                 del least[model_id]
             return bool(least) and (all(holdings.version(m) >= v for m, v in least.items()) or failed() is not None)
@@ -454,7 +453,7 @@ class Receiving:
                 asked = f", and it should have {least}" if least else "; the sender has not answered"
                 have = {m: holdings.version(m) for m in models}
                 raise AckTimeout(
-                    f"worker {subscriber.worker} was more than {max_lag} versions behind for {timeout:g} s: "
+                    f"worker {machine.worker} was more than {max_lag} versions behind for {timeout:g} s: "
                     f"it has {have}{asked}"
                 )
         if session.ended is not None:
@@ -469,13 +468,13 @@ class Receiving:
         models = list(models)
         if not await self._until(lambda: self._origin(models) >= version, timeout):
             raise AckTimeout(
-                f"worker {self._subscriber.worker} did not act with version {version} within {timeout:g} s, but with "
+                f"worker {self._machine.worker} did not act with version {version} within {timeout:g} s, but with "
                 f"{self._origin(models)}"
             )
 
     async def _until(self, done: Callable[[], bool], timeout: float) -> bool:
-        """False when the timeout expires first. Raises ClosedError or Fenced if the sender's end has come first."""
-        session = self._subscriber.session
+        """False when the timeout expires first. Raises ClosedError or Fenced if the trainer's end has come first."""
+        session = self._machine.session
         in_time = await self._link.wait(lambda: done() or session.ended is not None, timeout)
         if in_time and not done():
             raise self._ending()
@@ -483,7 +482,7 @@ class Receiving:
 
     async def copy(self, model_id: str, then: Callable[[Slab], Any]) -> Any:
         """Run ``then`` on a copy of the newest applied slab, which the caller owns."""
-        held = self._subscriber.holdings.held.get(model_id)
+        held = self._machine.holdings.held.get(model_id)
         assert held is not None
         slab = held[2].retain()
         self.copying += 1
@@ -493,7 +492,7 @@ class Receiving:
             self.copying -= 1
             slab.release()
             if slab.leased and not self._link.closed:
-                self._link.settle()  # the sender may be waiting for it
+                self._link.settle()  # the trainer may be waiting for it
 
 
 def _again(error: WeightSyncError) -> WeightSyncError:
@@ -502,7 +501,7 @@ def _again(error: WeightSyncError) -> WeightSyncError:
 
 
 class Cascade:
-    """The contexts of a receiver's models. While ``task`` is not None, it passes one update on.
+    """The contexts of a worker's models. While ``task`` is not None, it passes one update on.
 
     An ordinary ``update_policy_weights_`` runs on a daemon thread, because it may block: it typically sends with
     another scheme, whose loop thread must stay free. A coroutine function runs as a task of the loop.

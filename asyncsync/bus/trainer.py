@@ -1,4 +1,4 @@
-"""The sender's end of a bus: a Publisher on the running loop, behind one ROUTER socket."""
+"""The trainer's end of a bus: a Trainer on the running loop, behind one ROUTER socket."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from asyncsync.arguments import check_count
 from asyncsync.bus.carrier import Calls
 from asyncsync.bus.link import LINGER_MS, Link
 from asyncsync.bus.publishing import Publishing
-from asyncsync.bus.status import BusStatus, Reporter, SenderObserver, sender_figures, worker_status
+from asyncsync.bus.status import BusStatus, Reporter, TrainerObserver, trainer_figures, worker_status
 from asyncsync.errors import NotConnected, PartialSendError, PeerLost, ProtocolError
 from asyncsync.monitor.metrics import Metrics
 from asyncsync.monitor.trace import UNMONITORED, Monitoring, hooks_of
@@ -27,9 +27,9 @@ from asyncsync.net.rendezvous import Introductions
 from asyncsync.net.side_channel import BY_SIDE_CHANNEL, Receive, SideChannels, read
 from asyncsync.net.zmq_socket import Bound, Broadcast, LoopSocket, router
 from asyncsync.protocol.membership import EVERYBODY, Outcome, Progress
-from asyncsync.protocol.publisher import Publisher
 from asyncsync.protocol.settings import Settings
 from asyncsync.protocol.targets import Peer
+from asyncsync.protocol.trainer import Trainer
 from asyncsync.runtime import loop_thread
 from asyncsync.weights.slab import SlabPool
 from asyncsync.wire.codec import decode, encode
@@ -45,14 +45,14 @@ BLOCKED_SECONDS = 1.0
 KEYED_DESCRIPTORS = 3  # who asks whether somebody is let in, and who tells of those that were not
 
 
-class SenderLink(Link):
+class TrainerLink(Link):
     """Binds, serves the workers, publishes. Raises NotConnected if the endpoint is in use, or there are too few file
     descriptors. With ``keyed``, only workers that have been introduced get in, and the endpoint's port may be ``*``;
     with ``keys``, only those whose keys are listed. ``admission`` says so; None: everybody gets in.
 
-    The state machine, ``publisher``, stands still while the fast path is on: :meth:`caught_up` ends that. An elastic
-    sender needs ``min_workers``; ``pool`` has slabs for transports that have none. ``broadcast`` is what workers can
-    subscribe to; None: nothing.
+    The state ``machine`` stands still while the fast path is on: :meth:`caught_up` ends that. An elastic trainer needs
+    ``min_workers``; ``pool`` has slabs for transports that have none. ``broadcast`` is what workers can subscribe to;
+    None: nothing.
     """
 
     introductions: Introductions  # if it is keyed
@@ -77,10 +77,10 @@ class SenderLink(Link):
         hooks = hooks_of(monitoring.tracing)
         super().__init__("asyncsync-pack", self._per_worker * (num_workers or 1) + of_all)
         epoch = (time.time_ns(), secrets.randbits(62))
-        self.publisher = Publisher(epoch, this_process(), num_workers, settings)
+        self.machine = Trainer(epoch, this_process(), num_workers, settings)
         self.pool = SlabPool(partial(self.call_from_thread, self.notify))
-        self.observer = SenderObserver(self.publisher.progress.awaited, hooks)
-        self.reporter = Reporter(self.publisher, self.loop.time, lambda: self.refused, self.dropped)
+        self.observer = TrainerObserver(self.machine.progress.awaited, hooks)
+        self.reporter = Reporter(self.machine, self.loop.time, lambda: self.refused, self.dropped)
         self.min_workers = min_workers
         self._has_warned = False  # of an event loop that was blocked
         self._carried = self._before = 0  # where a checkpoint goes on, and what was published before that
@@ -122,7 +122,7 @@ class SenderLink(Link):
             raise NotConnected(f"cannot bind {endpoint}: {error}; {hint}") from error
         if keyed and self.admission is not None:
             bound = socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
-            self.introductions = Introductions(bound, self.admission, self.publisher.peers)
+            self.introductions = Introductions(bound, self.admission, self.machine.peers)
         elif self.admission is None and is_plaintext_beyond_loopback(endpoint):
             logger.warning("%s is reachable from other hosts and not encrypted (allow_plaintext=True)", endpoint)
         self._bound = Bound(socket)
@@ -130,7 +130,7 @@ class SenderLink(Link):
         undo.callback(self._socket.close)
         self.side_channels = SideChannels(side_channel_path(endpoint), self._introduce, self.crash)
         undo.callback(self.side_channels.close)
-        self.publishing = Publishing(self, self.publisher, self.pool, self.observer, self.side_channels, self.depart)
+        self.publishing = Publishing(self, self.machine, self.pool, self.observer, self.side_channels, self.depart)
         if self._lock is not None and self.side_channels.path is not None:
             self._lock.beside.append(self.side_channels.path)
 
@@ -138,28 +138,28 @@ class SenderLink(Link):
         """Let workers subscribe, beside this address. They can do without."""
         protect = (lambda socket: None) if self.admission is None else self.admission.guard
         try:
-            self.broadcast = Broadcast(self.context, endpoint, self.publisher.fanout.subscribed, protect, self.crash)
+            self.broadcast = Broadcast(self.context, endpoint, self.machine.fanout.subscribed, protect, self.crash)
         except zmq.ZMQError as error:
             logger.warning("no fan-out, so each worker gets its own copy: %s", error)
-        self.publisher.fanout.moved(0 if self.broadcast is None else self.broadcast.port)
+        self.machine.fanout.moved(0 if self.broadcast is None else self.broadcast.port)
 
-    def caught_up(self) -> Publisher:
+    def caught_up(self) -> Trainer:
         """The state machine, with all that the fast path has done meanwhile; that ends here."""
         self.publishing.end_steady()
-        return self.publisher
+        return self.machine
 
     def report(self) -> Report:
-        """How this sender and its workers are, now."""
+        """How this trainer and its workers are, now."""
         self.caught_up()
         return self.reporter.report()
 
     def status(self, models: list[str]) -> BusStatus:
-        publisher, now = self.caught_up(), self.loop.time()
-        workers = sorted({*publisher.membership.expected(), *publisher.peers, *publisher.behind.workers})
-        return BusStatus({worker: worker_status(publisher, worker, models, now) for worker in workers}, self.refused)
+        machine, now = self.caught_up(), self.loop.time()
+        workers = sorted({*machine.membership.expected(), *machine.peers, *machine.behind.workers})
+        return BusStatus({worker: worker_status(machine, worker, models, now) for worker in workers}, self.refused)
 
     def figures(self) -> list[Metric]:
-        return [*sender_figures(self.report(), self.publisher.version), *super().figures()]
+        return [*trainer_figures(self.report(), self.machine.version), *super().figures()]
 
     @property
     def refused(self) -> Mapping[str, int]:
@@ -169,11 +169,11 @@ class SenderLink(Link):
     @property
     def issued(self) -> int:
         """The last version that a publication has returned; some worker may still refuse it. 0: none."""
-        counted = self.publisher.version
+        counted = self.machine.version
         return self._before if counted == self._carried else counted
 
     def carry_on(self, version: int) -> None:
-        """Count on from this version, which is not below the publisher's."""
+        """Count on from this version, which is not below the trainer's."""
         self._before, self._carried = self.issued, version
         self.caught_up().targets.carry_on(version)
 
@@ -181,7 +181,7 @@ class SenderLink(Link):
 
     def check_workers(self, workers: list[int] | None) -> list[int] | None:
         """Raise ValueError where a worker_idx cannot exist."""
-        count = self.publisher.num_workers
+        count = self.machine.num_workers
         for worker in workers or ():
             if worker < 0 or (count is not None and worker >= count):
                 last = (count or 1) - 1
@@ -190,9 +190,9 @@ class SenderLink(Link):
 
     def check_reach(self, workers: Iterable[int]) -> None:
         """Raise ValueError for weights of single workers that are behind a relay."""
-        behind = self.publisher.behind.workers
+        behind = self.machine.behind.workers
         for worker in workers:
-            if worker in behind and worker not in self.publisher.peers:
+            if worker in behind and worker not in self.machine.peers:
                 raise ValueError(
                     f"worker {worker} is behind relay {behind[worker].relay}, which passes on only weights for all "
                     "workers: publish without worker_ids, or connect this worker to the sender directly"
@@ -201,29 +201,30 @@ class SenderLink(Link):
     def check_enough(self, workers: list[int] | None, quorum: int) -> None:
         """Raise ValueError for a quorum that so many workers cannot be."""
         check_count("quorum", quorum)
-        count = self.publisher.num_workers if workers is None else len(workers)
+        count = self.machine.num_workers if workers is None else len(workers)
         if count is not None and quorum > count:
             raise ValueError(f"quorum={quorum}, but only {count} workers are to get this version")
 
     def check_quorum(self, models: Iterable[str], workers: list[int] | None = None, quorum: int | None = None) -> None:
-        """Raise NotConnected if no worker has one of these models; for an elastic sender, if fewer than ``min_workers``
-        have it, or than the ``quorum`` where it is for everybody. Raises ValueError as :meth:`check_enough`."""
+        """Raise NotConnected if no worker has one of these models; for an elastic trainer, if fewer than
+        ``min_workers`` have it, or than the ``quorum`` where it is for everybody. Raises ValueError as
+        :meth:`check_enough`."""
         if quorum is not None:
             self.check_enough(workers, quorum)
-        publisher = self.publisher  # who is there, and with which models, does not change on the fast path
+        machine = self.machine  # who is there, and with which models, does not change on the fast path
         needed, name = self.min_workers, "min_workers"
         if quorum is not None and workers is None and quorum > needed:
             needed, name = quorum, "quorum"
         for model_id in models:
-            there = publisher.membership.eligible(model_id)
-            if publisher.num_workers is None and there < needed:
+            there = machine.membership.eligible(model_id)
+            if machine.num_workers is None and there < needed:
                 text = f"only {there} workers are connected, but {name}={needed} are needed"
-            elif publisher.num_workers is not None and not there:
+            elif machine.num_workers is not None and not there:
                 text = "no worker can apply this"
             else:
                 continue
-            without = publisher.membership.without(model_id)
-            others = "; ".join(publisher.progress.why_absent(worker, [model_id]) for worker in without)
+            without = machine.membership.without(model_id)
+            others = "; ".join(machine.progress.why_absent(worker, [model_id]) for worker in without)
             raise NotConnected(
                 f"{text}{f' ({others})' if others else ''}: "
                 "wait for them with connect(), or use publish(), which also reaches workers that connect later"
@@ -249,14 +250,14 @@ class SenderLink(Link):
         the error names the missing ones.
         """
         try:
-            publisher, progress = self.publisher, self.publisher.progress
+            machine, progress = self.machine, self.machine.progress
             self.publishing.end_steady()
             chosen = progress.targeted(version, models) if workers is None else workers
-            needs_one = self.min_workers > 0 or publisher.num_workers is not None
+            needs_one = self.min_workers > 0 or machine.num_workers is not None
             if there and len(chosen) < max(quorum or 0, needs_one):
                 chosen = sorted({*chosen, *there})
             if not chosen and needs_one:
-                self.check_quorum(publisher.targets.models if models is None else models, workers, quorum)
+                self.check_quorum(machine.targets.models if models is None else models, workers, quorum)
                 raise NotConnected(f"no connected worker is to get version {version} (any more)")
             if quorum is not None and len(chosen) < quorum:
                 raise NotConnected(f"quorum={quorum}, but version {version} is for {len(chosen)} connected workers")
@@ -264,7 +265,7 @@ class SenderLink(Link):
             late = list(chosen)  # who has, does not lack it later: not everybody is looked at for each answer
 
             def done() -> bool:
-                publisher.check_open()
+                machine.check_open()
                 if quorum is not None:
                     now = _outcome(progress, version, chosen, models, calls)
                     return len(now.acked) >= quorum or len(now.acked) + len(now.waiting) < quorum
@@ -279,7 +280,7 @@ class SenderLink(Link):
 
             in_time = await self.wait(done, max(0.0, begun + timeout - self.loop.time()), self.depart)
         finally:
-            if self.publisher.outbox and not self.closed:  # there was nobody to wait for, or no time left
+            if self.machine.outbox and not self.closed:  # there was nobody to wait for, or no time left
                 self.settle()
         outcome = _outcome(progress, version, chosen, models, calls)
         if quorum is not None and len(outcome.acked) >= quorum:
@@ -304,25 +305,25 @@ class SenderLink(Link):
         Raises PartialSendError if a worker cannot take the weights: then no worker was given any; NotConnected, which
         names the missing workers and why, if not all were there in time.
         """
-        publisher = self.caught_up()
-        membership, progress = publisher.membership, publisher.progress
+        machine = self.caught_up()
+        membership, progress = machine.membership, machine.progress
 
         def gathered() -> bool:
             there = [w for w in membership.expected() if progress.connected(w, models)]
-            return len(there) >= (self.min_workers if publisher.num_workers is None else publisher.num_workers)
+            return len(there) >= (self.min_workers if machine.num_workers is None else machine.num_workers)
 
         def hopeless() -> bool:
             # A lost worker may come back; one that cannot take the weights will not change its mind.
             if version is None:
                 return False
-            if publisher.num_workers is None:  # one that comes later, and cannot take them, is its own affair
-                rejection = publisher.targets.rejection
+            if machine.num_workers is None:  # one that comes later, and cannot take them, is its own affair
+                rejection = machine.targets.rejection
                 return any(rejection(w, version, models) is not None for w in membership.expected())
             failed = progress.of(version, membership.expected(), models).failed
             return any(not isinstance(error, PeerLost) for error in failed.values())
 
         def done() -> bool:
-            publisher.check_open()
+            machine.check_open()
             return gathered() or hopeless() or bool(_ended(processes))
 
         in_time = await self.wait(done, max(0.0, deadline - self.loop.time()))
@@ -334,14 +335,14 @@ class SenderLink(Link):
             outcome = progress.of(version, membership.expected(), models)
             raise PartialSendError(outcome.acked, outcome.failed)
         for model_id in models:
-            publisher.assemble(model_id)
+            machine.assemble(model_id)
 
     def _why_not_all(self, models: list[str]) -> str:
-        membership, progress = self.publisher.membership, self.publisher.progress
+        membership, progress = self.machine.membership, self.machine.progress
         missing = [w for w in membership.expected() if not progress.connected(w, models)]
-        missing.sort(key=lambda w: w in self.publisher.peers)  # first those that the others may be waiting for
+        missing.sort(key=lambda w: w in self.machine.peers)  # first those that the others may be waiting for
         reasons = [progress.why_absent(w, models) for w in missing]
-        if self.publisher.num_workers is None:
+        if self.machine.num_workers is None:
             there = len(membership.expected()) - len(missing)
             reasons.insert(0, f"{there} of at least {self.min_workers} workers connected")
         if membership.turned_away:
@@ -357,7 +358,7 @@ class SenderLink(Link):
         route = frames[0].bytes
         if (
             self.side_channels.of
-            and (peer := self.publisher.membership.routes.get(route))
+            and (peer := self.machine.membership.routes.get(route))
             and (channel := self.side_channels.of.get(peer.nonce))
         ):
             channel.drain()
@@ -368,13 +369,13 @@ class SenderLink(Link):
             if type(instruction) is Inquiry:
                 self._answer(route, instruction)
                 return
-            peer = self.publisher.membership.routes.get(route) if self.observer.lives else None
+            peer = self.machine.membership.routes.get(route) if self.observer.lives else None
             if isinstance(instruction, Hello):
-                self.publisher.membership.shortage = shortage(self._per_worker)
-            self.publisher.receive(route, instruction, payload, now)
+                self.machine.membership.shortage = shortage(self._per_worker)
+            self.machine.receive(route, instruction, payload, now)
             if peer is not None:
                 self.observer.heard(peer.worker, instruction)
-            if key is not None and isinstance(instruction, Hello) and (new := self.publisher.membership.at(route)):
+            if key is not None and isinstance(instruction, Hello) and (new := self.machine.membership.at(route)):
                 assert self.admission is not None
                 self.admission.take(new.worker, key)
         except ProtocolError as error:
@@ -395,10 +396,10 @@ class SenderLink(Link):
         """The key of this message. Raises ProtocolError if its holder may not send it; who claims a place that is not
         its own is told so."""
         try:
-            key = admission.check(frame, instruction, self.publisher.membership.at(route))
+            key = admission.check(frame, instruction, self.machine.membership.at(route))
         except ProtocolError as error:
             if isinstance(instruction, Hello):
-                self.publisher.membership.refuse(route, instruction.nonce, str(error))
+                self.machine.membership.refuse(route, instruction.nonce, str(error))
                 self.settle()
             raise
         if isinstance(instruction, Hello) and admission.displaces(instruction.worker, key):
@@ -409,10 +410,10 @@ class SenderLink(Link):
         """Turn away the workers whose keys are not listed any more."""
         if self.admission is None:
             return
-        for worker in self.admission.revoked(self.publisher.peers):
+        for worker in self.admission.revoked(self.machine.peers):
             why = "its key was taken off the list of clients"
             logger.warning("turned worker %d away: %s", worker, why)
-            self.publisher.expel(worker, why, self.loop.time())
+            self.machine.expel(worker, why, self.loop.time())
         if self._subscribed_at is not None and self.admission.removed != self._removed:
             # A subscriber cannot be cut off alone, so all others are told of another port.
             self._removed = self.admission.removed
@@ -420,14 +421,14 @@ class SenderLink(Link):
                 self.broadcast.close()
                 self.broadcast = None
             self._open_broadcast(self._subscribed_at)
-            self.publisher.welcome_all()
+            self.machine.welcome_all()
 
     def _introduce(self, nonce: bytes) -> Receive | None:
         """Who connects a side channel: the receiver of its packets, if that is a worker that has sent HELLO."""
         self.publishing.end_steady()
         # A newcomer's side channel may be here before the READY by which it takes its place.
         return next(
-            (partial(self._receive_packet, p) for p in self.publisher.membership.welcomed if p.nonce == nonce), None
+            (partial(self._receive_packet, p) for p in self.machine.membership.welcomed if p.nonce == nonce), None
         )
 
     def _receive_packet(self, peer: Peer, packet: memoryview) -> None:
@@ -437,7 +438,7 @@ class SenderLink(Link):
         try:
             instruction, _ = read(packet)
             self.publishing.end_steady()
-            self.publisher.receive(peer.route, instruction, (), self.loop.time())
+            self.machine.receive(peer.route, instruction, (), self.loop.time())
             if self.observer.lives:
                 self.observer.heard(peer.worker, instruction)
         except ProtocolError as error:
@@ -449,18 +450,18 @@ class SenderLink(Link):
 
     def _watch(self) -> None:
         """One process watch per co-located worker incarnation; no side channel to one that is gone."""
-        publisher = self.publisher
+        machine = self.machine
         if self.side_channels.of:
-            self.side_channels.close_others({p.nonce for p in publisher.membership.welcomed})
-        chosen = {p.nonce: (p.worker, p.hello.pid) for p in publisher.peers.values() if p.local and not p.lost}
+            self.side_channels.close_others({p.nonce for p in machine.membership.welcomed})
+        chosen = {p.nonce: (p.worker, p.hello.pid) for p in machine.peers.values() if p.local and not p.lost}
         # One that has left may still be reading what was leased to it.
-        chosen |= {nonce: (leases.worker, leases.pid) for nonce, leases in publisher.leases.of.items() if leases.pid}
+        chosen |= {nonce: (leases.worker, leases.pid) for nonce, leases in machine.leases.of.items() if leases.pid}
         for nonce in self._watches.keys() - chosen.keys():
             self._watches.pop(nonce).close()
         for nonce in chosen.keys() - self._watches.keys():
             worker, pid = chosen[nonce]
             self._watches[nonce] = ProcessWatch(pid, partial(self._worker_ended, worker, nonce, pid))
-        publisher.membership.unwatched = {nonce for nonce, watch in self._watches.items() if not watch.is_watching}
+        machine.membership.unwatched = {nonce for nonce, watch in self._watches.items() if not watch.is_watching}
 
     def _worker_ended(self, worker: int, nonce: bytes, pid: int) -> None:
         with self.guard():
@@ -476,15 +477,15 @@ class SenderLink(Link):
         if late > BLOCKED_SECONDS and not self._has_warned and not loop_thread.is_here():
             self._warn_of_blocking(late)
         self._revoke()
-        self.publisher.tick(now)
+        self.machine.tick(now)
         self.observer.check(everybody=True)
         self._watch()
 
     def _warn_of_blocking(self, seconds: float) -> None:
         """The event loop was blocked for so long: tell so, if somebody was waiting for weights."""
-        publisher, progress = self.publisher, self.publisher.progress
-        version = publisher.published
-        waiting = progress.of(version, progress.targeted(version)).waiting & publisher.peers.keys()
+        machine, progress = self.machine, self.machine.progress
+        version = machine.published
+        waiting = progress.of(version, progress.targeted(version)).waiting & machine.peers.keys()
         if waiting:
             self._has_warned = True
             logger.warning(
@@ -506,14 +507,14 @@ class SenderLink(Link):
         """Send what is to be sent. Last of all: a worker that it wakes may take this core, or wait for it."""
         if self.timer is None:
             self._set_timer(self.loop.time())
-        if self.publisher.outbox:
+        if self.machine.outbox:
             self._send_all()
-        if self.publisher.wanted:
+        if self.machine.wanted:
             self.publishing.encode()
 
     def _send_all(self) -> None:
-        publisher, publishing, channels = self.publisher, self.publishing, self.side_channels.of
-        outbox, routes = publisher.outbox, publisher.membership.routes
+        machine, publishing, channels = self.machine, self.publishing, self.side_channels.of
+        outbox, routes = machine.outbox, machine.membership.routes
         if channels and publishing.is_busy:
             publishing.pause()
         departed = publishing.departed if publishing.served or self.observer.lives else None
@@ -536,10 +537,10 @@ class SenderLink(Link):
                     outcome = self._socket.send((route, header, *payload))
                 if outcome == zmq.EAGAIN:
                     failed = True
-                    publisher.clogged(route)
+                    machine.clogged(route)
                 elif outcome == zmq.EHOSTUNREACH:
                     failed = True
-                    publisher.unreachable(route, self.loop.time())
+                    machine.unreachable(route, self.loop.time())
                 elif departed is not None and isinstance(instruction, Update | Again):
                     departed(route, instruction)
         finally:
@@ -551,8 +552,8 @@ class SenderLink(Link):
     def _send_to_all(self, route: bytes, instruction: Instruction, header: bytes, payload: Sequence[Buffer]) -> bool:
         """Send what was just taken from the outbox to all subscribers, if it goes to them."""
         assert self.broadcast is not None
-        fanout, publishing = self.publisher.fanout, self.publishing
-        cast = fanout.gather(route, instruction, payload, self.publisher.announcement)
+        fanout, publishing = self.machine.fanout, self.publishing
+        cast = fanout.gather(route, instruction, payload, self.machine.announcement)
         if cast is None and route != EVERYBODY:
             return False
         self.broadcast.send((header, *payload) if cast is None else (encode(cast), header, *payload))
@@ -589,7 +590,7 @@ class SenderLink(Link):
         self.observer.close()
         self.publishing.close()
         self.publishing.end_steady()
-        self.publisher.close()
+        self.machine.close()
         self._send_all()
 
     def _close_all(self, linger_ms: int) -> None:

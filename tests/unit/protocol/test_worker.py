@@ -1,4 +1,4 @@
-"""The subscriber alone: the test plays the trainer."""
+"""The worker alone: the test plays the trainer."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -9,7 +9,7 @@ import torch
 from asyncsync.errors import ClosedError, Fenced, LimitExceeded, NotConnected, ProtocolError, SchemaMismatch
 from asyncsync.protocol.holdings import KEPT_LAYOUTS
 from asyncsync.protocol.settings import Settings
-from asyncsync.protocol.subscriber import FRUITLESS_RESTARTS, Subscriber
+from asyncsync.protocol.worker import FRUITLESS_RESTARTS, Worker
 from asyncsync.weights.encoding import codecs_here
 from asyncsync.weights.slab import SlabPool
 from asyncsync.wire import messages
@@ -47,7 +47,7 @@ def test_hello_says_who_this_is_and_what_it_has() -> None:
     station.welcome()
     station.update_now(1, {"policy": (4, 40)})
     station.take()
-    station.subscriber.connected(station.now)
+    station.machine.connected(station.now)
     (hello,) = station.take()
     versions = {"policy": 4, "": 4}
     assert hello == messages.Hello(0, nonce(7), 2, 107, "here", 1, EPOCH, versions, "worker", codecs_here(), serial=1)
@@ -77,9 +77,9 @@ def test_a_layout_that_does_not_fit_is_refused_before_ready_and_accepted_later()
     assert (refused.model_id, refused.digest) == ("policy", layout(F64).digest)
     assert "torch.float64" in refused.message
     assert ready == messages.Ready(EPOCH, {})
-    assert isinstance(station.subscriber.session.refused["policy"], SchemaMismatch)
+    assert isinstance(station.machine.session.refused["policy"], SchemaMismatch)
     station.welcome(F32)
-    assert station.subscriber.session.refused == {}
+    assert station.machine.session.refused == {}
 
 
 def test_ready_names_the_layouts_that_fit_models_which_are_here() -> None:
@@ -87,22 +87,22 @@ def test_ready_names_the_layouts_that_fit_models_which_are_here() -> None:
     station.take()
     station.welcome(models={"policy": layout(), "other": layout(F64)})
     assert station.take() == [messages.Ready(EPOCH, {"policy": layout().digest})]
-    assert station.subscriber.session.served == {"policy": layout().digest, "other": layout(F64).digest}
+    assert station.machine.session.served == {"policy": layout().digest, "other": layout(F64).digest}
 
 
 def test_settled_means_that_there_is_nothing_left_to_apply() -> None:
     station = Station()
-    assert not station.subscriber.settled("policy")
+    assert not station.machine.settled("policy")
     station.welcome(models={"other": None})
-    assert not station.subscriber.settled("policy")
+    assert not station.machine.settled("policy")
     station.welcome(models={"policy": None})
-    assert station.subscriber.settled("policy")
+    assert station.machine.settled("policy")
     station.welcome()
-    assert not station.subscriber.settled("policy")
+    assert not station.machine.settled("policy")
     station.update(1, {"policy": (1, 10)})
-    assert not station.subscriber.settled("policy")
+    assert not station.machine.settled("policy")
     station.apply()
-    assert station.subscriber.settled("policy")
+    assert station.machine.settled("policy")
 
 
 def test_a_nameless_model_of_the_sender_is_the_only_one_here() -> None:
@@ -110,23 +110,23 @@ def test_a_nameless_model_of_the_sender_is_the_only_one_here() -> None:
     station.take()
     station.welcome(models={"": layout()})
     assert station.take() == [messages.Ready(EPOCH, {"": layout().digest})]
-    assert station.subscriber.settled("policy") is False
+    assert station.machine.settled("policy") is False
     station.update_now(1, {"": (3, 30)})
     assert station.content() == {30}
-    assert station.subscriber.holdings.version("policy") == 3
+    assert station.machine.holdings.version("policy") == 3
     assert station.take(messages.Applied) == [messages.Applied(EPOCH, {"": 3}, 1)]
 
 
 def test_one_more_model_says_hello_again_and_lets_go_of_what_was_under_way(station: Station) -> None:
     station.update(1, {"policy": (1, 10)}, eager=False)
     station.take()
-    station.subscriber.register("critic", station.bindings["policy"], station.now)
+    station.machine.register("critic", station.bindings["policy"], station.now)
     (hello,) = station.take()
     assert hello.have == {"policy": 0, "critic": 0}  # type: ignore[attr-defined]
     station.chunk(1, 0, 40, 10)
     station.pass_time(0.01)
     assert not station.take(messages.Fetch)
-    assert station.subscriber.pool.slabs <= 1
+    assert station.machine.pool.slabs <= 1
 
 
 # -- updates --------------------------------------------------------------------------------------------------------
@@ -136,12 +136,12 @@ def test_an_eager_update_is_staged_then_applied(station: Station) -> None:
     station.update(1, {"policy": (5, 50)})
     assert station.take() == [messages.Staged(EPOCH, 1, 1)]
     assert station.content() == {0}
-    assert station.subscriber.holdings.version("policy") == 0
+    assert station.machine.holdings.version("policy") == 0
     station.apply()
     assert station.take() == [messages.Applied(EPOCH, {"policy": 5}, 1)]
     assert station.content() == {50}
-    assert station.subscriber.holdings.version("policy") == 5
-    held = station.subscriber.holdings.held["policy"]
+    assert station.machine.holdings.version("policy") == 5
+    held = station.machine.holdings.held["policy"]
     assert held[:2] == (EPOCH, 5)
 
 
@@ -149,11 +149,11 @@ def test_an_update_is_staged_when_its_last_chunk_is_here_in_whatever_order(stati
     station.update(1, {"policy": (1, 10)}, eager=False)
     for offset in (80, 0, 40, 0, 80):
         station.chunk(1, offset, 40, 10)
-        assert not station.subscriber.staged
+        assert not station.machine.staged
     station.chunk(1, 120, 8, 10)
     station.apply()
     assert station.content() == {10}
-    assert station.subscriber.bytes_received == 128
+    assert station.machine.bytes_received == 128
 
 
 def test_a_gap_is_asked_for_again_and_never_more_than_the_window_is_in_flight(station: Station) -> None:
@@ -182,7 +182,7 @@ def test_a_transfer_is_given_up_only_where_it_does_not_get_on_and_pong_says_so(s
     station.pass_time(RETRY)
     station.receive(messages.Ping(EPOCH, 2))
     assert station.take() == [messages.Pong(EPOCH, 2, {"policy": 1}, {}, 0, 2)]
-    assert station.subscriber.pool.slabs <= 2
+    assert station.machine.pool.slabs <= 2
 
 
 @pytest.mark.promise(6)
@@ -191,10 +191,10 @@ def test_old_and_repeated_updates_are_ignored_and_a_version_never_goes_back(stat
     station.take()
     for serial in (5, 4):
         station.update(serial, {"policy": (6, 60)})
-        assert not station.subscriber.staged
+        assert not station.machine.staged
         assert not station.take()
     station.update(6, {"policy": (4, 40)})
-    assert not station.subscriber.staged
+    assert not station.machine.staged
     assert station.take() == [messages.Staged(EPOCH, 6, 6), messages.Applied(EPOCH, {"policy": 5}, 6)]
 
 
@@ -206,26 +206,26 @@ def test_a_newer_update_replaces_the_one_that_arrives_whose_chunks_are_ignored(s
     station.chunks(2, 20)
     station.apply()
     assert station.content() == {20}
-    assert station.subscriber.pool.slabs <= 2
+    assert station.machine.pool.slabs <= 2
 
 
 def test_a_newer_update_replaces_the_one_that_waits_for_the_gate_unless_that_has_begun(station: Station) -> None:
     station.update(1, {"policy": (1, 10)})
-    first = station.subscriber.staged[-1]
+    first = station.machine.staged[-1]
     station.update(2, {"policy": (2, 20)})
     assert first.abandoned
     first.run()
     assert station.content() == {0}
-    second = station.subscriber.staged[-1]
+    second = station.machine.staged[-1]
     second.run()
     assert station.content() == {20}
     station.update(3, {"policy": (3, 30)})
     assert not second.abandoned
-    station.subscriber.applied(second)
-    assert station.subscriber.holdings.version("policy") == 2
+    station.machine.applied(second)
+    assert station.machine.holdings.version("policy") == 2
     station.apply()
-    assert station.subscriber.holdings.version("policy") == 3
-    assert station.subscriber.pool.slabs <= 2
+    assert station.machine.holdings.version("policy") == 3
+    assert station.machine.pool.slabs <= 2
 
 
 def test_a_newer_part_does_not_lose_the_others_that_wait(pair: Station) -> None:
@@ -239,14 +239,14 @@ def test_a_newer_part_does_not_lose_the_others_that_wait(pair: Station) -> None:
 def test_an_update_waits_apart_from_those_that_wait_already(pair: Station) -> None:
     pair.update(1, {"policy": (1, 10)})
     pair.update(2, {"critic": (2, 20)})
-    policy, critic = pair.subscriber.staged
+    policy, critic = pair.machine.staged
     assert (policy.versions, critic.versions) == ({"policy": 1}, {"critic": 2})
     pair.take()
     pair.receive(messages.Ping(EPOCH, 1))
     (pong,) = pair.take(messages.Pong)
     assert pong.staged == {"policy": 1, "critic": 2}  # type: ignore[attr-defined]
     critic.run()
-    pair.subscriber.applied(critic)
+    pair.machine.applied(critic)
     assert [pair.content(m) for m in ("policy", "critic")] == [{0}, {20}]
     pair.apply()
     assert [pair.content(m) for m in ("policy", "critic")] == [{10}, {20}]
@@ -257,29 +257,29 @@ def test_an_update_that_cannot_be_applied_changes_no_model_and_keeps_no_other_ba
     station.join()
     station.update(1, {"policy": (1, 10), "critic": (1, 11)})
     station.update(2, {"value": (2, 20)})
-    both, value = station.subscriber.staged
+    both, value = station.machine.staged
     station.models["critic"]["a"] = torch.zeros(3)
     with pytest.raises(SchemaMismatch) as raised:
         both.run()
-    station.subscriber.failed(both, raised.value)
+    station.machine.failed(both, raised.value)
     value.run()
-    station.subscriber.applied(value)
+    station.machine.applied(value)
     (failed,) = station.take(messages.Failed)
     assert (failed.mismatch, failed.versions) == (True, {"policy": 1, "critic": 1})
     assert [station.content(m) for m in ("policy", "value")] == [{0}, {20}]
-    assert [station.subscriber.holdings.version(m) for m in station.models] == [0, 0, 2]
-    assert station.subscriber.holdings.error.keys() == {"policy", "critic"}
+    assert [station.machine.holdings.version(m) for m in station.models] == [0, 0, 2]
+    assert station.machine.holdings.error.keys() == {"policy", "critic"}
 
 
 def test_an_update_of_which_all_models_are_overtaken_by_several_is_dropped(pair: Station) -> None:
     pair.update(1, {"policy": (1, 10), "critic": (1, 11)})
-    both = pair.subscriber.staged[-1]
+    both = pair.machine.staged[-1]
     pair.update(2, {"policy": (2, 20)})
     assert not both.abandoned
     pair.update(3, {"critic": (3, 30)})
     assert both.abandoned
-    assert [one.versions for one in pair.subscriber.staged] == [{"policy": 2}, {"critic": 3}]
-    assert pair.subscriber.pool.slabs <= 3
+    assert [one.versions for one in pair.machine.staged] == [{"policy": 2}, {"critic": 3}]
+    assert pair.machine.pool.slabs <= 3
 
 
 # -- failures -------------------------------------------------------------------------------------------------------
@@ -296,8 +296,8 @@ def test_a_conversion_that_raises_is_told_with_its_traceback_until_something_new
     assert (failed.serial, failed.versions, failed.mismatch) == (1, {name: 1}, False)  # type: ignore[attr-defined]
     assert failed.type_name == "builtins.OSError"  # type: ignore[attr-defined]
     assert "the disk is full" in failed.traceback  # type: ignore[attr-defined]
-    assert station.subscriber.holdings.error["policy"][0] == 1
-    assert station.subscriber.pool.slabs <= 1
+    assert station.machine.holdings.error["policy"][0] == 1
+    assert station.machine.pool.slabs <= 1
     station.receive(messages.Ping(EPOCH, 1))  # the message may have been lost
     assert station.take() == [failed, messages.Pong(EPOCH, 1, {}, {}, 0, 1)]
     station.bindings["policy"].broken = None
@@ -305,7 +305,7 @@ def test_a_conversion_that_raises_is_told_with_its_traceback_until_something_new
     station.take()
     station.receive(messages.Ping(EPOCH, 2))
     assert station.take() == [messages.Pong(EPOCH, 2, {name: 2}, {}, 0, 2)]
-    assert station.subscriber.holdings.error == {}
+    assert station.machine.holdings.error == {}
 
 
 def test_a_failed_update_leaves_an_older_one_waiting(station: Station) -> None:
@@ -325,10 +325,10 @@ def test_an_update_or_again_with_a_descriptor_is_fetched_into_the_slab(station: 
         else:
             station.receive(messages.Again(EPOCH, 2, 1, 2, b"2"))
         assert not station.take()
-        serial, index, part, slab = station.subscriber.fetches.popleft()
+        serial, index, part, slab = station.machine.fetches.popleft()
         assert (serial, index, part.descriptor) == (version, 0, b"%d" % version)
         slab.memory[:] = content_of(version)
-        station.subscriber.fetched(serial, index, slab, None, station.now)
+        station.machine.fetched(serial, index, slab, None, station.now)
         station.apply()
         station.take()
         assert station.content() == {version}
@@ -336,27 +336,27 @@ def test_an_update_or_again_with_a_descriptor_is_fetched_into_the_slab(station: 
 
 def test_a_fetch_that_fails_is_told_unless_its_update_was_replaced(station: Station) -> None:
     station.update(1, {"policy": (1, 10)}, descriptor=b"old")
-    old = station.subscriber.fetches.popleft()
+    old = station.machine.fetches.popleft()
     station.update_now(2, {"policy": (2, 20)})
     station.update(3, {"policy": (3, 30)}, descriptor=b"over there")
-    new = station.subscriber.fetches.popleft()
+    new = station.machine.fetches.popleft()
     for told, (serial, index, _, slab) in enumerate((old, new)):
-        station.subscriber.fetched(serial, index, slab, OSError("it is gone"), station.now)
+        station.machine.fetched(serial, index, slab, OSError("it is gone"), station.now)
         failed = station.take(messages.Failed)
         assert [(one.serial, one.message) for one in failed] == [(3, "it is gone")] * told  # type: ignore[attr-defined]
     assert station.content() == {20}
-    assert station.subscriber.pool.slabs <= 2
+    assert station.machine.pool.slabs <= 2
 
 
 def test_a_fetch_for_an_older_trainer_does_not_complete_the_update_of_a_newer_one(station: Station) -> None:
     station.update(1, {"policy": (1, 10)}, descriptor=b"old")
-    old = station.subscriber.fetches.popleft()
-    station.subscriber.connected(station.now)
+    old = station.machine.fetches.popleft()
+    station.machine.connected(station.now)
     station.welcome(epoch=NEWER)
     station.update(1, {"policy": (1, 20)}, epoch=NEWER, descriptor=b"new")
-    assert station.subscriber.fetches[0][0] == old[0]  # serial numbers begin again
-    station.subscriber.fetched(old[0], old[1], old[3], None, station.now)
-    assert not station.subscriber.staged
+    assert station.machine.fetches[0][0] == old[0]  # serial numbers begin again
+    station.machine.fetched(old[0], old[1], old[3], None, station.now)
+    assert not station.machine.staged
 
 
 # -- slabs that are lent ---------------------------------------------------------------------------------------------
@@ -398,19 +398,19 @@ def test_a_lent_slab_that_is_copied_out_or_replaced_before_the_gate_is_not_kept(
 def test_a_lent_slab_that_is_being_copied_is_kept_when_an_earlier_update_is_told_of(station: Station) -> None:
     # A reader's thread applies two in a row, and the loop hears of the first while the second is being copied.
     station.lend(1, {"policy": (1, 10)})
-    first = station.subscriber.staged[-1]
+    first = station.machine.staged[-1]
     first.run()
     station.lend(2, {"policy": (2, 20)})
-    second = station.subscriber.staged[-1]
+    second = station.machine.staged[-1]
     first.over = True
     second.run()
     station.lend(3, {"policy": (3, 30)})
     station.take()
-    station.subscriber.applied(first)
+    station.machine.applied(first)
     (applied,) = station.take()
     assert reported(applied) == (3, (("policy", 1), ("policy", 2), ("policy", 3)))
     second.over = True
-    station.subscriber.applied(second)
+    station.machine.applied(second)
     (applied,) = station.take()
     assert reported(applied) == (3, (("policy", 2), ("policy", 3)))
     station.apply()
@@ -453,12 +453,12 @@ def test_whoever_lets_go_of_a_slab_last_says_so_once(station: Station, forked: b
     station.lend_now(2, {"policy": (2, 20)})
     station.flush()
     assert reported(station.take()[-1]) == (2, (("policy", 1), ("policy", 2)))
-    station.subscriber.tick(station.now)
+    station.machine.tick(station.now)
     station.flush()
     assert not station.take()
     if forked:
         slab.forked = False
-        station.subscriber.tick(station.now)
+        station.machine.tick(station.now)
     else:
         slab.release()
     station.flush()
@@ -483,9 +483,9 @@ def test_an_update_whose_slab_cannot_be_had_or_converted_fails_and_keeps_nothing
     pair.lend(2, {"policy": (2, 20), "critic": (2, 21)})
     pair.flush()
     assert reported(pair.take()[-1]) == (2, ())
-    assert not pair.subscriber.staged
+    assert not pair.machine.staged
     assert all(slab.references == 0 for slab in pair.borrowed.values())
-    assert pair.subscriber.pool.slabs <= 1
+    assert pair.machine.pool.slabs <= 1
 
 
 def test_an_update_of_an_unknown_layout_may_still_come_again(station: Station) -> None:
@@ -503,7 +503,7 @@ def test_an_update_that_was_lost_before_a_ping_is_given_back_and_one_that_arrive
     station.receive(messages.Ping(EPOCH, 1, 2))
     assert reported(station.take()[-1]) == (2, (("policy", 1),))
     station.lend(2, {"policy": (2, 20)})
-    assert not station.subscriber.staged
+    assert not station.machine.staged
     station.update(3, {"policy": (2, 20)}, eager=False)
     station.receive(messages.Ping(EPOCH, 2, 3))
     station.chunks(3, 20)
@@ -517,7 +517,7 @@ def test_a_model_that_joins_later_does_not_rename_what_is_kept() -> None:
     station.welcome(models={"": layout()})
     station.lend_now(1, {"": (1, 10)})
     assert reported(station.take()[-1]) == (1, (("", 1),))
-    station.subscriber.register("critic", station.bindings["policy"], station.now)
+    station.machine.register("critic", station.bindings["policy"], station.now)
     station.welcome(models={"": layout()})
     station.take()
     station.receive(messages.Ping(EPOCH, 1))
@@ -527,12 +527,12 @@ def test_a_model_that_joins_later_does_not_rename_what_is_kept() -> None:
 def test_a_new_trainer_replaces_everything_under_way_and_hears_nothing_of_the_old_ones_slabs(station: Station) -> None:
     station.lend_now(9, {"policy": (7, 70)})
     station.lend(10, {"policy": (8, 80)})
-    staged = station.subscriber.staged[-1]
-    station.subscriber.connected(station.now)
+    staged = station.machine.staged[-1]
+    station.machine.connected(station.now)
     station.welcome(epoch=NEWER)
     assert staged.abandoned
-    assert not station.subscriber.staged
-    assert station.subscriber.holdings.version("policy") == 0
+    assert not station.machine.staged
+    assert station.machine.holdings.version("policy") == 0
     assert station.content() == {70}  # the model keeps what it has
     station.take()
     station.receive(messages.Ping(NEWER, 1))
@@ -541,21 +541,21 @@ def test_a_new_trainer_replaces_everything_under_way_and_hears_nothing_of_the_ol
     station.flush()
     assert reported(station.take()[-1]) == (1, (("policy", 1),))
     assert station.content() == {10}
-    held = station.subscriber.holdings.held["policy"]
+    held = station.machine.holdings.held["policy"]
     assert held[:2] == (NEWER, 1)
 
 
 def test_who_leaves_looks_at_no_update_any_more(station: Station) -> None:
     station.lend_now(1, {"policy": (1, 10)})
-    station.subscriber.leave()
+    station.machine.leave()
     station.take()
     repeat(station, 2, 2, 20)
     station.lend(3, {"policy": (3, 30)})
-    assert not station.subscriber.staged
+    assert not station.machine.staged
     assert not station.take()
     station.receive(messages.Ping(EPOCH, 1))
     assert reported(station.take()[-1]) == (3, (("policy", 1),))
-    station.subscriber.bye("done", reads=True)
+    station.machine.bye("done", reads=True)
     assert station.take() == [messages.Bye(EPOCH, nonce(7), "reading", "done")]
 
 
@@ -567,7 +567,7 @@ def test_who_was_superseded_gives_back_what_it_will_never_look_at_too_unless_it_
     station.receive(messages.Bye(EPOCH, nonce(7), "superseded", ""))
     station.lend(2, {"policy": (2, 20)})  # was on its way
     station.take()
-    station.subscriber.bye("done", reads=reads)
+    station.machine.bye("done", reads=reads)
     assert station.take() == ([] if reads else [messages.Released(EPOCH, nonce(7), messages.MAX_SERIAL, ())])
 
 
@@ -576,15 +576,15 @@ def test_who_was_superseded_gives_back_what_it_will_never_look_at_too_unless_it_
 
 def test_what_the_gate_has_begun_for_an_old_trainer_says_nothing_to_the_new_one(station: Station) -> None:
     station.update(1, {"policy": (7, 70)})
-    begun = station.subscriber.staged[-1]
+    begun = station.machine.staged[-1]
     begun.run()
-    station.subscriber.connected(station.now)
+    station.machine.connected(station.now)
     station.welcome(epoch=NEWER)
     station.take()
-    station.subscriber.applied(begun)
+    station.machine.applied(begun)
     assert not station.take()
-    assert station.subscriber.holdings.version("policy") == 0
-    assert station.subscriber.pool.slabs == 1
+    assert station.machine.holdings.version("policy") == 0
+    assert station.machine.pool.slabs == 1
 
 
 @pytest.mark.parametrize("epoch", [OLDER, NEWER])
@@ -596,16 +596,16 @@ def test_messages_of_another_epoch_are_refused_and_newer_ones_are_answered_with_
             station.receive(instruction)
     with pytest.raises(ProtocolError, match="another epoch"):
         station.update(1, {"policy": (9, 90)}, epoch=epoch)
-    assert not station.subscriber.staged
-    assert station.subscriber.session.epoch == EPOCH
-    assert station.subscriber.targets == {}
+    assert not station.machine.staged
+    assert station.machine.session.epoch == EPOCH
+    assert station.machine.targets == {}
     assert [type(i) for i in station.take()] == ([messages.Hello] if epoch == NEWER else [])
     station.welcome(epoch=NEWER)
-    assert station.subscriber.session.epoch == NEWER
+    assert station.machine.session.epoch == NEWER
 
 
 def test_a_welcome_from_an_older_trainer_to_somebody_else_or_to_an_earlier_hello_is_refused(station: Station) -> None:
-    station.subscriber.connected(station.now)
+    station.machine.connected(station.now)
     for wrong, word in (
         ({"epoch": OLDER}, "older trainer"),
         ({"epoch": NEWER, "incarnation": 8}, "another HELLO"),
@@ -613,8 +613,8 @@ def test_a_welcome_from_an_older_trainer_to_somebody_else_or_to_an_earlier_hello
     ):
         with pytest.raises(ProtocolError, match=word):
             station.welcome(**wrong)
-        assert station.subscriber.session.epoch == EPOCH
-        assert not station.subscriber.session.welcomed
+        assert station.machine.session.epoch == EPOCH
+        assert not station.machine.session.welcomed
 
 
 # -- the end --------------------------------------------------------------------------------------------------------
@@ -630,9 +630,9 @@ def test_bye_ends_it_and_leaves_what_was_applied_or_staged(
     station.update(2, {"policy": (2, 20)})
     station.take()
     station.receive(messages.Bye(EPOCH, nonce(7), reason, "so long"))
-    assert isinstance(station.subscriber.session.ended, error)
-    assert "so long" in str(station.subscriber.session.ended)
-    assert station.subscriber.holdings.held.get("policy") is not None
+    assert isinstance(station.machine.session.ended, error)
+    assert "so long" in str(station.machine.session.ended)
+    assert station.machine.holdings.held.get("policy") is not None
     station.update(3, {"policy": (3, 30)})
     station.receive(messages.Ping(EPOCH, 1))
     station.pass_time(600)
@@ -645,21 +645,21 @@ def test_a_bye_to_somebody_else_or_of_an_older_trainer_does_not_count(station: S
     for epoch, name in ((EPOCH, nonce(8)), (OLDER, nonce(7))):
         with pytest.raises(ProtocolError):
             station.receive(messages.Bye(epoch, name, "closed", ""))
-    assert station.subscriber.session.ended is None
+    assert station.machine.session.ended is None
 
 
 def test_without_bye_it_keeps_waiting_for_a_new_trainer_and_says_nothing_meanwhile(station: Station) -> None:
-    station.subscriber.disconnected()
+    station.machine.disconnected()
     station.pass_time(3600)
     assert not station.take()
-    assert station.subscriber.session.ended is None
-    station.subscriber.connected(station.now)
+    assert station.machine.session.ended is None
+    station.machine.connected(station.now)
     station.welcome(epoch=NEWER)
-    assert station.subscriber.session.epoch == NEWER
+    assert station.machine.session.epoch == NEWER
 
 
 def test_leaving_says_bye(station: Station) -> None:
-    station.subscriber.bye("done")
+    station.machine.bye("done")
     assert station.take() == [messages.Bye(EPOCH, nonce(7), "closed", "done")]
 
 
@@ -667,11 +667,11 @@ def test_closing_lets_go_of_all_slabs(station: Station) -> None:
     station.update_now(1, {"policy": (1, 10)})
     station.update(2, {"policy": (2, 20)})
     station.update(3, {"policy": (3, 30)}, eager=False)
-    staged = station.subscriber.staged[-1]
-    held = station.subscriber.holdings.held["policy"]
-    station.subscriber.close()
+    staged = station.machine.staged[-1]
+    held = station.machine.holdings.held["policy"]
+    station.machine.close()
     assert (staged.parts["policy"].slab.references, held[2].references) == (0, 0)
-    assert station.subscriber.pool.slabs == 0
+    assert station.machine.pool.slabs == 0
 
 
 # -- questions ------------------------------------------------------------------------------------------------------
@@ -679,16 +679,16 @@ def test_closing_lets_go_of_all_slabs(station: Station) -> None:
 
 def test_a_request_is_answered_with_the_targets(station: Station) -> None:
     station.update(1, {"policy": (4, 40)})
-    assert station.subscriber.targets == {"policy": 4}
+    assert station.machine.targets == {"policy": 4}
     station.take()
-    request = station.subscriber.session.request()
+    request = station.machine.session.request()
     assert station.take() == [messages.Ping(EPOCH, request)]
-    assert not station.subscriber.session.answered(request)
+    assert not station.machine.session.answered(request)
     station.receive(messages.Pong(EPOCH, request, {"policy": 6}, {}, 0))
-    assert station.subscriber.session.answered(request)
-    assert station.subscriber.targets == {"policy": 6}
+    assert station.machine.session.answered(request)
+    assert station.machine.targets == {"policy": 6}
     station.receive(messages.Pong(EPOCH, request - 1, {"policy": 5}, {}, 0))
-    assert station.subscriber.targets == {"policy": 6}
+    assert station.machine.targets == {"policy": 6}
 
 
 def test_pong_tells_what_is_applied_what_waits_and_what_arrives(station: Station) -> None:
@@ -709,22 +709,22 @@ def test_the_layouts_of_the_latest_welcomes_are_remembered() -> None:
     station.welcome(F32)  # asked about again
     station.welcome(dtypes[KEPT_LAYOUTS - 1])
     station.update(1, {"policy": (1, 10)})
-    assert station.subscriber.staged
+    assert station.machine.staged
 
 
 # -- messages that no correct trainer sends -------------------------------------------------------------------------
 
 
-def state(subscriber: Subscriber) -> object:
+def state(machine: Worker) -> object:
     return (
-        subscriber.session.epoch,
-        subscriber.session.welcomed,
-        subscriber.session.ended,
-        dict(subscriber.targets),
-        subscriber.staged.copy(),
-        subscriber.incoming,
-        subscriber.serial,
-        subscriber.last_seen,
+        machine.session.epoch,
+        machine.session.welcomed,
+        machine.session.ended,
+        dict(machine.targets),
+        machine.staged.copy(),
+        machine.incoming,
+        machine.serial,
+        machine.last_seen,
     )
 
 
@@ -755,13 +755,13 @@ def test_a_wrong_message_changes_nothing(
     station.update_now(1, {"policy": (1, 10)})
     station.update(2, {"policy": (2, 20)}, eager=False)
     station.take()
-    before, slabs = state(station.subscriber), station.subscriber.pool.slabs
+    before, slabs = state(station.machine), station.machine.pool.slabs
     station.now = 1.0
     for _ in range(3):
         with pytest.raises((ProtocolError, LimitExceeded)):
             station.receive(instruction, payload)
-    assert state(station.subscriber) == before
-    assert station.subscriber.pool.slabs <= slabs + 1  # a spare one
+    assert state(station.machine) == before
+    assert station.machine.pool.slabs <= slabs + 1  # a spare one
     assert not station.take()
     station.chunks(2, 20)
     station.apply()
@@ -773,12 +773,12 @@ def test_more_memory_than_there_is_fails_the_update_only(station: Station, monke
         raise MemoryError
 
     with monkeypatch.context() as context:
-        context.setattr(station.subscriber.pool, "acquire", acquire)
+        context.setattr(station.machine.pool, "acquire", acquire)
         station.update(1, {"policy": (1, 10)})
     (failed,) = station.take(messages.Failed)
     assert failed.type_name == "builtins.MemoryError"
     station.update(2, {"policy": (2, 20)})
-    assert station.subscriber.staged
+    assert station.machine.staged
 
 
 def test_values_of_a_setting_are_those_that_are_documented() -> None:
@@ -795,7 +795,7 @@ def test_commit_applies_just_what_it_names(station: Station) -> None:
 
     phase(1, 5, messages.STAGE)
     phase(2, 6, messages.COMMIT)
-    assert (station.subscriber.held is not None, list(station.subscriber.staged)) == (True, [])
+    assert (station.machine.held is not None, list(station.machine.staged)) == (True, [])
     phase(3, 5, messages.COMMIT)
     station.apply()
     assert station.content() == {5}
@@ -808,17 +808,17 @@ def test_what_is_taken_is_replaced_by_nothing_newer_and_the_version_before_stays
     station.join()
     station.update_now(1, {"policy": (1, 10)})
     station.update(2, {"policy": (2, 20)})
-    taken = station.subscriber.take(["policy"])
+    taken = station.machine.take(["policy"])
     assert taken is not None
     (version, before), slab = taken.previous["policy"], taken.staging.parts["policy"].slab
     station.update(3, {"policy": (3, 30)})
     with pytest.raises(RuntimeError, match="taken already"):
-        station.subscriber.take(["policy"])
+        station.machine.take(["policy"])
     assert bytes(slab.memory) == content_of(20)
     assert (version, bytes(before.memory)) == (1, content_of(10))
     station.take()
     taken.staging.run()
-    assert station.subscriber.give_back(taken)
+    assert station.machine.give_back(taken)
     assert station.take() == [messages.Applied(EPOCH, {"policy": 2}, 3)]
     assert not before.references
     station.apply()
@@ -828,32 +828,32 @@ def test_what_is_taken_is_replaced_by_nothing_newer_and_the_version_before_stays
 def test_what_is_older_no_longer_reaches_the_models_of_what_is_taken(pair: Station) -> None:
     pair.update(1, {"policy": (1, 10), "critic": (1, 11)})
     pair.update(2, {"policy": (2, 20)})
-    assert pair.subscriber.take(["policy"]) is not None
-    assert [one.versions for one in pair.subscriber.staged] == [{"critic": 1}]
+    assert pair.machine.take(["policy"]) is not None
+    assert [one.versions for one in pair.machine.staged] == [{"critic": 1}]
 
 
 def test_what_is_newer_than_what_is_taken_still_comes(pair: Station) -> None:
     pair.update(1, {"policy": (1, 10), "critic": (1, 11)})
     pair.update(2, {"critic": (2, 21)})
-    assert pair.subscriber.take(["policy"]) is not None
-    assert [one.versions for one in pair.subscriber.staged] == [{"critic": 2}]
+    assert pair.machine.take(["policy"]) is not None
+    assert [one.versions for one in pair.machine.staged] == [{"critic": 2}]
 
 
 def test_what_could_not_be_applied_may_be_taken_again_until_something_newer_is_there(station: Station) -> None:
     station.join()
     station.update(1, {"policy": (1, 10)})
     for _ in range(2):
-        taken = station.subscriber.take(["policy"])
+        taken = station.machine.take(["policy"])
         assert taken is not None
         station.take()
-        station.subscriber.give_back(taken, RuntimeError("out of memory"))
+        station.machine.give_back(taken, RuntimeError("out of memory"))
         (failed,) = station.take(messages.Failed)
         assert (failed.versions, failed.type_name) == ({"policy": 1}, "builtins.RuntimeError")  # type: ignore[attr-defined]
-    taken = station.subscriber.take(["policy"])
+    taken = station.machine.take(["policy"])
     assert taken is not None
     station.update(2, {"policy": (2, 20)})
-    station.subscriber.give_back(taken, RuntimeError("out of memory"))
-    taken = station.subscriber.take(["policy"])
+    station.machine.give_back(taken, RuntimeError("out of memory"))
+    taken = station.machine.take(["policy"])
     assert taken is not None
     assert taken.staging.versions == {"policy": 2}
 
@@ -861,27 +861,27 @@ def test_what_could_not_be_applied_may_be_taken_again_until_something_newer_is_t
 def test_what_is_taken_survives_a_reconnection_but_not_another_trainer(station: Station) -> None:
     station.join()
     station.update(1, {"policy": (1, 10)})
-    taken = station.subscriber.take(["policy"])
+    taken = station.machine.take(["policy"])
     assert taken is not None
-    station.subscriber.disconnected()
-    station.subscriber.connected(station.now)
+    station.machine.disconnected()
+    station.machine.connected(station.now)
     station.welcome()
     station.take()
     station.receive(messages.Ping(EPOCH, 1))
     (pong,) = station.take(messages.Pong)
     assert pong.staged == {"policy": 1}, "or the trainer would send it again"  # type: ignore[attr-defined]
-    station.subscriber.give_back(taken)
+    station.machine.give_back(taken)
     assert station.take() == [messages.Applied(EPOCH, {"policy": 1}, 1)]
     station.update(2, {"policy": (2, 20)})
-    taken = station.subscriber.take(["policy"])
+    taken = station.machine.take(["policy"])
     assert taken is not None
-    station.subscriber.disconnected()
-    station.subscriber.connected(station.now)
+    station.machine.disconnected()
+    station.machine.connected(station.now)
     station.welcome(epoch=(EPOCH[0] + 1, 1))
     station.take()
-    assert not station.subscriber.give_back(taken)
+    assert not station.machine.give_back(taken)
     assert not station.take()
-    assert station.subscriber.take(["policy"]) is None
+    assert station.machine.take(["policy"]) is None
 
 
 # -- AGAIN -------------------------------------------------------------------------------------------------------------
@@ -906,7 +906,7 @@ def test_again_goes_the_general_way_where_nothing_is_to_be_fast() -> None:
     station.apply()
     assert station.content() == {6}
     assert station.take() == [messages.Applied(EPOCH, {"policy": 6}, 4)]
-    assert station.subscriber.steady(4) is None
+    assert station.machine.steady(4) is None
     repeat(station, 4, 6, 6)
     assert not station.take()
 
@@ -925,19 +925,19 @@ def test_again_is_the_update_before_with_other_bytes(station: Station) -> None:
         assert station.take() == [messages.Staged(EPOCH, serial, serial)]
         station.apply()
         assert station.content() == {version}
-        assert station.subscriber.holdings.version("policy") == version
+        assert station.machine.holdings.version("policy") == version
         assert station.take() == [messages.Applied(EPOCH, {"policy": version}, serial)], "after STAGED, all of it"
     repeat(station, 9, 11, 11)
     station.apply()
     assert station.take() == [messages.Applied.at_once(EPOCH, 9)], "instead of STAGED"
-    assert station.subscriber.targets == {"policy": 11}
+    assert station.machine.targets == {"policy": 11}
 
 
 def test_an_again_that_comes_by_descriptor_is_attached(station: Station) -> None:
     for mapped in (False, True):
         for version in (1, 2, 3):
             station.offered[b"%d" % version] = slab_of(SlabPool(), version), mapped
-        before = station.subscriber.holdings.version("policy")
+        before = station.machine.holdings.version("policy")
         serial = 10 if mapped else 1
         station.update_now(serial, {"policy": (before + 1, 1)}, descriptor=b"1")
         station.take()
@@ -999,7 +999,7 @@ def test_an_again_that_is_too_short_or_comes_twice_or_late_changes_nothing(stati
     station.take()
     for _ in range(2):
         repeat(station, 2, 2, 99)
-        assert not station.subscriber.staged
+        assert not station.machine.staged
         assert station.take() == [messages.Applied.at_once(EPOCH, 2)], (
             "an interrupt may have swallowed the first answer"
         )
@@ -1025,8 +1025,8 @@ def test_an_again_that_cannot_be_had_or_converted_is_told_and_an_interrupt_leave
     repeat(station, 5, 5, 50)
     station.apply()
     assert station.content() == {50}
-    assert len(station.subscriber.pool.used) == 1
+    assert len(station.machine.pool.used) == 1
     station.bindings["policy"].broken = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
         repeat(station, 6, 6, 60)
-    assert len(station.subscriber.pool.used) == 1
+    assert len(station.machine.pool.used) == 1

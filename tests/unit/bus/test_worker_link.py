@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from asyncsync import SharedMemWeightSyncScheme, ZMQWeightSyncScheme
-from asyncsync.bus.receiver import Guest
+from asyncsync.bus.worker import Guest
 from asyncsync.commands import fetch
 from asyncsync.errors import ProtocolError
 from asyncsync.protocol.membership import GONE_SECONDS
 from asyncsync.protocol.settings import Identity
-from asyncsync.protocol.subscriber import Subscriber
+from asyncsync.protocol.worker import Worker
 from asyncsync.transports import SharedMemTransport, ZMQTransport
 from asyncsync.wire import messages
 from asyncsync.wire.messages import FIRST_GUEST
@@ -33,14 +33,14 @@ def join(desk: Desk, role: str = "guest") -> None:
 def test_a_guest_is_no_worker_and_is_sent_what_everybody_is(num_workers: int | None, role: str) -> None:
     desk = Desk(num_workers)
     join(desk, role)
-    assert desk.publisher.membership.expected() == ([0] if num_workers else [])
-    assert desk.publisher.membership.eligible("policy") == (num_workers or 0)
+    assert desk.machine.membership.expected() == ([0] if num_workers else [])
+    assert desk.machine.membership.eligible("policy") == (num_workers or 0)
     desk.join(0)
     version = desk.publish(3)
     assert {u.serial for u in desk.take(messages.Update, b"%d" % GUEST)}  # type: ignore[attr-defined]
-    assert desk.publisher.progress.targeted(version) == [0]
-    assert desk.publisher.progress.targeted(version, ["policy"]) == [0]
-    assert desk.publisher.peers[GUEST].hello.role == role
+    assert desk.machine.progress.targeted(version) == [0]
+    assert desk.machine.progress.targeted(version, ["policy"]) == [0]
+    assert desk.machine.peers[GUEST].hello.role == role
 
 
 @pytest.mark.parametrize("refuses", [False, True], ids=["silent", "refusing"])
@@ -54,7 +54,7 @@ def test_nobody_waits_for_a_guest_to_accept_a_layout_and_it_gets_no_weights_of_s
     if refuses:
         desk.refuse(GUEST, F64)
     desk.ready(0, F64)
-    assert desk.publisher.published == version
+    assert desk.machine.published == version
     join(desk)
     desk.publish(4, workers=[0])
     assert not desk.take(messages.Update, b"%d" % GUEST)
@@ -70,7 +70,7 @@ def test_nothing_takes_the_short_form_while_a_guest_is_there(guests: bool) -> No
         desk.publish(value)
         sent = desk.take(None, b"0")
         for worker in (0, GUEST) if guests else (0,):
-            desk.applied(worker, policy=desk.publisher.version)
+            desk.applied(worker, policy=desk.machine.version)
     assert [type(one) for one in sent] == [messages.Update if guests else messages.Again]
 
 
@@ -86,13 +86,13 @@ def test_a_role_is_known_and_fits_its_index(worker: int, role: str, word: str) -
 def test_a_guest_that_has_gone_is_forgotten_by_trainers_of_fixed_workers_too() -> None:
     desk = Desk(1)
     join(desk)
-    desk.publisher.lost(GUEST, nonce(99), "it has left", desk.now)
+    desk.machine.lost(GUEST, nonce(99), "it has left", desk.now)
     desk.pass_time(GONE_SECONDS + 1)
-    assert GUEST not in desk.publisher.peers
+    assert GUEST not in desk.machine.peers
 
 
 def test_a_guest_takes_whatever_models_the_trainer_has() -> None:
-    guest = Subscriber(GUEST, nonce(1), Identity(1, "here", 1), role="guest")
+    guest = Worker(GUEST, nonce(1), Identity(1, "here", 1), role="guest")
     guest.connected(0.0)
     (hello, _) = guest.outbox.popleft()
     assert isinstance(hello, messages.Hello)

@@ -1,4 +1,4 @@
-"""The publisher alone: the test plays the workers."""
+"""The trainer alone: the test plays the workers."""
 
 import gc
 import weakref
@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from asyncsync.errors import ClosedError, Fenced, PeerLost, ProtocolError, RemoteError, SchemaMismatch
-from asyncsync.protocol.publisher import Publisher
 from asyncsync.protocol.settings import Identity, Settings
+from asyncsync.protocol.trainer import Trainer
 from asyncsync.wire import codec, messages
 from helpers.machines import EPOCH, SMALL, TICK, Desk, layout, nonce, slab_of
 
@@ -24,7 +24,7 @@ def joined(*workers: int, of: int | None = 2, settings: Settings | None = None) 
     """These workers are there and have accepted float32; nothing has been published."""
     desk = Desk(of, settings=settings)
     desk.join(*workers)
-    desk.publisher.assemble("policy")
+    desk.machine.assemble("policy")
     return desk
 
 
@@ -44,11 +44,11 @@ def test_hello_is_answered_with_the_layouts_and_ready_with_the_weights_and_who_h
     desk = Desk(1)
 
     def connected() -> bool:
-        return desk.publisher.progress.connected(0, ["policy"])
+        return desk.machine.progress.connected(0, ["policy"])
 
     desk.join(0)
     assert connected(), "there is nothing to apply yet"
-    desk.publisher.lost(0, nonce(0), "it has died", desk.now)
+    desk.machine.lost(0, nonce(0), "it has died", desk.now)
     assert not connected()
     version = desk.publish(3)
     desk.hello(0)
@@ -67,8 +67,8 @@ def test_why_a_worker_is_absent_is_told() -> None:
     desk = Desk(4)
     desk.hello(1, have={"actor": 0})
     desk.join(2, 3)
-    desk.publisher.lost(3, nonce(3), "killed", desk.now)
-    why = [desk.publisher.progress.why_absent(w, ["policy"]) for w in range(4)]
+    desk.machine.lost(3, nonce(3), "killed", desk.now)
+    why = [desk.machine.progress.why_absent(w, ["policy"]) for w in range(4)]
     assert "has not connected" in why[0]
     assert "['actor'], not 'policy'" in why[1]
     assert "has not applied" in why[2]
@@ -80,10 +80,10 @@ def test_a_worker_idx_out_of_range_is_refused_unless_any_may_come() -> None:
     desk.hello(2)
     (bye,) = desk.take(messages.Bye)
     assert (bye.reason, bye.nonce) == ("refused", nonce(2))
-    assert not desk.publisher.peers
+    assert not desk.machine.peers
     desk = Desk(None)
     desk.hello(4711)
-    assert desk.publisher.membership.expected() == [4711]
+    assert desk.machine.membership.expected() == [4711]
 
 
 FITS = messages.Ready(EPOCH, {"policy": layout().digest})
@@ -105,10 +105,10 @@ def test_a_worker_that_answers_though_late_keeps_its_place_and_a_newcomer_is_ref
         assert "two workers have this index" in bye.message  # type: ignore[attr-defined]
         with pytest.raises(ProtocolError, match="unknown peer"):
             desk.receive(b"new", FITS)
-    assert desk.publisher.peers[0].nonce == nonce(0)
-    assert not desk.publisher.membership._newcomers
+    assert desk.machine.peers[0].nonce == nonce(0)
+    assert not desk.machine.membership._newcomers
     desk.applied(0, policy=version)
-    assert desk.publisher.progress.of(version, [0]).acked == {0: version}
+    assert desk.machine.progress.of(version, [0]).acked == {0: version}
 
 
 def test_a_newcomer_changes_nothing_before_the_worker_was_silent_and_it_has_proved_itself(desk: Desk) -> None:
@@ -116,25 +116,25 @@ def test_a_newcomer_changes_nothing_before_the_worker_was_silent_and_it_has_prov
     desk.finish_all()
     desk.hello(0, 10, route=b"new")
     desk.now += 60  # the trainer was busy: that is no silence
-    desk.publisher.tick(desk.now)
+    desk.machine.tick(desk.now)
     assert not desk.take(None, b"new")
     desk.pass_time(3)
     assert len(desk.take(messages.Welcome, b"new")) == 1
-    assert desk.publisher.peers[0].nonce == nonce(0)
-    assert desk.publisher.progress.of(version, [0]).acked == {0: version}
+    assert desk.machine.peers[0].nonce == nonce(0)
+    assert desk.machine.progress.of(version, [0]).acked == {0: version}
     desk.receive(b"new", FITS)
     assert [type(i) for i in desk.take(None, b"new")] == [messages.Update]
-    assert desk.publisher.peers[0].nonce == nonce(10)
-    assert desk.publisher.progress.of(version, [0]).waiting == {0}
+    assert desk.machine.peers[0].nonce == nonce(10)
+    assert desk.machine.progress.of(version, [0]).waiting == {0}
 
 
 def test_a_worker_whose_process_has_ended_gives_way_at_once(desk: Desk) -> None:
     desk.hello(0, 10, route=b"new")
     desk.take()
-    desk.publisher.ended(0, nonce(0), "killed", desk.now)
+    desk.machine.ended(0, nonce(0), "killed", desk.now)
     assert [type(i) for i in desk.take(None, b"new")] == [messages.Welcome]
     desk.receive(b"new", FITS)
-    assert desk.publisher.progress.connected(0, ["policy"])
+    assert desk.machine.progress.connected(0, ["policy"])
 
 
 def test_a_worker_moves_to_a_new_connection_when_it_does_not_answer_where_it_was(desk: Desk) -> None:
@@ -145,7 +145,7 @@ def test_a_worker_moves_to_a_new_connection_when_it_does_not_answer_where_it_was
     desk.publish()
     assert desk.take(messages.Update, b"0")
     desk.hello(0, route=b"elsewhere", attempt=8)
-    while desk.publisher.peers[0].route != b"elsewhere":
+    while desk.machine.peers[0].route != b"elsewhere":
         desk.take()
         desk.pass_time(TICK)
     said = [type(i) for i in desk.take(None, b"elsewhere")]
@@ -155,10 +155,10 @@ def test_a_worker_moves_to_a_new_connection_when_it_does_not_answer_where_it_was
 def test_newcomers_take_turns_and_one_at_a_time_is_remembered(desk: Desk) -> None:
     for incarnation in range(10, 200):
         desk.hello(0, incarnation, route=b"%d" % incarnation)
-    assert len(desk.publisher.membership._newcomers) == 1
+    assert len(desk.machine.membership._newcomers) == 1
     assert len(desk.take(messages.Ping)) == 1
     desk.pass_time(3)
-    assert [to for to, i, _ in desk.publisher.outbox if isinstance(i, messages.Welcome)] == [b"199"]
+    assert [to for to, i, _ in desk.machine.outbox if isinstance(i, messages.Welcome)] == [b"199"]
     desk.take()
     desk.hello(0, 300, route=b"300")  # not before the one that was shown the layouts has had its time
     assert not desk.take()
@@ -168,16 +168,16 @@ def test_newcomers_take_turns_and_one_at_a_time_is_remembered(desk: Desk) -> Non
     desk.pass_time(3)
     assert desk.take(messages.Welcome, b"300")
     desk.receive(b"300", FITS)
-    assert desk.publisher.peers[0].nonce == nonce(300)
+    assert desk.machine.peers[0].nonce == nonce(300)
 
 
 def test_one_connection_may_ask_for_two_places(desk: Desk) -> None:
     for worker, incarnation, route in ((0, 10, b"new"), (1, 11, b"new"), (0, 10, b"new"), (1, 11, b"newer")):
         desk.hello(worker, incarnation, route=route)
     desk.hello(0, 10, route=b"new")
-    assert len(desk.publisher.membership._newcomers) == 2
-    desk.publisher.close()
-    said = sorted((to, bye.reason) for to, bye, _ in desk.publisher.outbox)  # type: ignore[attr-defined]
+    assert len(desk.machine.membership._newcomers) == 2
+    desk.machine.close()
+    said = sorted((to, bye.reason) for to, bye, _ in desk.machine.outbox)  # type: ignore[attr-defined]
     assert said == [(to, "closed") for to in (b"0", b"1", b"new", b"newer")]
 
 
@@ -194,8 +194,8 @@ def test_a_superseded_incarnation_is_told_whenever_it_comes_back_and_its_death_i
         desk.hello(0, 10, route=b"again")
     with pytest.raises(ProtocolError):
         desk.receive(b"old", messages.Ready(EPOCH, {}))
-    desk.publisher.lost(0, nonce(10), "killed", desk.now)
-    assert (desk.publisher.peers[0].nonce, desk.publisher.peers[0].state) == (nonce(11), "live")
+    desk.machine.lost(0, nonce(10), "killed", desk.now)
+    assert (desk.machine.peers[0].nonce, desk.machine.peers[0].state) == (nonce(11), "live")
 
 
 def test_a_worker_that_reconnects_keeps_what_it_has_and_is_not_moved_back_by_an_old_hello(desk: Desk) -> None:
@@ -205,24 +205,24 @@ def test_a_worker_that_reconnects_keeps_what_it_has_and_is_not_moved_back_by_an_
     desk.cut(b"0")
     desk.receive(b"new", FITS)
     assert not desk.take(messages.Update)
-    assert desk.publisher.progress.of(version, [0]).acked == {0: version}
+    assert desk.machine.progress.of(version, [0]).acked == {0: version}
     with pytest.raises(ProtocolError):  # its old route is no longer known
         desk.applied(0, policy=version)
     for attempt in (1, 2):  # it comes late, or twice
         desk.hello(0, attempt=attempt)
         assert not desk.take()
     desk.publish()
-    assert sorted(route for route, _, _ in desk.publisher.outbox) == [b"1", b"new"]
+    assert sorted(route for route, _, _ in desk.machine.outbox) == [b"1", b"new"]
 
 
 def test_a_worker_that_leaves_is_lost_and_a_duplicated_hello_does_not_bring_it_back(desk: Desk) -> None:
     version = desk.publish()
     desk.receive(0, messages.Bye(EPOCH, nonce(0), "closed", "done"))
-    assert desk.publisher.peers[0].transfer is None
+    assert desk.machine.peers[0].transfer is None
     desk.hello(0, attempt=1)
-    assert desk.publisher.peers[0].state == "lost"
+    assert desk.machine.peers[0].state == "lost"
     for lacking in (version, desk.publish()):
-        error = desk.publisher.progress.of(lacking, [0]).failed[0]
+        error = desk.machine.progress.of(lacking, [0]).failed[0]
         assert isinstance(error, PeerLost)
         assert "it has left: done" in str(error)
 
@@ -230,9 +230,9 @@ def test_a_worker_that_leaves_is_lost_and_a_duplicated_hello_does_not_bring_it_b
 def test_a_lower_epoch_does_not_matter_and_what_a_worker_claims_of_it_does_not_count(desk: Desk) -> None:
     desk.publish()
     desk.hello(0, 10, route=b"new", epoch=(999, 1), have={"policy": 1})
-    assert desk.publisher.peers[0].applied == {}
+    assert desk.machine.peers[0].applied == {}
     desk.hello(0, route=b"new", epoch=(1, 1), have={"policy": 70})
-    assert (desk.publisher.fenced, desk.publisher.epoch) == (None, EPOCH)
+    assert (desk.machine.fenced, desk.machine.epoch) == (None, EPOCH)
 
 
 @pytest.mark.parametrize("models", [{"policy": 0, "": 0}, {"": 0}])
@@ -251,12 +251,12 @@ def test_before_its_first_update_a_trainer_goes_past_a_higher_epoch() -> None:
     desk = Desk(3)
     desk.hello(0, epoch=EPOCH, serial=200)  # it cannot have heard of a trainer that has sent nothing
     desk.join(2)
-    desk.publisher.lost(2, nonce(2), "killed", desk.now)
+    desk.machine.lost(2, nonce(2), "killed", desk.now)
     desk.hello(1, epoch=(5000, 9), have={"policy": 70})
-    assert desk.publisher.epoch == (5001, 1)
-    assert desk.publisher.fenced is None
-    assert desk.publisher.peers[1].applied == {}
-    assert desk.publisher.peers[2].state == "lost"
+    assert desk.machine.epoch == (5001, 1)
+    assert desk.machine.fenced is None
+    assert desk.machine.peers[1].applied == {}
+    assert desk.machine.peers[2].state == "lost"
     assert [w.epoch for w in desk.take(messages.Welcome)] == [(5001, 1)] * 2  # type: ignore[attr-defined]
     desk.ready(0)
     desk.ready(1)
@@ -268,16 +268,16 @@ def test_after_its_first_update_a_trainer_that_meets_a_higher_epoch_is_fenced(de
     version = desk.publish()
     desk.take()
     desk.hello(1, 11, route=b"new", epoch=(5000, 9))
-    assert isinstance(desk.publisher.fenced, Fenced)
+    assert isinstance(desk.machine.fenced, Fenced)
     for _ in range(2):
         with pytest.raises(Fenced, match="newer trainer"):
             desk.publish()
         with pytest.raises(Fenced):
-            desk.publisher.check_open()
-    assert desk.publisher.version == version
+            desk.machine.check_open()
+    assert desk.machine.version == version
     desk.applied(0, policy=version)
     desk.pass_time(100)
-    desk.publisher.close()
+    desk.machine.close()
     assert not desk.take()  # not even BYE: the workers belong to somebody else
     assert desk.pool.slabs <= 1
 
@@ -290,24 +290,24 @@ def test_worker_ids_leave_the_others_alone_and_those_who_come_later_or_are_lost(
     first = desk.publish()
     desk.finish_all()
     second = desk.publish(workers=[1])
-    assert desk.publisher.progress.targeted(second) == [1]
+    assert desk.machine.progress.targeted(second) == [1]
     assert not desk.take(None, b"0")
-    assert "version 2" in str(desk.publisher.progress.of(second, [0]).failed[0])
-    assert desk.publisher.progress.of(first, [0, 1]).acked == {0: first, 1: first}
+    assert "version 2" in str(desk.machine.progress.of(second, [0]).failed[0])
+    assert desk.machine.progress.of(first, [0, 1]).acked == {0: first, 1: first}
     desk.join(2)
     assert desk.target(2) == first
-    assert desk.publisher.peers[2].transfer.versions == {"policy": first}  # type: ignore[union-attr]
-    desk.publisher.lost(0, nonce(0), "gone", desk.now)
-    assert desk.publisher.progress.targeted(desk.publish()) == [1, 2]
+    assert desk.machine.peers[2].transfer.versions == {"policy": first}  # type: ignore[union-attr]
+    desk.machine.lost(0, nonce(0), "gone", desk.now)
+    assert desk.machine.progress.targeted(desk.publish()) == [1, 2]
 
 
 def test_each_worker_has_its_own_target(desk: Desk) -> None:
     slabs = {w: slab_of(desk.pool, 10 + w) for w in (0, 1)}
-    version = desk.publisher.publish({"policy": slabs}, None, desk.now)
-    outbox = [(route, payload) for route, i, payload in desk.publisher.outbox if isinstance(i, messages.Update)]
+    version = desk.machine.publish({"policy": slabs}, None, desk.now)
+    outbox = [(route, payload) for route, i, payload in desk.machine.outbox if isinstance(i, messages.Update)]
     contents = {route: torch.frombuffer(bytearray(payload[-1]), dtype=F32)[0].item() for route, payload in outbox}
     assert contents == {b"0": 10, b"1": 11}
-    assert desk.publisher.progress.targeted(version) == [0, 1]
+    assert desk.machine.progress.targeted(version) == [0, 1]
 
 
 def test_latest_wins_and_a_worker_that_is_behind_skips_and_delays_nobody(desk: Desk) -> None:
@@ -318,8 +318,8 @@ def test_latest_wins_and_a_worker_that_is_behind_skips_and_delays_nobody(desk: D
     assert not desk.take(messages.Update)  # one UPDATE is outstanding per worker, and stays so
     desk.staged(0, first)
     desk.finish(0, desk.expect({"policy": last}))
-    assert desk.publisher.progress.of(3, [0]).acked == {0: last}
-    assert desk.publisher.peers[1].transfer.serial == slow.serial  # type: ignore[union-attr]
+    assert desk.machine.progress.of(3, [0]).acked == {0: last}
+    assert desk.machine.peers[1].transfer.serial == slow.serial  # type: ignore[union-attr]
     assert desk.pool.peak <= 4, "what is fetched, the target, and the one that is being packed"
 
 
@@ -329,11 +329,11 @@ def test_a_worker_gets_only_the_models_it_has() -> None:
     desk.hello(0, have={"critic": 0})
     desk.ready(0, models=["critic"])
     assert not desk.take(messages.Update)  # everybody is waited for before the first connect, with all models
-    desk.publisher.assemble("policy")
-    desk.publisher.assemble("critic")
+    desk.machine.assemble("policy")
+    desk.machine.assemble("critic")
     version = desk.publish(models=["policy", "critic"])
     desk.finish(0, desk.expect({"critic": version}))
-    assert desk.publisher.progress.of(version, [0]).acked == {0: version}
+    assert desk.machine.progress.of(version, [0]).acked == {0: version}
 
 
 # -- bytes ----------------------------------------------------------------------------------------------------------
@@ -352,8 +352,8 @@ def test_bytes_go_on_credit_only_and_again_from_a_gap_where_a_higher_restart_say
     sent = 0
     for credit, total in [(10, 10), (70, 70), (70, 70), (40, 70), (128, 128), (1 << 60, 128)]:
         desk.receive(0, messages.Fetch(EPOCH, update.serial, 0, 0, credit))
-        sent += sum(len(payload[0]) for _, _, payload in desk.publisher.outbox)
-        assert all(len(payload[0]) <= SMALL.chunk_bytes for _, _, payload in desk.publisher.outbox)
+        sent += sum(len(payload[0]) for _, _, payload in desk.machine.outbox)
+        assert all(len(payload[0]) <= SMALL.chunk_bytes for _, _, payload in desk.machine.outbox)
         desk.take()
         assert sent == total
     for expected in ([40, 80], []):
@@ -386,18 +386,18 @@ def test_a_pong_shows_what_got_lost(desk: Desk, case: str) -> None:
         desk.staged(0, update)
     desk.pass_time(1)
     assert desk.take(messages.Ping, b"0")
-    assert desk.publisher.progress.of(1, [0]).waiting == {0}
+    assert desk.machine.progress.of(1, [0]).waiting == {0}
     desk.pong(0, **says)
     assert [type(i) for i in desk.take(None, b"0")] == at_once
     desk.ready(0)
     assert [type(i) for i in desk.take(None, b"0")] == once_ready
-    assert (desk.publisher.peers[0].transfer is not None) is under_way
-    assert desk.publisher.progress.of(1, [0]).acked == ({0: 1} if case == "APPLIED got lost" else {})
+    assert (desk.machine.peers[0].transfer is not None) is under_way
+    assert desk.machine.progress.of(1, [0]).acked == ({0: 1} if case == "APPLIED got lost" else {})
 
 
 def test_a_pong_to_an_older_ping_or_to_none_does_not_speak_about_a_newer_update(desk: Desk) -> None:
     desk.pass_time(1)
-    peer = desk.publisher.peers[0]
+    peer = desk.machine.peers[0]
     seq = peer.ping_seq
     for reconnects in (False, True):
         if reconnects:
@@ -421,8 +421,8 @@ def test_what_comes_late_does_not_undo_what_was_applied(desk: Desk) -> None:
         desk.finish(0, update)
     desk.applied(0, policy=version - 1)
     desk.failed(0, update)
-    assert desk.publisher.progress.of(version, [0]).acked == {0: version}
-    assert "failed to apply" not in desk.publisher.progress.why_absent(0, ["policy"])
+    assert desk.machine.progress.of(version, [0]).acked == {0: version}
+    assert "failed to apply" not in desk.machine.progress.why_absent(0, ["policy"])
 
 
 # -- liveness -------------------------------------------------------------------------------------------------------
@@ -432,19 +432,19 @@ def test_silence_makes_a_worker_slow_and_a_word_live_again_but_never_loses_it(de
     desk.now = SLOW - 0.01
     desk.pong(1, seq=0)
     desk.pass_time(0.02)
-    assert [desk.publisher.peers[w].state for w in (0, 1)] == ["slow", "live"]
+    assert [desk.machine.peers[w].state for w in (0, 1)] == ["slow", "live"]
     desk.pong(0)
-    assert desk.publisher.peers[0].state == "live"
+    assert desk.machine.peers[0].state == "live"
     desk.pass_time(3600)
-    assert [p.state for p in desk.publisher.peers.values()] == ["slow", "slow"]
-    assert desk.publisher.progress.of(desk.publish(), [0, 1]).waiting == {0, 1}
+    assert [p.state for p in desk.machine.peers.values()] == ["slow", "slow"]
+    assert desk.machine.progress.of(desk.publish(), [0, 1]).waiting == {0, 1}
 
 
 def test_a_silent_worker_is_sent_fewer_pings_until_it_comes_back_or_answers(desk: Desk) -> None:
     def pings_at(*times: float) -> list[bool]:
         found = []
         for desk.now in times:
-            desk.publisher.tick(desk.now)
+            desk.machine.tick(desk.now)
             found.append(bool(desk.take(messages.Ping, b"0")))
         return found
 
@@ -463,35 +463,35 @@ def test_an_elastic_trainer_forgets_who_has_been_gone_for_a_minute_and_what_was_
 ) -> None:
     desk = Desk(None, models=models)
     desk.join(0, 1)
-    slabs = desk.publisher.targets.slots
+    slabs = desk.machine.targets.slots
     everybodys = desk.publish(models=models)
     for worker in (0, 1):
         own = desk.publish(worker, [worker], models=models)
     count = len([t for slot in slabs() for t in slot.targets])
     desk.now += 70  # worker 0 was silent for long
-    desk.publisher.peers[1].last_seen = desk.now
-    desk.publisher.lost(0, nonce(0), "its connection is gone", desk.now)
+    desk.machine.peers[1].last_seen = desk.now
+    desk.machine.lost(0, nonce(0), "its connection is gone", desk.now)
     desk.pass_time(59)
-    assert set(desk.publisher.peers) == {0, 1}
+    assert set(desk.machine.peers) == {0, 1}
     assert len([t for slot in slabs() for t in slot.targets]) == count
     for _ in range(5):
         desk.pass_time(1)
-    assert set(desk.publisher.peers) == {1}
+    assert set(desk.machine.peers) == {1}
     versions = {t.version for slot in slabs() for t in slot.targets}
     assert versions == {everybodys, own}, "that of the one who is there stands"
-    assert isinstance(desk.publisher.progress.of(everybodys, [0]).failed[0], PeerLost), "who waits for it is told so"
+    assert isinstance(desk.machine.progress.of(everybodys, [0]).failed[0], PeerLost), "who waits for it is told so"
 
 
 def test_a_worker_keeps_what_it_may_be_reading_until_its_process_has_ended_and_can_come_back(desk: Desk) -> None:
     version = desk.publish()
     desk.take()
-    slab = desk.publisher.peers[0].transfer.parts["policy"][1]  # type: ignore[union-attr]
-    desk.publisher.unreachable(b"0", desk.now)
+    slab = desk.machine.peers[0].transfer.parts["policy"][1]  # type: ignore[union-attr]
+    desk.machine.unreachable(b"0", desk.now)
     newest = desk.publish()
     assert slab.references == 2, "both may be reading it"
-    desk.publisher.lost(0, nonce(0), "killed", desk.now)
+    desk.machine.lost(0, nonce(0), "killed", desk.now)
     assert slab.references == 1
-    progress = desk.publisher.progress.of(version, [0, 1])
+    progress = desk.machine.progress.of(version, [0, 1])
     assert isinstance(progress.failed[0], PeerLost)
     assert "killed" in str(progress.failed[0])
     assert progress.waiting == {1}
@@ -504,14 +504,14 @@ def test_a_worker_keeps_what_it_may_be_reading_until_its_process_has_ended_and_c
 def test_only_a_worker_that_may_be_elsewhere_is_lost_because_it_cannot_be_reached(local: bool | None) -> None:
     desk = Desk(1)
     if local is None:  # two that know nothing of their hosts are not on the same one
-        desk.publisher.membership.identity = Identity(1, "", 0)
+        desk.machine.membership.identity = Identity(1, "", 0)
     desk.hello(0, local=local)
-    assert desk.publisher.peers[0].local is local
-    desk.publisher.unreachable(b"0", 1.0)
-    desk.publisher.unreachable(b"0", 1.0 + RETRY - 0.1)
-    assert not desk.publisher.peers[0].lost
-    desk.publisher.unreachable(b"0", 1.0 + RETRY)
-    assert bool(desk.publisher.peers[0].lost) is (local is not True)
+    assert desk.machine.peers[0].local is local
+    desk.machine.unreachable(b"0", 1.0)
+    desk.machine.unreachable(b"0", 1.0 + RETRY - 0.1)
+    assert not desk.machine.peers[0].lost
+    desk.machine.unreachable(b"0", 1.0 + RETRY)
+    assert bool(desk.machine.peers[0].lost) is (local is not True)
 
 
 # -- layouts --------------------------------------------------------------------------------------------------------
@@ -525,7 +525,7 @@ def test_before_everybody_was_there_nothing_is_sent_but_to_worker_ids_that_are_t
     version = desk.publish()
     desk.pass_time(1000)
     assert not desk.take(messages.Update)
-    assert desk.publisher.progress.of(version, [0, 1]).waiting == {0, 1}
+    assert desk.machine.progress.of(version, [0, 1]).waiting == {0, 1}
     desk.hello(1)
     assert not desk.take(messages.Update)
     desk.ready(1)
@@ -533,12 +533,12 @@ def test_before_everybody_was_there_nothing_is_sent_but_to_worker_ids_that_are_t
 
 
 def lose_worker_1(desk: Desk) -> None:
-    desk.publisher.lost(1, nonce(1), "killed", desk.now)
+    desk.machine.lost(1, nonce(1), "killed", desk.now)
 
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [(lose_worker_1, None), (None, lose_worker_1), (lambda desk: desk.publisher.clogged(b"1"), None)],
+    [(lose_worker_1, None), (None, lose_worker_1), (lambda desk: desk.machine.clogged(b"1"), None)],
     ids=["absent", "dies", "slow"],
 )
 def test_after_everybody_was_there_a_new_layout_waits_for_nobody_who_is_absent_or_slow(
@@ -585,27 +585,27 @@ def test_one_refusal_changes_no_worker_and_the_next_publication_asks_again(desk:
     desk.take()
     desk.refuse(1, F64)
     assert not desk.take(messages.Update)
-    assert desk.publisher.progress.targeted(new) == [0, 1]
-    failed = desk.publisher.progress.of(new, [0, 1]).failed
+    assert desk.machine.progress.targeted(new) == [0, 1]
+    failed = desk.machine.progress.of(new, [0, 1]).failed
     assert all(isinstance(error, SchemaMismatch) for error in failed.values())
     assert "it does not fit" in str(failed[1])
     assert "worker 1 cannot take it" in str(failed[0])
-    assert desk.publisher.progress.of(old, [0, 1]).acked == {0: old, 1: old}
-    assert (desk.publisher.version, desk.publisher.published) == (new, old)
+    assert desk.machine.progress.of(old, [0, 1]).acked == {0: old, 1: old}
+    assert (desk.machine.version, desk.machine.published) == (new, old)
     assert desk.pool.slabs <= 2
     again = desk.publish(dtype=F64)
     (welcome,) = desk.take(messages.Welcome, b"1")
     assert welcome.models == {"policy": layout(F64).digest}  # type: ignore[attr-defined]
-    assert desk.publisher.progress.of(again, [0, 1]).waiting == {0, 1}
+    assert desk.machine.progress.of(again, [0, 1]).waiting == {0, 1}
     desk.refuse(1, F64)
-    assert set(desk.publisher.progress.of(again, [0, 1]).failed) == {0, 1}
+    assert set(desk.machine.progress.of(again, [0, 1]).failed) == {0, 1}
     desk.take()
     last = desk.publish(dtype=F64)
     desk.take()
-    assert desk.publisher.published == old
+    assert desk.machine.published == old
     desk.ready(1, F64)
     assert [versions_of(u) for u in desk.take(messages.Update)] == [{"policy": last}] * 2
-    assert desk.publisher.published == last
+    assert desk.machine.published == last
 
 
 def test_a_refusal_that_comes_late_is_no_answer_to_the_next_publication(desk: Desk) -> None:
@@ -620,7 +620,7 @@ def test_a_refusal_that_comes_late_is_no_answer_to_the_next_publication(desk: De
     desk.take()
     desk.ready(0, F64)
     desk.refuse(1, F64, number=first.number)  # type: ignore[attr-defined]
-    assert desk.publisher.progress.of(again, [0, 1]).waiting == {0, 1}
+    assert desk.machine.progress.of(again, [0, 1]).waiting == {0, 1}
     desk.ready(1, F64)
     assert [versions_of(u) for u in desk.take(messages.Update)] == [{"policy": again}] * 2
 
@@ -630,7 +630,7 @@ def test_a_silent_worker_holds_up_a_new_layout_for_the_patience_only(desk: Desk)
     desk.ready(0, F64)
     desk.take()
     desk.now = PATIENCE - 0.01
-    desk.publisher.tick(desk.now)
+    desk.machine.tick(desk.now)
     assert not desk.take(messages.Update)
     desk.pass_time(0.02)
     desk.expect({"policy": version})
@@ -658,13 +658,13 @@ def test_refusing_a_layout_that_is_in_use_concerns_the_refuser_only_who_is_asked
     pending = desk.publish()
     assert desk.target(0) == pending
     desk.refuse(1, F32)
-    assert isinstance(desk.publisher.progress.of(pending, [1]).failed[1], SchemaMismatch)
+    assert isinstance(desk.machine.progress.of(pending, [1]).failed[1], SchemaMismatch)
     version = desk.publish()
-    assert desk.publisher.progress.of(version, [1]).waiting == {1}
+    assert desk.machine.progress.of(version, [1]).waiting == {1}
     desk.refuse(1, F32)
-    assert isinstance(desk.publisher.progress.of(version, [1]).failed[1], SchemaMismatch)
+    assert isinstance(desk.machine.progress.of(version, [1]).failed[1], SchemaMismatch)
     desk.finish(0, desk.expect({"policy": pending}))
-    assert "cannot take 'policy'" in desk.publisher.progress.why_absent(1, ["policy"])
+    assert "cannot take 'policy'" in desk.machine.progress.why_absent(1, ["policy"])
     desk.publish()
     desk.take()
     desk.ready(1)
@@ -679,7 +679,7 @@ def test_a_layout_that_one_worker_uses_may_still_be_news_to_the_others(desk: Des
     version = desk.publish(dtype=F64)
     assert not desk.take(messages.Update)
     desk.refuse(1, F64)
-    assert set(desk.publisher.progress.of(version, [0, 1]).failed) == {0, 1}
+    assert set(desk.machine.progress.of(version, [0, 1]).failed) == {0, 1}
 
 
 def test_a_part_is_not_sent_without_the_one_that_is_refused() -> None:
@@ -692,7 +692,7 @@ def test_a_part_is_not_sent_without_the_one_that_is_refused() -> None:
     desk.ready(1, models=["policy"])
     assert not desk.take(messages.Update)
     for models in (None, ["policy"], ["critic"]):
-        assert isinstance(desk.publisher.progress.of(1, [1], models).failed[1], SchemaMismatch)
+        assert isinstance(desk.machine.progress.of(1, [1], models).failed[1], SchemaMismatch)
 
 
 # -- failures -------------------------------------------------------------------------------------------------------
@@ -703,7 +703,7 @@ def test_a_failure_is_reported_and_not_sent_again_before_the_worker_reconnects(d
     update, _ = desk.take(messages.Update)
     desk.staged(0, update)
     desk.failed(0, update)
-    error = desk.publisher.progress.of(version, [0]).failed[0]
+    error = desk.machine.progress.of(version, [0]).failed[0]
     assert isinstance(error, RemoteError)
     assert error.type_name == "builtins.OSError"
     desk.pass_time(1)
@@ -725,11 +725,11 @@ def test_what_failed_comes_again_with_its_own_next_publication_only() -> None:
         for _ in range(2):
             version = desk.publish(models=["policy"])
             desk.finish(0, desk.expect({"policy": version}))
-            assert desk.publisher.progress.of(version, [0], ["policy"]).acked == {0: version}
+            assert desk.machine.progress.of(version, [0], ["policy"]).acked == {0: version}
         assert not desk.take()
         version = desk.publish(models=both)
         desk.failed(0, desk.expect(dict.fromkeys(both, version)))
-        assert set(desk.publisher.progress.of(version, [0]).failed) == {0}
+        assert set(desk.machine.progress.of(version, [0]).failed) == {0}
 
 
 def test_each_publication_is_an_update_of_its_own_the_oldest_first() -> None:
@@ -759,12 +759,12 @@ def test_a_staged_version_that_failed_is_tried_again_when_it_is_committed() -> N
     desk.finish_all()
     version = desk.publish(stages=True)
     desk.failed(0, desk.expect({"policy": version}))
-    assert list(desk.publisher.progress.staged(version, [0]).failed) == [0]
-    assert desk.publisher.progress.of(version - 1, [0]).acked == {0: version - 1}
+    assert list(desk.machine.progress.staged(version, [0]).failed) == [0]
+    assert desk.machine.progress.of(version - 1, [0]).acked == {0: version - 1}
     assert not desk.take(messages.Update)
-    desk.publisher.commit(version)
+    desk.machine.commit(version)
     desk.finish(0, desk.expect({"policy": version}))
-    assert desk.publisher.progress.of(version, [0]).acked == {0: version}
+    assert desk.machine.progress.of(version, [0]).acked == {0: version}
 
 
 def test_a_version_that_was_dropped_fails_nothing() -> None:
@@ -772,9 +772,9 @@ def test_a_version_that_was_dropped_fails_nothing() -> None:
     desk.publish()
     desk.finish_all()
     staged = desk.expect({"policy": desk.publish(stages=True)})
-    desk.publisher.drop()
+    desk.machine.drop()
     desk.failed(0, staged)
-    assert desk.publisher.peers[0].failed == {}
+    assert desk.machine.peers[0].failed == {}
 
 
 # -- workers that come from another sender of the epoch ---------------------------------------------------------------
@@ -783,7 +783,7 @@ def test_a_version_that_was_dropped_fails_nothing() -> None:
 def relaying() -> Desk:
     """A relay that has announced nothing, with a version to announce."""
     desk = Desk(None)
-    desk.publisher.membership.follows = True
+    desk.machine.membership.follows = True
     desk.publish()
     desk.take()
     return desk
@@ -821,7 +821,7 @@ def test_a_worker_that_lies_does_not_use_up_the_serials() -> None:
     for i in range(100):
         desk.hello(0, 100 + i, epoch=EPOCH, serial=messages.MAX_SERIAL)
         desk.ready(0)
-        desk.publisher.lost(0, nonce(100 + i), "gone", desk.now)
+        desk.machine.lost(0, nonce(100 + i), "gone", desk.now)
     desk.join(1)
     for _ in range(20):
         desk.pass_time(2.0)
@@ -831,7 +831,7 @@ def test_a_worker_that_lies_does_not_use_up_the_serials() -> None:
     desk.ready(2)
     (update,) = desk.take(messages.Update)
     assert update.serial < messages.MAX_SERIAL >> 20
-    desk.publisher.serial = messages.MAX_SERIAL >> 1  # after years of that
+    desk.machine.serial = messages.MAX_SERIAL >> 1  # after years of that
     desk.pass_time(2.0)
     desk.pong(1, last=messages.MAX_SERIAL)
     desk.take()
@@ -844,9 +844,9 @@ def test_a_worker_that_lies_does_not_use_up_the_serials() -> None:
 # -- messages that no correct worker sends --------------------------------------------------------------------------
 
 
-def state(publisher: Publisher) -> str:
+def state(machine: Trainer) -> str:
     return repr(
-        [(p.worker, p.applied, p.staged, p.failed, p.ready, p.last_seen, p.pong_seq) for p in publisher.peers.values()]
+        [(p.worker, p.applied, p.staged, p.failed, p.ready, p.last_seen, p.pong_seq) for p in machine.peers.values()]
     )
 
 
@@ -870,12 +870,12 @@ def state(publisher: Publisher) -> str:
 def test_a_wrong_message_changes_nothing(desk: Desk, route: bytes, instruction: messages.Instruction) -> None:
     desk.publish()
     desk.take()
-    before = state(desk.publisher)
+    before = state(desk.machine)
     desk.now = 1.0
     payload = [b""] if isinstance(instruction, messages.Update) else []
     with pytest.raises(ProtocolError):
-        desk.publisher.receive(route, *codec.decode([codec.encode(instruction), *payload]), desk.now)
-    assert state(desk.publisher) == before
+        desk.machine.receive(route, *codec.decode([codec.encode(instruction), *payload]), desk.now)
+    assert state(desk.machine) == before
     assert not desk.take()
 
 
@@ -886,14 +886,14 @@ def test_closing_says_goodbye_and_releases_everything(desk: Desk) -> None:
     desk.publish()
     desk.publish(workers=[1])
     desk.publish(dtype=F64)
-    desk.publisher.lost(0, nonce(0), "killed", desk.now)
-    desk.publisher.close()
+    desk.machine.lost(0, nonce(0), "killed", desk.now)
+    desk.machine.close()
     (bye,) = desk.take()
     assert (type(bye), bye.reason, bye.nonce) == (messages.Bye, "closed", nonce(1))  # type: ignore[attr-defined]
     assert desk.pool.slabs == 1  # the spare
     with pytest.raises(ClosedError):
         desk.publish()
-    desk.publisher.close()
+    desk.machine.close()
     desk.applied(1, policy=1)
     desk.pass_time(100)
     assert not desk.take()
@@ -915,14 +915,14 @@ def test_chunks_of_a_slab_that_is_being_packed_follow_what_is_there() -> None:
     desk.join(0)
     slab = slab_of(desk.pool, 1)  # 128 bytes, in chunks of 40
     slab.packed = 0
-    version = desk.publisher.publish({"policy": slab}, None, desk.now)
+    version = desk.machine.publish({"policy": slab}, None, desk.now)
     (update,) = desk.take(messages.Update)
     for packed, credit, offsets in ((0, 80, []), (40, 80, [0]), (79, 80, []), (128, 80, [40]), (128, 128, [80, 120])):
         slab.packed = packed
-        desk.publisher.packed()
+        desk.machine.packed()
         desk.receive(0, messages.Fetch(EPOCH, update.serial, 0, 0, credit))  # type: ignore[attr-defined]
         assert [chunk.offset for chunk in desk.take(messages.Chunk)] == offsets  # type: ignore[attr-defined]
-    assert desk.publisher.progress.of(version, [0]).waiting == {0}
+    assert desk.machine.progress.of(version, [0]).waiting == {0}
     slab.release()
 
 
@@ -930,16 +930,16 @@ def test_a_version_whose_packing_failed_is_taken_back_and_what_it_has_replaced_i
     def fail() -> int:
         slab = slab_of(desk.pool, 1)
         slab.packed = 0
-        kept = desk.publisher.targets.keep(["policy"])
-        version = desk.publisher.publish({"policy": slab}, None, desk.now)
-        assert desk.target(1) == desk.publisher.published == version
-        desk.publisher.abandon(version, kept)
+        kept = desk.machine.targets.keep(["policy"])
+        version = desk.machine.publish({"policy": slab}, None, desk.now)
+        assert desk.target(1) == desk.machine.published == version
+        desk.machine.abandon(version, kept)
         assert slab.references == 1, "nobody else holds it"
         slab.release()
         return version
 
     version = fail()
-    assert desk.publisher.targets.target(0, "policy") is None
+    assert desk.machine.targets.target(0, "policy") is None
     desk.take()
     before = desk.publish(1)
     assert before == version + 1
@@ -948,7 +948,7 @@ def test_a_version_whose_packing_failed_is_taken_back_and_what_it_has_replaced_i
     desk.take()
     fail()
     assert desk.target(0) == before
-    assert (desk.target(1), desk.publisher.published) == (own, own)
+    assert (desk.target(1), desk.machine.published) == (own, own)
     assert desk.pool.slabs <= 3
 
 
@@ -958,18 +958,18 @@ def test_whom_a_version_is_for_is_told_alike_the_short_way(monkeypatch: pytest.M
     for worker, model in ((0, "policy"), (1, "policy"), (2, "value"), (3, "policy")):  # 4 has not been there
         desk.hello(worker, have={model: 0} if worker == 2 else None)
         desk.ready(worker, models=(model,))
-    desk.publisher.lost(3, nonce(3), "killed", desk.now)
+    desk.machine.lost(3, nonce(3), "killed", desk.now)
     for model in ("policy", "value"):
-        desk.publisher.assemble(model)
+        desk.machine.assemble(model)
 
     def check() -> list[list[int]]:
         told = []
-        for version in range(1, desk.publisher.version + 2):
+        for version in range(1, desk.machine.version + 2):
             for models in (["policy"], ["value"], ["policy", "value"], []):
-                short = desk.publisher.progress.targeted(version, models)
+                short = desk.machine.progress.targeted(version, models)
                 with monkeypatch.context() as patch:
-                    patch.setattr(type(desk.publisher.targets), "are_everybodys", lambda *_: False)
-                    assert desk.publisher.progress.targeted(version, models) == short, (version, models)
+                    patch.setattr(type(desk.machine.targets), "are_everybodys", lambda *_: False)
+                    assert desk.machine.progress.targeted(version, models) == short, (version, models)
                 told.append(short)
         return told
 
@@ -997,7 +997,7 @@ def test_who_has_none_of_the_models_is_not_asked_why_another_refused_one() -> No
         desk.publish(dtype=F64)
         desk.take()
         desk.refuse(0, F64)
-    assert desk.publisher.progress.targeted(version, ["policy"]) == [0]
+    assert desk.machine.progress.targeted(version, ["policy"]) == [0]
 
 
 @pytest.mark.parametrize("other", ["value", "policy"])
@@ -1005,13 +1005,13 @@ def test_a_refused_publication_does_not_keep_another_one_from_being_complete(oth
     desk = Desk(2, models=("policy", "value"))
     desk.join(0, 1)
     for model in ("policy", "value"):
-        desk.publisher.assemble(model)
+        desk.machine.assemble(model)
     version = desk.publish(workers=[0])
     desk.finish_all()
     newer = desk.publish(models=(other,), dtype=F64)
     desk.take()
     desk.refuse(1, F64, other)
-    progress = desk.publisher.progress
+    progress = desk.machine.progress
     for models in (["policy"], None):
         assert progress.targeted(version, models) == [0]
         assert progress.of(version, [0], models).acked == {0: version}
@@ -1027,18 +1027,18 @@ def test_whoever_waits_for_a_version_hears_that_the_one_that_has_replaced_it_was
     desk.take()
     desk.refuse(1, F64)
     for version in versions:
-        assert desk.publisher.progress.targeted(version) == [0, 1]
-        assert sorted(desk.publisher.progress.of(version, [0, 1]).failed) == [0, 1]
+        assert desk.machine.progress.targeted(version) == [0, 1]
+        assert sorted(desk.machine.progress.of(version, [0, 1]).failed) == [0, 1]
 
 
 def test_slabs_are_not_kept_alive_by_what_was_said_of_them(desk: Desk) -> None:
     desk.publish()
     desk.finish_all()
-    target = desk.publisher.targets.target(0, "policy")
+    target = desk.machine.targets.target(0, "policy")
     slab = weakref.ref(target.slab)
     del target
-    desk.publisher.lost(0, nonce(0), "killed", desk.now)
-    desk.publisher.close()
+    desk.machine.lost(0, nonce(0), "killed", desk.now)
+    desk.machine.close()
     desk.pool.close()
     gc.collect()
     assert slab() is None
@@ -1052,7 +1052,7 @@ def trained(desk: Desk, *workers: int, publications: int = 1, **kwargs: bool) ->
     for _ in range(publications):
         desk.publish(**kwargs)
         for worker, update in zip(workers, desk.take(messages.Update | messages.Again), strict=True):
-            desk.applied(worker, update.serial, policy=desk.publisher.version)  # type: ignore[attr-defined]
+            desk.applied(worker, update.serial, policy=desk.machine.version)  # type: ignore[attr-defined]
     assert desk.take() == []
 
 
@@ -1062,7 +1062,7 @@ def test_what_follows_an_update_that_everybody_has_is_said_in_short(lent: bool) 
     trained(desk, 0, 1, lent=lent)
     for version in range(2, 5):
         desk.publish(float(version), lent=lent)
-        first, second = [*desk.publisher.outbox]
+        first, second = [*desk.machine.outbox]
         desk.take()
         descriptor = b"policy %d" % version if lent else None
         assert first[1] is second[1]
@@ -1071,14 +1071,14 @@ def test_what_follows_an_update_that_everybody_has_is_said_in_short(lent: bool) 
         assert [torch.frombuffer(bytearray(frame), dtype=torch.float32, count=15).tolist() for frame in first[2]] == (
             [] if lent else [[version] * 15]
         )
-        assert desk.publisher.progress.outstanding(version, [0, 1], ["policy"])
+        assert desk.machine.progress.outstanding(version, [0, 1], ["policy"])
         for worker in (0, 1):
-            assert desk.publisher.peers[worker].transfer is not None
+            assert desk.machine.peers[worker].transfer is not None
             desk.receive(worker, messages.Applied.at_once(EPOCH, version))
-            assert desk.publisher.peers[worker].transfer is None
-        assert not desk.publisher.progress.outstanding(version, [0, 1], ["policy"])
-        assert desk.publisher.progress.of(version, [0, 1]).acked == {0: version, 1: version}
-        assert desk.publisher.leases.of == {}
+            assert desk.machine.peers[worker].transfer is None
+        assert not desk.machine.progress.outstanding(version, [0, 1], ["policy"])
+        assert desk.machine.progress.of(version, [0, 1]).acked == {0: version, 1: version}
+        assert desk.machine.leases.of == {}
         assert len(desk.pool.used) == 1
 
 
@@ -1112,21 +1112,21 @@ def test_it_is_said_in_full_where_a_worker_is_to_have_weights_of_its_own() -> No
     desk.publish()
     assert [type(i) for i in desk.take()] == [messages.Update] * 2
     assert desk.target(2) == 3, "what is for everybody replaces what was for one"
-    assert not desk.publisher.targets.models["policy"].own
+    assert not desk.machine.targets.models["policy"].own
 
 
 def test_an_again_is_not_said_to_who_comes_later_or_back() -> None:
     desk = joined(0, 1, of=3)
     trained(desk, 0, 1)
-    desk.publisher.lost(1, nonce(1), "gone", desk.now)
+    desk.machine.lost(1, nonce(1), "gone", desk.now)
     desk.publish()
     (again,) = desk.take(messages.Again)
     desk.receive(0, messages.Applied.at_once(EPOCH, again.serial))
     desk.join(1, 2)  # the one that was lost, still the same incarnation, and a new one
-    desk.publisher.peers[1].applied["policy"] = 1
+    desk.machine.peers[1].applied["policy"] = 1
     for worker in (1, 2):
         desk.ready(worker)
-        assert desk.publisher.peers[worker].transfer is not None
+        assert desk.machine.peers[worker].transfer is not None
     desk.publish()
     assert desk.take(messages.Again) == []
 
@@ -1154,10 +1154,10 @@ def test_a_done_of_an_update_that_is_over_changes_nothing(desk: Desk) -> None:
     assert isinstance(first, messages.Again)
     for _ in range(2):
         desk.receive(0, messages.Applied.at_once(EPOCH, first.serial))
-    assert desk.publisher.peers[0].applied == {"policy": 2}
+    assert desk.machine.peers[0].applied == {"policy": 2}
     assert [type(i) for i in desk.take()] == [messages.Update]
     desk.receive(0, messages.Applied.at_once(EPOCH, 99))
-    assert desk.publisher.peers[0].applied == {"policy": 2}
+    assert desk.machine.peers[0].applied == {"policy": 2}
     with pytest.raises(ProtocolError):
         desk.receive(0, messages.Applied.at_once((1, 1), first.serial))
 
@@ -1184,7 +1184,7 @@ def test_a_worker_that_is_stopped_while_the_layout_changes_is_asked_once(desk: D
 def test_a_version_that_was_skipped_is_nobodys() -> None:
     desk = joined(0)
     trained(desk, 0)
-    current = desk.publisher.targets.models["policy"].common.current
-    assert desk.publisher.steady("policy", current.slab) is not None
-    desk.publisher.targets.carry_on(100)
-    assert desk.publisher.steady("policy", current.slab) is None
+    current = desk.machine.targets.models["policy"].common.current
+    assert desk.machine.steady("policy", current.slab) is not None
+    desk.machine.targets.carry_on(100)
+    assert desk.machine.steady("policy", current.slab) is None

@@ -1,11 +1,11 @@
-"""Publisher: the sender's state machine. Workers, targets, versions, acknowledgements, deadlines. No I/O, no clock.
+"""The trainer's state machine. Workers, targets, versions, acknowledgements, deadlines. No I/O, no clock.
 
 Usage by a shell that owns sockets and time::
 
-    publisher.receive(route, instruction, payload, now)      # something came
-    publisher.publish({model_id: slab}, None, now)           # something is to go
-    publisher.tick(now)                                      # every quarter of a second or so
-    while publisher.outbox: send(*publisher.outbox.popleft())
+    trainer.receive(route, instruction, payload, now)      # something came
+    trainer.publish({model_id: slab}, None, now)           # something is to go
+    trainer.tick(now)                                      # every quarter of a second or so
+    while trainer.outbox: send(*trainer.outbox.popleft())
 
 Delivery is *targets and repair*, not a log: each worker has one target per model; at most one UPDATE is outstanding
 per worker, and whatever gets lost is found by PING and PONG, which carry the worker's state. So every message may be
@@ -36,8 +36,8 @@ LAST_LEAP = 1 << 63
 KEPT_ANSWERS = 1024  # of a relay, until it can pass them on; the root requests again what is lost
 
 
-class Publisher:
-    """The sender's half of a bus. Once a newer trainer has been met, it is ``fenced``, and sends nothing. ``wanted``:
+class Trainer:
+    """The trainer's half of a bus. Once a newer trainer has been met, it is ``fenced``, and sends nothing. ``wanted``:
     pieces that are to be encoded, in any thread, before :meth:`packed` sends them.
 
     ``epoch`` is its fencing token: start time in ns, and a random number. Where ``num_workers`` is None, it is elastic.
@@ -198,7 +198,7 @@ class Publisher:
         self.wanted.clear()
 
     def check_open(self) -> None:
-        """Raise Fenced or ClosedError if this publisher has come to its end."""
+        """Raise Fenced or ClosedError if this trainer has come to its end."""
         if self.fenced is not None:
             raise Fenced(*self.fenced.args)
         if self.closed:

@@ -1,4 +1,4 @@
-"""The receiver's end of a bus: a Subscriber on the running loop, behind one DEALER socket and a gate."""
+"""The worker's end of a bus: a Worker on the running loop, behind one DEALER socket and a gate."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import zmq
 
+from asyncsync.bus.applying import Applying
 from asyncsync.bus.carrier import Carrier
 from asyncsync.bus.link import LINGER_MS, Link
-from asyncsync.bus.receiving import Receiving
-from asyncsync.bus.status import BusStatus, ReceiverObserver, WorkerStatus, receiver_figures
+from asyncsync.bus.status import BusStatus, WorkerObserver, WorkerStatus, worker_figures
 from asyncsync.bus.steady import SteadyWorker
 from asyncsync.errors import ClosedError, NotConnected, ProtocolError
 from asyncsync.model.gate import Gate
@@ -30,8 +30,8 @@ from asyncsync.net.side_channel import ALONE, BY_SIDE_CHANNEL, SideChannel, conn
 from asyncsync.net.zmq_socket import LoopSocket, dealer
 from asyncsync.protocol.holdings import Acting
 from asyncsync.protocol.settings import Settings
-from asyncsync.protocol.subscriber import Subscriber
 from asyncsync.protocol.transfer import Memory
+from asyncsync.protocol.worker import Worker
 from asyncsync.runtime.threads import finish, yield_core
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab, SlabPool
@@ -47,13 +47,13 @@ ENDING_SECONDS = 2.0
 FETCH_DEADLINE = 60.0
 
 
-class ReceiverLink(Link):
-    """Connects, feeds the subscriber, sends its answers. ``side_channel`` is None until there has been one. Of an
+class WorkerLink(Link):
+    """Connects, feeds the machine, sends its answers. ``side_channel`` is None until there has been one. Of an
     address with keys, ``credentials`` returns them.
 
     ``shown`` has, of each model, epoch and version of what it shows to its readers, in a tree the version at its root
     that this one stands for, else the same, and the metadata. It is switched where the model is: under the gate.
-    ``transport``: of a relay or a guest, which takes every model that the sender serves, and applies it to nothing.
+    ``transport``: of a relay or a guest, which takes every model that the trainer serves, and applies it to nothing.
     """
 
     def __init__(
@@ -72,12 +72,12 @@ class ReceiverLink(Link):
         super().__init__("asyncsync-copy")
         self._fetches = Fetches(self._fetched, transport)
         nonce = secrets.token_bytes(16)
-        self.subscriber = Subscriber(worker, nonce, this_process(), settings, role, self._fetches)
+        self.machine = Worker(worker, nonce, this_process(), settings, role, self._fetches)
         self.gate = gate
         self.gate.bind()
         self.shown: dict[str, tuple[Epoch, int, int, bytes]] = {}
-        self.sender_lost = False
-        self.observer = ReceiverObserver(worker, hooks)
+        self.trainer_lost = False
+        self.observer = WorkerObserver(worker, hooks)
         self._watch: ProcessWatch | None = None
         self._watched: tuple[int, str, int] | None = None
         self.side_channel: SideChannel | None = None
@@ -90,12 +90,12 @@ class ReceiverLink(Link):
                 socket = dealer(self.context)
             except zmq.ZMQError as error:
                 raise NotConnected(f"cannot connect to the sender: {error}") from error
-            session, told = self.subscriber.session, (self._connected, self._disconnected)
+            session, told = self.machine.session, (self._connected, self._disconnected)
             cast = self._receive_cast
             self.whereabouts = Whereabouts(socket, sender, session, credentials, find, told, cast, self.crash)
             undo.callback(self.whereabouts.close)
-            about = self.subscriber, gate, self._fetches.transports, self.observer
-            self.receiving = Receiving(self, *about, self._show, self.origin, self.whereabouts.why_not)
+            about = self.machine, gate, self._fetches.transports, self.observer
+            self.applying = Applying(self, *about, self._show, self.origin, self.whereabouts.why_not)
             self._socket = LoopSocket(socket, self._receive, self.crash)
             undo.pop_all()
         self.opened()
@@ -107,33 +107,33 @@ class ReceiverLink(Link):
         self._fetches.transports[model_id] = transport
         self.pass_on(model_id, context)
         if manual:
-            self.receiving.manual.add(model_id)
-        self.subscriber.register(model_id, binding, self.loop.time())
+            self.applying.manual.add(model_id)
+        self.machine.register(model_id, binding, self.loop.time())
         self.settle()
 
     async def unregister(self, model_id: str) -> None:
         """Take part in this model's updates no more. When this returns, nothing writes it, or what it lies in."""
-        await self.receiving.forget(model_id)
+        await self.applying.forget(model_id)
         if await self._detach([model_id]) and not self.closed:
             del self._fetches.transports[model_id]
-            self.subscriber.holdings.take_out(model_id)
+            self.machine.holdings.take_out(model_id)
             self.settle()
 
     def pass_on(self, model_id: str, context: Any) -> None:
         """Pass the updates of this model on to this context, from the next one on."""
-        self.subscriber.end_fast_path()
-        self.receiving.cascade.add(model_id, context)
+        self.machine.end_fast_path()
+        self.applying.cascade.add(model_id, context)
 
     async def replace(self, model_id: str, binding: Binding, timeout: float) -> None:
         """Update another model under this name from now on, beginning with what this worker should have."""
-        await self.receiving.leave(model_id, timeout)
-        self.subscriber.register(model_id, binding, self.loop.time())
+        await self.applying.leave(model_id, timeout)
+        self.machine.register(model_id, binding, self.loop.time())
         self.settle()
 
     @property
     def is_lost(self) -> bool:
-        """Whether the sender's process has ended, or its connection stays away."""
-        return self.sender_lost or self.whereabouts.is_away(self.loop.time())
+        """Whether the trainer's process has ended, or its connection stays away."""
+        return self.trainer_lost or self.whereabouts.is_away(self.loop.time())
 
     # -- callbacks --------------------------------------------------------------------------------------------------
 
@@ -141,15 +141,15 @@ class ReceiverLink(Link):
         if not is_trustworthy(endpoint := self.whereabouts.endpoint):
             # Without this worker's HELLO, whoever answers there does not know its nonce, and is not listened to.
             logger.error("%s no longer belongs to this user, so this worker does not connect there", endpoint)
-        elif self.subscriber.session.ended is None:
-            self.subscriber.connected(self.loop.time())
+        elif self.machine.session.ended is None:
+            self.machine.connected(self.loop.time())
             self.settle()
 
     def _disconnected(self) -> None:
         if self.side_channel is not None:
             self.side_channel.drain()
             self.side_channel.close()
-        self.subscriber.disconnected()
+        self.machine.disconnected()
         self.settle()
 
     def _receive(self, frames: list[Any]) -> None:
@@ -160,21 +160,21 @@ class ReceiverLink(Link):
             instruction, payload = decode([frame.buffer for frame in frames])
             if self.observer.follows:
                 self.observer.heard(instruction)
-            self.subscriber.receive(instruction, payload, self.loop.time())
+            self.machine.receive(instruction, payload, self.loop.time())
         except ProtocolError as error:
             self.drop(error, "the sender")
         else:
-            if type(instruction) is Bye and self.subscriber.session.ended is None:
-                self.sender_lost = True  # it writes nothing any more, and there may be another
-            elif type(instruction) is Welcome and self.subscriber.session.welcomed:
-                self._watch_sender()
+            if type(instruction) is Bye and self.machine.session.ended is None:
+                self.trainer_lost = True  # it writes nothing any more, and there may be another
+            elif type(instruction) is Welcome and self.machine.session.welcomed:
+                self._watch_trainer()
                 self._open_side_channel()
                 self._subscribe()
         self.settle()
 
     def _subscribe(self) -> None:
-        """Be where the sender sends what is for all, as its WELCOME says; that of another says nothing of this one."""
-        session = self.subscriber.session
+        """Be where the trainer sends what is for all, as its WELCOME says; that of another says nothing of this one."""
+        session = self.machine.session
         if session.trainer is not None and session.welcomed and not self.closed:
             self.whereabouts.subscription.follow(session.trainer.fanout)
 
@@ -183,11 +183,11 @@ class ReceiverLink(Link):
             instruction, payload = decode([frame.buffer for frame in frames])
             if not isinstance(instruction, Cast | Chunk):
                 raise ProtocolError(f"{type(instruction).__name__} is not sent to all subscribers")
-            before = self.subscriber.serial
-            self.subscriber.receive(instruction, payload, self.loop.time())
-            if self.observer.follows and (isinstance(instruction, Chunk) or self.subscriber.serial > before):
+            before = self.machine.serial
+            self.machine.receive(instruction, payload, self.loop.time())
+            if self.observer.follows and (isinstance(instruction, Chunk) or self.machine.serial > before):
                 self.observer.heard(instruction, payload)
-            if isinstance(instruction, Chunk) and self.subscriber.is_overtaken_by(instruction):
+            if isinstance(instruction, Chunk) and self.machine.is_overtaken_by(instruction):
                 # Bytes of no use, on a connection that is too slow for those that are; :meth:`_tick` comes back.
                 self.whereabouts.subscription.close()
         except ProtocolError as error:
@@ -195,7 +195,7 @@ class ReceiverLink(Link):
         self.settle()
 
     def _receive_packet(self, packet: memoryview) -> None:
-        steady = self.subscriber.fast_path
+        steady = self.machine.fast_path
         if steady is not None and not self.observer.follows:
             now = self.loop.time()
             try:
@@ -216,7 +216,7 @@ class ReceiverLink(Link):
             instruction, payload = read(packet)
             if follows := self.observer.follows:
                 self.observer.heard(instruction)
-            self.subscriber.receive(instruction, payload, self.loop.time())
+            self.machine.receive(instruction, payload, self.loop.time())
         except ProtocolError as error:
             self.drop(error, "the sender")
         self.settle()
@@ -225,20 +225,20 @@ class ReceiverLink(Link):
 
     def _begin_steady(self, again: Again) -> None:
         """If this, the last instruction, was applied at once, by copying a few bytes: be ready to do so again."""
-        subscriber = self.subscriber
-        if not subscriber.settings.fast or subscriber.fast_path is not None:
+        machine = self.machine
+        if not machine.settings.fast or machine.fast_path is not None:
             return
-        if (steady := subscriber.steady(again.serial)) is None:
+        if (steady := machine.steady(again.serial)) is None:
             return
         model_id, part = steady
-        newest, binding = subscriber.holdings.held[model_id][2], subscriber.models[model_id]
+        newest, binding = machine.holdings.held[model_id][2], machine.models[model_id]
         prepared = binding.cached(newest)
         if prepared is None or not prepared.is_known or again.descriptor is None or newest.leased:
             return
-        if not self.receiving.goes_straight((model_id,)):
+        if not self.applying.goes_straight((model_id,)):
             return
         try:
-            slab = subscriber.pool.acquire(newest.layout)
+            slab = machine.pool.acquire(newest.layout)
         except (MemoryError, RuntimeError):  # torch raises the latter
             return  # if the next update cannot be had either, the trainer gets FAILED
         try:
@@ -250,12 +250,12 @@ class ReceiverLink(Link):
         finally:
             slab.release()
         window = partial(self._fetches.window, model_id, newest.layout)
-        subscriber.fast_path = SteadyWorker(subscriber, model_id, part, slabs, self.gate, window, self._show)
+        machine.fast_path = SteadyWorker(machine, model_id, part, slabs, self.gate, window, self._show)
 
     def _acknowledge(self, done: bytes, now: float) -> None:
         """The fast path has applied an update: send APPLIED, and do what :meth:`settle` does."""
         if self.side_channel is None or not self.side_channel.write((ALONE, done)):
-            self.subscriber.outbox.append((decode([done])[0], ()))
+            self.machine.outbox.append((decode([done])[0], ()))
             self.settle()
         elif self.waiters:
             self.notify()
@@ -282,71 +282,71 @@ class ReceiverLink(Link):
         return self.acting(models).origin
 
     def status(self, models: list[str]) -> BusStatus:
-        subscriber = self.subscriber
-        seen = None if subscriber.last_seen is None else self.loop.time() - subscriber.last_seen
-        targets = {m: subscriber.targets.get(m, 0) for m in models}
-        # What an earlier sender sent is not this one's, whatever its number.
+        machine = self.machine
+        seen = None if machine.last_seen is None else self.loop.time() - machine.last_seen
+        targets = {m: machine.targets.get(m, 0) for m in models}
+        # What an earlier trainer sent is not this one's, whatever its number.
         marks = [(m, *self.shown[m][:2]) for m in models if m in self.shown]
-        current = {m: version for m, epoch, version in marks if epoch == subscriber.session.epoch}
+        current = {m: version for m, epoch, version in marks if epoch == machine.session.epoch}
         behind = {m: target - current.get(m, 0) for m, target in targets.items() if target > current.get(m, 0)}
         version = min((self.version([m]) for m in behind), default=self.version(models))
         target, lag = max(targets.values(), default=0), max(behind.values(), default=0)
         state, reason = "live", ""
         if self.closed:
             state, reason = "lost", "this receiver was shut down"
-        elif subscriber.session.ended is not None:
-            state, reason = "lost", str(subscriber.session.ended)
-        elif self.sender_lost or not subscriber.session.online:
+        elif machine.session.ended is not None:
+            state, reason = "lost", str(machine.session.ended)
+        elif self.trainer_lost or not machine.session.online:
             state, reason = "lost", self.whereabouts.why or "the sender is gone; waiting for a new one"
-        elif seen is None or seen > subscriber.settings.slow_after:
+        elif seen is None or seen > machine.settings.slow_after:
             state = "slow"
-        status = WorkerStatus(version, target, lag, seen, state, subscriber.bytes_received, reason)
-        return BusStatus({subscriber.worker: status}, self.whereabouts.refused)
+        status = WorkerStatus(version, target, lag, seen, state, machine.bytes_received, reason)
+        return BusStatus({machine.worker: status}, self.whereabouts.refused)
 
     def figures(self) -> list[Metric]:
-        models = list(self.subscriber.models)
+        models = list(self.machine.models)
         applied = {model_id: self.version([model_id]) for model_id in models}
-        return [*receiver_figures(self.status(models), applied), *super().figures()]
+        return [*worker_figures(self.status(models), applied), *super().figures()]
 
     def _open_side_channel(self) -> None:
-        """The sender knows this worker now: connect the side channel, unless it is there already."""
+        """The trainer knows this worker now: connect the side channel, unless it is there already."""
         path = side_channel_path(self.whereabouts.endpoint)
         if path is not None and (self.side_channel is None or self.side_channel.closed):
-            self.side_channel = connect(path, self.subscriber.session.nonce, self._receive_packet, self.crash)
+            self.side_channel = connect(path, self.machine.session.nonce, self._receive_packet, self.crash)
 
-    def _watch_sender(self) -> None:
-        """Know at once when a co-located sender dies; receivers then wait for its successor."""
-        if (trainer := self.subscriber.session.trainer) is None:
+    def _watch_trainer(self) -> None:
+        """Know at once when a co-located trainer dies; workers then wait for its successor."""
+        if (trainer := self.machine.session.trainer) is None:
             return
         process = trainer.pid, trainer.boot, trainer.namespace  # in containers, the same pid is common
-        if process == self._watched and not self.sender_lost:
+        if process == self._watched and not self.trainer_lost:
             return
         self._watched = process
-        self.sender_lost = False
+        self.trainer_lost = False
         if self._watch is not None:
             self._watch.close()
             self._watch = None
-        if self.subscriber.session.identity.is_beside(*process):
-            self._watch = ProcessWatch(trainer.pid, self._sender_ended)
+        if self.machine.session.identity.is_beside(*process):
+            self._watch = ProcessWatch(trainer.pid, self._trainer_ended)
 
-    def _sender_ended(self) -> None:
-        self.sender_lost = True
+    def _trainer_ended(self) -> None:
+        self.trainer_lost = True
         self.notify()
 
     def _tick(self, now: float) -> None:
-        self.subscriber.tick(now)
-        if not self.subscriber.incoming:
+        self.machine.tick(now)
+        if not self.machine.incoming:
             self._subscribe()
         self.whereabouts.tick(now)
 
     def settle(self) -> None:
-        now, subscriber = self.loop.time(), self.subscriber
-        if subscriber.staged:
+        now, machine = self.loop.time(), self.machine
+        if machine.staged:
             if self.observer.follows:
-                self.observer.look(subscriber.staged)
-            self.receiving.offer()
-        if subscriber.fetches:
-            self._fetches.start(subscriber)
+                self.observer.look(machine.staged)
+            self.applying.offer()
+        if machine.fetches:
+            self._fetches.start(machine)
         self._send_all()
         self.notify()
         if self.timer is None:
@@ -355,15 +355,15 @@ class ReceiverLink(Link):
             self.settled()
 
     def _send_all(self) -> None:
-        self.subscriber.flush()
-        outbox = self.subscriber.outbox
-        if not self.subscriber.session.online:
+        self.machine.flush()
+        outbox = self.machine.outbox
+        if not self.machine.session.online:
             # Not queued for the next connection: that begins with HELLO, and PING and PONG repair the rest.
             outbox.clear()
         if not outbox:
             return
         # Not between HELLO and WELCOME: what is sent then must not come before the HELLO.
-        channel = self.side_channel if self.subscriber.session.welcomed else None
+        channel = self.side_channel if self.machine.session.welcomed else None
         by_zmq = False
         while outbox:
             instruction, payload = outbox.popleft()
@@ -378,7 +378,7 @@ class ReceiverLink(Link):
         yield_core()
 
     def _fetched(self, serial: int, index: int, slab: Slab, failure: Exception | None) -> None:
-        self.subscriber.fetched(serial, index, slab, failure, self.loop.time())
+        self.machine.fetched(serial, index, slab, failure, self.loop.time())
         if not self.closed:
             self.settle()
 
@@ -388,19 +388,19 @@ class ReceiverLink(Link):
         if self.closed:
             return
         self.gate.withdraw()
-        self.subscriber.leave()
+        self.machine.leave()
         reads = True
         try:
             # What is being passed on is copied first, by a thread that nobody can stop.
-            reads = not await self._detach(list(self._fetches.transports)) or self.receiving.cascade.task is not None
+            reads = not await self._detach(list(self._fetches.transports)) or self.applying.cascade.task is not None
         finally:
             await self._end(reads)
 
     async def _detach(self, models: Iterable[str]) -> bool:
-        """Models outlive their schemes: they must not show what the sender writes later. False if one may."""
-        if self.sender_lost or isinstance(self.subscriber.session.ended, ClosedError):
+        """Models outlive their schemes: they must not show what the trainer writes later. False if one may."""
+        if self.trainer_lost or isinstance(self.machine.session.ended, ClosedError):
             return True  # nobody writes there any more
-        if self.receiving.copying:
+        if self.applying.copying:
             await finish(self.thread.submit(lambda: None))  # receive() is still reading
         done, in_use = True, self.gate.applying or self.gate.pending
         for transport in {id(t): t for m in models if (t := self._fetches.transports.get(m)) is not None}.values():
@@ -411,14 +411,14 @@ class ReceiverLink(Link):
     async def _end(self, reads: bool) -> None:
         if self.closed:
             return
-        self.subscriber.bye("shutdown", reads=reads)
+        self.machine.bye("shutdown", reads=reads)
         self._send_all()
         self.closed = True
-        others = self.receiving.cascade.task, self.whereabouts.search
+        others = self.applying.cascade.task, self.whereabouts.search
         ending = {*self._fetches.tasks, *(task for task in others if task is not None)}
         for task in self._fetches.tasks:
             task.cancel()
-        self.receiving.close()
+        self.applying.close()
         self.observer.close()
         self._close_all(LINGER_MS)
         self.notify()
@@ -430,14 +430,14 @@ class ReceiverLink(Link):
             try:
                 await self._terminate()
             finally:
-                self.subscriber.close()
+                self.machine.close()
 
     def _farewell(self, linger_ms: int) -> list[Callable[[], object]]:
-        # What the model has of the sender's memory stays, and the BYE reports it: the model outlives this link.
-        return [self.subscriber.leave, self._say_goodbye, partial(self._close_all, linger_ms)]
+        # What the model has of the trainer's memory stays, and the BYE reports it: the model outlives this link.
+        return [self.machine.leave, self._say_goodbye, partial(self._close_all, linger_ms)]
 
     def _say_goodbye(self) -> None:
-        self.subscriber.bye("shutdown", reads=True)
+        self.machine.bye("shutdown", reads=True)
         self._send_all()
 
     def _close_all(self, linger_ms: int) -> None:
@@ -461,11 +461,11 @@ class Fetches(Memory):
         self._loop = asyncio.get_running_loop()
         self.tasks: set[asyncio.Task[None]] = set()
 
-    def start(self, subscriber: Subscriber) -> None:
-        """Begin with what the subscriber wants."""
-        while subscriber.fetches:
-            serial, index, part, slab = subscriber.fetches.popleft()
-            transport = self._transport(subscriber.session.local(part.model_id))
+    def start(self, machine: Worker) -> None:
+        """Begin with what the machine wants."""
+        while machine.fetches:
+            serial, index, part, slab = machine.fetches.popleft()
+            transport = self._transport(machine.session.local(part.model_id))
             assert part.descriptor is not None
             task = self._loop.create_task(self._fetch(serial, index, part.descriptor, slab, transport))
             self.tasks.add(task)
@@ -522,11 +522,11 @@ def guest_link(
     settings: Settings,
     role: str,
     credentials: Callable[[], Credentials] | None = None,
-) -> ReceiverLink:
+) -> WorkerLink:
     """A link that takes every model of a sender; its place is one that no worker has. On the running loop. Raises
     NotConnected if it cannot connect."""
     place = FIRST_GUEST + secrets.randbelow(FIRST_GUEST)
-    link = ReceiverLink(sender, place, settings, Gate(), credentials, role, transport=transport)
+    link = WorkerLink(sender, place, settings, Gate(), credentials, role, transport=transport)
     link.settle()  # from now on it looks for the sender, at each of its addresses
     return link
 
@@ -557,11 +557,11 @@ class Guest:
         """The newest weights of every model of which the sender has any, by name ("": a sender's only model that has
         none). Raises NotConnected if there is no sender, or it has none, within the timeout, and at once if it does not
         let this guest in for its key; ClosedError or Fenced if it has turned this guest away."""
-        subscriber, dialer = self.link.subscriber, self.link.whereabouts
-        session = subscriber.session
+        machine, dialer = self.link.machine, self.link.whereabouts
+        session = machine.session
 
         def have_come() -> bool:
-            return any(session.served.values()) and all(map(subscriber.settled, session.served))
+            return any(session.served.values()) and all(map(machine.settled, session.served))
 
         def is_over() -> bool:
             return session.ended is not None or (dialer.is_refused and not dialer.has_others)
@@ -575,21 +575,21 @@ class Guest:
         found = {}
         for model_id in [m for m, digest in session.served.items() if digest]:
             shown = self.link.acting([model_id]).shown
-            found[model_id] = await self.link.receiving.copy(model_id, partial(Snapshot, shown.version, shown.metadata))
+            found[model_id] = await self.link.applying.copy(model_id, partial(Snapshot, shown.version, shown.metadata))
         return found
 
     def why(self) -> str:
         """For people: why there are no weights yet."""
-        subscriber = self.link.subscriber
+        machine = self.link.machine
         if self.link.whereabouts.why:
             return self.link.whereabouts.why
-        if not subscriber.session.online:
+        if not machine.session.online:
             return "there is no connection: is the sender running, and is this its address?"
-        if not subscriber.session.welcomed:
+        if not machine.session.welcomed:
             return "it has no version yet, like a relay that has not reached its trainer; or it has stopped"
-        if subscriber.holdings.error:
-            return "; ".join(str(error) for _, error in subscriber.holdings.error.values())
-        if not any(subscriber.session.served.values()):
+        if machine.holdings.error:
+            return "; ".join(str(error) for _, error in machine.holdings.error.values())
+        if not any(machine.session.served.values()):
             return "the sender has not published any yet"
         return "the weights have not arrived completely yet"
 

@@ -1,13 +1,13 @@
-"""Subscriber: the receiver's state machine. No I/O, no clock of its own.
+"""The worker's state machine. No I/O, no clock of its own.
 
 Usage by a shell that owns the socket, the gate and time::
 
-    subscriber.connected(now)                                # HELLO goes out, on every (re)connection
-    subscriber.receive(instruction, payload, now)
-    for staging in subscriber.staged: gate.offer(staging.run, …)
-    subscriber.applied(staging)  /  subscriber.failed(staging, error)
-    subscriber.tick(now)                                     # every quarter of a second or so
-    while subscriber.outbox: send(*subscriber.outbox.popleft())
+    worker.connected(now)                                # HELLO goes out, on every (re)connection
+    worker.receive(instruction, payload, now)
+    for staging in worker.staged: gate.offer(staging.run, …)
+    worker.applied(staging)  /  worker.failed(staging, error)
+    worker.tick(now)                                     # every quarter of a second or so
+    while worker.outbox: send(*worker.outbox.popleft())
 
 An update is staged whole and checked before anything of it touches a model. Within an epoch a version never goes back;
 a higher epoch replaces everything that was under way, a lower one is ignored.
@@ -45,11 +45,11 @@ class FastPath(Protocol):
         """Apply what an AGAIN announces, and return the answer. None: it has to go the general way."""
 
     def end(self) -> None:
-        """Release everything; what was applied is the subscriber's."""
+        """Release everything; what was applied is the worker's."""
 
 
-class Subscriber:
-    """The receiver's half of a bus: one worker incarnation, named by ``nonce``, 16 random bytes.
+class Worker:
+    """The worker's half of a bus: one worker incarnation, named by ``nonce``, 16 random bytes.
 
     Attributes:
         incoming: the update whose bytes are missing; ``shares``: what of it comes from other processes of the
@@ -360,7 +360,7 @@ class Subscriber:
             incoming = IncomingUpdate(update, layouts, payload, self._attach, self._acquire, now)
         except ProtocolError:
             raise
-        except Exception as error:  # no memory, or no access to the sender's: the trainer learns of it
+        except Exception as error:  # no memory, or no access to the trainer's: the trainer learns of it
             self.serial = update.serial
             self._fail(update.serial, update.parts, error)
             return
@@ -478,7 +478,7 @@ class Subscriber:
                 slab.release()
             if not isinstance(error, Exception):
                 raise
-            # No memory, no access to the sender's, or a strategy's: the trainer learns of it.
+            # No memory, no access to the trainer's, or a strategy's: the trainer learns of it.
             self.serial = again.serial
             self._report_failed(again.serial, {model_id: again.version}, error)
             return
