@@ -31,7 +31,7 @@ from asyncsync.net.zmq_socket import LoopSocket, dealer
 from asyncsync.protocol.holdings import Acting
 from asyncsync.protocol.settings import Settings
 from asyncsync.protocol.transfer import Memory
-from asyncsync.protocol.worker import Worker
+from asyncsync.protocol.worker import Relaying, Worker
 from asyncsync.runtime.threads import finish, yield_core
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab, SlabPool
@@ -67,12 +67,13 @@ class WorkerLink(Link):
         monitoring: Monitoring = UNMONITORED,
         transport: Carrier | None = None,
         find: Find | None = None,
+        relaying: Relaying | None = None,
     ) -> None:
         hooks = hooks_of(monitoring.tracing)
         super().__init__("asyncsync-copy")
         self._fetches = Fetches(self._fetched, transport)
         nonce = secrets.token_bytes(16)
-        self.machine = Worker(worker, nonce, this_process(), settings, role, self._fetches)
+        self.machine = Worker(worker, nonce, this_process(), settings, role, self._fetches, relaying)
         self.gate = gate
         self.gate.bind()
         self.shown: dict[str, tuple[Epoch, int, int, bytes]] = {}
@@ -522,11 +523,12 @@ def guest_link(
     settings: Settings,
     role: str,
     credentials: Callable[[], Credentials] | None = None,
+    relaying: Relaying | None = None,
 ) -> WorkerLink:
     """A link that takes every model of a sender; its place is one that no worker has. On the running loop. Raises
     NotConnected if it cannot connect."""
     place = FIRST_GUEST + secrets.randbelow(FIRST_GUEST)
-    link = WorkerLink(sender, place, settings, Gate(), credentials, role, transport=transport)
+    link = WorkerLink(sender, place, settings, Gate(), credentials, role, transport=transport, relaying=relaying)
     link.settle()  # from now on it looks for the sender, at each of its addresses
     return link
 

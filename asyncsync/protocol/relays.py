@@ -1,5 +1,5 @@
-"""Relays: what a sender knows of the workers behind them, what a relay asks the sender above it, what its two halves
-need of each other, and the question that travels down the whole tree. No I/O, no clock.
+"""Relays: what a sender knows of the workers behind them, what a relay asks the sender above it,
+and the question that travels down the whole tree. No I/O, no clock.
 
 A relay gets what is meant for everybody and passes it on; its reports say how far its workers are. A worker may be
 reported by several relays for a moment, when it has moved from one to the next: the sender believes the relay that
@@ -21,13 +21,10 @@ import math
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from asyncsync.errors import ProtocolError
-from asyncsync.protocol.holdings import Staging
 from asyncsync.protocol.membership import GONE_SECONDS, MAX_PEERS, Membership
 from asyncsync.protocol.targets import Peer, Targets
-from asyncsync.protocol.transfer import IncomingUpdate
 from asyncsync.wire import messages
 from asyncsync.wire.messages import DIGEST_BYTES, Digests, Hello, Verify
 
@@ -232,29 +229,6 @@ class Questions:
         there = {m: version for m, version in above.items() if m in peer.hello.have}
         versions = {m: max(here.get(m, 0), there.get(m, 0)) for m in {**here, **there}}
         self._membership.send(peer.route, messages.Pong(self._membership.epoch, seq, versions, {}, 0, root=root))
-
-
-class Relaying(Protocol):
-    """Passes on to other workers what comes here, while it comes. An update's slabs are its own: to keep them takes
-    references."""
-
-    def adopted(self) -> None:
-        """A new trainer's epoch has begun, from which nothing has come yet."""
-
-    def heard(self, message: messages.Instruction, now: float) -> None:
-        """The trainer has said this, and the worker's half has taken it in."""
-
-    def begun(self, update: IncomingUpdate) -> None:
-        """An update has been announced; small ones are complete already."""
-
-    def written(self, update: IncomingUpdate) -> None:
-        """More of it is here."""
-
-    def committed(self, held: Staging, now: float) -> None:
-        """What was staged is to be applied."""
-
-    def ended(self, update: IncomingUpdate) -> None:
-        """It is complete, or it will never be."""
 
 
 @dataclass(frozen=True, slots=True)

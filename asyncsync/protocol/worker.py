@@ -24,7 +24,6 @@ from typing import Protocol
 from asyncsync.errors import ProtocolError, SchemaMismatch
 from asyncsync.model.strategy import Binding, WeightStrategy
 from asyncsync.protocol.holdings import Holdings, Session, StagedPart, StagedUpdates, Staging, Taken
-from asyncsync.protocol.relays import Relaying
 from asyncsync.protocol.settings import Identity, Settings
 from asyncsync.protocol.transfer import IncomingUpdate, Memory
 from asyncsync.weights.encoding import decode_onto
@@ -32,7 +31,19 @@ from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab, SlabPool
 from asyncsync.wire import messages
 from asyncsync.wire.codec import decode
-from asyncsync.wire.messages import MAX_TEXT, NONCE_END, STAGE, Buffer, Chunk, Fetch, Instruction, Part, Pull, Verify
+from asyncsync.wire.messages import (
+    MAX_TEXT,
+    NONCE_END,
+    STAGE,
+    Buffer,
+    Chunk,
+    Epoch,
+    Fetch,
+    Instruction,
+    Part,
+    Pull,
+    Verify,
+)
 
 FRUITLESS_RESTARTS = 3
 PUSH_PATIENCE = 2.0  # seconds; those who set the pace of what is pushed may have stopped
@@ -46,6 +57,29 @@ class FastPath(Protocol):
 
     def end(self) -> None:
         """Release everything; what was applied is the worker's."""
+
+
+class Relaying(Protocol):
+    """Passes on to other workers what comes to one, while it comes. An update's slabs are its own: to keep them takes
+    references."""
+
+    def adopted(self, epoch: Epoch) -> None:
+        """A new trainer's epoch has begun, from which nothing has come yet."""
+
+    def heard(self, upstream: Worker, message: Instruction, now: float) -> None:
+        """The trainer has said this, and the worker's half has taken it in."""
+
+    def begun(self, update: IncomingUpdate) -> None:
+        """An update has been announced; small ones are complete already."""
+
+    def written(self, update: IncomingUpdate) -> None:
+        """More of it is here."""
+
+    def committed(self, held: Staging, now: float) -> None:
+        """What was staged is to be applied."""
+
+    def ended(self, update: IncomingUpdate) -> None:
+        """It is complete, or it will never be."""
 
 
 class Worker:
@@ -69,7 +103,6 @@ class Worker:
         asked: what the trainer wants to know of a model; :meth:`answer` follows.
         leaving: whether further updates are ignored.
         fast_path: applies what is as always; whatever else happens here ends it.
-        relaying: passes on what comes to other workers; None: nobody does.
     """
 
     def __init__(
@@ -80,12 +113,14 @@ class Worker:
         settings: Settings | None = None,
         role: str = "worker",
         memory: Memory | None = None,
+        relaying: Relaying | None = None,
     ) -> None:
         self.worker = worker
         self.settings = settings or Settings()
         self.pool = SlabPool()
         self.models: dict[str, Binding] = {}
         self._memory = memory or Memory()
+        self._relaying = relaying  # None: nothing is passed on
         self._takes_all = role != "worker"  # relays and guests
         self.session = session = Session(worker, nonce, identity, self.settings, self.models, role, self._memory)
         self.outbox = session.outbox
@@ -111,7 +146,6 @@ class Worker:
         self._questions = 0
         self.leaving = False
         self.fast_path: FastPath | None = None
-        self.relaying: Relaying | None = None
 
     # -- what the worker does ------------------------------------------------------------------------------------------
 
@@ -305,10 +339,10 @@ class Worker:
         elif isinstance(instruction, messages.Pong):
             if session.pong(instruction):
                 self.targets.update({session.local(m): v for m, v in instruction.versions.items()})
-        elif not isinstance(instruction, messages.Recount) or self.relaying is None:
+        elif not isinstance(instruction, messages.Recount) or self._relaying is None:
             raise ProtocolError(f"the trainer sent {type(instruction).__name__}, which only a worker sends")
-        if self.relaying is not None:
-            self.relaying.heard(instruction, now)
+        if self._relaying is not None:
+            self._relaying.heard(self, instruction, now)
         self.last_seen = now
 
     def _on_verify(self, question: Verify) -> None:
@@ -335,8 +369,9 @@ class Worker:
         self.serial, self.failure = 0, None  # it counts its updates afresh
         self.targets = {}
         self.asked, self._answer, self._questions = None, None, 0
-        if self.relaying is not None:
-            self.relaying.adopted()
+        if self._relaying is not None:
+            assert self.session.epoch is not None
+            self._relaying.adopted(self.session.epoch)
 
     def _on_update(
         self, update: messages.Update, payload: Sequence[Buffer], now: float, *, pushed: bool = False
@@ -380,8 +415,8 @@ class Worker:
             for source in sorted({p.source for p in incoming.parts if p.source and p.descriptor is None})
         }
         incoming.pushed = pushed
-        if self.relaying is not None:
-            self.relaying.begun(incoming)
+        if self._relaying is not None:
+            self._relaying.begun(incoming)
         for index in sorted(incoming.fetching):
             slab = incoming.slabs[index]
             self.fetches.append((incoming.serial, index, incoming.parts[index], slab.retain()))
@@ -402,8 +437,8 @@ class Worker:
             self.targets[model_id] = max(version, self.targets.get(model_id, 0))
         if held is not None and held.versions == versions:
             self.held, held.serial = None, commit.serial
-            if self.relaying is not None:
-                self.relaying.committed(held, now)
+            if self._relaying is not None:
+                self._relaying.committed(held, now)
             self.staged.line_up(held)
             self.session.send(messages.Staged(commit.epoch, commit.serial, *self._in_use()))
         elif all(self.holdings.version(model_id) >= version for model_id, version in versions.items()):
@@ -491,8 +526,8 @@ class Worker:
     def _drop(self) -> None:
         update, self.incoming = self.incoming, None
         if update is not None:
-            if self.relaying is not None:
-                self.relaying.ended(update)
+            if self._relaying is not None:
+                self._relaying.ended(update)
             for share in self.shares.values():
                 share.release()
             self.shares = {}
@@ -557,8 +592,8 @@ class Worker:
                 update.last_progress = now
                 update.fruitless = 0
                 self.bytes_received += travelled
-                if self.relaying is not None:
-                    self.relaying.written(update)
+                if self._relaying is not None:
+                    self._relaying.written(update)
         except MemoryError as error:
             self._give_up(error)
             return
@@ -658,8 +693,8 @@ class Worker:
         for share in self.shares.values():
             share.release()
         self.incoming, self.shares = None, {}
-        if self.relaying is not None:
-            self.relaying.ended(update)
+        if self._relaying is not None:
+            self._relaying.ended(update)
         holdings = self.holdings
         ready: dict[str, StagedPart] = {}
         waiting, slabs = self._ready_versions(), update.take()

@@ -58,7 +58,7 @@ class RelaySlots(Carrier):
 
 
 class Passing:
-    """Passes on what ``upstream`` receives to the workers of ``downstream``.
+    """Passes on what a worker, ``upstream``, receives to the workers of ``downstream``.
 
     Args:
         slots: where the slabs are that are received, if workers find them there; None: slabs are streamed.
@@ -70,31 +70,22 @@ class Passing:
         has_news: whether there is something newer there; whoever reads it clears it.
     """
 
-    def __init__(
-        self, upstream: Worker, downstream: Trainer, *, slots: RelaySlots | None = None, keeps: bool = False
-    ) -> None:
+    def __init__(self, downstream: Trainer, *, slots: RelaySlots | None = None, keeps: bool = False) -> None:
         self.kept: Kept = {}
         self.kept_of: Epoch | None = None
         self.has_news = False
-        self._upstream = upstream
         self._downstream = downstream
         self._slots = slots
         self._keeps = keeps
         self._under_way: tuple[IncomingUpdate, dict[str, Slab], Replaced] | None = None
         self._reported: dict[int, RelayedWorker] = {}
         self._session: tuple[Epoch | None, int] | None = None  # in which everybody has been reported
-        upstream.relaying = self
-        self._follow(messages.NO_EPOCH)
+        self.adopted(messages.NO_EPOCH)
 
     # -- downwards --------------------------------------------------------------------------------------------------
 
-    def adopted(self) -> None:
-        """Another trainer, or the first one."""
-        assert self._upstream.session.epoch is not None
-        self._follow(self._upstream.session.epoch)
-
-    def heard(self, message: messages.Instruction, now: float) -> None:
-        downstream, session = self._downstream, self._upstream.session
+    def heard(self, upstream: Worker, message: messages.Instruction, now: float) -> None:
+        downstream, session = self._downstream, upstream.session
         match message:
             case messages.Welcome():
                 # Models without weights are served at once, so that their workers can connect; others with theirs.
@@ -113,11 +104,11 @@ class Passing:
             case messages.Verify() if message.nonce != session.nonce:
                 downstream.pass_on(message)
             case messages.Pong(root=True):
-                downstream.questions.answered(message.seq, self._upstream.targets)
+                downstream.questions.answered(message.seq, upstream.targets)
             case messages.Recount():
                 self._session = None  # a report was lost
 
-    def _follow(self, epoch: Epoch) -> None:
+    def adopted(self, epoch: Epoch) -> None:
         """Serve from here on what is published in this epoch, of which there is nothing yet. What workers read of the
         slabs before must not be written again."""
         downstream = self._downstream
@@ -137,8 +128,7 @@ class Passing:
         """Begin with what was kept of this epoch. Takes over a reference to each slab."""
         self.kept = {m: (version, slab.retain(), metadata) for m, (version, slab, metadata) in kept.items()}
         self.kept_of = epoch
-        self._upstream.restore(epoch, {m: (version, slab) for m, (version, slab, _) in kept.items()})
-        self._follow(epoch)
+        self.adopted(epoch)
         for version in sorted({version for version, *_ in kept.values()}):
             slabs = {m: slab for m, (of, slab, _) in kept.items() if of == version}
             metadata = next(metadata for of, _, metadata in kept.values() if of == version)
@@ -205,7 +195,7 @@ class Passing:
         else:
             self._downstream.abandon(version, replaced)
         if update.complete and update.phase == APPLY:
-            self._keep(version, slabs, update.metadata)
+            self._keep(update.epoch, version, slabs, update.metadata)
 
     def committed(self, held: Staging, now: float) -> None:
         """What was staged is to be applied, below, too."""
@@ -216,12 +206,11 @@ class Passing:
             self._downstream.commit(part.version)
         else:
             self._publish(part.version, slabs, part.metadata, now)
-        self._keep(part.version, slabs, part.metadata)
+        self._keep(held.epoch, part.version, slabs, part.metadata)
 
-    def _keep(self, version: int, slabs: dict[str, Slab], metadata: bytes) -> None:
+    def _keep(self, epoch: Epoch, version: int, slabs: dict[str, Slab], metadata: bytes) -> None:
         if not self._keeps:
             return
-        epoch = self._upstream.session.epoch
         over = slabs.keys() if epoch == self.kept_of else list(self.kept)  # versions of another trainer, all of them
         for model_id in over:
             if (before := self.kept.pop(model_id, None)) is not None:
@@ -231,18 +220,17 @@ class Passing:
 
     # -- upwards ----------------------------------------------------------------------------------------------------
 
-    @property
-    def is_report_due(self) -> bool:
+    def is_report_due(self, upstream: Worker) -> bool:
         """Whether :meth:`report` may have something to say."""
-        session, downstream = self._upstream.session, self._downstream
+        session, downstream = upstream.session, self._downstream
         has_news = downstream.touched or downstream.questions.new or downstream.answers
         return session.welcomed and (bool(has_news) or self._session != (session.epoch, session.attempt))
 
-    def report(self) -> None:
+    def report(self, upstream: Worker) -> None:
         """Report who has changed since the last time; everybody, to a sender that knows of nobody. Ask there what
         workers have asked here."""
-        session, downstream = self._upstream.session, self._downstream
-        if not self.is_report_due:
+        session, downstream = upstream.session, self._downstream
+        if not self.is_report_due(upstream):
             return
         if downstream.questions.new:
             downstream.questions.passed_on(session.request(root=True))
@@ -261,9 +249,9 @@ class Passing:
         assert session.epoch is not None
         batches = list(_in_reports(changed))
         for i, batch in enumerate(batches):
-            self._upstream.relayed += 1
+            upstream.relayed += 1
             more = i + 1 < len(batches)
-            session.send(messages.Relayed(session.epoch, self._upstream.relayed, whole and not i, more, batch))
+            session.send(messages.Relayed(session.epoch, upstream.relayed, whole and not i, more, batch))
 
     def _state(self, worker: int) -> RelayedWorker | None:
         """What is to be reported of this worker; None: nothing."""

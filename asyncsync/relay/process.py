@@ -61,15 +61,16 @@ class Relay:
         checksum = options.keys is None and is_plaintext_beyond_loopback(options.bind)
         self.slots = RelaySlots() if options.shared else None
         self.downstream = TrainerLink(options.bind, None, 0, Settings(checksum=checksum), keys=options.keys)
+        self.passing = Passing(self.downstream.machine, slots=self.slots, keeps=options.keep is not None)
         try:
             received = self.slots or Carrier()
-            self.upstream = guest_link(options.upstream, received, Settings(), "relay", options.credentials)
+            self.upstream = guest_link(
+                options.upstream, received, Settings(), "relay", options.credentials, self.passing
+            )
         except BaseException:
             self.downstream.cut(0)
             raise
-        machine = self.upstream.machine
-        machine.session.reconnects = True
-        self.passing = Passing(machine, self.downstream.machine, slots=self.slots, keeps=options.keep is not None)
+        self.upstream.machine.session.reconnects = True
         self._keep = options.keep
         self._news = anyio.Event()
         self._report_scheduled = False
@@ -86,6 +87,7 @@ class Relay:
                 slot.origin = slab.origin
                 shared[model_id] = version, slot, metadata
             kept = shared
+        self.upstream.machine.restore(epoch, {m: (version, slab) for m, (version, slab, _) in kept.items()})
         self.passing.restore(epoch, kept, self.downstream.loop.time())
         self.downstream.settle()
 
@@ -99,7 +101,7 @@ class Relay:
             return
         if self.downstream.machine.outbox:
             self.downstream.settle()
-        if not self._report_scheduled and self.passing.is_report_due:
+        if not self._report_scheduled and self.passing.is_report_due(self.upstream.machine):
             self._report_scheduled = True
             self.upstream.loop.call_soon(self._report)
 
@@ -108,7 +110,7 @@ class Relay:
         self._report_scheduled = False
         if not self.upstream.closed:
             with self.upstream.guard():
-                self.passing.report()
+                self.passing.report(self.upstream.machine)
                 self.upstream.settle()
 
     # -- the store --------------------------------------------------------------------------------------------------

@@ -113,10 +113,10 @@ class Tree:
     def _relay(self, name: str, parent: Node) -> Node:
         node = Node(name, self.settings)
         index = FIRST_GUEST + self.random.randrange(FIRST_GUEST)
-        node.worker = Worker(index, self._nonce(), Identity(), self.settings, "relay")
-        node.worker.session.reconnects = True
         node.trainer = Trainer((0, 0), Identity(), None, self.settings)
-        node.passing = Passing(node.worker, node.trainer)
+        node.passing = Passing(node.trainer)
+        node.worker = Worker(index, self._nonce(), Identity(), self.settings, "relay", relaying=node.passing)
+        node.worker.session.reconnects = True
         self.connect(node, parent)
         return node
 
@@ -216,7 +216,7 @@ class Tree:
                 worker.applied(staging)
                 if node.passing is None:
                     self.look(node)
-            if node.passing is not None and node.passing.is_report_due:
+            if node.passing is not None and node.passing.is_report_due(worker):
                 self.turn[node] = None
             if (question := worker.asked) is not None and MODEL in worker.holdings.held:
                 _, version, slab = worker.holdings.held[MODEL]
@@ -257,7 +257,7 @@ class Tree:
                 relays, self.turn = self.turn, {}
                 for relay in relays:
                     if relay.alive and relay not in self.deaf and relay.passing is not None:
-                        relay.passing.report()
+                        relay.passing.report(relay.worker)
                         self.flush(relay)
                 left = len(self.network)
                 continue
