@@ -258,15 +258,18 @@ class Lease(NamedTuple):
         return _HEAD.pack(_MAGIC, self.in_place, *self.place) + struct.pack(f"<{len(self.kept)}Q", *self.kept)
 
     @classmethod
-    def decode(cls, descriptor: bytes) -> Lease:
-        """Raises ValueError if this is no descriptor of a slot."""
+    def decode(cls, descriptor: bytes, nbytes: int = 0) -> Lease:
+        """Raises ValueError if this is no descriptor of a slot, or of one that has fewer bytes."""
         count, rest = divmod(len(descriptor) - _HEAD.size, 8)
         if not descriptor.startswith(_MAGIC) or count < 0 or rest or count > MAX_FILES:
             raise ValueError("another transport sent this update: use the same scheme class on both sides")
         _, in_place, *place = _HEAD.unpack_from(descriptor)
         if in_place > 1:
             raise ValueError("a descriptor of a slot with an unknown flag")
-        return cls(MemoryPlace(*place), struct.unpack_from(f"<{count}Q", descriptor, _HEAD.size), bool(in_place))
+        found = MemoryPlace(*place)
+        if found.size < nbytes:
+            raise ValueError(f"a slot of {found.size} bytes for a layout of {nbytes}")
+        return cls(found, struct.unpack_from(f"<{count}Q", descriptor, _HEAD.size), bool(in_place))
 
 
 class Slot(Slab):
@@ -720,7 +723,7 @@ class SlotTransport(OwnTransport):
             WeightSyncError: this process cannot open the sender's memory.
             MemoryError: this process cannot map the slot.
         """
-        lease = self._lease(descriptor, layout)
+        lease = Lease.decode(descriptor, layout.nbytes)
         if not lease.in_place:
             return self._window(lease).copy(layout, pool)
         found = self._attachments.find(lease)
@@ -735,14 +738,8 @@ class SlotTransport(OwnTransport):
     def slot_window(self, descriptor: bytes, layout: Layout) -> memoryview | None:
         if type(self).attach is not SlotTransport.attach:
             return None
-        lease = self._lease(descriptor, layout)
+        lease = Lease.decode(descriptor, layout.nbytes)
         return None if lease.in_place else self._window(lease).memory[: layout.nbytes]
-
-    def _lease(self, descriptor: bytes, layout: Layout) -> Lease:
-        lease = Lease.decode(descriptor)
-        if lease.place.size < layout.nbytes:
-            raise ValueError(f"a slot of {lease.place.size} bytes for a layout of {layout.nbytes}")
-        return lease
 
     def _window(self, lease: Lease) -> Window:
         found = self._attachments.find(lease)

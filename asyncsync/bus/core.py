@@ -463,7 +463,7 @@ class BusCore:
             else:
                 await scheme.connect_receiver(None, remaining)
 
-    async def _take(self, weights: Mapping[str, Any], worker_ids: Workers) -> dict[str, Source]:
+    async def _take(self, weights: Mapping[str, Any], workers: list[int] | None) -> dict[str, Source]:
         """Check, and take the values, in the caller's thread. Raises ValueError, before anything is done, for unknown
         models or workers, or none at all."""
         if not isinstance(weights, Mapping):
@@ -473,7 +473,7 @@ class BusCore:
             raise ValueError(f"unknown model_id {unknown}: this bus has {sorted(self.schemes)}")
         if not weights:
             raise ValueError("nothing to publish: name at least one model_id")
-        workers = self.trainer_link().check_workers(as_workers(worker_ids))
+        self.trainer_link().check_workers(workers)
         sources: dict[str, Source] = {}
         for topic, given in weights.items():
             is_taken = isinstance(given, Taken)
@@ -572,9 +572,7 @@ class BusCore:
             ((topic, source),) = sources.items()
             if (version := await self._send_steadily(link, topic, source, timeout, begun)) is not None:
                 return version
-        membership = link.machine.membership
-        others = set.intersection(*(set(membership.without(model_id)) for model_id in sources))
-        there = [worker for worker in membership.expected() if worker not in others]
+        there = link.machine.membership.eligible(sources)
         try:
             version = await self._publish_sources(sources, workers, encoded, timeout, at_once=False)
         except AckTimeout as error:  # nothing was published
@@ -622,7 +620,8 @@ class BusCore:
         link = self.trainer_link()
         if not 0 < version <= link.issued:
             raise ValueError(f"version {version} has not been published; the newest is {link.issued}")
-        workers = link.check_workers(as_workers(worker_ids))
+        workers = as_workers(worker_ids)
+        link.check_workers(workers)
         if quorum is not None:
             link.check_enough(workers, quorum)
         await link.wait_applied(version, workers, models, timeout, link.loop.time(), self.calls, quorum)

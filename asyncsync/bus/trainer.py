@@ -179,14 +179,13 @@ class TrainerLink(Link):
 
     # -- the workers, for those who call -------------------------------------------------------------------------------
 
-    def check_workers(self, workers: list[int] | None) -> list[int] | None:
+    def check_workers(self, workers: list[int] | None) -> None:
         """Raise ValueError where a worker_idx cannot exist."""
         count = self.machine.num_workers
         for worker in workers or ():
             if worker < 0 or (count is not None and worker >= count):
                 last = (count or 1) - 1
                 raise ValueError(f"worker_idx {worker} does not exist: num_workers={count}, so choose from 0 to {last}")
-        return workers
 
     def check_reach(self, workers: Iterable[int]) -> None:
         """Raise ValueError for weights of single workers that are behind a relay."""
@@ -216,14 +215,14 @@ class TrainerLink(Link):
         if quorum is not None and workers is None and quorum > needed:
             needed, name = quorum, "quorum"
         for model_id in models:
-            there = machine.membership.eligible(model_id)
-            if machine.num_workers is None and there < needed:
-                text = f"only {there} workers are connected, but {name}={needed} are needed"
+            there = machine.membership.eligible([model_id])
+            if machine.num_workers is None and len(there) < needed:
+                text = f"only {len(there)} workers are connected, but {name}={needed} are needed"
             elif machine.num_workers is not None and not there:
                 text = "no worker can apply this"
             else:
                 continue
-            without = machine.membership.without(model_id)
+            without = [worker for worker in machine.membership.expected() if worker not in there]
             others = "; ".join(machine.progress.why_absent(worker, [model_id]) for worker in without)
             raise NotConnected(
                 f"{text}{f' ({others})' if others else ''}: "

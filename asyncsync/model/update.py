@@ -21,8 +21,8 @@ from asyncsync.model.bound_model import BoundModel, Plan, Repointing
 from asyncsync.model.torch_private import forget_computed
 from asyncsync.weights.copying import clone, copy_bytes, copy_tensors, normal_tensors
 from asyncsync.weights.slab import Slab, is_foreign
-from asyncsync.weights.tensors import are_plain, check_source, have_memory, own_value, place_of
-from asyncsync.weights.tree import FlatWeights, dotted, have_specs
+from asyncsync.weights.tensors import are_plain, check_source, have_memory, have_specs, own_value, place_of
+from asyncsync.weights.tree import FlatWeights, dotted
 
 _is_meta = attrgetter("is_meta")
 

@@ -77,8 +77,6 @@ Crash = Callable[[BaseException], None]
 
 def join(frames: Sequence[Buffer]) -> list[Buffer]:
     """The buffers of a packet with this message: a header and up to :data:`MAX_FRAMES` payload frames."""
-    if len(frames) == 1:
-        return [ALONE, frames[0]]
     header, *payload = frames
     return [struct.pack(f"<B{len(payload)}I", len(payload), *map(len, payload)), *payload, header]
 

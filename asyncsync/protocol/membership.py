@@ -125,15 +125,10 @@ class Membership:
             return list(range(self.num_workers))
         return [p.worker for p in self._workers() if not p.lost]
 
-    def eligible(self, model_id: str) -> int:
-        """How many of them have this model, or may come with it."""
-        if self.num_workers is not None:
-            return self.num_workers - sum(model_id not in p.hello.have for p in self._workers())
-        return sum(not p.lost and model_id in p.hello.have for p in self._workers())
-
-    def without(self, model_id: str) -> list[int]:
-        """Those who are there, but not with this model."""
-        return sorted(p.worker for p in self._workers() if not p.lost and model_id not in p.hello.have)
+    def eligible(self, models: Collection[str]) -> list[int]:
+        """Those of them that have one of these models, or may come with it."""
+        without = {p.worker for p in self._workers() if p.hello.have.keys().isdisjoint(models)}
+        return [worker for worker in self.expected() if worker not in without]
 
     def _workers(self) -> Iterator[Peer]:
         """Those that are there, or have been; not relays and guests."""

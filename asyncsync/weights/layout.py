@@ -24,8 +24,8 @@ from tensordict import NonTensorData, TensorDictBase
 from asyncsync.errors import LimitExceeded, ProtocolError
 from asyncsync.msgpack_limits import check_structure
 from asyncsync.weights.copying import clone, memory_of, normal_tensors
-from asyncsync.weights.tensors import DTYPES, NAMES, are_plain, check_source, have_memory, place_of
-from asyncsync.weights.tree import FlatWeights, Path, collision, dotted, from_array, have_specs
+from asyncsync.weights.tensors import DTYPES, NAMES, are_plain, check_source, have_memory, have_specs, place_of
+from asyncsync.weights.tree import FlatWeights, Path, collision, dotted, from_array
 
 ALIGNMENT = 64
 MAX_ENTRIES = 200_000

@@ -19,8 +19,8 @@ import torch
 from asyncsync.weights.copying import clone, copy_tensors, is_bytes, memory_of
 from asyncsync.weights.layout import Layout, pack_values
 from asyncsync.weights.slab import Slab
-from asyncsync.weights.tensors import are_plain, check_source, own_value
-from asyncsync.weights.tree import FlatWeights, Path, dotted, have_specs
+from asyncsync.weights.tensors import are_plain, check_source, have_specs, own_value
+from asyncsync.weights.tree import FlatWeights, Path, dotted
 
 PROGRESS_BYTES = 4 << 20
 FEW = 16

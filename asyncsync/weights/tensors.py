@@ -1,7 +1,8 @@
 """Tensors that can be sent and received: what a source and a destination have to be.
 
 :func:`check_source` and :func:`destination_problem` look at one tensor thoroughly. Whether many tensors have their
-memory (:func:`have_memory`) and are plain (:func:`are_plain`) is asked at every update.
+shapes and dtypes (:func:`have_specs`), their memory (:func:`have_memory`), and are plain (:func:`are_plain`) is asked
+at every update.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from copy import deepcopy
 from enum import Enum
-from operator import ge
+from operator import attrgetter, eq, ge, is_
 from typing import Any
 
 import torch
@@ -136,6 +137,16 @@ def lies_in_memory(tensor: torch.Tensor) -> bool:
     # A sparse or nested tensor has no memory that weights could be written to.
     dense = tensor.layout is torch.strided and not tensor.is_nested
     return dense and tensor.numel() > 0 and not tensor.is_meta
+
+
+# Python's own loops take twice as long, which shows where there are a thousand tensors.
+_shape_of, _dtype_of = attrgetter("shape"), attrgetter("dtype")
+
+
+def have_specs(tensors: list[torch.Tensor], shapes: Iterable[tuple[int, ...]], dtypes: Iterable[torch.dtype]) -> bool:
+    """Whether these are the tensors' shapes and dtypes, of as many tensors."""
+    # One at a time: a list of a thousand torch.Sizes would set off the garbage collector at every update.
+    return all(map(eq, map(_shape_of, tensors), shapes)) and all(map(is_, map(_dtype_of, tensors), dtypes))
 
 
 def are_plain(tensors: Iterable[torch.Tensor]) -> bool:

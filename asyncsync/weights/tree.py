@@ -11,10 +11,9 @@ As a source, an array is a tensor over the same memory (:func:`from_array`). As 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from operator import attrgetter, eq, is_
 from typing import Any
 
 import numpy as np
@@ -108,16 +107,6 @@ def _flatten(weights: TensorDictBase | Mapping[str, Any], prefix: Path, flat: Fl
             _flatten(arrays, path, flat)
         else:
             _put(flat, path, value)
-
-
-# Python's own loops take twice as long, which shows where there are a thousand tensors.
-_shape_of, _dtype_of = attrgetter("shape"), attrgetter("dtype")
-
-
-def have_specs(tensors: list[torch.Tensor], shapes: Iterable[tuple[int, ...]], dtypes: Iterable[torch.dtype]) -> bool:
-    """Whether these are the tensors' shapes and dtypes, of as many tensors."""
-    # One at a time: a list of a thousand torch.Sizes would set off the garbage collector at every update.
-    return all(map(eq, map(_shape_of, tensors), shapes)) and all(map(is_, map(_dtype_of, tensors), dtypes))
 
 
 @lru_cache(16)

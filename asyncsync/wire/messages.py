@@ -662,7 +662,7 @@ def _fields(cls: Any) -> Check:
 
 
 def _list_of(cls: Any, low: int, high: int) -> Check:
-    return several(lambda raw: build(cls, raw), low, high, f"{cls.__name__}s")
+    return several(partial(build, cls), low, high, f"{cls.__name__}s")
 
 
 def _metadata(raw: Any) -> bytes:

@@ -34,7 +34,7 @@ def test_a_guest_is_no_worker_and_is_sent_what_everybody_is(num_workers: int | N
     desk = Desk(num_workers)
     join(desk, role)
     assert desk.machine.membership.expected() == ([0] if num_workers else [])
-    assert desk.machine.membership.eligible("policy") == (num_workers or 0)
+    assert desk.machine.membership.eligible(["policy"]) == ([0] if num_workers else [])
     desk.join(0)
     version = desk.publish(3)
     assert {u.serial for u in desk.take(messages.Update, b"%d" % GUEST)}  # type: ignore[attr-defined]
