@@ -68,7 +68,7 @@ class _Job(NamedTuple):
 
 
 class Publishing:
-    """The publications of one link. ``depart`` sends what is in the machine's outbox.
+    """The publications of one link.
 
     Attributes:
         origin: in a tree, returns the version at its root that what is published stands for, and the metadata of that.
@@ -86,7 +86,6 @@ class Publishing:
         pool: SlabPool,
         observer: TrainerObserver,
         channels: SideChannels,
-        depart: Callable[[], None],
     ) -> None:
         self.origin: Callable[[], tuple[int, bytes]] | None = None
         self.order = Order()
@@ -98,7 +97,6 @@ class Publishing:
         self._pool = pool
         self._observer = observer
         self._channels = channels
-        self._depart = depart
         self._known: dict[str, SourceCache] = {}  # by model, the weights that have been sent
         self._pools: set[SlabPool] = set()  # those that slabs were taken from
         self._full: SlabPool | None = None  # what the publication that is under way waits for
@@ -192,9 +190,10 @@ class Publishing:
                     job.slab.release()
             finally:
                 self.order.release()
-        link.notify()
         if at_once:
-            self._depart()
+            link.settle()
+        else:
+            link.notify()
         return version
 
     async def _publish_packing(

@@ -96,7 +96,6 @@ class TrainerLink(Link):
             self._lock = EndpointLock(endpoint) if is_local else None
             if self._lock is not None:
                 undo.callback(self._lock.release)
-            undo.callback(self._close_admission)
             self._open(endpoint, keyed, keys, undo)
             if self._subscribed_at is not None:
                 self._open_broadcast(self._subscribed_at)
@@ -114,6 +113,7 @@ class TrainerLink(Link):
                 server, listed = keys.sender()
                 self.admission = Admission(self.context, server, self.crash, listed)
             if self.admission is not None:
+                undo.callback(self.admission.close)
                 self.admission.guard(socket)
             socket.bind(endpoint)
         except zmq.ZMQError as error:
@@ -130,7 +130,7 @@ class TrainerLink(Link):
         undo.callback(self._socket.close)
         self.side_channels = SideChannels(side_channel_path(endpoint), self._introduce, self.crash)
         undo.callback(self.side_channels.close)
-        self.publishing = Publishing(self, self.machine, self.pool, self.observer, self.side_channels, self.depart)
+        self.publishing = Publishing(self, self.machine, self.pool, self.observer, self.side_channels)
         if self._lock is not None and self.side_channels.path is not None:
             self._lock.beside.append(self.side_channels.path)
 
@@ -506,15 +506,9 @@ class TrainerLink(Link):
         """Send what is to be sent. Last of all: a worker that it wakes may take this core, or wait for it."""
         if self.timer is None:
             self._set_timer(self.loop.time())
-        if self.machine.outbox:
-            self._send_all()
-        if self.machine.wanted:
-            self.publishing.encode()
-
-    def _send_all(self) -> None:
         machine, publishing, channels = self.machine, self.publishing, self.side_channels.of
         outbox, routes = machine.outbox, machine.membership.routes
-        if channels and publishing.is_busy:
+        if outbox and channels and publishing.is_busy:
             publishing.pause()
         departed = publishing.departed if publishing.served or self.observer.lives else None
         last, header = None, b""
@@ -547,6 +541,8 @@ class TrainerLink(Link):
                 self._socket.flushed()
         if failed:
             self.notify()
+        if machine.wanted:
+            publishing.encode()
 
     def _send_to_all(self, route: bytes, instruction: Instruction, header: bytes, payload: Sequence[Buffer]) -> bool:
         """Send what was just taken from the outbox to all subscribers, if it goes to them."""
@@ -590,22 +586,19 @@ class TrainerLink(Link):
         self.publishing.close()
         self.publishing.end_steady()
         self.machine.close()
-        self._send_all()
+        self.depart()
 
     def _close_all(self, linger_ms: int) -> None:
         for watch in self._watches.values():
             watch.close()
         self._watches.clear()
         self.side_channels.close()
-        self._close_admission()
+        if self.admission is not None:
+            self.admission.close()
         self._socket.close(linger_ms)
         if self.broadcast is not None:
             self.broadcast.close()
         self._bound.forget()
-
-    def _close_admission(self) -> None:
-        if self.admission is not None:
-            self.admission.close()
 
     def _release(self) -> None:
         self.pool.close()

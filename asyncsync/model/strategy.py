@@ -33,8 +33,7 @@ from tensordict import NonTensorData, TensorDictBase
 from torch import nn
 
 from asyncsync.errors import SchemaMismatch
-from asyncsync.model.bound_model import BoundModel, constant, specs_of
-from asyncsync.model.selection import Selection
+from asyncsync.model.bound_model import BoundModel, Selection, constant, specs_of
 from asyncsync.model.torch_private import is_compiled, is_optimized, tensors_and_children
 from asyncsync.model.update import CustomUpdate, ModelUpdate, Prepared, prepare_flat
 from asyncsync.weights.copying import normal_tensors

@@ -31,9 +31,8 @@ from asyncsync.bus.status import BusStatus
 from asyncsync.bus.trainer import TrainerLink
 from asyncsync.bus.worker import WorkerLink
 from asyncsync.errors import AckTimeout, ClosedError, NotConnected, WeightSyncError
-from asyncsync.model.bound_model import BoundModel
+from asyncsync.model.bound_model import BoundModel, Selection
 from asyncsync.model.gate import PATIENCE, Handle, Hold, check_calls, check_methods
-from asyncsync.model.selection import Selection
 from asyncsync.model.strategy import Binding, WeightStrategy, flat_weights, module_weights, resolve_strategy
 from asyncsync.model.update import prepare_flat
 from asyncsync.net.endpoint import INTRODUCED, own_address
