@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import zmq
 
@@ -506,17 +506,6 @@ class Fetches(Memory):
         del failure  # its traceback refers to this frame, and to the slab's memory
 
 
-# -- those who are no workers ------------------------------------------------------------------------------------------
-
-
-class Snapshot(NamedTuple):
-    """One model's weights: the version, the metadata it was published with, and a copy of the slab."""
-
-    version: int
-    metadata: dict[str, Any]
-    slab: Slab
-
-
 def guest_link(
     sender: str,
     transport: Carrier,
@@ -531,70 +520,3 @@ def guest_link(
     link = WorkerLink(sender, place, settings, Gate(), credentials, role, transport=transport, relaying=relaying)
     link.settle()  # from now on it looks for the sender, at each of its addresses
     return link
-
-
-class Guest:
-    """A guest of one sender, on the running loop. ``transport`` is as the sender's, for which a shared-memory one does,
-    too: it takes chunks as well. Usage::
-
-        guest = Guest("tcp://127.0.0.1:5555", ZMQTransport())
-        try:
-            weights = await guest.weights(timeout=10)
-        finally:
-            await guest.shutdown()
-    """
-
-    def __init__(
-        self,
-        sender: str,
-        transport: Carrier,
-        settings: Settings | None = None,
-        *,
-        role: str = "guest",
-        credentials: Callable[[], Credentials] | None = None,
-    ) -> None:
-        self.link = guest_link(sender, transport, settings or Settings(), role, credentials)
-
-    async def weights(self, timeout: float) -> dict[str, Snapshot]:
-        """The newest weights of every model of which the sender has any, by name ("": a sender's only model that has
-        none). Raises NotConnected if there is no sender, or it has none, within the timeout, and at once if it does not
-        let this guest in for its key; ClosedError or Fenced if it has turned this guest away."""
-        machine, dialer = self.link.machine, self.link.whereabouts
-        session = machine.session
-
-        def have_come() -> bool:
-            return any(session.served.values()) and all(map(machine.settled, session.served))
-
-        def is_over() -> bool:
-            return session.ended is not None or (dialer.is_refused and not dialer.has_others)
-
-        in_time = await self.link.wait(lambda: have_come() or is_over(), timeout)
-        if session.ended is not None:
-            raise type(session.ended)(*session.ended.args)
-        if not have_come():
-            late = "" if in_time else f" after {timeout:g} s"
-            raise NotConnected(f"no weights from {self.link.whereabouts.endpoint}{late}: {self.why()}")
-        found = {}
-        for model_id in [m for m, digest in session.served.items() if digest]:
-            shown = self.link.acting([model_id]).shown
-            found[model_id] = await self.link.applying.copy(model_id, partial(Snapshot, shown.version, shown.metadata))
-        return found
-
-    def why(self) -> str:
-        """For people: why there are no weights yet."""
-        machine = self.link.machine
-        if self.link.whereabouts.why:
-            return self.link.whereabouts.why
-        if not machine.session.online:
-            return "there is no connection: is the sender running, and is this its address?"
-        if not machine.session.welcomed:
-            return "it has no version yet, like a relay that has not reached its trainer; or it has stopped"
-        if machine.holdings.error:
-            return "; ".join(str(error) for _, error in machine.holdings.error.values())
-        if not any(machine.session.served.values()):
-            return "the sender has not published any yet"
-        return "the weights have not arrived completely yet"
-
-    async def shutdown(self) -> None:
-        """Leave, and release everything. Idempotent."""
-        await self.link.shutdown()

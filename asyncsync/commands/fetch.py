@@ -7,12 +7,14 @@ import asyncio
 import json
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from asyncsync.bus.worker import Guest, Snapshot
+from asyncsync.bus.carrier import Carrier
+from asyncsync.bus.worker import guest_link
 from asyncsync.commands.options import (
     CommandFailed,
     add_sender,
@@ -22,13 +24,71 @@ from asyncsync.commands.options import (
     positive,
     safetensors_file,
 )
-from asyncsync.errors import WeightSyncError
+from asyncsync.errors import NotConnected, WeightSyncError
+from asyncsync.net.keys import Credentials
+from asyncsync.protocol.settings import Settings
 from asyncsync.transports.shared_memory import SharedMemTransport
 from asyncsync.weights.files import dotted_names, write
 from asyncsync.weights.layout import unpack_values
+from asyncsync.weights.slab import Slab
 from asyncsync.wire.messages import Epoch
 
 PATIENCE = 3.0  # seconds until this says what it waits for
+
+
+class Snapshot(NamedTuple):
+    """One model's weights: the version, the metadata it was published with, and a copy of the slab."""
+
+    version: int
+    metadata: dict[str, Any]
+    slab: Slab
+
+
+class Guest:
+    """A guest of one sender, on the running loop. A shared-memory transport takes chunks as well. To be shut down."""
+
+    def __init__(self, sender: str, transport: Carrier, credentials: Callable[[], Credentials] | None = None) -> None:
+        self.link = guest_link(sender, transport, Settings(), "guest", credentials)
+
+    async def weights(self, timeout: float) -> dict[str, Snapshot]:
+        """The newest weights of every model of which the sender has any, by name ("": a sender's only model that has
+        none). Raises NotConnected if there is no sender, or it has none, within the timeout, and at once if it does not
+        let this guest in for its key; ClosedError or Fenced if it has turned this guest away."""
+        machine, dialer = self.link.machine, self.link.whereabouts
+        session = machine.session
+
+        def have_come() -> bool:
+            return any(session.served.values()) and all(map(machine.settled, session.served))
+
+        def is_over() -> bool:
+            return session.ended is not None or (dialer.is_refused and not dialer.has_others)
+
+        in_time = await self.link.wait(lambda: have_come() or is_over(), timeout)
+        if session.ended is not None:
+            raise type(session.ended)(*session.ended.args)
+        if not have_come():
+            late = "" if in_time else f" after {timeout:g} s"
+            raise NotConnected(f"no weights from {dialer.endpoint}{late}: {self.why()}")
+        found = {}
+        for model_id in [m for m, digest in session.served.items() if digest]:
+            shown = self.link.acting([model_id]).shown
+            found[model_id] = await self.link.applying.copy(model_id, partial(Snapshot, shown.version, shown.metadata))
+        return found
+
+    def why(self) -> str:
+        """For people: why there are no weights yet."""
+        machine = self.link.machine
+        if self.link.whereabouts.why:
+            return self.link.whereabouts.why
+        if not machine.session.online:
+            return "there is no connection: is the sender running, and is this its address?"
+        if not machine.session.welcomed:
+            return "it has no version yet, like a relay that has not reached its trainer; or it has stopped"
+        if machine.holdings.error:
+            return "; ".join(str(error) for _, error in machine.holdings.error.values())
+        if not any(machine.session.served.values()):
+            return "the sender has not published any yet"
+        return "the weights have not arrived completely yet"
 
 
 def add(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
@@ -57,14 +117,14 @@ def _run(options: argparse.Namespace) -> int:
     credentials = credentials_of(options)
 
     async def get() -> tuple[Epoch | None, dict[str, Snapshot]]:
-        guest = Guest(options.endpoint, SharedMemTransport(), credentials=credentials)
+        guest = Guest(options.endpoint, SharedMemTransport(), credentials)
         waiting = asyncio.get_running_loop().call_later(PATIENCE, _tell, guest)
         try:
             found = await guest.weights(options.timeout)
             return guest.link.machine.session.epoch, found
         finally:
             waiting.cancel()
-            await guest.shutdown()
+            await guest.link.shutdown()
 
     try:
         with asyncio.Runner() as runner:

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from asyncsync import SharedMemWeightSyncScheme, ZMQWeightSyncScheme
-from asyncsync.bus.worker import Guest
 from asyncsync.commands import fetch
+from asyncsync.commands.fetch import Guest
 from asyncsync.errors import ProtocolError
 from asyncsync.protocol.membership import GONE_SECONDS
 from asyncsync.protocol.settings import Identity
@@ -134,7 +134,7 @@ async def test_a_guest_fetches_every_model_and_nobody_waits_for_it(
             assert read(found.slab.weights()) == {2.0}
             del found
         finally:
-            await guest.shutdown()
+            await guest.link.shutdown()
             own.close()
 
 
