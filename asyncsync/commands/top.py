@@ -8,19 +8,108 @@ import contextlib
 import json
 import time
 from collections.abc import AsyncIterator, Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from asyncsync.bus.status import Asker
+import zmq
+
 from asyncsync.commands.options import CommandFailed, add_sender, as_options, credentials_of, need, positive
 from asyncsync.commands.samples import Samples, as_json
 from asyncsync.errors import AckTimeout, ProtocolError, WeightSyncError
+from asyncsync.net.endpoint import several
+from asyncsync.net.keys import Credentials
+from asyncsync.net.rendezvous import Dialer
+from asyncsync.net.zmq_private import Context
+from asyncsync.net.zmq_socket import LoopSocket, dealer
+from asyncsync.wire.codec import decode, encode
+from asyncsync.wire.messages import Inquiry, Report
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 PATIENCE = 3.0  # seconds that one answer may take
 FIRST = 0.5  # with --once, between the two answers that the rates are from
+ASK_AGAIN_SECONDS = 0.5  # an inquiry may get lost, and is dropped where too many ask
+UNANSWERED_SECONDS = 1.0  # until the next one of several addresses is asked
 REDRAW = 0.5  # the window may have another size, and an answer gets older
+
+
+class Asker:
+    """Asks one sender for its status, on the running loop. To be closed.
+
+    Args:
+        endpoint: where the sender is, as its workers are given it; of several addresses one after the other is asked.
+        credentials: returns what to connect with, where the sender has keys.
+
+    Raises:
+        NotConnected: this is no address, or the credentials cannot be had.
+    """
+
+    def __init__(self, endpoint: str, credentials: Callable[[], Credentials] | None = None) -> None:
+        self.endpoint = endpoint
+        self._loop = asyncio.get_running_loop()
+        self._answer: asyncio.Future[Report] | None = None
+        self._token = 0
+        self._failure: BaseException | None = None
+        self._silent_since: float | None = None
+        with contextlib.ExitStack() as undo:
+            self._context = Context()
+            undo.callback(self._context.destroy, 0)
+            socket = dealer(self._context)
+            socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing piles up while the sender is away
+            self._dialer = Dialer(socket, several(endpoint), credentials, self._crash)
+            undo.callback(self._dialer.close)
+            self._socket = LoopSocket(socket, self._receive, self._crash)
+            undo.pop_all()
+
+    async def ask(self, timeout: float) -> Report:
+        """The sender's status now. Raises AckTimeout if it does not answer within ``timeout`` seconds."""
+        self._token += 1
+        self._answer = self._loop.create_future()
+        deadline = self._loop.time() + timeout
+        inquiry = encode(Inquiry(self._token))
+        if self._silent_since is None:
+            self._silent_since = self._loop.time()
+        try:
+            while True:
+                if self._failure is not None:
+                    raise WeightSyncError(f"cannot ask the sender for its status: {self._failure!r}") from self._failure
+                if self._dialer.has_others and self._loop.time() >= self._silent_since + UNANSWERED_SECONDS:
+                    self._silent_since = self._loop.time()
+                    self._dialer.go_on()
+                sent = self._socket.send((inquiry,)) == 0
+                self._socket.flushed()
+                pause = ASK_AGAIN_SECONDS if sent else 0.05
+                remaining = deadline - self._loop.time()
+                if remaining <= 0:
+                    why = self._dialer.why or "is a sender running there?"
+                    raise AckTimeout(f"no sender answered at {self.endpoint} within {timeout:g} s: {why}")
+                done, _ = await asyncio.wait({self._answer}, timeout=min(pause, remaining))
+                if done:
+                    self._silent_since = None
+                    return self._answer.result()
+        finally:
+            self._answer = None
+
+    def _receive(self, frames: list[Any]) -> None:
+        answer = self._answer
+        if answer is None or answer.done():
+            return
+        try:
+            instruction, _ = decode([frame.buffer for frame in frames])
+        except ProtocolError as error:
+            answer.set_exception(error)
+            return
+        if isinstance(instruction, Report) and instruction.token == self._token:
+            answer.set_result(instruction)
+
+    def _crash(self, error: BaseException) -> None:
+        self._failure = error
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._dialer.close()
+        self._socket.close()
+        self._context.destroy(0)
 
 
 def add(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
@@ -56,7 +145,7 @@ def _run(options: argparse.Namespace) -> int:
 async def watch(options: argparse.Namespace) -> int:
     """Look once, or until cancelled. Returns the exit code; raises NotConnected, AckTimeout, ProtocolError."""
     samples = Samples(options.endpoint, options.interval)
-    with Asker(options.endpoint, credentials_of(options)) as asker:
+    with contextlib.closing(Asker(options.endpoint, credentials_of(options))) as asker:
         if options.once:
             samples.add(await asker.ask(PATIENCE), time.monotonic())
             await asyncio.sleep(min(FIRST, options.interval))

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import socket
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import torch
 import zmq
 
 from asyncsync import AckTimeout, NotConnected, WorkerStatus
-from asyncsync.bus.status import ANSWERS, FRESH_SECONDS, Asker, Reporter
+from asyncsync.bus.status import ANSWERS, FRESH_SECONDS, Reporter
+from asyncsync.commands.top import Asker
 from asyncsync.errors import ProtocolError
 from asyncsync.wire import messages
 from asyncsync.wire.codec import MAX_HEADER, decode, encode
@@ -131,7 +133,7 @@ def test_nobody_gets_more_than_so_many_answers_in_a_second_nor_has_each_made_ane
 async def test_whoever_can_connect_can_ask_and_the_workers_go_on(api: Api) -> None:
     async with api.crew(2) as everybody:
         sender = everybody.sender
-        with Asker(sender.bus.endpoint) as asker:
+        with closing(Asker(sender.bus.endpoint)) as asker:
             before = await asker.ask(5)
             version = await sender.send_async(everybody.source)
             report: Report | None = None
@@ -167,7 +169,7 @@ def alone(endpoint: str) -> Any:
 
 
 async def test_nobody_there_is_said_in_time_and_one_that_comes_back_answers(endpoint: str) -> None:
-    with Asker(endpoint) as asker:
+    with closing(Asker(endpoint)) as asker:
         with pytest.raises(AckTimeout, match=r"no sender answered"):
             await asker.ask(0.2)
         epochs = set()
@@ -183,7 +185,7 @@ async def test_nobody_there_is_said_in_time_and_one_that_comes_back_answers(endp
 
 async def test_of_several_addresses_the_next_one_is_asked_while_nobody_answers(tmp_path: Path) -> None:
     first, second = f"ipc://{tmp_path}/first", f"ipc://{tmp_path}/second"
-    with Asker(f"{first},{second}") as asker:
+    with closing(Asker(f"{first},{second}")) as asker:
         for endpoint in (second, first):
             async with connected(scheme := alone(endpoint)):
                 assert (await asker.ask(5)).epoch == scheme.bus._link.machine.epoch
