@@ -47,7 +47,7 @@ ENDING_SECONDS = 2.0
 FETCH_DEADLINE = 60.0
 
 
-class WorkerLink(Link):
+class WorkerLink(Link, Memory):
     """Connects, feeds the machine, sends its answers. ``side_channel`` is None until there has been one. Of an
     address with keys, ``credentials`` returns them.
 
@@ -71,9 +71,11 @@ class WorkerLink(Link):
     ) -> None:
         hooks = hooks_of(monitoring.tracing)
         super().__init__("asyncsync-copy")
-        self._fetches = Fetches(self._fetched, transport)
+        self.transports: dict[str, Carrier] = {}  # by model
+        self._common = transport
+        self._fetching: set[asyncio.Task[None]] = set()  # a task per part
         nonce = secrets.token_bytes(16)
-        self.machine = Worker(worker, nonce, this_process(), settings, role, self._fetches, relaying)
+        self.machine = Worker(worker, nonce, this_process(), settings, role, self, relaying)
         self.gate = gate
         self.gate.bind()
         self.shown: dict[str, tuple[Epoch, int, int, bytes]] = {}
@@ -95,7 +97,7 @@ class WorkerLink(Link):
             cast = self._receive_cast
             self.whereabouts = Whereabouts(socket, sender, session, credentials, find, told, cast, self.crash)
             undo.callback(self.whereabouts.close)
-            about = self.machine, gate, self._fetches.transports, self.observer
+            about = self.machine, gate, self.transports, self.observer
             self.applying = Applying(self, *about, self._show, self.origin, self.whereabouts.why_not)
             self._socket = LoopSocket(socket, self._receive, self.crash)
             undo.pop_all()
@@ -105,7 +107,7 @@ class WorkerLink(Link):
         self, model_id: str, binding: Binding, transport: Carrier, *, manual: bool, context: Any = None
     ) -> None:
         """Take part in the updates of this model, and pass them on to this context."""
-        self._fetches.transports[model_id] = transport
+        self.transports[model_id] = transport
         self.pass_on(model_id, context)
         if manual:
             self.applying.manual.add(model_id)
@@ -116,7 +118,7 @@ class WorkerLink(Link):
         """Take part in this model's updates no more. When this returns, nothing writes it, or what it lies in."""
         await self.applying.forget(model_id)
         if await self._detach([model_id]) and not self.closed:
-            del self._fetches.transports[model_id]
+            del self.transports[model_id]
             self.machine.holdings.take_out(model_id)
             self.settle()
 
@@ -250,7 +252,8 @@ class WorkerLink(Link):
             return
         finally:
             slab.release()
-        window = partial(self._fetches.window, model_id, newest.layout)
+        # Where attach() would copy the bytes from, if it did; with another descriptor than a part's.
+        window = partial(self._transport(model_id).slot_window, layout=newest.layout)
         machine.fast_path = SteadyWorker(machine, model_id, part, slabs, self.gate, window, self._show)
 
     def _acknowledge(self, done: bytes, now: float) -> None:
@@ -346,8 +349,13 @@ class WorkerLink(Link):
             if self.observer.follows:
                 self.observer.look(machine.staged)
             self.applying.offer()
-        if machine.fetches:
-            self._fetches.start(machine)
+        while machine.fetches:
+            serial, index, part, slab = machine.fetches.popleft()
+            transport = self._transport(machine.session.local(part.model_id))
+            assert part.descriptor is not None
+            task = self.loop.create_task(self._fetch(serial, index, part.descriptor, slab, transport))
+            self._fetching.add(task)
+            task.add_done_callback(self._fetching.discard)
         self._send_all()
         self.notify()
         if self.timer is None:
@@ -378,8 +386,36 @@ class WorkerLink(Link):
         # which may go on for as long as it is granted, 0.7 ms and more: in receive(), or in the user's code.
         yield_core()
 
-    def _fetched(self, serial: int, index: int, slab: Slab, failure: Exception | None) -> None:
+    # -- where slabs come from ---------------------------------------------------------------------------------------
+
+    def _transport(self, model_id: str) -> Carrier:
+        transport = self.transports.get(model_id, self._common)
+        assert transport is not None
+        return transport
+
+    def attach(self, model_id: str, part: Part, layout: Layout, pool: SlabPool) -> Slab | None:
+        assert part.descriptor is not None
+        return self._transport(model_id).attach(part.descriptor, layout, pool)
+
+    def acquire(self, model_id: str, layout: Layout, pool: SlabPool, *, adopts: bool) -> Slab:
+        transport = self._transport(model_id)
+        return transport.acquire_slab(layout, pool) if adopts or transport.holds_received else pool.acquire(layout)
+
+    def opens(self, pid: int) -> bool:
+        return opens_memory(pid)
+
+    async def _fetch(self, serial: int, index: int, descriptor: bytes, slab: Slab, transport: Carrier) -> None:
+        failure: Exception | None = None
+        try:
+            async with asyncio.timeout(FETCH_DEADLINE):
+                await transport.fetch_slab(descriptor, slab, self.loop.time() + FETCH_DEADLINE)
+        except Exception as error:  # the transport may be the user's: its failure travels to the trainer
+            failure = error
+        except asyncio.CancelledError:
+            slab.release()
+            raise
         self.machine.fetched(serial, index, slab, failure, self.loop.time())
+        del failure  # its traceback refers to this frame, and to the slab's memory
         if not self.closed:
             self.settle()
 
@@ -393,7 +429,7 @@ class WorkerLink(Link):
         reads = True
         try:
             # What is being passed on is copied first, by a thread that nobody can stop.
-            reads = not await self._detach(list(self._fetches.transports)) or self.applying.cascade.task is not None
+            reads = not await self._detach(list(self.transports)) or self.applying.cascade.task is not None
         finally:
             await self._end(reads)
 
@@ -404,7 +440,7 @@ class WorkerLink(Link):
         if self.applying.copying:
             await finish(self.thread.submit(lambda: None))  # receive() is still reading
         done, in_use = True, self.gate.applying or self.gate.pending
-        for transport in {id(t): t for m in models if (t := self._fetches.transports.get(m)) is not None}.values():
+        for transport in {id(t): t for m in models if (t := self.transports.get(m)) is not None}.values():
             if transport.is_adopted or in_use:
                 done = await finish(self.thread.submit(transport.detach_models)) and done
         return done
@@ -416,8 +452,8 @@ class WorkerLink(Link):
         self._send_all()
         self.closed = True
         others = self.applying.cascade.task, self.whereabouts.search
-        ending = {*self._fetches.tasks, *(task for task in others if task is not None)}
-        for task in self._fetches.tasks:
+        ending = {*self._fetching, *(task for task in others if task is not None)}
+        for task in self._fetching:
             task.cancel()
         self.applying.close()
         self.observer.close()
@@ -448,62 +484,6 @@ class WorkerLink(Link):
         if self.side_channel is not None:
             self.side_channel.close()
         self._socket.close(linger_ms)
-
-
-class Fetches(Memory):
-    """One task per part that is being fetched; ``tasks`` has those that have not ended. ``transports`` are those of the
-    models, by name; ``common``: that of all others, where a relay or a guest takes every model. ``fetched`` is called
-    with a part's serial, index and slab when it is here, or with the reason why it is not."""
-
-    def __init__(self, fetched: Callable[[int, int, Slab, Exception | None], None], common: Carrier | None) -> None:
-        self.transports: dict[str, Carrier] = {}
-        self._common = common
-        self._fetched = fetched
-        self._loop = asyncio.get_running_loop()
-        self.tasks: set[asyncio.Task[None]] = set()
-
-    def start(self, machine: Worker) -> None:
-        """Begin with what the machine wants."""
-        while machine.fetches:
-            serial, index, part, slab = machine.fetches.popleft()
-            transport = self._transport(machine.session.local(part.model_id))
-            assert part.descriptor is not None
-            task = self._loop.create_task(self._fetch(serial, index, part.descriptor, slab, transport))
-            self.tasks.add(task)
-            task.add_done_callback(self.tasks.discard)
-
-    def _transport(self, model_id: str) -> Carrier:
-        transport = self.transports.get(model_id, self._common)
-        assert transport is not None
-        return transport
-
-    def attach(self, model_id: str, part: Part, layout: Layout, pool: SlabPool) -> Slab | None:
-        assert part.descriptor is not None
-        return self._transport(model_id).attach(part.descriptor, layout, pool)
-
-    def acquire(self, model_id: str, layout: Layout, pool: SlabPool, *, adopts: bool) -> Slab:
-        transport = self._transport(model_id)
-        return transport.acquire_slab(layout, pool) if adopts or transport.holds_received else pool.acquire(layout)
-
-    def opens(self, pid: int) -> bool:
-        return opens_memory(pid)
-
-    def window(self, model_id: str, layout: Layout, descriptor: bytes) -> memoryview | None:
-        """Where :meth:`attach` would copy the bytes from, if it did; with another descriptor than a part's."""
-        return self._transport(model_id).slot_window(descriptor, layout)
-
-    async def _fetch(self, serial: int, index: int, descriptor: bytes, slab: Slab, transport: Carrier) -> None:
-        failure: Exception | None = None
-        try:
-            async with asyncio.timeout(FETCH_DEADLINE):
-                await transport.fetch_slab(descriptor, slab, self._loop.time() + FETCH_DEADLINE)
-        except Exception as error:  # the transport may be the user's: its failure travels to the trainer
-            failure = error
-        except asyncio.CancelledError:
-            slab.release()
-            raise
-        self._fetched(serial, index, slab, failure)
-        del failure  # its traceback refers to this frame, and to the slab's memory
 
 
 def guest_link(

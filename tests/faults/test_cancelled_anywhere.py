@@ -371,7 +371,7 @@ async def test_shutdown_cancelled_at_any_await_still_releases_everything(schemes
             sender = schemes.sender(LARGE, kind=NeverArrivesScheme, num_workers=1)
             receiver = schemes.receiver(sender)
             connecting = [asyncio.create_task(s.connect()) for s in (receiver, sender)]
-            await eventually(lambda receiver=receiver: receiver.bus._link and receiver.bus._link._fetches.tasks)
+            await eventually(lambda receiver=receiver: receiver.bus._link and receiver.bus._link._fetching)
         else:
             sender, [receiver] = await schemes.connected(LARGE)
             await sender.send_async(sender.model.fill(2))

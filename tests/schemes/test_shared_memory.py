@@ -637,7 +637,7 @@ async def test_a_worker_that_ends_before_an_update_could_be_applied_reads_the_sl
         with held(receiver):
             await sender.publish(fill(source, 3))
             await until(lambda: link.gate.pending)
-            waiting = [a for a in link._fetches.transports["policy"]._attached if a.is_used]
+            waiting = [a for a in link.transports["policy"]._attached if a.is_used]
             assert waiting
             link.gate.withdraw = lambda: False  # as after an interrupt in the middle of an apply
             await receiver.shutdown()

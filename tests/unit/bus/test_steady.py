@@ -136,7 +136,7 @@ async def test_a_packet_that_no_sender_sends_is_dropped_on_the_fast_path(api: Ap
 async def test_what_goes_wrong_on_the_fast_path_goes_the_long_way(api: Api) -> None:
     async with begun(api) as everybody:
         link = link_of(everybody)
-        (transport,) = link._fetches.transports.values()
+        (transport,) = link.transports.values()
         transport.slot_window = 32  # a user's own attribute, by bad luck
         fast_path_of(everybody)._windows.clear()
         await send(everybody, 10, 11, 12)
