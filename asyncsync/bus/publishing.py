@@ -19,10 +19,9 @@ import torch
 
 from asyncsync.bus.carrier import Carrier, Source
 from asyncsync.bus.link import INLINE_BYTES, Link, Order
-from asyncsync.bus.status import TrainerObserver
+from asyncsync.bus.status import Life, TrainerObserver
 from asyncsync.bus.steady import SteadyTrainer
 from asyncsync.errors import AckTimeout, NotConnected
-from asyncsync.monitor.trace import Life
 from asyncsync.net.side_channel import SideChannels
 from asyncsync.protocol.trainer import Trainer
 from asyncsync.runtime.threads import finish

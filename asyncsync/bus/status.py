@@ -2,20 +2,22 @@
 
 An INQUIRY may come from anybody who may connect. A :class:`Reporter` bounds its answers, makes one anew only now and
 then, and gives only so many in a second: so nobody's questions take more than a few percent of the sender's loop. The
-observers say which messages are which events in the life of a version; :mod:`asyncsync.monitor.trace` tells them.
+observers say which messages are which events in the life of a version, and tell them to the hooks.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from asyncsync.monitor.trace import Hook, Life, Observer
+from asyncsync.monitor.trace import Hook, debug_log
 from asyncsync.protocol.holdings import Staging
 from asyncsync.protocol.trainer import Trainer
 from asyncsync.wire.codec import decode
@@ -43,10 +45,13 @@ if TYPE_CHECKING:
     from prometheus_client import Histogram
     from prometheus_client.core import Metric
 
+logger = logging.getLogger("asyncsync")
+
 ANSWERS = 20  # in a second, at most
 FRESH_SECONDS = 0.05  # so long a report is sent again as it is
 SHARE = 20  # and so many times as long as it took to make
 MAX_REASONS = 64
+KEPT = 64  # lives that are followed at once: a worker that is stopped never ends its own
 # Of the values that one message may have, so many are for the workers.
 ROOM = 16_000
 WORKER_FIELDS = 15
@@ -310,6 +315,59 @@ def _filled(family: Any, values: Mapping[Any, float]) -> Metric:
 
 
 # -- for trace hooks --------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Life:
+    """One publication of a trainer's, or one update of a worker's. ``info`` is in each of its events; ``unanswered``
+    has the workers that were told of it and have not applied it, with the serial of what told them; ``awaited`` is a
+    worker that was found to be without it."""
+
+    info: dict[str, Any]
+    began: int = field(default_factory=time.time_ns)
+    was_announced: bool = False
+    is_staged: bool = False
+    unanswered: dict[int, int] = field(default_factory=dict)
+    awaited: int | None = None
+
+
+class Observer(ABC):
+    """Tells the hooks, and the debug log while it is on. ``lives`` has what is not over: in the trainer by version, in
+    a worker by serial."""
+
+    def __init__(self, hooks: Iterable[Hook] = ()) -> None:
+        self.lives: dict[int, Life] = {}
+        self._hooks = list(hooks)
+
+    @property
+    def follows(self) -> bool:
+        """Whether anything wants each step: the fast path, which tells none, is off then."""
+        return bool(self._hooks) or logger.isEnabledFor(logging.DEBUG)
+
+    def tell(self, event: str, life: Life, at: int | None = None, **more: Any) -> None:
+        if not (hooks := [*self._hooks, debug_log] if logger.isEnabledFor(logging.DEBUG) else self._hooks):
+            return
+        at = at or time.time_ns()
+        info = {**life.info, **more, "time": at, "seconds": (at - life.began) / 1e9}
+        for hook in hooks:
+            try:
+                hook(event, info)
+            except Exception:  # what watches an update must not end it
+                self._hooks = [other for other in self._hooks if other is not hook]
+                logger.exception("the trace hook %r failed at %s; it is not called again", hook, event)
+
+    def follow(self, key: int, life: Life) -> None:
+        self.lives[key] = life
+        while len(self.lives) > KEPT:
+            self.end(next(iter(self.lives)), f"it is not over, and {KEPT} newer ones have come")
+
+    @abstractmethod
+    def end(self, key: int, failure: str = "") -> None:
+        """Tell that a life is over; ``failure``: why it was not applied."""
+
+    def close(self) -> None:
+        for key in list(self.lives):
+            self.end(key, "the bus was shut down")
 
 
 class TrainerObserver(Observer):

@@ -13,9 +13,7 @@ import inspect
 import logging
 import os
 import sys
-import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +21,6 @@ logger = logging.getLogger("asyncsync")
 
 Hook = Callable[[str, dict[str, Any]], object]
 Tracing = bool | Hook | None
-KEPT = 64  # lives that are followed at once: a worker that is stopped never ends its own
 ATTRIBUTES = {
     "publish.packed": ("nbytes",),
     "publish.published": ("version", "epoch"),
@@ -74,59 +71,6 @@ def _address(given: int | str) -> tuple[str, int]:
             '("0.0.0.0:9100"); 0 takes a free one'
         )
     return host.strip("[]") or "127.0.0.1", port
-
-
-@dataclass
-class Life:
-    """One publication of a trainer's, or one update of a worker's. ``info`` is in each of its events; ``unanswered``
-    has the workers that were told of it and have not applied it, with the serial of what told them; ``awaited`` is a
-    worker that was found to be without it."""
-
-    info: dict[str, Any]
-    began: int = field(default_factory=time.time_ns)
-    was_announced: bool = False
-    is_staged: bool = False
-    unanswered: dict[int, int] = field(default_factory=dict)
-    awaited: int | None = None
-
-
-class Observer(ABC):
-    """Tells the hooks, and the debug log while it is on. ``lives`` has what is not over: in the trainer by version, in
-    a worker by serial."""
-
-    def __init__(self, hooks: Iterable[Hook] = ()) -> None:
-        self.lives: dict[int, Life] = {}
-        self._hooks = list(hooks)
-
-    @property
-    def follows(self) -> bool:
-        """Whether anything wants each step: the fast path, which tells none, is off then."""
-        return bool(self._hooks) or logger.isEnabledFor(logging.DEBUG)
-
-    def tell(self, event: str, life: Life, at: int | None = None, **more: Any) -> None:
-        if not (hooks := [*self._hooks, debug_log] if logger.isEnabledFor(logging.DEBUG) else self._hooks):
-            return
-        at = at or time.time_ns()
-        info = {**life.info, **more, "time": at, "seconds": (at - life.began) / 1e9}
-        for hook in hooks:
-            try:
-                hook(event, info)
-            except Exception:  # what watches an update must not end it
-                self._hooks = [other for other in self._hooks if other is not hook]
-                logger.exception("the trace hook %r failed at %s; it is not called again", hook, event)
-
-    def follow(self, key: int, life: Life) -> None:
-        self.lives[key] = life
-        while len(self.lives) > KEPT:
-            self.end(next(iter(self.lives)), f"it is not over, and {KEPT} newer ones have come")
-
-    @abstractmethod
-    def end(self, key: int, failure: str = "") -> None:
-        """Tell that a life is over; ``failure``: why it was not applied."""
-
-    def close(self) -> None:
-        for key in list(self.lives):
-            self.end(key, "the bus was shut down")
 
 
 def debug_log(event: str, info: dict[str, Any]) -> None:
