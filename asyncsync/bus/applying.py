@@ -23,7 +23,7 @@ from asyncsync.bus.status import WorkerObserver
 from asyncsync.bus.steady import Show
 from asyncsync.errors import AckTimeout, ClosedError, NotConnected, WeightSyncError
 from asyncsync.model.gate import Gate, Writer
-from asyncsync.protocol.holdings import Staging
+from asyncsync.protocol.holdings import Acting, Staging
 from asyncsync.protocol.worker import Worker
 from asyncsync.runtime.threads import WorkThread, as_exception
 from asyncsync.weights.slab import Slab
@@ -43,7 +43,7 @@ class Applying:
     ``manual`` has the models whose updates wait for ``receive`` (``apply="on_receive"``), ``wanted`` those of them that
     somebody is receiving right now; ``copying`` counts the copies that are being made of received slabs. ``show`` is
     called when models have a version; the transports are cleaned afterwards. ``unanswered`` returns why there is no
-    connection, ``origin`` the version at the root of a tree that these models show.
+    connection, ``acting`` what models show.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Applying:
         transports: Mapping[str, Carrier],
         observer: WorkerObserver,
         show: Show,
-        origin: Callable[[Iterable[str]], int],
+        acting: Callable[[Iterable[str]], Acting],
         unanswered: Callable[[], str],
     ) -> None:
         self.manual: set[str] = set()
@@ -67,7 +67,7 @@ class Applying:
         self._transports = transports
         self._observer = observer
         self._show = show
-        self._origin = origin
+        self._acting = acting
         self._unanswered = unanswered
         self._offered: list[Staging] = []  # what the gate has, unless it has done with it
         self._gate_timer: asyncio.TimerHandle | None = None
@@ -466,10 +466,10 @@ class Applying:
         """Wait until what these models show is at least this version of the root of the tree. Raises as
         :meth:`wait_version`."""
         models = list(models)
-        if not await self._until(lambda: self._origin(models) >= version, timeout):
+        if not await self._until(lambda: self._acting(models).origin >= version, timeout):
             raise AckTimeout(
                 f"worker {self._machine.worker} did not act with version {version} within {timeout:g} s, but with "
-                f"{self._origin(models)}"
+                f"{self._acting(models).origin}"
             )
 
     async def _until(self, done: Callable[[], bool], timeout: float) -> bool:

@@ -658,7 +658,7 @@ class BusCore:
         if isinstance(self._link, TrainerLink):
             return self._link.machine.published
         if isinstance(self._link, WorkerLink):
-            return self._link.version(self.schemes)
+            return self._link.acting(self.schemes).version
         return self.carried
 
     @property
@@ -739,7 +739,7 @@ class BusCore:
         # Receiver: the newest version that its models show, or that any model is to have; 0: none.
         if not isinstance(link := self._link, WorkerLink):
             return 0
-        return max([link.version(self.schemes), *list(link.machine.targets.values())])
+        return max([link.acting(self.schemes).version, *list(link.machine.targets.values())])
 
     def check_fenced(self) -> None:
         # Receiver: raise Fenced if another incarnation of it has taken its place, or its sender's.

@@ -106,7 +106,7 @@ class BusStatus(dict[int, WorkerStatus]):
 
 def worker_status(machine: Trainer, worker: int, models: Sequence[str], now: float) -> WorkerStatus:
     """What is known of a worker, as far as these models concern it; ``now`` by the loop's clock."""
-    peer = machine.peers.get(worker) or machine.behind.workers.get(worker)
+    peer = machine.membership.find(worker)
     targets = {m: t.version for m in models if (t := machine.targets.newest(worker, m)) is not None}
     if peer is None:
         target = max(targets.values(), default=0)
@@ -202,7 +202,7 @@ class Reporter:
         )
 
     def _worker(self, worker: int, names: list[str], now: float) -> WorkerReport:
-        peer = self._machine.peers.get(worker) or self._machine.behind.workers.get(worker)
+        peer = self._machine.membership.find(worker)
         status = worker_status(self._machine, worker, names, now)
         seen = None if status.last_seen is None else max(0, int(1000 * status.last_seen))
         reason, pid, local = status.reason, 0, False

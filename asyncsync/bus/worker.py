@@ -98,7 +98,7 @@ class WorkerLink(Link, Memory):
             self.whereabouts = Whereabouts(socket, sender, session, credentials, find, told, cast, self.crash)
             undo.callback(self.whereabouts.close)
             about = self.machine, gate, self.transports, self.observer
-            self.applying = Applying(self, *about, self._show, self.origin, self.whereabouts.why_not)
+            self.applying = Applying(self, *about, self._show, self.acting, self.whereabouts.why_not)
             self._socket = LoopSocket(socket, self._receive, self.crash)
             undo.pop_all()
         self.opened()
@@ -277,14 +277,6 @@ class WorkerLink(Link, Memory):
         none: tuple[Epoch | None, int, int, bytes] = (None, 0, 0, b"")
         return Acting(*max([shown[model_id] for model_id in models if model_id in shown], default=none)[1:])
 
-    def version(self, models: Iterable[str]) -> int:
-        """The newest version that one of these models shows; 0: none. From any thread."""
-        return self.acting(models).version
-
-    def origin(self, models: Iterable[str]) -> int:
-        """In a tree, the version at its root that :meth:`version` stands for; else the same. From any thread."""
-        return self.acting(models).origin
-
     def status(self, models: list[str]) -> BusStatus:
         machine = self.machine
         seen = None if machine.last_seen is None else self.loop.time() - machine.last_seen
@@ -293,7 +285,7 @@ class WorkerLink(Link, Memory):
         marks = [(m, *self.shown[m][:2]) for m in models if m in self.shown]
         current = {m: version for m, epoch, version in marks if epoch == machine.session.epoch}
         behind = {m: target - current.get(m, 0) for m, target in targets.items() if target > current.get(m, 0)}
-        version = min((self.version([m]) for m in behind), default=self.version(models))
+        version = min((self.acting([m]).version for m in behind), default=self.acting(models).version)
         target, lag = max(targets.values(), default=0), max(behind.values(), default=0)
         state, reason = "live", ""
         if self.closed:
@@ -309,7 +301,7 @@ class WorkerLink(Link, Memory):
 
     def figures(self) -> list[Metric]:
         models = list(self.machine.models)
-        applied = {model_id: self.version([model_id]) for model_id in models}
+        applied = {model_id: self.acting([model_id]).version for model_id in models}
         return [*worker_figures(self.status(models), applied), *super().figures()]
 
     def _open_side_channel(self) -> None:

@@ -1,5 +1,5 @@
-"""Relays: what a sender knows of the workers behind them, what a relay asks the sender above it,
-and the question that travels down the whole tree. No I/O, no clock.
+"""Relays: what a sender knows of the workers behind them, what a relay asks the sender above it, and the question that
+travels down the whole tree. No I/O, no clock.
 
 A relay gets what is meant for everybody and passes it on; its reports say how far its workers are. A worker may be
 reported by several relays for a moment, when it has moved from one to the next: the sender believes the relay that

@@ -256,7 +256,7 @@ class Passing:
     def _state(self, worker: int) -> RelayedWorker | None:
         """What is to be reported of this worker; None: nothing."""
         downstream, before = self._downstream, self._reported.get(worker)
-        peer = downstream.peers.get(worker) or downstream.behind.workers.get(worker)
+        peer = downstream.membership.find(worker)
         if peer is None and before is not None:
             now = replace(before, applied={}, failed={}, lost=before.lost or "it is not there any more")
         elif peer is None or not peer.is_worker:

@@ -253,7 +253,7 @@ class Scheme(ABC):
         On a receiver it switches with the model: inside a ``hold()`` it is the version of what is read there.
         """
         link = self._bus.link
-        return link.version((self.topic,)) if isinstance(link, WorkerLink) else self._bus.version
+        return link.acting((self.topic,)).version if isinstance(link, WorkerLink) else self._bus.version
 
     @property
     def metadata(self) -> dict[str, Any]:
