@@ -259,7 +259,7 @@ class WorkerLink(Link, Memory):
     def _acknowledge(self, done: bytes, now: float) -> None:
         """The fast path has applied an update: send APPLIED, and do what :meth:`settle` does."""
         if self.side_channel is None or not self.side_channel.write((ALONE, done)):
-            self.machine.outbox.append((decode([done])[0], ()))
+            self.machine.outbox.append(decode([done])[0])
             self.settle()
         elif self.waiters:
             self.notify()
@@ -367,8 +367,8 @@ class WorkerLink(Link, Memory):
         channel = self.side_channel if self.machine.session.welcomed else None
         by_zmq = False
         while outbox:
-            instruction, payload = outbox.popleft()
-            frames = (encode(instruction), *payload)
+            instruction = outbox.popleft()
+            frames = (encode(instruction),)
             if channel is None or not (channel.open and type(instruction) in BY_SIDE_CHANNEL and channel.send(frames)):
                 self._socket.send(frames)
                 by_zmq = True

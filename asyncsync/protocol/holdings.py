@@ -30,7 +30,7 @@ class Session:
     """One worker incarnation's sessions, one after the other.
 
     Attributes:
-        outbox: ``(instruction, payload frames)`` to be sent, in order.
+        outbox: what is to be sent, in order; ``send`` appends.
         epoch, trainer: the trainer's, and its last WELCOME; None: there has been none.
         served: the models that the trainer serves, and their layouts' digests; empty where it has no weights yet.
         reconnects: whether to wait for another trainer after this one's BYE, as after its crash.
@@ -52,7 +52,8 @@ class Session:
         self.worker = worker
         self.nonce = nonce
         self.identity = identity
-        self.outbox: deque[tuple[Instruction, Sequence[Buffer]]] = deque()
+        self.outbox: deque[Instruction] = deque()
+        self.send = self.outbox.append
         self.epoch: Epoch | None = None
         self.trainer: Welcome | None = None
         self.online = False
@@ -73,9 +74,6 @@ class Session:
         self._hello_delay = FIRST_HELLO_RETRY
         self._ping = 0
         self._answered = self._answered_by_root = 0
-
-    def send(self, instruction: Instruction) -> None:
-        self.outbox.append((instruction, ()))
 
     # -- names ------------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ Usage by a shell that owns the socket, the gate and time::
     for staging in worker.staged: gate.offer(staging.run, …)
     worker.applied(staging)  /  worker.failed(staging, error)
     worker.tick(now)                                     # every quarter of a second or so
-    while worker.outbox: send(*worker.outbox.popleft())
+    while worker.outbox: send(worker.outbox.popleft())
 
 An update is staged whole and checked before anything of it touches a model. Within an epoch a version never goes back;
 a higher epoch replaces everything that was under way, a lower one is ignored.
@@ -763,7 +763,7 @@ class Worker:
         if staging.epoch != session.epoch:
             return
         outbox = session.outbox
-        if outbox and type(last := outbox[-1][0]) is messages.Staged and last.serial == staging.serial:
+        if outbox and type(last := outbox[-1]) is messages.Staged and last.serial == staging.serial:
             outbox.pop()  # APPLIED reports it, too
         if at_once := self.unreported is staging:
             self.unreported = None

@@ -237,7 +237,7 @@ class Station(Memory):
         """What was sent since the last look, of one kind (the rest is dropped)."""
         outbox, sent = self.machine.outbox, []
         while outbox:
-            instruction, _ = outbox.popleft()
+            instruction = outbox.popleft()
             if kind is None or isinstance(instruction, kind):
                 sent.append(instruction)
         return sent

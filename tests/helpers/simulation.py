@@ -866,10 +866,9 @@ class Simulation(Oracle):
             worker.machine.flush()
         outbox = worker.machine.outbox
         while outbox:
-            instruction, payload = outbox.popleft()
+            instruction = outbox.popleft()
             if worker.alive and worker.connection is not None:
-                frames = [codec.encode(instruction), *map(bytes, payload)]
-                self.network.append(Message(worker.connection, True, frames))
+                self.network.append(Message(worker.connection, True, [codec.encode(instruction)]))
         while worker.machine.to_sources:
             source, pull = worker.machine.to_sources.popleft()
             if worker.alive and worker.connection is not None:

@@ -223,7 +223,7 @@ class Tree:
                 worker.answer(question, version, [b"%016d" % content(slab)] * 2)
             worker.flush()
             while worker.outbox:
-                self._send(node, node.parent, node.route, *worker.outbox.popleft(), up=True)
+                self._send(node, node.parent, node.route, worker.outbox.popleft(), (), up=True)
         if (trainer := node.trainer) is not None:
             while trainer.outbox:
                 route, instruction, payload = trainer.outbox.popleft()

@@ -94,17 +94,17 @@ def test_a_guest_that_has_gone_is_forgotten_by_trainers_of_fixed_workers_too() -
 def test_a_guest_takes_whatever_models_the_trainer_has() -> None:
     guest = Worker(GUEST, nonce(1), Identity(1, "here", 1), role="guest")
     guest.connected(0.0)
-    (hello, _) = guest.outbox.popleft()
+    hello = guest.outbox.popleft()
     assert isinstance(hello, messages.Hello)
     assert (hello.role, hello.have) == ("guest", {})
     welcome = messages.Welcome(EPOCH, nonce(1), 1, 1, "here", 1, {"policy": b"", "": b""})
     guest.receive(*through_the_wire(welcome), 0.0)
-    again = [one for one, _ in guest.outbox if isinstance(one, messages.Hello)]
+    again = [one for one in guest.outbox if isinstance(one, messages.Hello)]
     assert again[0].have == {"policy": 0, "": 0}
     welcome = messages.Welcome(EPOCH, nonce(1), 2, 1, "here", 1, {"policy": layout().digest, "": b""})
     guest.outbox.clear()
     guest.receive(*through_the_wire(welcome, [layout().encoded]), 0.0)
-    assert [one for one, _ in guest.outbox] == [messages.Ready(EPOCH, {"policy": layout().digest})]
+    assert list(guest.outbox) == [messages.Ready(EPOCH, {"policy": layout().digest})]
 
 
 @pytest.mark.parametrize(
