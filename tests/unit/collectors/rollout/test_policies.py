@@ -1,4 +1,4 @@
-"""TensorDictModules as a collector calls them (policies.py): what comes of it is what comes of calling them as they are."""
+"""TensorDictModules as a collector calls them: what comes of it is what comes of calling them as they are."""
 
 from collections.abc import Callable
 from typing import Any
