@@ -39,8 +39,9 @@ from tensordict import TensorDict, TensorDictBase
 
 from asyncsync.collectors.batch_layout import BatchLayout, Leaf, Path, empty_batch, layout_of, with_time
 
-VIEWED_STEPS = 64
-"""For so many steps at once, views of the batch are made."""
+SMALL_STEP = 32 << 10
+"""Bytes of a step up to which copying it twice is quicker than making views for it."""
+STAGED_STEPS = 64
 LARGE_LEAF = 1 << 20
 """Bytes from which a leaf's memory is kept for a later batch."""
 
@@ -105,13 +106,18 @@ class RolloutBuffer:
 
     def rows(self, make: Callable[[BatchLayout, list[Array]], Rows]) -> Rows | None:
         """What ``make`` makes of the layout, which is the latest one until a step shows another, and of the memory of
-        its leaves, ``[steps, *batch_size, …]`` each; the same for the whole batch. Who writes a step there, in row
-        :attr:`count`, adds one to that. None: there is no layout, or one that NumPy does not have."""
+        its leaves, ``[rows, *batch_size, …]`` each; kept as long as that memory. None: there is no layout, or one that
+        NumPy does not have."""
         if self._writer is None or self._loose is not None:
             return None
         if self._batch is None:
             self._attach(self._writer)
         return self._writer.rows(make)
+
+    def place(self) -> int:
+        """The row where the next step is to be written; with :attr:`count` one more, it is part of the rollout."""
+        assert self._writer is not None
+        return self._writer.place(self.count)
 
     def finish(self) -> TensorDictBase:
         """The batch, ``[*batch_size, count]``, whose last dimension is named ``"time"``. The buffer forgets it. Raises
@@ -128,6 +134,8 @@ class RolloutBuffer:
     def _written(self) -> TensorDictBase:
         """What has been written to memory so far, as a batch of so many steps."""
         assert self._batch is not None
+        assert self._writer is not None
+        self._writer.flush(self.count)
         return self._batch if self.count == self._steps else self._batch[..., : self.count]
 
     def _allocate(self, step: TensorDictBase) -> None:
@@ -169,8 +177,11 @@ class RolloutBuffer:
 
 
 class _Writer:
-    """The quick way from steps of one layout into a batch: one ``torch._foreach_copy_`` each, into views of the
-    batch."""
+    """The quick way from steps of one layout into a batch: one ``torch._foreach_copy_`` each, into views of the batch.
+
+    Small steps go through a few steps' worth of memory, whose views are made once, and from there to the batch many at
+    a time. That saves 2 to 8 % of a step of CartPoles; without it 8 of them, and 64 vectorised ones, miss their bars.
+    """
 
     def __init__(self, layout: BatchLayout, step: TensorDictBase) -> None:
         self.layout = layout
@@ -186,6 +197,12 @@ class _Writer:
         self._types = [type(value) for value in values]
         self._forms = [_form(value) for value in values]
         self._devices = [value.device for value in values]
+        self._staged: list[torch.Tensor] = []
+        if layout.nbytes <= SMALL_STEP * layout.steps:
+            self._staged = [
+                torch.empty([STAGED_STEPS, *leaf.shape], dtype=leaf.dtype, device=leaf.device) for leaf in layout.leaves
+            ]
+        self._forget_views()
         self.attach(None)
 
     def values(self, step: TensorDictBase) -> list[torch.Tensor] | None:
@@ -219,26 +236,39 @@ class _Writer:
 
     def attach(self, batch: TensorDictBase | None) -> None:
         """Write to this batch from now on; None: forget the last one."""
-        leaves = [] if batch is None else self.layout.tensors(batch)
-        self._leaves = [leaf.movedim(len(self.layout.batch_size), 0) for leaf in leaves]
-        self._steps: list[tuple[torch.Tensor, ...]] = []
-        self._viewed = range(0)
+        targets = [] if batch is None else self.layout.tensors(batch)
+        self._targets = [leaf.movedim(len(self.layout.batch_size), 0) for leaf in targets]
+        self._flushed = 0
+        if not self._staged:
+            self._forget_views()
+
+    def _forget_views(self) -> None:
+        self._views: list[tuple[torch.Tensor, ...]] = []
         self._rows: Any = None
 
+    def place(self, index: int) -> int:
+        """Where among the views, or the rows, the step of this index is."""
+        if self._staged and index - self._flushed == STAGED_STEPS:
+            self.flush(index)
+        return index - self._flushed
+
+    def flush(self, count: int) -> None:
+        """Copy what is left of the first ``count`` steps to the batch."""
+        if self._staged and (n := count - self._flushed):
+            targets = [leaf[self._flushed : count] for leaf in self._targets]
+            torch._foreach_copy_(targets, [leaf[:n] for leaf in self._staged])
+            self._flushed = count
+
     def write(self, index: int, values: list[torch.Tensor], non_blocking: bool) -> None:
-        if index not in self._viewed:
-            # Of a whole batch, Python's garbage collection would look at all views again and again: a step of TorchRL's
-            # CartPole takes 290 µs then, instead of 260.
-            self._viewed = range(index, index + VIEWED_STEPS)
-            views = (leaf[index : index + VIEWED_STEPS].unbind(0) for leaf in self._leaves)
-            self._steps = list(zip(*views, strict=True))
-        torch._foreach_copy_(self._steps[index - self._viewed.start], values, non_blocking)
+        if not self._views:
+            self._views = list(zip(*(leaf.unbind(0) for leaf in self._staged or self._targets), strict=True))
+        torch._foreach_copy_(self._views[self.place(index)], values, non_blocking)
 
     def rows(self, make: Callable[[BatchLayout, list[Array]], Rows]) -> Rows | None:
         """As of :class:`RolloutBuffer`."""
-        if self._rows is None and all(leaf.device.type == "cpu" for leaf in self._leaves):
+        if self._rows is None and all(leaf.device.type == "cpu" for leaf in self.layout.leaves):
             try:
-                memory = [leaf.numpy() for leaf in self._leaves]
+                memory = [leaf.numpy() for leaf in self._staged or self._targets]
             except TypeError:  # a dtype that NumPy does not have
                 return None
             self._rows = make(self.layout, memory)

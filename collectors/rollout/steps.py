@@ -34,12 +34,12 @@ from asyncsync.collectors.envs.gym import GymEnv, StepArrays
 from asyncsync.collectors.rollout.buffer import RolloutBuffer
 from asyncsync.collectors.rollout.devices import RolloutDevices
 from asyncsync.collectors.rollout.policies import TensorsCall, checked
-from asyncsync.collectors.trajectories import FLAGS, Key, _aggregate_end_of_traj, _TrajectoryPool, beside
+from asyncsync.collectors.trajectories import Key, _aggregate_end_of_traj, _TrajectoryPool, beside
 from asyncsync.collectors.weights.updates import ActingWeights
 
 Array = np.ndarray[Any, Any]
 
-NONE = (None, None)
+NONE = (None, np.empty(0))
 NUMBERS = ("reward", "terminated", "truncated", "done")
 """Of a step of Gymnasium's environments, beside the observation."""
 
@@ -266,16 +266,16 @@ class TensorDictSteps:
 
 
 class _Rows:
-    """Where steps of one layout are written, from row ``begin`` on. Done flags are false at their roots, until others
-    are written.
+    """Where steps of one layout are written.
 
     Attributes:
         fits: whether :meth:`GymEnv.play` writes all that such steps have under ``"next"``.
         forms: of what a step has at its root but labels: shape and dtype by name.
+        each: what a step has under ``"next"``, for each row.
         root, labels: arrays of these, by name, with a row for each step.
     """
 
-    def __init__(self, env: GymEnv, layout: BatchLayout, memory: list[Array], begin: int) -> None:
+    def __init__(self, env: GymEnv, layout: BatchLayout, memory: list[Array]) -> None:
         parts: dict[Path, dict[str, Array]] = {(): {}, ("collector",): {}, ("next",): {}}
         for leaf, array in zip(layout.leaves, memory, strict=True):
             parts.setdefault(leaf.path[:-1], {})[leaf.path[-1]] = array
@@ -285,11 +285,9 @@ class _Rows:
         self._last = after
         is_known = len(self._numbers) == len(NUMBERS) and after.keys() in (set(), env.observation_spec.keys())
         self.fits = is_known and not others and env.root_forms.items() <= self.forms.items()
-        for name in FLAGS if self.fits else ():
-            self.root[name][begin:] = False
+        self.each = [self._after(index) for index in range(len(memory[0]))] if self.fits else []
 
-    def after(self, index: int) -> StepArrays:
-        """What one step has under ``"next"``."""
+    def _after(self, index: int) -> StepArrays:
         reward, terminated, truncated, done = self._numbers
         last = {name: array[index, ...] for name, array in self._last.items()}
         return StepArrays(
@@ -311,9 +309,8 @@ class ArraySteps(TensorDictSteps):
         call = self.call
         self._tensors_call = call if isinstance(call, TensorsCall) and call.has_names else None
         self._no_flags = self.env.no_flags()
-        self._made: dict[str, tuple[torch.Tensor | None, Array | None]]
-        """What the environment has at the root of the next step: tensors and their arrays; None: false, as rows are."""
-        self._made = {name: (flag, None) for name, flag in self._no_flags.items()}
+        self._made = {name: (flag, flag.numpy()) for name, flag in self._no_flags.items()}
+        """What the environment has at the root of the next step: tensors and their arrays."""
 
     @staticmethod
     def fit(env: Any, arguments: RolloutArguments, devices: RolloutDevices) -> bool:
@@ -347,14 +344,13 @@ class ArraySteps(TensorDictSteps):
             given = self._arrays(following, rows)
         if given is None:
             return self._store(td, self._step_env(td))
-        index = buffer.count
+        index = buffer.place()
         for name, array in rows.root.items():
-            if (value := given[name]) is not None:
-                array[index] = value
+            array[index] = given[name]
         for name, array in rows.labels.items():
             array[index] = carrier.arrays[name]
         carrier.is_lost = True
-        first, finished = env.play(given, rows.after(index))
+        first, finished = env.play(given, rows.each[index])
         if finished is not None:
             carrier.renew_ids(finished)
         following |= self._no_flags
@@ -367,17 +363,17 @@ class ArraySteps(TensorDictSteps):
         return None
 
     def _make_rows(self, layout: BatchLayout, memory: list[Array]) -> _Rows:
-        return _Rows(self.env, layout, memory, self.buffer.count)
+        return _Rows(self.env, layout, memory)
 
     def _tensordict(self, entries: dict[str, Any]) -> TensorDict:
         """What a policy reads and writes. It may change the flags in place, so these are not ours."""
         return self.env.container(entries | self.env.no_flags() | {"collector": self.carrier.labels})
 
-    def _arrays(self, entries: dict[str, Any], rows: _Rows) -> dict[Any, Any] | None:
+    def _arrays(self, entries: dict[str, Any], rows: _Rows) -> dict[Any, Array] | None:
         """What a step has at its root; None: it has no place there."""
         if entries.keys() != rows.forms.keys():
             return None
-        found: dict[Any, Array | None] = {}
+        found: dict[Any, Array] = {}
         for name, value in entries.items():
             made, array = self._made.get(name, NONE)
             if value is not made:

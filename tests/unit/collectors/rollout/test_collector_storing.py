@@ -8,6 +8,7 @@ import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, TensorDictBase, lazy_stack, tensorclass
 
 from asyncsync.collectors.batch_layout import BatchLayout, empty_batch
+from asyncsync.collectors.rollout import buffer
 from asyncsync.collectors.rollout.buffer import RolloutBuffer
 from asyncsync.collectors.trajectories import processed
 
@@ -36,6 +37,15 @@ def fill(store: RolloutBuffer, count: int, **extra: Any) -> TensorDictBase:
     return store.finish()
 
 
+@pytest.fixture(params=["staged", "direct"])
+def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps go through memory for three of them, or directly to the batch."""
+    monkeypatch.setattr(buffer, "STAGED_STEPS", 3)
+    if request.param == "direct":
+        monkeypatch.setattr(buffer, "SMALL_STEP", 0)
+
+
+@pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("count", [1, 3, 5, 6, 8])
 def test_steps_become_a_batch_with_time_as_its_last_dimension(count: int) -> None:
     store = RolloutBuffer(8, SIZE)
@@ -48,6 +58,7 @@ def test_steps_become_a_batch_with_time_as_its_last_dimension(count: int) -> Non
         assert all(torch.equal(batch[key], value) for key, value in expected.items(True, True))
 
 
+@pytest.mark.usefixtures("small")
 def test_memory_is_asked_for_once_per_rollout_and_handed_out_as_it_is() -> None:
     given: list[TensorDictBase] = []
 
@@ -85,6 +96,7 @@ def test_layouts_compare_by_value_and_travel() -> None:
         one.build([torch.zeros(2, 8, 3)])
 
 
+@pytest.mark.usefixtures("small")
 @pytest.mark.parametrize(
     "other",
     [
@@ -131,6 +143,7 @@ def test_leaves_are_cast_to_the_device() -> None:
     assert batch["observation"].is_meta
 
 
+@pytest.mark.usefixtures("small")
 @pytest.mark.parametrize(
     "rollouts", [["cpu cpu", "meta meta", "cpu cpu"], pytest.param(["cpu cuda", "cuda cpu", "cuda cuda"], marks=CUDA)]
 )
