@@ -133,7 +133,7 @@ class GymEnv(NotTorchRLs):
         observation_space, action_space = env.observation_space, env.action_space
         try:
             if isinstance(env.unwrapped, gymnasium.vector.VectorEnv):
-                self._resets = resets_of(env)
+                self._resets = resets_of(env, reads_info=bool(info_keys))
                 self.batch_size = torch.Size((env.num_envs,))
                 observation_space, action_space = env.single_observation_space, env.single_action_space
             self._observations, self._actions = (

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
+from asyncsync.collectors.envs.gym_private import reset_these
 from asyncsync.collectors.trajectories import beside
 
 Array = np.ndarray[Any, Any]
@@ -57,6 +58,16 @@ class Resets:
         their rows count."""
         observation, info = self.env.reset(options={"reset_mask": mask})
         return observation, info
+
+
+class InTurn(Resets):
+    """Those of a SyncVectorEnv are here, and are reset one by one; nobody gets the info. Its own reset with a mask puts
+    the observations of all together once more, which takes 2 to 4 % of a step of 8 or 64 CartPoles."""
+
+    def first(self, observation: Any, finished: Array) -> tuple[Any, None]:
+        for index, first in reset_these(self.env, finished):
+            _put(observation, index, first)
+        return observation, None
 
 
 class SameStep(Resets):
@@ -101,11 +112,11 @@ class CartPole(Resets):
         return env.state.T.astype(np.float32, order="C"), {}  # as every other observation
 
 
-def resets_of(env: Any) -> Resets:
-    """Raises ValueError: the environment makes steps that are none."""
+def resets_of(env: Any, *, reads_info: bool) -> Resets:
+    """``reads_info``: the info of resets is wanted. Raises ValueError: the environment makes steps that are none."""
     kind = _resets_of_kind(type(env), env.metadata)  # no wrapper: it would not see the observations of a reset of ours
     if kind is not None:
-        return kind(env)
+        return Resets(env) if reads_info and kind is InTurn else kind(env)
     mode = env.metadata.get("autoreset_mode")
     raise ValueError(
         f"{env} resets a finished environment in the next step ({mode or 'no autoreset mode in its metadata'}), which "
@@ -150,11 +161,11 @@ def make_vector(name: Any, num_envs: int, mode: str | None, kwargs: dict[str, An
 def _resets_of_kind(kind: Any, metadata: Mapping[str, Any]) -> type[Resets] | None:
     """How vector environments of this class begin anew; None: with the step after, in a way that is not known here."""
     from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
-    from gymnasium.vector import AutoresetMode
+    from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
     mode = metadata.get("autoreset_mode")
     if mode is AutoresetMode.DISABLED:
-        return Resets
+        return InTurn if kind is SyncVectorEnv else Resets
     if mode is AutoresetMode.SAME_STEP:
         return SameStep
     return CartPole if kind is CartPoleVectorEnv else None
@@ -164,6 +175,17 @@ def _merged(mask: Array, first: Any, observation: Any) -> Any:
     if isinstance(first, Mapping):
         return {name: _merged(mask, value, observation[name]) for name, value in first.items()}
     return np.where(mask.reshape(-1, *[1] * (np.ndim(first) - 1)), first, observation)
+
+
+def _put(observations: Any, index: int, value: Any) -> None:
+    """Write one environment's observation into those of all. Raises ValueError: it has another shape."""
+    if isinstance(observations, Mapping):
+        for name, inner in observations.items():
+            _put(inner, index, value[name])
+        return
+    if np.shape(value) != observations.shape[1:]:
+        raise ValueError(f"reset() returned an observation of shape {np.shape(value)}, not {observations.shape[1:]}")
+    observations[index] = value
 
 
 def _row(final: Any, index: int) -> Any:
