@@ -34,6 +34,7 @@ VECTORS = {
     "8 CartPoles, vectorised": (8, "vector_entry_point", 256),
     "64 CartPoles, vectorised": (64, "vector_entry_point", 64),
     "8 cameras": (8, "sync", 32),
+    "8 cameras, compact_obs": (8, "sync", 32),
 }
 
 
@@ -78,7 +79,7 @@ CAMERA = gymnasium.envs.registration.EnvSpec("Camera-v0", entry_point=lambda **_
 
 @asynccontextmanager
 async def collecting(spec: Spec) -> AsyncIterator[Any]:
-    """Kinds: "collector", "TorchRL", "bare loop"."""
+    """Kinds: "collector", "TorchRL", "bare loop", and those of `LOOPS`."""
     warnings.filterwarnings("ignore", category=FutureWarning, module="torchrl")  # of defaults that will change
     warnings.filterwarnings("ignore", category=UserWarning, module="torchrl")  # that no weights were sent yet
     importlib.import_module("torchrl")
@@ -97,11 +98,11 @@ def _cart_pole(spec: Spec) -> tuple[Any, Callable[[], float]]:
     place = "asyncsync" if spec.kind == "collector" else "torchrl"
     family, asynchronous = spec.case.rpartition(" ")[2], ", async" in spec.case
     name, place = "MultiAsyncCollector" if asynchronous else "MultiSyncCollector", f"{place}.collectors"
-    make: Any = [cart_pole] * spec.workers
+    ours = spec.kind == "collector" and spec.case.endswith("our GymEnv")
+    make: Any = "CartPole-v1" if ours else cart_pole  # of an id, our collectors make our GymEnv
     options: dict[str, Any] = {"total_frames": -1}
     if spec.workers == 1:
-        ours = spec.kind == "collector" and spec.case.endswith("our GymEnv")
-        name, make = "Collector", "CartPole-v1" if ours else cart_pole  # of an id, our collectors make our GymEnv
+        name = "Collector"
     elif spec.section == "nodes":
         name, place = f"{family}Collector", f"{place}.distributed"
         options = {"total_frames": FRAMES << 30, "sync": not asynchronous}  # TorchRL's yield nothing with -1
@@ -110,6 +111,8 @@ def _cart_pole(spec: Spec) -> tuple[Any, Callable[[], float]]:
             options |= {"ray_init_config": cluster, "remote_configs": {"num_cpus": 1}}
         else:
             options |= {"launcher": "mp", "tcp_port": free_port()}
+    if spec.workers > 1:
+        make = [make] * spec.workers
     frames = FRAMES // BATCHES if asynchronous else FRAMES
     policy = TensorDictModule(Act(), in_keys=["observation"], out_keys=["action"])
     made = getattr(importlib.import_module(place), name)(make, policy, frames_per_batch=frames, **options)
@@ -153,17 +156,42 @@ def _vector(spec: Spec) -> tuple[Any, Callable[[], float]]:
     spec.scale = FRAMES / frames
     torch.manual_seed(0)  # one policy for both sides: it decides how often environments finish
     policy, name = Act(), "CartPole-v1"
-    if spec.case.endswith("cameras"):
+    if "cameras" in spec.case:
         name = CAMERA
-    if spec.kind == "bare loop":
-        environments = gymnasium.make_vec(name, num_envs=envs, vectorization_mode=mode)
-        return None, bare_loop(environments, policy, steps)
+    if spec.kind != "collector":
+        return None, bare_loop(_environments(spec.kind, name, envs, mode), policy, steps)
     from asyncsync.collectors import Collector, GymEnv
 
     environment = GymEnv(name, num_envs=envs, vectorization_mode=mode)
-    collector = Collector(environment, policy, frames_per_batch=frames, total_frames=-1)
+    is_compact = spec.case.endswith("compact_obs")
+    collector = Collector(environment, policy, frames_per_batch=frames, total_frames=-1, compact_obs=is_compact)
     once = _batches(collector)
     return collector, lambda: once() * FRAMES / frames
+
+
+def _environments(kind: str, name: Any, count: int, mode: str) -> Any:
+    if kind == "EnvPool":
+        return importlib.import_module("envpool").make_gymnasium(name, num_envs=count)
+    if kind == "SubprocVecEnv":
+        make = [lambda: gymnasium.make(name)] * count
+        return Stable(importlib.import_module("stable_baselines3.common.vec_env").SubprocVecEnv(make, "fork"))
+    mode = "async" if kind == "AsyncVectorEnv" else mode
+    return gymnasium.make_vec(name, num_envs=count, vectorization_mode=mode)
+
+
+class Stable:
+    """A vector environment of Stable-Baselines3's, which resets an environment within its last step."""
+
+    def __init__(self, environments: Any) -> None:
+        self.environments = environments
+
+    def reset(self) -> tuple[Any, None]:
+        return self.environments.reset(), None
+
+    def step(self, action: Any) -> tuple[Any, Any, Any, Any, Any]:
+        observation, reward, _, info = self.environments.step(action)
+        never = np.zeros(len(observation), bool)  # makes a step that is no frame
+        return observation, reward, never, never, info
 
 
 def bare_loop(environments: Any, policy: nn.Module, steps: int) -> Callable[[], float]:
