@@ -7,7 +7,6 @@ file each kind is set up. Systems of one section and group run at the same time 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib.util import find_spec
 from itertools import product
 from typing import NamedTuple
 
@@ -159,9 +158,7 @@ def _collect() -> Iterator[Row]:
         ("8 CartPoles, vectorised", 1, "EnvPool", None),
         ("64 CartPoles, vectorised", 1, "EnvPool", None),
     ):
-        module = {"SubprocVecEnv": "stable_baselines3", "EnvPool": "envpool"}.get(peer)
-        if module is None or find_spec(module) is not None:  # nobody has to have these
-            yield Row("collect", System("collector", case, workers), (System(peer, case, workers),), peer, bar)
+        yield Row("collect", System("collector", case, workers), (System(peer, case, workers),), peer, bar)
     for family, kind in product(("Distributed", "Ray"), ("sync", "async")):
         case = f"CartPole, {kind}, {family}"
         yield Row("nodes", System("collector", case, 2), (System("TorchRL", case, 2),), "TorchRL", 1.0)
