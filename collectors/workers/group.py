@@ -43,7 +43,7 @@ from asyncsync.collectors.base import ANSWER_SECONDS
 from asyncsync.collectors.trajectories import _TrajectoryPool
 from asyncsync.collectors.whole_trajectories import WholeTrajectories
 from asyncsync.collectors.workers.control_page import ControlPage, PoolOfNode, SharedPool, Wishes
-from asyncsync.collectors.workers.messages import Failure, RolloutResult, dumps, loads
+from asyncsync.collectors.workers.messages import Failure, RolloutResult, dumps, loads, note
 from asyncsync.collectors.workers.shared_batches import Arrangement, SharedPlaces
 from asyncsync.collectors.workers.worker import FREE, Message, WorkerInfo
 from asyncsync.errors import AckTimeout, ClosedError, PeerLost
@@ -246,9 +246,17 @@ class WorkerGroup:
         )
         first = self._pool.advance(0) + APART * launch if launch else 0
         build = ("build", member.specification, self._common, first, len(self._members))
-        self.call_soon(self.family.send, rank, build)
+        self.call_soon(self._send, member, build)
         if self._followed is not None:
-            self.call_soon(self.family.send, rank, self._followed)
+            self.call_soon(self._send, member, self._followed)
+
+    def _send(self, member: _Member, message: Message) -> None:
+        """Send a message for which nobody waits here: what is raised ends collection."""
+        try:
+            self.family.send(member.rank, message)
+        except Exception as error:
+            note(error, f"What {self.family.name(member.rank)} is to do cannot be sent.")
+            self._fail(error)
 
     @property
     def connected(self) -> bool:
@@ -326,7 +334,7 @@ class WorkerGroup:
 
         def teach(arrangement: Arrangement) -> None:
             for index, worker in enumerate(workers):
-                self.family.send(worker, ("learn", arrangement, index))
+                self._send(self._members[worker], ("learn", arrangement, index))
 
         return SharedPlaces(dim, teach, lambda result: self.family.batch(result.worker, result.payload))
 
@@ -335,11 +343,7 @@ class WorkerGroup:
         member = self._members[worker]
         member.requests.append(request)
         if member.is_connected:  # else it is being launched again
-            self._send_request(member, request)
-
-    def _send_request(self, member: _Member, request: RolloutRequest) -> None:
-        serial, random, place = request
-        self.family.send(member.rank, ("rollout", serial, random, None if place is None else place.lease))
+            self._send(member, _rollout(request))
 
     def _rolled_out(self, member: _Member, result: RolloutResult) -> None:
         member.requests.popleft()
@@ -413,7 +417,7 @@ class WorkerGroup:
         for member in self._members:
             if member.is_paused and not self._page.paused:
                 member.is_paused = False
-                self.family.send(member.rank, ("resume",))
+                self._send(member, ("resume",))
 
     def stand_still(self, workers: Iterable[int]) -> bool:
         """Whether these workers have paused, or have nothing to do."""
@@ -455,7 +459,7 @@ class WorkerGroup:
         wishes = self._page.wishes(member.rank)
         if member.has_begun and not member.has_ended and not member.is_being_told and member.told != wishes:
             member.told, member.is_being_told = wishes, True
-            self.family.send(member.rank, ("page", wishes))
+            self._send(member, ("page", wishes))
 
     def follow(self, root: Any, index: int) -> None:
         """Have the workers read the newest version where the root of a tree of collectors announces it to its worker
@@ -463,7 +467,7 @@ class WorkerGroup:
         # A root's page is on this host. Other workers learn from what they receive which version of the root's it is.
         self._followed = ("follow", root if self.family.shares_memory else None, index)
         for member in self._members:
-            self.call_soon(self.family.send, member.rank, self._followed)
+            self.call_soon(self._send, member, self._followed)
 
     def trajectory_pool(self) -> _TrajectoryPool:
         """A source of trajectory identifiers that are unique over all workers."""
@@ -588,13 +592,13 @@ class WorkerGroup:
         if member.unrecorded <= 0:  # the trace is written
             member.lasting.pop("profile", None)
         for call in member.lasting.values():
-            self.family.send(member.rank, call.message)
+            self._send(member, call.message)
             self._note(member, call)
         held, member.held = member.held, []
         for call in held:
             self._ask(call)
         for request in member.requests:  # of the one that was lost
-            self._send_request(member, request)
+            self._send(member, _rollout(request))
         if member.is_free:
             self._go_on(member)
 
@@ -705,3 +709,8 @@ class WorkerGroup:
     def close(self) -> None:
         """After the end: release what workers and this process shared. Numbers can still be read. Idempotent."""
         self._page.close()
+
+
+def _rollout(request: RolloutRequest) -> Message:
+    serial, random, place = request
+    return "rollout", serial, random, None if place is None else place.lease

@@ -76,6 +76,19 @@ def test_a_call_that_cannot_be_made_leaves_nothing_behind(group: WorkerGroup, mo
     assert group._members[1].calls == {}
 
 
+def test_a_message_that_cannot_be_sent_ends_collection(group: WorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    def send(worker: int, message: Any) -> None:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr(group.family, "start", lambda *_: None)
+    monkeypatch.setattr(group.family, "name", str)
+    monkeypatch.setattr(group.family, "send", send)
+    group.start([b""], {}, None)
+    with pytest.raises(OSError, match="too many open files") as raised:
+        group.wait(lambda: None, 20)
+    assert "cannot be sent" in raised.value.__notes__[0]
+
+
 @pytest.fixture
 def ends() -> Iterator[tuple[Channel, Channel]]:
     here, there = map(Channel, Channel.pair())
