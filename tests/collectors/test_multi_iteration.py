@@ -227,7 +227,8 @@ def test_answers_that_come_too_late_are_forgotten(kind: Any) -> None:
         if kind is MultiAsyncCollector:
             collector.next()
             with pytest.raises(AckTimeout, match=r"worker 0 .*\(state\).* timeout="):
-                collector.state_dict(timeout=0.05)
+                while True:  # before its rollout has begun, the worker answers in time
+                    collector.state_dict(timeout=0.05)
         assert collector.set_seed(3, timeout=20.0) == 13
         collector.reset(timeout=20.0)
         collector.load_state_dict(collector.state_dict(timeout=20.0), timeout=20.0)

@@ -251,7 +251,7 @@ async def test_shutdown_does_not_wait_for_blocked_threads(api: Api, lines: Board
         lines[1].can_receive.clear()
         await everybody.sender.publish(Model(1))
         await in_thread(lines[0].sending.wait, 5)
-        await in_thread(lines[1].applying.wait, 5)
+        await in_thread(lines[1].receiving.wait, 5)
         with Clock(1.0):
             await asyncio.gather(everybody.sender.shutdown(), *(r.shutdown() for r in everybody.receivers))
     lines[0].can_send.set()
