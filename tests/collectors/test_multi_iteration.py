@@ -224,11 +224,15 @@ def test_what_a_hook_keeps_is_not_written_again() -> None:
 @BOTH
 def test_answers_that_come_too_late_are_forgotten(kind: Any) -> None:
     with kind([make(delay=0.1)], policy(), **options(frames_per_batch=4)) as collector:
+
+        def until_late() -> None:
+            while True:  # before its rollout has begun, the worker answers in time
+                collector.state_dict(timeout=0.05)
+
         if kind is MultiAsyncCollector:
             collector.next()
             with pytest.raises(AckTimeout, match=r"worker 0 .*\(state\).* timeout="):
-                while True:  # before its rollout has begun, the worker answers in time
-                    collector.state_dict(timeout=0.05)
+                until_late()
         assert collector.set_seed(3, timeout=20.0) == 13
         collector.reset(timeout=20.0)
         collector.load_state_dict(collector.state_dict(timeout=20.0), timeout=20.0)
