@@ -256,9 +256,9 @@ def trainer(pipe: Any, kind: str, end: str, delay: float, arguments: dict[str, A
         child.start()
         pipe.send([*collector.group.family.pids, child.pid])
     if end == "while it forks":
-        child_pid = ctypes.PyDLL(None).fork()  # without Python's hooks: it has not come to them yet
-        if child_pid == 0:
-            time.sleep(1.0)
+        libc = ctypes.PyDLL(None)  # keeps the interpreter's lock, which the child might wait for without end
+        if libc.fork() == 0:  # without Python's hooks: it has not come to them yet
+            libc.usleep(1_000_000)
             os._exit(0)
     pipe.send(collector.group.family.pids)
     try:
