@@ -113,6 +113,8 @@ def test_a_program_that_comes_late_is_not_taken_for_its_successor(family: GlooFa
     until(lambda: second.messages)
     assert first.messages == []
     there.close()
+    until(lambda: second.lost)
+    assert str(second.lost[0]) == "its connection is lost", "though the launcher knows of no end"
 
 
 # -- RPC's -------------------------------------------------------------------------------------------------------------

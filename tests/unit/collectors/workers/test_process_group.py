@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +24,7 @@ from asyncsync.collectors.workers.messages import Channel
 from asyncsync.collectors.workers.worker import Stopped
 from asyncsync.errors import AckTimeout
 from asyncsync.runtime import loop_thread
-from helpers.collecting_multi import make, options, policy
+from helpers.collecting_multi import Counting, make, options, policy
 
 
 def group_of_processes() -> WorkerGroup:
@@ -87,6 +88,28 @@ def test_a_message_that_cannot_be_sent_ends_collection(group: WorkerGroup, monke
     with pytest.raises(OSError, match="too many open files") as raised:
         group.wait(lambda: None, 20)
     assert "cannot be sent" in raised.value.__notes__[0]
+
+
+class Noting(Counting):
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        super().__init__()
+
+    def step_and_maybe_reset(self, td: Any) -> Any:
+        self.path.touch()
+        return super().step_and_maybe_reset(td)
+
+
+def test_a_rollout_that_is_asked_for_in_a_pause_makes_no_step(tmp_path: Path) -> None:
+    stepped = tmp_path / "stepped"
+    with MultiSyncCollector([lambda: Noting(stepped)], policy(), **options()) as collector:
+        thread = threading.Thread(target=collector.next)
+        with collector.pause():
+            thread.start()
+            collector.group.wait(lambda: collector._driver.busy and collector.group.stand_still([0]), 20)
+            assert not stepped.exists()
+        thread.join(20)
+        assert stepped.exists()
 
 
 @pytest.fixture
