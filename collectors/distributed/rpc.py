@@ -129,9 +129,11 @@ class RPCFamily(LaunchedFamily):
     def close(self, deadline: float) -> None:
         if self._has_begun and self.store is not None and not self.store.check(["over"]):
             # An agent logs a warning of each connection that ends before it has left. So all leave before one ends.
-            Thread(target=leave, daemon=True).start()
+            leaving = Thread(target=leave, daemon=True)
+            leaving.start()
             self.store.set("over", "1")
             _wait(self.store, [f"left/{rank}" for rank in self.where])
+            leaving.join(LEAVE_SECONDS)  # waits without end for what a node was asked and has not answered
             self.store.set("all have left", "1")
         super().close(deadline)
 
