@@ -20,6 +20,7 @@ __all__ = [
     "ProtocolError",
     "RemoteError",
     "SchemaMismatch",
+    "Superseded",
     "WeightSyncError",
 ]
 
@@ -50,6 +51,21 @@ class PeerLost(WeightSyncError):
 
 class SchemaMismatch(WeightSyncError, ValueError):
     """Weights and model do not fit together: keys, shapes or dtypes differ. Nothing was changed."""
+
+
+class Superseded(WeightSyncError):
+    """A version cannot be taken any more: a newer one has replaced it.
+
+    Attributes:
+        version: the newest that this receiver knows of instead.
+    """
+
+    def __init__(self, message: str, version: int) -> None:
+        super().__init__(message)
+        self.version = version
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.args[0], self.version)
 
 
 class ProtocolError(WeightSyncError):

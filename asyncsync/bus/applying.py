@@ -21,13 +21,13 @@ from asyncsync.bus.carrier import Carrier
 from asyncsync.bus.link import Link
 from asyncsync.bus.status import WorkerObserver
 from asyncsync.bus.steady import Show
-from asyncsync.errors import AckTimeout, ClosedError, NotConnected, WeightSyncError
+from asyncsync.errors import AckTimeout, ClosedError, NotConnected, PeerLost, Superseded, WeightSyncError
 from asyncsync.model.gate import Gate, Writer
-from asyncsync.protocol.holdings import Acting, Staging
+from asyncsync.protocol.holdings import Acting, Staging, Taken
 from asyncsync.protocol.worker import Worker
 from asyncsync.runtime.threads import WorkThread, as_exception
 from asyncsync.weights.slab import Slab
-from asyncsync.wire.messages import Epoch
+from asyncsync.wire.messages import Epoch, epoch_text
 
 GATE_POLL = 0.05
 CLEAN_DELAY = 0.002
@@ -140,7 +140,9 @@ class Applying:
         return ready
 
     def _awaits_receive(self, staging: Staging) -> bool:
-        return any(m in self.manual and m not in self.wanted for m in staging.parts)
+        """Whether it waits for ``receive``, or to be taken."""
+        takes = self._machine.takes
+        return any(m in self.manual and (takes or m not in self.wanted) for m in staging.parts)
 
     def _pass(self, passing: list[Staging]) -> None:
         """Called by the gate, in whatever thread: apply one after the other. One that fails keeps none of the others
@@ -188,6 +190,9 @@ class Applying:
             self._machine.failed(staging, error)
             return
         self._machine.applied(staging)
+        self._clean_soon(staging)
+
+    def _clean_soon(self, staging: Staging) -> None:
         if self._cleaning is None and any(part.slab.leased for part in staging.parts.values()):
             # Not at once: it takes a core for some time, which the trainer may need to read the acknowledgement.
             self._cleaning = self._link.loop.call_later(CLEAN_DELAY, self._clean)
@@ -212,6 +217,95 @@ class Applying:
             self._offered = []
             if not self._link.closed:
                 self._link.settle()  # for the others
+
+    # -- taken by the user's code --------------------------------------------------------------------------------------
+
+    def waiting(self, models: Iterable[str]) -> dict[str, Any]:
+        """What a status says of versions that are not applied yet."""
+        machine = self._machine
+        ready = [*machine.staged, *([] if machine.held is None else [machine.held])]
+        taken = [] if machine.taken is None else [machine.taken.staging]
+        errors = [str(machine.holdings.error[m][1]) for m in models if m in machine.holdings.error]
+
+        def newest(of: list[Staging]) -> int:
+            return max([v for one in of for m, v in one.versions.items() if m in models], default=0)
+
+        return {"staged": newest(ready), "taken": newest(taken), "failure": "".join(errors[-1:])}
+
+    async def take(self, model_id: str, version: int | None, epoch: str | None, timeout: float) -> Taken:
+        """Wait for a version of this model, and lend it to the user's code until :meth:`give_back`. Raises AckTimeout;
+        Superseded: it was replaced; RuntimeError: one is taken already; SchemaMismatch or the like: it cannot be got
+        ready here; ClosedError, Fenced: it will not come."""
+        machine, session = self._machine, self._machine.session
+
+        def ended() -> Exception | None:
+            self._here([model_id])
+            now = epoch_text(session.epoch)
+            if epoch is not None and epoch < now:
+                newest = machine.targets.get(model_id, 0)
+                return Superseded(f"epoch {epoch} is over: the sender's is {now}, at version {newest}", newest)
+            if epoch is not None and epoch > now:
+                return self._ending() if session.ended is not None else None
+            if (never := machine.cannot_take(model_id, version)) is not None:
+                return never
+            return self._failure(model_id) if session.ended is not None or model_id in session.refused else None
+
+        def is_here() -> bool:
+            return epoch in (None, epoch_text(session.epoch)) and machine.has(model_id, version)
+
+        def done() -> bool:
+            return machine.taken is not None or is_here() or ended() is not None
+
+        deadline = self._link.loop.time() + timeout
+        machine.check_again(model_id, self._link.loop.time())
+        self._link.settle()
+        while not (machine.taken is not None or is_here()):  # another task may be quicker
+            if (error := ended()) is not None:
+                raise error
+            if not await self._link.wait(done, max(0.0, deadline - self._link.loop.time())):
+                what = "a new version" if version is None else f"version {version}"
+                raise AckTimeout(
+                    f"worker {machine.worker} could not take {what} of {model_id!r} within {timeout:g} s: "
+                    f"{self._why_not_here(model_id, version, epoch)}"
+                )
+        taken = machine.take(model_id, version)
+        if self._observer.follows:
+            self._observer.taken(taken.staging)
+        return taken
+
+    def give_back(self, taken: Taken, error: BaseException | None, *, unused: bool = False) -> None:
+        """The user's code is done with a version: it has applied it, or could not; ``unused``: it never had it. Raises
+        ClosedError: this worker was shut down meanwhile; PeerLost: another trainer's epoch has begun; neither where
+        there is an ``error``."""
+        machine, staging = self._machine, taken.staging
+        if error is None and not (self._link.closed or taken.is_applied):
+            self._show(staging.epoch, staging.acting)
+        counts = machine.give_back(taken, error, unused=unused)
+        if self._link.closed:
+            if error is None:
+                raise ClosedError("this scheme was shut down while a version was taken")
+            return
+        if self._observer.follows and not unused:
+            self._observer.finished(staging, None if error is None else as_exception(error))
+        self._clean_soon(staging)
+        self._link.settle()
+        if error is None and not counts:
+            now = epoch_text(machine.session.epoch)
+            raise PeerLost(
+                f"version {max(staging.versions.values())} was of epoch {epoch_text(staging.epoch)}, whose sender is "
+                f"gone: another one has begun epoch {now}. What was taken is applied; take what there is now"
+            )
+
+    def _why_not_here(self, model_id: str, version: int | None, epoch: str | None) -> str:
+        machine = self._machine
+        if epoch is not None and epoch != (now := epoch_text(machine.session.epoch)):
+            return f"the sender's epoch is {now or 'not known yet'}, not {epoch}"
+        if machine.held is not None and version == machine.held.versions.get(model_id):
+            return "it is staged, and waits for the sender's commit"
+        if machine.session.welcomed and model_id in machine.session.served:
+            target = machine.targets.get(model_id, 0)
+            return f"the sender has said that there is version {target}" if target else "the sender has published none"
+        return self._why(model_id)
 
     # -- what callers wait for -----------------------------------------------------------------------------------------
 
@@ -409,7 +503,9 @@ class Applying:
             meant = any(machine.targets.get(m, 0) >= version for m in models)
             return bool(meant and not missing()) or bool(failed())
 
-        in_time = await self._until(done, timeout)
+        with self._wanted(*models):
+            self._link.settle()
+            in_time = await self._until(done, timeout)
         for model_id in failed():
             raise self._failure(model_id)
         if not in_time:

@@ -162,6 +162,7 @@ class Member(Protocol):
 
     has_own_bus: bool  # whether no other scheme may join its bus
     reconnects: bool  # a receiver's: whether it outlives its sender
+    takes: bool  # a receiver's: whether the user's code takes each version
     role: str | None
     is_registered: bool  # whether it is connected
     is_shut_down: bool

@@ -51,7 +51,7 @@ from asyncsync.protocol.holdings import Acting
 from asyncsync.protocol.settings import EAGER_BYTES, Settings
 from asyncsync.weights.encoding import check_codec
 from asyncsync.weights.tree import FlatWeights
-from asyncsync.wire.messages import Report, Shown, decode_metadata, encode_metadata
+from asyncsync.wire.messages import Report, Shown, decode_metadata, encode_metadata, epoch_text
 
 DEFAULT_TIMEOUT = 60.0
 LOOP_ENDED = "this bus was shut down when its event loop ended: connect and use it within one asyncio.run()"
@@ -505,11 +505,47 @@ class BusCore:
         finally:
             self._preparing.release()
 
-    async def announce(self, weights: Mapping[str, Any], worker_ids: Workers, metadata: Metadata) -> int:
-        # Snapshot and announce; returns the version.
+    async def announce(
+        self, weights: Mapping[str, Any], worker_ids: Workers, metadata: Metadata, *, stages: bool = False
+    ) -> int:
+        # Snapshot and announce, for now or until it is committed; returns the version.
         encoded, workers = encode_metadata(metadata), as_workers(worker_ids)
         sources = await self._take_in_order(weights, workers, DEFAULT_TIMEOUT)
-        return await self._publish_sources(sources, workers, encoded)
+        return await self._publish_sources(sources, workers, encoded, stages=stages)
+
+    async def await_staged(
+        self, version: int, worker_ids: Workers, timeout: float, models: list[str] | None, quorum: int | None
+    ) -> None:
+        # Sender: wait until workers have a version ready.
+        link, workers = self._check_awaited(version, worker_ids, timeout, quorum)
+        await link.wait_staged(version, workers, models, timeout, quorum)
+
+    async def commit_and_wait(
+        self, version: int, worker_ids: Workers, timeout: float, models: list[str] | None, quorum: int | None
+    ) -> None:
+        # Sender: have what is staged applied, and wait until workers have done so.
+        link, workers = self._check_awaited(version, worker_ids, timeout, quorum)
+        staged = link.caught_up().targets.staged
+        link.commit(version)
+        assert staged is not None
+        if self.calls is not None:
+            self.calls.begin(version, None if staged.workers is None else sorted(staged.workers), sorted(staged.models))
+        await link.wait_applied(version, workers, models, timeout, link.loop.time(), self.calls, quorum)
+
+    def _check_awaited(
+        self, version: int, worker_ids: Workers, timeout: float, quorum: int | None
+    ) -> tuple[TrainerLink, list[int] | None]:
+        """The sender's link, and the workers that are waited for. Raises ValueError: there is no such version, worker
+        or quorum."""
+        check_timeout(timeout)
+        link = self.trainer_link()
+        if not 0 < version <= link.issued:
+            raise ValueError(f"version {version} has not been published; the newest is {link.issued}")
+        workers = as_workers(worker_ids)
+        link.check_workers(workers)
+        if quorum is not None:
+            link.check_enough(workers, quorum)
+        return link, workers
 
     async def _publish_sources(
         self,
@@ -519,6 +555,7 @@ class BusCore:
         timeout: float = DEFAULT_TIMEOUT,
         *,
         at_once: bool = True,
+        stages: bool = False,
     ) -> int:
         """:meth:`announce` of what was extracted; unless ``at_once``, it has still to depart."""
         transports = {topic: self.schemes[topic].carrier() for topic in sources}
@@ -527,11 +564,11 @@ class BusCore:
         link.check_reach(whom)
         deadline = link.loop.time() + timeout
         version = await link.publishing.publish(
-            sources, transports, workers, deadline=deadline, at_once=at_once, metadata=metadata
+            sources, transports, workers, deadline=deadline, at_once=at_once, metadata=metadata, stages=stages
         )
         if self.on_published is not None:
             link.machine.targets.when_agreed(version, partial(self.on_published, version, sorted(whom) or None))
-        if self.calls is not None:
+        if self.calls is not None and not stages:
             self.calls.begin(version, workers, list(sources))
         return version
 
@@ -617,13 +654,7 @@ class BusCore:
                 raise ValueError("quorum is for the sender: a receiver waits for itself")
             await self.worker_link().applying.wait_version(version, models or list(self.schemes), timeout)
             return
-        link = self.trainer_link()
-        if not 0 < version <= link.issued:
-            raise ValueError(f"version {version} has not been published; the newest is {link.issued}")
-        workers = as_workers(worker_ids)
-        link.check_workers(workers)
-        if quorum is not None:
-            link.check_enough(workers, quorum)
+        link, workers = self._check_awaited(version, worker_ids, timeout, quorum)
         await link.wait_applied(version, workers, models, timeout, link.loop.time(), self.calls, quorum)
 
     async def await_lag(self, models: list[str], max_lag: int, timeout: float) -> int:
@@ -660,6 +691,14 @@ class BusCore:
         if isinstance(self._link, WorkerLink):
             return self._link.acting(self.schemes).version
         return self.carried
+
+    @property
+    def epoch(self) -> str:
+        """Which sender's versions count: 37 characters that sort by age, of this sender, or of the one that a receiver
+        follows; empty while there is none."""
+        if isinstance(link := self._link, TrainerLink):
+            return epoch_text(link.machine.epoch)
+        return epoch_text(link.machine.session.epoch) if isinstance(link, WorkerLink) else ""
 
     @property
     def metadata(self) -> dict[str, Any]:

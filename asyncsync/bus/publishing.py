@@ -123,8 +123,10 @@ class Publishing:
         deadline: float,
         at_once: bool = True,
         metadata: bytes = b"",
+        stages: bool = False,
     ) -> int:
-        """Snapshot the sources, make that the target, announce it; returns the version.
+        """Snapshot the sources, make that the target, announce it; returns the version. ``stages``: the version becomes
+        the target when it is committed.
 
         Publications keep the order in which they were called. Cancelled, this raises once nothing reads the sources.
         ``serve`` names models that are announced with these weights: a worker must not take one for a model without
@@ -159,7 +161,7 @@ class Publishing:
                     parts[model_id] = {w: await self._acquire(f, *given, count=count) for w, f in source.items()}
             for job in jobs:
                 job.slab.origin = origin
-            streams = all(type(transports[m]).offer is Carrier.offer for m in sources)
+            streams = not stages and all(type(transports[m]).offer is Carrier.offer for m in sources)
             if len(jobs) == 1 and streams and jobs[0].slab.nbytes > INLINE_BYTES and jobs[0].flat.ready is None:
                 return await self._publish_packing(parts, workers, jobs[0], metadata, life)
             for job in jobs:
@@ -175,7 +177,8 @@ class Publishing:
                 for whom, slab in [(workers, part)] if isinstance(part, Slab) else [([w], s) for w, s in part.items()]:
                     await self._offer(transports[model_id], slab, whom)
             link.check()
-            version = machine.publish(parts, workers, link.loop.time(), metadata)
+            self.end_staged()
+            version = machine.publish(parts, workers, link.loop.time(), metadata, stages=stages)
             if life is not None:
                 observer.published(life, version, machine.epoch)
             self.is_busy = link.loop.time() - begun > BUSY_SECONDS
@@ -213,6 +216,7 @@ class Publishing:
         targets = self._machine.targets
         replaced = targets.keep(parts)
         version = None
+        self.end_staged()
         try:
             version = self._machine.publish(parts, workers, self._link.loop.time(), metadata)
             if life is not None:
@@ -236,6 +240,11 @@ class Publishing:
                 self._link.settle()
         self._link.check()
         return version
+
+    def end_staged(self) -> None:
+        """What is staged is about to be dropped: tell of its end."""
+        if (staged := self._machine.targets.staged) is not None:
+            self._observer.end(staged.version, "it was dropped")
 
     def packed(self) -> None:
         """There is more that workers are waiting for: of a slab, or of what is made of it."""

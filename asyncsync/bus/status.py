@@ -22,6 +22,7 @@ from asyncsync.protocol.holdings import Staging
 from asyncsync.protocol.trainer import Trainer
 from asyncsync.wire.codec import decode
 from asyncsync.wire.messages import (
+    COMMIT,
     MAX_REASON,
     MAX_REPORTED,
     MAX_REPORTED_MODELS,
@@ -39,6 +40,7 @@ from asyncsync.wire.messages import (
     Staged,
     Update,
     WorkerReport,
+    epoch_text,
 )
 
 if TYPE_CHECKING:
@@ -54,7 +56,7 @@ MAX_REASONS = 64
 KEPT = 64  # lives that are followed at once: a worker that is stopped never ends its own
 # Of the values that one message may have, so many are for the workers.
 ROOM = 16_000
-WORKER_FIELDS = 15
+WORKER_FIELDS = 17
 STATES = ("live", "slow", "lost")
 STEPS = {Fetch: "fetched", Staged: "staged"}
 OVERTAKEN = "a newer version has come"
@@ -74,6 +76,9 @@ class WorkerStatus:
         bytes_sent: payload bytes sent to the worker (on a receiver: received).
         reason: why the worker is lost; empty otherwise.
         role: ``"worker"``; ``"relay"`` or ``"guest"``: the sender never waits for it, and no worker has its index.
+        staged: the newest version that the worker has ready, or holds until its commit, and has not applied; 0: none.
+        taken: the version that the worker's own code had taken when it was last heard of; 0: none.
+        failure: why the worker could not take or apply a version; empty when it could, or has applied a newer one.
         relay: the index of the relay that the worker connects to; None: it connects to this sender. ``last_seen`` then
             counts from the relay's last message, as long as the worker answers the relay.
     """
@@ -87,6 +92,9 @@ class WorkerStatus:
     reason: str = ""
     role: str = "worker"
     relay: int | None = None
+    staged: int = 0
+    taken: int = 0
+    failure: str = ""
 
 
 class BusStatus(dict[int, WorkerStatus]):
@@ -121,8 +129,10 @@ def worker_status(machine: Trainer, worker: int, models: Sequence[str], now: flo
     relay = None if peer.relay is None else machine.peers.get(peer.relay)
     if relay is not None and state == "live":  # as far as its relay has said, of which that much is known
         seen, state = now - relay.last_seen, relay.state
+    problems = [str(e) for (m, *_), e in (*peer.refused.items(), *peer.failed.items()) if m in models]
+    waiting = peer.ready_version(models), max([peer.taken.get(m, 0) for m in models], default=0), "".join(problems[-1:])
     reason, role = peer.lost or "", peer.hello.role
-    return WorkerStatus(version, target, lag, seen, state, peer.bytes_sent, reason, role, peer.relay)
+    return WorkerStatus(version, target, lag, seen, state, peer.bytes_sent, reason, role, peer.relay, *waiting)
 
 
 # -- over the network -------------------------------------------------------------------------------------------------
@@ -210,11 +220,10 @@ class Reporter:
         if peer is not None:
             pid, local = peer.hello.pid, bool(peer.local)
             versions = tuple(peer.applied.get(m, 0) if m in peer.hello.have else None for m in names)
-            problems = [*peer.refused.values(), *(peer.failed.values())]
-            reason = reason or (str(problems[-1]) if problems else "")
+            reason = reason or status.failure
         figures = status.version, status.target, status.lag, seen, status.bytes_sent
-        where = pid, local, versions, status.role, status.relay
-        return WorkerReport(worker, status.state, *figures, _brief(reason), *where)
+        where, waiting = (pid, local, versions, status.role, status.relay), (status.staged, status.taken)
+        return WorkerReport(worker, status.state, *figures, _brief(reason), *where, *waiting)
 
 
 def _brief(reason: str) -> str:
@@ -260,6 +269,8 @@ def trainer_figures(report: Report, published: int) -> list[Metric]:
         _gauge("workers", "Workers, by state; relays and guests.", _by(report.counts), ("state",)),
         _gauge("worker_applied_version", "The version the worker has applied.", applied, (*who, "model")),
         _gauge("worker_lag_versions", "How many versions the worker is behind.", each(lambda w: w.lag), who),
+        _gauge("worker_staged_version", "What it has ready, not applied.", each(lambda w: w.staged_version), who),
+        _gauge("worker_taken_version", "What its own code has taken.", each(lambda w: w.taken_version), who),
         _gauge("worker_state", "1 for the worker's current state.", states, (*who, "state")),
         _gauge("worker_last_seen_seconds", "Time since the worker's last message.", seen, who),
         _counter("worker_sent_bytes", "Weights sent to the worker.", each(lambda w: w.bytes_sent), who),
@@ -277,6 +288,8 @@ def worker_figures(status: BusStatus, applied: Mapping[str, int]) -> list[Metric
         _gauge("receiver_version", "The version that a model shows.", versions, (*who, "model")),
         _gauge("receiver_target_version", "The version that it should have.", {key: one.target}, who),
         _gauge("receiver_lag_versions", "How many versions the worker is behind.", {key: one.lag}, who),
+        _gauge("receiver_staged_version", "What it has ready, not applied.", {key: one.staged}, who),
+        _gauge("receiver_taken_version", "What its own code has taken.", {key: one.taken}, who),
         _gauge("receiver_sender_state", "1 for the sender's current state.", states, (*who, "state")),
         _counter("received_bytes", "Weights received.", {key: one.bytes_sent}, who),
         _counter("refusals", "Refused connection attempts.", _by(status.refused), ("reason",)),
@@ -390,7 +403,7 @@ class TrainerObserver(Observer):
 
     def published(self, life: Life, version: int, epoch: Epoch) -> None:
         """It has become a version, which is announced from now on."""
-        life.info |= {"version": version, "epoch": f"{epoch[0]}-{epoch[1]}"}
+        life.info |= {"version": version, "epoch": epoch_text(epoch)}
         self.follow(version, life)
         self.tell("publish.published", life)
 
@@ -405,11 +418,12 @@ class TrainerObserver(Observer):
         """An announcement is on its way to a worker."""
         if (life := self.lives.get(_version_of(update))) is None:
             return
-        if worker in life.unanswered:
+        is_commit = isinstance(update, Update) and update.phase == COMMIT
+        if worker in life.unanswered and not is_commit:
             self.tell("deliver.end", life, worker=worker, error="the worker was lost, and gets it again")
         life.was_announced = True
         life.unanswered[worker] = update.serial
-        self.tell("deliver.begin", life, worker=worker)
+        self.tell("deliver.committed" if is_commit else "deliver.begin", life, worker=worker)
 
     def heard(self, worker: int, instruction: Instruction) -> None:
         """A worker has said something, which has been taken in."""
@@ -470,11 +484,22 @@ class WorkerObserver(Observer):
         if isinstance(instruction, Cast):
             instruction, _ = decode(payload)
         if isinstance(instruction, Update | Again):
-            epoch = "{}-{}".format(*instruction.epoch)
-            info = {"id": instruction.serial, "version": _version_of(instruction), "epoch": epoch}
+            version = _version_of(instruction)
+            if isinstance(instruction, Update) and instruction.phase == COMMIT:
+                self._committed(version, instruction.serial)
+                return
+            info = {"id": instruction.serial, "version": version, "epoch": epoch_text(instruction.epoch)}
             life = Life(info | {"worker": self._worker}, self._heard)
             self.follow(instruction.serial, life)
             self.tell("update.begin", life, self._heard)
+
+    def _committed(self, version: int, serial: int) -> None:
+        """What is staged goes on under this serial."""
+        for before, life in list(self.lives.items()):
+            if life.info["version"] == version:
+                del self.lives[before]
+                self.follow(serial, life)
+                self.tell("update.committed", life, self._heard)
 
     def look(self, staged: Iterable[Staging]) -> None:
         """These updates are complete, and wait for the gate."""
@@ -484,8 +509,13 @@ class WorkerObserver(Observer):
                 self.tell("update.fetched", life, self._heard)
                 self.tell("update.staged", life)
 
+    def taken(self, staging: Staging) -> None:
+        """The user's code has taken this one."""
+        if (life := self.lives.get(staging.serial)) is not None:
+            self.tell("update.taken", life)
+
     def finished(self, staging: Staging, error: BaseException | None) -> None:
-        """The gate has applied or refused this one."""
+        """The gate, or the user's code, has applied or refused this one."""
         for serial in [serial for serial in self.lives if serial < staging.serial]:
             self.end(serial, OVERTAKEN)
         self.end(staging.serial, "" if error is None else repr(error))

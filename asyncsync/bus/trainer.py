@@ -290,6 +290,59 @@ class TrainerLink(Link):
         if failed := outcome.failed | in_vain:
             raise PartialSendError(outcome.acked, failed)
 
+    async def wait_staged(
+        self,
+        version: int,
+        workers: list[int] | None,
+        models: list[str] | None,
+        timeout: float,
+        quorum: int | None = None,
+    ) -> None:
+        """Wait until these workers, or as many of them as the ``quorum`` needs, have this version ready, or a newer
+        one. Raises PartialSendError, which names each worker that has not, and why; NotConnected if nobody is to get
+        it; ValueError: it was dropped."""
+        machine = self.caught_up()
+        machine.check_issued(version)
+        progress = machine.progress
+        chosen = progress.to_stage(version, models or list(machine.targets.models)) if workers is None else workers
+        if not chosen or len(chosen) < (quorum or 0):
+            raise NotConnected(f"version {version} is for {len(chosen)} connected workers, quorum={quorum}")
+        needed = len(chosen) if quorum is None else quorum
+
+        def outcome() -> Outcome:
+            self.publishing.end_steady()
+            machine.check_open()
+            machine.check_issued(version)
+            return progress.staged(version, chosen, models)
+
+        def done() -> bool:
+            now = outcome()
+            return len(now.acked) >= needed or not now.waiting or len(now.acked) + len(now.waiting) < (quorum or 0)
+
+        in_time = await self.wait(done, timeout, self.depart)
+        now = outcome()
+        if len(now.acked) >= needed:
+            return
+        waiting = () if in_time and quorum is not None else now.waiting
+        late = {worker: progress.timeout_of(worker, version, timeout, "staged") for worker in waiting}
+        raise PartialSendError(now.acked, now.failed | late)
+
+    def commit(self, version: int) -> None:
+        """The staged version becomes the target. Raises ValueError: it is not staged."""
+        machine = self.caught_up()
+        machine.commit(version)
+        if (life := self.observer.lives.get(version)) is not None:
+            self.observer.tell("publish.committed", life)
+        self.settle()
+
+    def drop_staged(self, version: int) -> None:
+        """The staged version goes to nobody. Raises ValueError: it is not staged."""
+        machine = self.caught_up()
+        machine.check_staged(version)
+        self.publishing.end_staged()
+        machine.drop()
+        self.settle()
+
     async def wait_for_workers(
         self,
         models: list[str],

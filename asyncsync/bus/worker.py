@@ -104,13 +104,22 @@ class WorkerLink(Link, Memory):
         self.opened()
 
     def register(
-        self, model_id: str, binding: Binding, transport: Carrier, *, manual: bool, context: Any = None
+        self,
+        model_id: str,
+        binding: Binding,
+        transport: Carrier,
+        *,
+        manual: bool,
+        takes: bool = False,
+        context: Any = None,
     ) -> None:
-        """Take part in the updates of this model, and pass them on to this context."""
+        """Take part in the updates of this model, and pass them on to this context. ``manual``: they wait for
+        ``receive``; ``takes``: they wait until they are taken."""
         self.transports[model_id] = transport
         self.pass_on(model_id, context)
-        if manual:
+        if manual or takes:
             self.applying.manual.add(model_id)
+        self.machine.takes = takes
         self.machine.register(model_id, binding, self.loop.time())
         self.settle()
 
@@ -296,7 +305,9 @@ class WorkerLink(Link, Memory):
             state, reason = "lost", self.whereabouts.why or "the sender is gone; waiting for a new one"
         elif seen is None or seen > machine.settings.slow_after:
             state = "slow"
-        status = WorkerStatus(version, target, lag, seen, state, machine.bytes_received, reason)
+        status = WorkerStatus(
+            version, target, lag, seen, state, machine.bytes_received, reason, **self.applying.waiting(models)
+        )
         return BusStatus({machine.worker: status}, self.whereabouts.refused)
 
     def figures(self) -> list[Metric]:
@@ -337,9 +348,9 @@ class WorkerLink(Link, Memory):
 
     def settle(self) -> None:
         now, machine = self.loop.time(), self.machine
+        if self.observer.follows:
+            self.observer.look(machine.staged if machine.held is None else [*machine.staged, machine.held])
         if machine.staged:
-            if self.observer.follows:
-                self.observer.look(machine.staged)
             self.applying.offer()
         while machine.fetches:
             serial, index, part, slab = machine.fetches.popleft()
@@ -422,6 +433,7 @@ class WorkerLink(Link, Memory):
         try:
             # What is being passed on is copied first, by a thread that nobody can stop.
             reads = not await self._detach(list(self.transports)) or self.applying.cascade.task is not None
+            reads = reads or self.machine.taken is not None
         finally:
             await self._end(reads)
 

@@ -100,13 +100,13 @@ class Spans:
         elif key in self._open:  # a version may be over before it is packed
             span, times = self._open[key]
             span.set_attributes(attributes)
-            if kind == "update":
+            if kind == "update" and step in PARTS:
                 part, since = PARTS[step]
                 if since in times:
                     told = {f"asyncsync.{name}": info[name] for name in ("worker", "version")}
                     self._end(self._begin(part, times[since], told, span), now, failure)
                 times[step] = now
-            elif step in ("packed", "fetched", "staged"):
+            elif step in ("packed", "fetched", "staged", "committed", "taken"):
                 span.add_event(step, timestamp=now)
             if step == "end":
                 del self._open[key]

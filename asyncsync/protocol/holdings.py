@@ -7,7 +7,7 @@ from __future__ import annotations
 import threading
 import traceback
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -340,19 +340,21 @@ class Staging:
 
 class Taken:
     """An update that the user's code has taken, to apply it in its own time and thread. It is over with
-    :meth:`Worker.give_back`, and nothing newer replaces it before. ``previous``: per model, the version before and
-    its slab, which stay as they are meanwhile; without those of which there was none. Has references to all slabs."""
+    :meth:`Worker.give_back`, and nothing newer replaces it before. ``previous``: what each model held before, which
+    stays as it is meanwhile; without those that held nothing. ``is_applied``: it was applied before, and is only read
+    once more. Has references to all slabs."""
 
-    def __init__(self, staging: Staging, previous: dict[str, tuple[int, Slab]]) -> None:
+    def __init__(self, staging: Staging, previous: dict[str, Held], *, is_applied: bool = False) -> None:
         self.staging = staging
         self.previous = previous
+        self.is_applied = is_applied
 
     def release(self) -> None:
         self.staging.release()
         self.leave_previous()
 
     def leave_previous(self) -> None:
-        for _, slab in self.previous.values():
+        for *_, slab in self.previous.values():
             slab.release()
         self.previous = {}
 
@@ -379,13 +381,14 @@ class StagedUpdates(list[Staging]):
             else:
                 newer.update(one.parts)
 
-    def take(self, models: Collection[str]) -> Staging | None:
-        """The newest that brings all of these models, and with which the gate has not begun: it is the caller's now.
-        What is older no longer reaches its models."""
-        fitting = [one for one in self if one.parts.keys() >= set(models) and not one.is_begun]
-        if not fitting:
-            return None
-        taken = fitting[-1]
+    def newest(self, model_id: str) -> Staging | None:
+        """The newest that brings this model, and with which the gate has not begun."""
+        return next((one for one in reversed(self) if model_id in one.parts and not one.is_begun), None)
+
+    def take(self, model_id: str) -> Staging:
+        """:meth:`newest`, which is there, is the caller's now. What is older no longer reaches its models."""
+        taken = self.newest(model_id)
+        assert taken is not None
         for older in self[: self.index(taken)]:
             if not older.parts.keys() <= taken.parts.keys():
                 older.leave_out(taken.parts)

@@ -454,10 +454,18 @@ class Progress:
         models = None if models is None else list(models)
         return self._outcome((worker, self._answer(worker, version, models)) for worker in workers)
 
-    def staged(self, version: int, workers: Iterable[int]) -> Outcome:
-        """Which of these workers hold this version, which is staged, or have applied it, or a newer one, already; which
-        cannot; which have still to answer."""
-        return self._outcome((worker, self._answer_staged(worker, version)) for worker in workers)
+    def to_stage(self, version: int, models: Collection[str]) -> list[int]:
+        """The workers that are to have this version of these models ready, which is staged, or is a target."""
+        staged = self._targets.staged
+        if staged is None or staged.version != version:
+            return self.targeted(version, models)
+        there = self._membership.eligible(staged.models)
+        return [worker for worker in there if staged.workers is None or worker in staged.workers]
+
+    def staged(self, version: int, workers: Iterable[int], models: Collection[str] | None = None) -> Outcome:
+        """Which of these workers have this version, or a newer one, ready or applied; which cannot; which have still to
+        answer."""
+        return self._outcome((worker, self._answer_staged(worker, version, models)) for worker in workers)
 
     def _outcome(self, answers: Iterable[tuple[int, int | Exception | None]]) -> Outcome:
         result = Outcome()
@@ -473,6 +481,8 @@ class Progress:
     def awaited(self, version: int, models: list[str], first: int | None = None) -> int | None:
         """A worker that may still come to hold this version of these models; None: nobody may. ``first``: who is asked
         before all others."""
+        if self._targets.staged is not None and self._targets.staged.version == version:
+            return next(iter(self.to_stage(version, models)), None)
         if (
             first is not None
             and self._is_targeted(first, version, models)
@@ -526,14 +536,20 @@ class Progress:
                     return error
         return self._loss(worker, peer.lost)
 
-    def _answer_staged(self, worker: int, version: int) -> int | Exception | None:
-        peer = self._membership.find(worker)
+    def _answer_staged(self, worker: int, version: int, models: Collection[str] | None) -> int | Exception | None:
+        peer, staged = self._membership.find(worker), self._targets.staged
+        if staged is None or staged.version != version:
+            mine = [] if peer is None else self._models_of(worker, models)
+            newest = [m for m in mine if (t := self._targets.newest(worker, m)) is not None and t.version >= version]
+            if peer is not None and newest and all(peer.ahead(m) >= version for m in newest):
+                return min(peer.ahead(m) for m in newest)
+            return self._answer(worker, version, None if models is None else list(models))
         if peer is None:
             return self._loss(worker, self._membership.gone.get(worker))
-        mine = {m: t for m in self._models_of(worker, None) if (t := self._targets.staged_for(worker, m)) is not None}
-        if mine and all(max(peer.held.get(m, 0), peer.applied.get(m, 0)) >= version for m in mine):
+        parts = {m: t for m in self._models_of(worker, None) if (t := self._targets.staged_for(worker, m)) is not None}
+        if parts and all(max(peer.held.get(m, 0), peer.applied.get(m, 0)) >= version for m in parts):
             return version
-        for m, target in mine.items():
+        for m, target in parts.items():
             error = peer.refused.get((m, target.slab.layout.digest)) or self._failure(peer, m, version)
             if error is not None:
                 return error
@@ -593,10 +609,12 @@ class Progress:
             return f"worker {worker} is connected, and waits for the other workers"
         return f"worker {worker} has not applied its weights yet"
 
-    def timeout_of(self, worker: int, version: int, seconds: float) -> AckTimeout:
+    def timeout_of(self, worker: int, version: int, seconds: float, step: str = "applied") -> AckTimeout:
         peer = self._membership.find(worker)
         state = "not connected yet" if peer is None else f"{peer.state}, at versions {peer.applied or 'none'}"
-        late = f"worker {worker} had not applied version {version} after {seconds:g} s ({state})"
+        if peer is not None and peer.hello.takes and step == "applied":
+            state += f", has taken version {v}" if (v := max(peer.taken.values(), default=0)) else ", has taken nothing"
+        late = f"worker {worker} had not {step} version {version} after {seconds:g} s ({state})"
         return AckTimeout(f"{late}; it catches up once it answers. Is its event loop blocked, or its process stopped?")
 
     def _models_of(self, worker: int, models: Iterable[str] | None) -> list[str]:

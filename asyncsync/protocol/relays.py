@@ -115,7 +115,7 @@ class Behind:
             peer.last_seen = now - self._membership.settings.slow_after
         peer.slow = one.slow
         peer.applied.update({m: version for m, version in one.applied.items() if version <= newest})
-        peer.held = dict(one.held)
+        peer.held, peer.staged, peer.taken = dict(one.held), dict(one.staged), dict(one.taken)
         peer.failed = {}
         peer.note_failed(self._targets.concerning(one.worker, one.failed), one.error)
         if one.lost:

@@ -17,6 +17,7 @@ comes to it, in whatever order; and an old report that arrives late means nothin
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -41,6 +42,7 @@ class Peer:
         opens: whether it may open this one's memory then.
         applied, staged: per model, the version it holds, has ready.
         held: per model, the staged version that it has ready, and applies on COMMIT.
+        taken: per model, the version that its user's code had taken when it last answered a PING.
         failed: by model and version, why it could not apply it, or not get it ready for its COMMIT.
         accepted, refused: ``(model_id, digest)`` of the layouts that fit its models, and why the others do not.
         serial, before: of the latest announcement that it was sent, and of the one before that; 0: none since it came
@@ -60,6 +62,7 @@ class Peer:
     applied: dict[str, int] = field(default_factory=dict)
     staged: dict[str, int] = field(default_factory=dict)
     held: dict[str, int] = field(default_factory=dict)
+    taken: dict[str, int] = field(default_factory=dict)
     failed: dict[tuple[str, int], Exception] = field(default_factory=dict)
     accepted: set[tuple[str, bytes]] = field(default_factory=set)
     refused: dict[tuple[str, bytes], SchemaMismatch] = field(default_factory=dict)
@@ -97,7 +100,7 @@ class Peer:
         """The same incarnation again, over a new connection: nothing that was under way counts."""
         self.end_transfer()
         self.hello, self.route, self.applied = hello, route, applied
-        self.staged, self.held, self.failed, self.refused, self.shown = {}, {}, {}, {}, {}
+        self.staged, self.held, self.taken, self.failed, self.refused, self.shown = {}, {}, {}, {}, {}, {}
         self.unanswered_welcomes = 0
         self.ready, self.lost, self.slow, self.unreachable_since = False, None, False, None
         self.pong_seq = self.ping_seq
@@ -170,7 +173,7 @@ class Peer:
         for model_id, version in versions.items():
             if version > self.applied.get(model_id, 0):
                 self.applied[model_id] = version
-            for ready in (self.staged, self.held):
+            for ready in (self.staged, self.held, self.taken):
                 if ready.get(model_id, 0) <= version:
                     ready.pop(model_id, None)
         if self.failed:
@@ -185,7 +188,7 @@ class Peer:
     def note_failed(self, versions: Mapping[str, int], error: Exception) -> None:
         """These versions could not be applied, or not be got ready for their commit."""
         for model_id, version in versions.items():
-            for ready in (self.staged, self.held):
+            for ready in (self.staged, self.held, self.taken):
                 if ready.get(model_id, 0) <= version:
                     ready.pop(model_id, None)
             if version > self.applied.get(model_id, 0):
@@ -211,6 +214,11 @@ class Peer:
             if model_id not in parts or parts[model_id][0] < version:
                 return False
         return True
+
+    def ready_version(self, models: Iterable[str]) -> int:
+        """The newest version that it has ready for one of these models, or holds, and has not applied; 0: none."""
+        ready = [max(self.staged.get(m, 0), self.held.get(m, 0)) for m in models]
+        return max(ready, default=0)
 
     def ahead(self, model_id: str) -> int:
         """The version that the worker has applied or staged."""
@@ -291,7 +299,8 @@ class Model:
 class Targets:
     """The targets of all workers, for all models of a bus. ``version`` is the last one that a publication was given,
     ``published`` the newest one that has become a target: a pending one may still be refused, and never was.
-    ``staged`` is the publication that waits for :meth:`apply_staged`, of which there is one at most. With
+    ``staged`` is the publication that waits for :meth:`apply_staged`, of which there is one at most; ``dropped`` has
+    the last ones that were dropped instead. With
     ``keeps_bases``, what is for everybody keeps what was so before it, as the base of what is sent of it."""
 
     def __init__(self, *, keeps_bases: bool = False) -> None:
@@ -299,6 +308,7 @@ class Targets:
         self.models: dict[str, Model] = {}
         self.pending: dict[int, Publication] = {}
         self.staged: Publication | None = None
+        self.dropped: deque[int] = deque(maxlen=KEPT_REJECTIONS)
         self.version = self.published = self._carried = 0
         self._rejections: list[tuple[Publication, dict[int, SchemaMismatch]]] = []
 
@@ -405,12 +415,15 @@ class Targets:
         if self.staged is None:
             return 0
         version = self.staged.version
+        self.dropped.append(version)
         self._withdraw(version)
         return version
 
     def when_agreed(self, version: int, then: Callable[[], object]) -> None:
-        """Call this when a version that was published becomes the target; at once, if it has; never, if it does not."""
-        if (publication := self.pending.get(version)) is not None:
+        """Call this when a version that was published or staged becomes the target; at once, if it has; never, if it
+        does not."""
+        staged = self.staged if self.staged is not None and self.staged.version == version else None
+        if (publication := self.pending.get(version, staged)) is not None:
             publication.then = then
         elif not self.rejected(version):
             then()

@@ -140,15 +140,30 @@ class Trainer:
         """The staged version becomes the target, as soon as those who have to have accepted its layouts. Raises
         ValueError: it is not staged (any more)."""
         self.check_open()
-        staged = self.targets.staged
-        if staged is None or staged.version != version:
-            now = "nothing is" if staged is None else f"version {staged.version} is"
-            raise ValueError(f"version {version} is not staged; {now}")
+        self.check_staged(version)
         for peer in (*self.peers.values(), *self.behind.workers.values()):
             # Who could not get it ready may apply it all the same.
             peer.failed = {(m, v): error for (m, v), error in peer.failed.items() if v != version}
         self.targets.apply_staged()
         self._pump()
+
+    def _instead(self, version: int) -> str:
+        """What has become of a version that is not staged."""
+        if self.targets.staged is not None:
+            return f"version {self.targets.staged.version} is"
+        if self.published > version:
+            return f"it was replaced by version {self.published}"
+        return "it was published" if self.published == version else "nothing is"
+
+    def check_staged(self, version: int) -> None:
+        """Raise ValueError if this version is not staged (any more)."""
+        if self.targets.staged is None or self.targets.staged.version != version:
+            raise ValueError(f"version {version} is not staged: {self._instead(version)}")
+
+    def check_issued(self, version: int) -> None:
+        """Raise ValueError if this version goes to nobody: it was dropped, or replaced before it was committed."""
+        if version in self.targets.dropped:
+            raise ValueError(f"version {version} was dropped: {self._instead(version)}")
 
     def drop(self) -> None:
         """The staged version, if there is one, goes to nobody."""
@@ -361,6 +376,7 @@ class Trainer:
             peer.unanswered_welcomes = 0  # whatever was sent before that PING is answered, or was lost
         self.membership.answered(peer, pong.seq)
         peer.note_applied(pong.versions)
+        peer.taken = {m: version for m, version in pong.taken.items() if version > peer.applied.get(m, 0)}
         self.behind.check(peer, pong.reports)
         transfer = peer.transfer
         if transfer is None:

@@ -18,10 +18,10 @@ from __future__ import annotations
 import traceback
 import zlib
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from asyncsync.errors import ProtocolError, SchemaMismatch
+from asyncsync.errors import ProtocolError, SchemaMismatch, Superseded
 from asyncsync.model.strategy import Binding, WeightStrategy
 from asyncsync.protocol.holdings import Holdings, Session, StagedPart, StagedUpdates, Staging, Taken
 from asyncsync.protocol.settings import Identity, Settings
@@ -212,32 +212,60 @@ class Worker:
         if staging.epoch == self.session.epoch:
             self._report_failed(staging.serial, versions, error)
 
-    def take(self, models: Collection[str]) -> Taken | None:
-        """Take the newest update that is here, and brings all of these models; None: there is none. Raises
-        RuntimeError: one is taken already."""
+    def has(self, model_id: str, version: int | None = None) -> bool:
+        """Whether there is something to :meth:`take`."""
+        ready = self._ready(model_id)
+        return (ready > 0 and version in (None, ready)) or version == self.holdings.version(model_id) != 0
+
+    def take(self, model_id: str, version: int | None = None) -> Taken:
+        """Take the newest update of this model that is staged, or exactly this version, which may be applied already.
+        It is here: :meth:`has`. Raises RuntimeError: one is taken already."""
         if self.taken is not None:
-            raise RuntimeError("one update is taken already: leave its block before you take another one")
+            raise RuntimeError("one version is taken already: leave its block before you take another one")
         self.end_fast_path()
-        staging = self.staged.take(models)
-        if staging is None:
-            return None
-        held = {m: self.holdings.held[m] for m in staging.parts if m in self.holdings.held}
-        self.taken = Taken(staging, {m: (version, slab.retain()) for m, (_, version, slab) in held.items()})
+        if version is not None and version == self.holdings.version(model_id):
+            slab = self.holdings.held[model_id][2].retain()
+            again = Staging(self.holdings.held[model_id][0], 0, {model_id: StagedPart(version, slab, None)})
+            self.taken = Taken(again, {}, is_applied=True)
+        else:
+            staging = self.staged.take(model_id)
+            held = {m: self.holdings.held[m] for m in staging.parts if m in self.holdings.held}
+            self.taken = Taken(staging, {m: (epoch, v, slab.retain()) for m, (epoch, v, slab) in held.items()})
         return self.taken
 
-    def give_back(self, taken: Taken, error: BaseException | None = None) -> bool:
-        """The user's code is done with it: it has applied it, or could not, and may take it again. Returns whether its
-        trainer is still the one that counts."""
+    def _ready(self, model_id: str) -> int:
+        newest = self.staged.newest(model_id)
+        return 0 if newest is None else newest.parts[model_id].version
+
+    def cannot_take(self, model_id: str, version: int | None = None) -> Exception | None:
+        """Why what is not here to be taken will not come: it was replaced, or could not be staged; None: it may."""
+        failed, error = self.holdings.error.get(model_id, (0, None))
+        target = self.targets.get(model_id, 0)
+        if error is not None and failed == (version or target):
+            return error
+        there = max(self._ready(model_id), self.holdings.version(model_id))
+        coming = () if self.incoming is None else [part.version for part in self.incoming.parts]
+        if version is None or version >= max(there, target) or (version > there and version in coming):
+            return None
+        newest = max(there, target)
+        return Superseded(f"version {version} of {model_id!r} was replaced: there is version {newest}", newest)
+
+    def give_back(self, taken: Taken, error: BaseException | None = None, *, unused: bool = False) -> bool:
+        """The user's code is done with it: it has applied it, or could not, and may take it again; ``unused``: it did
+        not try. Returns whether its trainer is still the one that counts."""
         assert taken is self.taken
         self.taken, staging = None, taken.staging
         counts = staging.epoch == self.session.epoch
-        if error is None:
+        if self.leaving or taken.is_applied:
+            taken.release()
+        elif error is None:
             taken.leave_previous()
             self.holdings.applied(staging)
             self._report_applied(staging)
-        elif counts and not self.leaving:
+        elif counts:
             taken.leave_previous()
-            self._report_failed(staging.serial, staging.versions, error)
+            if not unused:
+                self._report_failed(staging.serial, staging.versions, error)
             self.staged.line_up(staging, again=True)
         else:
             taken.release()
@@ -272,11 +300,12 @@ class Worker:
         self.pool.close()
 
     def settled(self, model_id: str) -> bool:
-        """True if the trainer serves this model, and this worker has applied what there was to apply."""
+        """True if the trainer serves this model, and this worker has applied what there was to apply, unless it takes
+        that."""
         session = self.session
         if not session.welcomed or model_id not in session.served:
             return False
-        return not session.served[model_id] or self.holdings.version(model_id) > 0
+        return self.takes or not session.served[model_id] or self.holdings.version(model_id) > 0
 
     def tick(self, now: float) -> None:
         """Repeat what has got no answer."""
@@ -406,7 +435,7 @@ class Worker:
             self._let_go()
         self.serial = update.serial
         self.base = (update.serial, update.parts[0]) if len(update.parts) == 1 else None
-        for part in update.parts:
+        for part in update.parts if update.phase != STAGE else ():
             model_id = self.session.local(part.model_id)
             self.targets[model_id] = max(part.version, self.targets.get(model_id, 0))
         self.incoming = incoming
@@ -795,10 +824,10 @@ class Worker:
         versions = session.named(self.holdings.versions)
         staged = session.named(self._ready_versions())
         held = {} if self.held is None else session.named(self.held.versions)
+        taken = {} if self.taken is None else session.named(self.taken.staging.versions)
         incoming = 0 if self.incoming is None else self.incoming.serial
-        session.send(
-            messages.Pong(ping.epoch, ping.seq, versions, staged, incoming, *self._in_use(), self.relayed, held=held)
-        )
+        has = versions, staged, incoming, *self._in_use(), self.relayed
+        session.send(messages.Pong(ping.epoch, ping.seq, *has, held=held, taken=taken))
 
     # -- the fast path -------------------------------------------------------------------------------------------------
 

@@ -268,7 +268,8 @@ class Passing:
         else:
             failed, error = self._failure(peer)
             applied = {m: peer.applied.get(m, 0) for m in peer.hello.have}
-            about = peer.hello.attempt, peer.slow, dict(peer.held)
+            waiting = (dict(peer.staged), dict(peer.taken)) if peer.hello.takes else ()
+            about = peer.hello.attempt, peer.slow, dict(peer.held), *waiting
             now = RelayedWorker(worker, peer.nonce, applied, failed, *_texts(error), "", *about)
         if now == before:
             return None

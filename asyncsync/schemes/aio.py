@@ -11,6 +11,7 @@ from tensordict import TensorDict
 from asyncsync.arguments import check_timeout
 from asyncsync.bus.core import DEFAULT_TIMEOUT, BusCore, Metadata, Workers
 from asyncsync.schemes.scheme import Scheme
+from asyncsync.schemes.taking import Taking
 from asyncsync.schemes.torchrl import Refusal
 
 T = TypeVar("T")
@@ -80,6 +81,26 @@ class Bus(BusCore):
             AckTimeout, MemoryError, NotConnected, ClosedError, Fenced: as a scheme's ``publish``.
         """
         return await self.announce(weights, worker_ids, metadata)
+
+    async def stage(self, weights: Mapping[str, Any], worker_ids: Workers = None, *, metadata: Metadata = None) -> int:
+        """As :meth:`publish`, but nothing is applied before :meth:`commit`; see :meth:`WeightSyncScheme.stage`."""
+        return await self.announce(weights, worker_ids, metadata, stages=True)
+
+    async def wait_staged(
+        self, version: int, worker_ids: Workers = None, timeout: float = DEFAULT_TIMEOUT, *, quorum: int | None = None
+    ) -> None:
+        """Wait until the workers have this version ready; see :meth:`WeightSyncScheme.wait_staged`."""
+        await self.await_staged(version, worker_ids, timeout, None, quorum)
+
+    async def commit(
+        self, version: int, worker_ids: Workers = None, timeout: float = DEFAULT_TIMEOUT, *, quorum: int | None = None
+    ) -> None:
+        """Have what is staged applied; see :meth:`WeightSyncScheme.commit`."""
+        await self.commit_and_wait(version, worker_ids, timeout, None, quorum)
+
+    async def drop(self, version: int) -> None:
+        """What is staged goes to nobody; see :meth:`WeightSyncScheme.drop`."""
+        self.trainer_link().drop_staged(version)
 
     async def wait_version(
         self, version: int, worker_ids: Workers = None, timeout: float = DEFAULT_TIMEOUT, *, quorum: int | None = None
@@ -222,6 +243,61 @@ class WeightSyncScheme(Scheme):
         self._check_open()
         return await self._publish(weights, worker_ids, metadata)
 
+    async def stage(self, weights: Any = None, worker_ids: Workers = None, *, metadata: Metadata = None) -> int:
+        """The first of two phases: snapshot the weights and bring them to the workers, which check them and keep them
+        ready. Until :meth:`commit`, everybody acts with the version before, and so does who joins.
+
+        There is one staged version at most: a later :meth:`stage` or :meth:`publish` drops it, and its number is not
+        used again. Arguments and exceptions as of :meth:`publish`.
+
+        Returns:
+            The version.
+        """
+        self._check_open()
+        return await self._publish(weights, worker_ids, metadata, stages=True)
+
+    async def wait_staged(
+        self, version: int, worker_ids: Workers = None, timeout: float = DEFAULT_TIMEOUT, *, quorum: int | None = None
+    ) -> None:
+        """Wait until the workers have this version ready: all its bytes are there and fit. Also of a version that was
+        published, which a receiver with ``apply="on_take"`` or ``"on_receive"`` has ready before it applies it.
+
+        Args:
+            version: as returned by :meth:`stage` or :meth:`publish`.
+            worker_ids, timeout, quorum: as for :meth:`wait_version`.
+
+        Raises:
+            PartialSendError: names the workers that have not got it ready, and why; its ``acked`` are versions that are
+                ready.
+            ValueError: the version was dropped, or replaced before its commit (the message names the newer one), or
+                never published; or an unknown worker.
+            NotConnected: nobody is to get it.
+            ClosedError, Fenced: this side has ended.
+        """
+        self._check_open()
+        await self._wait_staged(version, worker_ids, timeout, quorum)
+
+    async def commit(
+        self, version: int, worker_ids: Workers = None, timeout: float = DEFAULT_TIMEOUT, *, quorum: int | None = None
+    ) -> None:
+        """The second phase: have the staged version applied, and wait for that as :meth:`wait_version` does, with its
+        arguments and exceptions. A worker that has not got it ready yet applies it as soon as it has.
+
+        Raises:
+            ValueError: the version is not staged (any more); the message says what there is instead.
+        """
+        self._check_open()
+        await self._commit(version, worker_ids, timeout, quorum)
+
+    async def drop(self, version: int) -> None:
+        """What is staged goes to nobody: the workers release it.
+
+        Raises:
+            ValueError: the version is not staged (any more); the message says what there is instead.
+        """
+        self._check_open()
+        self._drop(version)
+
     async def wait_version(
         self, version: int, worker_ids: Workers = None, timeout: float = DEFAULT_TIMEOUT, *, quorum: int | None = None
     ) -> None:
@@ -325,6 +401,33 @@ class WeightSyncScheme(Scheme):
         """
         self._check_not_held(timeout)
         return await self._receive(timeout, self.current_call())
+
+    def take(self, version: int | None = None, *, epoch: str | None = None, timeout: float = DEFAULT_TIMEOUT) -> Taking:
+        """Take a version under a lease, in a receiver with ``apply="on_take"``, to apply it in your own way, time and
+        thread (to an inference engine, say). Usage::
+
+            async with scheme.take(version) as taken:       # blocking schemes: with scheme.take(version) as taken
+                engine.load_weights(taken.items())          # (dotted name, tensor), in the order of the layout
+
+        Nothing is copied where the weights lie in shared memory; what you write there stays in this process. When the
+        block ends, the sender learns that the version is applied; an exception tells it that it is not, with its
+        traceback, and the version can be taken again. Nothing newer replaces it meanwhile. ``taken.previous`` is the
+        version before, to go back to. If the sender is lost inside the block, nothing is raised: the lease holds.
+
+        Args:
+            version: exactly this one; it may be applied already. None: the newest that is here and not applied.
+            epoch: of which sender (:attr:`epoch`); None: whichever there is.
+            timeout: seconds to wait for it.
+
+        Raises:
+            AckTimeout: it is not here in time.
+            Superseded: a newer version, or sender, has replaced it; the error's ``version`` is what there is.
+            PeerLost: when the block ends: another sender's epoch has begun meanwhile.
+            RuntimeError: another version is taken; or this receiver was not initialised with ``apply="on_take"``.
+            SchemaMismatch, MemoryError: it cannot be got ready here.
+            ClosedError, Fenced: this side has ended.
+        """
+        return Taking(self, version, epoch, timeout)
 
     async def fetch(self, timeout: float = 30.0) -> TensorDict:
         """Pull: ask the sender for the current version, apply and return it, even if this worker has it already.

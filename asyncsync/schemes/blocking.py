@@ -26,6 +26,7 @@ from asyncsync.schemes.aio import Bus as AsyncBus
 from asyncsync.schemes.aio import WeightSyncScheme as AsyncScheme
 from asyncsync.schemes.scheme import Scheme
 from asyncsync.schemes.sources import Sources
+from asyncsync.schemes.taking import BlockingTaking
 from asyncsync.schemes.torchrl import START_SECONDS, TorchRLContext, adapted, count_as_theirs
 from asyncsync.transports.base import in_sync_as
 
@@ -121,6 +122,10 @@ class Bus(BusCore):
         "publish_async",
         ":meth:`publish` for a coroutine of any event loop. The source must not change until it returns.",
     )
+    stage = ordinary(AsyncBus.stage, make=taken)
+    wait_staged = ordinary(AsyncBus.wait_staged)
+    commit = ordinary(AsyncBus.commit)
+    drop = ordinary(AsyncBus.drop)
     wait_version = ordinary(AsyncBus.wait_version)
     wait_lag = ordinary(AsyncBus.wait_lag)
     _deliver = ordinary(AsyncBus.send_async, make=taken)
@@ -299,10 +304,21 @@ class WeightSyncScheme(Scheme):
         ":meth:`publish` for a coroutine of any event loop: what follows may keep that loop busy, the weights travel "
         "by another. The source must not change until it returns.",
     )
+    stage = ordinary(AsyncScheme.stage, make=taken)
+    wait_staged = ordinary(AsyncScheme.wait_staged)
+    commit = ordinary(AsyncScheme.commit)
+    drop = ordinary(AsyncScheme.drop)
     wait_version = ordinary(AsyncScheme.wait_version)
     wait_lag = ordinary(AsyncScheme.wait_lag)
     fetch = ordinary(AsyncScheme.fetch, run="_deliver")
     shutdown = ordinary(AsyncScheme.shutdown, run="end_on_loop")
+
+    def take(
+        self, version: int | None = None, *, epoch: str | None = None, timeout: float = DEFAULT_TIMEOUT
+    ) -> BlockingTaking:
+        return BlockingTaking(self, version, epoch, timeout)
+
+    take.__doc__ = AsyncScheme.take.__doc__
 
     def receive(self, timeout: float | None = None) -> TensorDict | None:
         return self.received(timeout)

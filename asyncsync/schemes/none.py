@@ -38,7 +38,7 @@ class NoSyncCore(Scheme):
             self._worker_idx = worker_idx
         self.is_registered = True
 
-    async def _publish(self, weights: Any, worker_ids: Any, metadata: Metadata) -> int:
+    async def _publish(self, weights: Any, worker_ids: Any, metadata: Metadata, *, stages: bool = False) -> int:
         self._encoded = encode_metadata(metadata)
         self._count += 1
         return self._count
@@ -49,6 +49,15 @@ class NoSyncCore(Scheme):
     async def _wait_version(self, *given: Any) -> None:
         pass
 
+    async def _wait_staged(self, *given: Any) -> None:
+        pass
+
+    async def _commit(self, *given: Any) -> None:
+        pass
+
+    def _drop(self, version: int) -> None:
+        pass
+
     async def _wait_lag(self, *given: Any) -> int:
         return self._count
 
@@ -57,6 +66,9 @@ class NoSyncCore(Scheme):
 
     async def _fetch(self, timeout: float) -> NoReturn:
         raise RuntimeError("NoWeightSyncScheme has no weights to fetch")
+
+    def check_takes(self) -> NoReturn:
+        raise RuntimeError("NoWeightSyncScheme has no weights to take")
 
     def hold(self) -> Any:
         """A block; there is nothing to keep out."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
@@ -46,7 +47,7 @@ from asyncsync.transports.channels import ChannelReceiver, ChannelSender, make_r
 from asyncsync.weights.packing import copy_flat
 from asyncsync.weights.slab import Slab
 from asyncsync.weights.tree import FlatWeights, Path
-from asyncsync.wire.messages import MAX_NAME, Shown
+from asyncsync.wire.messages import FIRST_ANONYMOUS, FIRST_GUEST, MAX_NAME, Shown
 
 BUS_OPTIONS = {"endpoint": None} | {name: option.default for name, option in options_of(BusOptions).items()}
 
@@ -134,7 +135,7 @@ class Scheme(ABC):
         self._make_binding: Callable[..., Binding] = Binding
         self.last_returned: Mark | None = None
         self._gated: tuple[str, ...] = ()
-        self._has_hooks = self._is_manual = self._has_connected = False
+        self._has_hooks = self._is_manual = self.takes = self._is_anonymous = self._has_connected = False
         self._handles: list[Handle] = []
         self._transport_options: Mapping[str, Any] = {}
         self.reconnects = False
@@ -256,6 +257,12 @@ class Scheme(ABC):
         return link.acting((self.topic,)).version if isinstance(link, WorkerLink) else self._bus.version
 
     @property
+    def epoch(self) -> str:
+        return self._bus.epoch
+
+    epoch.__doc__ = BusCore.epoch.__doc__
+
+    @property
     def metadata(self) -> dict[str, Any]:
         """What was published with :attr:`version` as ``metadata=``, a dict of the caller's own; empty where there was
         none. On a receiver it switches with the model, as the version does."""
@@ -344,9 +351,20 @@ class Scheme(ABC):
 
     def _check_receive(self, timeout: float | None) -> None:
         check_timeout(timeout, or_none=True)
+        self._check_receives()
         if timeout is not None and self._carrier is not None and not self._carrier.supports_timeout:
             raise ValueError("this scheme's transport has no timeouts (supports_timeout is False): receive without one")
         self._check_open()
+
+    def check_takes(self) -> None:
+        # Raise RuntimeError: this is no receiver that takes versions.
+        self._check_open()
+        if not self.takes:
+            raise RuntimeError("take() is for a receiver that was initialised with apply='on_take'")
+
+    def _check_receives(self) -> None:
+        if self.takes:
+            raise RuntimeError("with apply='on_take' there is nothing to receive: take() lends each version")
 
     def _check_not_held(self, timeout: float | None = None) -> None:
         """Refuse a wait that would never end. In the caller's thread."""
@@ -506,6 +524,7 @@ class Scheme(ABC):
         context: Any = None,
         *,
         worker_idx: int | None = None,
+        anonymous: bool = False,
         model: Any = None,
         apply: str = "auto",
         inplace: bool | None = None,
@@ -523,9 +542,11 @@ class Scheme(ABC):
             context: an object with ``get_model(model_id)`` (or that attribute path), and perhaps ``worker_idx``. One of
                 this library's collectors then holds its steps against updates, and labels its frames with the version.
             worker_idx: which worker this is, from 0; may come with ``connect`` instead.
+            anonymous: True: draw an index from a range of their own, for workers of an elastic sender that come and go.
             model: module, TensorDict, or dict of tensors that updates are applied to; None: ``receive`` only returns
                 them.
-            apply: ``"auto"``: as updates come; ``"on_receive"``: by ``receive()`` and ``fetch()`` only.
+            apply: ``"auto"``: as updates come; ``"on_receive"``: by ``receive()`` and ``fetch()`` only; ``"on_take"``:
+                there is no model, and :meth:`take` lends each version to the caller.
             inplace: True: copy into the model's own memory; False: give its tensors new storage; None: as the scheme
                 does it best, which is True but for the Parameters of a module above ``map_above``.
             cast: convert dtypes where they differ, instead of refusing.
@@ -563,8 +584,12 @@ class Scheme(ABC):
             raise TypeError(f"reconnect must be True or False, not {reconnect!r}")
         if patience is not None:
             check_timeout(patience)
-        if apply not in ("auto", "on_receive"):
-            raise ValueError(f"apply must be 'auto' or 'on_receive', not {apply!r}")
+        if apply not in ("auto", "on_receive", "on_take"):
+            raise ValueError(f"apply must be 'auto', 'on_receive' or 'on_take', not {apply!r}")
+        if apply == "on_take" and model is not None:
+            raise ValueError("apply='on_take' lends each version to the caller: it takes no model")
+        if anonymous and worker_idx is not None:
+            raise ValueError(f"anonymous=True draws an index: it takes no worker_idx={worker_idx}")
         if gate not in ("hooks", "hold"):
             raise ValueError(f"gate must be 'hooks' or 'hold', not {gate!r}")
         if isinstance(gated, str):
@@ -594,6 +619,8 @@ class Scheme(ABC):
         if patience is not None and shared is not None and shared.patience not in (PATIENCE, patience):
             there = f"its patience is {shared.patience:g} s already, not {patience:g}"
             raise ValueError(f"the schemes of one bus share its gate: {there}; give it once")
+        if bus.schemes.keys() - {model_id} and (apply == "on_take" or any(s.takes for s in bus.schemes.values())):
+            raise ValueError("a receiver with apply='on_take' has its bus for itself: give it a bus of its own")
         bus.join(self, "receiver", model_id)
         if patience is not None and bus.gate is not None:
             bus.gate.patience = patience
@@ -604,6 +631,7 @@ class Scheme(ABC):
         self.topic, self._context, self._model, self._worker_idx = model_id, context, model, worker_idx
         self.binding, self._make_binding, self._carrier = binding, make_binding, transport
         self._gated, self._has_hooks, self._is_manual = gated, has_hooks, apply == "on_receive"
+        self.takes, self._is_anonymous = apply == "on_take", anonymous
         self._transport_options = kwargs
         if (joined := getattr(context, "_joined_by", None)) is not None:
             joined(self)
@@ -686,12 +714,15 @@ class Scheme(ABC):
         link = self._bus.open_worker(worker)
         link.machine.session.reconnects = self.reconnects
         self._attach(link)
-        link.register(self.topic, self.binding, self._carrier, manual=self._is_manual, context=self._context)
+        waits = {"manual": self._is_manual, "takes": self.takes}
+        link.register(self.topic, self.binding, self._carrier, **waits, context=self._context)
         self._carrier.start_channel(worker)
         self.is_registered = True
 
     def _which(self, worker_idx: int | None) -> int:
         worker = self._worker_idx if worker_idx is None else worker_idx
+        if worker is None and self._is_anonymous:
+            self._worker_idx = worker = FIRST_ANONYMOUS + secrets.randbelow(FIRST_GUEST - FIRST_ANONYMOUS)
         if worker is None:
             raise ValueError("which worker is this? pass worker_idx to init_on_receiver() or connect()")
         return worker
@@ -762,8 +793,8 @@ class Scheme(ABC):
         layout = link.publishing.latest_layout(self.topic) if isinstance(link, TrainerLink) else None
         return None if layout is None else set(layout.paths)
 
-    async def _publish(self, weights: Any, worker_ids: Workers, metadata: Metadata) -> int:
-        return await self._bus.announce({self.topic: weights}, worker_ids, metadata)
+    async def _publish(self, weights: Any, worker_ids: Workers, metadata: Metadata, *, stages: bool = False) -> int:
+        return await self._bus.announce({self.topic: weights}, worker_ids, metadata, stages=stages)
 
     async def _send(
         self, weights: Any, worker_ids: Workers, timeout: float, metadata: Metadata, quorum: int | None
@@ -772,6 +803,15 @@ class Scheme(ABC):
 
     async def _wait_version(self, version: int, worker_ids: Workers, timeout: float, quorum: int | None) -> None:
         await self._bus.await_version(version, worker_ids, timeout, [self.topic], quorum)
+
+    async def _wait_staged(self, version: int, worker_ids: Workers, timeout: float, quorum: int | None) -> None:
+        await self._bus.await_staged(version, worker_ids, timeout, [self.topic], quorum)
+
+    async def _commit(self, version: int, worker_ids: Workers, timeout: float, quorum: int | None) -> None:
+        await self._bus.commit_and_wait(version, worker_ids, timeout, [self.topic], quorum)
+
+    def _drop(self, version: int) -> None:
+        self._bus.trainer_link().drop_staged(version)
 
     async def _wait_lag(self, max_lag: int, timeout: float) -> int:
         return await self._bus.await_lag([self.topic], max_lag, timeout)
@@ -788,6 +828,8 @@ class Scheme(ABC):
     async def replace_model(self, model: Any, timeout: float) -> None:
         # Apply updates to this model from now on; returns when it has the current weights. Raises as
         # asyncsync.bus.applying.Applying.connected.
+        if self.takes:
+            raise RuntimeError("with apply='on_take' there is no model to update")
         self.binding, self._model = self._make_binding(model), model
         if isinstance(link := self._bus.link, WorkerLink):
             self._attach(link)
@@ -805,6 +847,7 @@ class Scheme(ABC):
         return None if mark is None else await self._return(link, mark, before)
 
     async def _fetch(self, timeout: float) -> TensorDict:
+        self._check_receives()
         link = self._bus.worker_link()
         mark = await link.applying.current(self.topic, timeout)
         return await self._return(link, mark, self.last_returned)

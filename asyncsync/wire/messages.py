@@ -60,6 +60,7 @@ MAX_SOURCES = 4096
 DIGEST_BYTES = 16
 MAX_DIGESTS = 2048  # in one page
 NONCE_END = 8  # bytes of a nonce: enough to tell thousands apart
+FIRST_ANONYMOUS = 1 << 29  # workers that were given no index draw one from here on
 # Relays and guests have indices from here on: there is no worker of such an index.
 FIRST_GUEST = 1 << 30
 APPLY, STAGE, COMMIT = range(3)
@@ -67,6 +68,13 @@ ROLES = ("worker", "relay", "guest")
 
 Buffer = bytes | memoryview
 Epoch = tuple[int, int]
+
+
+def epoch_text(epoch: Epoch | None) -> str:
+    """An epoch for people and records: 37 characters that sort by age; None: empty."""
+    return "" if epoch is None else f"{epoch[0]:020d}-{epoch[1]:016x}"
+
+
 """One trainer incarnation: (start time in ns or one more than the highest seen, random). Compared as a tuple."""
 NO_EPOCH: Epoch = (0, 0)  # of a relay that has not found a sender yet
 InUse = tuple[tuple[str, int], ...]
@@ -291,9 +299,9 @@ class Ping(Instruction, kind=11):
 
 @dataclass(frozen=True, slots=True)
 class Pong(Instruction, kind=12):
-    """From a worker: what is applied, what is staged, the serial being received (0: none), what it holds until COMMIT;
-    from a relay, how many reports of its workers it has sent, too. From a trainer: targets; ``root``: those of the root
-    of the tree."""
+    """From a worker: what is applied, what is staged, the serial being received (0: none), what it holds until COMMIT,
+    what the user's code has taken; from a relay, how many reports of its workers it has sent, too. From a trainer:
+    targets; ``root``: those of the root of the tree."""
 
     epoch: Epoch
     seq: int
@@ -305,6 +313,7 @@ class Pong(Instruction, kind=12):
     reports: int = 0
     root: bool = False
     held: dict[str, int] = field(default_factory=dict)
+    taken: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -402,7 +411,8 @@ class RelayedWorker:
     """One worker behind a relay: ``applied`` has the versions of the models that it has (0: none yet), ``failed`` those
     that it could not apply, and the four texts why. ``lost``: why it is not there any more; empty: it is. ``attempt``:
     of its HELLO to the relay; it counts them wherever it goes. ``slow``: it has been silent for some seconds. ``held``:
-    what it has staged, and holds until COMMIT."""
+    what it has staged, and holds until COMMIT; of one whose updates wait until they are taken, ``staged`` and ``taken``
+    have those that are ready, and the one that is taken."""
 
     worker: int
     nonce: bytes
@@ -416,6 +426,8 @@ class RelayedWorker:
     attempt: int = 0
     slow: bool = False
     held: dict[str, int] = field(default_factory=dict)
+    staged: dict[str, int] = field(default_factory=dict)
+    taken: dict[str, int] = field(default_factory=dict)
 
     @property
     def error(self) -> Exception:
@@ -464,7 +476,8 @@ class ModelReport:
 class WorkerReport:
     """One worker. ``versions`` are those that it has applied of the report's models, in their order; None: it has no
     such model. ``last_seen`` in milliseconds before the report; None: never heard of. ``role`` is that of its HELLO;
-    ``relay`` the index of the one that it is behind."""
+    ``relay`` the index of the one that it is behind. ``staged_version``: the newest that it has ready, or holds until
+    COMMIT, without having applied it; ``taken_version``: the one that its user's code has taken; 0: none."""
 
     index: int
     state: str
@@ -479,6 +492,8 @@ class WorkerReport:
     versions: tuple[int | None, ...]
     role: str = "worker"
     relay: int | None = None
+    staged_version: int = 0
+    taken_version: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -698,14 +713,14 @@ CHECKS: dict[str, Check] = {
             "attempt namespace number restart start upto pushed offset last seq reports token uptime bytes_sent lag",
         ),
         (_u64, "lag num_models target base Hello.serial Failed.serial Ping.serial Pong.serial Digests.version"),
-        (_u64, "ModelReport.version WorkerReport.version Report.version"),
+        (_u64, "ModelReport.version WorkerReport.version Report.version staged_version taken_version"),
         (_number, "version serial since Relayed.number"),
         (integer(0, 0), "Applied.serial"),  # the short form has its own coding
         (optional(_u64), "origin last_seen num_workers"),
         (optional(integer(0, (1 << 32) - 1)), "crc Chunk.base"),
         (_index, "worker pid index"),
         (optional(_index), "relay"),
-        (_counts, "versions have applied failed staged held counts refused dropped"),
+        (_counts, "versions have applied failed staged held taken counts refused dropped"),
         (_boolean, "eager packed opens mismatch root whole more slow local takes Cast.pushed"),
         (_text, "message traceback lost problem"),
         (_name, "model_id type_name"),

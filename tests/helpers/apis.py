@@ -76,7 +76,8 @@ def free_port() -> int:
 _faces: weakref.WeakValueDictionary[int, Face] = weakref.WeakValueDictionary()
 
 
-WAITS = {"connect", "publish", "wait_version", "wait_lag", "receive", "fetch", "shutdown"}
+WAITS = {"connect", "publish", "stage", "wait_staged", "commit", "drop"}
+WAITS |= {"wait_version", "wait_lag", "receive", "fetch", "shutdown"}
 
 
 class Face:
@@ -109,6 +110,19 @@ class Face:
         nothing = await in_thread(self.bare.send, *args, **kwargs)
         assert nothing is None
         return self.bare.version
+
+    @asynccontextmanager
+    async def take(self, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        """``with take() as taken``, whose block begins and ends in a thread."""
+        block = self.bare.take(*args, **kwargs)
+        taken = await in_thread(block.__enter__)
+        try:
+            yield taken
+        except BaseException as error:
+            await in_thread(block.__exit__, type(error), error, error.__traceback__)
+            raise
+        else:
+            await in_thread(block.__exit__, None, None, None)
 
     async def __aenter__(self) -> Face:
         entered = await in_thread(self.bare.__enter__)

@@ -149,6 +149,16 @@ async def crew(
 
 
 @asynccontextmanager
+async def takers(chief: Any, workers: int = 1, source: Any = None, **receiver: Any) -> AsyncIterator[Crew]:
+    """Connect an elastic sender, which begins with a model of 1, with receivers that take its versions themselves."""
+    source = Model(1) if source is None else source
+    chief.init_on_sender(model_id="policy", model=source, min_workers=0)
+    receivers = [receiver_of(chief, index, None, apply="on_take", **receiver) for index in range(workers)]
+    async with connected(chief, *receivers):
+        yield Crew(chief, source, receivers, [])
+
+
+@asynccontextmanager
 async def connected(*schemes: Any, timeout: float = 10) -> AsyncIterator[None]:
     """Connect schemes, or buses, that have been initialised; shut them down afterwards, the last one first."""
     try:

@@ -313,10 +313,13 @@ class Simulation(Oracle):
             self._finish(worker)
 
     def _do_take(self, a: int, b: int) -> None:
-        """The user's code takes an update, to apply it by itself."""
+        """The user's code takes an update, to apply it by itself, or once more what it has applied."""
         worker = self._pick(a)
         if worker.active and worker.running is None and worker.taken is None:
-            worker.taken = worker.machine.take([worker.machine.session.local(self._some_models(b)[0])])
+            model_id = worker.machine.session.local(self._some_models(b)[0])
+            version = worker.machine.holdings.version(model_id) if b % 4 == 1 else None
+            if worker.machine.has(model_id, version):
+                worker.taken = worker.machine.take(model_id, version)
 
     def _do_give(self, a: int, b: int) -> None:
         """It has applied it, or could not."""

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from asyncsync.errors import ClosedError, Fenced, LimitExceeded, NotConnected, ProtocolError, SchemaMismatch
+from asyncsync.errors import ClosedError, Fenced, LimitExceeded, NotConnected, ProtocolError, SchemaMismatch, Superseded
 from asyncsync.protocol.holdings import KEPT_LAYOUTS
 from asyncsync.protocol.settings import Settings
 from asyncsync.protocol.worker import FRUITLESS_RESTARTS, Worker
@@ -808,12 +808,11 @@ def test_what_is_taken_is_replaced_by_nothing_newer_and_the_version_before_stays
     station.join()
     station.update_now(1, {"policy": (1, 10)})
     station.update(2, {"policy": (2, 20)})
-    taken = station.machine.take(["policy"])
-    assert taken is not None
-    (version, before), slab = taken.previous["policy"], taken.staging.parts["policy"].slab
+    taken = station.machine.take("policy")
+    (_, version, before), slab = taken.previous["policy"], taken.staging.parts["policy"].slab
     station.update(3, {"policy": (3, 30)})
     with pytest.raises(RuntimeError, match="taken already"):
-        station.machine.take(["policy"])
+        station.machine.take("policy")
     assert bytes(slab.memory) == content_of(20)
     assert (version, bytes(before.memory)) == (1, content_of(10))
     station.take()
@@ -828,14 +827,14 @@ def test_what_is_taken_is_replaced_by_nothing_newer_and_the_version_before_stays
 def test_what_is_older_no_longer_reaches_the_models_of_what_is_taken(pair: Station) -> None:
     pair.update(1, {"policy": (1, 10), "critic": (1, 11)})
     pair.update(2, {"policy": (2, 20)})
-    assert pair.machine.take(["policy"]) is not None
+    pair.machine.take("policy")
     assert [one.versions for one in pair.machine.staged] == [{"critic": 1}]
 
 
 def test_what_is_newer_than_what_is_taken_still_comes(pair: Station) -> None:
     pair.update(1, {"policy": (1, 10), "critic": (1, 11)})
     pair.update(2, {"critic": (2, 21)})
-    assert pair.machine.take(["policy"]) is not None
+    pair.machine.take("policy")
     assert [one.versions for one in pair.machine.staged] == [{"critic": 2}]
 
 
@@ -843,26 +842,22 @@ def test_what_could_not_be_applied_may_be_taken_again_until_something_newer_is_t
     station.join()
     station.update(1, {"policy": (1, 10)})
     for _ in range(2):
-        taken = station.machine.take(["policy"])
-        assert taken is not None
+        taken = station.machine.take("policy")
         station.take()
         station.machine.give_back(taken, RuntimeError("out of memory"))
         (failed,) = station.take(messages.Failed)
         assert (failed.versions, failed.type_name) == ({"policy": 1}, "builtins.RuntimeError")  # type: ignore[attr-defined]
-    taken = station.machine.take(["policy"])
-    assert taken is not None
+    taken = station.machine.take("policy")
     station.update(2, {"policy": (2, 20)})
     station.machine.give_back(taken, RuntimeError("out of memory"))
-    taken = station.machine.take(["policy"])
-    assert taken is not None
+    taken = station.machine.take("policy")
     assert taken.staging.versions == {"policy": 2}
 
 
 def test_what_is_taken_survives_a_reconnection_but_not_another_trainer(station: Station) -> None:
     station.join()
     station.update(1, {"policy": (1, 10)})
-    taken = station.machine.take(["policy"])
-    assert taken is not None
+    taken = station.machine.take("policy")
     station.machine.disconnected()
     station.machine.connected(station.now)
     station.welcome()
@@ -873,15 +868,59 @@ def test_what_is_taken_survives_a_reconnection_but_not_another_trainer(station: 
     station.machine.give_back(taken)
     assert station.take() == [messages.Applied(EPOCH, {"policy": 1}, 1)]
     station.update(2, {"policy": (2, 20)})
-    taken = station.machine.take(["policy"])
-    assert taken is not None
+    taken = station.machine.take("policy")
     station.machine.disconnected()
     station.machine.connected(station.now)
     station.welcome(epoch=(EPOCH[0] + 1, 1))
     station.take()
     assert not station.machine.give_back(taken)
     assert not station.take()
-    assert station.machine.take(["policy"]) is None
+    assert not station.machine.has("policy")
+
+
+def test_exactly_one_version_is_taken_or_it_is_said_what_there_is_instead(station: Station) -> None:
+    station.join()
+    assert not station.machine.has("policy", 1)
+    assert station.machine.cannot_take("policy", 1) is None
+    station.update(1, {"policy": (1, 10)})
+    assert (station.machine.has("policy", 1), station.machine.has("policy", 2)) == (True, False)
+    station.update(2, {"policy": (2, 20)})
+    error = station.machine.cannot_take("policy", 1)
+    assert isinstance(error, Superseded)
+    assert (error.version, station.machine.cannot_take("policy", 3)) == (2, None)
+    taken = station.machine.take("policy", 2)
+    assert taken.staging.versions == {"policy": 2}
+
+
+def test_what_is_applied_may_be_taken_again_and_nothing_is_reported_of_that(station: Station) -> None:
+    station.join()
+    station.update_now(1, {"policy": (1, 10)})
+    station.take()
+    assert (station.machine.has("policy"), station.machine.has("policy", 1)) == (False, True)
+    for error in (None, RuntimeError("out of memory")):
+        taken = station.machine.take("policy", 1)
+        assert bytes(taken.staging.parts["policy"].slab.memory) == content_of(10)
+        assert station.machine.give_back(taken, error)
+        assert (station.take(), station.machine.holdings.error) == ([], {})
+    assert station.machine.holdings.version("policy") == 1
+
+
+def test_what_was_not_tried_is_not_reported_as_failed(station: Station) -> None:
+    station.join()
+    station.update(1, {"policy": (1, 10)})
+    station.take()
+    station.machine.give_back(station.machine.take("policy"), KeyboardInterrupt(), unused=True)
+    assert (station.take(), station.machine.has("policy", 1)) == ([], True)
+
+
+def test_pong_shows_what_is_taken(station: Station) -> None:
+    station.join()
+    station.update(1, {"policy": (1, 10)})
+    station.machine.take("policy")
+    station.take()
+    station.receive(messages.Ping(EPOCH, 1))
+    (pong,) = station.take(messages.Pong)
+    assert (pong.staged, pong.taken) == ({"policy": 1}, {"policy": 1})  # type: ignore[attr-defined]
 
 
 # -- AGAIN -------------------------------------------------------------------------------------------------------------

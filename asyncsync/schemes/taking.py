@@ -1,0 +1,140 @@
+"""Taking: the block in which the user's code has a version under a lease, and what it sees of it.
+
+Both classes of blocks run :meth:`asyncsync.bus.applying.Applying.take` and ``give_back`` on the link's loop; the code
+in the block runs in the caller's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from asyncsync.arguments import check_count, check_timeout
+from asyncsync.bus.worker import WorkerLink
+from asyncsync.protocol.holdings import Taken
+from asyncsync.schemes.scheme import Scheme
+from asyncsync.weights.slab import Slab
+from asyncsync.wire.messages import Epoch, decode_metadata, epoch_text
+
+
+class Version:
+    """One version of a model, in a receiver that takes it, until the block ends.
+
+    Attributes:
+        version, epoch: its number, and of which sender.
+        metadata: what was published with it.
+    """
+
+    def __init__(self, version: int, epoch: Epoch, metadata: bytes, slab: Slab) -> None:
+        self.version = version
+        self.epoch = epoch_text(epoch)
+        self.metadata: dict[str, Any] = decode_metadata(metadata)
+        self._slab: Slab | None = slab
+
+    def items(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """``(dotted name, tensor)`` in the order of the layout, each tied tensor under all its names. The tensors are
+        views of the memory that the version came in: use them inside the block only.
+
+        Raises:
+            RuntimeError: the block has ended.
+        """
+        if self._slab is None:
+            raise RuntimeError(f"version {self.version} was given back when the block ended: take it again")
+        return ((".".join(path), tensor) for path, tensor in self._slab.tensors().items())
+
+    def end(self) -> None:
+        # The block ends.
+        self._slab = None
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.version}, epoch={self.epoch!r})"
+
+
+class TakenVersion(Version):
+    """What ``with scheme.take() as taken`` gives. ``previous``: what was applied before, to go back to; None: nothing
+    was."""
+
+    previous: Version | None = None
+
+
+class Taking:
+    """``async with scheme.take(…) as taken``; see :meth:`asyncsync.WeightSyncScheme.take`."""
+
+    def __init__(self, scheme: Scheme, version: int | None, epoch: str | None, timeout: float) -> None:
+        if version is not None:
+            check_count("version", version)
+        if epoch is not None and not isinstance(epoch, str):
+            raise TypeError(f"epoch is a str, as scheme.epoch, not {epoch!r}")
+        check_timeout(timeout)
+        scheme.check_takes()
+        self._scheme = scheme
+        self._asked = version, epoch, timeout
+        self._link: WorkerLink | None = None
+        self._taken: Taken | None = None
+        self._shown: TakenVersion | None = None
+        self._is_over = False
+
+    async def __aenter__(self) -> TakenVersion:
+        if self._link is not None:
+            raise RuntimeError("this block was used already: call take() again")
+        link, model_id = self._scheme.bus.worker_link(), self._scheme.topic
+        before = link.acting([model_id])
+        taken = await link.applying.take(model_id, *self._asked)
+        if self._is_over:
+            link.applying.give_back(taken, None, unused=True)
+            raise asyncio.CancelledError
+        self._link, self._taken = link, taken
+        part = taken.staging.parts[model_id]
+        shown = self._shown = TakenVersion(part.version, taken.staging.epoch, part.metadata, part.slab)
+        if model_id in taken.previous:
+            epoch, version, slab = taken.previous[model_id]
+            shown.previous = Version(version, epoch, before.metadata, slab)
+        return shown
+
+    async def __aexit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        self.give_back(error)
+
+    def give_back(self, error: BaseException | None, *, unused: bool = False) -> None:
+        # On the loop. Nothing waits here: a cancellation cannot come between.
+        self._is_over = True
+        taken, self._taken = self._taken, None
+        if taken is None:
+            return
+        assert self._link is not None
+        assert self._shown is not None
+        for version in (self._shown, self._shown.previous):
+            if version is not None:
+                version.end()
+        self._link.applying.give_back(taken, error, unused=unused)
+
+
+class BlockingTaking:
+    """``with scheme.take(…) as taken``, in any thread but the loop's; see :meth:`asyncsync.WeightSyncScheme.take`."""
+
+    def __init__(self, scheme: Any, version: int | None, epoch: str | None, timeout: float) -> None:
+        self._scheme = scheme
+        self._taking = Taking(scheme, version, epoch, timeout)
+
+    def __enter__(self) -> TakenVersion:
+        try:
+            taken: TakenVersion = self._scheme.run_on_loop(self._taking.__aenter__)
+        except BaseException:  # an interrupt may come between taking and returning it
+            self._end(None, unused=True)
+            raise
+        return taken
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        try:
+            self._end(error)
+        except BaseException:  # an interrupt may have come before it was given back
+            self._end(error)
+            raise
+
+    def _end(self, error: BaseException | None, *, unused: bool = False) -> None:
+        async def end() -> None:
+            self._taking.give_back(error, unused=unused)
+
+        self._scheme.end_on_loop(end)
