@@ -60,7 +60,7 @@ class Superseded(WeightSyncError):
         version: the newest that this receiver knows of instead.
     """
 
-    def __init__(self, message: str, version: int) -> None:
+    def __init__(self, message: str, version: int = 0) -> None:
         super().__init__(message)
         self.version = version
 

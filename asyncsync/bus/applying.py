@@ -503,9 +503,7 @@ class Applying:
             meant = any(machine.targets.get(m, 0) >= version for m in models)
             return bool(meant and not missing()) or bool(failed())
 
-        with self._wanted(*models):
-            self._link.settle()
-            in_time = await self._until(done, timeout)
+        in_time = await self._until(done, timeout)
         for model_id in failed():
             raise self._failure(model_id)
         if not in_time:

@@ -162,7 +162,7 @@ def _workers(report: Report, shown: Iterable[WorkerReport], rates: Rates, *, wid
         rate = rates.workers.get(worker.index)
         name = str(worker.index) if worker.role == "worker" else relay_names.get(worker.index, worker.role)
         cells: list[str | Text] = [name, Text(worker.state, style=COLOURS.get(worker.state, ""))]
-        cells += [f"{worker.version:,}", *([f"{worker.target:,}"] if wide else [])]
+        cells += [_versions(worker), *([f"{worker.target:,}"] if wide else [])]
         cells += [Text(f"{worker.lag:,}", style="yellow" if worker.lag > 1 else ""), seen, _bytes(worker.bytes_sent)]
         cells += [_bytes(rate) if rate is not None else "–"]
         if wide:
@@ -174,6 +174,12 @@ def _workers(report: Report, shown: Iterable[WorkerReport], rates: Rates, *, wid
     if not report.workers:
         table.add_row("–", Text("no worker is connected", style="dim"))
     return table
+
+
+def _versions(worker: WorkerReport) -> str:
+    if worker.taken_version:
+        return f"{worker.version:,} ({worker.taken_version:,} taken)"
+    return f"{worker.version:,}" + (f" ({worker.staged_version:,} staged)" if worker.staged_version else "")
 
 
 def _fitting(report: Report, room: int) -> tuple[list[WorkerReport], str]:

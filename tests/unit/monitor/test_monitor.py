@@ -246,7 +246,7 @@ async def test_a_hook_is_told_each_step_of_each_version() -> None:
             told.clear()
         version = await sender.send_async(source)
         await until(lambda: trainer[-1][0] == "publish.end")
-        epoch = "{}-{}".format(*sender.bus._link.machine.epoch)
+        epoch = sender.epoch
     events = [event for event, _ in trainer]
     steps = ["publish.begin", "publish.packed", "publish.published", "deliver.begin", "deliver.end", "publish.end"]
     assert [event for event in events if event in steps] == steps
@@ -289,10 +289,11 @@ NAMES = {
     "trainer": """
         dropped_messages loop_answer_seconds loop_stalled_seconds model_bytes published_versions refusals up
         update_duration_seconds version worker_applied_version worker_lag_versions worker_last_seen_seconds
-        worker_sent_bytes worker_state workers""",
+        worker_sent_bytes worker_staged_version worker_state worker_taken_version workers""",
     "worker": """
         dropped_messages loop_answer_seconds loop_stalled_seconds received_bytes receiver_lag_versions
-        receiver_sender_state receiver_target_version receiver_version refusals up""",
+        receiver_sender_state receiver_staged_version receiver_taken_version receiver_target_version receiver_version
+        refusals up""",
     "spans": "apply deliver fetch publish stage update",
     "events of spans": "fetched packed staged",
     "attributes": "epoch models nbytes version worker",
@@ -328,7 +329,7 @@ async def test_a_version_is_a_span_with_one_per_worker_below_it(spans: InMemoryS
     async with crew(2, scheme=kind()) as everybody:
         for _ in range(3):
             version = await everybody.sender.send_async(everybody.source)
-        epoch = "{}-{}".format(*everybody.sender.bus._link.machine.epoch)
+        epoch = everybody.sender.epoch
     found = [one for one in spans.get_finished_spans() if one.attributes["asyncsync.version"] == version]
     [publication] = [one for one in found if one.name == "asyncsync.publish"]
     assert publication.attributes == {
