@@ -333,7 +333,8 @@ class Applying:
 
     async def connected(self, model_id: str, timeout: float, deadline: float) -> None:
         """Wait for the trainer's welcome, and for the initial weights if it has any, until ``deadline``, by the loop's
-        clock, which the caller gave as ``timeout``. Raises SchemaMismatch if these do not fit the model; NotConnected,
+        clock, which the caller gave as ``timeout``. A worker that takes its updates asks which version there is at the
+        root of the tree instead. Raises SchemaMismatch if these do not fit the model; NotConnected,
         Fenced or ClosedError if no trainer has come in time, or it turned this worker away."""
         machine = self._machine
 
@@ -356,7 +357,15 @@ class Applying:
             raise _again(machine.session.refused[model_id])
         with self._wanted(model_id):
             self._link.settle()
-            if not await self._link.wait(done, max(0.0, deadline - self._link.loop.time())):
+            in_time = await self._link.wait(done, max(0.0, deadline - self._link.loop.time()))
+            if in_time and machine.takes and machine.settled(model_id):
+                asked = machine.session.request(root=True)
+
+                def answered() -> bool:
+                    return machine.session.answered(asked, root=True) or machine.session.ended is not None
+
+                in_time = await self._requesting(answered, deadline, root=True)
+            if not in_time:
                 raise NotConnected(
                     f"worker {machine.worker} is not connected after {timeout:g} s: "
                     f"{self._why(model_id)}. connect() may be called again"
@@ -387,6 +396,8 @@ class Applying:
             return f"the sender serves {served}, not {model_id!r}; use one model_id on both sides"
         if self._gate.pending:
             return f"an update waits for {self._gate.readers} reader(s) to finish (a hold() or a forward)"
+        if self._machine.takes:
+            return "the sender, or the root of its tree of relays, has not said which version there is"
         return "its initial weights have not arrived; the sender waits until every worker has connected"
 
     def _failed(self, model_id: str) -> int:

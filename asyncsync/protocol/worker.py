@@ -300,13 +300,12 @@ class Worker:
         self.pool.close()
 
     def settled(self, model_id: str) -> bool:
-        """True if the trainer serves this model, and this worker has applied what there was to apply; one that takes
-        its updates has heard of it."""
+        """True if the trainer serves this model, and this worker has applied what there was to apply, unless it takes
+        that."""
         session = self.session
         if not session.welcomed or model_id not in session.served:
             return False
-        known = self.targets.get(model_id, 0) if self.takes else self.holdings.version(model_id)
-        return not session.served[model_id] or known > 0
+        return self.takes or not session.served[model_id] or self.holdings.version(model_id) > 0
 
     def tick(self, now: float) -> None:
         """Repeat what has got no answer."""

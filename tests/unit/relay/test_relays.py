@@ -14,10 +14,19 @@ import anyio
 import pytest
 import torch
 
-from asyncsync import AckTimeout, Bus, NotConnected, PartialSendError, SharedMemWeightSyncScheme, ZMQWeightSyncScheme
+from asyncsync import (
+    AckTimeout,
+    Bus,
+    NotConnected,
+    PartialSendError,
+    SharedMemWeightSyncScheme,
+    ZMQWeightSyncScheme,
+    sync,
+)
 from asyncsync.cli import main
 from asyncsync.net.endpoint import several
 from asyncsync.net.keys import KeyFiles
+from asyncsync.relay.embedded import EmbeddedRelay
 from asyncsync.relay.process import Relay, RelayOptions, load, run, save
 from asyncsync.weights import files
 from asyncsync.weights.layout import Layout
@@ -485,3 +494,77 @@ async def test_a_relay_without_a_trainer_is_told_from_one_that_does_not_answer(
         command = ["fetch", down, "--out", str(tmp_path / "policy.safetensors"), "--timeout", "1"]
         assert await asyncio.to_thread(main, command) == 1
     assert "no version yet" in capsys.readouterr().err
+
+
+@pytest.mark.requirement(242, 243)
+@pytest.mark.parametrize("shared", [False, True], ids=["frames", "shared memory"])
+async def test_staging_taking_and_failures_pass_through_a_relay(tmp_path: Path, shared: bool) -> None:
+    up, down = f"ipc://{tmp_path}/up", f"ipc://{tmp_path}/down"
+    cls = SharedMemWeightSyncScheme if shared else ZMQWeightSyncScheme
+    sender = ZMQWeightSyncScheme(endpoint=up, min_workers=0)
+    sender.init_on_sender(model_id="policy", model=Model(1, LARGE))
+    receivers = [cls(connect=down) for _ in range(2)]
+    for receiver in receivers:
+        receiver.init_on_receiver("policy", anonymous=True, apply="on_take", reconnect=True)
+    async with relaying(RelayOptions(up, down, shared=shared)), connected(sender, *receivers, timeout=20):
+        places = [receiver.worker_idx for receiver in receivers]
+
+        async def take(receiver: Any, version: int, error: Exception | None = None) -> set[float]:
+            async with receiver.take(version, timeout=10) as taken:
+                if error is not None:
+                    raise error
+                return {float(end) for _, tensor in taken.items() for end in tensor.aminmax()}
+
+        assert [receiver.status()[receiver.worker_idx].target for receiver in receivers] == [1, 1]
+        assert await asyncio.gather(*(take(receiver, 1) for receiver in receivers)) == [{1}, {1}]
+        await until(lambda: [sender.status()[place].version for place in places] == [1, 1])
+        version = await sender.stage(Model(2, LARGE))
+        await sender.wait_staged(version, places, timeout=10)
+        committing = asyncio.create_task(sender.commit(version, places, timeout=10))
+        with pytest.raises(OSError, match="no room"):
+            await take(receivers[0], version, OSError("no room"))
+        assert await take(receivers[1], version) == {2}
+        with pytest.raises(PartialSendError, match="OSError: no room") as caught:
+            await committing
+        assert (caught.value.acked, list(caught.value.failed)) == ({places[1]: version}, [places[0]])
+        assert await take(receivers[0], version) == {2}
+        await until(lambda: sender.status()[places[0]].version == version)
+        published = await sender.publish(Model(3, LARGE))
+        await sender.wait_staged(published, places, timeout=10)
+        assert [sender.status()[place].staged for place in places] == [published, published]
+        assert await asyncio.gather(*(take(receiver, published) for receiver in receivers)) == [{3}, {3}]
+        await sender.wait_version(published, places, timeout=10)
+
+
+@pytest.mark.requirement(244)
+async def test_an_embedded_relay_receives_once_for_all_takers_of_its_process_and_host(tmp_path: Path) -> None:
+    sender = ZMQWeightSyncScheme(endpoint=f"ipc://{tmp_path}/up", min_workers=0)
+    sender.init_on_sender(model_id="policy", model=Model(1, LARGE))
+    await sender.connect()
+    relay = await asyncio.to_thread(EmbeddedRelay, sender.bus.endpoint)
+    receivers = [sync.SharedMemWeightSyncScheme(connect=relay.endpoint) for _ in range(2)]
+    for receiver in receivers:
+        receiver.init_on_receiver("policy", anonymous=True, apply="on_take", reconnect=True)
+
+    def follow(receiver: Any) -> list[set[float]]:
+        receiver.connect(timeout=20)
+        seen = []
+        for version in (1, 2):
+            with receiver.take(version, timeout=20) as taken:
+                seen.append({float(end) for _, tensor in taken.items() for end in tensor.aminmax()})
+        receiver.shutdown()
+        return seen
+
+    try:
+        following = asyncio.gather(*(asyncio.to_thread(follow, receiver) for receiver in receivers))
+        applied = lambda: [one.version for one in sender.status().values() if one.role == "worker"]  # noqa: E731
+        await until(lambda: applied() == [1, 1], timeout=20)
+        await sender.publish(Model(2, LARGE))
+        assert await following == [[{1}, {2}], [{1}, {2}]]
+        sent = [one.bytes_sent for one in sender.status().values() if one.role == "relay"]
+        nbytes = sum(tensor.nbytes for tensor in Model(1, LARGE).state_dict().values())
+        assert len(sent) == 1
+        assert 2 * nbytes <= sent[0] <= 2.1 * nbytes
+    finally:
+        await asyncio.to_thread(relay.close)
+        await sender.shutdown()
