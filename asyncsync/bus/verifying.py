@@ -123,6 +123,8 @@ class WorkerVerifying:
             machine.end_fast_path()
             if (binding := machine.models.get(model_id)) is None:
                 raise SchemaMismatch(f"it does not have the model {model_id!r} (any more)")
+            if binding.bound is None:
+                raise SchemaMismatch("it has no model")
             shown = self._shown(model_id)
             if shown is None or shown[0] != question.epoch or (layout := self._layout(model_id, *shown)) is None:
                 raise SchemaMismatch("it has no version of this sender yet")
@@ -204,6 +206,8 @@ class TrainerVerifying:
         machine = self._machine
         if (target := machine.targets.target(worker, model_id)) is None:
             return "nothing has been published for it yet"
+        if (peer := machine.membership.find(worker)) is not None and peer.hello.takes:
+            return "it has no model, but takes versions itself"  # perhaps not for a long time
         outcome = machine.progress.of(target.version, [worker], [model_id])
         if worker in outcome.failed:
             return str(outcome.failed[worker])

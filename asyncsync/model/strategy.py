@@ -294,10 +294,9 @@ class Binding:
 
     def tensors_of(self, layout: Layout) -> list[list[torch.Tensor]]:
         """For each entry of a layout that was applied, the model's tensors that have its value: several where the
-        sender's are tied and the model's are not, none where the model has none for it. Raises SchemaMismatch: they
-        are not what was sent, byte for byte."""
-        if self.bound is None:
-            raise SchemaMismatch("it has no model")
+        sender's are tied and the model's are not, none where the model has none for it. There must be a model. Raises
+        SchemaMismatch: they are not what was sent, byte for byte."""
+        assert self.bound is not None
         if self._custom is not None:
             raise SchemaMismatch("it has an apply_weights of its own")
         if self._converts:

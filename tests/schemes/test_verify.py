@@ -114,6 +114,15 @@ async def test_a_worker_is_told_apart_that_is_lost_behind_or_silent(api: Api) ->
             await receivers[0].verify()
 
 
+async def test_a_worker_that_takes_versions_itself_has_no_model(api: Api) -> None:
+    sender = api.sender(None, num_workers=2)
+    taker = receiver_of(sender, 1, None, apply="on_take")
+    async with connected(sender, receiver_of(sender, 0, Model()), taker):
+        await sender.publish(Model(1))
+        found = await sender.verify(timeout=10)
+    assert found == {0: [], 1: NotComparable("it has no model, but takes versions itself")}
+
+
 async def test_without_weights_or_workers_there_is_nothing_to_compare(api: Api) -> None:
     sender = api.sender(None, min_workers=0)
     async with sender:
