@@ -204,7 +204,7 @@ class TrainerVerifying:
     def _state(self, worker: int, model_id: str) -> Target | str | None:
         """What a worker should have, if it has it; why it will not; None: it may come to have it."""
         machine = self._machine
-        if (target := machine.targets.target(worker, model_id)) is None:
+        if (target := machine.targets.newest(worker, model_id)) is None:
             return "nothing has been published for it yet"
         if (peer := machine.membership.find(worker)) is not None and peer.hello.takes:
             return "it has no model, but takes versions itself"  # perhaps not for a long time
@@ -214,7 +214,7 @@ class TrainerVerifying:
         return target if worker in outcome.acked else None
 
     def _late(self, worker: int, model_id: str, timeout: float) -> NotComparable:
-        peer, target = self._machine.membership.find(worker), self._machine.targets.target(worker, model_id)
+        peer, target = self._machine.membership.find(worker), self._machine.targets.newest(worker, model_id)
         has, newest = 0 if peer is None else peer.applied.get(model_id, 0), 0 if target is None else target.version
         if has < newest:
             return NotComparable(f"it has version {has}, and after {timeout:g} s still not version {newest}")
