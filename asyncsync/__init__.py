@@ -25,6 +25,7 @@ except _PackageNotFoundError:  # a checkout on PYTHONPATH, never installed
 
 from asyncsync import errors as _errors
 from asyncsync.bus.status import BusStatus, WorkerStatus
+from asyncsync.bus.verifying import NotComparable
 from asyncsync.errors import *  # noqa: F403
 from asyncsync.model.strategy import WeightStrategy
 from asyncsync.schemes.aio import Bus, WeightSyncScheme
@@ -54,6 +55,7 @@ __all__ += [
     "MPTransport",
     "MultiProcessWeightSyncScheme",
     "NoWeightSyncScheme",
+    "NotComparable",
     "RPCTransport",
     "RPCWeightSyncScheme",
     "RayModuleTransformScheme",

@@ -22,6 +22,7 @@ All schemes of a process share one event loop on a thread of its own; see :mod:`
 
 from asyncsync import errors as _errors
 from asyncsync.bus.status import BusStatus, WorkerStatus
+from asyncsync.bus.verifying import NotComparable
 from asyncsync.errors import *  # noqa: F403
 from asyncsync.model.strategy import WeightStrategy
 from asyncsync.schemes.blocking import Bus, WeightSyncScheme
@@ -53,6 +54,7 @@ __all__ = [
     "MPTransport",
     "MultiProcessWeightSyncScheme",
     "NoWeightSyncScheme",
+    "NotComparable",
     "RPCTransport",
     "RPCWeightSyncScheme",
     "RayModuleTransformScheme",

@@ -33,6 +33,7 @@ from asyncsync.bus.carrier import Calls, Member, Source, Taken
 from asyncsync.bus.link import EXIT_SECONDS, Order, is_fast_path_on
 from asyncsync.bus.status import BusStatus
 from asyncsync.bus.trainer import TrainerLink
+from asyncsync.bus.verifying import Differences
 from asyncsync.bus.worker import WorkerLink
 from asyncsync.errors import AckTimeout, ClosedError, Fenced, NotConnected, PartialSendError
 from asyncsync.model.gate import Gate, Hold
@@ -656,6 +657,14 @@ class BusCore:
             return
         link, workers = self._check_awaited(version, worker_ids, timeout, quorum)
         await link.wait_applied(version, workers, models, timeout, link.loop.time(), self.calls, quorum)
+
+    async def verify_model(self, model_id: str, worker_ids: Workers, timeout: float) -> Differences:
+        # Sender: compare what the workers' models hold with what they should have.
+        check_timeout(timeout)
+        link, workers = self.trainer_link(), as_workers(worker_ids)
+        link.check_workers(workers)
+        workers = link.machine.membership.eligible([model_id]) if workers is None else workers
+        return await link.verifying.verify(model_id, workers, timeout)
 
     async def await_lag(self, models: list[str], max_lag: int, timeout: float) -> int:
         # Receiver: wait until each of these models is at most so many versions behind what the sender has for it.

@@ -17,6 +17,7 @@ from asyncsync.bus.carrier import Calls
 from asyncsync.bus.link import LINGER_MS, Link
 from asyncsync.bus.publishing import Publishing
 from asyncsync.bus.status import BusStatus, Reporter, TrainerObserver, trainer_figures, worker_status
+from asyncsync.bus.verifying import TrainerVerifying
 from asyncsync.errors import NotConnected, PartialSendError, PeerLost, ProtocolError
 from asyncsync.monitor.metrics import Metrics
 from asyncsync.monitor.trace import UNMONITORED, Monitoring, hooks_of
@@ -131,6 +132,7 @@ class TrainerLink(Link):
         self.side_channels = SideChannels(side_channel_path(endpoint), self._introduce, self.crash)
         undo.callback(self.side_channels.close)
         self.publishing = Publishing(self, self.machine, self.pool, self.observer, self.side_channels)
+        self.verifying = TrainerVerifying(self, self.machine, self.publishing.end_steady)
         if self._lock is not None and self.side_channels.path is not None:
             self._lock.beside.append(self.side_channels.path)
 

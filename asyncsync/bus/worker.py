@@ -17,6 +17,7 @@ from asyncsync.bus.carrier import Carrier
 from asyncsync.bus.link import LINGER_MS, Link
 from asyncsync.bus.status import BusStatus, WorkerObserver, WorkerStatus, worker_figures
 from asyncsync.bus.steady import SteadyWorker
+from asyncsync.bus.verifying import WorkerVerifying
 from asyncsync.errors import ClosedError, NotConnected, ProtocolError
 from asyncsync.model.gate import Gate
 from asyncsync.model.strategy import Binding
@@ -99,6 +100,7 @@ class WorkerLink(Link, Memory):
             undo.callback(self.whereabouts.close)
             about = self.machine, gate, self.transports, self.observer
             self.applying = Applying(self, *about, self._show, self.acting, self.whereabouts.why_not)
+            self.verifying = WorkerVerifying(self, self.machine, gate, self.mark)
             self._socket = LoopSocket(socket, self._receive, self.crash)
             undo.pop_all()
         self.opened()
@@ -286,6 +288,11 @@ class WorkerLink(Link, Memory):
         none: tuple[Epoch | None, int, int, bytes] = (None, 0, 0, b"")
         return Acting(*max([shown[model_id] for model_id in models if model_id in shown], default=none)[1:])
 
+    def mark(self, model_id: str) -> tuple[Epoch, int] | None:
+        """Epoch and version of what a model shows; None: nothing yet."""
+        shown = self.shown.get(model_id)
+        return None if shown is None else shown[:2]
+
     def status(self, models: list[str]) -> BusStatus:
         machine = self.machine
         seen = None if machine.last_seen is None else self.loop.time() - machine.last_seen
@@ -352,6 +359,8 @@ class WorkerLink(Link, Memory):
             self.observer.look(machine.staged if machine.held is None else [*machine.staged, machine.held])
         if machine.staged:
             self.applying.offer()
+        if machine.asked is not None:
+            self.verifying.begin()
         while machine.fetches:
             serial, index, part, slab = machine.fetches.popleft()
             transport = self._transport(machine.session.local(part.model_id))
@@ -439,6 +448,7 @@ class WorkerLink(Link, Memory):
 
     async def _detach(self, models: Iterable[str]) -> bool:
         """Models outlive their schemes: they must not show what the trainer writes later. False if one may."""
+        await self.verifying.stop()
         if self.trainer_lost or isinstance(self.machine.session.ended, ClosedError):
             return True  # nobody writes there any more
         if self.applying.copying:

@@ -292,6 +292,26 @@ class Binding:
             self._cache.pop(slab, None)
         return update
 
+    def tensors_of(self, layout: Layout) -> list[list[torch.Tensor]]:
+        """For each entry of a layout that was applied, the model's tensors that have its value: several where the
+        sender's are tied and the model's are not, none where the model has none for it. There must be a model. Raises
+        SchemaMismatch: they are not what was sent, byte for byte."""
+        assert self.bound is not None
+        if self._custom is not None:
+            raise SchemaMismatch("it has an apply_weights of its own")
+        if self._converts:
+            raise SchemaMismatch(f"its strategy, {type(self.strategy).__name__}, converts what comes")
+        if self.bound.tensors.stale():
+            self.bound.refresh()
+        plan = self.bound.layout_plan(layout)
+        found: list[list[torch.Tensor]] = [[] for _ in layout.entries]
+        for name, (owner, key), index in zip(plan.names, plan.locations, plan.order, strict=True):
+            tensor, sent = owner[key], layout.entries[index].dtype
+            if tensor.dtype is not sent:
+                raise SchemaMismatch(f"it casts {name!r} from {sent} to {tensor.dtype}")
+            found[index].append(tensor)
+        return found
+
     def leave_slabs(self) -> None:
         """Give the model's tensors that lie in slabs memory of their own, where it gets no updates any more."""
         for tensor, own in self.bound.left_in_slabs([]) if self.bound is not None else ():

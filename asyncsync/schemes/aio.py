@@ -10,6 +10,7 @@ from tensordict import TensorDict
 
 from asyncsync.arguments import check_timeout
 from asyncsync.bus.core import DEFAULT_TIMEOUT, BusCore, Metadata, Workers
+from asyncsync.bus.verifying import NotComparable
 from asyncsync.schemes.scheme import Scheme
 from asyncsync.schemes.taking import Taking
 from asyncsync.schemes.torchrl import Refusal
@@ -320,6 +321,32 @@ class WeightSyncScheme(Scheme):
         """
         self._check_open()
         await self._wait_version(version, worker_ids, timeout, quorum)
+
+    async def verify(
+        self, worker_ids: Workers = None, timeout: float = DEFAULT_TIMEOUT
+    ) -> dict[int, list[str] | NotComparable]:
+        """Sender: compare what the workers' models hold with what was sent, tensor by tensor, by digests.
+
+        Each worker hashes its model in a thread, between two calls of it; updates wait for as long. Training and
+        sending may go on: a worker that gets a newer version meanwhile is asked again. Extra state is not compared.
+
+        Args:
+            worker_ids: whom to ask; None: every worker that has this model, or should have it.
+            timeout: seconds.
+
+        Returns:
+            For each worker, the dotted names of the tensors that differ from the newest version, none if all are equal;
+            or :class:`NotComparable`, with the reason: its model casts or converts what comes, it has no model, it is
+            lost, or it has not got the newest version or answered in time.
+
+        Raises:
+            AckTimeout: another call has not ended within the timeout.
+            ValueError, TypeError: an unknown worker.
+            RuntimeError: this is a receiver.
+            NotConnected, ClosedError, Fenced: this sender cannot ask.
+        """
+        self._check_open()
+        return await self._verify(worker_ids, timeout)
 
     async def wait_lag(self, max_lag: int, timeout: float = DEFAULT_TIMEOUT) -> int:
         """Receiver: wait until this worker is not too far behind.

@@ -310,6 +310,7 @@ class WeightSyncScheme(Scheme):
     drop = ordinary(AsyncScheme.drop)
     wait_version = ordinary(AsyncScheme.wait_version)
     wait_lag = ordinary(AsyncScheme.wait_lag)
+    verify = ordinary(AsyncScheme.verify)
     fetch = ordinary(AsyncScheme.fetch, run="_deliver")
     shutdown = ordinary(AsyncScheme.shutdown, run="end_on_loop")
 

@@ -9,6 +9,7 @@ from typing import Any, NoReturn, TypeVar
 from asyncsync.arguments import as_version, check_forward
 from asyncsync.bus.core import Metadata
 from asyncsync.bus.status import BusStatus
+from asyncsync.bus.verifying import Differences
 from asyncsync.schemes import aio, blocking
 from asyncsync.schemes.scheme import Scheme, register
 from asyncsync.transports.zmq import BlockingZMQTransport, ZMQTransport
@@ -57,6 +58,9 @@ class NoSyncCore(Scheme):
 
     def _drop(self, version: int) -> None:
         pass
+
+    async def _verify(self, *given: Any) -> Differences:
+        return {}
 
     async def _wait_lag(self, *given: Any) -> int:
         return self._count

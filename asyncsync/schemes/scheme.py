@@ -30,6 +30,7 @@ from asyncsync.bus.carrier import Carrier, Source, Taken
 from asyncsync.bus.core import BusCore, BusOptions, Metadata, Workers
 from asyncsync.bus.status import BusStatus
 from asyncsync.bus.trainer import TrainerLink
+from asyncsync.bus.verifying import Differences
 from asyncsync.bus.worker import WorkerLink
 from asyncsync.errors import AckTimeout, ClosedError, NotConnected, WeightSyncError
 from asyncsync.model.bound_model import BoundModel, Selection
@@ -812,6 +813,9 @@ class Scheme(ABC):
 
     def _drop(self, version: int) -> None:
         self._bus.trainer_link().drop_staged(version)
+
+    async def _verify(self, worker_ids: Workers, timeout: float) -> Differences:
+        return await self._bus.verify_model(self.topic, worker_ids, timeout)
 
     async def _wait_lag(self, max_lag: int, timeout: float) -> int:
         return await self._bus.await_lag([self.topic], max_lag, timeout)

@@ -77,7 +77,7 @@ _faces: weakref.WeakValueDictionary[int, Face] = weakref.WeakValueDictionary()
 
 
 WAITS = {"connect", "publish", "stage", "wait_staged", "commit", "drop"}
-WAITS |= {"wait_version", "wait_lag", "receive", "fetch", "shutdown"}
+WAITS |= {"wait_version", "wait_lag", "verify", "receive", "fetch", "shutdown"}
 
 
 class Face:

@@ -109,6 +109,21 @@ async def test_a_relay_fans_one_subscription_out_to_its_hosts_workers(tmp_path: 
             assert relay.slots.pool.slabs <= 3
 
 
+@pytest.mark.requirement(245)
+@pytest.mark.parametrize("shared", [False, True], ids=["frames", "shared memory"])
+async def test_workers_behind_a_relay_are_verified_through_it(tmp_path: Path, shared: bool) -> None:
+    async with relayed(tmp_path, width=LARGE, shared=shared) as (sender, _, receivers, models, source):
+        await sender.send_async(fill(source, 2.0))
+        assert await sender.verify(timeout=20) == {0: [], 1: []}
+        with torch.no_grad():
+            models[1].inner.weight[0, 0] += 1
+        assert await sender.verify(timeout=20) == {0: [], 1: ["inner.weight"]}
+        await receivers[1].shutdown()
+        found = await sender.verify(timeout=20)
+        assert found[0] == []
+        assert "is lost: it has left" in str(found[1])
+
+
 async def test_weights_of_single_workers_are_refused_where_they_are_behind_a_relay(tmp_path: Path) -> None:
     async with relayed(tmp_path) as (sender, relay, _, _, source):
         place = relay.upstream.machine.worker
