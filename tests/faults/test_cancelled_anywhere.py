@@ -6,6 +6,8 @@ in which what is awaited arrives (where a careless implementation loses it); and
 """
 
 import asyncio
+import contextlib
+import random
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterable
 from typing import Any
@@ -13,13 +15,18 @@ from typing import Any
 import pytest
 
 from asyncsync import (
+    AckTimeout,
     ClosedError,
     MultiProcessWeightSyncScheme,
+    NotComparable,
+    PartialSendError,
     SharedMemWeightSyncScheme,
+    Superseded,
     TransportBackend,
     ZMQWeightSyncScheme,
 )
 from helpers import planted
+from helpers.pairs import Model, connected, receiver_of
 from helpers.processes import LARGE, Schemes, eventually, value_of
 from helpers.shared_workers import MIB
 
@@ -457,3 +464,70 @@ async def test_a_failing_task_group_takes_its_calls_along_and_the_scheme_goes_on
     for receiver in receivers:
         assert value_of(await receiver.receive(10)) == 2
     await still_works(sender, *receivers)
+
+
+@pytest.mark.requirement(242, 243)
+@pytest.mark.parametrize(
+    "strikes", [pytest.param(300), pytest.param(2_500, marks=[pytest.mark.thorough, pytest.mark.timeout(300)])]
+)
+@pytest.mark.parametrize("kind", [ZMQWeightSyncScheme, SharedMemWeightSyncScheme])
+async def test_staging_taking_and_verifying_cancelled_at_random_leave_nothing_behind(kind: Any, strikes: int) -> None:
+    chance = random.Random(strikes)
+    source = Model(1)
+    sender = kind(min_workers=0, **({"map_above": 0} if kind is SharedMemWeightSyncScheme else {}))
+    sender.init_on_sender(model_id="policy", model=source)
+    taker, model = receiver_of(sender, 0, None, apply="on_take"), Model()
+    receiver = receiver_of(sender, 1, model)
+
+    async def take() -> None:
+        async with taker.take(timeout=0.003) as taken:
+            [number] = {float(end) for _, tensor in taken.items() for end in tensor.aminmax()}
+            await asyncio.sleep(0)
+            assert number == taken.metadata.get("number", 1)
+            if chance.random() < 0.2:
+                raise ArithmeticError("could not be loaded")
+
+    async def give(method: Any) -> None:
+        number = float(chance.randrange(1000))
+        staged[:] = [await method(Model(number), metadata={"number": number})]
+
+    def some_call() -> Coroutine[Any, Any, Any]:
+        version = staged[0] if staged else 1
+        return chance.choice(
+            [
+                lambda: give(sender.stage),
+                lambda: give(sender.publish),
+                lambda: sender.wait_staged(version, 1, timeout=0.01),
+                lambda: sender.commit(version, 1, timeout=0.01),
+                lambda: sender.drop(version),
+                lambda: sender.verify(1, timeout=0.01),
+                take,
+                take,
+            ]
+        )()
+
+    staged: list[int] = []
+    hits = 0
+    async with connected(sender, taker, receiver):
+        await give(sender.publish)
+        while hits < strikes:
+            how = chance.choice(["at_once", "in_the_same_tick", "timeout"])
+            call = Struck(some_call(), chance.randrange(4), how)
+            refused = ValueError, ArithmeticError, AckTimeout, Superseded, PartialSendError
+            with contextlib.suppress(asyncio.CancelledError, TimeoutError, *refused):
+                await call.run()
+            hits += call.hit
+        last = await sender.publish(Model(7), metadata={"number": 7.0})
+        async with taker.take(last, timeout=10) as taken:
+            assert {float(tensor.min()) for _, tensor in taken.items()} == {7}
+        await sender.wait_version(last, timeout=10)
+        assert model() == {7}
+        assert await sender.verify(timeout=10) == {
+            0: NotComparable("it has no model, but takes versions itself"),
+            1: [],
+        }
+        assert sender.bus._link.machine.targets.staged is None
+        assert taker.bus._link.machine.taken is None
+        await eventually(lambda: all(not each.bus._link.waiters for each in (sender, taker, receiver)))
+        if kind is SharedMemWeightSyncScheme:
+            await eventually(lambda: len(sender.shared_transport.pool.used) <= 1)
