@@ -16,6 +16,7 @@ SIZES = {  # case → how many tensors, and bytes of each
     "4 KiB": (1, 4 * KIB),
     "64 KiB": (1, 64 * KIB),
     "4 MiB": (1, 4 * MIB),
+    "64 MiB": (16, 4 * MIB),
     "1000 × 4 KiB": (1000, 4 * KIB),
     "256 MiB": (64, 4 * MIB),
     **{f"100 MB, learning rate {rate}": (50, 2_000_000) for rate in ("1e-5", "1e-4")},
@@ -27,6 +28,7 @@ SECTIONS = {
     "tensors": "1000 small tensors beside one of as many bytes, over ipc",
     "latency": "empty and small updates over ipc, asynchronous and blocking, beside a bare zmq.asyncio round trip",
     "stall": "the longest stall of an event loop while 256 MiB are sent: the trainer's loop, and the workers'",
+    "switch": "from the first worker's switch to the last one's, in the gated pass: staged before, and the plain way",
     "distributed": "DistributedWeightSyncScheme beside gloo by hand",
     "rpc": "RPCWeightSyncScheme beside a call and a transfer by hand",
     "ray": "RayWeightSyncScheme, through the object store, beside ray.put by hand",
@@ -58,7 +60,8 @@ class Row(NamedTuple):
     """A line of the tables: ours beside the fastest of its peers, which the table calls `peer`.
 
     `bar` is what `compare` may be at most: "ratio", of the medians; "cpu", of the CPU times; "difference", of the
-    medians in ms; "longest", our longest sample in ms. None: no promise; `counts=False`: for comparison only.
+    medians in ms; "ms", our median; "longest", our longest sample in ms. None: no promise; `counts=False`: for
+    comparison only.
     """
 
     section: str
@@ -124,6 +127,13 @@ def _stall() -> Iterator[Row]:
             yield Row("stall", system, bar=bar, counts=whose == "trainer", compare="longest")
 
 
+def _switch() -> Iterator[Row]:
+    plain = System("shared, switch", "64 MiB", 8)
+    yield Row(
+        "switch", System("shared, switch of what is staged", "64 MiB", 8), (plain,), "send_async", 5.0, True, "ms"
+    )
+
+
 def _called() -> Iterator[Row]:
     for workers in (1, 2):
         large, many = (System("distributed", case, workers) for case in ("256 MiB", "1000 × 4 KiB"))
@@ -184,6 +194,7 @@ ROWS = [
     *_throughput(),
     *_latency(),
     *_stall(),
+    *_switch(),
     *_called(),
 ]
 ROWS += [*_collect(), *_network()]
@@ -205,7 +216,7 @@ def trials(section: str, system: System, quick: bool) -> int:
     tensors, each = SIZES.get(system.case, (0, 0))
     upto = ((64 * KIB, 300), (4 * MIB, 200), (256 * MIB, 60))
     often = next((often for limit, often in upto if tensors * each < limit), 21)
-    often = {"collect": 15, "nodes": 15, "bytes": 8}.get(section, often)
+    often = {"collect": 15, "nodes": 15, "bytes": 8, "switch": 30}.get(section, often)
     if section == "process" and tensors == 1000:
         often = 5  # TorchRL needs a second for each
     return max(often // 4, 5) if quick else often

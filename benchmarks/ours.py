@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 import asyncsync
 from asyncsync import sync
@@ -45,7 +46,46 @@ def _model(spec: Spec, *, blank: bool = False) -> Any:
         tensors, each = SIZES[spec.case]
         return {f"{i}": torch.zeros(each // 2, dtype=torch.bfloat16) for i in range(tensors)}
     as_dict = spec.section in ("tensors", "latency", "fanout")
+    if spec.section == "switch":
+        return _Clocked(module(spec.case, blank=blank))
     return (weights if as_dict else module)(spec.case, blank=blank)
+
+
+class _Clocked(nn.Module):
+    """Knows when it was last switched: its extra state is set in the gated pass."""
+
+    switched = 0.0
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def get_extra_state(self) -> float:
+        return time.monotonic()  # another one each time
+
+    def set_extra_state(self, state: float) -> None:
+        self.switched = time.monotonic()
+
+
+def _switches(scheme: Any, source: Any, workers: list[Worker], *, stages: bool) -> Callable[[], Awaitable[float]]:
+    """Steps that return the seconds from the first worker's switch to the last one's."""
+
+    async def update() -> None:
+        if stages:
+            version = await scheme.stage()
+            await scheme.wait_staged(version, timeout=PATIENCE)
+            await scheme.commit(version, timeout=PATIENCE)
+        else:
+            await scheme.send_async(timeout=PATIENCE)
+
+    act = timed(update, _tensors(source))
+
+    async def step() -> float:
+        await act()
+        switched = [time for worker in workers for time in worker.ask("switched")]
+        return max(switched) - min(switched)
+
+    return step
 
 
 @asynccontextmanager
@@ -66,7 +106,7 @@ async def scheme(spec: Spec) -> AsyncIterator[Any]:
     source = _model(spec)
     async with AsyncExitStack() as stack:
         # Few processes with many workers each, where there are many: this machine's cores are few.
-        processes = spec.workers if spec.workers <= 4 else 2
+        processes = spec.workers if spec.workers <= 4 or spec.section == "switch" else 2
         parts = [list(range(i, spec.workers, processes)) for i in range(processes)]
         workers = [Worker(_receive, indices, spec) for indices in parts]
         for worker in workers:
@@ -92,7 +132,9 @@ async def scheme(spec: Spec) -> AsyncIterator[Any]:
         for worker in workers:
             if set(worker.ask("digest")) != {sent}:
                 raise RuntimeError(f"{spec.kind}: what the workers have is not what was sent")
-        if how.endswith("loop"):
+        if spec.section == "switch":
+            yield _switches(scheme, source, workers, stages=how.endswith("staged"))
+        elif how.endswith("loop"):
             yield _stalls(step, workers if how == "worker's loop" else [])
         elif spec.section == "bytes":
             yield _trained(spec, scheme, source)
@@ -133,8 +175,8 @@ async def _receive(pipe: Any, indices: list[int], spec: Spec) -> None:
         schemes[-1].init_on_receiver("model", model=model, worker_idx=index, gate="hold")
     await asyncio.gather(*(scheme.connect(timeout=PATIENCE) for scheme in schemes))
     pipe.send((True, "connected"))
-    while (order := await asyncio.to_thread(pipe.recv)) == "digest":
-        pipe.send((True, [digest(_tensors(model)) for model in models]))
+    while (order := await asyncio.to_thread(pipe.recv)) in ("digest", "switched"):
+        pipe.send((True, [digest(_tensors(m)) if order == "digest" else m.switched for m in models]))
     while True:  # the longest stall between two orders
         pipe.send((True, order))
         order = await longest_stall(lambda: asyncio.to_thread(pipe.recv))

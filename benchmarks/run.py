@@ -211,7 +211,7 @@ def compared(row: Row, figures: Mapping[System, Figure]) -> dict[str, Any] | Non
     if row.compare == "difference":
         measured = round(found["ours_ms"] - found["peer_ms"], 4)
     else:
-        measured = found[{"ratio": "ratio", "cpu": "cpu_ratio", "longest": "ours_ms"}[row.compare]]
+        measured = found[{"ratio": "ratio", "cpu": "cpu_ratio", "longest": "ours_ms", "ms": "ours_ms"}[row.compare]]
     reached = None if row.bar is None else measured <= row.bar
     found |= {"compare": row.compare, "measured": measured, "bar": row.bar, "counts": row.counts, "reached": reached}
     return found

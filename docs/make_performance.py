@@ -107,7 +107,7 @@ WHY = {  # section, case → why the bar is missed, where it is
     ("collect", "8 CartPoles, vectorised"): "A step of the bare loop is so short that what a batch stores counts.",
 }
 CPU = "- **CPU ms**: CPU time of the trainer and all workers together. It counts where other work keeps cores busy."
-HOW = {"cpu": "CPU time", "difference": "ms more", "longest": "ms"}
+HOW = {"cpu": "CPU time", "difference": "ms more", "longest": "ms", "ms": "ms"}
 
 
 def _number(value: float | None) -> str:
