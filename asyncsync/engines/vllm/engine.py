@@ -1,14 +1,13 @@
 """The receiving side: one engine in each rank's process, which vLLM calls in its own thread.
 
-Each rank is a receiver of its own. An update is one call, ``update_weights``: the rank takes the version, loads it while
-it is lent, and votes. If all ranks have loaded it, each acknowledges it. Otherwise each goes back to the version before,
-which is lent, too, and reports why; the sender gets the traceback of the rank that has failed.
+Each rank is a receiver of its own. An update is one call, ``update_weights``: the rank takes the version, loads it
+while it is lent, and votes. If all ranks have loaded it, each acknowledges it. Otherwise each goes back to the version
+before, which is lent, too, and reports why; the sender gets the traceback of the rank that has failed.
 
 What vLLM does with an exception (vLLM 0.32) decides much of the rest:
 
 - Its executor stops reading answers at the first rank that raises, and takes those of later ranks for answers to the
-  next call. So only the last rank raises, and tells the reasons of all. This is true of arguments, too: they are checked
-  inside the call.
+  next call. So only the last rank raises, and tells the reasons of all. Arguments are checked inside the call, too.
 - The ranks that have not raised are in the middle of an update for vLLM, until ``finish_weight_update`` is called.
 - Nothing is begun by ``start_weight_update``: between it and ``update_weights``, the model can still be used.
 """
@@ -33,12 +32,12 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from asyncsync.engines.vllm import weight_version
 from asyncsync.engines.vllm.info import InitInfo, UpdateInfo
 from asyncsync.engines.vllm.ranks import MARGIN, Ranks
-from asyncsync.errors import PeerLost
 from asyncsync.sync import WeightSyncScheme
 
 logger = logging.getLogger("asyncsync")
 
 FILES = "the model's own files"  # what a replica serves that has loaded no version
+ANY_LAG = 1 << 60
 CATCH_UPS = 3  # how often a starting replica tries to load what is newest, if that changes meanwhile
 
 
@@ -91,8 +90,7 @@ class AsyncSyncWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             logger.exception("asyncsync: rank %d cannot be connected", self._ranks.rank)
         problems = self._ranks.vote(problem, started + seconds + MARGIN)
         if problems:
-            self.shutdown()
-            self._report(f"the sender is not connected: {_listed(problems)}")
+            self._report(f"not connected to the sender: {_listed(problems)}")
             return
         with set_current_vllm_config(self.vllm_config):
             self._catch_up(seconds)
@@ -124,18 +122,22 @@ class AsyncSyncWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     # -- connecting ----------------------------------------------------------------------------------------------------
 
     def _connect(self, info: InitInfo) -> None:
-        if self._scheme is not None and not self._scheme.closed and info == self._info:
-            return
-        self.shutdown()
-        parallel, worker = self.parallel_config, None
-        if info.first_worker is not None:
-            worker = info.first_worker + parallel.data_parallel_index * parallel.world_size + parallel.rank
-        scheme = WeightSyncScheme.from_backend(info.scheme, **info.options(endpoint_of(info, self._local_rank)))
-        who: dict[str, Any] = {"anonymous": True} if worker is None else {"worker_idx": worker}
-        scheme.init_on_receiver(info.model_id, apply="on_take", reconnect=True, **who)
-        self._scheme = scheme  # also if it cannot be connected: shutdown() ends it
-        scheme.connect(timeout=info.timeout)
-        self._info = info
+        deadline = time.monotonic() + info.timeout
+        if self._scheme is None or self._scheme.closed or info != self._info:
+            self.shutdown()
+            parallel, who = self.parallel_config, {"anonymous": True}
+            if info.first_worker is not None:
+                rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
+                who = {"worker_idx": info.first_worker + rank}
+            scheme = WeightSyncScheme.from_backend(info.scheme, **info.options(endpoint_of(info, self._local_rank)))
+            scheme.init_on_receiver(info.model_id, apply="on_take", reconnect=True, **who)
+            try:
+                scheme.connect(timeout=info.timeout)
+            except BaseException:
+                scheme.shutdown()
+                raise
+            self._scheme, self._info = scheme, info
+        self._scheme.wait_lag(ANY_LAG, max(0.0, deadline - time.monotonic()))  # the sender has said what there is
 
     def _catch_up(self, seconds: float) -> None:
         """Load the newest version, if the sender has one: then a restarted replica is current before it serves."""
@@ -178,21 +180,18 @@ class AsyncSyncWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
                     error = raised
                 problems = self._ranks.vote(_said(error), started + seconds + MARGIN)
                 if problems:
-                    self._go_back(taken.previous, error)
+                    self._go_back(taken if name == self._serves else taken.previous, error)
                     raise error or UpdateFailed(f"{_listed(problems)}. This rank went back to {self._serves}")
                 self._serves = name
-        except PeerLost as error:
-            if problems != {}:
-                raise
-            # All ranks have loaded it; it is what they serve.
-            logger.warning("asyncsync: %s was loaded, but its sender has been replaced meanwhile: %s", name, error)
-        except EngineLost as error:
-            logger.exception("asyncsync: rank %d is lost", self._ranks.rank)
-            self._serves = f"a mixture of versions ({error})"
         except Exception as error:
+            if problems == {}:  # when the block ended: all ranks have loaded it, and serve it
+                logger.warning("asyncsync: %s was loaded, but its sender cannot be told: %s", name, error)
+                return ""
             logger.exception("asyncsync: rank %d has not loaded %s", self._ranks.rank, name)
-            if problems is None:  # the version is not here: nothing was changed
+            if problems is None:  # it is not here: nothing was changed
                 problems = self._ranks.vote(_said(error), started + seconds + MARGIN)
+            elif isinstance(error, EngineLost):
+                self._serves = f"a mixture ({error})"
         if not problems:
             return ""
         states = self._ranks.tell(self._serves, time.monotonic() + seconds + MARGIN)
@@ -201,7 +200,7 @@ class AsyncSyncWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         initialize_layerwise_reload(self.model)
         with disable_mtp_completeness_check():
-            self.model.load_weights(weights)  # type: ignore[operator]  # of vLLM's models, not of each Module
+            self.model.load_weights(weights)
         finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type != "cpu":
             torch.accelerator.synchronize()  # it reads what is only lent

@@ -15,7 +15,8 @@ from contextlib import suppress
 from datetime import timedelta
 from threading import Thread
 
-from torch.distributed import DistStoreError, Store
+from torch.distributed import DistStoreError
+from torch.distributed.distributed_c10d import Store
 
 MARGIN = 5.0  # seconds after a deadline, until which the store's answer is waited for
 MAX_TEXT = 2000  # characters of what one rank says
