@@ -172,10 +172,14 @@ class Server:
         return found
 
     def ranks(self) -> dict[int, psutil.Process]:
-        """The processes of the ranks; with one rank, that of the engine."""
+        """The processes of the ranks."""
         named = {process: " ".join(process.cmdline()) for process in self.family()}
-        ranks = {int(found[1]): p for p, name in named.items() if (found := re.search(r"Worker_?\w*?TP(\d+)", name))}
-        return ranks or {0: next(p for p, name in named.items() if "EngineCore" in name)}
+        ranks = {
+            int(found[1] or 0): p
+            for p, name in named.items()
+            if (found := re.search(r"VLLM::Worker(?:_TP(\d+))?", name))
+        }
+        return ranks
 
     def log(self) -> str:
         return (self.folder / "log").read_text(errors="replace")
