@@ -37,7 +37,6 @@ from asyncsync.sync import WeightSyncScheme
 logger = logging.getLogger("asyncsync")
 
 FILES = "the model's own files"  # what a replica serves that has loaded no version
-ANY_LAG = 1 << 60
 CATCH_UPS = 3  # how often a starting replica tries to load what is newest, if that changes meanwhile
 
 
@@ -122,8 +121,8 @@ class AsyncSyncWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     # -- connecting ----------------------------------------------------------------------------------------------------
 
     def _connect(self, info: InitInfo) -> None:
-        deadline = time.monotonic() + info.timeout
-        if self._scheme is None or self._scheme.closed or info != self._info:
+        is_kept = self._scheme is not None and not self._scheme.closed and info == self._info
+        if not is_kept:
             self.shutdown()
             parallel, who = self.parallel_config, {"anonymous": True}
             if info.first_worker is not None:
@@ -131,13 +130,14 @@ class AsyncSyncWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
                 who = {"worker_idx": info.first_worker + rank}
             scheme = WeightSyncScheme.from_backend(info.scheme, **info.options(endpoint_of(info, self._local_rank)))
             scheme.init_on_receiver(info.model_id, apply="on_take", reconnect=True, **who)
-            try:
-                scheme.connect(timeout=info.timeout)
-            except BaseException:
-                scheme.shutdown()
-                raise
             self._scheme, self._info = scheme, info
-        self._scheme.wait_lag(ANY_LAG, max(0.0, deadline - time.monotonic()))  # the sender has said what there is
+        assert self._scheme is not None
+        try:
+            self._scheme.connect(timeout=info.timeout)  # also if it is connected: the sender says what there is
+        except BaseException:
+            if not is_kept:
+                self.shutdown()
+            raise
 
     def _catch_up(self, seconds: float) -> None:
         """Load the newest version, if the sender has one: then a restarted replica is current before it serves."""
