@@ -161,6 +161,7 @@ class Scheme(ABC):
         Raises:
             ValueError: unknown backend; the message lists the known ones.
         """
+        import_module("asyncsync.public")  # all schemes, each of which registers itself
         pair = _backends.get(backend) if isinstance(backend, str) else None
         if pair is None:
             raise ValueError(f"Unsupported weight-sync backend {backend!r}. Expected one of {sorted(_backends)}.")

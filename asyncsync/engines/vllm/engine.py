@@ -1,0 +1,246 @@
+"""The receiving side: one engine in each rank's process, which vLLM calls in its own thread.
+
+Each rank is a receiver of its own. An update is one call, ``update_weights``: the rank takes the version, loads it
+while it is lent, and votes. If all ranks have loaded it, each acknowledges it. Otherwise each goes back to the version
+before, which is lent, too, and reports why; the sender gets the traceback of the rank that has failed.
+
+What vLLM does with an exception (vLLM 0.32) decides much of the rest:
+
+- Its executor stops reading answers at the first rank that raises, and takes those of later ranks for answers to the
+  next call. So only the last rank raises, and tells the reasons of all. Arguments are checked inside the call, too.
+- The ranks that have not raised are in the middle of an update for vLLM, until ``finish_weight_update`` is called.
+- Nothing is begun by ``start_weight_update``: between it and ``update_weights``, the model can still be used.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.distributed.parallel_state import get_world_group
+from vllm.distributed.weight_transfer.base import WeightTransferEngine
+from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.inplace import reload_weights
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+from asyncsync.engines.vllm import weight_version
+from asyncsync.engines.vllm.info import InitInfo, UpdateInfo
+from asyncsync.engines.vllm.ranks import MARGIN, Ranks
+from asyncsync.sync import WeightSyncScheme
+
+logger = logging.getLogger("asyncsync")
+
+FILES = "the model's own files"  # what a replica serves that has loaded no version
+CATCH_UPS = 3  # how often a starting replica tries to load what is newest, if that changes meanwhile
+
+
+class UpdateFailed(RuntimeError):
+    """A version was not loaded; the message says why, rank by rank, and what is served now."""
+
+
+class EngineLost(RuntimeError):
+    """A rank's model is neither the new version nor the one before."""
+
+
+def endpoint_of(info: InitInfo, local_rank: int) -> str:
+    """Where this rank connects. TODO(relay): with scheme "zmq" and several ranks on a host, the first rank's relay."""
+    return info.endpoint
+
+
+class AsyncSyncWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # vLLM need not be here for mypy
+    """Loads the versions of an asyncsync sender into vLLM's model. vLLM makes it, and calls its methods."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
+        super().__init__(config, vllm_config, device, model)
+        world = get_world_group()
+        store = world.cpu_group.get_group_store().clone() if world.world_size > 1 else None
+        self._ranks = Ranks(store, world.rank_in_group, world.world_size)
+        self._local_rank: int = world.local_rank
+        self._scheme: WeightSyncScheme | None = None
+        self._info: InitInfo | None = None
+        self._serves = FILES  # or the weight_version that was loaded last
+
+    # -- what vLLM calls -----------------------------------------------------------------------------------------------
+
+    def parse_init_info(self, init_dict: dict[str, Any]) -> Any:
+        """Unchanged: an exception here would be raised by all ranks. :meth:`init_transfer_engine` checks it."""
+        return init_dict
+
+    def init_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
+        """Connect to the sender, and load the version that it has. What is connected as ``init_info`` says stays so."""
+        started, problem = time.monotonic(), ""
+        seconds = InitInfo.timeout
+        try:
+            info = InitInfo.given(init_info)
+            seconds = info.timeout
+            self._connect(info)
+        except Exception as error:
+            problem = _said(error)
+            logger.exception("asyncsync: rank %d cannot be connected", self._ranks.rank)
+        problems = self._ranks.vote(problem, started + seconds + MARGIN)
+        if problems:
+            self._report(f"not connected to the sender: {_listed(problems)}")
+            return
+        with set_current_vllm_config(self.vllm_config):
+            self._catch_up(seconds)
+
+    def start_weight_update(self) -> None:
+        """Nothing: :meth:`update_weights` does it all."""
+
+    def update_weights(self, update_info: Mapping[str, Any]) -> None:
+        """Load a version: all ranks do, or all go back to the one before. The last rank raises :class:`UpdateFailed`.
+
+        vLLM's own method calls torch.accelerator.synchronize(), which raises on a machine without an accelerator.
+        """
+        if failure := self._update(update_info):
+            self._report(failure)
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Not called: :meth:`update_weights` needs what vLLM does before and after it to be part of the vote."""
+        raise NotImplementedError("update_weights() loads the weights")
+
+    def finish_weight_update(self) -> None:
+        """Nothing: :meth:`update_weights` does it all."""
+
+    def shutdown(self) -> None:
+        """Leave the sender. What was loaded stays."""
+        scheme, self._scheme, self._info = self._scheme, None, None
+        if scheme is not None:
+            scheme.shutdown()
+
+    # -- connecting ----------------------------------------------------------------------------------------------------
+
+    def _connect(self, info: InitInfo) -> None:
+        is_kept = self._scheme is not None and not self._scheme.closed and info == self._info
+        if not is_kept:
+            self.shutdown()
+            parallel, who = self.parallel_config, {"anonymous": True}
+            if info.first_worker is not None:
+                rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
+                who = {"worker_idx": info.first_worker + rank}
+            scheme = WeightSyncScheme.from_backend(info.scheme, **info.options(endpoint_of(info, self._local_rank)))
+            scheme.init_on_receiver(info.model_id, apply="on_take", reconnect=True, **who)
+            self._scheme, self._info = scheme, info
+        assert self._scheme is not None
+        try:
+            self._scheme.connect(timeout=info.timeout)  # also if it is connected: the sender says what there is
+        except BaseException:
+            if not is_kept:
+                self.shutdown()
+            raise
+
+    def _catch_up(self, seconds: float) -> None:
+        """Load the newest version, if the sender has one: then a restarted replica is current before it serves."""
+        failure, tried = "", ""
+        for _ in range(CATCH_UPS):
+            newest = self._newest(time.monotonic() + seconds)
+            if newest is None or weight_version(newest.epoch, newest.version) in (tried, self._serves):
+                break
+            tried = weight_version(newest.epoch, newest.version)
+            if not (failure := self._update({"version": newest.version, "epoch": newest.epoch, "timeout": seconds})):
+                return
+        if failure:
+            self._report(failure)
+
+    def _newest(self, deadline: float) -> UpdateInfo | None:
+        """What the first rank should have; None: nothing yet. The same on all ranks."""
+        assert self._scheme is not None
+        (status,) = self._scheme.status().values()
+        told = self._ranks.tell(json.dumps({"version": status.target, "epoch": self._scheme.epoch}), deadline)
+        first = json.loads(told.get(0, '{"version": 0}'))
+        return UpdateInfo.given(first) if first["version"] else None
+
+    # -- one update ----------------------------------------------------------------------------------------------------
+
+    def _update(self, given: Mapping[str, Any]) -> str:
+        """Returns why the version was not loaded, of all ranks, or ``""``."""
+        started, seconds = time.monotonic(), UpdateInfo.timeout
+        problems: dict[int, str] | None = None  # until this rank has voted
+        name = "the version"
+        try:
+            info = UpdateInfo.given(given)
+            seconds, name = info.timeout, weight_version(info.epoch, info.version)
+            if self._scheme is None:
+                raise RuntimeError("there is no sender: init_weight_transfer_engine comes first")
+            with self._scheme.take(info.version, epoch=info.epoch, timeout=seconds) as taken:
+                error: Exception | None = None
+                try:
+                    self._load(taken.items())
+                except Exception as raised:
+                    error = raised
+                problems = self._ranks.vote(_said(error), started + seconds + MARGIN)
+                if problems:
+                    self._go_back(taken if name == self._serves else taken.previous, error)
+                    raise error or UpdateFailed(f"{_listed(problems)}. This rank went back to {self._serves}")
+                self._serves = name
+        except Exception as error:
+            if problems == {}:  # when the block ended: all ranks have loaded it, and serve it
+                logger.warning("asyncsync: %s was loaded, but its sender cannot be told: %s", name, error)
+                return ""
+            logger.exception("asyncsync: rank %d has not loaded %s", self._ranks.rank, name)
+            if problems is None:  # it is not here: nothing was changed
+                problems = self._ranks.vote(_said(error), started + seconds + MARGIN)
+            elif isinstance(error, EngineLost):
+                self._serves = f"a mixture ({error})"
+        if not problems:
+            return ""
+        states = self._ranks.tell(self._serves, time.monotonic() + seconds + MARGIN)
+        return f"{name} was not loaded: {_listed(problems)}. {_state(states, self._ranks.size)}"
+
+    def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        initialize_layerwise_reload(self.model)
+        with disable_mtp_completeness_check():
+            self.model.load_weights(weights)
+        finalize_layerwise_reload(self.model, self.model_config)
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()  # it reads what is only lent
+
+    def _go_back(self, previous: Any, error: Exception | None) -> None:
+        """Load the version before. Raises EngineLost: this cannot be done."""
+        try:
+            # Layers that have begun keep what they were given, and would load it. They get back the tensors they had.
+            for layer in self.model.modules():
+                begun = get_layerwise_info(layer)
+                begun.loaded_weights.clear()
+                begun.load_numel = 0
+            finalize_layerwise_reload(self.model, self.model_config)
+            if previous is not None:
+                self._load(previous.items())
+                self._serves = weight_version(previous.epoch, previous.version)
+            else:
+                reload_weights(self.vllm_config, self.model, None, None, True)
+                self._serves = FILES
+        except Exception as second:
+            lost = f"rank {self._ranks.rank} could not go back to {self._serves}: {_said(second)}"
+            raise EngineLost(f"{lost}: load another version, or restart this replica") from (error or second)
+
+    def _report(self, failure: str) -> None:
+        parallel = self.parallel_config
+        if parallel.rank == parallel.world_size - 1:  # of this executor's
+            raise UpdateFailed(failure)
+
+
+def _said(error: Exception | None) -> str:
+    return "" if error is None else f"{type(error).__name__}: {error}"
+
+
+def _listed(problems: Mapping[int, str]) -> str:
+    return "; ".join(f"rank {rank}: {problem}" for rank, problem in sorted(problems.items()))
+
+
+def _state(states: Mapping[int, str], size: int) -> str:
+    """What is served after a failed update."""
+    if len(states) == size and len(set(states.values())) == 1:
+        return f"All ranks serve {next(iter(states.values()))}"
+    told = [f"rank {rank}: {states.get(rank, 'unknown, it does not answer')}" for rank in range(size)]
+    return f"The ranks serve different weights, so load another version or restart this replica ({'; '.join(told)})"

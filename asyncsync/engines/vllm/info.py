@@ -1,0 +1,119 @@
+"""What vLLM is told over its routes: where the sender is, and which version to load. The routes are HTTP, perhaps
+without a key: so these fields are all there is, and each is checked. No option of a scheme passes through.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, fields
+from typing import Any, Self
+
+SCHEMES = ("shared", "zmq", "auto")
+MAX_EPOCH = 40
+MAX_SECONDS = 3600.0
+
+
+def _text(value: Any) -> str:
+    return "" if isinstance(value, str) and 0 < len(value) <= 4096 else "a text"
+
+
+def _epoch(value: Any) -> str:
+    return "" if not _text(value) and len(value) <= MAX_EPOCH else f"the sender's epoch, of at most {MAX_EPOCH} letters"
+
+
+def _number(least: int) -> Callable[[Any], str]:
+    return lambda value: "" if type(value) is int and least <= value < 1 << 62 else f"a whole number from {least}"
+
+
+def _seconds(value: Any) -> str:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return "" if is_number and 0 < value <= MAX_SECONDS else f"seconds, more than 0 and at most {MAX_SECONDS:g}"
+
+
+def _scheme(value: Any) -> str:
+    return "" if value in SCHEMES else f"one of {', '.join(SCHEMES)}"
+
+
+# Of each field, what is wrong with a value: what it should be, or "". None passes where it is the default.
+CHECKS: dict[str, Callable[[Any], str]] = {
+    "endpoint": _text,
+    "scheme": _scheme,
+    "model_id": _text,
+    "first_worker": _number(0),
+    "server_key": _text,
+    "client_key": _text,
+    "timeout": _seconds,
+    "version": _number(1),
+    "epoch": _epoch,
+}
+
+
+class Info:
+    """What both messages have in common."""
+
+    @classmethod
+    def given(cls, values: Mapping[str, Any]) -> Self:
+        """From what came over a route. Raises ValueError, which names the field and what it should be."""
+        if not isinstance(values, Mapping):
+            raise ValueError(f"{cls.__name__} is an object with fields, not {values!r}")
+        known = {field.name: field.default for field in fields(cls)}  # type: ignore[arg-type]
+        if unknown := sorted(map(str, values.keys() - known.keys())):
+            raise ValueError(f"{cls.__name__} has no field {unknown[0]!r}; there are {', '.join(known)}")
+        if missing := [name for name, default in known.items() if default is MISSING and name not in values]:
+            raise ValueError(f"{cls.__name__} lacks {missing[0]!r}")
+        for name, value in values.items():
+            wanted = "" if value is None and known[name] is None else CHECKS[name](value)
+            if wanted:
+                raise ValueError(f"{name} of {cls.__name__} must be {wanted}, not {value!r:.80}")
+        return cls(**values)
+
+
+@dataclass(frozen=True)
+class InitInfo(Info):
+    """Where the sender is.
+
+    Attributes:
+        endpoint: its address, as the replica reaches it.
+        scheme: ``"shared"`` on the sender's host, ``"zmq"`` elsewhere, ``"auto"`` for both.
+        model_id: the model's name at the sender.
+        first_worker: rank r of this replica is worker ``first_worker + r`` of the sender; None: the ranks are
+            anonymous, which an elastic sender accepts.
+        timeout: seconds to reach the sender, and to load the version that it has.
+        server_key, client_key: paths of the certificates on the replica's host, of "zmq" and "auto"; in ``client_key``,
+            ``{worker_idx}`` stands for the rank's index.
+    """
+
+    endpoint: str
+    scheme: str = "shared"
+    model_id: str = "policy"
+    first_worker: int | None = None
+    timeout: float = 60.0
+    server_key: str | None = None
+    client_key: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.server_key is None) != (self.client_key is None):
+            raise ValueError("InitInfo needs both server_key and client_key, or neither")
+        if self.server_key is not None and self.scheme == "shared":
+            raise ValueError("InitInfo has keys, which scheme 'shared' does not use: choose 'zmq' or 'auto'")
+
+    def options(self, endpoint: str) -> dict[str, str]:
+        """Of the scheme that connects to this endpoint."""
+        keys = {"server_key": self.server_key, "client_key": self.client_key}
+        return {"connect": endpoint} | {name: path for name, path in keys.items() if path is not None}
+
+
+@dataclass(frozen=True)
+class UpdateInfo(Info):
+    """Which version to load.
+
+    Attributes:
+        version: as the sender's ``publish`` or ``stage`` returned it.
+        epoch: the sender's ``scheme.epoch``: another trainer's version of the same number is another one.
+        timeout: seconds until it is here and every rank has loaded it.
+    """
+
+    version: int
+    epoch: str
+    timeout: float = 60.0
