@@ -3,6 +3,7 @@
 import gc
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -775,6 +776,23 @@ def test_a_version_that_was_dropped_fails_nothing() -> None:
     desk.machine.drop()
     desk.failed(0, staged)
     assert desk.machine.peers[0].failed == {}
+
+
+def test_a_staged_version_counts_as_published_when_it_is_committed_and_never_when_it_is_dropped() -> None:
+    desk = joined(0)
+    desk.publish()
+    desk.finish_all()
+    told: list[int] = []
+    for commits in (False, True):
+        version = desk.publish(stages=True)
+        desk.machine.targets.when_agreed(version, partial(told.append, version))
+        desk.finish_all()
+        assert (told, desk.machine.published) == ([], 1)
+        if commits:
+            desk.machine.commit(version)
+        else:
+            desk.machine.drop()
+    assert (told, desk.machine.published) == ([version], version)
 
 
 # -- workers that come from another sender of the epoch ---------------------------------------------------------------
