@@ -278,18 +278,18 @@ class Applying:
         ClosedError: this worker was shut down meanwhile; PeerLost: another trainer's epoch has begun; neither where
         there is an ``error``."""
         machine, staging = self._machine, taken.staging
-        if error is None and not (self._link.closed or taken.is_applied):
+        if error is None and not (unused or self._link.closed or taken.is_applied):
             self._show(staging.epoch, staging.acting)
         counts = machine.give_back(taken, error, unused=unused)
         if self._link.closed:
-            if error is None:
+            if error is None and not unused:
                 raise ClosedError("this scheme was shut down while a version was taken")
             return
         if self._observer.follows and not unused:
             self._observer.finished(staging, None if error is None else as_exception(error))
         self._clean_soon(staging)
         self._link.settle()
-        if error is None and not counts:
+        if error is None and not (unused or counts):
             now = epoch_text(machine.session.epoch)
             raise PeerLost(
                 f"version {max(staging.versions.values())} was of epoch {epoch_text(staging.epoch)}, whose sender is "

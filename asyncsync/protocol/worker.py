@@ -258,13 +258,13 @@ class Worker:
         counts = staging.epoch == self.session.epoch
         if self.leaving or taken.is_applied:
             taken.release()
-        elif error is None:
+        elif error is None and not unused:
             taken.leave_previous()
             self.holdings.applied(staging)
             self._report_applied(staging)
         elif counts:
             taken.leave_previous()
-            if not unused:
+            if error is not None and not unused:
                 self._report_failed(staging.serial, staging.versions, error)
             self.staged.line_up(staging, again=True)
         else:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,6 +64,8 @@ class TakenVersion(Version):
 class Taking:
     """``async with scheme.take(…) as taken``; see :meth:`asyncsync.WeightSyncScheme.take`."""
 
+    _taken: Taken | None = None
+
     def __init__(self, scheme: Scheme, version: int | None, epoch: str | None, timeout: float) -> None:
         if version is not None:
             check_count("version", version)
@@ -73,7 +76,6 @@ class Taking:
         self._scheme = scheme
         self._asked = version, epoch, timeout
         self._link: WorkerLink | None = None
-        self._taken: Taken | None = None
         self._shown: TakenVersion | None = None
         self._is_over = False
 
@@ -109,6 +111,12 @@ class Taking:
             if version is not None:
                 version.end()
         self._link.applying.give_back(taken, error, unused=unused)
+
+    def __del__(self) -> None:
+        # An interrupt came just before the block's end was called.
+        if (taken := self._taken) is not None and self._link is not None:
+            left = RuntimeError("an interrupt has ended the block: it is not known whether the version was applied")
+            self._link.call_from_thread(partial(self._link.applying.give_back, taken, left))
 
 
 class BlockingTaking:

@@ -1,17 +1,20 @@
 """Every blocking call ends within its timeout, and soon after Ctrl-C, at whatever moment; the scheme goes on."""
 
 import os
+import pickle
 import signal
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import psutil
 import pytest
 
+from asyncsync import sync
 from asyncsync.errors import AckTimeout, PartialSendError
+from asyncsync.schemes import taking
 from helpers import blocking_scenarios as scenarios
 from helpers import planted
 from helpers.blocking_crew import crew, idle, in_process, in_threads, new_sender
@@ -19,7 +22,7 @@ from helpers.blocking_interrupts import Strike, strike_everywhere
 from helpers.blocking_scenarios import works
 from helpers.blocking_workers import compute, follow
 from helpers.process_crew import blocking_worker
-from helpers.processes import LARGE, value_of
+from helpers.processes import LARGE, Filled, value_of
 
 LIMIT = 0.1
 
@@ -173,4 +176,32 @@ def test_an_exception_at_any_moment_of_a_call_loses_nothing(name: str) -> None:
             assert receiver.model.value == sender.model.value
             last = place
         assert last > 15
+    assert idle()
+
+
+@pytest.mark.requirement(195, 243)
+@pytest.mark.promise(15)
+def test_an_exception_at_any_moment_of_taking_gives_the_version_back() -> None:
+    def strike() -> None:
+        raise Strike
+
+    def take() -> None:
+        with suppress(ArithmeticError), receiver.take(timeout=5):
+            raise ArithmeticError("not applied: it can be taken again")
+
+    sender = sync.ZMQWeightSyncScheme(min_workers=0)
+    sender.init_on_sender(model_id="policy", model=Filled(1000, 1.0))
+    receiver = pickle.loads(pickle.dumps(sender))
+    receiver.init_on_receiver("policy", anonymous=True, apply="on_take")
+    with sender, receiver:
+        sender.connect()
+        receiver.connect()
+        last = 0
+        for place, _, raised in strike_everywhere([taking, *planted.BLOCKING_CALLS], take, strike):
+            assert raised is None or isinstance(raised, Strike), repr(raised)
+            last = place
+        assert last > 15
+        with receiver.take(1) as taken:
+            assert value_of(dict(taken.items())) == 1
+        sender.wait_version(1, timeout=5)
     assert idle()

@@ -185,13 +185,16 @@ async def test_a_sender_that_is_lost_inside_the_block_raises_nothing_and_its_suc
 
 
 @pytest.mark.requirement(243)
+@pytest.mark.schemes("some")
 async def test_a_receiver_that_is_shut_down_inside_the_block_says_so_and_its_memory_lasts(api: Api) -> None:
-    async with takers(api.scheme(), source=Model(1, LARGE)) as (_, [receiver], _):
+    async with takers(api.scheme(), source=Model(1, LARGE)) as (sender, [receiver], _):
         with pytest.raises(ClosedError, match="while a version was taken"):  # noqa: PT012
             async with receiver.take() as taken:
                 tensors = dict(taken.items())
                 await receiver.shutdown()
                 gc.collect()
+                for value in (2, 3, 4):
+                    await sender.publish(Model(value, LARGE))
                 assert {float(end) for tensor in tensors.values() for end in tensor.aminmax()} == {1}
 
 

@@ -910,8 +910,10 @@ def test_what_was_not_tried_is_not_reported_as_failed(station: Station) -> None:
     station.join()
     station.update(1, {"policy": (1, 10)})
     station.take()
-    station.machine.give_back(station.machine.take("policy"), KeyboardInterrupt(), unused=True)
-    assert (station.take(), station.machine.has("policy", 1)) == ([], True)
+    for error in (KeyboardInterrupt(), None):
+        station.machine.give_back(station.machine.take("policy"), error, unused=True)
+        assert (station.take(), station.machine.has("policy", 1)) == ([], True)
+    assert station.machine.holdings.version("policy") == 0
 
 
 def test_pong_shows_what_is_taken(station: Station) -> None:
