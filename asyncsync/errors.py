@@ -62,7 +62,7 @@ class Stale(WeightSyncError):
         lag: how many versions that is behind; None: the sender is lost, and cannot be asked.
     """
 
-    def __init__(self, message: str, version: int = 0, lag: int | None = None) -> None:
+    def __init__(self, message: str, version: int, lag: int | None) -> None:
         super().__init__(message)
         self.version = version
         self.lag = lag
