@@ -90,11 +90,14 @@ class _Followed:
             return
         version: int | None = None
         start: Message | None = None
+        outer = entered.get()  # of another follow around this one, for another model
 
         def note(gate: Gate) -> None:  # in whichever thread reads the model
             nonlocal version
             if gate is self._scheme.bus.gate:
                 version = self._scheme.version
+            if outer is not None:
+                outer(gate)
 
         async def send_start() -> None:
             nonlocal start

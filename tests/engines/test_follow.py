@@ -1,7 +1,7 @@
 """``follow``: an ASGI application, on a real uvicorn, whose model follows a trainer."""
 
 import asyncio
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from typing import Any
 
 import pytest
@@ -171,6 +171,26 @@ async def test_it_leaves_a_connection_alone_that_was_there_and_ends_its_own() ->
                     if task is not None:
                         raise task
             await until(lambda sender=sender: "has left" in sender.status()[0].reason)
+
+
+async def test_of_several_models_each_has_a_header_of_its_own() -> None:
+    async with AsyncExitStack() as stack:
+        senders, schemes, models = [], [], []
+        for name in ("policy", "value"):
+            sender = ZMQWeightSyncScheme(num_workers=1)
+            sender.init_on_sender(model_id=name, model=Model(1.0))
+            senders.append(sender)
+            schemes.append(receiver_of(sender, 0, Model(-1.0), name))
+            models.append(schemes[-1].model)
+        await stack.enter_async_context(connected(*senders, *schemes))
+        app: Any = App(lambda: models[0]() | models[1](), schemes[0])
+        for name, scheme in zip(("policy", "value"), schemes, strict=True):
+            app = await stack.enter_async_context(follow(app, scheme, header=f"{name}-version"))
+        port = await stack.enter_async_context(serving(app))
+        for _ in range(3):
+            await senders[1].send_async(Model(2.0))
+        async with request(port, "/thread") as answer:
+            assert (answer.headers["policy-version"], answer.headers["value-version"]) == ("1", "4")
 
 
 async def test_what_is_not_http_passes_through_as_it_is() -> None:
