@@ -794,6 +794,7 @@ def test_commit_applies_just_what_it_names(station: Station) -> None:
         station.receive(messages.Update(EPOCH, serial, True, (part,), phase=phase), payload)
 
     phase(1, 5, messages.STAGE)
+    assert station.machine.targets == {}, "it is to have that at its commit"
     phase(2, 6, messages.COMMIT)
     assert (station.machine.held is not None, list(station.machine.staged)) == (True, [])
     phase(3, 5, messages.COMMIT)
