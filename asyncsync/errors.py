@@ -20,6 +20,7 @@ __all__ = [
     "ProtocolError",
     "RemoteError",
     "SchemaMismatch",
+    "Stale",
     "Superseded",
     "WeightSyncError",
 ]
@@ -51,6 +52,23 @@ class PeerLost(WeightSyncError):
 
 class SchemaMismatch(WeightSyncError, ValueError):
     """Weights and model do not fit together: keys, shapes or dtypes differ. Nothing was changed."""
+
+
+class Stale(WeightSyncError):
+    """This receiver is further behind its sender than it may be.
+
+    Attributes:
+        version: what it has.
+        lag: how many versions that is behind; None: the sender is lost, and cannot be asked.
+    """
+
+    def __init__(self, message: str, version: int, lag: int | None) -> None:
+        super().__init__(message)
+        self.version = version
+        self.lag = lag
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (*self.args, self.version, self.lag)
 
 
 class Superseded(WeightSyncError):

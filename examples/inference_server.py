@@ -4,11 +4,12 @@ Run me: python inference_server.py, or each part by itself:
 
     python inference_server.py train ENDPOINT --checkpoint FILE     # one at a time, again and again
     python inference_server.py serve ENDPOINT --port 8000
-    curl localhost:8000/predict -d '{"inputs": [[1, 2]]}'           # {"version": 12, "loss": 9.6, "outputs": [[-0.18]]}
+    curl -i localhost:8000/predict -d '{"inputs": [[1, 2]]}'        # x-weight-version: 12, {"outputs": [[-0.18]]}
 
 Without arguments it runs both, asks all along, and kills the trainer in between. A server needs no trainer to answer:
-it has weights of its own, which are replaced between two predictions. `reconnect=True` has it follow the next trainer
-on the same endpoint, and the trainer's checkpoint has versions go on where they were.
+it has weights of its own, which are replaced between two calls of the model. `follow` has each response name the
+version that it was made with. `reconnect=True` has the server follow the next trainer on the same endpoint, and the
+trainer's checkpoint has versions go on where they were.
 """
 
 import argparse
@@ -16,13 +17,17 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import sys
 import tempfile
+from typing import Any
 
 import torch
+import uvicorn
 from torch import nn
 
-from asyncsync import NotConnected, ZMQWeightSyncScheme
+from asyncsync import ZMQWeightSyncScheme
+from asyncsync.engines import follow
 
 # -- the trainer -------------------------------------------------------------------------------------------------------
 
@@ -74,77 +79,63 @@ async def train(endpoint: str, checkpoint: str) -> None:
 
 
 class Server:
-    """Answers POST /predict and GET /status."""
+    """An ASGI application with POST /predict and GET /status. Starlette's or FastAPI's would do as well."""
 
     def __init__(self, scheme: ZMQWeightSyncScheme, model: nn.Module) -> None:
         self.scheme, self.model = scheme, model
 
-    def predict(self, inputs: list[list[float]]) -> dict[str, object]:
-        with torch.no_grad(), self.scheme.hold() as held:  # no update comes in between
-            outputs = self.model(torch.tensor(inputs, dtype=torch.float32)).tolist()
-            return {"version": held.version, **held.metadata, "outputs": outputs}
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        body, more = b"", True
+        while more and len(body) < 1 << 20:
+            message = await receive()
+            body, more = body + message.get("body", b""), message.get("more_body", False)
+        code, found = await self.answer(scope["method"], scope["path"], body)
+        answer = json.dumps(found).encode()
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(answer))]
+        await send({"type": "http.response.start", "status": code, "headers": headers})
+        await send({"type": "http.response.body", "body": answer})
 
     async def answer(self, method: str, path: str, body: bytes) -> tuple[int, dict[str, object]]:
         if (method, path) == ("GET", "/status"):
             [status] = self.scheme.status().values()
-            return 200, {"version": self.scheme.version, "trainer": status.state, "why": status.reason}
+            about = {"version": self.scheme.version, **self.scheme.metadata}
+            return 200, {**about, "trainer": status.state, "why": status.reason}
         if (method, path) != ("POST", "/predict"):
             return 404, {"error": "there are POST /predict and GET /status"}
         try:
-            return 200, await asyncio.to_thread(self.predict, json.loads(body)["inputs"])
+            inputs = torch.tensor(json.loads(body)["inputs"], dtype=torch.float32)
+            outputs = await asyncio.to_thread(self.model, inputs)  # of one version
+            return 200, {"outputs": outputs.tolist()}
         except (ValueError, KeyError, TypeError, RuntimeError) as error:
             return 400, {"error": f"inputs is a list of pairs of numbers ({error})"}
 
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection, with any number of requests."""
-        try:
-            while line := await reader.readline():
-                method, path, _ = line.decode().split(" ", 2)
-                length = 0
-                while (header := await reader.readline()).strip():
-                    name, _, value = header.decode().partition(":")
-                    length = int(value) if name.lower() == "content-length" else length
-                code, found = await self.answer(method, path, await reader.readexactly(min(length, 1 << 20)))
-                text = json.dumps(found).encode()
-                head = f"HTTP/1.1 {code} -\r\nContent-Type: application/json\r\nContent-Length: {len(text)}\r\n\r\n"
-                writer.write(head.encode() + text)
-                await writer.drain()
-        except (ValueError, ConnectionError, asyncio.IncompleteReadError):
-            pass  # not HTTP, or it has gone
-        finally:
-            writer.close()
-
 
 async def serve(endpoint: str, port: int, index: int) -> None:
-    model = make_model()
+    model = make_model().requires_grad_(False)
     scheme = ZMQWeightSyncScheme(endpoint=endpoint)
     scheme.init_on_receiver("policy", model=model, worker_idx=index, reconnect=True)
-    async with scheme:
-        while True:
-            try:
-                await scheme.connect(timeout=10)
-                break
-            except NotConnected as error:
-                print(f"server: {error}", flush=True)
-        http = await asyncio.start_server(Server(scheme, model).serve, "127.0.0.1", port)
-        print(f"server: http://127.0.0.1:{http.sockets[0].getsockname()[1]} has version {scheme.version}", flush=True)
-        async with http:
-            await http.serve_forever()
+    listening = socket.create_server(("127.0.0.1", port))
+    async with follow(Server(scheme, model), scheme, timeout=600) as served:  # it waits for the first trainer
+        print(f"server: http://127.0.0.1:{listening.getsockname()[1]} has version {scheme.version}", flush=True)
+        await uvicorn.Server(uvicorn.Config(served, log_level="warning", lifespan="off")).serve([listening])
 
 
 # -- both --------------------------------------------------------------------------------------------------------------
 
 
-async def ask(port: int, inputs: list[list[float]]) -> dict[str, object]:
+async def ask(port: int, inputs: list[list[float]]) -> tuple[int, dict[str, object]]:
+    """The version that has answered, and its answer."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         body = json.dumps({"inputs": inputs}).encode()
-        writer.write(b"POST /predict HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        head = "POST /predict HTTP/1.1\r\nHost: here\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
+        writer.write((head % len(body)).encode() + body)
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
         if " 200 " not in head:
             raise RuntimeError(head)
-        found: dict[str, object] = json.loads(await reader.readexactly(int(head.rpartition(":")[2])))
-        return found
+        headers = dict(line.split(": ", 1) for line in head.splitlines()[1:] if line)
+        found: dict[str, object] = json.loads(await reader.readexactly(int(headers["content-length"])))
+        return int(headers["x-weight-version"]), found
     finally:
         writer.close()
 
@@ -168,8 +159,8 @@ async def both(seconds: float) -> None:
             versions, killed, end = [], 0, loop.time() + seconds
             before = 0
             while loop.time() < end or versions[-1] <= before + 1:  # until the second trainer has been heard of
-                found = await ask(port, [[1.0, 2.0]])
-                versions.append(int(str(found["version"])))
+                version, found = await ask(port, [[1.0, 2.0]])
+                versions.append(version)
                 if not killed and versions[-1] > versions[0] + 3:
                     killed, before = trainer.pid, versions[-1]
                     print(f"version {before}: the trainer is killed", flush=True)

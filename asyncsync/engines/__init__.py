@@ -1,4 +1,23 @@
 """Inference engines that follow a trainer: a switch of versions that is all or nothing, and goes back when it fails.
 
-Each engine has a package of its own, which says how the engine is told to use it. They use what asyncsync.sync offers.
+Each engine has a package of its own, which says how the engine is told to use it. For servers of one's own there are
+``follow`` and ``Staleness``, on the asyncio schemes. Importing this package loads none of them: vLLM does so in each of
+its processes.
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from asyncsync.engines.asgi import follow
+    from asyncsync.engines.staleness import Staleness
+
+__all__ = ["Staleness", "follow"]
+
+_MODULES = {"Staleness": "staleness", "follow": "asgi"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

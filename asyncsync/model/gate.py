@@ -77,6 +77,8 @@ class Reader:
 
 # The innermost reader of this context: forwards and holds of every gate, linked through `parent`.
 innermost: ContextVar[Reader | None] = ContextVar("asyncsync_reader", default=None)
+# What is called, with the gate, by each reader of this context that has come in; None: nothing.
+entered: ContextVar[Callable[[Gate], None] | None] = ContextVar("asyncsync_entered", default=None)
 
 
 class Hold(Generic[T]):
@@ -452,6 +454,8 @@ class Gate:
                         self._asleep -= 1
             if nap is None:
                 innermost.set(reader)
+                if (tell := entered.get()) is not None:
+                    tell(self)
                 return
 
     def enter_call(self, frame: FrameType) -> None:
@@ -474,6 +478,8 @@ class Gate:
                     self._waiters.add(waiter)
             if nap is None:
                 innermost.set(reader)
+                if (tell := entered.get()) is not None:
+                    tell(self)
                 return
             try:
                 await asyncio.wait({waiter}, timeout=nap)

@@ -6,16 +6,17 @@ import pickle
 import pytest
 
 from asyncsync import errors
-from asyncsync.errors import AckTimeout, PartialSendError, PeerLost, RemoteError, WeightSyncError
+from asyncsync.errors import AckTimeout, PartialSendError, PeerLost, RemoteError, Stale, Superseded, WeightSyncError
 
 ALL = {value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, WeightSyncError)}
-PLAIN = sorted(ALL - {RemoteError, PartialSendError}, key=lambda cls: cls.__name__)
+PLAIN = sorted(ALL - {RemoteError, PartialSendError, Stale, Superseded}, key=lambda cls: cls.__name__)
 
 
 def samples() -> list[WeightSyncError]:
     remote = RemoteError("builtins.ValueError", "bad weights", "Traceback …\nValueError: bad weights")
     partial = PartialSendError({0: 7}, {2: PeerLost("worker 2 has died"), 1: remote})
-    return [cls(f"what happened to {cls.__name__}") for cls in PLAIN] + [remote, RemoteError("X", "y"), partial]
+    others = [remote, RemoteError("X", "y"), partial, Stale("too old", 3, 4), Superseded("too late", 5)]
+    return [cls(f"what happened to {cls.__name__}") for cls in PLAIN] + others
 
 
 @pytest.mark.parametrize("error", samples(), ids=lambda e: type(e).__name__)
