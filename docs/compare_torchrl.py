@@ -26,7 +26,10 @@ MODULES = {
     "torchrl.collectors.distributed": ("asyncsync.collectors.distributed", "asyncsync.collectors"),
 }
 ACTOR = """`Evaluator(backend="ray", collector_kwargs={"remote_configs": {"num_gpus": 1}})`"""
-SERVER = "a step to come: until then, `asyncsync.sync.ZMQWeightSyncScheme`, with a receiver in the server's program"
+SERVER = "[inference engines](engines.md): a backend of vLLM's, and `take` for others"
+CONSTRUCTED = "an argument of the constructor; no attribute"
+NEEDLESS = "no: nothing needs it"
+BY_BUS = "no: it travels on the bus"
 REASONS = {
     # names of modules
     "VLLMWeightSyncScheme": SERVER,
@@ -42,12 +45,12 @@ REASONS = {
     "SGLangCollectiveTransport": SERVER,
     "get_model_metadata": "no: `connect` shows every receiver names, dtypes and shapes",
     "get_sglang_model_metadata": "no: `connect` shows every receiver names, dtypes and shapes",
-    "BaseCollector": "`asyncsync.collectors.base.BaseCollector`; not exported, as nothing is derived from it directly",
+    "BaseCollector": "`asyncsync.collectors.base.BaseCollector`",
     "AsyncCollector": "`MultiAsyncCollector([create_env_fn], …)`: the same with one worker",
     "AsyncBatchedCollector": "no: for many environments and one policy, `GymEnv(…, num_envs=n)` in a `Collector`",
-    "InitialSyncTransport": "no: every transport of ours brings the first weights in `connect`",
-    "WeightSyncBackend": "no: a type alias of names; `WeightSyncScheme.from_backend` knows them",
-    "RemoteModuleWeightUpdater": "no: a scheme sends to any process that has one of its receivers",
+    "InitialSyncTransport": "no: `connect` brings them",
+    "WeightSyncBackend": "no: `WeightSyncScheme.from_backend` knows them",
+    "RemoteModuleWeightUpdater": "no: a scheme sends to any process",
     "DEFAULT_SLURM_CONF": "no: `slurm_kwargs` are those of submitit",
     "submitit_delayed_launcher": '`launcher="torchrun"`, and `serve_node()` in the ranks that are nodes',
     "RayEvalWorker": ACTOR,
@@ -56,16 +59,16 @@ REASONS = {
     "*.verbose": "no: use `logging`, the logger is `asyncsync`",
     "*.args": "signatures are written out",
     "*.kwargs": "signatures are written out",
-    "*.trajs_per_batch": "an argument of the constructor; no attribute",
-    "*.trajs_per_write": "an argument of the constructor; no attribute",
-    "*.traj_format": "an argument of the constructor; no attribute",
-    "MultiSyncCollector.sync": "no: it is the synchronous one",
-    "MultiAsyncCollector.sync": "no: it is the asynchronous one",
-    "Evaluator.collector_cls": "no: an evaluation is a loop of its own, which ends with the episodes",
+    "*.trajs_per_batch": CONSTRUCTED,
+    "*.trajs_per_write": CONSTRUCTED,
+    "*.traj_format": CONSTRUCTED,
+    "MultiSyncCollector.sync": NEEDLESS,
+    "MultiAsyncCollector.sync": NEEDLESS,
+    "Evaluator.collector_cls": NEEDLESS,
     "Evaluator.num_gpus": ACTOR,
     "Evaluator.ray_kwargs": ACTOR,
     "DistributedCollector.update_interval": "`max_weight_update_interval`",
-    "RayCollector.use_env_creator": "no: what makes an environment travels by cloudpickle",
+    "RayCollector.use_env_creator": NEEDLESS,
     "RayCollector.add_collectors": "no: actors that are lost are made anew (`restarts=`)",
     "RayCollector.local_policy": "`collector.policy`",
     "RayCollector.num_workers": "an attribute of the object",
@@ -74,39 +77,43 @@ REASONS = {
     "*.env_device": "an argument of the constructor; each node's collector has the attribute",
     "*.policy_device": "an argument of the constructor; each node's collector has the attribute",
     "*.storing_device": "an argument of the constructor; each node's collector has the attribute",
-    "RandomPolicy.set_action_spec_from_env": "no: the collector gives it the environment's",
-    "MPTransport.ack_queue": "no: acknowledgements travel on the bus",
-    "MPTransport.weight_queue": "no: the weights' handle travels on the bus",
+    "RandomPolicy.set_action_spec_from_env": NEEDLESS,
+    "MPTransport.ack_queue": BY_BUS,
+    "MPTransport.weight_queue": BY_BUS,
     "MPTransport.timeout": "no: each wait takes `timeout=`",
     "MPTransport.send_weights_async": "no: `send_async` of the scheme",
     "*.send_weights_async": "no: `send_async` of the scheme",
-    "*.wait_ack": "no: acknowledgements travel on the bus",
+    "*.wait_ack": BY_BUS,
     "DistributedTransport.rank": "no: one transport serves all workers",
     "DistributedTransport.receive_initial_weights": "no: `connect` brings them",
     "DistributedTransport.send_initial_weights": "no: `connect` brings them",
-    "DistributedTransport.store": "no: workers learn from the instruction where the bytes are",
+    "DistributedTransport.store": BY_BUS,
     "DistributedTransport.sync": "`sync=` of the scheme",
     "DistributedTransport.send_weights_async": "no: `send_async` of the scheme",
-    "DistributedTransport.weights_buffer": "no: weights are received where they are used",
-    "RayTransport.remote_actor": "`init_on_sender(remotes=[…])` of the scheme: one transport serves all workers",
+    "DistributedTransport.weights_buffer": NEEDLESS,
+    "RayTransport.remote_actor": "`init_on_sender(remotes=[…])` of the scheme",
     "RayTransport.worker_idx": "no: one transport serves all workers",
     "RayTransport.backend": "`backend=` of the scheme",
     "RayTransport.connection_info_name": "an attribute of the scheme",
     "RayTransport.model_id": "`init_on_sender(model_id=…)` of the scheme",
     "RayTransport.set_model": "`init_on_receiver(model=…)` of the scheme",
-    "RayTransport.set_model_version": "no: each version travels with its weights",
-    "RayTransport.set_process_group": "no: a transport makes what it needs",
-    "RPCTransport.collector_info": "no: an RRef knows its owner",
-    "RPCTransport.collector_rref": "`init_on_sender(remotes=[…])` of the scheme: one transport serves all workers",
-    "RPCTransport.collector_class": "no: any object that has the method",
+    "RayTransport.set_model_version": BY_BUS,
+    "RayTransport.set_process_group": NEEDLESS,
+    "RPCTransport.collector_info": NEEDLESS,
+    "RPCTransport.collector_rref": "`init_on_sender(remotes=[…])` of the scheme",
+    "RPCTransport.collector_class": NEEDLESS,
     "RPCTransport.worker_rank": "no: one transport serves all workers",
     "SharedMemTransport.register_weights": "no: `init_on_sender` of the scheme",
-    "SharedMemTransport.send_ack": "no: acknowledgements travel on the bus",
-    "SharedMemTransport.unique_weights": "no: a slot holds one version, whoever it is for",
+    "SharedMemTransport.send_ack": BY_BUS,
+    "SharedMemTransport.unique_weights": NEEDLESS,
 }
 # Instances have these.
 OF_INSTANCES = {"strategy", "post_hooks", "collectors"}
 DISTRIBUTED = re.compile("Ray|RPC|Distributed")
+COLLECTORS = {
+    *("Collector", "MultiCollector", "MultiSyncCollector", "MultiAsyncCollector"),
+    *("DistributedCollector", "RPCCollector", "RayCollector"),
+}
 
 
 def tables() -> dict[str, str]:
@@ -149,7 +156,7 @@ def _joined(names: list[str]) -> str:
         alike.setdefault(tuple(kinds), []).append(f"`{part}`")
     texts = []
     for kinds, parts in alike.items():
-        left = ", ".join(f"`{kind}`" for kind in kinds if kind)
+        left = "all collectors" if set(kinds) == COLLECTORS else ", ".join(f"`{kind}`" for kind in kinds if kind)
         texts.append(f"{left}: {', '.join(parts)}" if left else ", ".join(parts))
     return "; ".join(texts)
 

@@ -5,12 +5,18 @@ import os
 import re
 import tempfile
 import textwrap
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+import asyncsync
+import asyncsync.sync
 from asyncsync.net.endpoint import sweep
 from helpers.command import EXAMPLES, private_directories, run
+from helpers.pairs import Model
 
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(120)]  # up to three processes, each of which imports torch
 
@@ -197,3 +203,42 @@ def test_a_learner_of_several_processes_publishes_whole_weights(tmp_path: Path) 
     code, out, err = run(path, cwd=tmp_path)
     assert (code, out) == (0, "2 [5.0]\n3 [6.0]\n"), err  # with DDP, then FSDP; torch may warn of what is none of ours
     assert private_directories() == []
+
+
+class Engine:
+    """Takes what comes, or raises after the first tensor."""
+
+    def __init__(self) -> None:
+        self.weights: dict[str, torch.Tensor] = {}
+        self.fails = False
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            self.weights[name] = tensor.clone()
+            if self.fails:
+                self.fails = False
+                raise OSError("no room")
+
+    def holds(self, value: float) -> bool:
+        return all(bool((tensor == value).all()) for tensor in self.weights.values())
+
+
+@pytest.mark.requirement(243)
+def test_an_engine_of_ones_own_loads_goes_back_and_loads_again() -> None:
+    sender = asyncsync.sync.SharedMemWeightSyncScheme(min_workers=0)
+    sender.init_on_sender(model_id="policy", model=Model(1))
+    sender.connect()
+    names: dict[str, Any] = {"asyncsync": asyncsync, "endpoint": sender.bus.endpoint}
+    exec(fragment("docs/engines.md", "def load_next"), names)
+    load_next, scheme, engine = names["load_next"], names["scheme"], Engine()
+    with sender, scheme:
+        assert (load_next(scheme, engine), engine.holds(1)) == (1, True)
+        version = sender.publish(Model(2))
+        engine.fails = True
+        with pytest.raises(OSError, match="no room"):
+            load_next(scheme, engine)
+        assert engine.holds(1)
+        with pytest.raises(asyncsync.PartialSendError, match="no room"):
+            sender.wait_version(version, timeout=10)
+        assert (load_next(scheme, engine), engine.holds(2)) == (version, True)
+        sender.wait_version(version, timeout=10)

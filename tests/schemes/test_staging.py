@@ -13,6 +13,7 @@ LARGE = 300_000
 
 
 @pytest.mark.requirement(242)
+@pytest.mark.promise(49)
 @pytest.mark.schemes("every")
 async def test_what_is_staged_is_applied_at_the_commit_by_all_and_not_before(api: Api) -> None:
     async with api.crew(2) as everybody:
@@ -33,6 +34,7 @@ async def test_what_is_staged_is_applied_at_the_commit_by_all_and_not_before(api
 
 
 @pytest.mark.requirement(242)
+@pytest.mark.promise(49)
 @pytest.mark.schemes("some")
 async def test_what_is_dropped_goes_to_nobody_and_its_number_is_not_used_again(api: Api) -> None:
     async with api.crew(1, source=Model(0, LARGE), models=[Model(-1, LARGE)]) as everybody:
@@ -60,6 +62,7 @@ async def test_what_is_dropped_goes_to_nobody_and_its_number_is_not_used_again(a
 
 
 @pytest.mark.requirement(242)
+@pytest.mark.promise(11, 49)
 async def test_who_joins_before_the_commit_begins_with_the_version_before(api: Api) -> None:
     sender = api.sender(Model(1), scheme={"min_workers": 1})
     first, late = Model(), Model()
@@ -114,6 +117,7 @@ async def test_a_model_that_cannot_take_what_is_staged_refuses_it_before_the_com
 
 
 @pytest.mark.requirement(242)
+@pytest.mark.promise(3, 49)
 async def test_the_commit_waits_for_readers_as_every_update_does(api: Api) -> None:
     async with api.crew(1) as everybody:
         sender = everybody.sender
@@ -128,6 +132,7 @@ async def test_the_commit_waits_for_readers_as_every_update_does(api: Api) -> No
 
 
 @pytest.mark.requirement(242)
+@pytest.mark.promise(2, 49)
 async def test_a_bus_stages_several_models_that_switch_together(api: Api) -> None:
     async with api.family(2) as family:
         version = await family.bus.stage({name: fill(source, 1) for name, source in family.sources.items()})

@@ -29,6 +29,7 @@ def numbers(version: Any) -> set[float]:
 
 
 @pytest.mark.requirement(243)
+@pytest.mark.promise(51)
 @pytest.mark.schemes("addressed")
 @pytest.mark.parametrize("width", [64, LARGE])
 async def test_a_version_is_taken_as_named_tensors_and_counts_as_applied_when_the_block_ends(
@@ -56,6 +57,7 @@ async def test_a_version_is_taken_as_named_tensors_and_counts_as_applied_when_th
 
 
 @pytest.mark.requirement(243)
+@pytest.mark.promise(51)
 @pytest.mark.schemes("some")
 async def test_what_the_block_raises_reaches_the_sender_and_the_version_can_be_taken_again(api: Api) -> None:
     async with takers(api.scheme()) as (sender, [receiver], _):
@@ -81,6 +83,7 @@ async def test_what_the_block_raises_reaches_the_sender_and_the_version_can_be_t
 
 
 @pytest.mark.requirement(243)
+@pytest.mark.promise(50)
 async def test_exactly_one_version_is_taken_or_the_error_says_what_there_is(api: Api) -> None:
     async with takers(api.scheme()) as (sender, [receiver], _):
         async with receiver.take(1):
@@ -111,6 +114,7 @@ async def _versions(receiver: Any, version: int) -> int:
 
 
 @pytest.mark.requirement(243)
+@pytest.mark.promise(50)
 async def test_nothing_newer_replaces_what_is_taken_and_only_one_is_taken_at_a_time(api: Api) -> None:
     async with takers(api.scheme(), source=Model(1, LARGE)) as (sender, [receiver], _):
         async with receiver.take() as taken:
@@ -125,6 +129,7 @@ async def test_nothing_newer_replaces_what_is_taken_and_only_one_is_taken_at_a_t
 
 
 @pytest.mark.requirement(243)
+@pytest.mark.promise(24, 52)
 @pytest.mark.schemes("in place")
 async def test_a_sender_never_waits_for_the_slots_of_what_is_taken(api: Api) -> None:
     async with takers(api.scheme(slots=2, map_above=0), 2) as (sender, receivers, _):
@@ -142,6 +147,7 @@ async def test_a_sender_never_waits_for_the_slots_of_what_is_taken(api: Api) -> 
 
 
 @pytest.mark.requirement(243)
+@pytest.mark.promise(27, 50)
 @pytest.mark.schemes("in place")
 async def test_what_the_block_writes_stays_in_this_process(api: Api) -> None:
     async with takers(api.scheme(map_above=0), 2) as (_, receivers, _):
@@ -154,6 +160,7 @@ async def test_what_the_block_writes_stays_in_this_process(api: Api) -> None:
 
 
 @pytest.mark.requirement(243)
+@pytest.mark.promise(50)
 async def test_a_sender_that_is_lost_inside_the_block_raises_nothing_and_its_successor_at_the_end() -> None:
     scheme = ZMQWeightSyncScheme()
     scheme.init_on_sender(model_id="policy", model=Model(1), min_workers=0)
@@ -199,6 +206,7 @@ async def test_a_receiver_that_is_shut_down_inside_the_block_says_so_and_its_mem
 
 
 @pytest.mark.requirement(243)
+@pytest.mark.promise(19, 51)
 async def test_a_cancelled_block_gives_the_version_back(api: Api) -> None:
     async with takers(api.scheme()) as (sender, [receiver], _):
         entered = asyncio.Event()

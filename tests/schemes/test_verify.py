@@ -25,6 +25,7 @@ def spoil(model: nn.Module, *names: str) -> None:
             tensors[name].view(-1)[-1] += 1
 
 
+@pytest.mark.promise(53)
 @pytest.mark.schemes("all")
 async def test_it_names_the_tensors_that_differ(api: Api) -> None:
     models = [Stateful(-1.0), Stateful(-1.0)]
@@ -67,6 +68,7 @@ class OwnApply:
         self.seen = weights
 
 
+@pytest.mark.promise(53)
 async def test_what_is_not_what_was_sent_is_not_comparable(api: Api) -> None:
     sender = api.sender(source := Model(1), num_workers=6)
     half = [receiver_of(sender, i, Model().to(dtype), cast=True) for i, dtype in enumerate((torch.half, torch.float))]
@@ -132,6 +134,7 @@ async def test_without_weights_or_workers_there_is_nothing_to_compare(api: Api) 
             assert await sender.verify(timeout=5) == {7: NotComparable("nothing has been published for it yet")}
 
 
+@pytest.mark.promise(53)
 @pytest.mark.schemes("some")
 @pytest.mark.parametrize("width", [64, LARGE])
 async def test_versions_that_are_sent_meanwhile_are_no_difference(api: Api, width: int) -> None:
