@@ -13,11 +13,17 @@ page and its ``MultiCollector``.
 
 from __future__ import annotations
 
+import asyncio
+import math
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from inspect import Parameter
+from multiprocessing.managers import BaseProxy
+from multiprocessing.util import Finalize
 from typing import Any, Literal, Unpack
 
 import torch
@@ -28,39 +34,37 @@ from asyncsync.arguments import declared, options_of
 from asyncsync.bus.core import DEFAULT_TIMEOUT
 from asyncsync.collectors.arguments import (
     check_count,
+    check_devices,
     check_factories,
+    check_policy,
+    check_policy_factory,
     each,
     exact_device,
+    flattened,
     frames_or_none,
+    is_list,
     own_arguments,
+    warn_rounding,
+    whole,
     with_partial,
 )
-from asyncsync.collectors.base import ANSWER_SECONDS, BaseCollector, Signals, _part
+from asyncsync.collectors.base import ANSWER_SECONDS, SHUTDOWN_SECONDS, BaseCollector, Signals, _part
 from asyncsync.collectors.multi.driver import AsyncDriver, BatchArguments, Driver, SyncDriver
-from asyncsync.collectors.multi.starting import (
-    check_own_schemes,
-    check_shared,
-    connect,
-    described,
-    devices_of_workers,
-    frames_of_workers,
-    make_finalizers,
-    policies_of_workers,
-    wait_until_built,
-    ways_of_weights,
-)
 from asyncsync.collectors.multi.torchrl_private import let_workers_begin
 from asyncsync.collectors.options import Chooses, MultiOptions, family
 from asyncsync.collectors.profiling import ProfileConfig
 from asyncsync.collectors.single import Collector
 from asyncsync.collectors.trajectories import on_device, processed
-from asyncsync.collectors.weights.updates import UnknownModel, _RegisteredModels, belongs_to, fitted
+from asyncsync.collectors.weights.legacy_updaters import MultiProcessedWeightUpdater, WeightUpdaterBase, make_updater
+from asyncsync.collectors.weights.updates import UnknownModel, _RegisteredModels, belongs_to, fitted, shut_down_all
 from asyncsync.collectors.whole_trajectories import check_trajectories
 from asyncsync.collectors.workers.group import WorkerGroup
 from asyncsync.collectors.workers.local import LocalFamily, check_platform, check_start_method
-from asyncsync.collectors.workers.messages import loads
+from asyncsync.collectors.workers.messages import loads, pickled
+from asyncsync.collectors.workers.worker import Specification
 from asyncsync.errors import AckTimeout, PartialSendError, PeerLost
-from asyncsync.runtime.threads import uninterrupted
+from asyncsync.runtime import loop_thread
+from asyncsync.runtime.threads import elsewhere, uninterrupted
 from asyncsync.schemes.none import NoSyncCore
 from asyncsync.schemes.sources import follow
 from asyncsync.sync import SharedMemWeightSyncScheme
@@ -119,23 +123,16 @@ class GroupCollector(BaseCollector):
         given: dict[str, Any] = {**options}
         factories = check_factories(create_env_fn, given["num_workers"])
         self.num_workers = count = len(factories)
-        updater, schemes = given["weight_updater"], given["weight_sync_schemes"]
-        if updater is not None and schemes is not None:
-            raise TypeError("weight_updater and weight_sync_schemes exclude each other: pass the schemes alone")
         frames_or_none("max_frames_per_traj", given["max_frames_per_traj"])  # refused here, not in a worker
         check_shared(given["replay_buffer"])
         check_start_method(given["start_method"])
         self._arguments = self._of_batches(given)
         policies = policies_of_workers(policy, given["policy_factory"], count)
-        updater, schemes = ways_of_weights(
-            policy,
-            given["policy_factory"] is not None,
-            updater,
-            schemes,
-            self.update_at_each_batch or self.max_weight_update_interval > 0,
-            self._default_scheme,
-        )
-        placed = devices_of_workers({name: given[name] for name in DEVICES}, given["collector_class"], count)
+        updater, schemes = self._ways_of_weights(policy, given)
+        own = own_arguments(given["collector_class"])  # perhaps with devices of its own
+        check_devices(dict(flattened({name: own.get(name, given[name]) for name in DEVICES})))
+        each_device = zip(*(each(name, given[name], count) for name in DEVICES), strict=True)
+        placed = [dict(zip(DEVICES, devices, strict=True)) for devices in each_device]
         self._acting_devices = {}
         self.policy_device, self.storing_device = (
             [exact_device(d["device"] if d[name] is None else d[name]) for d in placed]
@@ -174,9 +171,23 @@ class GroupCollector(BaseCollector):
         trajectories = check_trajectories(**seen)
         self._counts_frames = trajectories is None or buffer is not None
         dim, threshold = self._check_results(given["cat_results"], given["preemptive_threshold"])
-        frames, total, random = (given[name] for name in ("frames_per_batch", "total_frames", "init_random_frames"))
+        total = frames_or_none("total_frames", given["total_frames"])
+        frames = given["frames_per_batch"]
+        if is_list(frames):
+            check_count("frames_per_batch", frames, self.num_workers)
+            frames = [whole(f"frames_per_batch[{i}]", n, 1) for i, n in enumerate(frames)]
+            asked = self._driver_class.frames_of_batch(frames)
+        else:
+            asked = whole("frames_per_batch", frames, 1)
+            frames = self._driver_class.split(asked, self.num_workers)
+        if total is not None and (rest := total % asked):
+            warn_rounding(
+                f"total_frames ({total}) is not exactly divisible by frames_per_batch ({asked})", total + asked - rest
+            )
         return BatchArguments(
-            *frames_of_workers(frames, total, random, self.num_workers, self._driver_class),
+            frames,
+            math.inf if total is None else total,
+            frames_or_none("init_random_frames", given["init_random_frames"]) or 0,
             split_trajs=bool(given["split_trajs"]) and buffer is None,
             track_traj_ids=self.track_traj_ids,
             replay_buffer=buffer,
@@ -187,6 +198,36 @@ class GroupCollector(BaseCollector):
             dim=dim,
             threshold=threshold,
         )
+
+    def _ways_of_weights(
+        self, policy: Any, given: Mapping[str, Any]
+    ) -> tuple[WeightUpdaterBase | None, Mapping[str, Any]]:
+        """The updater and the schemes that bring weights to the workers. Raises TypeError, ValueError: nothing brings
+        weights to workers that need them."""
+        updater, schemes = given["weight_updater"], given["weight_sync_schemes"]
+        has_factory = given["policy_factory"] is not None
+        if updater is not None and schemes is not None:
+            raise TypeError("weight_updater and weight_sync_schemes exclude each other: pass the schemes alone")
+        if updater is not None:
+            updater = make_updater(updater, policy)
+        if schemes is None:
+            has_weights = isinstance(policy, nn.Module) and bool([*policy.parameters(), *policy.buffers()])
+            are_made_there = has_factory and policy is None and updater is None
+            needs_one = has_weights or are_made_there or isinstance(updater, MultiProcessedWeightUpdater)
+            schemes = {"policy": self._default_scheme()} if needs_one else {}
+        brings_weights = updater is not None or "policy" in schemes
+        if policy is not None and has_factory and not brings_weights:
+            raise TypeError(
+                "policy and policy_factory exclude each other, unless a scheme sends weights from one to the other: "
+                "pass one of them, or weight_sync_schemes={'policy': …}"
+            )
+        if (self.update_at_each_batch or self.max_weight_update_interval > 0) and not brings_weights:
+            raise ValueError(
+                "update_at_each_batch and max_weight_update_interval send the policy's weights, but no scheme or "
+                "updater carries them to the workers: pass a policy with parameters or buffers, "
+                "weight_sync_schemes={'policy': …}, or a weight_updater"
+            )
+        return updater, schemes
 
     def _of_each_worker(
         self, given: Mapping[str, Any], policy: Any, policies: Sequence[Any], placed: Sequence[Mapping[str, Any]]
@@ -219,26 +260,68 @@ class GroupCollector(BaseCollector):
         let_workers_begin(buffer)
         if hasattr(buffer, "share") and not getattr(buffer, "shared", True):
             buffer.share()
-        specifications = described(
-            factories,
-            each_own,
-            group.trajectory_pool,
+        common = Specification(
             kind=given["collector_class"] or Collector,
+            create_env_fn=None,
             post_collect_hook=given["post_collect_hook"],
             init_fn=given["init_fn"],
             threads=given["num_sub_threads"],
             follows=self._announces(),
             timeout=timeout,
         )
+        specifications = []
+        for factory, own in zip(factories, each_own, strict=True):
+            own.pop("replay_buffer", None)  # travels by itself
+            if own.get("traj_pool") is None:
+                own["traj_pool"] = group.trajectory_pool()
+            specifications.append(pickled(replace(common, create_env_fn=factory, arguments=own)))
         group.start(specifications, self._sender_schemes, buffer)
-        wait_until_built(group, self.num_workers, type(self).__name__, deadline)
+        self._wait_until_built(deadline)
         for index, info in group.infos.items():
             self._arguments.frames[index] = info.frames
             self._acting_devices[index] = info.devices
             self._check_dims(info.dims)
-        connect(group, self._connect_senders, self._end_weights, deadline)
+        self._connect(deadline)
         if given["weight_recv_schemes"] is not None:  # what comes is passed on at once
             self.register_scheme_receiver(given["weight_recv_schemes"])
+
+    def _wait_until_built(self, deadline: float) -> None:
+        try:
+            self.group.wait(lambda: len(self.group.infos) == self.num_workers, max(0.0, deadline - time.monotonic()))
+        except AckTimeout as error:
+            if error is self.group.failure:  # a worker's own
+                raise
+            missing = sorted(set(range(self.num_workers)) - set(self.group.infos))
+            raise AckTimeout(
+                f"workers {missing} of this {type(self).__name__} were not ready in time: pass a longer "
+                "connect_timeout, if importing libraries and making environments takes longer"
+            ) from None
+
+    def _connect(self, deadline: float) -> None:
+        """Connect both sides at the same time. When the workers fail, this side's attempt is ended."""
+        group, name = self.group, "asyncsync-collector-connect"
+
+        def left() -> float:
+            return max(0.0, deadline - time.monotonic())
+
+        def ended(sending: asyncio.Future[None]) -> None:
+            sending.exception()  # retrieved: whoever fails first is raised
+            group.nudge()
+
+        async def both() -> None:
+            sending = asyncio.ensure_future(elsewhere(name, lambda: self._connect_senders(left())))
+            sending.add_done_callback(ended)
+            try:
+                await group.until(
+                    lambda: sending.done() and (group.connected or sending.exception() is not None), left() + 1.0
+                )
+            except BaseException:
+                await elsewhere(name, lambda: self._end_weights(1.0))
+                await asyncio.wait([sending], timeout=3.0)
+                raise
+            sending.result()
+
+        loop_thread.run(both)
 
     # -- what a subclass decides --------------------------------------------------------------------------------------
 
@@ -685,3 +768,66 @@ def are_equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
             return False
 
     return one.keys() == other.keys() and all(same(value, other[name]) for name, value in one.items())
+
+
+def policies_of_workers(policy: Any, policy_factory: Any, count: int) -> list[Any]:
+    """What makes each worker's policy; None: it is the collector's. Raises TypeError, ValueError."""
+    policies = each("policy_factory", policy_factory, count)
+    for index, factory in enumerate(policies):
+        check_policy_factory(f"policy_factory[{index}]" if is_list(policy_factory) else "policy_factory", factory)
+    if policy_factory is None:  # else policy is the source of weights only
+        check_policy(policy)
+        if policy is not None and not callable(policy):
+            raise TypeError(f"policy must be callable, not {type(policy).__name__}: pass a module or a function")
+    return policies
+
+
+def check_shared(replay_buffer: Any) -> None:
+    """Raises TypeError: each worker would fill a copy of its own, which nobody sees."""
+    if replay_buffer is None or isinstance(replay_buffer, BaseProxy):
+        return
+    if not hasattr(replay_buffer, "share") and not getattr(replay_buffer, "shared", False):
+        raise TypeError(
+            f"replay_buffer is a {type(replay_buffer).__name__}, and each worker would fill its own copy: pass one "
+            "that processes share, such as TorchRL's ReplayBuffer(…, shared=True) or a proxy of a multiprocessing "
+            "manager. If yours pickles as a handle on shared storage, set replay_buffer.shared = True"
+        )
+
+
+def check_own_schemes(arguments: Sequence[Mapping[str, Any]]) -> None:
+    """Raises ValueError: several workers with workers of their own would send by the same scheme, from one address."""
+    given = [found for one in arguments for found in (one.get("weight_sync_schemes") or {}).items()]
+    moving = [(m, scheme) for m, scheme in given if not isinstance(scheme, NoSyncCore)]
+    for model_id, scheme in moving:
+        if sum(scheme is other for _, other in moving) > 1:
+            raise ValueError(
+                f"weight_sync_schemes[{model_id!r}] is one scheme for several workers, but each needs its own to send "
+                "to the workers below it: leave it out, pass collector_kwargs=[{…}, {…}] with a dict for each node, or "
+                "pass a function as collector_class that makes the scheme"
+            )
+
+
+def make_finalizers(
+    collector: object, group: WorkerGroup, schemes: Mapping[str, Any]
+) -> tuple[Callable[[], object], ...]:
+    """The ends of a collector that is forgotten, and of a program without shutdown(). Returns what cancels them."""
+
+    def end() -> None:
+        if not group.is_ours:
+            return
+        group.end(SHUTDOWN_SECONDS)
+        shut_down_all(schemes.values(), 1.0)
+        at_exit.cancel()
+
+    # multiprocessing joins workers that are no daemons when the program ends: this comes first, and before the bus's.
+    at_exit = Finalize(None, end, exitpriority=20)
+
+    def forgotten() -> None:
+        # Garbage is collected in any thread, between any two lines: no place to wait.
+        if group.is_ours:
+            group.stop()  # before the places go, which a worker may be about to open
+            threading.Thread(target=end, name="asyncsync-collector-end", daemon=True).start()
+
+    forget = weakref.finalize(collector, forgotten)
+    forget.atexit = False
+    return forget.detach, at_exit.cancel

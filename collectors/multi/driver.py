@@ -34,6 +34,7 @@ from asyncsync.collectors.workers.shared_batches import SharedPlace, SharedPlace
 from asyncsync.errors import ClosedError, PartialSendError
 from asyncsync.runtime import loop_thread
 from asyncsync.runtime.threads import elsewhere
+from asyncsync.schemes.blocking import now
 
 logger = logging.getLogger("asyncsync")
 
@@ -236,15 +237,24 @@ class Driver(ABC):
 
     def iterator(self) -> Iterator[TensorDictBase | None]:
         """Batches until there are no more."""
-        while found := self._next():
+        while found := now(self._next(blocking=True)):
             if found[0] is not None or self._arguments.trajectories is None:
                 yield found.pop()  # not kept here: its memory is free when the user lets go of it
 
-    def _next(self) -> list[TensorDictBase | None]:
+    async def next_async(self) -> TensorDictBase | None:
+        """The next batch. Raises StopAsyncIteration at the end."""
+        while found := await self._next(blocking=False):
+            if found[0] is not None or self._arguments.trajectories is None:
+                return found.pop()
+        raise StopAsyncIteration
+
+    async def _next(self, *, blocking: bool) -> list[TensorDictBase | None]:
+        """The next batch, or none. With ``blocking`` this awaits nothing, so that ``now`` runs it in the caller's
+        thread."""
         if self._is_in_vain():
             return []
         caller = Caller()
-        if any(other.thread == caller.thread for other in list(self._callers)):
+        if blocking and any(other.thread == caller.thread for other in list(self._callers)):
             # A coroutine of this thread's event loop comes first, or this thread is in the middle of a batch.
             raise RuntimeError(
                 f"this thread already makes or awaits the next batch of this {self._name}: await it there, or "
@@ -252,11 +262,23 @@ class Driver(ABC):
             )
         try:
             self._callers.add(caller)
-            loop_thread.run(partial(self._serve, caller))
-            return [] if caller.made is None else [self._taken(caller, caller.made)]
+            serve = partial(self._serve, caller)
+            if blocking:
+                loop_thread.run(serve)
+            else:
+                await loop_thread.awaitable(serve)
+            if (made := caller.made) is None:
+                return []
+            if not blocking and caller.has_turn and not made.is_finished:
+                # if cancelled, it is finished for the next caller
+                await elsewhere("asyncsync-collector-batch", partial(self._finish_for, caller, made))
+            return [self._taken(caller, made)]
         except Exception:
             if caller.begins:  # documented: collection stops
-                self._collector.shutdown()
+                if blocking:
+                    self._collector.shutdown()
+                else:
+                    await self._collector.shutdown_elsewhere()
             raise
         finally:
             try:
@@ -264,35 +286,6 @@ class Driver(ABC):
             except BaseException:  # Ctrl-C
                 self._leave(caller)
                 raise
-
-    async def next_async(self) -> TensorDictBase | None:
-        """The next batch. Raises StopAsyncIteration at the end."""
-        while (batch := await self._next_async()) is None and self._arguments.trajectories is not None:
-            pass
-        return batch
-
-    async def _next_async(self) -> TensorDictBase | None:
-        if self._is_in_vain():
-            raise StopAsyncIteration
-        caller = Caller()
-        try:
-            self._callers.add(caller)
-            await loop_thread.awaitable(partial(self._serve, caller))
-            if (made := caller.made) is not None:
-                if caller.has_turn and not made.is_finished:  # if cancelled, it is finished for the next caller
-                    await elsewhere("asyncsync-collector-batch", partial(self._finish_for, caller, made))
-                return self._taken(caller, made)
-        except Exception:
-            if caller.begins:
-                await self._collector.shutdown_elsewhere()
-            raise
-        finally:
-            try:
-                self._leave(caller)
-            except BaseException:  # Ctrl-C
-                self._leave(caller)
-                raise
-        raise StopAsyncIteration
 
     def _is_in_vain(self) -> bool:
         """Whether the loop thread need not be asked, as there are no more batches. Raises RuntimeError: the caller
