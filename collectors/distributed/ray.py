@@ -37,30 +37,16 @@ GROUPS = {"messages": 2, "answers": 1}
 FETCH_SECONDS = 60.0
 
 
-class NodeActor:
-    """What runs in the actor: a node, and what TorchRL's and this library's schemes call on the actors of a
-    collector."""
+class NodeActor(Node):
+    """What runs in the actor: a node, on which TorchRL's and this library's schemes call methods, too."""
 
-    def __init__(self, rank: int) -> None:
-        self._node = Node(rank)
-
-    def put(self, number: int, message: Message) -> None:
-        self._node.put(number, message)
-
-    def answers(self) -> tuple[list[Message], Any]:
+    def parcels(self) -> tuple[list[Message], Any]:
         """Answers, and apart from the last of them its batch."""
-        messages = self._node.answers()
-        batch = None
+        messages, batch = self.answers(), None
         if messages[-1][0] == "result":
             *head, batch = messages[-1]
             messages[-1] = (*head, batch is not None)
         return messages, batch
-
-    def cascade_execute(self, attr_path: str, *args: Any, **kwargs: Any) -> Any:
-        return self._node.cascade_execute(attr_path, *args, **kwargs)
-
-    def _receive_weights_scheme(self) -> None:
-        self._node._receive_weights_scheme()
 
 
 class RayFamily(NodeFamily):
@@ -99,7 +85,7 @@ class RayFamily(NodeFamily):
 
     def _listen(self, rank: int, actor: Any, reports: Reports) -> None:
         try:
-            answers, batch = actor.answers.options(concurrency_group="answers", num_returns=2).remote()
+            answers, batch = actor.parcels.options(concurrency_group="answers", num_returns=2).remote()
             answers.future().add_done_callback(partial(self._answered, rank, actor, reports, batch))
         except Exception as error:  # Ray is not there any more
             self.call_soon(reports.lost, error)

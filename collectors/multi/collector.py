@@ -463,7 +463,7 @@ class GroupCollector(BaseCollector):
 
     def rollout_for_trainer(self, random: bool | None, writes: bool) -> tuple[TensorDictBase | None, int]:
         self._driver.random = random
-        self.group.counted = self._signals.counted()  # for its own workers
+        self.group.page.counted = self._signals.counted()  # for its own workers
         before = self._driver.frames
         batch = self.next()
         if writes:
@@ -541,15 +541,15 @@ class GroupCollector(BaseCollector):
     @property
     def policy_version(self) -> int:
         is_root = self._senders.buses and not self.acting_weights.come_from_above
-        return self.group.counted + (self._senders.version if is_root else self.acting_weights.received())
+        return self.group.page.counted + (self._senders.version if is_root else self.acting_weights.received())
 
     def increment_version(self) -> None:
         """Count the policy's version up by one, for weights that reach the workers without a scheme. Workers write the
         new version into their frames from now on."""
-        self.group.count_version()
+        self.group.page.count()
 
     def _versions(self) -> dict[str, Any]:
-        return super()._versions() | {"own": self.group.counted}
+        return super()._versions() | {"own": self.group.page.counted}
 
     def _carry_on(self, versions: Mapping[str, Any], *, is_sent: bool = True) -> None:
         own = versions["own"]
@@ -557,20 +557,21 @@ class GroupCollector(BaseCollector):
             self._senders.carry_on(versions["sent"])
         else:  # workers keep the number that came with their weights: the rest is counted here
             own += max(0, max(versions["sent"].values(), default=0) - self._senders.version)
-        self.group.counted = max(self.group.counted, own)
+        self.group.page.counted = max(self.group.page.counted, own)
 
     def _announces(self) -> bool:
         """Have each version announced to the workers that it is for, and counted as their update, as soon as they are
         to have it. False, and not announced: several buses count versions."""
         # Not the collector, nor what may refer to it: the open bus would keep it alive.
-        group, updated, buses = self.group, weakref.WeakMethod(self._driver.updated), self._senders.buses
+        page, updated, buses = self.group.page, weakref.WeakMethod(self._driver.updated), self._senders.buses
+        everybody = range(self.num_workers)
         is_one = len(buses) == 1
 
         def announce(version: int, workers: list[int] | None) -> None:
             if (note := updated()) is not None:
                 note(workers)
             if is_one:
-                group.announce(version, workers)
+                page.publish(version, everybody if workers is None else workers)
 
         for bus in buses:
             bus.on_published = announce
@@ -578,7 +579,7 @@ class GroupCollector(BaseCollector):
 
     def _published(self, version: int) -> None:
         if not self._senders.buses:  # nothing is sent that would tell the workers of it
-            self.group.count_version()
+            self.group.page.count()
             self._driver.updated(None)
 
     def _pass_versions_on(self) -> None:
@@ -825,7 +826,7 @@ def make_finalizers(
     def forgotten() -> None:
         # Garbage is collected in any thread, between any two lines: no place to wait.
         if group.is_ours:
-            group.stop()  # before the places go, which a worker may be about to open
+            group.page.stop()  # before the places go, which a worker may be about to open
             threading.Thread(target=end, name="asyncsync-collector-end", daemon=True).start()
 
     forget = weakref.finalize(collector, forgotten)

@@ -34,7 +34,6 @@ from asyncsync.collectors.workers.shared_batches import SharedPlace, SharedPlace
 from asyncsync.errors import ClosedError, PartialSendError
 from asyncsync.runtime import loop_thread
 from asyncsync.runtime.threads import elsewhere
-from asyncsync.schemes.blocking import now
 
 logger = logging.getLogger("asyncsync")
 
@@ -237,24 +236,15 @@ class Driver(ABC):
 
     def iterator(self) -> Iterator[TensorDictBase | None]:
         """Batches until there are no more."""
-        while found := now(self._next(blocking=True)):
+        while found := self._next():
             if found[0] is not None or self._arguments.trajectories is None:
                 yield found.pop()  # not kept here: its memory is free when the user lets go of it
 
-    async def next_async(self) -> TensorDictBase | None:
-        """The next batch. Raises StopAsyncIteration at the end."""
-        while found := await self._next(blocking=False):
-            if found[0] is not None or self._arguments.trajectories is None:
-                return found.pop()
-        raise StopAsyncIteration
-
-    async def _next(self, *, blocking: bool) -> list[TensorDictBase | None]:
-        """The next batch, or none. With ``blocking`` this awaits nothing, so that ``now`` runs it in the caller's
-        thread."""
+    def _next(self) -> list[TensorDictBase | None]:
         if self._is_in_vain():
             return []
         caller = Caller()
-        if blocking and any(other.thread == caller.thread for other in list(self._callers)):
+        if any(other.thread == caller.thread for other in list(self._callers)):
             # A coroutine of this thread's event loop comes first, or this thread is in the middle of a batch.
             raise RuntimeError(
                 f"this thread already makes or awaits the next batch of this {self._name}: await it there, or "
@@ -262,23 +252,11 @@ class Driver(ABC):
             )
         try:
             self._callers.add(caller)
-            serve = partial(self._serve, caller)
-            if blocking:
-                loop_thread.run(serve)
-            else:
-                await loop_thread.awaitable(serve)
-            if (made := caller.made) is None:
-                return []
-            if not blocking and caller.has_turn and not made.is_finished:
-                # if cancelled, it is finished for the next caller
-                await elsewhere("asyncsync-collector-batch", partial(self._finish_for, caller, made))
-            return [self._taken(caller, made)]
+            loop_thread.run(partial(self._serve, caller))
+            return [] if caller.made is None else [self._taken(caller, caller.made)]
         except Exception:
             if caller.begins:  # documented: collection stops
-                if blocking:
-                    self._collector.shutdown()
-                else:
-                    await self._collector.shutdown_elsewhere()
+                self._collector.shutdown()
             raise
         finally:
             try:
@@ -286,6 +264,35 @@ class Driver(ABC):
             except BaseException:  # Ctrl-C
                 self._leave(caller)
                 raise
+
+    async def next_async(self) -> TensorDictBase | None:
+        """The next batch. Raises StopAsyncIteration at the end."""
+        while (batch := await self._next_async()) is None and self._arguments.trajectories is not None:
+            pass
+        return batch
+
+    async def _next_async(self) -> TensorDictBase | None:
+        if self._is_in_vain():
+            raise StopAsyncIteration
+        caller = Caller()
+        try:
+            self._callers.add(caller)
+            await loop_thread.awaitable(partial(self._serve, caller))
+            if (made := caller.made) is not None:
+                if caller.has_turn and not made.is_finished:  # if cancelled, it is finished for the next caller
+                    await elsewhere("asyncsync-collector-batch", partial(self._finish_for, caller, made))
+                return self._taken(caller, made)
+        except Exception:
+            if caller.begins:
+                await self._collector.shutdown_elsewhere()
+            raise
+        finally:
+            try:
+                self._leave(caller)
+            except BaseException:  # Ctrl-C
+                self._leave(caller)
+                raise
+        raise StopAsyncIteration
 
     def _is_in_vain(self) -> bool:
         """Whether the loop thread need not be asked, as there are no more batches. Raises RuntimeError: the caller
@@ -553,7 +560,7 @@ class SyncDriver(Driver):
             self._results[result.worker] = result
         done, count = len(self._results), len(self._workers)
         if self._threshold < 1 and done >= int(count * self._threshold):
-            self.group.cut(self._serial)
+            self.group.page.cut(self._serial)
         return done == count
 
     def assembled(self, made: Made) -> TensorDictBase:

@@ -241,7 +241,11 @@ class MultiProcessedWeightUpdater(WeightUpdaterBase):
     @classmethod
     def from_policy(cls, policy: Any) -> Self | None:
         """An updater that sends this policy's current weights if none are given."""
-        return cls(get_server_weights=lambda: policy) if isinstance(policy, nn.Module) else None
+        if not isinstance(policy, nn.Module):
+            return None
+        updater = cls()
+        updater._getter = lambda: policy
+        return updater
 
     def all_worker_ids(self) -> list[torch.device] | None:
         """The devices in ``policy_weights``. None: a push sends to all workers at once."""
@@ -264,17 +268,7 @@ class MultiProcessedWeightUpdater(WeightUpdaterBase):
         collector.push_policy(server_weights, worker_id)
 
 
-class _NodeWeightUpdater(MultiProcessedWeightUpdater):
-    def __init__(self, policy_weights: Any = None) -> None:
-        super().__init__(get_server_weights=lambda: policy_weights)
-
-    @classmethod
-    def from_policy(cls, policy: Any) -> Self | None:
-        """An updater that sends this policy's current weights if none are given."""
-        return cls(policy_weights=policy) if isinstance(policy, nn.Module) else None
-
-
-class RayWeightUpdater(_NodeWeightUpdater):
+class RayWeightUpdater(MultiProcessedWeightUpdater):
     """Sends weights to the actors of a ``RayCollector``, over their bus.
 
     Args:
@@ -288,10 +282,10 @@ class RayWeightUpdater(_NodeWeightUpdater):
     def __init__(self, policy_weights: Any = None, remote_collectors: Any = None, max_interval: int = 0) -> None:
         if max_interval:
             raise ValueError(f"max_interval={max_interval}: pass max_weight_update_interval= to the collector")
-        super().__init__(policy_weights)
+        super().__init__(get_server_weights=lambda: policy_weights)
 
 
-class RPCWeightUpdater(_NodeWeightUpdater):
+class RPCWeightUpdater(MultiProcessedWeightUpdater):
     """Sends weights to the nodes of an ``RPCCollector``, over their bus.
 
     Args:
@@ -309,10 +303,10 @@ class RPCWeightUpdater(_NodeWeightUpdater):
         policy_weights: Any = None,
         num_workers: int | None = None,
     ) -> None:
-        super().__init__(policy_weights)
+        super().__init__(get_server_weights=lambda: policy_weights)
 
 
-class DistributedWeightUpdater(_NodeWeightUpdater):
+class DistributedWeightUpdater(MultiProcessedWeightUpdater):
     """Sends weights to the nodes of a ``DistributedCollector``, over their bus.
 
     Args:
@@ -325,7 +319,7 @@ class DistributedWeightUpdater(_NodeWeightUpdater):
     def __init__(
         self, store: Any = None, policy_weights: Any = None, num_workers: int | None = None, sync: bool | None = None
     ) -> None:
-        super().__init__(policy_weights)
+        super().__init__(get_server_weights=lambda: policy_weights)
 
 
 def mark_counted() -> None:

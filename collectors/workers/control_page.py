@@ -16,7 +16,7 @@ import mmap
 import os
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -52,11 +52,14 @@ class _Number:
 
     def __set__(self, page: ControlPage, number: int) -> None:
         page.numbers[self._index] = number
+        page.on_change()
 
 
 class ControlPage:
-    """The control page, in the trainer or in a worker. ``place``: where the trainer's is; None: make one. Raises
-    WeightSyncError: there is none, or it cannot be opened."""
+    """The control page, in the trainer or in a worker. ``place``: where the trainer's is; None: make one. ``on_change``
+    is called when the trainer has written. Raises WeightSyncError: there is none, or it cannot be opened."""
+
+    on_change: Callable[[], object] = staticmethod(lambda: None)
 
     def __init__(self, place: MemoryPlace | None = None) -> None:
         if place is None:
@@ -82,6 +85,7 @@ class ControlPage:
     def stop(self, close_env: bool = True) -> None:
         """Have all workers end before their next step, and close their environments or not."""
         self.numbers[_STOP] = 1 if close_env else 2
+        self.on_change()
 
     @property
     def stopped(self) -> bool:
@@ -95,6 +99,7 @@ class ControlPage:
     def cut(self, serial: int) -> None:
         """End rollouts with this serial number, or a smaller one, after the step under way."""
         self.numbers[_CUT] = serial
+        self.on_change()
 
     def is_cut(self, serial: int) -> bool:
         return self.numbers[_CUT] >= serial
@@ -108,6 +113,7 @@ class ControlPage:
         """Write the newest version for these workers."""
         for index in (_NEWEST + worker for worker in workers):
             self.numbers[index] = max(self.numbers[index], version)
+        self.on_change()
 
     def newest(self, worker: int) -> int:
         return self.numbers[_NEWEST + worker]
@@ -116,6 +122,7 @@ class ControlPage:
         """Add one to :attr:`counted`."""
         with self._lock:
             self.numbers[_COUNTED] += 1
+        self.on_change()
 
     def wishes(self, worker: int) -> Wishes:
         """What this page says to a worker."""

@@ -194,6 +194,7 @@ class WorkerGroup:
     Attributes:
         results: rollouts that have been done, in the order in which they came.
         infos: what each worker has reported.
+        page: what workers are to see between two steps.
         failure: what has ended collection.
         frames: collected by workers that run free, or write to a replay buffer.
         ending: whether the end has begun.
@@ -214,7 +215,9 @@ class WorkerGroup:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._changed = Event()  # replaced whenever it is set
         self._numbers = itertools.count()  # of calls
-        self._page = ControlPage()
+        self.page = ControlPage()
+        if not family.shares_memory:
+            self.page.on_change = self._tell_all
         self._pool = PoolOfNode()
         self._members: list[_Member] = []
         self._common: bytes | None = None
@@ -230,7 +233,7 @@ class WorkerGroup:
         self._writes = replay_buffer is not None
         self._calling = [scheme for scheme in schemes.values() if isinstance(scheme, RemoteCallCore)]
         self._members = [_Member(rank, specification) for rank, specification in enumerate(specifications)]
-        self._common = self.family.open(len(specifications), self.call_soon, self._page, replay_buffer, schemes)
+        self._common = self.family.open(len(specifications), self.call_soon, self.page, replay_buffer, schemes)
         loop_thread.run(self._begin)
         for member in self._members:
             self._launch(member)
@@ -355,11 +358,6 @@ class WorkerGroup:
         else:
             self.results.append(result)
 
-    def cut(self, serial: int) -> None:
-        """End rollouts with this serial number, or a smaller one, after the step under way."""
-        self._page.cut(serial)
-        self._tell_all()
-
     def run_free(self, total: float, random: int, batch: int | None = None) -> None:
         """Have all workers roll out into the replay buffer until :attr:`frames` is ``total``, the first so many with
         random actions. ``batch``: frames of all workers' rollouts, of which each does as many as the others; None: each
@@ -404,18 +402,16 @@ class WorkerGroup:
 
     def pause(self) -> None:
         """Have all workers stand still after their step under way."""
-        self._page.paused = True
-        self._tell_all()
+        self.page.paused = True
 
     def resume(self) -> None:
         """End a pause."""
-        self._page.paused = False
-        self._tell_all()
+        self.page.paused = False
         self.call_soon(self._resume)
 
     def _resume(self) -> None:
         for member in self._members:
-            if member.is_paused and not self._page.paused:
+            if member.is_paused and not self.page.paused:
                 member.is_paused = False
                 self._send(member, ("resume",))
 
@@ -424,39 +420,13 @@ class WorkerGroup:
         members = [self._members[worker] for worker in workers]
         return all(member.is_paused or not member.requests for member in members)
 
-    @property
-    def counted(self) -> int:
-        """Versions of the policy that reached the workers without a scheme."""
-        return self._page.counted
-
-    @counted.setter
-    def counted(self, counted: int) -> None:
-        self._page.counted = counted
-        self._tell_all()
-
-    def count_version(self) -> None:
-        """Count one more version that reaches the workers without a scheme."""
-        self._page.count()
-        self._tell_all()
-
-    def announce(self, version: int, workers: Iterable[int] | None) -> None:
-        """Announce the newest version to these workers (None: all)."""
-        self._page.publish(version, range(len(self._members)) if workers is None else workers)
-        self._tell_all()
-
-    def stop(self, close_env: bool = True) -> None:
-        """Have all workers end before their next step; returns at once."""
-        self._page.stop(close_env)
-        self._tell_all()
-
     def _tell_all(self) -> None:
         """Send what the page says to workers that cannot read it. From any thread."""
-        if not self.family.shares_memory:
-            for member in self._members:
-                self.call_soon(self._tell, member)
+        for member in self._members if not self.ending else ():
+            self.call_soon(self._tell, member)
 
     def _tell(self, member: _Member) -> None:
-        wishes = self._page.wishes(member.rank)
+        wishes = self.page.wishes(member.rank)
         if member.has_begun and not member.has_ended and not member.is_being_told and member.told != wishes:
             member.told, member.is_being_told = wishes, True
             self._send(member, ("page", wishes))
@@ -471,7 +441,7 @@ class WorkerGroup:
 
     def trajectory_pool(self) -> _TrajectoryPool:
         """A source of trajectory identifiers that are unique over all workers."""
-        return SharedPool(self._page) if self.family.shares_memory else self._pool
+        return SharedPool(self.page) if self.family.shares_memory else self._pool
 
     # -- calls --------------------------------------------------------------------------------------------------------
 
@@ -675,7 +645,7 @@ class WorkerGroup:
         deadline = time.monotonic() + timeout
         try:
             if is_first:
-                self._page.stop(close_env)
+                self.page.stop(close_env)
                 for member in self._members:
                     try:
                         self.family.send(member.rank, ("stop", close_env, BY_ITSELF * timeout))
@@ -708,7 +678,7 @@ class WorkerGroup:
 
     def close(self) -> None:
         """After the end: release what workers and this process shared. Numbers can still be read. Idempotent."""
-        self._page.close()
+        self.page.close()
 
 
 def _rollout(request: RolloutRequest) -> Message:

@@ -146,11 +146,11 @@ def let_pass(group: WorkerGroup) -> None:
 def test_what_is_wanted_while_a_node_is_launched_again_is_no_second_loss(groups: Groups) -> None:
     family, group = groups()
     lose(group, family, 0)
-    group.announce(3, None)
+    group.page.publish(3, range(2))
     group.pause()
     group.resume()
-    group.count_version()
-    group.cut(2)
+    group.page.count()
+    group.page.cut(2)
     group.follow(None, 0)
     waits = asked(group, 0)
     assert asked(group, 1).result(20) == 1
