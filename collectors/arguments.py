@@ -205,30 +205,24 @@ class RolloutArguments:
                 )
 
 
-def spread_factories(create_env_fn: Any, num_collectors: int | None) -> list[Any]:
-    """One factory per collector, of a list of them or of one for so many (None: for one). Raises TypeError,
-    ValueError."""
-    if not is_list(create_env_fn):
-        return [create_env_fn] * (1 if num_collectors is None else whole("num_collectors", num_collectors, 1))
-    if num_collectors not in (None, len(create_env_fn)):
-        raise ValueError(f"num_collectors={num_collectors}, but create_env_fn is a list of {len(create_env_fn)}")
-    return list(create_env_fn)
-
-
-def check_factories(create_env_fn: Any, num_workers: int | None) -> list[Any]:
-    """One factory per worker. Raises TypeError, ValueError."""
-    if num_workers is not None:
-        num_workers = whole("num_workers", num_workers, 1)
+def check_factories(
+    create_env_fn: Any, count: int | None, name: str = "num_workers", default: int | None = None
+) -> list[Any]:
+    """One factory per worker, of a list of them, or of one for ``count`` workers; that is the argument ``name``, whose
+    default may be another one. Raises TypeError, ValueError."""
+    count = default if count is None and not is_list(create_env_fn) else count
+    if count is not None:
+        count = whole(name, count, 1)
     if not is_list(create_env_fn):
         _check_factory(create_env_fn)
-        if num_workers is None:
-            raise ValueError("create_env_fn is one callable: pass the number of workers, num_workers=, or a list")
-        create_env_fn = [create_env_fn] * num_workers
+        if count is None:
+            raise ValueError(f"create_env_fn is one callable: pass the number of workers, {name}=, or a list")
+        create_env_fn = [create_env_fn] * count
     factories = list(create_env_fn)
     if not factories:
         raise ValueError("create_env_fn is empty: pass one callable per worker")
-    if num_workers is not None and num_workers != len(factories):
-        raise ValueError(f"create_env_fn has {len(factories)} entries, but num_workers={num_workers}")
+    if count not in (None, len(factories)):
+        raise ValueError(f"{name}={count}, but create_env_fn is a list of {len(factories)}")
     if len(factories) > MAX_WORKERS:
         raise ValueError(f"a collector can have at most {MAX_WORKERS} workers, not {len(factories)}")
     for factory in factories:

@@ -1,18 +1,5 @@
 """What every collector is, wherever its environments run: an iterator in both styles with one end, hooks, and weights.
 
-Usage, of any subclass::
-
-    with collector:                                  # or: async with collector:
-        for batch in collector:                      # or: async for batch in collector:
-            loss(batch).backward()
-            collector.update_policy_weights_()       # or: await collector.update_policy_weights_async()
-
-While it works, it can be asked::
-
-    collector.stats()["frames"]
-    collector.getattr_env("action_spec")
-    collector.enable_profile(num_rollouts=5, save_path="traces/{worker_idx}.json")
-
 The weights' side is :class:`asyncsync.collectors.weights.updates.WeightsAPI`. Names and defaults follow TorchRL's
 "RPCCollector" page where it speaks of any collector.
 """
@@ -587,12 +574,9 @@ class BaseCollector(WeightsAPI, Lifetime, IterableDataset[TensorDictBase | None]
         """What the last :meth:`enable_profile` asked for. None: never called, or :meth:`disable_profile` came later."""
         return self._profile_config
 
+    # Record the rollouts that follow, of the worker of this name ("": this is none); None: no more of them.
     @abstractmethod
-    def record(
-        self, config: ProfileConfig | None, name: str
-    ) -> (
-        None
-    ): ...  # record the rollouts that follow, of the worker of this name ("": this is none); None: no more of them
+    def record(self, config: ProfileConfig | None, name: str) -> None: ...
 
     # -- being a part of something larger -----------------------------------------------------------------------------
 
@@ -616,27 +600,22 @@ class BaseCollector(WeightsAPI, Lifetime, IterableDataset[TensorDictBase | None]
 
     # Whoever runs a collector as a worker calls these.
 
+    # Heed these signals. sink(layout) returns memory for a batch, or None: the collector uses its own.
     @abstractmethod
-    def become_worker(
-        self, signals: Signals, sink: Callable[[Any], TensorDictBase | None]
-    ) -> None: ...  # heed these signals; sink(layout) returns memory for a batch, or None: the collector uses its own
+    def become_worker(self, signals: Signals, sink: Callable[[Any], TensorDictBase | None]) -> None: ...
 
     def follow_versions(self, place: Any, index: int, newest: Callable[[], int] | None) -> None:
         # max_lag compares with the newest version published for this collector, which its own workers read as number
         # index at place, and this process by newest(). None: there is none to read.
         self.acting_weights.newest_above = newest
 
+    # One rollout before split_trajs and postproc, and its frames. writes: into the replay buffer, so there is no batch.
     @abstractmethod
-    def rollout_for_trainer(
-        self, random: bool | None, writes: bool
-    ) -> tuple[
-        TensorDictBase | None, int
-    ]: ...  # one rollout before split_trajs and postproc, and its frames; writes: into the replay buffer, so no batch
+    def rollout_for_trainer(self, random: bool | None, writes: bool) -> tuple[TensorDictBase | None, int]: ...
 
+    # End, from another thread, what this collector waits for beside its own steps.
     @abstractmethod
-    def end_waits(
-        self, timeout: float, close_env: bool
-    ) -> None: ...  # end, from another thread, what this collector waits for beside its own steps
+    def end_waits(self, timeout: float, close_env: bool) -> None: ...
 
     @abstractmethod
     def policy_devices(self) -> set[torch.device]: ...

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from asyncsync.collectors.trajectories import Key
+from asyncsync.collectors.trajectories import Key, path_of
 
 Path = tuple[str, ...]
 
@@ -146,11 +146,6 @@ def with_time(batch: TensorDictBase) -> Any:
     """The batch itself, with the name "time" for its last dimension."""
     batch.refine_names(..., "time")
     return batch
-
-
-def path_of(key: Key) -> tuple[str, ...]:
-    """A key as a tuple of names."""
-    return (key,) if isinstance(key, str) else tuple(key)
 
 
 def check_keys(name: str, observations: Iterable[Key], actions: Iterable[Key], taken: Container[str]) -> None:

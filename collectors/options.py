@@ -18,7 +18,7 @@ import torch
 from tensordict.nn import InteractionType
 
 from asyncsync.arguments import Option, described
-from asyncsync.collectors.arguments import Devices, Interruptor, check_callable, check_schemes, spread_factories, whole
+from asyncsync.collectors.arguments import Devices, Interruptor, check_callable, check_factories, check_schemes, whole
 from asyncsync.collectors.base import PostHook, PreHook
 from asyncsync.collectors.trajectories import _TrajectoryPool
 
@@ -340,5 +340,5 @@ def by_backend(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not args and "create_env_fn" not in kwargs:
         raise TypeError("Collector() is missing create_env_fn: pass a callable that returns an environment")
     factories, *others = args if args else (kwargs.pop("create_env_fn"),)
-    factories = spread_factories(factories, count)
+    factories = check_factories(factories, count, "num_collectors", 1)
     return family(backend)(factories, *others, sync=bool(sync), **options, **kwargs)

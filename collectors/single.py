@@ -1,11 +1,5 @@
 """Collector: one environment (or a batch of them), one policy, in this process.
 
-    collector = Collector(make_env, policy, frames_per_batch=200, total_frames=10_000)
-    for batch in collector:                     # [*env.batch_size, time]; or: async for batch in collector
-        train(batch)
-        collector.update_policy_weights_()
-    collector.shutdown()                        # or: with Collector(...) as collector
-
 A rollout runs on the caller's thread (``for``), on the collector's one daemon thread (``async for``), or on another one
 (``start()``), but never two at a time: see :mod:`asyncsync.collectors.rollout.lock`.
 

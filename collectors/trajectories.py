@@ -7,16 +7,22 @@ Names and results follow TorchRL's "Collector Internals" page (Trajectory IDs) a
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase, is_tensor_collection, pad
+from torch.nn.utils.rnn import pad_sequence
 
 Key = str | tuple[str, ...]
 FLAGS = ("done", "terminated", "truncated")
 """By which environments mark a trajectory's end."""
+
+
+def path_of(key: Key) -> tuple[str, ...]:
+    """A key as a tuple of names."""
+    return (key,) if isinstance(key, str) else tuple(key)
 
 
 class _TrajectoryPool:
@@ -163,24 +169,17 @@ def _is_plain(flat: TensorDictBase) -> bool:
     )
 
 
-def padded(flat: TensorDictBase, lengths: Sequence[int]) -> TensorDictBase:
+def padded(flat: TensorDictBase, lengths: list[int]) -> TensorDictBase:
     """Trajectories of these lengths, one after another in ``flat``, as ``[trajectories, longest]``, with zeros."""
+    longest = max(lengths)
     if not _is_plain(flat):
-        longest = max(lengths)
         return torch.stack([pad(row, [0, longest - row.shape[0]]) for row in flat.split(lengths, 0)], 0)
-    # One scatter per leaf, instead of one small TensorDict per trajectory.
-    counts = torch.tensor(lengths)
-    n, longest = len(lengths), max(lengths)
-    rows = torch.repeat_interleave(torch.arange(n), counts)
-    columns = torch.cat([torch.arange(length) for length in lengths])
 
-    def scatter(value: torch.Tensor) -> torch.Tensor:
-        out = value.new_zeros([n, longest, *value.shape[1:]])
-        out[rows.to(value.device), columns.to(value.device)] = value
-        return out
+    def together(value: torch.Tensor) -> torch.Tensor:  # instead of one small TensorDict per trajectory
+        return pad_sequence(value.split(lengths), batch_first=True)
 
     # The names too are those of a stack of padded rows.
-    stacked: TensorDictBase = flat.apply(scatter, batch_size=[n, longest])
+    stacked: TensorDictBase = flat.apply(together, batch_size=[len(lengths), longest])
     return stacked
 
 
@@ -199,14 +198,13 @@ def processed(batch: TensorDictBase, postproc: Callable[[Any], Any] | None, *, s
 
 def _private_keys(batch: TensorDictBase) -> list[Key]:
     if type(batch) is not TensorDict:  # items() of a lazy stack would stack its tensors
-        paths = [(key,) if isinstance(key, str) else key for key in batch.keys(True)]
-        return [path for path in paths if any(name.startswith("_") for name in path)]
+        return [path for path in map(path_of, batch.keys(True)) if any(name.startswith("_") for name in path)]
     found: list[Key] = []
     for name, value in batch.items():  # not keys(True), which takes several times as long
         if name.startswith("_"):
             found.append(name)
         elif is_tensor_collection(value):
-            found += [(name, *((key,) if isinstance(key, str) else key)) for key in _private_keys(value)]
+            found += [(name, *path_of(key)) for key in _private_keys(value)]
     return found
 
 

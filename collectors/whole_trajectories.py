@@ -20,7 +20,7 @@ import torch
 from tensordict import TensorDictBase
 
 from asyncsync.collectors.arguments import whole
-from asyncsync.collectors.trajectories import FLAGS, Key, padded
+from asyncsync.collectors.trajectories import FLAGS, padded, path_of
 
 IDS = ("collector", "traj_ids")
 MASK = ("collector", "mask")
@@ -184,15 +184,11 @@ def _pieces(rollout: TensorDictBase) -> Iterator[tuple[int, TensorDictBase]]:
 def _ends(piece: TensorDictBase) -> bool:
     """Whether the trajectory ends with the last frame of this piece."""
     after = piece.get("next", None)
-    flags = [] if after is None else [key for key in after.keys(True, True) if _name(key) in FLAGS]
+    flags = [] if after is None else [key for key in after.keys(True, True) if path_of(key)[-1] in FLAGS]
     if not flags:
         raise KeyError("trajs_per_batch needs ('next', 'done') in every rollout: postproc must not remove it")
     own = [key for key in flags if isinstance(key, str)]  # else those of several agents
     return any(bool(after.get(key)[-1].any()) for key in own or flags)
-
-
-def _name(key: Key) -> str:
-    return key if isinstance(key, str) else key[-1]
 
 
 def _joined(pieces: list[TensorDictBase]) -> TensorDictBase:

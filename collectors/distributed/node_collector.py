@@ -1,11 +1,5 @@
 """Collectors whose workers are nodes, on other hosts or on this one: reached by Ray, by torch's RPC, or by gloo.
 
-    collector = RayCollector([make_env] * 8, policy, frames_per_batch=200, total_frames=100_000)
-    for batch in collector:                     # or: async for batch in collector
-        train(batch)
-        collector.update_policy_weights_()
-    collector.shutdown()                        # or: with RayCollector(...) as collector
-
 Each is a collector with workers like any other. Its group is a
 :class:`~asyncsync.collectors.workers.group.WorkerGroup`, and it has either schedule: ``sync=True`` is that of
 ``MultiSyncCollector``, with a batch of all nodes stacked, ``sync=False`` that of ``MultiAsyncCollector``. What a node
@@ -28,10 +22,10 @@ from asyncsync.arguments import Option, declared, described
 from asyncsync.collectors.arguments import (
     check_count,
     check_devices,
+    check_factories,
     each,
     frames_or_none,
     is_list,
-    spread_factories,
     whole,
 )
 from asyncsync.collectors.base import BaseCollector
@@ -232,7 +226,7 @@ class NodeCollector(GroupCollector):
                 f"total_frames={total} is not divisible by frames_per_batch={frames}: pass total_frames="
                 f"{total - total % frames} or {total - total % frames + frames}, or -1 for a collector without end"
             )
-        factories = list(create_env_fn) if is_list(create_env_fn) else [create_env_fn]
+        factories = check_factories(create_env_fn, None, default=1)
         kind = _class_of(given.pop("collector_class"))
         per_node = whole("num_workers_per_collector", given.pop("num_workers_per_collector"), 1)
         if getattr(kind.func if isinstance(kind, functools.partial) else kind, "acts_elsewhere", False):
@@ -391,7 +385,7 @@ class RayCollector(NodeCollector):
             AckTimeout, NotConnected: not all actors were ready within ``connect_timeout``.
         """
         given: dict[str, Any] = {**options}
-        factories = spread_factories(create_env_fn, given.pop("num_collectors"))
+        factories = check_factories(create_env_fn, given.pop("num_collectors"), "num_collectors", 1)
         configs = given.pop("remote_configs")
         configs = each("remote_configs", {"num_cpus": 1} if configs is None else configs, len(factories))
         for config in configs:

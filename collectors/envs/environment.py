@@ -21,8 +21,7 @@ import torch
 from tensordict import TensorDictBase
 
 from asyncsync.collectors.arguments import RolloutArguments
-from asyncsync.collectors.batch_layout import path_of
-from asyncsync.collectors.trajectories import FLAGS, Key, beside
+from asyncsync.collectors.trajectories import FLAGS, Key, beside, path_of
 
 Factory = Callable[..., Any]
 

@@ -29,17 +29,13 @@ Array = np.ndarray[Any, Any]
 
 class Resets:
     """How the environments of a vector that have finished begin anew: here, by a reset with a mask, which the vector
-    waits for. ``is_gymnasiums``: whether it takes one in any mode, and then returns all observations. ``is_ready``:
-    whether :meth:`first` returns the only entry in its final shape and dtype, in new memory, so that it need not be
-    copied."""
+    waits for. ``is_ready``: whether :meth:`first` returns the only entry in its final shape and dtype, in new memory,
+    so that it need not be copied."""
 
     is_ready = False
 
     def __init__(self, env: Any) -> None:
-        from gymnasium import vector
-
         self.env = env
-        self.is_gymnasiums = isinstance(env.unwrapped, vector.SyncVectorEnv | vector.AsyncVectorEnv)
 
     def last(self, finished: Array, info: dict[str, Any]) -> list[tuple[int, Any]]:
         """The last observations of finished environments that the step itself has not returned, each with its
@@ -51,7 +47,7 @@ class Resets:
         their resets; None: the step's has it. ``observation`` is the step's; ``finished`` is bool [num_envs]."""
         # A mask that is the environment's own: ours changes with the next step.
         first, info = self.reset(finished.copy())
-        return first if self.is_gymnasiums else _merged(finished, first, observation), info
+        return _merged(finished, first, observation), info
 
     def reset(self, mask: Array) -> tuple[Any, dict[str, Any]]:
         """Reset the environments of a mask, bool [num_envs], at any other time. Of the observations and the info, only
@@ -86,7 +82,9 @@ class SameStep(Resets):
         return observation, None
 
     def reset(self, mask: Array) -> tuple[Any, dict[str, Any]]:
-        if not self.is_gymnasiums:
+        from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
+
+        if not isinstance(self.env.unwrapped, SyncVectorEnv | AsyncVectorEnv):  # which take a mask in any mode
             raise NotImplementedError(
                 f"{self.env} resets its environments by itself (autoreset mode SAME_STEP) and cannot reset some of "
                 "them at another time: use an environment with AutoresetMode.DISABLED"

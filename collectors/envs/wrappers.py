@@ -10,9 +10,8 @@ from typing import Any, Self
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from asyncsync.collectors.batch_layout import path_of
 from asyncsync.collectors.envs import environment as environments
-from asyncsync.collectors.trajectories import FLAGS, Key, beside
+from asyncsync.collectors.trajectories import FLAGS, Key, beside, path_of
 
 
 def limited(environment: Any, max_steps: int) -> Any:
@@ -26,9 +25,8 @@ def limited(environment: Any, max_steps: int) -> Any:
         return StepLimit(environment, max_steps)
     from torchrl.envs import StepCounter, TransformedEnv
 
-    for key in environment.output_spec.keys(True, True):
-        if "step_count" in ((key,) if isinstance(key, str) else key):
-            raise ValueError(_COUNTED)
+    if any("step_count" in path_of(key) for key in environment.output_spec.keys(True, True)):
+        raise ValueError(_COUNTED)
     return TransformedEnv(environment, StepCounter(max_steps=max_steps))
 
 

@@ -14,10 +14,9 @@ import torch
 from tensordict import TensorDictBase
 
 from asyncsync.collectors.arguments import fits
-from asyncsync.collectors.batch_layout import path_of
 from asyncsync.collectors.envs import environment as environments
 from asyncsync.collectors.single import Collector
-from asyncsync.collectors.trajectories import _aggregate_end_of_traj, padded
+from asyncsync.collectors.trajectories import _aggregate_end_of_traj, padded, path_of
 from asyncsync.errors import ClosedError
 
 Key = str | tuple[str, ...]

@@ -1,17 +1,5 @@
 """Evaluator: how good the newest weights are, found out in a process of its own while training goes on.
 
-    async with await Evaluator.create(make_env, policy, num_trajectories=10) as evaluator:
-        async def show():
-            async for result in evaluator:             # as they come, until the evaluator's end
-                print(result["eval/step"], result["eval/reward"])
-        ...
-        evaluator.trigger_eval(step=frames)            # copies the policy's weights, and returns at once
-
-    with Evaluator(make_env, policy) as evaluator:     # the same without an event loop
-        evaluator.trigger_eval(step=frames)
-        result = evaluator.poll()                      # None: not done yet
-        result = evaluator.evaluate()                  # or waits
-
 Names and meaning follow TorchRL's ``Evaluator``. Here evaluation never shares the interpreter with training: a
 collector with one worker, a process of this host or one of Ray's actors, steps the environment. For each request, a
 thread sends the weights to that worker, has it evaluate them, and calls ``on_result``.

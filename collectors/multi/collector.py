@@ -1,12 +1,6 @@
 """Collectors with workers: what all of them have, wherever the workers run, and ``MultiCollector``, whose workers are
 processes of this host, one per factory.
 
-    collector = MultiCollector([make_env] * 4, policy, frames_per_batch=200, total_frames=10_000, sync=True)
-    for batch in collector:                     # or: async for batch in collector
-        train(batch)
-        collector.update_policy_weights_()
-    collector.shutdown()                        # or: with MultiCollector(...) as collector
-
 No rollout is thrown away, and an error in a worker is raised here. Names and defaults follow TorchRL's "RPCCollector"
 page and its ``MultiCollector``.
 """

@@ -27,7 +27,7 @@ from tensordict import TensorDict, TensorDictBase, pad
 from asyncsync.collectors.arguments import warn_rounding
 from asyncsync.collectors.base import ANSWER_SECONDS, BaseCollector, is_caller
 from asyncsync.collectors.trajectories import processed
-from asyncsync.collectors.whole_trajectories import WholeTrajectories
+from asyncsync.collectors.whole_trajectories import IDS, MASK, WholeTrajectories
 from asyncsync.collectors.workers.group import RolloutRequest, WorkerGroup
 from asyncsync.collectors.workers.messages import RolloutResult
 from asyncsync.collectors.workers.shared_batches import SharedPlace, SharedPlaces
@@ -39,9 +39,6 @@ logger = logging.getLogger("asyncsync")
 
 WATCHER_SECONDS = 1.0
 """How long the end waits until it is known why the workers have ended; they have by then."""
-
-IDS = ("collector", "traj_ids")
-MASK = ("collector", "mask")
 
 
 @dataclass
@@ -365,7 +362,7 @@ class Driver(ABC):
         if made is not None and made.is_lost:
             made.place.release()
             if (whole := self._arguments.trajectories) is not None and made.batch is not None:
-                whole.lose_rollout(made.batch.get(("collector", "traj_ids"), None))
+                whole.lose_rollout(made.batch.get(IDS, None))
         elif made is not None:
             add = self.left.append if self._arguments.trajectories is None else self.left.appendleft
             add(made)  # before those that its rollout has made beside it

@@ -14,7 +14,7 @@ from torch import nn
 
 from asyncsync.collectors.arguments import RolloutArguments
 from asyncsync.collectors.base import Signals
-from asyncsync.collectors.batch_layout import check_keys, empty_batch, layout_of, path_of, with_time
+from asyncsync.collectors.batch_layout import check_keys, empty_batch, layout_of, with_time
 from asyncsync.collectors.envs import environment as environments
 from asyncsync.collectors.envs.wrappers import Wrapper, limited
 from asyncsync.collectors.profiling import recorded
@@ -23,7 +23,7 @@ from asyncsync.collectors.rollout.devices import RolloutDevices
 from asyncsync.collectors.rollout.lock import RolloutLock
 from asyncsync.collectors.rollout.policies import plainly_called, quickened, wrapped
 from asyncsync.collectors.rollout.steps import ArraySteps, Carrier, TensorDictSteps, compact, keep_written
-from asyncsync.collectors.trajectories import Key, _TrajectoryPool, beside
+from asyncsync.collectors.trajectories import Key, _TrajectoryPool, beside, path_of
 from asyncsync.collectors.weights.updates import ActingWeights
 
 LAG_SECONDS = 60.0

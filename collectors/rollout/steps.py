@@ -27,14 +27,14 @@ from tensordict import TensorDict, TensorDictBase
 
 from asyncsync.bus.link import is_fast_path_on
 from asyncsync.collectors.arguments import RolloutArguments
-from asyncsync.collectors.batch_layout import BatchLayout, Path, path_of
+from asyncsync.collectors.batch_layout import BatchLayout, Path
 from asyncsync.collectors.envs import environment as environments
 from asyncsync.collectors.envs.environment import EntryKeys
 from asyncsync.collectors.envs.gym import GymEnv, StepArrays
 from asyncsync.collectors.rollout.buffer import RolloutBuffer
 from asyncsync.collectors.rollout.devices import RolloutDevices
 from asyncsync.collectors.rollout.policies import TensorsCall, checked
-from asyncsync.collectors.trajectories import Key, _aggregate_end_of_traj, _TrajectoryPool, beside
+from asyncsync.collectors.trajectories import Key, _aggregate_end_of_traj, _TrajectoryPool, beside, path_of
 from asyncsync.collectors.weights.updates import ActingWeights
 
 Array = np.ndarray[Any, Any]

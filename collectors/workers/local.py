@@ -44,9 +44,6 @@ logger = logging.getLogger("asyncsync")
 
 MAX_WAITING = 1000
 
-TERMINATED = 0.67
-"""Part of what is left of a shutdown's time after SIGTERM; then there is SIGKILL."""
-
 KILLED_SECONDS = 1.0
 """To end after SIGKILL, which takes longer only in a process that the kernel cannot interrupt."""
 
@@ -252,24 +249,16 @@ class LocalFamily(Family):
         return self.processes[rank].name
 
     async def end(self, deadline: float) -> None:
-        left = deadline - time.monotonic()
-        running = [process for process in self.processes if not (process.has_ended.is_set() or process.is_killed)]
-        if running and left > 0:
-            for process in running:
-                logger.warning("%s did not end in time: terminating it", process.name)
-                process.process.terminate()
-            await self._have_ended(TERMINATED * left)
+        # Not terminate(), which ends a Python program just as hard, unless an environment catches the signal.
         for process in self.processes:
-            process.kill()
-        await self._have_ended(KILLED_SECONDS)
-        for process in self.processes:
-            process.close()
-
-    async def _have_ended(self, timeout: float) -> None:
-        """Wait until all have, or the time is over."""
-        with move_on_after(timeout):
+            if not (process.has_ended.is_set() or process.is_killed):
+                logger.warning("%s did not end in time: killing it", process.name)
+                process.kill()
+        with move_on_after(KILLED_SECONDS):
             for process in self.processes:
                 await process.has_ended.wait()
+        for process in self.processes:
+            process.close()
 
 
 def died(where: str, code: int | None, *, starting: bool) -> PeerLost:

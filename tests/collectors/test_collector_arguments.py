@@ -177,7 +177,7 @@ def test_what_a_collector_of_this_process_does_not_take(given: Any, error: type[
         ({"create_env_fn": [3]}, TypeError, "create_env_fn"),
         ({"create_env_fn": {"a": never}}, TypeError, r"list\(create_env_fn.values\(\)\)"),
         ({"create_env_fn": [{"a": never}]}, TypeError, "create_env_fn is a dict"),
-        ({"num_workers": 3}, ValueError, "2 entries, but num_workers=3"),
+        ({"num_workers": 3}, ValueError, "num_workers=3, but create_env_fn is a list of 2"),
         ({"num_workers": "2"}, TypeError, "num_workers"),
         ({"frames_per_batch": [3]}, ValueError, "frames_per_batch has 1 entries"),
         ({"frames_per_batch": [6, "6"]}, TypeError, r"frames_per_batch\[1\]"),

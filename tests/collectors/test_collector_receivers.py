@@ -319,7 +319,7 @@ def test_versions_and_max_lag_in_a_tree_are_the_roots(monkeypatch: pytest.Monkey
             assert all((part["action"] == value).all() for part in batch)
         told: list[tuple[int, list[int]]] = []
         monkeypatch.setattr(
-            collector.group._page, "publish", lambda version, workers: told.append((version, list(workers)))
+            collector.group.page, "publish", lambda version, workers: told.append((version, list(workers)))
         )
         collector.update_policy_weights_()
         assert told == [(newest + 1, [0, 1])], "once, and for these workers"

@@ -172,7 +172,7 @@ def test_a_worker_does_not_act_on_weights_that_are_too_old() -> None:
             batch = collector.next()  # was asked for after the update, or acted under it
             assert versions(batch)[-1] >= known
             known = collector.policy_version - 1
-        assert collector.group._page.newest(0) == collector.policy_version
+        assert collector.group.page.newest(0) == collector.policy_version
 
 
 @pytest.mark.thorough
