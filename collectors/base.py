@@ -240,7 +240,6 @@ class BaseCollector(WeightsAPI, Lifetime, IterableDataset[TensorDictBase | None]
         """End within so many seconds. Idempotent."""
 
     def _check_open(self) -> None:
-        """Raises ClosedError: after :meth:`shutdown`."""
         if self.closed:
             raise ClosedError(f"this {type(self).__name__} has been shut down")
 

@@ -513,7 +513,6 @@ class Collector(BaseCollector, metaclass=Chooses):
 
 
 def _copied(state: Any) -> Any:
-    """The state with tensors of its own."""
     if isinstance(state, torch.Tensor):
         return state.detach().clone()
     if isinstance(state, TensorDictBase):

@@ -176,7 +176,7 @@ def padded(flat: TensorDictBase, lengths: list[int]) -> TensorDictBase:
         return torch.stack([pad(row, [0, longest - row.shape[0]]) for row in flat.split(lengths, 0)], 0)
 
     def together(value: torch.Tensor) -> torch.Tensor:  # instead of one small TensorDict per trajectory
-        return pad_sequence(value.split(lengths), batch_first=True)
+        return pad_sequence([*torch.split(value, lengths)], batch_first=True)
 
     # The names too are those of a stack of padded rows.
     stacked: TensorDictBase = flat.apply(together, batch_size=[len(lengths), longest])

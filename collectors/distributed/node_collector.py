@@ -410,7 +410,6 @@ class RayCollector(NodeCollector):
 
 
 def _launching(given: dict[str, Any]) -> tuple[str, Any, int | None]:
-    """Launcher, its options and the port, taken out of the options."""
     port = given.pop("tcp_port")
     return given.pop("launcher"), given.pop("slurm_kwargs"), None if port is None else int(port)
 
@@ -427,7 +426,6 @@ def _visible(given: Sequence[int | str | torch.device] | None, count: int) -> li
 
 
 def _class_of(given: str | Callable[..., BaseCollector]) -> Callable[..., BaseCollector]:
-    """What a node runs, by its name or as it is. Raises TypeError, ValueError."""
     if isinstance(given, str):
         if given not in CLASSES:
             raise ValueError(f"unknown collector_class {given!r}: choose one of {', '.join(map(repr, CLASSES))}")

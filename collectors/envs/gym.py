@@ -352,7 +352,6 @@ class GymEnv(NotTorchRLs):
         return free_spec(value[0] if self.batch_size else value, name)
 
     def _first(self, observation: Any, info: dict[str, Any]) -> TensorDict:
-        """The root of a reset's observations."""
         arrays = self._observations_memory()
         self._write(arrays, observation)
         self._write_infos(arrays, info)
@@ -420,7 +419,6 @@ class GymEnv(NotTorchRLs):
         return {key: np.empty(shape, dtype) for key, shape, dtype in self._forms}
 
     def _tensors(self, arrays: Mapping[Any, Array]) -> dict[Any, Any]:
-        """Entries of a TensorDict."""
         tensors: dict[Any, Any] = {}
         for key, array in arrays.items():
             if isinstance(key, str):

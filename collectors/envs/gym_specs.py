@@ -319,7 +319,6 @@ def _array(value: Any, shape: tuple[int, ...]) -> Array:
 
 
 def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """A shape without leading dimensions of one."""
     return next((shape[index:] for index, size in enumerate(shape) if size != 1), ())
 
 

@@ -187,7 +187,6 @@ def _put(observations: Any, index: int, value: Any) -> None:
 
 
 def _row(final: Any, index: int) -> Any:
-    """One environment's observation: of an array of observations, or of a dictionary of batches."""
     if isinstance(final, Mapping):
         return {name: _row(value, index) for name, value in final.items()}
     return final[index]

@@ -102,7 +102,6 @@ class EpisodeCollector(Collector):
         return found
 
     def _first_episodes(self) -> list[TensorDictBase]:
-        """The first episodes of each environment."""
         count = self._rollouts.n_env
         missing = [(self._episodes + index) // count for index in range(count)]
         found: list[list[TensorDictBase]] = [[] for _ in missing]

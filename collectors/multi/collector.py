@@ -158,7 +158,6 @@ class GroupCollector(BaseCollector):
             raise
 
     def _of_batches(self, given: Mapping[str, Any]) -> BatchArguments:
-        """What batches are like. Raises TypeError, ValueError."""
         own, buffer = own_arguments(given["collector_class"]), given["replay_buffer"]
         seen = {**given, **{name: own[name] for name in ("track_traj_ids", "reset_at_each_iter") if name in own}}
         self.track_traj_ids = seen["track_traj_ids"]
@@ -226,7 +225,6 @@ class GroupCollector(BaseCollector):
     def _of_each_worker(
         self, given: Mapping[str, Any], policy: Any, policies: Sequence[Any], placed: Sequence[Mapping[str, Any]]
     ) -> list[dict[str, Any]]:
-        """The arguments of each worker's collector. Raises TypeError, ValueError."""
         names = OF_WORKERS if self.replay_buffer is None else (*OF_WORKERS, *OF_WRITERS)
         common = {name: given[name] for name in names} | {"track_policy_version": bool(given["track_policy_version"])}
         kwargs = each("create_env_kwargs", given["create_env_kwargs"], self.num_workers)
@@ -248,7 +246,6 @@ class GroupCollector(BaseCollector):
     def _start_workers(
         self, factories: Sequence[Any], each_own: Sequence[dict[str, Any]], given: Mapping[str, Any]
     ) -> None:
-        """Start the workers, and connect both sides. Raises whatever a worker raises, AckTimeout, NotConnected."""
         group, buffer, timeout = self.group, self.replay_buffer, given["connect_timeout"]
         deadline = time.monotonic() + timeout
         let_workers_begin(buffer)

@@ -190,7 +190,6 @@ class Driver(ABC):
         return self._is_over()
 
     def _request(self, worker: int, place: SharedPlace, frames_before: int) -> None:
-        """Request a rollout with the current serial number."""
         random = bool(self.random) or frames_before < self._arguments.init_random_frames
         self.busy[worker] = request = RolloutRequest(self._serial, random, place)
         self.group.request(worker, request)
@@ -207,12 +206,10 @@ class Driver(ABC):
         return Made(place, results, is_assembled=is_written)
 
     def _is_due(self, worker: int) -> bool:
-        """Whether this worker is to have the policy's current weights before its next rollout."""
         interval = self._arguments.max_weight_update_interval
         return self._arguments.update_at_each_batch or 0 < interval <= self._batches_since[worker]
 
     async def _update(self, workers: list[int] | None) -> None:
-        """Have these workers (None: all) act with the policy's current weights."""
         group = self.group
         before = [group.incarnation(worker) for worker in range(len(self._batches_since))]
         try:

@@ -370,7 +370,6 @@ class ArraySteps(TensorDictSteps):
         return self.env.container(entries | self.env.no_flags() | {"collector": self.carrier.labels})
 
     def _arrays(self, entries: dict[str, Any], rows: _Rows) -> dict[Any, Array] | None:
-        """What a step has at its root; None: it has no place there."""
         if entries.keys() != rows.forms.keys():
             return None
         found: dict[Any, Array] = {}

@@ -473,7 +473,6 @@ class WorkerGroup:
         return answers
 
     async def _answered(self, name: str, arguments: Mapping[int, bytes], timeout: float) -> list[_Call]:
-        """Calls that have been answered."""
         deadline = time.monotonic() + timeout
         calls = [_Call(worker, name, given, next(self._numbers)) for worker, given in arguments.items()]
         for call in calls:

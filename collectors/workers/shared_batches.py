@@ -174,7 +174,6 @@ class SharedPlace:
         return found
 
     def _batch(self, index: int | None) -> TensorDictBase:
-        """The whole batch, or one worker's part."""
         assert self.slots is not None
         assert isinstance(self._slot, Slot)
         self._slot.file.close()  # every process that needs the file has mapped it
