@@ -34,9 +34,8 @@ from asyncsync.collectors.rollout.devices import RolloutDevices
 from asyncsync.collectors.rollout.lock import RolloutLock
 from asyncsync.collectors.rollout.policies import WITHOUT_INIT, as_module, placed, primed, with_spec
 from asyncsync.collectors.rollout.rollout import Rollouts
-from asyncsync.collectors.trajectories import on_device, processed
+from asyncsync.collectors.trajectories import WholeTrajectories, check_trajectories, on_device, processed
 from asyncsync.collectors.weights.updates import _RegisteredModels, find_model
-from asyncsync.collectors.whole_trajectories import WholeTrajectories, check_trajectories
 from asyncsync.errors import ClosedError
 from asyncsync.runtime.threads import WorkThread, join, until_done, until_done_async
 

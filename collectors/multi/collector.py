@@ -48,10 +48,9 @@ from asyncsync.collectors.multi.torchrl_private import let_workers_begin
 from asyncsync.collectors.options import Chooses, MultiOptions, family
 from asyncsync.collectors.profiling import ProfileConfig
 from asyncsync.collectors.single import Collector
-from asyncsync.collectors.trajectories import on_device, processed
+from asyncsync.collectors.trajectories import check_trajectories, on_device, processed
 from asyncsync.collectors.weights.legacy_updaters import MultiProcessedWeightUpdater, WeightUpdaterBase, make_updater
 from asyncsync.collectors.weights.updates import UnknownModel, _RegisteredModels, belongs_to, fitted, shut_down_all
-from asyncsync.collectors.whole_trajectories import check_trajectories
 from asyncsync.collectors.workers.group import WorkerGroup
 from asyncsync.collectors.workers.local import LocalFamily, check_platform, check_start_method
 from asyncsync.collectors.workers.messages import loads, pickled

@@ -26,8 +26,7 @@ from tensordict import TensorDict, TensorDictBase, pad
 
 from asyncsync.collectors.arguments import warn_rounding
 from asyncsync.collectors.base import ANSWER_SECONDS, BaseCollector, is_caller
-from asyncsync.collectors.trajectories import processed
-from asyncsync.collectors.whole_trajectories import IDS, MASK, WholeTrajectories
+from asyncsync.collectors.trajectories import IDS, MASK, WholeTrajectories, processed
 from asyncsync.collectors.workers.group import RolloutRequest, WorkerGroup
 from asyncsync.collectors.workers.messages import RolloutResult
 from asyncsync.collectors.workers.shared_batches import SharedPlace, SharedPlaces

@@ -40,8 +40,7 @@ from anyio import Event, move_on_after
 from tensordict import TensorDictBase
 
 from asyncsync.collectors.base import ANSWER_SECONDS
-from asyncsync.collectors.trajectories import _TrajectoryPool
-from asyncsync.collectors.whole_trajectories import WholeTrajectories
+from asyncsync.collectors.trajectories import WholeTrajectories, _TrajectoryPool
 from asyncsync.collectors.workers.control_page import ControlPage, PoolOfNode, SharedPool, Wishes
 from asyncsync.collectors.workers.messages import Failure, RolloutResult, dumps, loads, note
 from asyncsync.collectors.workers.shared_batches import Arrangement, SharedPlaces

@@ -45,7 +45,6 @@ COLLECTORS = [
     ["rollout"],
     ["envs"],
     ["workers"],
-    ["whole_trajectories"],
     ["options"],
     ["batch_layout"],
     ["trajectories"],

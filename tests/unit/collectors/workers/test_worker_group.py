@@ -12,7 +12,7 @@ from tensordict import TensorDict
 
 from asyncsync.collectors import ProfileConfig
 from asyncsync.collectors.distributed.nodes import Node, NodeFamily
-from asyncsync.collectors.whole_trajectories import WholeTrajectories
+from asyncsync.collectors.trajectories import WholeTrajectories
 from asyncsync.collectors.workers.group import APART, Reports, RolloutRequest, WorkerGroup
 from asyncsync.collectors.workers.messages import Parcel, dumps
 from asyncsync.collectors.workers.worker import Message
