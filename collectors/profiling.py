@@ -1,10 +1,5 @@
 """Profiles of rollouts, by torch's profiler: what is recorded, and the profiler of one collector.
 
-    profiler = RolloutProfiler(ProfileConfig(num_rollouts=3, save_path="worker_{worker_idx}.json"), "0")
-    with profiler.rollout():                       # around each rollout, in whatever thread it runs
-        ...
-    profiler.stop()                                # before num_rollouts: what was recorded until now is written
-
 Names and defaults follow TorchRL's ``ProfileConfig``.
 """
 

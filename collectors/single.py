@@ -32,7 +32,7 @@ from asyncsync.collectors.profiling import ProfileConfig, RolloutProfiler
 from asyncsync.collectors.rollout.buffer import NewBatches, RolloutBuffer, SameBatch
 from asyncsync.collectors.rollout.devices import RolloutDevices
 from asyncsync.collectors.rollout.lock import RolloutLock
-from asyncsync.collectors.rollout.policies import WITHOUT_INIT, as_module, placed, primed, with_spec
+from asyncsync.collectors.rollout.policies import WITHOUT_INIT, as_module, placed, primed
 from asyncsync.collectors.rollout.rollout import Rollouts
 from asyncsync.collectors.trajectories import WholeTrajectories, check_trajectories, on_device, processed
 from asyncsync.collectors.weights.updates import _RegisteredModels, find_model
@@ -141,7 +141,7 @@ class Collector(BaseCollector, metaclass=Chooses):
             arguments.fit(rollouts.n_env)
             memory = SameBatch() if options["return_same_td"] else NewBatches()
             rollouts.buffer = RolloutBuffer(arguments.steps, rollouts.batch_size, rollouts.devices.storing, memory)
-            self._original_policy = as_module(with_spec(made, rollouts.env))
+            self._original_policy = as_module(made, rollouts.env)
             trust_policy = bool(options["trust_policy"])
             self.policy = placed(self._original_policy, rollouts.devices.policy, trust_policy)
             rollouts.set_policy(self.policy, trust_policy, options["compile_policy"], options["cudagraph_policy"])
@@ -258,19 +258,17 @@ class Collector(BaseCollector, metaclass=Chooses):
 
     def iterator(self) -> Iterator[TensorDictBase | None]:
         while not self._exhausted:
-            found = [self._next_here()]  # not kept here: its memory is free when the user lets go of it
+            if (pending := self._pending) is None:
+                found = [self._next_batch()]
+            else:
+                self._check_can_wait()  # left by a cancelled `async for`
+                until_done(pending)
+                self._pending = None
+                found = [pending.result()]
+            del pending
             if self._is_end(found[0]):
                 return
-            yield found.pop()
-
-    def _next_here(self) -> TensorDictBase | None:
-        pending = self._pending
-        if pending is None:
-            return self._next_batch()
-        self._check_can_wait()  # left by a cancelled `async for`
-        until_done(pending)
-        self._pending = None
-        return pending.result()
+            yield found.pop()  # not kept here: its memory is free when the user lets go of it
 
     async def __anext__(self) -> TensorDictBase | None:
         # The rollout belongs to no caller: one that is cancelled while it runs leaves it to the next.

@@ -115,6 +115,13 @@ def beside(mask: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return mask.to(value.device).reshape(*mask.shape, *[1] * (value.ndim - mask.ndim))
 
 
+def zeroed(value: Any, mask: torch.Tensor) -> Any:
+    """An entry, a tensor or TensorDict, with zeros where the mask of the batch's shape is True."""
+    if isinstance(value, TensorDictBase):
+        return value.apply(lambda each: zeroed(each, mask))
+    return torch.where(beside(mask, value), torch.zeros_like(value), value)
+
+
 def split_trajectories(
     rollout_tensordict: TensorDictBase,
     *,

@@ -102,7 +102,6 @@ class GlooFamily(LaunchedFamily):
         self._lock = threading.Lock()
         self._lines: dict[int, Line] = {}
         self._queues: dict[int, queue.SimpleQueue[Message | None]] = {}
-        self._ended: set[int] = set()  # launches whose programs have ended
 
     def program(self, launch: Launch) -> tuple[Program, tuple[Any, ...]]:
         return run_node, (launch.number,)
@@ -117,10 +116,6 @@ class GlooFamily(LaunchedFamily):
 
     def send(self, rank: int, message: Message) -> None:
         self._queues[rank].put(message)
-
-    def lose(self, launch: Launch, how: str) -> None:
-        self._ended.add(launch.number)
-        super().lose(launch, how)
 
     def _serve(self, launch: Launch, messages: queue.SimpleQueue[Message | None]) -> None:
         """In a thread for each launch: meet the node, and take its answers."""
@@ -154,16 +149,14 @@ class GlooFamily(LaunchedFamily):
             logger.debug("lost the connection to a node: %s", error)
         finally:
             messages.put(None)
-        until = time.monotonic() + REASON_SECONDS
-        while launch.number not in self._ended and self.store is not None and time.monotonic() < until:
-            time.sleep(LOOK_SECONDS)
-        self.lose(launch, "its connection is lost")
+        if self.store is not None and not launch.is_lost.wait(REASON_SECONDS):
+            self.lose(launch, "its connection is lost")
 
     def _wait_for(self, key: str, launch: Launch) -> str | None:
         """Where the node runs; None: it does not any more, or nobody waits for it."""
         store = self.meeting.store()
         while not store.check([key]):
-            if self.store is None or launch.number in self._ended:
+            if self.store is None or launch.is_lost.is_set():
                 return None
             time.sleep(LOOK_SECONDS)
         there: str = store.get(key).decode()

@@ -1,10 +1,6 @@
 """Programs that a launcher starts: as a process of this host, as a job of submitit's, or in a rank that is there; and
 the nodes that run in them, which find the trainer by a TCPStore of its own.
 
-    launcher = make_launcher("mp", slurm_kwargs=None)
-    launcher.start(0, program, arguments, when_ended)      # program(*arguments), there
-    launcher.stop(0, timeout=5.0)
-
 A node's program joins, by what its family has (:meth:`LaunchedFamily.program`), and then watches the store: that it is
 over is written there, and a store that is gone means that the trainer is.
 """
@@ -224,11 +220,6 @@ def check_launcher(name: Any, slurm_kwargs: Any) -> None:
         raise ValueError(f"slurm_kwargs need launcher='submitit', not {name!r}: leave slurm_kwargs out")
 
 
-def make_launcher(name: str, slurm_kwargs: Mapping[str, Any] | None) -> Launcher:
-    """The launcher of this name. Raises ImportError, RuntimeError: what it needs is not there."""
-    return LAUNCHERS[name](**(slurm_kwargs or {}))
-
-
 # -- nodes -------------------------------------------------------------------------------------------------------------
 
 DEFAULT_PORT = 10003
@@ -252,11 +243,12 @@ class Meeting(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """One start of a node's program."""
+    """One start of a node's program. ``is_lost``: it has ended, or its connection has."""
 
     rank: int
     number: int
     reports: Reports
+    is_lost: threading.Event
 
 
 class LaunchedFamily(NodeFamily):
@@ -283,7 +275,8 @@ class LaunchedFamily(NodeFamily):
         """What runs in a node, a function of a module: ``program(meeting, rank, *arguments)``."""
 
     def prepare(self, count: int) -> None:
-        self._launcher = make_launcher(*self._launching)
+        name, slurm_kwargs = self._launching
+        self._launcher = LAUNCHERS[name](**(slurm_kwargs or {}))
         self._own_store = store = _store_at(self._launcher.address, self._port)
         store.open()
         self.meeting = Meeting(*store.address, f"asyncsync_{secrets.token_hex(8)}", secrets.token_bytes(32))
@@ -294,7 +287,7 @@ class LaunchedFamily(NodeFamily):
         self._launcher.stop(rank, 0.0)  # what is left of one that was lost
         self.where.pop(rank, None)
         self._launched += 1
-        self.launches[rank] = launch = Launch(rank, self._launched, reports)
+        self.launches[rank] = launch = Launch(rank, self._launched, reports, threading.Event())
         program, arguments = self.program(launch)
         self._launcher.start(rank, program, (self.meeting, rank, *arguments), partial(self.lose, launch))
 
@@ -304,6 +297,7 @@ class LaunchedFamily(NodeFamily):
 
     def lose(self, launch: Launch, how: str) -> None:
         """A node's program has ended, or its connection has. From any thread."""
+        launch.is_lost.set()
         self.call_soon(launch.reports.lost, ConnectionError(how))
 
     def name(self, rank: int) -> str:

@@ -1,12 +1,7 @@
 """Nodes: workers on other hosts, or on this one, in programs of their own.
 
 A family's program makes a :class:`Node`, which runs a :class:`~asyncsync.collectors.workers.worker.Worker` in a thread
-of its own. Other threads of the program hand it the trainer's messages, and take its answers away:
-
-    node = Node(rank=0)
-    node.put(0, ("build", specification, common, 0, 2))
-    node.put(1, ("rollout", 1, False, None))
-    node.answers()                                # [("begun", …), ("built", …), …]; waits until there is one
+of its own. Other threads of the program hand it the trainer's messages, and take its answers away.
 
 A node puts messages into the order of their numbers. ``("page", wishes)`` takes effect at once, in the middle of a
 rollout too, and is answered by ``("told",)``. So does ``("stop", close_env, seconds)``. The last answer of all is

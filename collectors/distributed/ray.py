@@ -5,10 +5,6 @@ own: it stays in the store of the host where it was made until whoever wants the
 
 Collectors and evaluators share the connection: whoever needs it first begins it, unless the program has, and the last
 one ends it.
-
-    ray = library()
-    connection.hold(self, ray, {"num_cpus": 4})        # ray.init(num_cpus=4), unless that was called
-    connection.release(self, ray)                      # ray.shutdown(), if nobody else holds it, and it was begun here
 """
 
 from __future__ import annotations

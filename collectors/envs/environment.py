@@ -159,8 +159,7 @@ def observation_keys(environment: Any, root: TensorDictBase, counted: bool = Fal
 
 def repeated_keys(environment: Any, root: TensorDictBase) -> list[Key]:
     """What a step has under ``"next"`` and the next step at its root, unless a trajectory ends: observations, what
-    counts steps, and the state of TorchRL's
-    environments and of recurrent policies."""
+    counts steps, and the state of TorchRL's environments and of recurrent policies."""
     if is_torchrl(environment):
         states = environment.state_spec.keys(True, True)
     else:
@@ -284,15 +283,6 @@ def fake_next(environment: Any, root: TensorDictBase) -> TensorDictBase:
         )
     [key] = getattr(environment, "reward_keys", ["reward"])
     return root.copy().set(key, reward.zero())
-
-
-def mask_of(batch_size: torch.Size, index: Any) -> torch.Tensor:
-    """The environments of an index, as bool of the batch's shape. Raises ValueError: the environment is no batch."""
-    if not batch_size:
-        raise ValueError("reset(index=) needs a batch of environments, but there is only one: leave index out")
-    mask = torch.zeros(batch_size, dtype=torch.bool)
-    mask[index] = True
-    return mask
 
 
 def reset_some(

@@ -26,9 +26,8 @@ from asyncsync.collectors.envs.gym_vector import (
     check_info_keys,
     make_vector,
     resets_of,
-    zeroed,
 )
-from asyncsync.collectors.trajectories import FLAGS
+from asyncsync.collectors.trajectories import FLAGS, zeroed
 
 Array = np.ndarray[Any, Any]
 
@@ -237,7 +236,7 @@ class GymEnv(NotTorchRLs):
         if beside is not None:  # what a policy has written for the next step: its hidden state, say
             for key in beside.keys() - after.keys():
                 after[key] = value = beside.get(key)
-                root[key] = value if finished is None else zeroed(value, finished)
+                root[key] = value if finished is None else zeroed(value, torch.from_numpy(finished))
         for key in self._groups & given.keys():  # a policy may have written into the environment's groups of entries
             root[key] = given[key].copy().update(root[key])
         tensordict.set("next", self.container(after))

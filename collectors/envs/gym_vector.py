@@ -18,11 +18,8 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
-import torch
-from tensordict import TensorDictBase
 
 from asyncsync.collectors.envs.gym_private import reset_these
-from asyncsync.collectors.trajectories import beside
 
 Array = np.ndarray[Any, Any]
 
@@ -209,13 +206,3 @@ def check_info_keys(name: str, keys: Any, observed: Collection[Any]) -> None:
         raise TypeError(f"info_keys must be names of entries of info, such as ('action_mask',), not {keys!r}")
     if taken := [key for key in keys if key in observed]:
         raise ValueError(f"{name}: info_keys has {taken}, but an observation has this key, too: rename one of them")
-
-
-def zeroed(value: Any, finished: Array) -> Any:
-    """A policy's entry for the next step: zeros for new trajectories."""
-    ended = torch.from_numpy(finished.copy())
-
-    def zero(x: torch.Tensor) -> torch.Tensor:
-        return x.masked_fill(beside(ended, x), 0)
-
-    return value.apply(zero) if isinstance(value, TensorDictBase) else zero(value)

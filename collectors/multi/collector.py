@@ -87,7 +87,6 @@ class GroupCollector(BaseCollector):
     group: WorkerGroup
     _driver: Driver
     _driver_class: type[Driver]
-    _acting_devices: dict[int, set[torch.device]]  # of each worker's policy
     _finalizers: tuple[Callable[[], object], ...]
 
     update_at_each_batch = _part("_arguments.update_at_each_batch")
@@ -126,7 +125,6 @@ class GroupCollector(BaseCollector):
         check_devices(dict(flattened({name: own.get(name, given[name]) for name in DEVICES})))
         each_device = zip(*(each(name, given[name], count) for name in DEVICES), strict=True)
         placed = [dict(zip(DEVICES, devices, strict=True)) for devices in each_device]
-        self._acting_devices = {}
         self.policy_device, self.storing_device = (
             [exact_device(d["device"] if d[name] is None else d[name]) for d in placed]
             for name in ("policy_device", "storing_device")
@@ -341,7 +339,7 @@ class GroupCollector(BaseCollector):
 
     @property
     def _collected(self) -> int:
-        return self._driver.frames if self._driver.free is None else self.group.frames
+        return self.group.frames if self._driver.is_free else self._driver.frames
 
     @property
     def requested_frames_per_batch(self) -> int:
@@ -371,7 +369,7 @@ class GroupCollector(BaseCollector):
         self._driver.run_free()
 
     def is_running(self) -> bool:
-        return self._driver.free is not None and not self._driver.free.done()
+        return self._driver.is_running
 
     def _paused(self, owner: object) -> AbstractContextManager[None]:
         return self._driver.paused(owner)
@@ -507,11 +505,6 @@ class GroupCollector(BaseCollector):
             self.acting_weights.apply(prepared.apply_now, DEFAULT_TIMEOUT)
         self.update_policy_weights_(given)
 
-    def _workers_of(self, device: torch.device) -> list[int]:
-        exact = torch.device("cpu") if device.type == "cpu" else exact_device(device)  # as tensors name it
-        found = [index for index, own in self._acting_devices.items() if exact in own]
-        return found or super()._workers_of(device)
-
     def policy_devices(self) -> set[torch.device]:
         return set().union(*self._acting_devices.values())
 
@@ -594,7 +587,6 @@ class GroupCollector(BaseCollector):
         deadline = time.monotonic() + timeout
         try:
             self.group.end(max(0.1, deadline - time.monotonic()), close_env)
-            self._driver.wait_for_watcher()
         finally:
             if self.group.is_over:
                 for finalizer in self._finalizers:

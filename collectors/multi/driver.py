@@ -7,7 +7,6 @@ next caller goes on from there. The caller's own thread assembles the batch and 
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 import threading
@@ -30,14 +29,11 @@ from asyncsync.collectors.trajectories import IDS, MASK, WholeTrajectories, proc
 from asyncsync.collectors.workers.group import RolloutRequest, WorkerGroup
 from asyncsync.collectors.workers.messages import RolloutResult
 from asyncsync.collectors.workers.shared_batches import SharedPlace, SharedPlaces
-from asyncsync.errors import ClosedError, PartialSendError
+from asyncsync.errors import PartialSendError
 from asyncsync.runtime import loop_thread
 from asyncsync.runtime.threads import elsewhere
 
 logger = logging.getLogger("asyncsync")
-
-WATCHER_SECONDS = 1.0
-"""How long the end waits until it is known why the workers have ended; they have by then."""
 
 
 @dataclass
@@ -116,7 +112,7 @@ class Driver(ABC):
         random: for a collector that is a worker: whether its trainer wants the policy left out.
         busy: the request of each worker whose rollout nobody has taken yet.
         left: batches of callers that were interrupted.
-        free: watches the workers while they run free; None: they do not.
+        is_free: whether the workers run free.
     """
 
     _places: list[SharedPlaces]  # where batches come to lie
@@ -126,10 +122,11 @@ class Driver(ABC):
         self.random: bool | None = False
         self.busy: dict[int, RolloutRequest] = {}
         self.left: deque[Made] = deque()
-        self.free: asyncio.Task[None] | None = None
+        self.is_free = False
         self._collector: BaseCollector = weakref.proxy(collector)  # whoever forgets the collector ends it
         self._name = type(collector).__name__
         self.group = group
+        group.on_failure = self._failed
         self._arguments = arguments
         self._serial = 0
         self._results: dict[int, RolloutResult] = {}
@@ -178,13 +175,13 @@ class Driver(ABC):
     def _is_over(self) -> bool:
         """Whether there are no more batches, also after shutdown(). Raises RuntimeError: frames go to the replay buffer
         meanwhile; ClosedError: it was shut down before, or this is a forked process."""
-        if self.free is None and self._made is None and not self.left and self.frames >= self._arguments.total_frames:
+        if not self.is_free and self._made is None and not self.left and self.frames >= self._arguments.total_frames:
             return True
         self.group.check()
-        if self.free is None:
+        if not self.is_free:
             return False
         self.count_free()
-        if self.free is not None:
+        if self.is_free:
             raise RuntimeError("this collector runs in the background: read its frames from the replay buffer")
         return self._is_over()
 
@@ -372,46 +369,44 @@ class Driver(ABC):
         """Have the workers collect into the replay buffer until there are enough frames."""
         self.group.check()
         self.count_free()
-        if self.free is None:
-            arguments = self._arguments
-            self.group.run_free(arguments.total_frames, arguments.init_random_frames, self._free_batch())
+        if not self.is_free:
 
             async def begin() -> None:
-                self.free = asyncio.create_task(self._watch())
+                arguments = self._arguments
+                self.group.run_free(arguments.total_frames, arguments.init_random_frames, self._free_batch())
+                self.is_free = True
 
             loop_thread.run(begin)
+            if self.group.failure is not None:
+                self._failed(self.group.failure)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether workers run free, and have not ended."""
+        group = self.group
+        return self.is_free and not (group.finished or group.ending or group.failure is not None)
+
+    def _failed(self, error: BaseException) -> None:
+        if self.is_free:
+            logger.error("an error ended collection in the background", exc_info=error)
+            with suppress(ReferenceError):  # it was forgotten
+                self._collector.free_error = error
 
     def _free_batch(self) -> int | None:
         """Frames of a batch, of which workers that run free do equal numbers; None: they share the frames as they
         come."""
         return None
 
-    async def _watch(self) -> None:
-        """Wait for the workers that run free, so that a failure is logged at once."""
-        try:
-            await self.group.until(lambda: self.group.finished)
-        except ClosedError:
-            pass
-        except Exception as error:
-            logger.error("an error ended collection in the background", exc_info=error)
-            with suppress(ReferenceError):  # it was forgotten
-                self._collector.free_error = error
-
-    def wait_for_watcher(self) -> None:
-        """After the workers' end: wait until their failure, if there was one, is known."""
-        if (watcher := self.free) is not None and not watcher.done():
-            loop_thread.run(lambda: asyncio.wait([watcher], timeout=WATCHER_SECONDS))
-
     def count_free(self) -> None:
         """Count the frames of workers that run free; if they have all, end that."""
-        if self.free is None:
+        if not self.is_free:
             return
-        ended = self.free.done() and self.group.failure is None
+        ended = not self.is_running and self.group.failure is None
         self.frames = self.group.frames
         if ended:  # rollouts that were under way when the workers were set free have been counted
             self.group.results.clear()
             self.busy, self._results = {}, {}
-            self.free = None
+            self.is_free = False
 
     @contextmanager
     def paused(self, owner: object) -> Iterator[None]:
@@ -421,7 +416,7 @@ class Driver(ABC):
         group.check()
 
         def standing() -> bool:
-            if self.free is not None:
+            if self.is_free:
                 return group.stand_still(range(len(self._arguments.frames)))
             arrived = {result.worker for result in group.results} | self._results.keys()
             return group.stand_still(self.busy.keys() - arrived)

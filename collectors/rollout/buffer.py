@@ -1,10 +1,5 @@
 """Where the steps of one rollout go until they are a batch.
 
-    buffer = RolloutBuffer(steps, batch_size, storing_device, allocate)     # one per collector
-    buffer.begin()                                                          # once per rollout
-    buffer.append(step)                                                     # once per environment step; copies
-    batch = buffer.finish()                                                 # [*batch_size, steps], time last
-
 The first step of a rollout determines the :class:`BatchLayout`, and ``allocate(layout)`` gives memory for the whole
 batch, into which each step is copied: no TensorDict is made per step, and nothing is stacked at the end. A step with
 other keys, shapes or dtypes, or one that is no plain nested TensorDict of strided tensors (NonTensorData, lazy stacks,

@@ -146,13 +146,18 @@ class TensorPolicy(TensorDictModule, TensorsCall):  # type: ignore[misc]
         return tensordict
 
 
-def with_spec(policy: Any, env: Any) -> Any:
-    """The policy; for None, a RandomPolicy. A RandomPolicy without a spec gets this environment's."""
+def as_module(policy: Any, env: Any) -> nn.Module:
+    """The policy, made a module if it is another callable; for None, a RandomPolicy. A RandomPolicy without a spec gets
+    this environment's. Raises TypeError: it cannot be called."""
     if policy is None:
         return RandomPolicy(environments.action_spec(env), environments.action_keys(env)[0])
     if isinstance(policy, RandomPolicy) and policy.action_spec is None:
         policy.action_spec = environments.action_spec(env)
-    return policy
+    if isinstance(policy, nn.Module):
+        return policy
+    if not callable(policy):
+        raise TypeError(f"policy must be callable, not {policy!r}")
+    return CallablePolicy(policy)
 
 
 def checked(output: Any) -> TensorDictBase:
@@ -163,15 +168,6 @@ def checked(output: Any) -> TensorDictBase:
             "TensorDict must return it. To return tensors, take the observations as parameters"
         )
     return output
-
-
-def as_module(policy: Any) -> nn.Module:
-    """The policy, made a module if it is another callable. Raises TypeError: it cannot be called."""
-    if isinstance(policy, nn.Module):
-        return policy
-    if not callable(policy):
-        raise TypeError(f"policy must be callable, not {policy!r}")
-    return CallablePolicy(policy)
 
 
 def placed(policy: nn.Module, device: torch.device | None, trust: bool = False) -> nn.Module:

@@ -23,7 +23,7 @@ from asyncsync.collectors.rollout.devices import RolloutDevices
 from asyncsync.collectors.rollout.lock import RolloutLock
 from asyncsync.collectors.rollout.policies import plainly_called, quickened, wrapped
 from asyncsync.collectors.rollout.steps import ArraySteps, Carrier, TensorDictSteps, compact, keep_written
-from asyncsync.collectors.trajectories import Key, _TrajectoryPool, beside, path_of
+from asyncsync.collectors.trajectories import Key, _TrajectoryPool, path_of, zeroed
 from asyncsync.collectors.weights.updates import ActingWeights
 
 LAG_SECONDS = 60.0
@@ -156,11 +156,17 @@ class Rollouts:
         if index is None:
             self.carrier.begin(self._reset(**kwargs))
             return []
-        mask = environments.mask_of(self.batch_size, index)
+        if not self.batch_size:
+            raise ValueError("reset(index=) needs a batch of environments, but there is only one: leave index out")
+        mask = torch.zeros(self.batch_size, dtype=torch.bool)
+        mask[index] = True
         self.carrier.is_lost = True  # some may be reset when another one raises
         with self._weights.holds():
             root = environments.reset_some(self.env, self.carrier.root.exclude("collector", "next"), mask, kwargs)
-        zero_state(root, self.keys.own, mask)
+        for key in root.keys(True, True):
+            state = root.get(key)
+            if path_of(key) not in self.keys.own and isinstance(state, torch.Tensor):
+                root.set(key, zeroed(state, mask))
         broken_off: list[int] = []
         if self.arguments.track_traj_ids:
             ids = self.carrier.labels.get("traj_ids")
@@ -260,15 +266,6 @@ class Rollouts:
             return empty_batch(layout).zero_()
         stacked: TensorDictBase = with_time(torch.stack([step.clone().zero_() for _ in range(steps)], step.ndim))
         return stacked
-
-
-def zero_state(root: TensorDictBase, own: frozenset[tuple[str, ...]], mask: torch.Tensor) -> None:
-    """Zero what does not come from the environment, for the environments of a mask, which were reset. ``own`` are the
-    environment's entries."""
-    for key in root.keys(True, True):
-        state = root.get(key)
-        if path_of(key) not in own and isinstance(state, torch.Tensor):
-            root.set(key, torch.where(beside(mask, state), torch.zeros_like(state), state))
 
 
 def truncate(step: TensorDictBase, keys: Iterable[Key]) -> None:

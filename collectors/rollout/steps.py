@@ -34,7 +34,7 @@ from asyncsync.collectors.envs.gym import GymEnv, StepArrays
 from asyncsync.collectors.rollout.buffer import RolloutBuffer
 from asyncsync.collectors.rollout.devices import RolloutDevices
 from asyncsync.collectors.rollout.policies import TensorsCall, checked
-from asyncsync.collectors.trajectories import Key, _aggregate_end_of_traj, _TrajectoryPool, beside, path_of
+from asyncsync.collectors.trajectories import Key, _aggregate_end_of_traj, _TrajectoryPool, path_of, zeroed
 from asyncsync.collectors.weights.updates import ActingWeights
 
 Array = np.ndarray[Any, Any]
@@ -409,4 +409,4 @@ def keep_written(written: TensorDictBase, after: TensorDictBase, root: TensorDic
     for key in found:
         state = written.get(key)
         after.set(key, state)
-        root.set(key, torch.where(beside(ended, state), torch.zeros_like(state), state))
+        root.set(key, zeroed(state, ended))

@@ -30,14 +30,7 @@ WorkerIds = int | torch.device | Iterable[int | torch.device] | None
 class WeightUpdaterBase:
     """Base class: a subclass pushes a policy's weights to the workers of a collector. It overrides
     :meth:`_sync_weights_with_worker`, which gets each of :meth:`all_worker_ids` in turn, or all of
-    :meth:`_push_weights`::
-
-        class Push(WeightUpdaterBase):
-            def _sync_weights_with_worker(self, *, worker_id=None, server_weights):
-                connection.send(server_weights)
-
-        collector = Collector(make_env, policy, frames_per_batch=200, weight_updater=Push())
-        collector.update_policy_weights_(policy)
+    :meth:`_push_weights`.
 
     Constructing any updater gives a DeprecationWarning that names the scheme to use instead.
     """
@@ -67,11 +60,8 @@ class WeightUpdaterBase:
     # -- the collector ------------------------------------------------------------------------------------------------
 
     def register_collector(self, collector: Any) -> None:
-        """Keep a weak reference to the collector. Collectors call this themselves.
-
-        Raises:
-            RuntimeError: this updater already belongs to another collector.
-        """
+        """Keep a weak reference to the collector. Collectors call this themselves. Raises RuntimeError: this updater
+        already belongs to another collector."""
         registered = self.collector
         if registered is not None and registered is not collector:
             raise RuntimeError(
@@ -183,11 +173,7 @@ class VanillaWeightUpdater(WeightUpdaterBase):
         self.policy_weights = policy_weights
 
     def register_collector(self, collector: Any) -> None:
-        """See :meth:`WeightUpdaterBase.register_collector`.
-
-        Raises:
-            TypeError: the collector's policy acts in other processes.
-        """
+        """See :meth:`WeightUpdaterBase.register_collector`. Raises TypeError: the policy acts in other processes."""
         if getattr(collector, "acts_elsewhere", False):
             raise TypeError(
                 f"{type(self).__name__} writes into a policy of this process, but the policies of a "
@@ -217,7 +203,7 @@ class VanillaWeightUpdater(WeightUpdaterBase):
         if collector is None:
             copy_and_count()
         else:
-            collector.change_weights(copy_and_count)
+            collector.acting_weights.apply(copy_and_count)
 
 
 class MultiProcessedWeightUpdater(WeightUpdaterBase):

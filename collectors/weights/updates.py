@@ -34,6 +34,7 @@ from torch import nn
 
 from asyncsync.arguments import as_workers, check_timeout
 from asyncsync.bus.core import DEFAULT_TIMEOUT, BusCore, join_buses
+from asyncsync.collectors.arguments import exact_device
 from asyncsync.collectors.weights.legacy_updaters import WeightUpdaterBase, WorkerIds, make_updater, mark_counted, push
 from asyncsync.errors import AckTimeout, PartialSendError
 from asyncsync.model.gate import Gate
@@ -66,6 +67,7 @@ class WeightsAPI:
     def __init__(self) -> None:
         self._weight_updater: WeightUpdaterBase | None = None
         self._senders = Senders({})
+        self._acting_devices: dict[int, set[torch.device]] = {}  # of each worker's policy
         self.acting_weights = ActingWeights()
 
     # -- updates ------------------------------------------------------------------------------------------------------
@@ -233,12 +235,15 @@ class WeightsAPI:
         is_several = isinstance(worker_ids, Iterable) and not isinstance(worker_ids, str)
         indices: list[int] = []
         for worker in worker_ids if is_several else [worker_ids]:
-            indices += self._workers_of(worker) if isinstance(worker, torch.device) else [worker]
+            if isinstance(worker, torch.device):
+                exact = torch.device("cpu") if worker.type == "cpu" else exact_device(worker)  # as tensors name it
+                found = [index for index, devices in self._acting_devices.items() if exact in devices]
+                if not found:
+                    raise ValueError(f"this {type(self).__name__} has no worker whose policy is on {worker}")
+                indices += found
+            else:
+                indices.append(worker)
         return as_workers(indices)
-
-    def change_weights(self, change: Callable[[], None]) -> None:
-        # For updaters: call this between two steps.
-        self.acting_weights.apply(change)
 
     def push_policy(self, weights: Any, worker_ids: WorkerIds) -> None:
         # For updaters: send these weights by the policy's scheme.
@@ -254,10 +259,6 @@ class WeightsAPI:
     def _goes_with_workers(self, model_id: str) -> bool:
         """Whether a model of this process may be updated together with what is sent to workers."""
         return False
-
-    def _workers_of(self, device: torch.device) -> list[int]:
-        """The workers whose policy is on this device. Raises ValueError: there are none."""
-        raise ValueError(f"this {type(self).__name__} has no worker whose policy is on {device}")
 
     def _published(self, version: int) -> None:
         """Called after a version was published."""

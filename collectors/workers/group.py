@@ -1,12 +1,5 @@
 """WorkerGroup: the workers of a collector, wherever they run, as its driver sees them.
 
-    group = WorkerGroup(LocalFamily("spawn", "MultiSyncCollector"), "MultiSyncCollector")
-    group.start(specifications, schemes, replay_buffer)
-    group.request(0, RolloutRequest(serial=1, random=False, place=places.next()))
-    result = await group.until(lambda: group.results and group.results.popleft())
-    batch = place.whole()                              # in the caller's thread
-    group.end(5.0)
-
 A group lives on the process's loop thread: it sends messages there, takes the workers' messages there, and its driver
 awaits results there. A :class:`Family` starts the workers' programs, and carries messages. The driver decides what is
 rolled out when, and what becomes of the batches.
@@ -194,7 +187,7 @@ class WorkerGroup:
         results: rollouts that have been done, in the order in which they came.
         infos: what each worker has reported.
         page: what workers are to see between two steps.
-        failure: what has ended collection.
+        failure: what has ended collection; ``on_failure`` is called with it, unless the end has begun.
         frames: collected by workers that run free, or write to a replay buffer.
         ending: whether the end has begun.
         is_over: whether all workers have ended, and everything is closed.
@@ -207,6 +200,7 @@ class WorkerGroup:
         self.results: deque[RolloutResult] = deque()
         self.infos: dict[int, WorkerInfo] = {}
         self.failure: BaseException | None = None
+        self.on_failure: Callable[[BaseException], object] = lambda error: None
         self.frames = 0
         self.ending = self.is_over = False
         self._owner, self._connect_timeout, self._trajectories = owner, connect_timeout, trajectories
@@ -360,10 +354,7 @@ class WorkerGroup:
     def run_free(self, total: float, random: int, batch: int | None = None) -> None:
         """Have all workers roll out into the replay buffer until :attr:`frames` is ``total``, the first so many with
         random actions. ``batch``: frames of all workers' rollouts, of which each does as many as the others; None: each
-        begins a rollout whenever frames are missing."""
-        self.call_soon(self._set_free, total, random, batch)
-
-    def _set_free(self, total: float, random: int, batch: int | None) -> None:
+        begins a rollout whenever frames are missing. On the loop thread."""
         if batch is None:
             self._limits = _Limits(total, random)
         else:
@@ -573,7 +564,10 @@ class WorkerGroup:
     # -- failures and losses ------------------------------------------------------------------------------------------
 
     def _fail(self, error: BaseException) -> None:
-        self.failure = self.failure or error
+        if self.failure is None:
+            self.failure = error
+            if not self.ending:
+                self.on_failure(error)
         self._notify()
 
     def _failed(self, member: _Member, failure: Failure) -> None:

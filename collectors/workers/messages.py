@@ -4,15 +4,9 @@ A failure is a worker's exception. What the trainer raises has the worker's type
 the worker, and a :class:`~asyncsync.errors.RemoteError` with the worker's traceback as its cause. An exception that
 cannot be pickled, whose class is not importable here, or whose attributes cannot be set, is raised as a RemoteError.
 
-Between processes of one host, each message is one packet, so that nobody ever reads or writes half of one:
-
-    here, there = Channel.pair()                       # sockets; each process wraps its own: Channel(here)
-    packet = encode(("rollout", 1))                    # by pickle; Parcel.of: by cloudpickle, with tensors apart
-    here.send(packet)                                  # False: there is no room now, and nothing was sent
-    there.receive()                                    # None: there is nothing now
-
-A packet has 32 KiB at most. What is larger is written to a memory file first, whose descriptor travels in the packet;
-the receiver maps the file, and its tensors lie in that mapping: nothing is copied on the way in.
+Between processes of one host, each message is one packet, so that nobody ever reads or writes half of one. It has
+32 KiB at most. What is larger is written to a memory file first, whose descriptor travels in the packet; the receiver
+maps the file, and its tensors lie in that mapping: nothing is copied on the way in.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
 """Worker: what runs one collector for a trainer, wherever it runs.
 
-    worker = Worker(rank, line, page, writer)
-    worker.run()                                   # until the trainer wants the end, or the user's code has failed
-
 A worker takes messages from its line, one after another, in one thread. They come from a
 :class:`~asyncsync.collectors.workers.group.WorkerGroup`:
 
@@ -197,7 +194,9 @@ class Worker:
     def _build(self, given: Specification, first: int, count: int) -> None:
         """Make the collector with its environment, whose trajectories have no identifiers below ``first`` where each of
         ``count`` workers draws its own."""
-        seed_apart()
+        torch.seed()  # torch begins all processes alike, and a forked one continues its parent's random numbers
+        np.random.seed()
+        random.seed()
         torch.set_num_threads(given.threads)
         if os.environ.get("LAZY_LEGACY_OP") == "None":  # tensordict leaves that in a trainer, and chokes on it here
             set_lazy_legacy(False).set()
@@ -346,13 +345,6 @@ def report(line: Line, error: BaseException) -> None:
         pass
     except OSError:
         logger.exception("a collector's worker failed and cannot report %r to its trainer", error)
-
-
-def seed_apart() -> None:
-    """Seed this process's random numbers: torch begins all processes alike, and a forked one continues its parent's."""
-    torch.seed()
-    np.random.seed()
-    random.seed()
 
 
 def where() -> str:

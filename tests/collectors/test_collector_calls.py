@@ -197,7 +197,8 @@ def test_an_error_of_a_worker_is_raised_or_logged(tmp_path: Any, caplog: pytest.
         given = options(replay_buffer=SharedBuffer(tmp_path))
         collector = MultiAsyncCollector([make(fail_at=8)], policy(), **given)
         collector.start()
-        collector._driver.wait_for_watcher()
+        with pytest.raises(ValueError, match="the environment has failed"):
+            collector.group.wait(lambda: None, 20)
         return collector
 
     with pytest.raises(ValueError, match="the environment has failed"):

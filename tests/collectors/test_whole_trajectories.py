@@ -9,7 +9,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from asyncsync.collectors import Collector, MultiAsyncCollector, MultiCollector, MultiSyncCollector, whole_trajectories
+from asyncsync.collectors import Collector, MultiAsyncCollector, MultiCollector, MultiSyncCollector
+from asyncsync.collectors import trajectories as subject
 from helpers import collecting_torchrl
 from helpers.collecting_multi import Counting, SharedBuffer, make, options, policy
 from helpers.collecting_single import (
@@ -170,7 +171,7 @@ def test_trajectories_after_a_load_are_whole() -> None:
 
 
 def test_trajectories_that_were_broken_off_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(whole_trajectories, "REMEMBERED", 5)
+    monkeypatch.setattr(subject, "REMEMBERED", 5)
     with Collector(WalkEnv((2,), longest=6), Actor(), frames_per_batch=4, trajs_per_batch=1) as c:
         for _ in range(40):
             c.reset(index=[True, False])
@@ -182,13 +183,13 @@ def test_trajectories_that_were_broken_off_are_forgotten(monkeypatch: pytest.Mon
 
 
 def test_one_that_was_broken_off_and_goes_on_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(whole_trajectories, "REMEMBERED", 5)
+    monkeypatch.setattr(subject, "REMEMBERED", 5)
 
     def piece(number: int, *, ends: bool) -> TensorDict:
         entries = {"next": {"done": torch.tensor([[ends]])}, "collector": {"traj_ids": torch.tensor([number])}}
         return TensorDict(entries, [1])
 
-    whole = whole_trajectories.WholeTrajectories(1, 1, is_padded=False)
+    whole = subject.WholeTrajectories(1, 1, is_padded=False)
     whole.break_off([0])
     for _ in range(20):
         whole.take(piece(0, ends=False))

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
+from threading import Event
 from typing import Any
 
 import pytest
@@ -124,7 +125,7 @@ def test_a_node_waits_for_those_before_it_as_long_as_the_collector_does() -> Non
     store = OwnStore("127.0.0.1")
     store.open()
     family = RPCFamily("mp", None, None, options={}, devices=None, connect_timeout=0.2)
-    program, arguments = family.program(Launch(1, 1, Heard().reports))
+    program, arguments = family.program(Launch(1, 1, Heard().reports, Event()))
     assert not rpc_private.has_agent()
     begun = time.monotonic()
     with pytest.raises(RuntimeError):  # node 0 does not come

@@ -262,7 +262,7 @@ def test_a_node_that_has_connected_in_time_is_not_late(groups: Groups) -> None:
 def test_nodes_run_free_although_one_is_being_launched_again(groups: Groups, total: int) -> None:
     family, group = groups(replay_buffer="a buffer")
     lose(group, family, 0)
-    group.run_free(total, 0)
+    group.call_soon(group.run_free, total, 0)
     let_pass(group)
     assert group.finished == (total == 0), "the one that is launched again has rollouts to do"
     assert family.kinds(0) == ["build"]
@@ -275,7 +275,7 @@ def test_nodes_run_free_although_one_is_being_launched_again(groups: Groups, tot
 def test_a_node_that_has_finished_has_so_when_it_is_launched_again(groups: Groups) -> None:
     family, group = groups(replay_buffer="a buffer")
     family.silent.add("rollout")
-    group.run_free(16, 0)
+    group.call_soon(group.run_free, 16, 0)
     let_pass(group)
     assert [family.open_calls[rank] for rank in range(2)] == [["rollout"] * 2] * 2, "a node never waits for the next"
     for _ in range(2):
