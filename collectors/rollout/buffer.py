@@ -46,7 +46,10 @@ _form = attrgetter("shape", "dtype")
 
 
 class RolloutBuffer:
-    """Takes the steps of one rollout after another.
+    """Takes the steps of one rollout after another: one ``torch._foreach_copy_`` each, into views of the batch.
+
+    Small steps go through a few steps' worth of memory, whose views are made once, and from there to the batch many at
+    a time. That saves 2 to 8 % of a step of CartPoles; without it 8 of them, and 64 vectorised ones, miss their bars.
 
     Args:
         steps: capacity of a rollout.
@@ -55,7 +58,16 @@ class RolloutBuffer:
 
     Attributes:
         count: steps of this rollout so far.
+        layout: of a whole rollout, as the latest one was; None: there was none, or no layout describes it.
     """
+
+    count: int
+    layout: BatchLayout | None
+    _batch: TensorDictBase | None
+    _flushed: int
+    _views: list[tuple[torch.Tensor, ...]]
+    _rows: Any
+    _staged: list[torch.Tensor]
 
     def __init__(
         self,
@@ -66,24 +78,16 @@ class RolloutBuffer:
     ) -> None:
         self.device = device
         self.allocate = allocate
-        self.count = 0
         self._steps = steps
         self._batch_size = torch.Size(batch_size)
-        self._writer: _Writer | None = None  # of the last rollout that had a layout
-        self._batch: TensorDictBase | None = None
-        self._loose: list[TensorDictBase] | None = None
-
-    @property
-    def layout(self) -> BatchLayout | None:
-        """Of a whole rollout, as the latest one was; None: there was none, or no layout describes it."""
-        return None if self._writer is None else self._writer.layout
+        self._learn(None)
+        self.begin()
 
     def begin(self) -> None:
         """Forget the steps of an earlier rollout, finished or not."""
         self.count = 0
-        self._batch = self._loose = None
-        if self._writer is not None:
-            self._writer.attach(None)
+        self._loose: list[TensorDictBase] | None = None
+        self._attach(None)
 
     def append(self, step: TensorDictBase, non_blocking: bool = False) -> None:
         """Copy one step of shape ``[*batch_size]``; if this raises, it is not part of the rollout. Its tensors may
@@ -91,28 +95,38 @@ class RolloutBuffer:
         copy there."""
         if not self.count:
             self._allocate(step)
-        writer = self._writer
-        values = None if self._loose is not None or writer is None else writer.values(step)
-        if writer is None or values is None:
+        values = None if self._loose is not None else self._values(step)
+        if values is None:
             self._append_clone(step, non_blocking)
         else:
-            writer.write(self.count, values, non_blocking)
+            if not self._views:
+                self._views = list(zip(*(leaf.unbind(0) for leaf in self._staged or self._targets), strict=True))
+            torch._foreach_copy_(self._views[self.place()], values, non_blocking)
         self.count += 1
 
     def rows(self, make: Callable[[BatchLayout, list[Array]], Rows]) -> Rows | None:
         """What ``make`` makes of the layout, which is the latest one until a step shows another, and of the memory of
         its leaves, ``[rows, *batch_size, …]`` each; kept as long as that memory. None: there is no layout, or one that
         NumPy does not have."""
-        if self._writer is None or self._loose is not None:
+        layout = self.layout
+        if layout is None or self._loose is not None:
             return None
         if self._batch is None:
-            self._attach(self._writer)
-        return self._writer.rows(make)
+            self._attach(self._new_batch(layout))
+        if self._rows is None and all(leaf.device.type == "cpu" for leaf in layout.leaves):
+            try:
+                memory = [leaf.numpy() for leaf in self._staged or self._targets]
+            except TypeError:  # a dtype that NumPy does not have
+                return None
+            self._rows = make(layout, memory)
+        rows: Rows | None = self._rows
+        return rows
 
     def place(self) -> int:
         """The row where the next step is to be written; with :attr:`count` one more, it is part of the rollout."""
-        assert self._writer is not None
-        return self._writer.place(self.count)
+        if self._staged and self.count - self._flushed == STAGED_STEPS:
+            self._flush()
+        return self.count - self._flushed
 
     def finish(self) -> TensorDictBase:
         """The batch, ``[*batch_size, count]``, whose last dimension is named ``"time"``. The buffer forgets it. Raises
@@ -129,33 +143,47 @@ class RolloutBuffer:
     def _written(self) -> TensorDictBase:
         """What has been written to memory so far, as a batch of so many steps."""
         assert self._batch is not None
-        assert self._writer is not None
-        self._writer.flush(self.count)
+        self._flush()
         return self._batch if self.count == self._steps else self._batch[..., : self.count]
+
+    def _flush(self) -> None:
+        """Copy what is left of the steps to the batch."""
+        if self._staged and (n := self.count - self._flushed):
+            targets = [leaf[self._flushed : self.count] for leaf in self._targets]
+            torch._foreach_copy_(targets, [leaf[:n] for leaf in self._staged])
+            self._flushed = self.count
 
     def _allocate(self, step: TensorDictBase) -> None:
         """Memory for the rollout that begins with this step, if a layout describes it."""
         # Within a rollout, what comes from another device is copied to where the others are.
-        if self._writer is None or not self._writer.is_for(step):
-            self._writer = self._batch = None
+        values = self._values(step)
+        if values is None or (self.device is None and [value.device for value in values] != self._devices):
+            self._learn(None)
             if step.batch_size != self._batch_size:
                 raise ValueError(
                     f"a step has batch size {tuple(step.batch_size)}, but the environment's is "
                     f"{tuple(self._batch_size)}: the policy and the environment must return TensorDicts of the "
                     "environment's batch size"
                 )
-            layout = layout_of(step, self._steps, self.device)
-            if layout is None:
-                return
-            self._writer = _Writer(layout, step)
-        if self._batch is None:
-            self._attach(self._writer)
+            self._learn(step)
+        if self._batch is None and self.layout is not None:
+            self._attach(self._new_batch(self.layout))
 
-    def _attach(self, writer: _Writer) -> None:
-        if (batch := self.allocate(writer.layout)) is None:
-            batch = empty_batch(writer.layout)
-        writer.attach(batch)
+    def _new_batch(self, layout: BatchLayout) -> TensorDictBase:
+        batch = self.allocate(layout)
+        return empty_batch(layout) if batch is None else batch
+
+    def _attach(self, batch: TensorDictBase | None) -> None:
+        """Write to this batch from now on; None: forget the last one."""
+        targets = [] if batch is None or self.layout is None else self.layout.tensors(batch)
+        self._targets = [leaf.movedim(len(self._batch_size), 0) for leaf in targets]
+        self._flushed = 0
+        if not self._staged:
+            self._forget_views()
         self._batch = batch
+
+    def _forget_views(self) -> None:
+        self._views, self._rows = [], None
 
     def _append_clone(self, step: TensorDictBase, non_blocking: bool) -> None:
         # a cast that copies would be a snapshot by itself, but one to the device where it is already is none
@@ -170,38 +198,36 @@ class RolloutBuffer:
             self._batch = None
         self._loose.append(clone)
 
+    # -- steps of one layout ------------------------------------------------------------------------------------------
 
-class _Writer:
-    """The quick way from steps of one layout into a batch: one ``torch._foreach_copy_`` each, into views of the batch.
-
-    Small steps go through a few steps' worth of memory, whose views are made once, and from there to the batch many at
-    a time. That saves 2 to 8 % of a step of CartPoles; without it 8 of them, and 64 vectorised ones, miss their bars.
-    """
-
-    def __init__(self, layout: BatchLayout, step: TensorDictBase) -> None:
-        self.layout = layout
-        paths: list[Path] = [(), *(node.path for node in layout.nodes)]
+    def _learn(self, step: TensorDictBase | None) -> None:
+        """Expect steps like this one, if a layout describes it. None: forget the layout, and all that is of it."""
+        self.layout = layout = None if step is None else layout_of(step, self._steps, self.device)
+        paths: list[Path] = [] if layout is None else [(), *(node.path for node in layout.nodes)]
+        leaves = () if layout is None else layout.leaves
         self._parts: list[tuple[int, str, int, Callable[[dict[str, Any]], tuple[Any, ...]]]] = []
         """Of each TensorDict of a step: which of those before has it, its name there, how many entries it has, and what
         takes its leaves."""
         for path in paths:
-            own = [leaf.path[-1] for leaf in layout.leaves if leaf.path[:-1] == path]
+            own = [leaf.path[-1] for leaf in leaves if leaf.path[:-1] == path]
             count = len(own) + sum(inner[:-1] == path for inner in paths[1:])
             self._parts.append((paths.index(path[:-1]), "".join(path[-1:]), count, _getter(own)))
-        values = [step.get(leaf.path) for leaf in layout.leaves]
+        values = [] if step is None else [step.get(leaf.path) for leaf in leaves]
         self._types = [type(value) for value in values]
         self._forms = [_form(value) for value in values]
         self._devices = [value.device for value in values]
-        self._staged: list[torch.Tensor] = []
-        if layout.nbytes <= SMALL_STEP * layout.steps:
+        self._staged = []
+        if layout is not None and layout.nbytes <= SMALL_STEP * layout.steps:
             self._staged = [
-                torch.empty([STAGED_STEPS, *leaf.shape], dtype=leaf.dtype, device=leaf.device) for leaf in layout.leaves
+                torch.empty([STAGED_STEPS, *leaf.shape], dtype=leaf.dtype, device=leaf.device) for leaf in leaves
             ]
         self._forget_views()
-        self.attach(None)
+        self._attach(None)
 
-    def values(self, step: TensorDictBase) -> list[torch.Tensor] | None:
+    def _values(self, step: TensorDictBase) -> list[torch.Tensor] | None:
         """The step's leaves in the layout's order; None: the step has another layout."""
+        if self.layout is None:
+            return None
         found: list[Any] = []
         tables: list[dict[str, Any]] = []
         try:
@@ -221,54 +247,6 @@ class _Writer:
         except (KeyError, RuntimeError):
             return None
         return found
-
-    def is_for(self, step: TensorDictBase) -> bool:
-        """Whether the step has this layout, and its leaves are on the layout's devices or copied there anyway."""
-        values = self.values(step)
-        if values is None or self.layout.device is not None:
-            return values is not None
-        return [value.device for value in values] == self._devices
-
-    def attach(self, batch: TensorDictBase | None) -> None:
-        """Write to this batch from now on; None: forget the last one."""
-        targets = [] if batch is None else self.layout.tensors(batch)
-        self._targets = [leaf.movedim(len(self.layout.batch_size), 0) for leaf in targets]
-        self._flushed = 0
-        if not self._staged:
-            self._forget_views()
-
-    def _forget_views(self) -> None:
-        self._views: list[tuple[torch.Tensor, ...]] = []
-        self._rows: Any = None
-
-    def place(self, index: int) -> int:
-        """Where among the views, or the rows, the step of this index is."""
-        if self._staged and index - self._flushed == STAGED_STEPS:
-            self.flush(index)
-        return index - self._flushed
-
-    def flush(self, count: int) -> None:
-        """Copy what is left of the first ``count`` steps to the batch."""
-        if self._staged and (n := count - self._flushed):
-            targets = [leaf[self._flushed : count] for leaf in self._targets]
-            torch._foreach_copy_(targets, [leaf[:n] for leaf in self._staged])
-            self._flushed = count
-
-    def write(self, index: int, values: list[torch.Tensor], non_blocking: bool) -> None:
-        if not self._views:
-            self._views = list(zip(*(leaf.unbind(0) for leaf in self._staged or self._targets), strict=True))
-        torch._foreach_copy_(self._views[self.place(index)], values, non_blocking)
-
-    def rows(self, make: Callable[[BatchLayout, list[Array]], Rows]) -> Rows | None:
-        """As of :class:`RolloutBuffer`."""
-        if self._rows is None and all(leaf.device.type == "cpu" for leaf in self.layout.leaves):
-            try:
-                memory = [leaf.numpy() for leaf in self._staged or self._targets]
-            except TypeError:  # a dtype that NumPy does not have
-                return None
-            self._rows = make(self.layout, memory)
-        rows: Rows | None = self._rows
-        return rows
 
 
 def _getter(names: list[str]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
