@@ -21,8 +21,8 @@ from typing import Any
 from asyncsync.collectors.arguments import whole
 from asyncsync.collectors.workers.control_page import ControlPage
 from asyncsync.collectors.workers.group import Family, Reports
-from asyncsync.collectors.workers.messages import pickled
-from asyncsync.collectors.workers.worker import Message, Stopped, Worker
+from asyncsync.collectors.workers.messages import Stopped, pickled
+from asyncsync.collectors.workers.worker import Message, Worker
 from asyncsync.runtime.threads import elsewhere
 
 STEP_SECONDS = 0.05

@@ -34,7 +34,7 @@ from asyncsync.collectors.workers.control_page import ControlPage, page_at
 from asyncsync.collectors.workers.group import Family, Reports
 from asyncsync.collectors.workers.messages import Channel, Packet, encode, note
 from asyncsync.collectors.workers.shared_batches import BatchWriter
-from asyncsync.collectors.workers.worker import Message, Stopped, Worker, report
+from asyncsync.collectors.workers.worker import Message, Worker, report
 from asyncsync.errors import PeerLost, WeightSyncError
 from asyncsync.net.endpoint import private_directory, sweep
 from asyncsync.runtime.threads import sigint_blocked
@@ -53,7 +53,6 @@ GRACE_SECONDS = 2.0
 SWITCH_INTERVAL = 5e-4  # the loop thread gets its turn ten times as soon as by default
 ORPHAN_SECONDS = 2.0
 SWEEP_AGAIN = 0.01
-SEND_SECONDS = 60.0
 
 
 def check_platform(owner: str) -> None:
@@ -126,7 +125,7 @@ class WorkerProcess:
         """Report what has come."""
         while self._is_open:
             try:
-                message = self.channel.receive()
+                message = self.channel.poll()
             except EOFError:
                 self._is_open = False  # it is ending, and its exit code will show how
                 asyncio.get_running_loop().remove_reader(self.channel.fileno())
@@ -166,7 +165,7 @@ class WorkerProcess:
     def _flush(self) -> bool:
         """Send the packets that wait; whether none waits now."""
         try:
-            while self._waiting and self._is_open and self.channel.send(self._waiting[0]):
+            while self._waiting and self._is_open and self.channel.offer(self._waiting[0]):
                 self._waiting.popleft().close()
         except ConnectionError:
             self._is_open = False
@@ -281,27 +280,6 @@ def died(where: str, code: int | None, *, starting: bool) -> PeerLost:
 # -- a worker's process ------------------------------------------------------------------------------------------------
 
 
-class ChannelLine:
-    """A worker's end of its channel."""
-
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
-
-    def send(self, *message: Any) -> None:
-        packet = encode(message)
-        try:
-            self._channel.put(packet, SEND_SECONDS)
-        except ConnectionError:  # the trainer is gone
-            raise Stopped from None
-
-    def receive(self, wait: bool = True) -> Message | None:
-        try:
-            message: Message | None = self._channel.get() if wait else self._channel.receive()
-        except EOFError:
-            raise Stopped from None
-        return message
-
-
 def run_worker(
     end: socket.socket,
     bell: Connection,
@@ -317,15 +295,14 @@ def run_worker(
     # Before the control page: that it can be opened shows that this is the trainer's pid.
     watched = [bell, *_trainer(place.pid)]
     channel = Channel(end)
-    line = ChannelLine(channel)
     try:
         page = page_at(place)
     except WeightSyncError as error:
         if bell.poll(1.0):
             return  # the trainer has ended meanwhile
-        report(line, error)
+        report(channel, error)
         sys.exit(1)
-    worker = Worker(rank, line, page, BatchWriter(), replay_buffer, schemes)
+    worker = Worker(rank, channel, page, BatchWriter(), replay_buffer, schemes)
     watch = Watch(worker, page, channel)
     threading.Thread(target=watch.listen, args=(watched,), name="asyncsync-collector-bell", daemon=True).start()
     is_well = worker.run()

@@ -31,6 +31,7 @@ from asyncsync.transports.shared_memory import MemoryFile
 from asyncsync.weights.copying import normal_tensors
 
 MAX_PACKET = 32 << 10
+SEND_SECONDS = 60.0
 _HEAD = struct.Struct("<Q")  # parts
 _ALIGNED = 64
 
@@ -134,6 +135,10 @@ class RolloutResult(NamedTuple):
     payload: Any
 
 
+class Stopped(Exception):
+    """The trainer wants this worker to end."""
+
+
 # -- failures ----------------------------------------------------------------------------------------------------------
 
 
@@ -227,7 +232,8 @@ def _decode(data: bytes, files: Sequence[int]) -> Any:
 
 
 class Channel:
-    """One end of a pair of sockets. Nothing here waits but :meth:`put` and :meth:`get`."""
+    """One end of a pair of sockets. The trainer's loop thread calls :meth:`offer` and :meth:`poll`, which never wait; a
+    worker's end is its line, with :meth:`send` and :meth:`receive`."""
 
     def __init__(self, end: socket.socket) -> None:
         end.setblocking(False)
@@ -240,7 +246,7 @@ class Channel:
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def send(self, packet: Packet) -> bool:
+    def offer(self, packet: Packet) -> bool:
         """Send the packet if there is room; whether there was. Raises ConnectionError: the other side is gone; OSError:
         too many open files are on their way (ETOOMANYREFS), say."""
         try:
@@ -252,7 +258,7 @@ class Channel:
             return False
         return True
 
-    def receive(self) -> Any:
+    def poll(self) -> Any:
         """The next message; None: there is none now. Raises EOFError: the other side is gone; OSError: this process has
         too many open files."""
         try:
@@ -267,24 +273,30 @@ class Channel:
             raise OSError(errno.EMFILE, "this process lost a message, because it has too many open files (ulimit -n)")
         return _decode(data, files)
 
-    def put(self, packet: Packet, timeout: float) -> None:
-        """Send the packet as soon as there is room. Raises AckTimeout: there was none for ``timeout`` seconds;
-        ConnectionError: the other side is gone; OSError: it cannot be sent."""
+    def send(self, *message: Any) -> None:
+        """Send a message as soon as there is room. Raises Stopped: the other side is gone; AckTimeout: there was no
+        room for a minute; OSError: it cannot be sent."""
+        packet = encode(message)
         try:
-            if not self.send(packet):
-                self._socket.settimeout(timeout)
-                self.send(packet)
+            if not self.offer(packet):
+                self._socket.settimeout(SEND_SECONDS)
+                self.offer(packet)
         except TimeoutError:
-            raise AckTimeout(f"the trainer or worker at the other end has read no messages for {timeout:g} s") from None
+            raise AckTimeout(f"the trainer at the other end has read no messages for {SEND_SECONDS:g} s") from None
+        except ConnectionError:
+            raise Stopped from None
         finally:
             self._socket.setblocking(False)
             packet.close()
 
-    def get(self) -> Any:
-        """Wait for the next message. Raises as :meth:`receive`, also after :meth:`shutdown`."""
-        self._socket.setblocking(True)
+    def receive(self, wait: bool = True) -> Any:
+        """The next message; None: there is none, and waiting was not wanted. Raises Stopped: the other side is gone, or
+        :meth:`shutdown` was called; OSError."""
+        self._socket.setblocking(wait)
         try:
-            return self.receive()
+            return self.poll()
+        except EOFError:
+            raise Stopped from None
         finally:
             self._socket.setblocking(False)
 

@@ -40,7 +40,7 @@ from tensordict import TensorDictBase, set_lazy_legacy
 from asyncsync.collectors.batch_layout import BatchLayout
 from asyncsync.collectors.trajectories import StridedPool, processed
 from asyncsync.collectors.workers.control_page import ControlPage, PoolOfNode, SharedPool, page_at
-from asyncsync.collectors.workers.messages import Failure, Parcel, dumps, loads
+from asyncsync.collectors.workers.messages import Failure, Parcel, Stopped, dumps, loads
 from asyncsync.collectors.workers.shared_batches import BatchWriter
 from asyncsync.errors import ClosedError, WeightSyncError
 from asyncsync.transports.shared_memory import Lease
@@ -85,10 +85,6 @@ class WorkerInfo(NamedTuple):
     frames: int
     dims: int | None
     devices: set[torch.device]
-
-
-class Stopped(Exception):
-    """The trainer wants this worker to end."""
 
 
 class Line(Protocol):

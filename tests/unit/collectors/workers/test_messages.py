@@ -3,12 +3,14 @@
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDict
 
-from asyncsync.collectors.workers.messages import MAX_PACKET, Channel, Parcel, encode, loads
+from asyncsync.collectors.workers import messages
+from asyncsync.collectors.workers.messages import MAX_PACKET, Channel, Parcel, Stopped, encode, loads
 from asyncsync.errors import AckTimeout
 from helpers.memory import descriptors
 
@@ -21,6 +23,12 @@ def pair() -> Iterator[Pair]:
     yield here, there
     here.close()
     there.close()
+
+
+def put(here: Channel, message: Any) -> None:
+    packet = encode(message)
+    assert here.offer(packet)
+    packet.close()
 
 
 def in_memory_file(tensor: torch.Tensor) -> bool:
@@ -37,12 +45,12 @@ def in_memory_file(tensor: torch.Tensor) -> bool:
 def test_messages_of_any_size_come_whole_and_in_order(pair: Pair, size: int) -> None:
     here, there = pair
     before = descriptors()
-    assert there.receive() is None
-    here.put(encode(("first", b"x" * size)), 1.0)
-    here.put(encode(("second", [1, 2])), 1.0)
-    assert there.receive() == ("first", b"x" * size)
-    assert there.receive() == ("second", [1, 2])
-    assert there.receive() is None
+    assert there.poll() is None
+    put(here, ("first", b"x" * size))
+    put(here, ("second", [1, 2]))
+    assert there.poll() == ("first", b"x" * size)
+    assert there.poll() == ("second", [1, 2])
+    assert there.poll() is None
     assert descriptors() == before
 
 
@@ -54,8 +62,8 @@ def test_tensors_are_views_of_what_has_come(pair: Pair, numel: int) -> None:
     given["empty"], given["scalars"] = torch.empty(2, 0), torch.arange(2)
     given["strided"] = torch.arange(2 * numel).view(numel, 2).t()
     before = descriptors()
-    here.put(encode(("batch", 7, Parcel.of(given))), 1.0)
-    kind, number, parcel = there.receive()
+    put(here, ("batch", 7, Parcel.of(given)))
+    kind, number, parcel = there.poll()
     batch = loads(parcel)
     assert (kind, number) == ("batch", 7)
     assert descriptors() == before
@@ -74,44 +82,45 @@ def test_what_is_no_plain_tensor_keeps_its_nature(pair: Pair) -> None:
     weight = torch.nn.Parameter(torch.ones(3))
     leaf = torch.ones(3, requires_grad=True)
     given = [weight, leaf, torch.ones(3, dtype=torch.complex64).conj(), lambda: 5]
-    here.put(encode(Parcel.of(given)), 1.0)
-    parameter, found, conjugate, function = loads(there.receive())
+    put(here, Parcel.of(given))
+    parameter, found, conjugate, function = loads(there.poll())
     assert isinstance(parameter, torch.nn.Parameter)
     assert found.requires_grad
     assert conjugate.is_conj()
     assert function() == 5
 
 
-def test_nobody_waits_for_room_but_who_says_so(pair: Pair) -> None:
+def test_nobody_waits_for_room_but_who_says_so(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     here, there = pair
     packet = encode(b"x" * 20_000)
     sent = 0
-    while here.send(packet):
+    while here.offer(packet):
         sent += 1
         assert sent < 1000
+    monkeypatch.setattr(messages, "SEND_SECONDS", 0.1)
     with pytest.raises(AckTimeout, match=r"has read no messages for 0\.1 s"):
-        here.put(packet, 0.1)
-    assert there.receive() == b"x" * 20_000
-    here.put(packet, 1.0)
-    assert [there.receive() for _ in range(sent + 1)] == [b"x" * 20_000] * sent + [None]
+        here.send(b"x" * 20_000)
+    assert there.poll() == b"x" * 20_000
+    here.send("last")
+    assert [there.poll() for _ in range(sent + 1)] == [b"x" * 20_000] * (sent - 1) + [("last",), None]
 
 
 def test_the_others_end(pair: Pair) -> None:
     here, there = pair
-    here.put(encode("last"), 1.0)
+    put(here, "last")
     here.close()
-    assert there.receive() == "last"
+    assert there.poll() == "last"
     with pytest.raises(EOFError):
-        there.receive()
+        there.poll()
     with pytest.raises(OSError, match="Broken pipe"):
-        there.send(encode("nobody"))
+        there.offer(encode("nobody"))
 
 
 def test_a_waiting_thread_is_woken_by_shutdown(pair: Pair) -> None:
     _, there = pair
     timer = threading.Timer(0.1, there.shutdown)
     timer.start()
-    with pytest.raises(EOFError):
-        there.get()
+    with pytest.raises(Stopped):
+        there.receive()
     timer.join()
     there.shutdown()

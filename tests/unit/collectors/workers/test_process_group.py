@@ -16,12 +16,10 @@ from typing import Any
 import pytest
 
 from asyncsync.collectors import MultiSyncCollector
-from asyncsync.collectors.multi import collector as collector_module
-from asyncsync.collectors.workers import local
+from asyncsync.collectors.workers import messages
 from asyncsync.collectors.workers.group import Reports, WorkerGroup
-from asyncsync.collectors.workers.local import ChannelLine, LocalFamily, WorkerProcess
-from asyncsync.collectors.workers.messages import Channel
-from asyncsync.collectors.workers.worker import Stopped
+from asyncsync.collectors.workers.local import LocalFamily, WorkerProcess
+from asyncsync.collectors.workers.messages import Channel, Stopped
 from asyncsync.errors import AckTimeout
 from asyncsync.runtime import loop_thread
 from helpers.collecting_multi import Counting, make, options, policy
@@ -146,8 +144,8 @@ async def test_what_cannot_be_sent_though_the_worker_is_there_is_an_error(monkey
 
 
 def test_a_worker_whose_trainer_is_deaf_says_so(ends: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "SEND_SECONDS", 0.05)
-    line = ChannelLine(ends[0])
+    monkeypatch.setattr(messages, "SEND_SECONDS", 0.05)
+    line = ends[0]
 
     def talk() -> None:
         for _ in range(10_000):
@@ -164,14 +162,14 @@ def test_a_worker_whose_trainer_is_deaf_says_so(ends: tuple[Channel, Channel], m
 def test_large_specifications_do_not_start_the_workers_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each start returns before its worker has imported anything."""
     began: list[float] = []
-    wait = collector_module.wait_until_built
+    wait = MultiSyncCollector._wait_until_built
 
-    def watched(group: Any, *arguments: Any) -> None:
+    def watched(collector: Any, deadline: float) -> None:
         began.append(time.monotonic())
-        assert not group.infos
-        wait(group, *arguments)
+        assert not collector.group.infos
+        wait(collector, deadline)
 
-    monkeypatch.setattr(collector_module, "wait_until_built", watched)
+    monkeypatch.setattr(MultiSyncCollector, "_wait_until_built", watched)
     with MultiSyncCollector([make()] * 2, policy(numel=100_000), frames_per_batch=4) as collector:
         ready = time.monotonic()
         assert collector.next().numel() == 4  # type: ignore[union-attr]
