@@ -8,7 +8,7 @@ import math
 import operator
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -49,14 +49,21 @@ def frames_or_none(name: str, value: Any) -> int | None:
     return None if number < 0 else number
 
 
-def warn_rounding(problem: str, frames: int) -> None:
-    """Warn the user's line that a number of frames is rounded up, unless RL_WARNINGS is off."""
-    if os.environ.get("RL_WARNINGS", "1").lower() in ("0", "false"):
-        return
+def rounded_up(name: str, frames: int, unit: str, size: int) -> int:
+    """A number of frames, rounded up to whole units of this size. Warns the user's line where that changes something,
+    unless RL_WARNINGS is off."""
+    rounded = math.ceil(frames / size) * size
+    if rounded == frames or os.environ.get("RL_WARNINGS", "1").lower() in ("0", "false"):
+        return rounded
     level, frame = 1, inspect.currentframe()
     while frame is not None and frame.f_globals.get("__name__", "").startswith("asyncsync."):
         level, frame = level + 1, frame.f_back
-    warnings.warn(f"{problem}: rounded up to {frames}. RL_WARNINGS=False silences this warning", stacklevel=level)
+    warnings.warn(
+        f"{name} ({frames}) is not exactly divisible by {unit} ({size}): rounded up to {rounded}. RL_WARNINGS=False "
+        "silences this warning",
+        stacklevel=level,
+    )
+    return rounded
 
 
 def check_callable(name: str, value: Any) -> None:
@@ -185,24 +192,14 @@ class RolloutArguments:
 
     def fit(self, environments: int) -> None:
         """Round frames up to whole steps of so many environments, with a warning where that changes something."""
-        frames_per_batch = self.frames_per_batch
-        self.steps = math.ceil(frames_per_batch / environments)
-        self.requested_frames_per_batch = self.steps * environments
-        if frames_per_batch % environments:
-            warn_rounding(
-                f"frames_per_batch ({frames_per_batch}) is not divisible by the number of environments "
-                f"({environments})",
-                self.requested_frames_per_batch,
-            )
+        batch = rounded_up("frames_per_batch", self.frames_per_batch, "the number of environments", environments)
+        self.requested_frames_per_batch, self.steps = batch, batch // environments
         rounded = {"total_frames": self.total_frames, "init_random_frames": self.init_random_frames}
         if self.adds:
             del rounded["total_frames"]  # the last rollout may be shorter
         for name, frames in rounded.items():
-            if 0 < frames < math.inf and frames % (batch := self.requested_frames_per_batch):
-                warn_rounding(
-                    f"{name} ({frames}) is not divisible by frames_per_batch ({batch})",
-                    math.ceil(frames / batch) * batch,
-                )
+            if frames < math.inf:
+                rounded_up(name, frames, "frames_per_batch", batch)
 
 
 def check_factories(
@@ -259,14 +256,17 @@ def each(name: str, value: Any, count: int) -> list[Any]:
     return values
 
 
-def check_devices(devices: Mapping[str, Device | None]) -> None:
-    """Check devices, by the names of their arguments, and initialise none. Raises TypeError: not a device; ValueError:
-    this machine does not have it."""
+def check_devices(devices: Mapping[str, Devices], *, of_workers: bool = False) -> None:
+    """Check devices, by the names of their arguments, and initialise none; ``of_workers``: lists of them, too. Raises
+    TypeError: not a device; ValueError: this machine does not have it."""
     for name, given in devices.items():
+        if of_workers and isinstance(given, Sequence) and not isinstance(given, str):
+            check_devices({f"{name}[{index}]": one for index, one in enumerate(given)}, of_workers=True)
+            continue
         if given is None:
             continue
         try:
-            device = torch.device(given)
+            device = torch.device(given)  # type: ignore[arg-type]
         except (RuntimeError, TypeError) as error:
             kind = TypeError if isinstance(error, TypeError) else ValueError
             raise kind(f"{name}={given!r} is not a device of this machine: {error}") from error
@@ -294,15 +294,6 @@ def exact_device(device: Device | None) -> torch.device | None:
     module = getattr(torch, device.type, None)
     current = module.current_device() if module is not None and hasattr(module, "current_device") else 0
     return torch.device(device.type, current)
-
-
-def flattened(devices: Mapping[str, Any]) -> Iterator[tuple[str, Device | None]]:
-    """Each device of each worker, as ``name`` or ``name[index]``."""
-    for name, value in devices.items():
-        if is_list(value):
-            yield from flattened({f"{name}[{index}]": one for index, one in enumerate(value)})
-        else:
-            yield name, value
 
 
 def own_arguments(kind: Any) -> Mapping[str, Any]:

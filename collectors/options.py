@@ -18,7 +18,15 @@ import torch
 from tensordict.nn import InteractionType
 
 from asyncsync.arguments import Option, described
-from asyncsync.collectors.arguments import Devices, Interruptor, check_callable, check_factories, check_schemes, whole
+from asyncsync.collectors.arguments import (
+    Devices,
+    Interruptor,
+    check_callable,
+    check_factories,
+    check_schemes,
+    frames_or_none,
+    whole,
+)
 from asyncsync.collectors.base import PostHook, PreHook
 from asyncsync.collectors.trajectories import _TrajectoryPool
 
@@ -43,6 +51,14 @@ def _check_cuda(name: str, value: Any) -> None:
         raise ValueError(
             f"{name} records the policy as a CUDA graph, but torch finds no CUDA device here: leave {name} out, or "
             "pass compile_policy=True"
+        )
+
+
+def _check_start_method(name: str, value: Any) -> None:
+    if value not in ("spawn", "forkserver"):
+        raise ValueError(
+            f"{name} must be 'spawn' or 'forkserver', not {value!r}: a forked worker would inherit a broken copy of "
+            "the trainer's event loop and threads"
         )
 
 
@@ -117,7 +133,7 @@ class RolloutOptions(TypedDict, total=False):
     storing_device: Devices
     env_device: Devices
     policy_device: Devices
-    max_frames_per_traj: Annotated[int | None, Option(default=-1)]
+    max_frames_per_traj: Annotated[int | None, Option(default=-1, check=frames_or_none)]
     init_random_frames: Annotated[int | None, Option(default=-1)]
     reset_at_each_iter: Annotated[bool, Option(default=False)]
     postproc: Annotated[Callable[[Any], Any] | None, Option(check=check_callable)]
@@ -262,7 +278,7 @@ class MultiOptions(LocalOptions, total=False):
     num_threads: int | None
     num_sub_threads: Annotated[int, Option(default=1)]
     cat_results: str | int | None
-    start_method: Annotated[str, Option(default="spawn")]
+    start_method: Annotated[str, Option(default="spawn", check=_check_start_method)]
     connect_timeout: Annotated[float, Option(default=60.0)]
 
 

@@ -210,16 +210,6 @@ def _store_of_ranks() -> tuple[Any, int]:
 LAUNCHERS: dict[str, type[Launcher]] = {"submitit": SubmititLauncher, "mp": ProcessLauncher, "torchrun": RankLauncher}
 
 
-def check_launcher(name: Any, slurm_kwargs: Any) -> None:
-    """Raises TypeError, ValueError: there is no such launcher, or it takes no such arguments."""
-    if name not in LAUNCHERS:
-        raise ValueError(f"unknown launcher {name!r}: choose one of {', '.join(map(repr, LAUNCHERS))}")
-    if slurm_kwargs is not None and not isinstance(slurm_kwargs, Mapping):
-        raise TypeError(f"slurm_kwargs must be a dict of parameters for submitit's executor, not {slurm_kwargs!r}")
-    if slurm_kwargs and name != "submitit":
-        raise ValueError(f"slurm_kwargs need launcher='submitit', not {name!r}: leave slurm_kwargs out")
-
-
 # -- nodes -------------------------------------------------------------------------------------------------------------
 
 DEFAULT_PORT = 10003
@@ -259,10 +249,15 @@ class LaunchedFamily(NodeFamily):
 
     def __init__(self, launcher: str, slurm_kwargs: Any, port: int | None, *, restarts: int = 0) -> None:
         super().__init__(restarts)
-        check_launcher(launcher, slurm_kwargs)
+        if launcher not in LAUNCHERS:
+            raise ValueError(f"unknown launcher {launcher!r}: choose one of {', '.join(map(repr, LAUNCHERS))}")
+        if slurm_kwargs is not None and not isinstance(slurm_kwargs, Mapping):
+            raise TypeError(f"slurm_kwargs must be a dict of parameters for submitit's executor, not {slurm_kwargs!r}")
+        if slurm_kwargs and launcher != "submitit":
+            raise ValueError(f"slurm_kwargs need launcher='submitit', not {launcher!r}: leave slurm_kwargs out")
         if restarts and launcher == "torchrun":
             raise ValueError("restarts= needs a launcher that starts programs: torchrun itself restarts all ranks")
-        self._launching = launcher, slurm_kwargs
+        self._launching = launcher, slurm_kwargs or {}
         self._port = port
         self._launcher: Launcher | None = None
         self._own_store: OwnStore | None = None
@@ -276,8 +271,14 @@ class LaunchedFamily(NodeFamily):
 
     def prepare(self, count: int) -> None:
         name, slurm_kwargs = self._launching
-        self._launcher = LAUNCHERS[name](**(slurm_kwargs or {}))
-        self._own_store = store = _store_at(self._launcher.address, self._port)
+        self._launcher = LAUNCHERS[name](**slurm_kwargs)
+        address, port = self._launcher.address, self._port
+        try:
+            self._own_store = store = OwnStore(address, DEFAULT_PORT if port is None else port)
+        except NotConnected:
+            if port is not None:
+                raise
+            self._own_store = store = OwnStore(address)  # another collector has the default one
         store.open()
         self.meeting = Meeting(*store.address, f"asyncsync_{secrets.token_hex(8)}", secrets.token_bytes(32))
         self.store = self.meeting.store()
@@ -317,16 +318,6 @@ class LaunchedFamily(NodeFamily):
         own, self._own_store = self._own_store, None  # it listens until nobody has it
         if own is not None:
             own.close()
-
-
-def _store_at(address: str, port: int | None) -> OwnStore:
-    """Raises NotConnected: the port that was asked for is taken."""
-    if port is not None:
-        return OwnStore(address, port)
-    try:
-        return OwnStore(address, DEFAULT_PORT)
-    except NotConnected:  # another collector's
-        return OwnStore(address)
 
 
 # -- values as tensors of bytes, which gloo and RPC carry -------------------------------------------------------------

@@ -370,19 +370,13 @@ class RayCollector(NodeCollector):
 
     @declared
     def __init__(self, create_env_fn: Any, policy: Any = None, **options: Unpack[RayOptions]) -> None:
-        """Start the actors, and connect the schemes.
+        """Start the actors, and connect the schemes. Raises the same errors as ``RPCCollector`` (ImportError: Ray is
+        not installed).
 
         Args:
             create_env_fn: a list with a callable that returns an environment (or a Gymnasium id) for each actor, or one
                 for all, with ``num_collectors``. Pickled by cloudpickle.
             policy: see ``MultiCollector``.
-
-        Raises:
-            TypeError, ValueError: arguments exclude each other, or do not fit the actors.
-            ImportError: Ray is not installed.
-            Exception: an actor raised it before it was ready. It keeps its type.
-            PeerLost: an actor was lost before it was ready.
-            AckTimeout, NotConnected: not all actors were ready within ``connect_timeout``.
         """
         given: dict[str, Any] = {**options}
         factories = check_factories(create_env_fn, given.pop("num_collectors"), "num_collectors", 1)
@@ -421,7 +415,7 @@ def _visible(given: Sequence[int | str | torch.device] | None, count: int) -> li
     if not is_list(given):
         raise TypeError(f"visible_devices must be a list with one device per node, not {given!r}")
     check_count("visible_devices", given, count)
-    check_devices({f"visible_devices[{index}]": device for index, device in enumerate(given)})
+    check_devices({"visible_devices": given}, of_workers=True)
     return [torch.device(device) for device in given]
 
 

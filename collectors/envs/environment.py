@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,8 +22,6 @@ from tensordict import TensorDictBase
 
 from asyncsync.collectors.arguments import RolloutArguments
 from asyncsync.collectors.trajectories import FLAGS, Key, beside, path_of
-
-Factory = Callable[..., Any]
 
 
 def is_given(create_env_fn: Any) -> bool:

@@ -61,6 +61,13 @@ class Wrapper:
         ended: torch.Tensor | None = flags.get("done")
         return functools.reduce(torch.logical_or, flags.values()) if ended is None else ended
 
+    def _not_ended(self, root: TensorDictBase) -> torch.Tensor:
+        """False for all environments, in the shape of their done flags."""
+        flag = next((root.get(name) for name in FLAGS if name in root.keys()), None)  # noqa: SIM118
+        if flag is None:
+            return torch.zeros((*root.batch_size, 1), dtype=torch.bool, device=root.device)
+        return torch.zeros_like(flag)
+
     def _no_flag(self, found: Iterable[Any], wish: str) -> str:
         return (
             f"{wish} needs to know when a trajectory ends, but {type(self.environment).__name__} has none of "
@@ -90,8 +97,8 @@ class StepLimit(Wrapper):
 
     def reset(self, td: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
         """New trajectories with new counters: all, or those of td's ``"_reset"`` mask; ``kwargs`` are for the
-        environment's ``reset``. Raises ValueError: the
-        environment counts steps already; KeyError: it has no flag of a trajectory's end."""
+        environment's ``reset``. Raises ValueError: it counts steps already; KeyError: it has no flag of a trajectory's
+        end."""
         if td is None:
             root = environments.reset(self.environment, **kwargs)
             if "step_count" in root.keys():  # noqa: SIM118
@@ -100,23 +107,17 @@ class StepLimit(Wrapper):
         else:  # read first: the environment may take the mask out
             mask, before = td.get("_reset", None), td.get("step_count", None)
             root = environments.reset(self.environment, td, **kwargs)
-        self._done_keys = self._ends(root)
-        flag = next((root.get(name) for name in FLAGS if name in root.keys()), None)  # noqa: SIM118
-        if flag is None:
-            flag = torch.zeros((*self._batch_size, 1), dtype=torch.bool, device=root.device)
-        count = torch.zeros_like(flag, dtype=torch.int64)
-        if mask is not None and before is not None:
-            count = torch.where(mask.reshape(count.shape).to(count.device), count, before.to(count.device))
-        if "truncated" not in root.keys():  # noqa: SIM118
-            root.set("truncated", torch.zeros_like(flag))
-        return root.set("step_count", count)
-
-    def _ends(self, root: TensorDictBase) -> list[Any]:
-        """The done keys: those that the environment has or shows, and the limit's."""
         keys = environments.done_flags(self.environment, root)
         if not set(FLAGS) & set(keys):
             raise KeyError(self._no_flag(keys, "max_frames_per_traj"))
-        return [*keys, *({"truncated"} - set(keys))]
+        self._done_keys = [*keys, *({"truncated"} - set(keys))]
+        flag = self._not_ended(root)
+        count = flag.long()
+        if mask is not None and before is not None:
+            count = torch.where(mask.reshape(count.shape).to(count.device), count, before.to(count.device))
+        if "truncated" not in root.keys():  # noqa: SIM118
+            root.set("truncated", flag)
+        return root.set("step_count", count)
 
     def step_and_maybe_reset(self, td: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
         """Step all. Raises KeyError: the environment's result has no flag of a trajectory's end."""
@@ -169,9 +170,7 @@ class Primed(Wrapper):
         first = TensorDict({}, root.batch_size, device=root.device)
         for primer in self._primers:
             primer(first)
-        flag = next((root.get(name) for name in FLAGS if name in root.keys()), None)  # noqa: SIM118
-        shape = (*root.batch_size, 1) if flag is None else flag.shape
-        return first.set("is_init", torch.ones(shape, dtype=torch.bool, device=root.device))
+        return first.set("is_init", ~self._not_ended(root))
 
     def reset(self, td: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
         """New trajectories: all, or those of td's ``"_reset"`` mask, as of :func:`environment.reset_some`."""

@@ -34,11 +34,10 @@ from asyncsync.collectors.arguments import (
     check_policy_factory,
     each,
     exact_device,
-    flattened,
     frames_or_none,
     is_list,
     own_arguments,
-    warn_rounding,
+    rounded_up,
     whole,
     with_partial,
 )
@@ -52,7 +51,7 @@ from asyncsync.collectors.trajectories import check_trajectories, on_device, pro
 from asyncsync.collectors.weights.legacy_updaters import MultiProcessedWeightUpdater, WeightUpdaterBase, make_updater
 from asyncsync.collectors.weights.updates import UnknownModel, _RegisteredModels, belongs_to, fitted, shut_down_all
 from asyncsync.collectors.workers.group import WorkerGroup
-from asyncsync.collectors.workers.local import LocalFamily, check_platform, check_start_method
+from asyncsync.collectors.workers.local import LocalFamily, check_platform
 from asyncsync.collectors.workers.messages import loads, pickled
 from asyncsync.collectors.workers.worker import Specification
 from asyncsync.errors import AckTimeout, PartialSendError, PeerLost
@@ -115,14 +114,12 @@ class GroupCollector(BaseCollector):
         given: dict[str, Any] = {**options}
         factories = check_factories(create_env_fn, given["num_workers"])
         self.num_workers = count = len(factories)
-        frames_or_none("max_frames_per_traj", given["max_frames_per_traj"])  # refused here, not in a worker
         check_shared(given["replay_buffer"])
-        check_start_method(given["start_method"])
         self._arguments = self._of_batches(given)
         policies = policies_of_workers(policy, given["policy_factory"], count)
         updater, schemes = self._ways_of_weights(policy, given)
         own = own_arguments(given["collector_class"])  # perhaps with devices of its own
-        check_devices(dict(flattened({name: own.get(name, given[name]) for name in DEVICES})))
+        check_devices({name: own.get(name, given[name]) for name in DEVICES}, of_workers=True)
         each_device = zip(*(each(name, given[name], count) for name in DEVICES), strict=True)
         placed = [dict(zip(DEVICES, devices, strict=True)) for devices in each_device]
         self.policy_device, self.storing_device = (
@@ -170,10 +167,8 @@ class GroupCollector(BaseCollector):
         else:
             asked = whole("frames_per_batch", frames, 1)
             frames = self._driver_class.split(asked, self.num_workers)
-        if total is not None and (rest := total % asked):
-            warn_rounding(
-                f"total_frames ({total}) is not exactly divisible by frames_per_batch ({asked})", total + asked - rest
-            )
+        if total is not None:
+            rounded_up("total_frames", total, "frames_per_batch", asked)
         return BatchArguments(
             frames,
             math.inf if total is None else total,

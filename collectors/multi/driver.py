@@ -8,7 +8,6 @@ next caller goes on from there. The caller's own thread assembles the batch and 
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import weakref
 from abc import ABC, abstractmethod
@@ -23,7 +22,7 @@ import torch
 from anyio import Semaphore
 from tensordict import TensorDict, TensorDictBase, pad
 
-from asyncsync.collectors.arguments import warn_rounding
+from asyncsync.collectors.arguments import rounded_up
 from asyncsync.collectors.base import ANSWER_SECONDS, BaseCollector, is_caller
 from asyncsync.collectors.trajectories import IDS, MASK, WholeTrajectories, processed
 from asyncsync.collectors.workers.group import RolloutRequest, WorkerGroup
@@ -514,13 +513,7 @@ class SyncDriver(Driver):
 
     @staticmethod
     def split(frames: int, count: int) -> list[int]:
-        share = math.ceil(frames / count)
-        if frames % count:
-            warn_rounding(
-                f"frames_per_batch ({frames}) is not exactly divisible by the number of workers ({count})",
-                share * count,
-            )
-        return [share] * count
+        return [rounded_up("frames_per_batch", frames, "the number of workers", count) // count] * count
 
     async def produce(self) -> Made:
         if not self.busy:

@@ -71,29 +71,22 @@ class CallablePolicy(nn.Module):
 
 
 class TensorsCall(ABC):
-    """A call that takes tensors from a TensorDict and sets others, which can be had without the TensorDict."""
+    """A call that takes tensors from a TensorDict and sets others, which can be had without the TensorDict: ``compute``
+    returns what the network makes of the values of the first ``keys``, and ``write`` sets that under the second.
+    ``is_plain``: nothing more is wanted at the next call."""
 
     @property
     @abstractmethod
-    def keys(self) -> tuple[list[Any], list[Any]]:
-        """Of what it takes, and of what it sets."""
-
-    @property
-    def has_names(self) -> bool:
-        """Whether no key is nested."""
-        return all(isinstance(key, str) for keys in self.keys for key in keys)
+    def keys(self) -> tuple[list[Any], list[Any]]: ...
 
     @abstractmethod
-    def is_plain(self) -> bool:
-        """Whether nothing more is wanted at the next call."""
+    def is_plain(self) -> bool: ...
 
     @abstractmethod
-    def compute(self, values: list[Any]) -> Any:
-        """What the network returns for these values."""
+    def compute(self, values: list[Any]) -> Any: ...
 
     @abstractmethod
-    def write(self, tensordict: TensorDictBase, out: Any) -> TensorDictBase:
-        """Set what it has returned. Raises TypeError, ValueError, RuntimeError: that cannot be."""
+    def write(self, tensordict: TensorDictBase, out: Any) -> TensorDictBase: ...
 
 
 class TensorPolicy(TensorDictModule, TensorsCall):  # type: ignore[misc]

@@ -307,7 +307,8 @@ class ArraySteps(TensorDictSteps):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         call = self.call
-        self._tensors_call = call if isinstance(call, TensorsCall) and call.has_names else None
+        is_flat = isinstance(call, TensorsCall) and all(isinstance(key, str) for keys in call.keys for key in keys)
+        self._tensors_call = call if is_flat else None
         self._no_flags = self.env.no_flags()
         self._made = {name: (flag, flag.numpy()) for name, flag in self._no_flags.items()}
         """What the environment has at the root of the next step: tensors and their arrays."""

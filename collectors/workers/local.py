@@ -64,15 +64,6 @@ def check_platform(owner: str) -> None:
         )
 
 
-def check_start_method(name: str) -> None:
-    """Raises ValueError: not a way to start workers."""
-    if name not in ("spawn", "forkserver"):
-        raise ValueError(
-            f"start_method must be 'spawn' or 'forkserver', not {name!r}: a forked worker would inherit a broken copy "
-            "of the trainer's event loop and threads"
-        )
-
-
 # -- the trainer's side ------------------------------------------------------------------------------------------------
 
 

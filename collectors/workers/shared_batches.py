@@ -33,55 +33,39 @@ MAX_HELD = 32  # batches of which a user keeps tensors at once; further ones are
 
 @dataclass(frozen=True)
 class Arrangement:
-    """How the parts of several workers make one batch: one after another along ``dim`` of ``[*batch_size, steps]``;
-    None: stacked, first."""
+    """How parts of ``count`` workers, all alike, make one batch: one after another along ``dim`` of ``[*batch_size,
+    steps]``; None: stacked, first."""
 
-    parts: tuple[BatchLayout, ...]
+    part: BatchLayout
+    count: int
     dim: int | None
 
     @staticmethod
     def of(parts: Sequence[BatchLayout | None], dim: int | None) -> Arrangement | None:
-        """The arrangement of these parts; None where they do not fit together, or do not lie in the host's memory."""
-        known = [part for part in parts if part is not None]
-        if len(known) < len(parts) or not known[0].leaves or any(x.device.type != "cpu" for x in known[0].leaves):
+        """The arrangement of these parts; None where they are not alike, or do not lie in the host's memory."""
+        part = parts[0]
+        if part is None or not part.leaves or any(leaf.device.type != "cpu" for leaf in part.leaves):
             return None
-        n = len(known[0].batch_size) + 1
+        n = len(part.batch_size) + 1
         if dim is not None and not -n <= dim < n:
             raise ValueError(
                 f"cat_results={dim} is not a dimension of a batch with {n} dimensions: choose one, or 'stack'"
             )
-        arrangement = Arrangement(tuple(known), None if dim is None else dim % n)
-        return arrangement if all(map(arrangement._fits, known)) else None
-
-    def _fits(self, part: BatchLayout) -> bool:
-        first = self.parts[0]
-        if self.dim is None or len(part.batch_size) != len(first.batch_size):
-            return part == first
-        return self._with(part, self._extents[0]) == first
-
-    @cached_property
-    def _extents(self) -> list[int]:
-        """How much of ``dim`` each part has."""
-        assert self.dim is not None
-        return [[*part.batch_size, part.steps][self.dim] for part in self.parts]
-
-    def _with(self, part: BatchLayout, extent: int) -> BatchLayout:
-        """Such a part with so much of ``dim``."""
-        n, dim = len(part.batch_size), self.dim
-        if dim == n:
-            return replace(part, steps=extent)
-        size = torch.Size([extent if i == dim else other for i, other in enumerate(part.batch_size)])
-        leaves = tuple(replace(leaf, shape=torch.Size([*size, *leaf.shape[n:]])) for leaf in part.leaves)
-        return replace(part, batch_size=size, leaves=leaves)
+        is_alike = all(other == part for other in parts)
+        return Arrangement(part, len(parts), None if dim is None else dim % n) if is_alike else None
 
     @cached_property
     def layout(self) -> BatchLayout:
         """The layout of the whole batch."""
-        first, count = self.parts[0], len(self.parts)
-        if self.dim is not None:
-            return self._with(first, sum(self._extents))
-        leaves = tuple(replace(leaf, shape=torch.Size([count, *leaf.shape])) for leaf in first.leaves)
-        return replace(first, batch_size=torch.Size([count, *first.batch_size]), leaves=leaves)
+        part, count, dim = self.part, self.count, self.dim
+        if dim == len(part.batch_size):
+            return replace(part, steps=count * part.steps)
+
+        def whole(size: torch.Size) -> torch.Size:
+            return torch.Size([count, *size] if dim is None else [*size[:dim], count * size[dim], *size[dim + 1 :]])
+
+        leaves = tuple(replace(leaf, shape=whole(leaf.shape)) for leaf in part.leaves)
+        return replace(part, batch_size=whole(part.batch_size), leaves=leaves)
 
     @cached_property
     def has_private(self) -> bool:
@@ -104,12 +88,12 @@ class Arrangement:
             return found
         if self.dim is None:
             return [tensor.select(0, index) for tensor in found]
-        begin, extent = sum(self._extents[:index]), self._extents[index]
-        return [tensor.narrow(self.dim, begin, extent) for tensor in found]
+        extent = [*self.part.batch_size, self.part.steps][self.dim]
+        return [tensor.narrow(self.dim, index * extent, extent) for tensor in found]
 
     def batch(self, memory: Any, index: int | None = None) -> TensorDict:
         """The whole batch in this memory, or one worker's part of it."""
-        layout = self.layout if index is None else self.parts[index]
+        layout = self.layout if index is None else self.part
         return layout.build(self.tensors(memory, index))
 
 
@@ -184,7 +168,7 @@ class SharedPlace:
     def missing(self, results: Sequence[RolloutResult]) -> list[int]:
         """How many steps each part here lacks, since its rollout was cut."""
         assert self.slots is not None
-        return [part.steps - r.steps for part, r in zip(self.slots.arrangement.parts, results, strict=True)]
+        return [self.slots.arrangement.part.steps - result.steps for result in results]
 
     def release(self) -> None:
         """The batch has been handed out, or nobody wants it: let the slot be used again when no tensor of it is left.
@@ -213,8 +197,8 @@ class SharedPlaces:
         unlike, self._unlike = self._unlike, None
         if all(result.in_place for result in results):
             return
-        known = () if place.slots is None else place.slots.arrangement.parts
-        layouts = [known[index] if result.in_place else result.layout for index, result in enumerate(results)]
+        known = None if place.slots is None else place.slots.arrangement.part
+        layouts = [known if result.in_place else result.layout for result in results]
         arrangement = Arrangement.of(layouts, self._dim)
         current = None if self._slots is None else self._slots.arrangement
         if arrangement is None:
@@ -290,7 +274,7 @@ class BatchWriter:
 
     def allocate(self, layout: BatchLayout) -> TensorDictBase | None:
         """Memory for a batch of this layout in the slot; None if the slot was leased for another layout."""
-        if self._views is None or layout != self._arrangement.parts[self._index]:
+        if self._views is None or layout != self._arrangement.part:
             return None
         return layout.build(self._views)
 
@@ -302,7 +286,7 @@ class BatchWriter:
         if views is None or found is None:
             return False, found
         assert self._slot is not None
-        leased = self._arrangement.parts[self._index]
+        leased = self._arrangement.part
         if found.steps > leased.steps or replace(found, steps=leased.steps) != leased:
             return False, found
         n = len(found.batch_size)

@@ -24,7 +24,7 @@ def collector(env: Any, policy: Any = None, **kwargs: Any) -> Any:
 @pytest.mark.requirement(86, 94, 126)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_rollout_is_as_many_steps_as_give_the_frames_and_is_stacked_along_time(kind: str) -> None:
-    with pytest.warns(UserWarning, match="not divisible"):
+    with pytest.warns(UserWarning, match="not exactly divisible"):
         made = collector(environment(kind, (3,)), frames_per_batch=10)
     with made as c:
         batch = c.rollout()
