@@ -14,7 +14,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from inspect import Parameter
 from multiprocessing.managers import BaseProxy
 from multiprocessing.util import Finalize
@@ -243,21 +242,22 @@ class GroupCollector(BaseCollector):
         let_workers_begin(buffer)
         if hasattr(buffer, "share") and not getattr(buffer, "shared", True):
             buffer.share()
-        common = Specification(
-            kind=given["collector_class"] or Collector,
-            create_env_fn=None,
-            post_collect_hook=given["post_collect_hook"],
-            init_fn=given["init_fn"],
-            threads=given["num_sub_threads"],
-            follows=self._announces(),
-            timeout=timeout,
-        )
-        specifications = []
+        follows, specifications = self._announces(), []
         for factory, own in zip(factories, each_own, strict=True):
             own.pop("replay_buffer", None)  # travels by itself
             if own.get("traj_pool") is None:
                 own["traj_pool"] = group.trajectory_pool()
-            specifications.append(pickled(replace(common, create_env_fn=factory, arguments=own)))
+            specification = Specification(
+                kind=given["collector_class"] or Collector,
+                create_env_fn=factory,
+                arguments=own,
+                post_collect_hook=given["post_collect_hook"],
+                init_fn=given["init_fn"],
+                threads=given["num_sub_threads"],
+                follows=follows,
+                timeout=timeout,
+            )
+            specifications.append(pickled(specification))
         group.start(specifications, self._sender_schemes, buffer)
         self._wait_until_built(deadline)
         for index, info in group.infos.items():

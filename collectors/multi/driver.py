@@ -69,16 +69,15 @@ class Made:
 
     Attributes:
         place: where its parts lie.
-        is_assembled: whether ``batch`` is whole; it stays None where frames go to a replay buffer, and is None where
-            too few trajectories have ended.
-        is_finished: whether the user's code has processed it.
+        batch: None: it was not assembled yet; or it is finished, and its frames went to a replay buffer, or too few
+            trajectories have ended.
+        is_finished: whether nothing is left to do: the user's code has processed it.
         is_lost: whether an interruption has struck the user's code.
     """
 
     place: SharedPlace
     results: list[RolloutResult]
     batch: TensorDictBase | None = None
-    is_assembled: bool = False
     is_finished: bool = False
     is_lost: bool = False
 
@@ -198,7 +197,7 @@ class Driver(ABC):
         is_written = self._arguments.replay_buffer is not None
         if not is_written:
             places.learn(place, results)
-        return Made(place, results, is_assembled=is_written)
+        return Made(place, results, is_finished=is_written)
 
     def _is_due(self, worker: int) -> bool:
         interval = self._arguments.max_weight_update_interval
@@ -292,7 +291,7 @@ class Driver(ABC):
 
     def _takes_long(self, made: Made) -> bool:
         """Whether what is left to do with this batch takes time, or runs the user's code."""
-        in_one_piece = made.is_assembled or len(made.results) == 1 or made.place.is_complete(made.results)
+        in_one_piece = made.batch is not None or len(made.results) == 1 or made.place.is_complete(made.results)
         return not made.is_finished and (self._arguments.processes or not in_one_piece)
 
     def assembled(self, made: Made) -> TensorDictBase:
@@ -321,11 +320,10 @@ class Driver(ABC):
     def _finish(self, made: Made) -> None:
         """Assemble the batch and run the user's code on it. An interruption leaves the batch to the next caller, unless
         it strikes the user's code."""
-        if not made.is_assembled:
+        if made.batch is None:
             made.batch = self.assembled(made)
-        made.is_assembled = True
         in_place = all(result.in_place for result in made.results)
-        if made.batch is not None and (self._arguments.processes or not in_place or made.place.has_private):
+        if self._arguments.processes or not in_place or made.place.has_private:
             made.is_lost = self._arguments.processes
             try:
                 with self._collector.acting_weights.holds():  # its model may be updated here
@@ -335,7 +333,7 @@ class Driver(ABC):
                         whole.take(made.batch)
                         made.batch = whole.pop()
                         while (more := whole.pop()) is not None:
-                            self.left.append(Made(SharedPlace(None), [], more, is_assembled=True, is_finished=True))
+                            self.left.append(Made(SharedPlace(None), [], more, is_finished=True))
             except (StopIteration, StopAsyncIteration) as error:  # it would end a caller's loop silently
                 raise RuntimeError(f"postproc raised {error!r}") from error
         made.is_finished = True
@@ -386,7 +384,7 @@ class Driver(ABC):
         return self.is_free and not (group.finished or group.ending or group.failure is not None)
 
     def _failed(self, error: BaseException) -> None:
-        if self.is_free:
+        if self.is_free and not self.group.finished:
             logger.error("an error ended collection in the background", exc_info=error)
             with suppress(ReferenceError):  # it was forgotten
                 self._collector.free_error = error

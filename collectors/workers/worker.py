@@ -29,7 +29,7 @@ import socket
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -70,12 +70,12 @@ class Specification:
 
     kind: Callable[..., Any]
     create_env_fn: Any
-    arguments: dict[str, Any] = field(default_factory=dict)
-    post_collect_hook: Callable[[TensorDictBase], None] | None = None
-    init_fn: Callable[[], None] | None = None
-    threads: int = 1
-    follows: bool = True
-    timeout: float = 60.0
+    arguments: dict[str, Any]
+    post_collect_hook: Callable[[TensorDictBase], None] | None
+    init_fn: Callable[[], None] | None
+    threads: int
+    follows: bool
+    timeout: float
 
 
 class WorkerInfo(NamedTuple):

@@ -32,7 +32,9 @@ def test_frames_that_do_not_divide_are_rounded_up_with_a_warning(monkeypatch: py
     assert frames(total_frames=576) == 576
     with pytest.warns(UserWarning, match=r"total_frames \(1000\) is not exactly divisible .* rounded up to 1152"):
         assert frames(total_frames=1000) == 1152
-    with pytest.warns(UserWarning, match=r"frames_per_batch \(10\) is not exactly divisible .* rounded up to 12") as caught:
+    with pytest.warns(
+        UserWarning, match=r"frames_per_batch \(10\) is not exactly divisible .* rounded up to 12"
+    ) as caught:
         assert frames(frames_per_batch=10, total_frames=24) == 24
     assert caught[0].filename == __file__
     with pytest.warns(UserWarning, match=r"frames_per_batch"), pytest.warns(UserWarning, match=r"30.* 36"):

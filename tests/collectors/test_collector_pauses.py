@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -14,6 +16,7 @@ from typing import Any
 import pytest
 
 from asyncsync.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
+from asyncsync.errors import PeerLost
 from helpers.collecting_multi import RandomFrames, SharedBuffer, make, options, policy
 from helpers.pairs import until
 
@@ -268,3 +271,14 @@ def test_so_many_frames_are_random_as_were_asked_for(kind: Any, tmp_path: Path) 
     with kind([make(), SLOW], policy(), replay_buffer=buffer, **given) as collector:
         run_to_its_end(collector)
         assert buffer.count() == 24
+
+
+@pytest.mark.requirement(158)
+@BOTH
+def test_a_worker_that_dies_when_all_frames_were_collected_is_no_error(kind: Any, buffer: SharedBuffer) -> None:
+    collector = kind([make()] * 2, policy(), **options(replay_buffer=buffer, total_frames=24, frames_per_batch=12))
+    run_to_its_end(collector)
+    os.kill(collector.group.family.pids[0], signal.SIGKILL)
+    with pytest.raises(PeerLost):
+        collector.group.wait(lambda: None, 20)
+    collector.shutdown()
