@@ -54,6 +54,9 @@ BUSY = ("skip", "newest", "queue", "error")
 KEPT = 1024
 """So many results are kept for who takes them; those before are dropped: a callback may be all that reads them."""
 
+OF_WORKER = ("num_trajectories", "reward_keys", "done_keys", "metrics_fn", "dump_video")
+"""The options that the worker itself has."""
+
 WORKERS: dict[str, tuple[str, dict[str, Any], Callable[[], Any]]] = {
     "process": ("sync", {}, SharedMemWeightSyncScheme),
     "ray": ("ray", {"sync": True}, RayWeightSyncScheme),
@@ -164,6 +167,7 @@ class Evaluator(Lifetime):
         limit, frames = frames_or_none("max_steps", options["max_steps"]), options["frames_per_batch"]
         self._busy_policy = options["busy_policy"]
         self._steps = 0
+        of_worker = {name: value for name, value in options.items() if name in OF_WORKER}
         self._collector = family(collector)(
             [env],
             policy,
@@ -174,14 +178,7 @@ class Evaluator(Lifetime):
             policy_device=options["device"],
             weight_sync_schemes=schemes,
             init_fn=options["init_fn"],
-            collector_class=partial(
-                EpisodeCollector,
-                episodes=options["num_trajectories"],
-                reward_keys=options["reward_keys"],
-                done_keys=options["done_keys"],
-                metrics_fn=options["metrics_fn"],
-                dump_video=options["dump_video"],
-            ),
+            collector_class=partial(EpisodeCollector, evaluation=of_worker),
             **own,
             **(options["collector_kwargs"] or {}),
         )
@@ -524,10 +521,9 @@ class EpisodeCollector(Collector):
 
     Args:
         create_env_fn, policy, create_env_kwargs, arguments: as of :class:`asyncsync.collectors.Collector`.
+        evaluation: the evaluator's options for its worker.
         policy_factory: makes the policy; called with the environment, if it takes an argument.
         frames_per_batch: steps of the environment, between two of which ends are looked for.
-        episodes: how many an evaluation takes.
-        reward_keys, done_keys, metrics_fn, dump_video: as of :class:`asyncsync.collectors.Evaluator`.
     """
 
     def __init__(
@@ -535,21 +531,14 @@ class EpisodeCollector(Collector):
         create_env_fn: Any,
         policy: Any = None,
         *,
+        evaluation: Mapping[str, Any],
         policy_factory: Callable[..., Any] | None = None,
         frames_per_batch: int,
         create_env_kwargs: Mapping[str, Any] | None = None,
-        episodes: int,
-        reward_keys: Key,
-        done_keys: Key | None = None,
-        metrics_fn: Callable[[TensorDictBase], Mapping[str, Any]] | None = None,
-        dump_video: bool = True,
         **arguments: Any,
     ) -> None:
         env = environments.make_environment(create_env_fn, create_env_kwargs)
-        self._episodes = episodes
-        self._reward_keys, self._done_keys = reward_keys, done_keys
-        self._metrics_fn = metrics_fn
-        self._dump_video = dump_video
+        self._evaluation = evaluation
         super().__init__(
             lambda: env,
             policy,
@@ -586,32 +575,33 @@ class EpisodeCollector(Collector):
             "fps": sum(len(episode) for episode in episodes) / seconds,
             "policy_version": version,
         }
-        if self._metrics_fn is not None:
+        if (metrics := self._evaluation["metrics_fn"]) is not None:
             flat: Any = torch.cat(episodes)
             flat.set(("collector", "mask"), torch.ones(flat.shape, dtype=torch.bool, device=flat.device))
-            found |= self._metrics_fn(padded(flat, [len(episode) for episode in episodes]))
+            found |= metrics(padded(flat, [len(episode) for episode in episodes]))
         dump = getattr(getattr(self.env, "transform", None), "dump", None)
-        if self._dump_video and callable(dump):
+        if self._evaluation["dump_video"] and callable(dump):
             dump(step=step)
         return found
 
     def _first_episodes(self) -> list[TensorDictBase]:
         count = self._rollouts.n_env
-        missing = [(self._episodes + index) // count for index in range(count)]
+        reward, ended = self._evaluation["reward_keys"], self._evaluation["done_keys"]
+        missing = [(self._evaluation["num_trajectories"] + index) // count for index in range(count)]
         found: list[list[TensorDictBase]] = [[] for _ in missing]
         begun: list[list[TensorDictBase]] = [[] for _ in missing]  # parts of an episode that has not ended
         signals = self._rollouts.signals
         flags: list[Key] = [("next", *path_of(key)) for key in self._rollouts.keys.done]
-        if self._done_keys is not None:
-            flags = [self._done_keys]
+        if ended is not None:
+            flags = [ended]
         while any(missing):
             batch = self.rollout()
             assert batch is not None
             if signals is not None and signals.interrupts():
                 raise ClosedError("the evaluator has been shut down")
             batch.names = None
-            if self._metrics_fn is None:
-                batch = batch.select(self._reward_keys, RETURN, *flags, strict=False)
+            if self._evaluation["metrics_fn"] is None:
+                batch = batch.select(reward, RETURN, *flags, strict=False)
             batch = batch.reshape(count, batch.shape[-1])
             for index, ends in enumerate(_aggregate_end_of_traj(batch, flags)):
                 begin = 0
@@ -627,9 +617,7 @@ class EpisodeCollector(Collector):
         summed = episode.get(RETURN, None)
         if summed is not None:
             return float(summed[-1].sum())
-        reward = episode.get(self._reward_keys, None)
+        reward = episode.get(key := self._evaluation["reward_keys"], None)
         if reward is None:
-            raise KeyError(
-                f"{type(self.env).__name__} has no {self._reward_keys!r} in its steps: pass its key as reward_keys="
-            )
+            raise KeyError(f"{type(self.env).__name__} has no {key!r} in its steps: pass its key as reward_keys=")
         return float(reward.sum())

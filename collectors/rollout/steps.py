@@ -19,6 +19,7 @@ carrier.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -139,31 +140,18 @@ class Carrier:
         return True
 
 
+@dataclass(eq=False)
 class TensorDictSteps:
-    """Steps of any environment, in TensorDicts.
+    """Steps of any environment, in TensorDicts. ``call`` calls the policy with one; ``keys`` are those of entries that
+    the environment has."""
 
-    Args:
-        call: calls the policy with a TensorDict.
-        keys: of entries that the environment has.
-    """
-
-    def __init__(
-        self,
-        env: Any,
-        call: Any,
-        carrier: Carrier,
-        buffer: RolloutBuffer,
-        keys: EntryKeys,
-        arguments: RolloutArguments,
-        devices: RolloutDevices,
-    ) -> None:
-        self.env = env
-        self.call = call
-        self.carrier = carrier
-        self.buffer = buffer
-        self.keys = keys
-        self.arguments = arguments
-        self.devices = devices
+    env: Any
+    call: Any
+    carrier: Carrier
+    buffer: RolloutBuffer
+    keys: EntryKeys
+    arguments: RolloutArguments
+    devices: RolloutDevices
 
     def step(self, random: bool) -> TensorDictBase | None:
         """One step, inside a hold: what a model returns may be a view of its weights. Returns a clone for the replay

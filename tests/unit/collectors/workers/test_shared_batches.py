@@ -216,7 +216,7 @@ def test_no_layout_describes_lazy_stacks_and_other_things() -> None:
     assert layout_of(LazyStackedTensorDict(rollout(), rollout(), stack_dim=0)) is None
     assert layout_of(rollout().set("text", NonTensorData("hello"))) is None
     assert Arrangement.of([layout_of(rollout()), layout_of(rollout(steps=4))], None) is None
-    assert Arrangement.of([layout_of(rollout()), layout_of(rollout(steps=4))], -1) is not None
+    assert Arrangement.of([layout_of(rollout()), layout_of(rollout(steps=4))], -1) is None
     assert Arrangement.of([layout_of(rollout()), layout_of(rollout(batch=(2,)))], -1) is None
     assert Arrangement.of([layout_of(rollout(batch=(2,))), layout_of(rollout(batch=(3,)))], -1) is None
     assert Arrangement.of([layout_of(rollout(batch=(2,))), layout_of(rollout(batch=(3,)))], 0) is not None
