@@ -218,8 +218,7 @@ def test_no_layout_describes_lazy_stacks_and_other_things() -> None:
     assert Arrangement.of([layout_of(rollout()), layout_of(rollout(steps=4))], None) is None
     assert Arrangement.of([layout_of(rollout()), layout_of(rollout(steps=4))], -1) is None
     assert Arrangement.of([layout_of(rollout()), layout_of(rollout(batch=(2,)))], -1) is None
-    assert Arrangement.of([layout_of(rollout(batch=(2,))), layout_of(rollout(batch=(3,)))], -1) is None
-    assert Arrangement.of([layout_of(rollout(batch=(2,))), layout_of(rollout(batch=(3,)))], 0) is not None
+    assert Arrangement.of([layout_of(rollout(batch=(2,))), layout_of(rollout(batch=(3,)))], 0) is None
     assert Arrangement.of([layout_of(rollout()), None], -1) is None
     with pytest.raises(ValueError, match="not a dimension of a batch with 1"):
         Arrangement.of([layout_of(rollout())], 1)
