@@ -245,7 +245,7 @@ class GroupCollector(BaseCollector):
         follows, specifications = self._announces(), []
         for factory, own in zip(factories, each_own, strict=True):
             own.pop("replay_buffer", None)  # travels by itself
-            if own.get("traj_pool") is None:
+            if own.get("traj_pool") is None and group.family.shares_memory:
                 own["traj_pool"] = group.trajectory_pool()
             specification = Specification(
                 kind=given["collector_class"] or Collector,

@@ -169,14 +169,6 @@ class SharedPool(_TrajectoryPool):
         return _pool_at, (self._page.place,)
 
 
-class PoolOfNode(_TrajectoryPool):
-    """Stands for the pool that each node makes, whose identifiers no other node has. It hands none out itself, and
-    knows the highest that was loaded."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return PoolOfNode, ()
-
-
 def page_at(place: MemoryPlace) -> ControlPage:
     """The control page there, opened once per process: two descriptors of one file would free each other's locks."""
     key = (os.getpid(), place)

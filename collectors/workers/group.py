@@ -34,7 +34,7 @@ from tensordict import TensorDictBase
 
 from asyncsync.collectors.base import ANSWER_SECONDS
 from asyncsync.collectors.trajectories import WholeTrajectories, _TrajectoryPool
-from asyncsync.collectors.workers.control_page import ControlPage, PoolOfNode, SharedPool, Wishes
+from asyncsync.collectors.workers.control_page import ControlPage, SharedPool, Wishes
 from asyncsync.collectors.workers.messages import Failure, RolloutResult, dumps, loads, note
 from asyncsync.collectors.workers.shared_batches import Arrangement, SharedPlaces
 from asyncsync.collectors.workers.worker import FREE, Message, WorkerInfo
@@ -211,7 +211,7 @@ class WorkerGroup:
         self.page = ControlPage()
         if not family.shares_memory:
             self.page.on_change = self._tell_all
-        self._pool = PoolOfNode()
+        self._pool = _TrajectoryPool()  # knows the highest identifier that was loaded
         self._members: list[_Member] = []
         self._common: bytes | None = None
         self._writes = False  # into a replay buffer
@@ -430,7 +430,7 @@ class WorkerGroup:
             self.call_soon(self._send, member, self._followed)
 
     def trajectory_pool(self) -> _TrajectoryPool:
-        """A source of trajectory identifiers that are unique over all workers."""
+        """What hands trajectory identifiers out to all workers; those that share no memory have pools of their own."""
         return SharedPool(self.page) if self.family.shares_memory else self._pool
 
     # -- calls --------------------------------------------------------------------------------------------------------

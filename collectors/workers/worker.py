@@ -39,7 +39,7 @@ from tensordict import TensorDictBase, set_lazy_legacy
 
 from asyncsync.collectors.batch_layout import BatchLayout
 from asyncsync.collectors.trajectories import StridedPool, processed
-from asyncsync.collectors.workers.control_page import ControlPage, PoolOfNode, SharedPool, page_at
+from asyncsync.collectors.workers.control_page import ControlPage, SharedPool, page_at
 from asyncsync.collectors.workers.messages import Failure, Parcel, Stopped, dumps, loads
 from asyncsync.collectors.workers.shared_batches import BatchWriter
 from asyncsync.errors import ClosedError, WeightSyncError
@@ -199,7 +199,7 @@ class Worker:
         if given.init_fn is not None:
             given.init_fn()
         arguments = dict(given.arguments)
-        if isinstance(arguments.get("traj_pool"), PoolOfNode):
+        if arguments.get("traj_pool") is None:
             arguments["traj_pool"] = pool = StridedPool(SharedPool(self._page), self.rank, count)
             pool.advance(0, first)
         if self._replay_buffer is not None:
