@@ -114,11 +114,6 @@ Load = Callable[[RolloutResult], TensorDictBase]
 """The batch of a result that does not lie in its place."""
 
 
-def _loaded(result: RolloutResult) -> TensorDictBase:
-    batch: TensorDictBase = loads(result.payload)
-    return batch
-
-
 class SharedPlace:
     """Where the parts of one batch lie: in a slot; None: nowhere, and they come by value. ``lease`` is what is sent to
     the workers, which may write there until :meth:`release`. Raises WeightSyncError, MemoryError."""
@@ -126,7 +121,7 @@ class SharedPlace:
     lease: Lease | None = None
     _memory: memoryview | None = None
 
-    def __init__(self, slots: BatchSlots | None, load: Load = _loaded) -> None:
+    def __init__(self, slots: BatchSlots | None, load: Load = lambda result: loads(result.payload)) -> None:
         self.slots, self._load = slots, load
         if slots is not None:
             self._slot = slots.acquire(slots.arrangement.packed)
@@ -183,7 +178,7 @@ class SharedPlaces:
     ``teach`` sends a new arrangement to the workers, which forget the one before.
     """
 
-    def __init__(self, dim: int | None, teach: Callable[[Arrangement], None], load: Load = _loaded) -> None:
+    def __init__(self, dim: int | None, teach: Callable[[Arrangement], None], load: Load) -> None:
         self._dim, self._teach, self._load = dim, teach, load
         self._slots: BatchSlots | None = None
         self._unlike: Arrangement | None = None  # of the latest batch that did not fit
