@@ -124,7 +124,13 @@ class Driver(ABC):
         self._collector: BaseCollector = weakref.proxy(collector)  # whoever forgets the collector ends it
         self._name = type(collector).__name__
         self.group = group
-        group.on_failure = self._failed
+        failed = weakref.WeakMethod(self._failed)  # what ends the group refers to nothing that may keep the collector
+
+        def on_failure(error: BaseException) -> None:
+            if (note := failed()) is not None:
+                note(error)
+
+        group.on_failure = on_failure
         self._arguments = arguments
         self._serial = 0
         self._results: dict[int, RolloutResult] = {}
