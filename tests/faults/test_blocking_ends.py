@@ -14,7 +14,6 @@ import pytest
 
 from asyncsync import sync
 from asyncsync.errors import AckTimeout, PartialSendError
-from asyncsync.schemes import taking
 from helpers import blocking_scenarios as scenarios
 from helpers import planted
 from helpers.blocking_crew import crew, idle, in_process, in_threads, new_sender
@@ -197,7 +196,7 @@ def test_an_exception_at_any_moment_of_taking_gives_the_version_back() -> None:
         sender.connect()
         receiver.connect()
         last = 0
-        for place, _, raised in strike_everywhere([taking, *planted.BLOCKING_CALLS], take, strike):
+        for place, _, raised in strike_everywhere(planted.TAKING, take, strike):
             assert raised is None or isinstance(raised, Strike), repr(raised)
             last = place
         assert last > 15

@@ -19,6 +19,7 @@ import asyncsync.collectors.multi.driver
 import asyncsync.runtime.loop_thread
 import asyncsync.schemes.blocking
 import asyncsync.schemes.sources
+import asyncsync.schemes.taking
 import asyncsync.weights.encoding
 from asyncsync.bus.steady import SteadyTrainer
 from asyncsync.bus.trainer import TrainerLink
@@ -45,6 +46,8 @@ from helpers.pairs import until
 
 BLOCKING_CALLS: list[ModuleType] = [asyncsync.schemes.blocking, asyncsync.runtime.loop_thread]
 """The modules through which each blocking call goes, for an interrupt at each of their lines."""
+TAKING: list[ModuleType] = [asyncsync.schemes.taking, *BLOCKING_CALLS]
+"""The same for a block of take()."""
 DRIVER: list[ModuleType] = [asyncsync.collectors.multi.driver]
 """The same for a collector's call that waits for its workers."""
 
