@@ -5,17 +5,17 @@ Each version of the weights is drawn by its number, so every process knows the w
 
 from __future__ import annotations
 
-import asyncio
+import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+import urllib.request
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,9 @@ import aiohttp
 import psutil
 import torch
 from torch import nn
+
+from asyncsync.engines.vllm import weight_version
+from helpers.apis import free_port
 
 START_SECONDS = 150.0
 STOP_SECONDS = 15.0
@@ -40,7 +43,7 @@ ENVIRONMENT = {
 }
 
 
-# -- the model -----------------------------------------------------------------------------------------------------------
+# -- the model --------------------------------------------------------------------------------------------------------
 
 
 def make_model(width: int = 128, layers: int = 3, vocabulary: int = 512) -> Any:
@@ -100,7 +103,124 @@ class Reference:
         return len(tokens)
 
 
-# -- a server ------------------------------------------------------------------------------------------------------------
+# -- a server ----------------------------------------------------------------------------------------------------------
+
+
+class Group:
+    """A program of vLLM's, with all processes that it starts: a process group, which ends as a whole."""
+
+    def __init__(self, command: Sequence[str], folder: Path, **environment: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self._segments: set[str] = set()
+        (folder / "plugins").mkdir(exist_ok=True)
+        plant_faults(folder / "plugins")
+        path = os.pathsep.join([str(folder / "plugins"), str(Path(__file__).parents[1])])
+        with (folder / "log").open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, *command],
+                env=os.environ | ENVIRONMENT | {"PYTHONPATH": path, FAULTS: str(folder)} | environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def family(self) -> list[psutil.Process]:
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error, ProcessLookupError):
+                if os.getpgid(process.pid) == self.process.pid and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+    def ranks(self) -> dict[int, psutil.Process]:
+        """The processes of the ranks."""
+        named = {process: " ".join(process.cmdline()) for process in self.family()}
+        found = {process: re.search(r"VLLM::Worker(?:_TP(\d+))?", name) for process, name in named.items()}
+        return {int(match[1] or 0): process for process, match in found.items() if match}
+
+    def log(self) -> str:
+        lines = (self.folder / "log").read_text(errors="replace").splitlines()
+        return "\n".join(line for line in lines if "Route: /" not in line)[-12_000:]
+
+    def end(self, first: signal.Signals = signal.SIGTERM) -> None:
+        """End all of its processes. A killed vLLM leaves segments of shared memory behind, which are removed."""
+        for process in self.family():
+            with suppress(OSError):
+                maps = Path(f"/proc/{process.pid}/maps").read_text(errors="replace")
+                self._segments |= set(re.findall(r"/dev/shm/([^\s(]+)", maps))
+        for kind in (first, signal.SIGKILL):
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, kind)
+            deadline = time.monotonic() + STOP_SECONDS
+            while (self.process.poll() is None or self.family()) and time.monotonic() < deadline:
+                time.sleep(0.05)
+        for name in self._segments:
+            Path("/dev/shm", name).unlink(missing_ok=True)
+        assert not self.family()
+
+
+def engine_options(model: Path, ranks: int = 1) -> dict[str, Any]:
+    """Of vLLM's engine: for a machine with two cores, and weights that come from a trainer only."""
+    return {
+        "model": str(model),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "enforce_eager": True,
+        "dtype": "float32",
+        "gpu_memory_utilization": 0.1,
+        "max_model_len": 256,
+        "max_num_seqs": 8,
+        "tensor_parallel_size": ranks,
+        "weight_transfer_config": {"backend": "asyncsync"},
+    }
+
+
+class Server(Group):
+    """vLLM's server for one replica, with the routes for RL."""
+
+    def __init__(self, model: Path, folder: Path, ranks: int = 1) -> None:
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        command = ["-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)]
+        for name, value in engine_options(model, ranks).items():
+            text = json.dumps(value) if isinstance(value, dict) else str(value)
+            command += [f"--{name.replace('_', '-')}", *([] if value is True else [text])]
+        bind = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, range(ranks)))} if ranks > 1 else {}
+        super().__init__([*command, "--enable-scale-out"], folder, VLLM_SERVER_DEV_MODE="1", **bind)
+
+    def answers(self) -> bool:
+        with suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=5) as response:
+            return bool(response.status == 200)
+        return False
+
+    def wait(self) -> Server:
+        deadline = time.monotonic() + START_SECONDS
+        while not self.answers():
+            assert self.process.poll() is None, self.log()
+            assert time.monotonic() < deadline, self.log()
+            time.sleep(0.2)
+        return self
+
+    @asynccontextmanager
+    async def client(self) -> AsyncIterator[Replica]:
+        async with aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(force_close=True), timeout=aiohttp.ClientTimeout(total=120)
+        ) as session:
+            yield Replica(self, session)
+
+
+@contextmanager
+def serving(model: Path, folder: Path, ranks: int = 1) -> Iterator[Server]:
+    server = Server(model, folder, ranks)
+    try:
+        yield server.wait()
+    except BaseException:
+        print(server.log())
+        raise
+    finally:
+        server.end()
 
 
 class Refused(Exception):
@@ -114,36 +234,33 @@ class Completion:
     versions: list[str]
 
 
-@dataclass
-class Server:
-    """One replica, in a process group of its own."""
+class Replica:
+    """What a client and a trainer ask of a server."""
 
-    folder: Path
-    process: subprocess.Popen[bytes]
-    url: str
-    session: aiohttp.ClientSession
-    segments: set[str] = field(default_factory=set)
+    def __init__(self, server: Server, session: aiohttp.ClientSession) -> None:
+        self.server, self.session = server, session
 
     async def call(self, route: str, body: Any = None, **query: Any) -> Any:
-        async with self.session.post(f"{self.url}/{route}", json=body, params=query) as response:
+        async with self.session.post(f"{self.server.url}/{route}", json=body, params=query) as response:
             text = await response.text()
             if response.status != 200:
                 raise Refused(text)
-            return await response.json()
+            return json.loads(text)
 
-    async def look(self, route: str) -> Any:
-        async with self.session.get(f"{self.url}/{route}") as response:
-            return await response.json()
+    async def version(self) -> str:
+        async with self.session.get(f"{self.server.url}/weight_info") as response:
+            found: str = (await response.json())["weight_version"]
+            return found
 
-    async def complete(self, prompt: Sequence[int], count: int) -> Completion:
+    async def complete(self, prompt: Sequence[int], count: int = 8) -> Completion:
         sampling = {"temperature": 0.0, "max_tokens": count, "ignore_eos": True, "detokenize": False}
         answer = await self.call("inference/v1/generate", {"token_ids": list(prompt), "sampling_params": sampling})
         (choice,) = answer["choices"]
-        versions = [span["version"] for span in choice["weight_versions"] or []]
-        return Completion(list(prompt), choice["token_ids"], versions)
+        return Completion(list(prompt), choice["token_ids"], [span["version"] for span in choice["weight_versions"]])
 
     async def connect(self, endpoint: str, **more: Any) -> None:
-        await self.call("init_weight_transfer_engine", {"init_info": {"endpoint": endpoint, "timeout": 30, **more}})
+        info = {"endpoint": endpoint, "first_worker": 0, "timeout": 30.0} | more
+        await self.call("init_weight_transfer_engine", {"init_info": info})
 
     async def update(self, version: int, epoch: str, timeout: float = 30.0) -> None:
         """One update in a pause, as a fleet does it."""
@@ -157,94 +274,26 @@ class Server:
                 with suppress(Refused):  # vLLM's other ranks are in the middle of an update
                     await self.call("finish_weight_update")
                 raise
-            await self.call("finish_weight_update", {"weight_version": f"{epoch}:{version}"})
+            await self.call("finish_weight_update", {"weight_version": weight_version(epoch, version)})
             await self.call("reset_prefix_cache", reset_running_requests="true")
         finally:
             await self.call("resume")
 
-    def family(self) -> list[psutil.Process]:
-        """The processes of the group."""
-        found = []
-        for process in psutil.process_iter():
-            with suppress(psutil.Error, ProcessLookupError):
-                if os.getpgid(process.pid) == self.process.pid and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-        return found
-
-    def ranks(self) -> dict[int, psutil.Process]:
-        """The processes of the ranks."""
-        named = {process: " ".join(process.cmdline()) for process in self.family()}
-        ranks = {
-            int(found[1] or 0): p
-            for p, name in named.items()
-            if (found := re.search(r"VLLM::Worker(?:_TP(\d+))?", name))
-        }
-        return ranks
-
-    def log(self) -> str:
-        return (self.folder / "log").read_text(errors="replace")
-
-    async def end(self, kind: signal.Signals = signal.SIGTERM) -> None:
-        """End all of its processes, and remove the segments that those of a killed vLLM leave behind."""
-        for process in self.family():
-            with suppress(OSError):
-                maps = Path(f"/proc/{process.pid}/maps").read_text(errors="replace")
-                self.segments |= set(re.findall(r"/dev/shm/(\S+)", maps))
-        for kind in (kind, signal.SIGKILL):
-            with suppress(ProcessLookupError):
-                os.killpg(self.process.pid, kind)
-            deadline = time.monotonic() + STOP_SECONDS
-            while (self.process.poll() is None or self.family()) and time.monotonic() < deadline:
-                await asyncio.sleep(0.05)
-        for name in self.segments:
-            Path("/dev/shm", name).unlink(missing_ok=True)
-        assert not self.family()
+    def fault(self, rank: int, kind: str, tensor: int = 5, seconds: float = 0.0) -> None:
+        """What is to happen in this rank's next load."""
+        order = self.server.folder / f"fault-{rank}"
+        order.with_suffix(".new").write_text(json.dumps({"kind": kind, "tensor": tensor, "seconds": seconds}))
+        order.with_suffix(".new").rename(order)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+# -- faults, in the ranks' processes -----------------------------------------------------------------------------------
+
+FAULTS = "ASYNCSYNC_TEST_FAULTS"  # the folder of the orders
 
 
-@asynccontextmanager
-async def serving(
-    model: Path, folder: Path, *, ranks: int = 1, environment: Mapping[str, str] | None = None
-) -> AsyncIterator[Server]:
-    """A server of this model, which answers."""
-    folder.mkdir(parents=True, exist_ok=True)
-    port = free_port()
-    more = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(str(cpu % (os.cpu_count() or 1)) for cpu in range(ranks))}
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
-    command += ["--load-format", "dummy", "--skip-tokenizer-init", "--enforce-eager", "--dtype", "float32"]
-    command += ["--gpu-memory-utilization", "0.1", "--max-model-len", "256", "--max-num-seqs", "8"]
-    command += ["--enable-scale-out", "--host", "127.0.0.1", "--port", str(port), "--tensor-parallel-size", str(ranks)]
-    command += ["--weight-transfer-config", '{"backend": "asyncsync"}']
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(
-            command,
-            env=os.environ | ENVIRONMENT | (more if ranks > 1 else {}) | dict(environment or {}),
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as session:
-        server = Server(folder, process, f"http://127.0.0.1:{port}", session)
-        try:
-            await _started(server)
-            yield server
-        finally:
-            await server.end()
-
-
-async def _started(server: Server) -> None:
-    deadline = time.monotonic() + START_SECONDS
-    while True:
-        with suppress(aiohttp.ClientError):
-            async with server.session.get(f"{server.url}/health") as response:
-                if response.status == 200:
-                    return
-        assert server.process.poll() is None, server.log()[-6000:]
-        assert time.monotonic() < deadline, server.log()[-6000:]
-        await asyncio.sleep(0.25)
+def plant_faults(folder: Path) -> None:
+    """Make a folder on Python's path from which vLLM loads a plugin, as from an installed package."""
+    (folder / "vllm_faults-0.dist-info").mkdir()
+    (folder / "vllm_faults-0.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: vllm_faults\nVersion: 0\n")
+    entry = "[vllm.general_plugins]\nvllm_faults = helpers.vllm_faults:register\n"
+    (folder / "vllm_faults-0.dist-info/entry_points.txt").write_text(entry)
