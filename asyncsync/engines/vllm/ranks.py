@@ -20,6 +20,7 @@ from torch.distributed.distributed_c10d import Store
 
 MARGIN = 5.0  # seconds after a deadline, until which the store's answer is waited for
 MAX_TEXT = 2000  # characters of what one rank says
+LEAST_WAIT = 0.5  # seconds; a TCPStore whose answer to "wait no more" is late, too, cannot be used any more
 KEPT = 8  # rounds whose keys are still there
 
 
@@ -75,12 +76,10 @@ class Ranks:
     def _exchange(self, store: Store, key: str, text: str, deadline: float) -> dict[int, str]:
         store.set(f"{key}{self.rank}", text[:MAX_TEXT])
         self._forget(store)
-        told = {}
-        for rank in range(self.size):
-            with suppress(DistStoreError):  # not in time; those behind it may be there
-                store.wait([f"{key}{rank}"], timedelta(seconds=max(0.001, deadline - time.monotonic())))
-                told[rank] = store.get(f"{key}{rank}").decode()
-        return told
+        keys = {rank: f"{key}{rank}" for rank in range(self.size)}
+        with suppress(DistStoreError):  # not all are there in time
+            store.wait([*keys.values()], timedelta(seconds=max(LEAST_WAIT, deadline - time.monotonic())))
+        return {rank: store.get(name).decode() for rank, name in keys.items() if store.check([name])}
 
     def _decide(self, store: Store, key: str, problem: str, deadline: float) -> dict[int, str]:
         told = self._exchange(store, key, problem, deadline)
