@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncsync import PartialSendError, RemoteError
+from asyncsync import PartialSendError, RemoteError, ZMQWeightSyncScheme
 from helpers.vllm_following import Trainer, clients
 from helpers.vllm_replicas import Reference, Refused, Replica, Server, make_model, serving
 
@@ -103,6 +103,36 @@ async def test_the_other_rank_does_not_wait_for_one_that_hangs_and_both_serve_th
         await trainer.check(replica, reference, back=1)
         await trainer.update(replica, 3, RANKS)
         await trainer.check(replica, reference)
+
+
+@pytest.mark.requirement(244)
+@pytest.mark.parametrize("endpoint", ["tcp"], indirect=True)
+async def test_over_zeromq_the_first_rank_of_a_host_receives_for_both(
+    endpoint: str, replica: Replica, reference: Reference
+) -> None:
+    for _ in range(2):  # the second trainer comes to the same address
+        async with Trainer(endpoint, ZMQWeightSyncScheme) as trainer:
+            await replica.connect(endpoint, scheme="zmq")
+            statuses = trainer.scheme.status()
+            assert [one.role for one in statuses.values()].count("relay") == 1
+            [relay] = [worker for worker, one in statuses.items() if one.role == "relay"]
+            assert [statuses[rank].relay for rank in RANKS] == [relay, relay]
+            nbytes = sum(tensor.nbytes for tensor in trainer.model.state_dict().values())
+            for number in range(1, 4):
+                before = sum(one.bytes_sent for one in trainer.scheme.status().values())
+                await trainer.update(replica, number, RANKS)
+                await trainer.check(replica, reference)
+                after = sum(one.bytes_sent for one in trainer.scheme.status().values())
+                assert nbytes <= after - before <= 1.05 * nbytes
+            name = trainer.name
+            replica.fault(1, "raise", 20)
+            version = await trainer.publish(4)
+            await trainer.scheme.wait_staged(version, RANKS, timeout=20)
+            with pytest.raises(Refused, match=f"rank 1: OSError.*All ranks serve {name}"):
+                await replica.update(version, trainer.scheme.epoch)
+            with pytest.raises(PartialSendError, match="in faulty"):
+                await trainer.scheme.wait_version(version, RANKS, timeout=5)
+            await trainer.check(replica, reference, back=1)
 
 
 @pytest.mark.requirement(244)

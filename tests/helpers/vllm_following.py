@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from itertools import cycle, islice
+from typing import Any
 
 from asyncsync import SharedMemWeightSyncScheme
 from asyncsync.engines.vllm import weight_version
@@ -15,10 +16,10 @@ from helpers.vllm_replicas import PROMPTS, Completion, Reference, Replica, draw,
 class Trainer:
     """Publishes versions, each of which has the weights of a number."""
 
-    def __init__(self, endpoint: str) -> None:
-        self.model = make_model()
+    def __init__(self, endpoint: str, kind: type[Any] = SharedMemWeightSyncScheme, **size: int) -> None:
+        self.model = make_model(**size)
         self.numbers: dict[str, int] = {}  # by the versions' names
-        self.scheme = SharedMemWeightSyncScheme(endpoint=endpoint, strategy="state_dict", min_workers=0)
+        self.scheme = kind(endpoint=endpoint, strategy="state_dict", min_workers=0)
 
     async def __aenter__(self) -> Trainer:
         self.scheme.init_on_sender(model_id="policy")
@@ -38,7 +39,7 @@ class Trainer:
         return self.numbers[self.name]
 
     async def publish(self, number: int) -> int:
-        version = await self.scheme.publish(draw(self.model, number))
+        version: int = await self.scheme.publish(draw(self.model, number))
         self.numbers[weight_version(self.scheme.epoch, version)] = number
         return version
 
@@ -61,18 +62,19 @@ class Trainer:
         assert certain >= 8 * len(PROMPTS) - 8
         return completions
 
-    def check_seen(self, seen: Sequence[Completion], reference: Reference) -> int:
-        """Clients saw no version again that another had replaced. Returns how many completions name one version, whose
-        tokens are that version's."""
+    def check_seen(self, seen: Sequence[Completion], reference: Reference) -> tuple[int, int]:
+        """Completions that name one version have its tokens. Returns how many these are, and how many of them could
+        not be compared to their ends."""
         order = {name: place for place, name in enumerate(self.numbers)}
-        whole = 0
+        whole = uncertain = 0
         for completion in seen:
             places = [order.get(name, -1) for name in completion.versions]
             assert places == sorted(places), completion
             if len(places) == 1 and places[0] >= 0:
                 whole += 1
-                reference.check(self.numbers[completion.versions[0]], completion.prompt, completion.tokens)
-        return whole
+                number = self.numbers[completion.versions[0]]
+                uncertain += reference.check(number, completion.prompt, completion.tokens) < len(completion.tokens)
+        return whole, uncertain
 
 
 @asynccontextmanager
@@ -109,7 +111,8 @@ class RemoteTrainer:
 
     async def begin(self, endpoint: str) -> str:
         self.trainer = await Trainer(endpoint).__aenter__()
-        return self.trainer.scheme.epoch
+        epoch: str = self.trainer.scheme.epoch
+        return epoch
 
     async def publish(self, number: int) -> int:
         assert self.trainer is not None

@@ -31,6 +31,7 @@ from helpers.apis import free_port
 START_SECONDS = 150.0
 STOP_SECONDS = 15.0
 CLOSE = 1e-4  # two logits that differ by less: either token may be the greedy one
+LARGE = {"width": 1024, "layers": 4, "vocabulary": 9600}  # 230 MB
 PROMPTS = [[5, 17, 300, 42], [7], list(range(100, 120)), [200, 3, 200, 3, 200]]
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",

@@ -32,6 +32,9 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from asyncsync.engines.vllm import weight_version
 from asyncsync.engines.vllm.info import InitInfo, UpdateInfo
 from asyncsync.engines.vllm.ranks import MARGIN, Ranks
+from asyncsync.net.keys import KeyFiles
+from asyncsync.net.processes import this_process
+from asyncsync.relay.embedded import EmbeddedRelay
 from asyncsync.sync import WeightSyncScheme
 
 logger = logging.getLogger("asyncsync")
@@ -48,11 +51,6 @@ class EngineLost(RuntimeError):
     """A rank's model is neither the new version nor the one before."""
 
 
-def endpoint_of(info: InitInfo, local_rank: int) -> str:
-    """Where this rank connects. TODO(relay): with scheme "zmq" and several ranks on a host, the first rank's relay."""
-    return info.endpoint
-
-
 class AsyncSyncWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # vLLM need not be here for mypy
     """Loads the versions of an asyncsync sender into vLLM's model. vLLM makes it, and calls its methods."""
 
@@ -65,8 +63,8 @@ class AsyncSyncWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         world = get_world_group()
         store = world.cpu_group.get_group_store().clone() if world.world_size > 1 else None
         self._ranks = Ranks(store, world.rank_in_group, world.world_size)
-        self._local_rank: int = world.local_rank
         self._scheme: WeightSyncScheme | None = None
+        self._relay: EmbeddedRelay | None = None
         self._info: InitInfo | None = None
         self._serves = FILES  # or the weight_version that was loaded last
 
@@ -78,16 +76,22 @@ class AsyncSyncWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
     def init_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
         """Connect to the sender, and load the version that it has. What is connected as ``init_info`` says stays so."""
-        started, problem = time.monotonic(), ""
+        started, info, problem = time.monotonic(), None, ""
         seconds = InitInfo.timeout
         try:
             info = InitInfo.given(init_info)
             seconds = info.timeout
-            self._connect(info)
-        except Exception as error:
+        except ValueError as error:
             problem = _said(error)
-            logger.exception("asyncsync: rank %d cannot be connected", self._ranks.rank)
-        problems = self._ranks.vote(problem, started + seconds + MARGIN)
+        deadline = started + seconds + MARGIN
+        is_kept, relay = self._meet(info, deadline)  # on all ranks: what they tell each other is counted
+        if info is not None:
+            try:
+                self._connect(info, relay, is_kept)
+            except Exception as error:
+                problem = _said(error)
+                logger.exception("asyncsync: rank %d cannot be connected", self._ranks.rank)
+        problems = self._ranks.vote(problem, deadline)
         if problems:
             self._report(f"not connected to the sender: {_listed(problems)}")
             return
@@ -115,20 +119,46 @@ class AsyncSyncWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     def shutdown(self) -> None:
         """Leave the sender. What was loaded stays."""
         scheme, self._scheme, self._info = self._scheme, None, None
+        relay, self._relay = self._relay, None
         if scheme is not None:
             scheme.shutdown()
+        if relay is not None:
+            relay.close()
 
     # -- connecting ----------------------------------------------------------------------------------------------------
 
-    def _connect(self, info: InitInfo) -> None:
+    def _meet(self, info: InitInfo | None, deadline: float) -> tuple[bool, str]:
+        """Whether all ranks keep their connections, and the address of this host's relay, or ``""``.
+
+        Over ZeroMQ the first rank of a host receives into shared memory for all of them. On the sender's own host they
+        read the sender's.
+        """
+        here = this_process()
         is_kept = self._scheme is not None and not self._scheme.closed and info == self._info
-        if not is_kept:
+        mine = {"host": f"{here.boot} {here.namespace}", "kept": is_kept}
+        told = {rank: json.loads(text) for rank, text in self._ranks.tell(json.dumps(mine), deadline).items()}
+        is_kept = len(told) == self._ranks.size and all(one["kept"] for one in told.values())
+        beside = sorted(rank for rank, one in told.items() if one["host"] == mine["host"])
+        if info is not None and not is_kept:
             self.shutdown()
+            if info.scheme != "shared" and len(beside) > 1 and beside[0] == self._ranks.rank:
+                try:
+                    self._relay = EmbeddedRelay(info.endpoint, KeyFiles.given(info.server_key, None, info.client_key))
+                except Exception:
+                    logger.exception("asyncsync: rank %d cannot open a relay: each rank connects itself", beside[0])
+        told_now = self._ranks.tell("" if self._relay is None else self._relay.endpoint, deadline)
+        return is_kept, told_now.get(beside[0], "") if beside else ""
+
+    def _connect(self, info: InitInfo, relay: str, is_kept: bool) -> None:
+        if not is_kept:
             parallel, who = self.parallel_config, {"anonymous": True}
             if info.first_worker is not None:
                 rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
                 who = {"worker_idx": info.first_worker + rank}
-            scheme = WeightSyncScheme.from_backend(info.scheme, **info.options(endpoint_of(info, self._local_rank)))
+            if relay:
+                scheme = WeightSyncScheme.from_backend("shared", connect=relay)
+            else:
+                scheme = WeightSyncScheme.from_backend(info.scheme, **info.options())
             scheme.init_on_receiver(info.model_id, apply="on_take", reconnect=True, **who)
             self._scheme, self._info = scheme, info
         assert self._scheme is not None
@@ -175,7 +205,7 @@ class AsyncSyncWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             with self._scheme.take(info.version, epoch=info.epoch, timeout=seconds) as taken:
                 error: Exception | None = None
                 try:
-                    self._load(taken.items())
+                    self.load(taken.items())
                 except Exception as raised:
                     error = raised
                 problems = self._ranks.vote(_said(error), started + seconds + MARGIN)
@@ -197,7 +227,8 @@ class AsyncSyncWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         states = self._ranks.tell(self._serves, time.monotonic() + seconds + MARGIN)
         return f"{name} was not loaded: {_listed(problems)}. {_state(states, self._ranks.size)}"
 
-    def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Load all weights into the model, whatever it holds."""
         initialize_layerwise_reload(self.model)
         with disable_mtp_completeness_check():
             self.model.load_weights(weights)
@@ -215,7 +246,7 @@ class AsyncSyncWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
                 begun.load_numel = 0
             finalize_layerwise_reload(self.model, self.model_config)
             if previous is not None:
-                self._load(previous.items())
+                self.load(previous.items())
                 self._serves = weight_version(previous.epoch, previous.version)
             else:
                 reload_weights(self.vllm_config, self.model, None, None, True)

@@ -98,10 +98,10 @@ class InitInfo(Info):
         if self.server_key is not None and self.scheme == "shared":
             raise ValueError("InitInfo has keys, which scheme 'shared' does not use: choose 'zmq' or 'auto'")
 
-    def options(self, endpoint: str) -> dict[str, str]:
-        """Of the scheme that connects to this endpoint."""
+    def options(self) -> dict[str, str]:
+        """Of the scheme that connects to the sender."""
         keys = {"server_key": self.server_key, "client_key": self.client_key}
-        return {"connect": endpoint} | {name: path for name, path in keys.items() if path is not None}
+        return {"connect": self.endpoint} | {name: path for name, path in keys.items() if path is not None}
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ KEYS = {"server_key": "/keys/server.key", "client_key": "/keys/worker-{worker_id
 def test_what_is_right_passes() -> None:
     assert InitInfo.given(INIT) == InitInfo("ipc:///tmp/bus", "shared", "policy", None, 60.0, None, None)
     assert InitInfo.given(INIT | {"first_worker": None, "server_key": None, "client_key": None}) == InitInfo.given(INIT)
-    info = InitInfo.given(INIT | KEYS | {"scheme": "zmq", "first_worker": 4, "timeout": 3})
+    info = InitInfo.given(KEYS | {"endpoint": "tcp://trainer:5555", "scheme": "zmq", "first_worker": 4, "timeout": 3})
     assert (info.first_worker, info.timeout) == (4, 3)
-    assert info.options("tcp://trainer:5555") == {"connect": "tcp://trainer:5555", **KEYS}
-    assert InitInfo.given(INIT).options("ipc:///tmp/bus") == {"connect": "ipc:///tmp/bus"}
+    assert info.options() == {"connect": "tcp://trainer:5555", **KEYS}
+    assert InitInfo.given(INIT).options() == {"connect": "ipc:///tmp/bus"}
     assert UpdateInfo.given(UPDATE) == UpdateInfo(7, "0123", 60.0)
 
 
