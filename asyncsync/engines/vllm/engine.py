@@ -76,6 +76,7 @@ class AsyncSyncWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
     def init_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
         """Connect to the sender, and load the version that it has. What is connected as ``init_info`` says stays so."""
+        self._ranks.begin()
         started, info, problem = time.monotonic(), None, ""
         seconds = InitInfo.timeout
         try:
@@ -106,6 +107,7 @@ class AsyncSyncWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
         vLLM's own method calls torch.accelerator.synchronize(), which raises on a machine without an accelerator.
         """
+        self._ranks.begin()
         if failure := self._update(update_info):
             self._report(failure)
 

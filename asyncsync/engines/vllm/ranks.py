@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -21,31 +22,40 @@ from torch.distributed.distributed_c10d import Store
 MARGIN = 5.0  # seconds after a deadline, until which the store's answer is waited for
 MAX_TEXT = 2000  # characters of what one rank says
 LEAST_WAIT = 0.5  # seconds; a TCPStore whose answer to "wait no more" is late, too, cannot be used any more
-KEPT = 8  # rounds whose keys are still there
+KEPT = 8  # calls whose keys are still there
 
 
 class Ranks:
-    """All ranks call the same methods in the same order. ``store`` is not used for anything else meanwhile: a clone."""
+    """vLLM has all ranks call the same method, and waits for all before the next call. Each of these calls is one
+    :meth:`begin`, and in it all ranks tell and vote in the same order.
+
+    Args:
+        store: that of their process group; not used for anything else meanwhile: a clone.
+    """
 
     def __init__(self, store: Store | None, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self._store = store
-        self._round = 0
+        self._call = self._step = 0
+        self._keys: deque[tuple[int, str]] = deque()  # with the number of the call
+
+    def begin(self) -> None:
+        """vLLM calls. A rank that was late in the call before, and so has voted less often, is in step again."""
+        self._call, self._step = self._call + 1, 0
 
     def tell(self, text: str, deadline: float) -> dict[int, str]:
         """Tell the others, and return what each rank has told by the deadline (of :func:`time.monotonic`)."""
+        if self.size == 1:
+            return {self.rank: text}
         key = self._next()
-        told: dict[int, str] | None = {self.rank: text}
-        if self.size > 1:
-            told = self._within(lambda store: self._exchange(store, key, text, deadline), deadline)
-        return told or {}
+        return self._within(lambda store: self._exchange(store, key, text, deadline), deadline) or {}
 
     def vote(self, problem: str, deadline: float) -> dict[int, str]:
         """Say what went wrong here, ``""`` for nothing. Returns the problems of all ranks; without any, all ranks go
         on. A rank that has not voted by the deadline has a problem, too."""
-        key = self._next()
         if self.size == 1:
             return {self.rank: problem} if problem else {}
+        key = self._next()
         problems = self._within(lambda store: self._decide(store, key, problem, deadline), deadline)
         if problems is None:
             unknown = "cannot reach the other ranks, and does not know what they have decided: restart this replica"
@@ -53,8 +63,9 @@ class Ranks:
         return problems
 
     def _next(self) -> str:
-        self._round += 1
-        return f"asyncsync/{self._round}/"
+        self._step += 1
+        self._keys.append((self._call, f"asyncsync/{self._call}/{self._step}/"))
+        return self._keys[-1][1]
 
     def _within(self, call: Callable[[Store], dict[int, str]], deadline: float) -> dict[int, str] | None:
         """Call in a thread, which is left behind if the store does not answer: its process is stopped, or dead. None:
@@ -91,8 +102,8 @@ class Ranks:
         return {int(rank): text for rank, text in json.loads(verdict).items()}
 
     def _forget(self, store: Store) -> None:
-        """Delete what this rank has said long ago. vLLM waits for all ranks before it calls the next method."""
-        if self._round > KEPT:
-            key = f"asyncsync/{self._round - KEPT}/"
+        """Delete what this rank has said long ago."""
+        while self._keys[0][0] < self._call - KEPT:
+            _, key = self._keys.popleft()
             for name in (self.rank, "verdict") if self.rank == 0 else (self.rank,):
                 store.delete_key(f"{key}{name}")

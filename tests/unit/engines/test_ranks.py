@@ -24,6 +24,16 @@ def group(size: int) -> list[Ranks]:
     return [Ranks(store.clone(), rank, size) for rank in range(size)]
 
 
+def test_old_keys_are_deleted() -> None:
+    store = HashStore()
+    ranks = [Ranks(store.clone(), rank, 2) for rank in range(2)]
+    for _ in range(3 * KEPT):
+        for one in ranks:
+            one.begin()
+        votes(ranks, [(0, ""), (0, "")], 10)
+    assert store.num_keys() <= 3 * (KEPT + 2)
+
+
 def at_once(calls: list[Callable[[], Any]]) -> list[Any]:
     with ThreadPoolExecutor(len(calls)) as pool:
         return [each.result(20) for each in [pool.submit(call) for call in calls]]
@@ -47,7 +57,9 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.requirement(244)
 def test_without_a_problem_all_go_on_and_with_one_all_hear_of_it() -> None:
     ranks = group(3)
-    for _ in range(2 * KEPT):  # keys of old rounds are gone, and in nobody's way
+    for _ in range(2 * KEPT):  # keys of old calls are gone, and in nobody's way
+        for one in ranks:
+            one.begin()
         assert votes(ranks, [(0, ""), (0, ""), (0, "")], 10) == [{}] * 3
         assert votes(ranks, [(0, ""), (0.01, "no room"), (0, "")], 10) == [{1: "no room"}] * 3
         assert votes(ranks, [(0, "a"), (0, "b"), (0, "c")], 10) == [{0: "a", 1: "b", 2: "c"}] * 3
@@ -71,6 +83,14 @@ def test_the_others_do_not_wait_for_a_rank_that_is_late_and_it_comes_to_their_ve
     assert found == [{1: "it did not vote in time"}] * 3
     assert time.monotonic() - started < 5
     assert votes(ranks, [(0, "")] * 3, 10) == [{}] * 3  # the next vote is another one
+
+
+def test_a_rank_that_has_missed_a_vote_takes_part_again_in_the_next_call() -> None:
+    ranks = group(2)
+    assert ranks[0].vote("", time.monotonic() + 0.1) == {1: "it did not vote in time"}
+    for one in ranks:
+        one.begin()
+    assert votes(ranks, [(0, ""), (0, "")], 10) == [{}] * 2
 
 
 def test_a_rank_that_hears_of_all_after_the_deadline_does_not_go_on() -> None:
