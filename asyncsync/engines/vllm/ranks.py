@@ -8,6 +8,7 @@ verdict first has decided for all. So no two ranks can come to different verdict
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -18,6 +19,8 @@ from threading import Thread
 
 from torch.distributed import DistStoreError
 from torch.distributed.distributed_c10d import Store
+
+logger = logging.getLogger("asyncsync")
 
 MARGIN = 5.0  # seconds after a deadline, until which the store's answer is waited for
 MAX_TEXT = 2000  # characters of what one rank says
@@ -70,19 +73,21 @@ class Ranks:
     def _within(self, call: Callable[[Store], dict[int, str]], deadline: float) -> dict[int, str] | None:
         """Call in a thread, which is left behind if the store does not answer: its process is stopped, or dead. None:
         there was no answer, or the store has failed."""
-        answer: Future[dict[int, str]] = Future()
+        answer: Future[dict[int, str] | None] = Future()
 
         def run() -> None:
             assert self._store is not None
             try:
                 answer.set_result(call(self._store))
-            except Exception as error:
-                answer.set_exception(error)
+            except Exception:
+                logger.exception("asyncsync: rank %d: the store of vLLM's process group has failed", self.rank)
+                answer.set_result(None)
 
         Thread(target=run, name="asyncsync-vote", daemon=True).start()
-        with suppress(Exception):
+        try:
             return answer.result(max(0.0, deadline - time.monotonic()) + MARGIN)
-        return None
+        except TimeoutError:
+            return None
 
     def _exchange(self, store: Store, key: str, text: str, deadline: float) -> dict[int, str]:
         store.set(f"{key}{self.rank}", text[:MAX_TEXT])
