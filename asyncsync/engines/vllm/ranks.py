@@ -13,18 +13,14 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
-from datetime import timedelta
 from threading import Thread
 
-from torch.distributed import DistStoreError
 from torch.distributed.distributed_c10d import Store
 
 logger = logging.getLogger("asyncsync")
 
 MARGIN = 5.0  # seconds after a deadline, until which the store's answer is waited for
 MAX_TEXT = 2000  # characters of what one rank says
-LEAST_WAIT = 0.5  # seconds; a TCPStore whose answer to "wait no more" is late, too, cannot be used any more
 KEPT = 8  # calls whose keys are still there
 
 
@@ -79,8 +75,8 @@ class Ranks:
             assert self._store is not None
             try:
                 answer.set_result(call(self._store))
-            except Exception:
-                logger.exception("asyncsync: rank %d: the store of vLLM's process group has failed", self.rank)
+            except Exception as error:
+                logger.error("asyncsync: rank %d: the store of vLLM's process group has failed: %s", self.rank, error)
                 answer.set_result(None)
 
         Thread(target=run, name="asyncsync-vote", daemon=True).start()
@@ -93,8 +89,10 @@ class Ranks:
         store.set(f"{key}{self.rank}", text[:MAX_TEXT])
         self._forget(store)
         keys = {rank: f"{key}{rank}" for rank in range(self.size)}
-        with suppress(DistStoreError):  # not all are there in time
-            store.wait([*keys.values()], timedelta(seconds=max(LEAST_WAIT, deadline - time.monotonic())))
+        pause = 0.001
+        while not store.check([*keys.values()]) and time.monotonic() < deadline:
+            time.sleep(pause)  # not store.wait(): what it raises differs, and some stores are of no use afterwards
+            pause = min(2 * pause, 0.02)
         return {rank: store.get(name).decode() for rank, name in keys.items() if store.check([name])}
 
     def _decide(self, store: Store, key: str, problem: str, deadline: float) -> dict[int, str]:

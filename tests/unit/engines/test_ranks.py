@@ -8,20 +8,34 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed import HashStore, TCPStore
+from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
 
 from asyncsync.engines.vllm import ranks as module
 from asyncsync.engines.vllm.ranks import KEPT, Ranks
 
+Group = Callable[[int], list[Ranks]]
 Vote = tuple[float, str]  # after so many seconds, this problem
 
 
-def group(size: int) -> list[Ranks]:
-    store = HashStore()
-    return [Ranks(store.clone(), rank, size) for rank in range(size)]
+@pytest.fixture(params=["hash", "file", "tcp"])
+def group(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Group]:
+    """vLLM's group has a file's store on one host, and one over TCP on several."""
+    hosts = []
+
+    def make(size: int) -> list[Ranks]:
+        if request.param == "file":
+            return [Ranks(FileStore(str(tmp_path / "store"), size), rank, size) for rank in range(size)]
+        is_hash = request.param == "hash"
+        host = HashStore() if is_hash else TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        hosts.append(host)
+        return [Ranks(PrefixStore("ours", host).clone(), rank, size) for rank in range(size)]
+
+    yield make
+    hosts.clear()
 
 
 def test_old_keys_are_deleted() -> None:
@@ -55,7 +69,7 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.requirement(244)
-def test_without_a_problem_all_go_on_and_with_one_all_hear_of_it() -> None:
+def test_without_a_problem_all_go_on_and_with_one_all_hear_of_it(group: Group) -> None:
     ranks = group(3)
     for _ in range(2 * KEPT):  # keys of old calls are gone, and in nobody's way
         for one in ranks:
@@ -76,16 +90,17 @@ def test_one_rank_alone_needs_no_store() -> None:
 
 
 @pytest.mark.requirement(244)
-def test_the_others_do_not_wait_for_a_rank_that_is_late_and_it_comes_to_their_verdict() -> None:
+def test_the_others_do_not_wait_for_a_rank_that_is_late_and_it_comes_to_their_verdict(group: Group) -> None:
     ranks = group(3)
     started = time.monotonic()
-    found = votes(ranks, [(0, ""), (0.6, ""), (0, "")], 0.2)
-    assert found == [{1: "it did not vote in time"}] * 3
-    assert time.monotonic() - started < 5
+    for _ in range(2):
+        found = votes(ranks, [(0, ""), (0.6, ""), (0, "")], 0.2)
+        assert found == [{1: "it did not vote in time"}] * 3
+    assert time.monotonic() - started < 8
     assert votes(ranks, [(0, "")] * 3, 10) == [{}] * 3  # the next vote is another one
 
 
-def test_a_rank_that_has_missed_a_vote_takes_part_again_in_the_next_call() -> None:
+def test_a_rank_that_has_missed_a_vote_takes_part_again_in_the_next_call(group: Group) -> None:
     ranks = group(2)
     assert ranks[0].vote("", time.monotonic() + 0.1) == {1: "it did not vote in time"}
     for one in ranks:
@@ -93,7 +108,7 @@ def test_a_rank_that_has_missed_a_vote_takes_part_again_in_the_next_call() -> No
     assert votes(ranks, [(0, ""), (0, "")], 10) == [{}] * 2
 
 
-def test_a_rank_that_hears_of_all_after_the_deadline_does_not_go_on() -> None:
+def test_a_rank_that_hears_of_all_after_the_deadline_does_not_go_on(group: Group) -> None:
     ranks = group(2)
     assert votes(ranks, [(0.3, ""), (0.3, "")], 0.1) in (
         [{rank: problem}] * 2 for rank in (0, 1) for problem in ("it was late", "it did not vote in time")
@@ -101,7 +116,7 @@ def test_a_rank_that_hears_of_all_after_the_deadline_does_not_go_on() -> None:
 
 
 @pytest.mark.requirement(244)
-def test_no_two_ranks_come_to_different_verdicts_around_the_deadline() -> None:
+def test_no_two_ranks_come_to_different_verdicts_around_the_deadline(group: Group) -> None:
     ranks, random_ = group(3), random.Random(244)
     seen = set()
     for _ in range(40):
@@ -139,13 +154,6 @@ def host() -> Iterator[tuple[int, int]]:
             yield process.pid, int(process.stdout.readline())
         finally:
             process.kill()
-
-
-def test_over_tcp_a_rank_that_is_missing_once_takes_part_in_the_next_vote(host: tuple[int, int]) -> None:
-    ranks = [Ranks(TCPStore("127.0.0.1", host[1], is_master=False), rank, 2) for rank in range(2)]
-    for _ in range(3):
-        assert votes(ranks, [(0, ""), (0.8, "")], 0.1) == [{1: "it did not vote in time"}] * 2
-        assert votes(ranks, [(0, ""), (0, "")], 10) == [{}] * 2
 
 
 @pytest.mark.requirement(244)
