@@ -76,7 +76,9 @@ class Ranks:
             try:
                 answer.set_result(call(self._store))
             except Exception as error:
-                logger.error("asyncsync: rank %d: the store of vLLM's process group has failed: %s", self.rank, error)
+                logger.error(
+                    "asyncsync: rank %d: the store of vLLM's process group has failed: %s", self.rank, str(error)
+                )
                 answer.set_result(None)
 
         Thread(target=run, name="asyncsync-vote", daemon=True).start()
