@@ -8,9 +8,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -117,10 +119,12 @@ class Group:
         (folder / "plugins").mkdir(exist_ok=True)
         plant_faults(folder / "plugins")
         path = os.pathsep.join([str(folder / "plugins"), str(Path(__file__).parents[1])])
+        self._temporary = tempfile.mkdtemp(prefix="v-")  # what killed processes leave behind; a short path for sockets
+        ours = {"PYTHONPATH": path, "TMPDIR": self._temporary, FAULTS: str(folder)}
         with (folder / "log").open("ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, *command],
-                env=os.environ | ENVIRONMENT | {"PYTHONPATH": path, FAULTS: str(folder)} | environment,
+                env=os.environ | ENVIRONMENT | ours | environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -159,6 +163,7 @@ class Group:
                 time.sleep(0.05)
         for name in self._segments:
             Path("/dev/shm", name).unlink(missing_ok=True)
+        shutil.rmtree(self._temporary, ignore_errors=True)
         assert not self.family()
 
 
