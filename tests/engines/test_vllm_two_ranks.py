@@ -112,9 +112,7 @@ async def test_over_zeromq_the_first_rank_of_a_host_receives_for_both(
 ) -> None:
     for _ in range(2):  # the second trainer comes to the same address
         async with Trainer(endpoint, ZMQWeightSyncScheme) as trainer:
-            print(time.monotonic(), "connecting")
             await replica.connect(endpoint, scheme="zmq")
-            print(time.monotonic(), "connected")
             statuses = trainer.scheme.status()
             assert [one.role for one in statuses.values()].count("relay") == 1
             [relay] = [worker for worker, one in statuses.items() if one.role == "relay"]
@@ -126,7 +124,6 @@ async def test_over_zeromq_the_first_rank_of_a_host_receives_for_both(
                 await trainer.check(replica, reference)
                 after = sum(one.bytes_sent for one in trainer.scheme.status().values())
                 assert nbytes <= after - before <= 1.05 * nbytes
-            print(time.monotonic(), "updated")
             name = trainer.name
             replica.fault(1, "raise", 20)
             version = await trainer.publish(4)
