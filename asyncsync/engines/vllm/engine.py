@@ -176,7 +176,7 @@ class AsyncSyncWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         failure, tried = "", ""
         for _ in range(CATCH_UPS):
             newest = self._newest(time.monotonic() + seconds)
-            if newest is None or weight_version(newest.epoch, newest.version) in (tried, self._serves):
+            if newest is None or weight_version(newest.epoch, newest.version) == tried:
                 break
             tried = weight_version(newest.epoch, newest.version)
             if not (failure := self._update({"version": newest.version, "epoch": newest.epoch, "timeout": seconds})):
@@ -185,12 +185,16 @@ class AsyncSyncWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             self._report(failure)
 
     def _newest(self, deadline: float) -> UpdateInfo | None:
-        """What the first rank should have; None: nothing yet. The same on all ranks."""
+        """What the first rank should have; None: there is nothing, or all ranks serve it. The same on all ranks."""
         assert self._scheme is not None
         (status,) = self._scheme.status().values()
-        told = self._ranks.tell(json.dumps({"version": status.target, "epoch": self._scheme.epoch}), deadline)
-        first = json.loads(told.get(0, '{"version": 0}'))
-        return UpdateInfo.given(first) if first["version"] else None
+        mine = {"version": status.target, "epoch": self._scheme.epoch, "serves": self._serves[:100]}
+        told = {rank: json.loads(text) for rank, text in self._ranks.tell(json.dumps(mine), deadline).items()}
+        if 0 not in told or not told[0]["version"]:
+            return None
+        version, epoch = told[0]["version"], told[0]["epoch"]
+        serving = [one["serves"] == weight_version(epoch, version) for one in told.values()]
+        return None if serving == [True] * self._ranks.size else UpdateInfo(version, epoch)
 
     # -- one update ----------------------------------------------------------------------------------------------------
 
