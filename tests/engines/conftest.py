@@ -1,11 +1,8 @@
 """Real vLLM: `make engines` has an environment with it, in which these tests run."""
 
-import sys
 from importlib.util import find_spec
 
 import pytest
-
-sys.modules["triton"] = None  # type: ignore[assignment]  # not needed here, and it would have the last word at exit
 
 collect_ignore_glob = [] if find_spec("vllm") else ["test_*.py"]
 

@@ -74,7 +74,7 @@ async def test_vllms_trainer_side_sends_and_says_what_has_failed(
                         assert completion.versions == [f"{trainer.scheme.epoch}:{number}"]
                         reference.check(number, prompt, completion.tokens)
                 replica.fault(0, "raise")
-                with pytest.raises(PartialSendError, match=r"OSError: rank 0 has no room(.|\n)*in faulty"):
+                with pytest.raises(PartialSendError, match=r"OSError: .*rank 0 has no room(.|\n)*in faulty"):
                     await asyncio.to_thread(trainer.send_weights)
                 reference.check(2, PROMPTS[0], (await replica.complete(PROMPTS[0])).tokens)
                 await asyncio.to_thread(trainer.send_weights)

@@ -149,12 +149,16 @@ class Group:
         lines = (self.folder / "log").read_text(errors="replace").splitlines()
         return "\n".join(line for line in lines if "Route: /" not in line)[-12_000:]
 
-    def end(self, first: signal.Signals = signal.SIGTERM) -> None:
-        """End all of its processes. A killed vLLM leaves segments of shared memory behind, which are removed."""
+    def note_segments(self) -> None:
+        """Remember which shared memory its processes have mapped: those that are killed leave it behind."""
         for process in self.family():
             with suppress(OSError):
                 maps = Path(f"/proc/{process.pid}/maps").read_text(errors="replace")
                 self._segments |= set(re.findall(r"/dev/shm/([^\s(]+)", maps))
+
+    def end(self, first: signal.Signals = signal.SIGTERM) -> None:
+        """End all of its processes, and remove what they leave behind."""
+        self.note_segments()
         for kind in (first, signal.SIGKILL):
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, kind)
@@ -207,6 +211,7 @@ class Server(Group):
             assert self.process.poll() is None, self.log()
             assert time.monotonic() < deadline, self.log()
             time.sleep(0.2)
+        self.note_segments()
         return self
 
     @asynccontextmanager
