@@ -44,7 +44,7 @@ LARGE = 5 << 18  # float32 elements, 5 MiB: chunks; packed and copied by the wor
 STOP_PATIENCE = 10.0  # seconds for a process to end by itself
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "tensordict", "zmq", "uvloop", "asyncsync"])
+_context.set_forkserver_preload(["torch", "tensordict", "zmq", "uvloop", "asyncsync.public", "asyncsync.sync"])
 
 
 # -- weights that show a torn read -------------------------------------------------------------------------------------

@@ -1,0 +1,294 @@
+"""Replicas: how a fleet speaks to one vLLM engine, over HTTP or in this process.
+
+The methods are vLLM's, one call each. A method raises :class:`Refused` with the engine's words if the engine has
+answered with an error. With any other exception it is unknown whether the engine has done what it was asked. None has a
+deadline of its own: the fleet cancels them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol, TypeVar
+from urllib.parse import urlencode, urlsplit
+
+from asyncsync.errors import WeightSyncError
+
+T = TypeVar("T")
+MAX_ANSWER = 1 << 22  # bytes
+PAUSES = ("keep", "wait", "abort")
+
+
+class Refused(WeightSyncError):
+    """The engine has answered with an error; the message has its words."""
+
+
+class Replica(Protocol):
+    """One inference engine of a fleet.
+
+    Attributes:
+        name: what results call it.
+        ranks: how many processes hold its model: tensor × pipeline × data parallel.
+        init: what its engine is told beside what the fleet knows, such as ``{"client_key": path}``; see
+            :class:`asyncsync.engines.vllm.info.InitInfo`.
+    """
+
+    name: str
+    ranks: int
+    init: Mapping[str, Any]
+
+    async def weight_version(self) -> str:
+        """The name of the version that it serves; ``"default"`` after its start."""
+
+    async def set_weight_version(self, name: str) -> None:
+        """Set that name, and nothing else."""
+
+    async def connect(self, info: Mapping[str, Any]) -> None:
+        """Have it connect to the sender, and load the newest version."""
+
+    async def pause(self) -> None:
+        """Have it make no tokens from here on."""
+
+    async def resume(self) -> None:
+        """End the pause, if there is one."""
+
+    async def start(self) -> None:
+        """Begin an update."""
+
+    async def update(self, info: Mapping[str, Any]) -> None:
+        """Have it load this version: ``{"version", "epoch", "timeout"}``."""
+
+    async def finish(self, name: str | None) -> None:
+        """End the update; ``name`` of the version that is served now, None: the one before."""
+
+    async def reset(self) -> None:
+        """Forget what was computed with the weights before, of running requests, too."""
+
+    async def close(self) -> None:
+        """Release what this object has. The engine goes on."""
+
+
+class HTTPReplica:
+    """A vLLM server, started with ``VLLM_SERVER_DEV_MODE=1``, whose routes these are.
+
+    Args:
+        url: ``http://host:port``, or https.
+        name: what results call it; empty: host and port.
+        ranks: tensor × pipeline × data parallel size.
+        pause: what becomes of the requests that run: ``"keep"``: they go on after it, with the new weights;
+            ``"wait"``: the pause begins when they have ended; ``"abort"``.
+        init: see :class:`Replica`.
+        headers: for each request, such as those that a proxy wants.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        name: str = "",
+        ranks: int = 1,
+        pause: str = "keep",
+        init: Mapping[str, Any] | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or parts.hostname is None or parts.query or parts.fragment:
+            raise ValueError(f"a replica's address is http://host:port, not {url!r}")
+        self.host, self.port = parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
+        self._is_encrypted, self._path, self._headers = parts.scheme == "https", parts.path.rstrip("/"), headers or {}
+        self._mode = _checked_pause(pause)
+        self.name, self.ranks, self.init = name or f"{self.host}:{self.port}", ranks, init or {}
+
+    async def weight_version(self) -> str:
+        return str((await self._ask("GET", "/weight_info"))["weight_version"])
+
+    async def set_weight_version(self, name: str) -> None:
+        await self._ask("POST", "/update_weight_version", {"new_version": name})
+
+    async def connect(self, info: Mapping[str, Any]) -> None:
+        await self._ask("POST", "/init_weight_transfer_engine", {"init_info": dict(info)})
+
+    async def pause(self) -> None:
+        await self._ask("POST", f"/pause?{urlencode({'mode': self._mode, 'clear_cache': 'false'})}")
+
+    async def resume(self) -> None:
+        await self._ask("POST", "/resume")
+
+    async def start(self) -> None:
+        await self._ask("POST", "/start_weight_update")
+
+    async def update(self, info: Mapping[str, Any]) -> None:
+        await self._ask("POST", "/update_weights", {"update_info": dict(info)})
+
+    async def finish(self, name: str | None) -> None:
+        await self._ask("POST", "/finish_weight_update", {} if name is None else {"weight_version": name})
+
+    async def reset(self) -> None:
+        _check_reset((await self._ask("POST", "/reset_prefix_cache?reset_running_requests=true"))["success"])
+
+    async def close(self) -> None:
+        """Nothing: each request has a connection of its own."""
+
+    async def _ask(self, method: str, path: str, body: Any = None) -> Any:
+        """One request of HTTP/1.0, so that the answer ends with the connection. asyncio's own streams, because a
+        request in a thread could not be cancelled."""
+        text = b"" if body is None else json.dumps(body).encode()
+        headers = {"Host": f"{self.host}:{self.port}", "Content-Type": "application/json", **self._headers}
+        lines = [f"{method} {self._path}{path} HTTP/1.0", *(f"{name}: {value}" for name, value in headers.items())]
+        head = "\r\n".join([*lines, f"Content-Length: {len(text)}", "", ""])
+        reader, writer = await asyncio.open_connection(self.host, self.port, ssl=self._is_encrypted or None)
+        try:
+            writer.write(head.encode("latin-1") + text)
+            answer = bytearray()
+            while more := await reader.read(1 << 16):
+                answer += more
+                if len(answer) > MAX_ANSWER:
+                    raise ConnectionError(f"{self.name} answers {path} with more than {MAX_ANSWER} bytes")
+        finally:
+            writer.close()
+        told, end, payload = bytes(answer).partition(b"\r\n\r\n")
+        status = told.split(None, 2)[1:2]
+        if not end or not status or not status[0].isdigit():
+            raise ConnectionError(f"{self.name} has closed the connection before it answered {path}")
+        try:
+            found = json.loads(payload or b"{}")
+        except ValueError:
+            found = payload[:2000].decode(errors="replace")
+        if status[0] == b"200":
+            return found
+        error = found.get("error", found) if isinstance(found, dict) else found
+        said = error.get("message", error) if isinstance(error, dict) else error
+        hint = "; is VLLM_SERVER_DEV_MODE=1 set there?" if status[0] == b"404" else ""
+        raise Refused(f"{path.partition('?')[0]}: {status[0].decode()}: {said}{hint}")
+
+
+class AsyncLLMReplica:
+    """An ``AsyncLLM`` of this process, on this event loop. Arguments as of :class:`HTTPReplica`."""
+
+    def __init__(
+        self,
+        engine: Any,
+        *,
+        name: str = "AsyncLLM",
+        ranks: int = 1,
+        pause: str = "keep",
+        init: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._engine, self._mode = engine, _checked_pause(pause)
+        self.name, self.ranks, self.init = name, ranks, init or {}
+
+    async def weight_version(self) -> str:
+        return str(await self._answered(self._engine.get_weight_version()))
+
+    async def set_weight_version(self, name: str) -> None:
+        await self._answered(self._engine.update_weight_version(name))
+
+    async def connect(self, info: Mapping[str, Any]) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        request = WeightTransferInitRequest(init_info=dict(info))
+        await self._answered(self._engine.init_weight_transfer_engine(request))
+
+    async def pause(self) -> None:
+        await self._answered(self._engine.pause_generation(mode=self._mode, clear_cache=False))
+
+    async def resume(self) -> None:
+        await self._answered(self._engine.resume_generation())
+
+    async def start(self) -> None:
+        await self._answered(self._engine.start_weight_update())
+
+    async def update(self, info: Mapping[str, Any]) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        await self._answered(self._engine.update_weights(WeightTransferUpdateRequest(update_info=dict(info))))
+
+    async def finish(self, name: str | None) -> None:
+        await self._answered(self._engine.finish_weight_update(name))
+
+    async def reset(self) -> None:
+        _check_reset(await self._answered(self._engine.reset_prefix_cache(reset_running_requests=True)))
+
+    async def close(self) -> None:
+        """Nothing: the engine is yours."""
+
+    async def _answered(self, call: Awaitable[T]) -> T:
+        try:
+            return await call
+        except Exception as error:
+            raise Refused(f"{type(error).__name__}: {error}") from error
+
+
+class LLMReplica:
+    """An ``LLM`` of this process, which blocks: it is used in one thread, which this object has. Generate by
+    ``await replica.run(llm.generate, …)``. Arguments as of :class:`HTTPReplica`; a pause begins when what runs has
+    ended."""
+
+    def __init__(self, llm: Any, *, name: str = "LLM", ranks: int = 1, init: Mapping[str, Any] | None = None) -> None:
+        self._llm = llm
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
+        self._gate, self._is_paused = asyncio.Lock(), False
+        self.name, self.ranks, self.init = name, ranks, init or {}
+
+    async def run(self, function: Callable[..., T], *arguments: Any, **named: Any) -> T:
+        """Call a function in the engine's thread, not within a pause."""
+        async with self._gate:
+            return await self._in_thread(function, *arguments, **named)
+
+    async def weight_version(self) -> str:
+        return str(await self._answered(self._llm.get_weight_version))
+
+    async def set_weight_version(self, name: str) -> None:
+        await self._answered(self._llm.update_weight_version, name)
+
+    async def connect(self, info: Mapping[str, Any]) -> None:
+        await self._answered(self._llm.init_weight_transfer_engine, {"init_info": dict(info)})
+
+    async def pause(self) -> None:
+        if not self._is_paused:
+            await self._gate.acquire()
+            self._is_paused = True
+
+    async def resume(self) -> None:
+        if self._is_paused:
+            self._is_paused = False
+            self._gate.release()
+
+    async def start(self) -> None:
+        await self._answered(self._llm.start_weight_update)
+
+    async def update(self, info: Mapping[str, Any]) -> None:
+        await self._answered(self._llm.update_weights, {"update_info": dict(info)})
+
+    async def finish(self, name: str | None) -> None:
+        await self._answered(self._llm.finish_weight_update, name)
+
+    async def reset(self) -> None:
+        _check_reset(await self._answered(self._llm.reset_prefix_cache, reset_running_requests=True))
+
+    async def close(self) -> None:
+        """End the thread, when what it does has ended. The engine is yours."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def _answered(self, function: Callable[..., T], *arguments: Any, **named: Any) -> T:
+        try:
+            return await self._in_thread(function, *arguments, **named)
+        except Exception as error:
+            raise Refused(f"{type(error).__name__}: {error}") from error
+
+    async def _in_thread(self, function: Callable[..., T], *arguments: Any, **named: Any) -> T:
+        # A call that is cancelled goes on in the thread; the next one comes after it.
+        return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: function(*arguments, **named))
+
+
+def _checked_pause(mode: str) -> str:
+    if mode not in PAUSES:
+        raise ValueError(f"pause is one of {', '.join(PAUSES)}, not {mode!r}")
+    return mode
+
+
+def _check_reset(is_done: Any) -> None:
+    if not is_done:
+        raise Refused("the prefix cache was not reset, and has what was computed with other weights")
