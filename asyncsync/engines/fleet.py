@@ -40,6 +40,7 @@ Wait = Callable[[int, list[int], float], Awaitable[None]]
 logger = logging.getLogger("asyncsync")
 
 SCHEMES = {SharedMemWeightSyncScheme: "shared", AutoWeightSyncScheme: "auto", ZMQWeightSyncScheme: "zmq"}
+LOST = ".EngineLost"  # the type of what a rank reports that could not go back
 NEW = "default"  # what vLLM calls the weights that it has started with
 PROBE_SECONDS = 2.0  # for the question what a replica serves, between updates
 RESUME_SECONDS = 5.0  # for the end of a pause, also when the deadline has passed
@@ -120,6 +121,7 @@ class _Member:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     serves: str = ""  # the name of the version; empty: not known, or nothing of this sender's
     is_known: bool = False  # whether it is certainly not between start and finish
+    has_missed: bool = False  # an update could not be brought to it
     switches: bool = False  # it is in a pause, or on the way into it
     seconds: dict[str, float] = field(default_factory=dict)  # of each phase of the update under way
 
@@ -252,22 +254,28 @@ class Fleet:
 
     async def _bring(self, member: _Member, version: int, deadline: float) -> list[Failure]:
         """Have one replica serve a version."""
-        member.seconds = {}
+        member.seconds, member.has_missed = {}, True
         try:
             await self._phase(member, "wait", member.lock.acquire(), deadline)
         except _Failed as failed:
             return failed.failures
         try:
             await self._look(member, deadline)
-            if member.serves == weight_version(self.epoch, version):
-                return []
-            if version and member.serves:
-                await self._stage(member, version, deadline)
-            return await self._switch(member, version, deadline)
+            return await self._advance(member, version, deadline)
         except _Failed as failed:
             return failed.failures
         finally:
             member.lock.release()
+
+    async def _advance(self, member: _Member, version: int, deadline: float) -> list[Failure]:
+        """From what it serves to a version. Raises _Failed: it was not tried, or the sender was not told."""
+        if member.serves == weight_version(self.epoch, version):
+            member.has_missed = False
+            return []
+        if version and member.serves:
+            await self._stage(member, version, deadline)
+        member.has_missed = False
+        return await self._switch(member, version, deadline)
 
     async def _look(self, member: _Member, deadline: float) -> None:
         """See whether it is as it was left. Raises _Failed: it does not answer."""
@@ -306,16 +314,36 @@ class Fleet:
             member.serves = ""
             failures = failed.failures
         finally:
-            try:
-                limit = asyncio.get_running_loop().time() + RESUME_SECONDS
-                await self._phase(member, "resume", member.replica.resume(), limit)
-            except _Failed as failed:
-                member.serves = ""
-                failures = failures or failed.failures
+            # A mixture of versions makes wrong tokens, or ends its engine. It stays paused, until it is taken in.
+            if not self._is_mixed(member, failures):
+                failures = await self._resume(member, failures)
             member.switches = False
         if version and not failures:
             await self._ranks(member, "acknowledge", self.scheme.wait_version, version, deadline)
         return failures
+
+    async def _resume(self, member: _Member, failures: list[Failure]) -> list[Failure]:
+        limit = asyncio.get_running_loop().time() + RESUME_SECONDS
+        try:
+            await self._phase(member, "resume", member.replica.resume(), limit)
+        except _Failed as failed:
+            member.serves = ""
+            return failures or failed.failures
+        return failures
+
+    def _is_mixed(self, member: _Member, failures: list[Failure]) -> bool:
+        """Whether its ranks have told that they are neither at the new version nor at the one before, or not all at the
+        same one."""
+        reports = [failure.error for failure in failures if isinstance(failure.error, RemoteError)]
+        is_mixed = any(error.type_name.endswith(LOST) for error in reports) or (reports and len(self._at(member)) > 1)
+        if is_mixed:
+            member.serves = ""
+        return bool(is_mixed)
+
+    def _at(self, member: _Member) -> set[int]:
+        """The versions that its ranks have applied."""
+        status = self.scheme.status()
+        return {status[worker].version for worker in member.workers if worker in status} or {0}
 
     async def _load(self, member: _Member, version: int, deadline: float) -> list[Failure]:
         """A version into a replica that is known. Returns why it serves the one before. Raises _Failed: it is not known
@@ -355,9 +383,7 @@ class Fleet:
             raise
         if version:
             await self._ranks(member, "acknowledge", self.scheme.wait_version, version, deadline)
-        status = self.scheme.status()
-        versions = {status[worker].version for worker in member.workers if worker in status} or {0}
-        if len(versions) > 1:
+        if len(versions := self._at(member)) > 1:
             raise _Failed(member, None, "connect", WeightSyncError(f"its ranks serve versions {sorted(versions)}"))
         name = weight_version(self.epoch, versions.pop())
         await self._phase(member, "finish", replica.set_weight_version(name), deadline)
@@ -389,9 +415,9 @@ class Fleet:
         now, served = asyncio.get_running_loop().time(), member.serves
         try:
             await self._look(member, now + PROBE_SECONDS)
-            if member.serves:
+            if member.serves and not member.has_missed:
                 return []
-            return await self._switch(member, self.scheme.version, now + self._connect_seconds)
+            return await self._advance(member, self.scheme.version, now + self._connect_seconds)
         except _Failed as failed:
             if failed.failures[0].phase != "look":
                 return failed.failures

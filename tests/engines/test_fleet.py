@@ -1,7 +1,6 @@
 """A fleet of replicas, each a process with a fake vLLM in it whose ranks run the real engine of asyncsync."""
 
 import asyncio
-import json
 import pickle
 import random
 import signal
@@ -9,7 +8,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +20,7 @@ from asyncsync import (
     WeightSyncScheme,
     ZMQWeightSyncScheme,
 )
-from asyncsync.engines.fleet import Failure, Fleet, FleetError, FleetResult
+from asyncsync.engines.fleet import Fleet, FleetError
 from asyncsync.engines.replicas import AsyncLLMReplica, HTTPReplica, LLMReplica, Refused
 from asyncsync.engines.vllm import weight_version
 from helpers.fake_vllm import LLM, SHAPES, AsyncLLM, Engine, Group, Model, Replica, drawn, greedy, standing_in
@@ -183,8 +181,8 @@ async def test_a_replica_that_is_killed_delays_no_other_and_is_current_by_itself
         with Clock(1.0):  # the other does not wait for it
             await eventually(lambda: fleet.serving.get("replica 1") == 2)
         assert await processes[0].events.get() == "loading"
-        assert not await asked[1].is_paused()
         await serves(asked[1], 2, fleet.epoch)
+        assert not await asked[1].is_paused()
         assert not updating.done()
         with Clock(1.0):
             await processes[0].kill()
@@ -254,14 +252,15 @@ async def test_an_update_cancelled_anywhere_leaves_nobody_paused_and_the_next_on
 ) -> None:
     draw = random.Random(3)
     async with fleet_of(start, kind(min_workers=0)) as (fleet, _, asked):
-        began = time.monotonic()
+        taken = []
         for version in range(1, 6):
+            began = time.monotonic()
             (await fleet.update(drawn(version), timeout=20)).raise_for_failures()
-        usual = (time.monotonic() - began) / 5
+            taken.append(time.monotonic() - began)
         cancelled = 0
         for _ in range(150):
             updating = asyncio.create_task(fleet.update(drawn(0), timeout=20))
-            await asyncio.sleep(draw.uniform(0, 1.1 * usual))
+            await asyncio.sleep(draw.uniform(0, min(taken)))
             updating.cancel()
             try:
                 await updating
@@ -269,7 +268,7 @@ async def test_an_update_cancelled_anywhere_leaves_nobody_paused_and_the_next_on
                 cancelled += 1
             for replica in asked:
                 assert not await replica.is_paused()
-        assert cancelled > 75
+        assert cancelled > 50
         for _ in range(2):
             result = await fleet.update(drawn(99), timeout=20)
             result.raise_for_failures()
@@ -282,12 +281,16 @@ async def test_an_update_cancelled_anywhere_leaves_nobody_paused_and_the_next_on
         assert {one.taken for one in fleet.scheme.status().values()} == {0}
 
 
-async def test_a_replica_that_hangs_does_not_hold_up_a_cancelled_update(start: Start) -> None:
+async def test_a_replica_that_hangs_does_not_hold_up_a_cancelled_update(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncsync.engines.fleet.CANCEL_SECONDS", 0.5)
+    monkeypatch.setattr("asyncsync.engines.fleet.RESUME_SECONDS", 0.5)
     async with fleet_of(start, SharedMemWeightSyncScheme(min_workers=0)) as (fleet, processes, asked):
         await processes[0].before_tensor(0, 2, "waits")
         updating = asyncio.create_task(fleet.update(drawn(1), timeout=60))
         await processes[0].events.get()
-        with Clock(2.5):  # 5 s for what it is in, and 5 s for the end of the pause
+        with Clock(1.0):
             updating.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await updating
@@ -334,20 +337,29 @@ async def test_engines_of_this_process_are_updated_as_servers_are() -> None:
                 for versions in await asyncio.gather(*clients):
                     assert versions == sorted(versions)
                 assert fleet.serving == {"AsyncLLM": 10, "LLM": 10}
-                for each in (first, second):
-                    each.ranks[-1].model.before_tensor = _fails
-                result = await fleet.update(drawn(11), timeout=20)
-                assert result.serving == {"AsyncLLM": 10, "LLM": 10}
-                assert [(f.replica, f.rank) for f in result.failures] == [
-                    ("AsyncLLM", None), ("AsyncLLM", 0), ("AsyncLLM", 1), ("LLM", None), ("LLM", 0)
+
+
+@pytest.mark.requirement(244)
+async def test_a_replica_that_cannot_go_back_stays_paused_until_it_has_a_version_again() -> None:
+    def fails(number: int) -> None:
+        raise RuntimeError("not today")
+
+    async with sending(SharedMemWeightSyncScheme(min_workers=0)) as scheme:
+        with standing_in():
+            async with engine_here(2) as inner, Fleet(scheme, [AsyncLLMReplica(AsyncLLM(inner), ranks=2)]) as fleet:
+                engine = AsyncLLM(inner)
+                (await fleet.update(drawn(1), timeout=20)).raise_for_failures()
+                inner.ranks[1].model.before_tensor = fails
+                result = await fleet.update(drawn(2), timeout=20)
+                assert [(f.rank, "EngineLost" in f.reason) for f in result.failures] == [
+                    (None, False), (0, False), (1, True)
                 ]  # fmt: skip
-                for each in (first, second):
-                    each.ranks[-1].model.before_tensor = None
-                (await fleet.update(drawn(12), timeout=20)).raise_for_failures()
-
-
-def _fails(number: int) -> None:
-    raise RuntimeError("not today")
+                assert (result.serving, await engine.is_paused()) == ({}, True)
+                waiting = asyncio.create_task(engine.generate([1, 2, 3], 5))
+                inner.ranks[1].model.before_tensor = None
+                done = await waiting  # the fleet has looked after it
+                assert check_tokens(done.prompt, done.tokens, done.spans) == [2]
+                assert fleet.serving == {"AsyncLLM": 2}
 
 
 @asynccontextmanager
@@ -361,7 +373,8 @@ async def answering(answer: bytes) -> AsyncIterator[HTTPReplica]:
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     async with server:
-        yield HTTPReplica("http://127.0.0.1:%d/some/path/" % server.sockets[0].getsockname()[1])
+        port = server.sockets[0].getsockname()[1]
+        yield HTTPReplica(f"http://127.0.0.1:{port}/some/path/")
 
 
 @pytest.mark.parametrize(
