@@ -61,7 +61,6 @@ class Engine:
         self.scheme = asyncsync.sync.SharedMemWeightSyncScheme(connect=info["endpoint"])
         self.scheme.init_on_receiver(info["model_id"], worker_idx=info["first_worker"], apply="on_take", reconnect=True)
         self.scheme.connect(timeout=info["timeout"])
-        self.scheme.wait_lag(1 << 60, timeout=info["timeout"])  # the sender has said what there is
         [status] = self.scheme.status().values()
         if status.target:
             self.load(status.target, self.scheme.epoch, info["timeout"])

@@ -313,6 +313,9 @@ class Fleet:
         except _Failed as failed:
             member.serves = ""
             failures = failed.failures
+        except asyncio.CancelledError:
+            member.serves = ""  # what it was asked last may come after what it is asked now
+            raise
         finally:
             # A mixture of versions makes wrong tokens, or ends its engine. It stays paused, until it is taken in.
             if not self._is_mixed(member, failures):
