@@ -158,6 +158,17 @@ def test_inference_server_shows_that_by_itself(tmp_path: Path) -> None:
     assert int(first) < int(killed_at) < int(last)
 
 
+@pytest.mark.requirement(245)
+def test_fleet_goes_on_without_a_replica_that_is_killed_and_takes_it_in_again(tmp_path: Path) -> None:
+    out = example("fleet.py", tmp_path)
+    shown = re.findall(r"version (\d+): answers by \[([\d, ]+)\](.*)", out)
+    assert [(int(version), answers) for version, answers, _ in shown] == [
+        (version, f"{version}" if 5 <= version <= 7 else f"{version}, {version}") for version in range(2, 11)
+    ]
+    assert [bool(failed) for *_, failed in shown] == [5 <= version <= 7 for version in range(2, 11)]
+    assert "replica 1 is back, and serves version 7" in out
+
+
 def test_lora_sends_the_adapters_and_leaves_the_rest_alone(tmp_path: Path) -> None:
     out = example("lora.py", tmp_path)
     [(sent, whole)] = re.findall(r"an update has (\d+) of the model's (\d+) bytes", out)
