@@ -254,11 +254,16 @@ class Fleet:
 
     async def _bring(self, member: _Member, version: int, deadline: float) -> list[Failure]:
         """Have one replica serve a version."""
-        member.seconds, member.has_missed = {}, True
+        member.seconds = {}
         try:
             await self._phase(member, "wait", member.lock.acquire(), deadline)
         except _Failed as failed:
+            member.has_missed = True
             return failed.failures
+        except asyncio.CancelledError:
+            member.has_missed = True
+            raise
+        member.has_missed = True  # until it is tried
         try:
             await self._look(member, deadline)
             return await self._advance(member, version, deadline)
