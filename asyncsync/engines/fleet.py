@@ -122,7 +122,7 @@ class _Member:
     serves: str = ""  # the name of the version; empty: not known, or nothing of this sender's
     is_known: bool = False  # whether it is certainly not between start and finish
     has_missed: bool = False  # an update could not be brought to it
-    switches: bool = False  # it is in a pause, or on the way into it
+    switching: asyncio.Task[Any] | None = None  # what has it paused, or is about to
     seconds: dict[str, float] = field(default_factory=dict)  # of each phase of the update under way
 
 
@@ -144,7 +144,8 @@ class Fleet:
         replicas: :class:`HTTPReplica`, :class:`AsyncLLMReplica`, :class:`LLMReplica`, or your own. Rank r of a replica
             is worker ``first + r`` of the sender, where ``first`` is the number of ranks of the replicas before it.
         connect_timeout: seconds that a replica gets to reach the sender and to load its newest version.
-        watch: seconds between two looks at each replica; 0: none, only updates take replicas in.
+        watch: seconds between two looks at replicas whose ranks the sender has lost, or that are not current for
+            another reason than a refused load; 0: none, only updates take replicas in.
 
     Raises:
         TypeError, ValueError: such a scheme cannot be, or two replicas have one name.
@@ -238,7 +239,7 @@ class Fleet:
             await asyncio.wait(tasks)
         except asyncio.CancelledError:
             for task, member in tasks.items():
-                if not member.switches:
+                if member.switching is not task:
                     task.cancel()
             raise
         finally:
@@ -306,7 +307,7 @@ class Fleet:
     async def _switch(self, member: _Member, version: int, deadline: float) -> list[Failure]:
         """One pause, with all that is done in it. The member's lock is held."""
         failures: list[Failure] = []
-        member.switches = True
+        member.switching = asyncio.current_task()
         try:
             await self._phase(member, "pause", member.replica.pause(), deadline)
             if member.serves and member.is_known:
@@ -325,7 +326,7 @@ class Fleet:
             # A mixture of versions makes wrong tokens, or ends its engine. It stays paused, until it is taken in.
             if not self._is_mixed(member, failures):
                 failures = await self._resume(member, failures)
-            member.switches = False
+            member.switching = None
         if version and not failures:
             await self._ranks(member, "acknowledge", self.scheme.wait_version, version, deadline)
         return failures
@@ -420,6 +421,8 @@ class Fleet:
             seconds = min(2 * seconds, MOST_SECONDS) if failures else self._watch_seconds
 
     async def _look_after(self, member: _Member) -> list[Failure]:
+        if member.serves and not member.has_missed and self._is_there(member):
+            return []
         now, served = asyncio.get_running_loop().time(), member.serves
         try:
             await self._look(member, now + PROBE_SECONDS)
@@ -432,6 +435,11 @@ class Fleet:
             if isinstance(failed.failures[0].error, TimeoutError):
                 member.serves = served  # it may be busy
             return []
+
+    def _is_there(self, member: _Member) -> bool:
+        """Whether the sender has lost none of its ranks: then it need not be asked."""
+        status = self.scheme.status()
+        return all(worker in status and status[worker].state != "lost" for worker in member.workers)
 
     # -- phases --------------------------------------------------------------------------------------------------------
 
