@@ -195,15 +195,10 @@ class Fleet:
             await member.replica.close()
 
     @property
-    def epoch(self) -> str:
-        """The sender's."""
-        return self.scheme.epoch
-
-    @property
     def serving(self) -> dict[str, int]:
         """Of each replica that is known to serve a version of this sender, which; 0: the model's own files."""
         names = {member.replica.name: member.serves.rpartition(":") for member in self._members}
-        return {name: int(version) for name, (epoch, _, version) in names.items() if epoch == self.epoch}
+        return {name: int(version) for name, (epoch, _, version) in names.items() if epoch == self.scheme.epoch}
 
     async def connect(self, timeout: float = DEFAULT_TIMEOUT) -> FleetResult:
         """Take in all replicas: they connect to the sender, and load its newest version, if there is one."""
@@ -246,7 +241,7 @@ class Fleet:
             await _stop(tasks, CANCEL_SECONDS)
         return FleetResult(
             version,
-            self.epoch,
+            self.scheme.epoch,
             self.serving,
             tuple(failure for task in tasks for failure in task.result()),
             {member.replica.name: dict(member.seconds) for member in self._members},
@@ -258,24 +253,22 @@ class Fleet:
         member.seconds = {}
         try:
             await self._phase(member, "wait", member.lock.acquire(), deadline)
+            try:
+                member.has_missed = True  # until it is tried
+                await self._look(member, deadline)
+                return await self._advance(member, version, deadline)
+            finally:
+                member.lock.release()
         except _Failed as failed:
-            member.has_missed = True
+            member.has_missed |= failed.failures[0].phase == "wait"
             return failed.failures
         except asyncio.CancelledError:
             member.has_missed = True
             raise
-        member.has_missed = True  # until it is tried
-        try:
-            await self._look(member, deadline)
-            return await self._advance(member, version, deadline)
-        except _Failed as failed:
-            return failed.failures
-        finally:
-            member.lock.release()
 
     async def _advance(self, member: _Member, version: int, deadline: float) -> list[Failure]:
         """From what it serves to a version. Raises _Failed: it was not tried, or the sender was not told."""
-        if member.serves == weight_version(self.epoch, version):
+        if member.serves == weight_version(self.scheme.epoch, version):
             member.has_missed = False
             return []
         if version and member.serves:
@@ -324,41 +317,36 @@ class Fleet:
             raise
         finally:
             # A mixture of versions makes wrong tokens, or ends its engine. It stays paused, until it is taken in.
-            if not self._is_mixed(member, failures):
-                failures = await self._resume(member, failures)
+            try:
+                limit = asyncio.get_running_loop().time() + RESUME_SECONDS
+                if not self._is_mixed(member, failures):
+                    await self._phase(member, "resume", member.replica.resume(), limit)
+            except _Failed as failed:
+                member.serves = ""
+                failures = failures or failed.failures
             member.switching = None
         if version and not failures:
             await self._ranks(member, "acknowledge", self.scheme.wait_version, version, deadline)
         return failures
 
-    async def _resume(self, member: _Member, failures: list[Failure]) -> list[Failure]:
-        limit = asyncio.get_running_loop().time() + RESUME_SECONDS
-        try:
-            await self._phase(member, "resume", member.replica.resume(), limit)
-        except _Failed as failed:
-            member.serves = ""
-            return failures or failed.failures
-        return failures
-
     def _is_mixed(self, member: _Member, failures: list[Failure]) -> bool:
         """Whether its ranks have told that they are neither at the new version nor at the one before, or not all at the
         same one."""
-        reports = [failure.error for failure in failures if isinstance(failure.error, RemoteError)]
-        is_mixed = any(error.type_name.endswith(LOST) for error in reports) or (reports and len(self._at(member)) > 1)
+        told = [failure.error.type_name for failure in failures if isinstance(failure.error, RemoteError)]
+        is_mixed = any(name.endswith(LOST) for name in told) or (len(told) > 0 and len(self._versions(member)) > 1)
         if is_mixed:
             member.serves = ""
-        return bool(is_mixed)
+        return is_mixed
 
-    def _at(self, member: _Member) -> set[int]:
-        """The versions that its ranks have applied."""
-        status = self.scheme.status()
-        return {status[worker].version for worker in member.workers if worker in status} or {0}
+    def _versions(self, member: _Member) -> set[int]:
+        """Those that its ranks have applied."""
+        return {status.version for worker, status in self.scheme.status().items() if worker in member.workers} or {0}
 
     async def _load(self, member: _Member, version: int, deadline: float) -> list[Failure]:
         """A version into a replica that is known. Returns why it serves the one before. Raises _Failed: it is not known
         any more."""
         replica, before = member.replica, member.serves
-        epoch, name = self.epoch, weight_version(self.epoch, version)
+        epoch, name = self.scheme.epoch, weight_version(self.scheme.epoch, version)
         member.is_known, member.serves = False, ""
         await self._phase(member, "start", replica.start(), deadline)
         # The engine's own deadline comes first: then its ranks have time to vote, and to go back.
@@ -392,9 +380,9 @@ class Fleet:
             raise
         if version:
             await self._ranks(member, "acknowledge", self.scheme.wait_version, version, deadline)
-        if len(versions := self._at(member)) > 1:
+        if len(versions := self._versions(member)) > 1:
             raise _Failed(member, None, "connect", WeightSyncError(f"its ranks serve versions {sorted(versions)}"))
-        name = weight_version(self.epoch, versions.pop())
+        name = weight_version(self.scheme.epoch, versions.pop())
         await self._phase(member, "finish", replica.set_weight_version(name), deadline)
         member.serves = name
 
@@ -416,14 +404,15 @@ class Fleet:
             await asyncio.sleep(seconds)
             async with member.lock:
                 failures = await self._look_after(member)
+            seconds = min(2 * seconds, MOST_SECONDS) if failures else self._watch_seconds
             for failure in failures:
                 logger.warning("asyncsync: a replica is not taken in: %s", failure)
-            seconds = min(2 * seconds, MOST_SECONDS) if failures else self._watch_seconds
 
     async def _look_after(self, member: _Member) -> list[Failure]:
-        if member.serves and not member.has_missed and self._is_there(member):
+        now, served, status = asyncio.get_running_loop().time(), member.serves, self.scheme.status()
+        is_lost = any(worker not in status or status[worker].state == "lost" for worker in member.workers)
+        if served and not member.has_missed and not is_lost:
             return []
-        now, served = asyncio.get_running_loop().time(), member.serves
         try:
             await self._look(member, now + PROBE_SECONDS)
             if member.serves and not member.has_missed:
@@ -435,11 +424,6 @@ class Fleet:
             if isinstance(failed.failures[0].error, TimeoutError):
                 member.serves = served  # it may be busy
             return []
-
-    def _is_there(self, member: _Member) -> bool:
-        """Whether the sender has lost none of its ranks: then it need not be asked."""
-        status = self.scheme.status()
-        return all(worker in status and status[worker].state != "lost" for worker in member.workers)
 
     # -- phases --------------------------------------------------------------------------------------------------------
 

@@ -181,7 +181,7 @@ async def test_a_replica_that_is_killed_delays_no_other_and_is_current_by_itself
         with Clock(1.0):  # the other does not wait for it
             await eventually(lambda: fleet.serving.get("replica 1") == 2)
         assert await processes[0].events.get() == "loading"
-        await serves(asked[1], 2, fleet.epoch)
+        await serves(asked[1], 2, fleet.scheme.epoch)
         assert not await asked[1].is_paused()
         assert not updating.done()
         with Clock(1.0):
@@ -194,7 +194,7 @@ async def test_a_replica_that_is_killed_delays_no_other_and_is_current_by_itself
         again = start(Replica)
         await again.serve(2, asked[0].port)
         await eventually(lambda: fleet.serving.get("replica 0") == 3)
-        await serves(asked[0], 3, fleet.epoch)
+        await serves(asked[0], 3, fleet.scheme.epoch)
         result = await fleet.update(drawn(4), timeout=20)
         result.raise_for_failures()
         assert "start" in result.seconds["replica 0"]
@@ -213,7 +213,7 @@ async def test_a_replica_that_hangs_fails_alone_and_is_taken_in_when_it_goes_on(
         assert result.failures[0].reason.startswith("TimeoutError: no answer in time")
         processes[0].signal(signal.SIGCONT)
         await eventually(lambda: fleet.serving.get("replica 0") == 2)
-        await serves(asked[0], 2, fleet.epoch)
+        await serves(asked[0], 2, fleet.scheme.epoch)
         assert not await asked[0].is_paused()
         (await fleet.update(drawn(3), timeout=20)).raise_for_failures()
 
