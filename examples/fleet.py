@@ -51,6 +51,8 @@ class Engine(BaseHTTPRequestHandler):
                     return {"version": Engine.version, "outputs": self.model(torch.tensor(body["inputs"])).tolist()}
             case "/weight_info":
                 return {"weight_version": Engine.version}
+            case "/get_world_size":
+                return {"world_size": 1}
             case "/pause" | "/resume":
                 with Engine.turn:
                     Engine.is_paused = path == "/pause"

@@ -371,6 +371,9 @@ class Fleet:
     async def _take_in(self, member: _Member, version: int, deadline: float) -> None:
         """The newest version into a replica that may be in any state, without start and finish. Raises _Failed."""
         bus, replica = self.scheme.bus, member.replica
+        if (count := await self._phase(member, "connect", replica.world_size(), deadline)) != replica.ranks:
+            wrong = ValueError(f"it has {count} ranks: give its replica object ranks={count}")
+            raise _Failed(member, None, "connect", wrong)
         who = {"endpoint": bus.connect_endpoint, "model_id": self.scheme.model_id, "first_worker": member.workers[0]}
         try:
             await self._phase(member, "connect", replica.connect({**self._info, **who, **replica.init}), deadline)

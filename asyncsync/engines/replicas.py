@@ -45,6 +45,9 @@ class Replica(Protocol):
     async def set_weight_version(self, name: str) -> None:
         """Set that name, and nothing else."""
 
+    async def world_size(self) -> int:
+        """How many ranks it has."""
+
     async def connect(self, info: Mapping[str, Any]) -> None:
         """Have it connect to the sender, and load the newest version."""
 
@@ -106,6 +109,9 @@ class HTTPReplica:
 
     async def set_weight_version(self, name: str) -> None:
         await self._ask("POST", "/update_weight_version", {"new_version": name})
+
+    async def world_size(self) -> int:
+        return int((await self._ask("GET", "/get_world_size"))["world_size"])
 
     async def connect(self, info: Mapping[str, Any]) -> None:
         await self._ask("POST", "/init_weight_transfer_engine", {"init_info": dict(info)})
@@ -185,6 +191,9 @@ class AsyncLLMReplica:
     async def set_weight_version(self, name: str) -> None:
         await self._answered(self._engine.update_weight_version(name))
 
+    async def world_size(self) -> int:
+        return int(self._engine.vllm_config.parallel_config.world_size_across_dp)
+
     async def connect(self, info: Mapping[str, Any]) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
@@ -242,6 +251,9 @@ class LLMReplica:
 
     async def set_weight_version(self, name: str) -> None:
         await self._answered(self._llm.update_weight_version, name)
+
+    async def world_size(self) -> int:
+        return int(self._llm.llm_engine.vllm_config.parallel_config.world_size_across_dp)
 
     async def connect(self, info: Mapping[str, Any]) -> None:
         await self._answered(self._llm.init_weight_transfer_engine, {"init_info": dict(info)})

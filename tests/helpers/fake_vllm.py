@@ -510,6 +510,7 @@ class AsyncLLM:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(world_size_across_dp=len(engine.ranks)))
 
     async def call(self, method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         return await asyncio.wrap_future(self._engine.call(method, *arguments, **named))
@@ -562,7 +563,7 @@ class LLM:
     """The same of the class that blocks."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+        self._engine, self.llm_engine = engine, AsyncLLM(engine)
 
     def init_weight_transfer_engine(self, request: Mapping[str, Any]) -> None:
         self._wait(self._engine.collective_rpc, "init_weight_transfer_engine", init_info=request["init_info"])
@@ -612,7 +613,7 @@ class Server:
             case "/is_paused":
                 return {"is_paused": await llm.is_paused()}
             case "/get_world_size":
-                return {"world_size": len(llm._engine.ranks)}
+                return {"world_size": llm.vllm_config.parallel_config.world_size_across_dp}
             case "/pause":
                 await llm.pause_generation(mode=query.get("mode", "abort"))
             case "/resume":

@@ -234,6 +234,18 @@ async def test_a_replica_whose_trainer_died_between_start_and_finish_follows_the
         assert fleet.serving == {"replica 0": 3}, trainer
 
 
+async def test_a_replica_with_other_ranks_than_its_object_says_is_not_touched(start: Start) -> None:
+    process = start(Replica)
+    port = await process.serve(2)
+    replica = Asked(f"http://127.0.0.1:{port}", name="pair")
+    async with sending(SharedMemWeightSyncScheme(min_workers=0)) as scheme, Fleet(scheme, [replica], watch=0) as fleet:
+        result = await fleet.update(drawn(1), timeout=20)
+        assert [(f.phase, f.rank, f.reason) for f in result.failures] == [
+            ("connect", None, "ValueError: it has 2 ranks: give its replica object ranks=2")
+        ]
+        assert (await replica.weight_version(), await replica.is_paused()) == ("default", False)
+
+
 async def test_a_replica_that_was_restarted_unseen_is_taken_in_by_the_update(start: Start) -> None:
     async with fleet_of(start, SharedMemWeightSyncScheme(min_workers=0), (1,)) as (fleet, processes, asked):
         (await fleet.update(drawn(1), timeout=20)).raise_for_failures()
