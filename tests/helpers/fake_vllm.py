@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
@@ -128,8 +128,13 @@ class Layer(nn.Module):
         self.weight, info.kernel = info.kernel, None
         info.loaded_weights, info.load_numel = [], 0
 
+    def values(self) -> torch.Tensor:
+        if self.weight.is_meta:
+            raise NotImplementedError("Cannot copy out of meta tensor; no data!")
+        return self.weight.double()
+
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        found = inputs @ self.weight.double().T
+        found = inputs @ self.values().T
         return self._group.add(self._rank, found) if self.name in BY_COLUMNS else found
 
 
@@ -170,7 +175,7 @@ class Model(nn.Module):
         layers = self.layers
         first = 0 if known is None else known[0].shape[1]
         rows = [(token + 7 * place) % VOCABULARY for place, token in enumerate(tokens)][first:]
-        embedded = layers["embed"].weight.double()[torch.tensor(rows)]
+        embedded = layers["embed"].values()[torch.tensor(rows)]
         q, k, v = layers["qkv"](embedded).unflatten(-1, (-1, HEAD)).transpose(0, 1).chunk(3)  # of each head
         if known is not None:
             k, v = torch.cat([known[0], k], 1), torch.cat([known[1], v], 1)
@@ -343,6 +348,15 @@ class Request:
     number: int | None = None  # of what the ranks have kept for it
 
 
+def tell(answer: Future[Any], result: Any) -> None:
+    """Answer, if the caller still waits."""
+    with suppress(InvalidStateError):
+        if isinstance(result, Exception):
+            answer.set_exception(result)
+        else:
+            answer.set_result(result)
+
+
 class EngineDeadError(Exception):
     """As vLLM's: nothing works any more."""
 
@@ -386,12 +400,12 @@ class Engine(threading.Thread):
                     raise EngineDeadError(f"EngineCore encountered an issue: {self._death}")
                 result = method(*arguments, **named)
             except Exception as error:
-                answer.set_exception(error)
+                tell(answer, error)
             else:
                 if isinstance(result, Future):
-                    result.add_done_callback(lambda done: answer.set_result(None))
+                    result.add_done_callback(lambda done: tell(answer, None))
                 else:
-                    answer.set_result(result)
+                    tell(answer, result)
 
         self._calls.put(run)
         return answer
@@ -481,7 +495,7 @@ class Engine(threading.Thread):
             self._death = str(error)
             for each in list(self._requests):
                 self._requests.remove(each)
-                each.done.set_exception(EngineDeadError(self._death))
+                tell(each.done, EngineDeadError(self._death))
             return
         assert request.number is not None
         self._kept.setdefault(tuple(request.prompt), request.number)
@@ -494,7 +508,7 @@ class Engine(threading.Thread):
 
     def _end(self, request: Request) -> None:
         self._requests.remove(request)
-        request.done.set_result(request)
+        tell(request.done, request)
 
     def _look_whether_drained(self) -> None:
         running = any(r.number is not None for r in self._requests)
