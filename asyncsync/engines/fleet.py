@@ -31,6 +31,7 @@ from asyncsync.bus.core import DEFAULT_TIMEOUT, Metadata
 from asyncsync.engines.replicas import Refused, Replica
 from asyncsync.engines.vllm import weight_version
 from asyncsync.errors import NotConnected, PartialSendError, PeerLost, RemoteError, WeightSyncError
+from asyncsync.runtime.threads import finish
 from asyncsync.schemes.aio import WeightSyncScheme
 from asyncsync.schemes.shared_memory import AutoWeightSyncScheme, SharedMemWeightSyncScheme
 from asyncsync.schemes.zmq import ZMQWeightSyncScheme
@@ -189,10 +190,15 @@ class Fleet:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        await _stop(self._watches, 0)
-        self._watches = []
+        watches, self._watches = self._watches, []
+        for watch in watches:
+            watch.cancel()
+        await finish(asyncio.gather(*watches, return_exceptions=True))
         for member in self._members:
             await member.replica.close()
+        for watch in watches:
+            if not watch.cancelled():
+                watch.result()  # raises
 
     @property
     def serving(self) -> dict[str, int]:
@@ -228,17 +234,17 @@ class Fleet:
             return await self._everywhere(version, time.monotonic() - began, timeout)
 
     async def _everywhere(self, version: int, published: float, timeout: float) -> FleetResult:
-        deadline = asyncio.get_running_loop().time() + timeout
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout
         tasks = {asyncio.create_task(self._bring(member, version, deadline)): member for member in self._members}
-        try:
-            await asyncio.wait(tasks)
-        except asyncio.CancelledError:
+
+        def cancel() -> None:
             for task, member in tasks.items():
                 if member.switching is not task:
                     task.cancel()
-            raise
-        finally:
-            await _stop(tasks, CANCEL_SECONDS)
+            loop.call_later(CANCEL_SECONDS, lambda: [task.cancel() for task in tasks])
+
+        await finish(asyncio.gather(*tasks, return_exceptions=True), cancel)
         return FleetResult(
             version,
             self.scheme.epoch,
@@ -458,21 +464,3 @@ def _failure(member: _Member, rank: int | None, phase: str, error: Exception) ->
     words = str(error) or "no answer in time"
     reason = words if isinstance(error, Refused) else f"{type(error).__name__}: {words}"
     return Failure(member.replica.name, rank, phase, reason, error)
-
-
-async def _stop(tasks: Iterable[asyncio.Task[Any]], seconds: float) -> None:
-    """Wait until these tasks have ended; those that have not in so many seconds are cancelled. A cancellation meanwhile
-    is raised when they have."""
-    loop = asyncio.get_running_loop()
-    limit, cancelled = loop.time() + seconds, None
-    while pending := [task for task in tasks if not task.done()]:
-        if loop.time() >= limit:
-            for task in pending:
-                task.cancel()
-            limit = float("inf")
-        try:
-            await asyncio.wait(pending, timeout=None if limit == float("inf") else limit - loop.time())
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        raise cancelled
