@@ -255,6 +255,29 @@ async def test_a_replica_that_was_restarted_unseen_is_taken_in_by_the_update(sta
         result.raise_for_failures()
         assert "connect" in result.seconds["replica 0"]
         await serves(asked[0], 2, result.epoch)
+        await asked[0].set_weight_version("somebody else's")
+        result = await fleet.update(drawn(3), timeout=20)
+        result.raise_for_failures()
+        assert "connect" in result.seconds["replica 0"]
+
+
+async def test_the_watch_sees_a_restart_and_brings_what_a_cancelled_update_has_published(start: Start) -> None:
+    async with fleet_of(start, SharedMemWeightSyncScheme(min_workers=0), watch=0.1) as (fleet, processes, asked):
+        (await fleet.update(drawn(1), timeout=20)).raise_for_failures()
+        updating = asyncio.create_task(fleet.update(drawn(2), timeout=20))
+        await eventually(lambda: fleet.scheme.version == 2)
+        updating.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await updating
+        await eventually(lambda: set(fleet.serving.values()) == {2})
+        (await fleet.update(drawn(3), timeout=20)).raise_for_failures()
+        await processes[1].kill()
+        again = start(Replica)
+        await again.serve(1, asked[1].port)
+        looking = asyncio.get_running_loop().time() + 10
+        while await asked[1].weight_version() == "default":
+            assert asyncio.get_running_loop().time() < looking
+        await serves(asked[1], 3, fleet.scheme.epoch)
 
 
 @pytest.mark.timeout(120)
@@ -279,6 +302,7 @@ async def test_an_update_cancelled_anywhere_leaves_nobody_paused_and_the_next_on
                 await updating
             except asyncio.CancelledError:
                 cancelled += 1
+            assert fleet.serving.keys() == {"replica 0", "replica 1"}  # each has ended what it was in
             for replica in asked:
                 assert not await replica.is_paused()
         assert cancelled > rounds / 3
