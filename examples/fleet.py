@@ -20,8 +20,7 @@ import torch
 from torch import nn
 
 import asyncsync.sync
-from asyncsync.engines.fleet import Fleet
-from asyncsync.engines.replicas import HTTPReplica
+from asyncsync.engines import Fleet, HTTPReplica
 
 
 class Engine(BaseHTTPRequestHandler):

@@ -344,7 +344,7 @@ class Applying:
                 machine.settled(model_id)
                 or machine.session.ended is not None
                 or model_id in machine.session.refused
-                or model_id in machine.holdings.error
+                or (model_id in machine.holdings.error and not machine.takes)  # it can be taken again
             )
 
         def refused() -> bool:

@@ -320,3 +320,24 @@ async def test_the_same_version_fills_each_of_many_blocks_with_whole_updates(api
         seen = await following
         assert seen == sorted(seen)
         await sender.wait_version(30, timeout=5)
+
+
+@pytest.mark.requirement(243)
+async def test_connect_waits_for_the_next_sender_also_where_a_version_of_the_last_one_has_failed() -> None:
+    scheme = ZMQWeightSyncScheme()
+    scheme.init_on_sender(model_id="policy", model=Model(1), min_workers=0)
+    receiver = receiver_of(scheme, 0, None, apply="on_take", reconnect=True)
+    await scheme.connect(timeout=10)
+    async with connected(receiver):
+        with pytest.raises(ZeroDivisionError):
+            async with receiver.take(1):
+                raise ZeroDivisionError
+        await scheme.shutdown()
+        connecting = asyncio.create_task(receiver.connect(timeout=10))
+        successor = passed_on(scheme)
+        successor.init_on_sender(model_id="policy", model=Model(2), min_workers=0)
+        async with connected(successor):
+            await connecting
+            assert receiver.status()[0].target == 1
+            async with receiver.take(1) as taken:
+                assert numbers(taken) == {2}

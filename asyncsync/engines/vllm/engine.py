@@ -32,7 +32,6 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from asyncsync.engines.vllm import weight_version
 from asyncsync.engines.vllm.info import InitInfo, UpdateInfo
 from asyncsync.engines.vllm.ranks import MARGIN, Ranks
-from asyncsync.errors import WeightSyncError
 from asyncsync.net.keys import KeyFiles
 from asyncsync.net.processes import this_process
 from asyncsync.relay.embedded import EmbeddedRelay
@@ -165,17 +164,12 @@ class AsyncSyncWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             scheme.init_on_receiver(info.model_id, apply="on_take", reconnect=True, **who)
             self._scheme, self._info = scheme, info
         assert self._scheme is not None
-        deadline = time.monotonic() + info.timeout
-        while True:  # also if it is connected: the sender says what there is
-            try:
-                self._scheme.connect(timeout=max(0.0, deadline - time.monotonic()))
-                return
-            except BaseException as error:
-                if not is_kept:
-                    self.shutdown()
-                if not is_kept or not isinstance(error, WeightSyncError) or time.monotonic() >= deadline:
-                    raise
-            time.sleep(0.05)  # until a new sender is known, it raises what has failed with the one before
+        try:
+            self._scheme.connect(timeout=info.timeout)  # also if it is connected: the sender says what there is
+        except BaseException:
+            if not is_kept:
+                self.shutdown()
+            raise
 
     def _catch_up(self, seconds: float) -> None:
         """Load the newest version, if the sender has one: then a restarted replica is current before it serves."""

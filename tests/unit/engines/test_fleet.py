@@ -20,8 +20,7 @@ from asyncsync import (
     WeightSyncScheme,
     ZMQWeightSyncScheme,
 )
-from asyncsync.engines.fleet import Fleet, FleetError
-from asyncsync.engines.replicas import AsyncLLMReplica, HTTPReplica, LLMReplica, Refused
+from asyncsync.engines import AsyncLLMReplica, Fleet, FleetError, HTTPReplica, LLMReplica, Refused
 from asyncsync.engines.vllm import weight_version
 from helpers.fake_vllm import LLM, SHAPES, AsyncLLM, Engine, Group, Model, Replica, drawn, greedy, standing_in
 from helpers.pairs import Clock, eventually
