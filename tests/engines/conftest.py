@@ -4,7 +4,13 @@ from importlib.util import find_spec
 
 import pytest
 
+from helpers import leaks
+
 collect_ignore_glob = [] if find_spec("vllm") else ["test_*.py"]
+if find_spec("vllm"):
+    # A server lasts for several tests. What its processes make meanwhile in /dev/shm, where nothing of ours is, goes
+    # with it, or is removed when it has ended.
+    leaks.KINDS[leaks.SEGMENT] = set
 
 
 @pytest.fixture(scope="session", autouse=True)
