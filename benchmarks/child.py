@@ -188,7 +188,7 @@ async def _serve(spec: Spec, connection: Any) -> None:
 
 
 def main() -> None:
-    import asyncsync  # noqa: F401  # once, for all that are forked
+    import asyncsync.sync  # noqa: F401  # once, for all that are forked
 
     torch.set_num_threads(1)  # there are more processes than cores
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
