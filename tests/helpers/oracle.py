@@ -88,7 +88,7 @@ class Oracle:
             holders.update(part.slab for part in held.parts.values())
         if (taken := machine.taken) is not None:
             holders.update(part.slab for part in taken.staging.parts.values())
-            holders.update(slab for _, slab in taken.previous.values())
+            holders.update(slab for *_, slab in taken.previous.values())
             for staging in machine.staged:
                 for model in staging.parts.keys() & taken.staging.parts.keys():
                     here = taken.staging.epoch, taken.staging.versions[model]
