@@ -172,7 +172,8 @@ for paths, prefix in (
     (asyncsync.transports.__path__, "asyncsync.transports."),
 ):
     for module in pkgutil.walk_packages(paths, prefix):
-        if not module.name.endswith("__main__"):
+        # The last two are for vLLM's own processes.
+        if not module.name.endswith(("__main__", "engines.vllm.engine", "engines.vllm.trainer")):
             importlib.import_module(module.name)
 assert state() == before, (state(), before)
 """
