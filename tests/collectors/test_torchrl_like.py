@@ -124,7 +124,8 @@ def test_updates_beside_start(in_program: Programs) -> None:
         assert found["first"] == 8.0, name
         assert found["last"] == 28.0, name
         wanted = {8.0, 12.0, 16.0, 20.0, 24.0, 28.0}
-        assert set(found["all"]) <= wanted, f"{name}: no frame from before the first update"
+        room = {0.0}  # that a worker has taken in TorchRL's buffer, and is still to fill; frames of 1.0 would show 4
+        assert set(found["all"]) <= wanted | room, f"{name}: no frame from before the first update"
 
 
 ALL = [SHARED, PROCESS, ZMQ]
