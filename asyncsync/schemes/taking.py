@@ -6,7 +6,6 @@ in the block runs in the caller's thread.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -77,7 +76,6 @@ class Taking:
         self._asked = version, epoch, timeout
         self._link: WorkerLink | None = None
         self._shown: TakenVersion | None = None
-        self._is_over = False
 
     async def __aenter__(self) -> TakenVersion:
         if self._link is not None:
@@ -85,9 +83,6 @@ class Taking:
         link, model_id = self._scheme.bus.worker_link(), self._scheme.topic
         before = link.acting([model_id])
         taken = await link.applying.take(model_id, *self._asked)
-        if self._is_over:
-            link.applying.give_back(taken, None, unused=True)
-            raise asyncio.CancelledError
         self._link, self._taken = link, taken
         part = taken.staging.parts[model_id]
         shown = self._shown = TakenVersion(part.version, taken.staging.epoch, part.metadata, part.slab)
@@ -101,7 +96,6 @@ class Taking:
 
     def give_back(self, error: BaseException | None, *, unused: bool = False) -> None:
         # On the loop. Nothing waits here: a cancellation cannot come between.
-        self._is_over = True
         taken, self._taken = self._taken, None
         if taken is None:
             return
@@ -113,7 +107,7 @@ class Taking:
         self._link.applying.give_back(taken, error, unused=unused)
 
     def __del__(self) -> None:
-        # An interrupt came just before the block's end was called.
+        # An interrupt came just before the block's end was called, or the version came after the caller had gone.
         if (taken := self._taken) is not None and self._link is not None:
             left = RuntimeError("an interrupt has ended the block: it is not known whether the version was applied")
             self._link.call_from_thread(partial(self._link.applying.give_back, taken, left))
