@@ -46,7 +46,7 @@ async def test_many_updates_and_many_failures(
 
 async def _follow(trainer: Trainer, replica: Replica, reference: Reference, ranks: Sequence[int], updates: int) -> None:
     took = []
-    async with clients(replica, 2) as seen:
+    async with clients(replica, 4, tokens=12) as seen:
         for number in range(1, updates + 1):
             started = time.monotonic()
             await trainer.update(replica, number, ranks)

@@ -132,8 +132,8 @@ class AsyncSyncWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     def _meet(self, info: InitInfo | None, deadline: float) -> tuple[bool, str]:
         """Whether all ranks keep their connections, and the address of this host's relay, or ``""``.
 
-        Over ZeroMQ the first rank of a host receives into shared memory for all of them. On the sender's own host they
-        read the sender's.
+        Over ZeroMQ the first rank of a host receives into shared memory for all of them, unless each has a key of its
+        own. On the sender's own host they read the sender's.
         """
         here = this_process()
         is_kept = self._scheme is not None and not self._scheme.closed and info == self._info
@@ -143,7 +143,8 @@ class AsyncSyncWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         beside = sorted(rank for rank, one in told.items() if one["host"] == mine["host"])
         if info is not None and not is_kept:
             self.shutdown()
-            if info.scheme != "shared" and len(beside) > 1 and beside[0] == self._ranks.rank:
+            is_shared = info.scheme != "shared" and not info.has_keys_of_workers and len(beside) > 1
+            if is_shared and beside[0] == self._ranks.rank:
                 try:
                     self._relay = EmbeddedRelay(info.endpoint, KeyFiles.given(info.server_key, None, info.client_key))
                 except Exception:

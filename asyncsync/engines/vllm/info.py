@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, Self
 
+from asyncsync.net.keys import WORKER
+
 SCHEMES = ("shared", "zmq", "auto")
 MAX_EPOCH = 40
 MAX_SECONDS = 3600.0
@@ -80,8 +82,8 @@ class InitInfo(Info):
         first_worker: rank r of this replica is worker ``first_worker + r`` of the sender; None: the ranks are
             anonymous, which an elastic sender accepts.
         timeout: seconds to reach the sender, and to load the version that it has.
-        server_key, client_key: paths of the certificates on the replica's host, of "zmq" and "auto"; in ``client_key``,
-            ``{worker_idx}`` stands for the rank's index.
+        server_key, client_key: paths of the certificates on the replica's host, of "zmq" and "auto". ``client_key`` is
+            for any worker; or ``{worker_idx}`` in it stands for the rank's index, and each rank receives by itself.
     """
 
     endpoint: str
@@ -97,6 +99,11 @@ class InitInfo(Info):
             raise ValueError("InitInfo needs both server_key and client_key, or neither")
         if self.server_key is not None and self.scheme == "shared":
             raise ValueError("InitInfo has keys, which scheme 'shared' does not use: choose 'zmq' or 'auto'")
+
+    @property
+    def has_keys_of_workers(self) -> bool:
+        """No relay can use one: it speaks for several workers."""
+        return self.client_key is not None and WORKER in self.client_key
 
     def options(self) -> dict[str, str]:
         """Of the scheme that connects to the sender."""

@@ -5,9 +5,10 @@ import pickle
 import random
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from asyncsync import (
     WeightSyncScheme,
     ZMQWeightSyncScheme,
 )
+from asyncsync.cli import main
 from asyncsync.engines import AsyncLLMReplica, Fleet, FleetError, HTTPReplica, LLMReplica, Refused
 from asyncsync.engines.vllm import weight_version
 from helpers.fake_vllm import LLM, SHAPES, AsyncLLM, Engine, Group, Model, Replica, drawn, greedy, standing_in
@@ -87,13 +89,17 @@ async def sending(scheme: WeightSyncScheme) -> AsyncIterator[WeightSyncScheme]:
 
 @asynccontextmanager
 async def fleet_of(
-    start: Start, scheme: WeightSyncScheme, ranks: Iterable[int] = (2, 1), **options: Any
+    start: Start,
+    scheme: WeightSyncScheme,
+    ranks: Iterable[int] = (2, 1),
+    init: Mapping[str, Any] | None = None,
+    **options: Any,
 ) -> AsyncIterator[tuple[Fleet, list[Remote], list[Asked]]]:
     """Replicas that serve, and have been taken in."""
     processes = [start(Replica) for _ in ranks]
     ports = await asyncio.gather(*(p.serve(count) for p, count in zip(processes, ranks, strict=True)))
     asked = [
-        Asked(f"http://127.0.0.1:{port}", name=f"replica {i}", ranks=count)
+        Asked(f"http://127.0.0.1:{port}", name=f"replica {i}", ranks=count, init=init)
         for i, (port, count) in enumerate(zip(ports, ranks, strict=True))
     ]
     async with sending(scheme), Fleet(scheme, asked, **{"watch": 0.0, **options}) as fleet:
@@ -231,6 +237,31 @@ async def test_a_replica_whose_trainer_died_between_start_and_finish_follows_the
                 (await fleet.update(drawn(version), timeout=20)).raise_for_failures()
                 await serves(asked[0], version, scheme.epoch)
         assert fleet.serving == {"replica 0": 3}, trainer
+
+
+@pytest.mark.requirement(203, 244)
+@pytest.mark.parametrize(("client", "relays"), [("host", 1), ("worker-{worker_idx}", 0)])
+async def test_a_key_for_any_worker_lets_the_relay_of_a_host_in_and_keys_of_workers_each_rank(
+    start: Start, tmp_path: Path, unused_tcp_port: int, client: str, relays: int
+) -> None:
+    keys = tmp_path / "keys"
+    assert main(["keygen", str(keys), "--workers", "2", "--name", "host"]) == 0
+    scheme = ZMQWeightSyncScheme(
+        endpoint=f"tcp://127.0.0.1:{unused_tcp_port}",
+        server_key=keys / "server.key_secret",
+        clients=keys / "clients",
+        min_workers=0,
+    )
+    init = {
+        "server_key": str(keys / "server.key"),
+        "client_key": str(keys / "client_secrets" / f"{client}.key_secret"),
+    }
+    async with fleet_of(start, scheme, [2], init) as (fleet, _, (replica,)):
+        (await fleet.update(drawn(1), timeout=20)).raise_for_failures()
+        await serves(replica, 1, scheme.epoch)
+        statuses = scheme.status()
+        assert {0, 1} <= statuses.keys()
+        assert [one.role for one in statuses.values()].count("relay") == relays
 
 
 async def test_a_replica_with_other_ranks_than_its_object_says_is_not_touched(start: Start) -> None:
