@@ -87,7 +87,7 @@ engines: ## real vLLM on this machine's CPU follows a trainer (8 minutes on two 
 
 .PHONY: engines-all
 engines-all: ## the same for longer: hundreds of updates and failures, and a benchmark (an hour)
-	@$(engines) -m "not soak" -s $(PYTEST_ARGS)
+	@$(engines) -m "not soak" -s -o faulthandler_timeout=1800 $(PYTEST_ARGS)
 
 # From the docstrings of the installed package, which asyncsync.collectors is a part of.
 .PHONY: docs

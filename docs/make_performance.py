@@ -25,6 +25,7 @@ TITLES = {
     "keys": "What keys cost",
     "fanout": "Many workers: fan-out",
     "bytes": "Compression and deltas",
+    "switch": "Staged versions: how far apart workers switch",
 }
 NOTES = {
     "shared": "TorchRL's time is that of its own scheme with the same weights and workers.",
@@ -52,6 +53,7 @@ NOTES = {
         "Read the trainer's CPU time: all workers share this machine's cores, so the time until "
         "all of them have the update says little."
     ),
+    "switch": "From the first worker's switch to the last one's: `commit`, beside `send_async`.",
     "bytes": ("Measured over loopback, where fewer bytes save little time. A link of 1 Gbit/s takes 8 ms for each MB."),
 }
 WHY = {  # section, case → why the bar is missed, where it is
