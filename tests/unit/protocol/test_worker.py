@@ -916,6 +916,19 @@ def test_what_was_not_tried_is_not_reported_as_failed(station: Station) -> None:
     assert station.machine.holdings.version("policy") == 0
 
 
+def test_what_is_taken_when_it_leaves_is_free_once_it_is_given_back(station: Station) -> None:
+    station.join()
+    station.update_now(1, {"policy": (1, 10)})
+    station.update(2, {"policy": (2, 20)})
+    taken = station.machine.take("policy")
+    slabs = [taken.staging.parts["policy"].slab, taken.previous["policy"][2]]
+    station.machine.leave()
+    station.machine.close()
+    assert all(slab.references for slab in slabs)
+    station.machine.give_back(taken)
+    assert not any(slab.references for slab in slabs)
+
+
 def test_pong_shows_what_is_taken(station: Station) -> None:
     station.join()
     station.update(1, {"policy": (1, 10)})
