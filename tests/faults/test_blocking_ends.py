@@ -199,7 +199,7 @@ def test_an_exception_at_any_moment_of_taking_gives_the_version_back() -> None:
         last = 0
         for place, _, raised in strike_everywhere(planted.TAKING, take, strike):
             assert raised is None or isinstance(raised, Strike), repr(raised)
-            struck = [] if raised is None else [frame.name for frame in traceback.extract_tb(raised.__traceback__)][2:-2]
+            struck = [frame.name for frame in traceback.extract_tb(raised.__traceback__ if raised else None)][2:-2]
             if struck != ["__exit__"]:  # before its first line: there, the block lasts as long as the exception
                 take()
             last = place
