@@ -228,6 +228,18 @@ async def without_a_call_nothing_is_applied(lab: Lab, api: Api) -> None:
 
 
 @case
+async def what_is_staged_calls_nobody_before_the_commit(lab: Lab, api: Api) -> None:
+    async with lab.crew(api) as crew:
+        await crew.send(2.0)
+        version = await crew.sender.stage(crew.model.fill(3.0), worker_ids=[0, 1])
+        await crew.sender.wait_staged(version, timeout=20)
+        await asyncio.sleep(0.2)  # what must not happen
+        assert (await crew.states("calls"), await crew.states("value")) == ([1, 1], [2.0, 2.0])
+        await crew.sender.commit(version, timeout=20)
+        assert (await crew.states("calls"), await crew.states("value")) == ([2, 2], [3.0, 3.0])
+
+
+@case
 async def whoever_does_not_take_an_update_is_named(lab: Lab, api: Api) -> None:
     async with lab.crew(api) as crew:
         await crew.send(2.0)
