@@ -128,8 +128,15 @@ def test_entries_and_values_are_torchrls(policy: str, kind: str, options: dict[s
 
 
 @needs_torchrl
-@pytest.mark.parametrize("make", [MultiSyncCollector, MultiAsyncCollector])
-@pytest.mark.parametrize("kind", LENGTHS)
+@pytest.mark.parametrize(
+    ("kind", "make"),
+    [
+        ("single", MultiSyncCollector),
+        ("vector", MultiAsyncCollector),
+        pytest.param("single", MultiAsyncCollector, marks=pytest.mark.thorough),
+        pytest.param("vector", MultiSyncCollector, marks=pytest.mark.thorough),
+    ],
+)
 def test_workers_have_both_entries(kind: str, make: Any) -> None:
     size = len(LENGTHS[kind])
     alone = torch.cat(rollouts(Collector, ours(kind), "GRU", size, auto_register_policy_transforms=True), -1)

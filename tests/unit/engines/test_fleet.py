@@ -127,7 +127,7 @@ async def test_updates_while_clients_generate_fail_no_request_and_each_token_is_
     async with fleet_of(start, kind(min_workers=0)) as (fleet, _, asked):
         over = asyncio.Event()
         clients = [asyncio.create_task(ask_all_along(replica, over)) for replica in asked for _ in range(2)]
-        for version in range(1, 21):
+        for version in range(1, 11):
             result = await fleet.update(drawn(version), metadata={"step": version}, timeout=20)
             result.raise_for_failures()
             assert (result.version, set(result.serving.values())) == (version, {version})
@@ -137,7 +137,7 @@ async def test_updates_while_clients_generate_fail_no_request_and_each_token_is_
             assert versions == sorted(versions)
             assert len(set(versions)) > 3
         for replica in asked:
-            await serves(replica, 20, result.epoch)
+            await serves(replica, 10, result.epoch)
         phases = {"wait", "look", "stage", "pause", "start", "update", "finish", "reset", "resume", "acknowledge"}
         assert {frozenset(seconds) for seconds in result.seconds.values()} == {frozenset(phases)}
 
@@ -311,7 +311,7 @@ async def test_the_watch_sees_a_restart_and_brings_what_a_cancelled_update_has_p
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("rounds", [50, pytest.param(500, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("rounds", [20, pytest.param(500, marks=pytest.mark.thorough)])
 @both_schemes
 async def test_an_update_cancelled_anywhere_leaves_nobody_paused_and_the_next_one_passes(
     start: Start, kind: type[WeightSyncScheme], rounds: int
