@@ -23,6 +23,7 @@ def torchrl() -> ModuleType:
         import torchrl.collectors
         import torchrl.data
         import torchrl.envs
+        import torchrl.envs.libs.utils  # it keeps the frames of its first import, and so what those know
         import torchrl.modules
     multiprocessing.set_start_method(method, force=True)
     return torchrl
