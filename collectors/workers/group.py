@@ -339,6 +339,8 @@ class WorkerGroup:
         member = self._members[worker]
         member.requests.append(request)
         if member.is_connected:  # else it is being launched again
+            if not self.family.shares_memory:
+                self._tell(member, at_once=True)  # of a pause that has begun, above all
             self._send(member, _rollout(request))
 
     def _rolled_out(self, member: _Member, result: RolloutResult) -> None:
@@ -415,9 +417,11 @@ class WorkerGroup:
         for member in self._members if not self.ending else ():
             self.call_soon(self._tell, member)
 
-    def _tell(self, member: _Member) -> None:
+    def _tell(self, member: _Member, *, at_once: bool = False) -> None:
+        """Unless ``at_once``, one by one: what changes before the last one is answered makes one."""
         wishes = self.page.wishes(member.rank)
-        if member.has_begun and not member.has_ended and not member.is_being_told and member.told != wishes:
+        may = member.has_begun and not member.has_ended and (at_once or not member.is_being_told)
+        if may and member.told != wishes:
             member.told, member.is_being_told = wishes, True
             self._send(member, ("page", wishes))
 

@@ -313,6 +313,19 @@ def test_a_pause_waits_for_the_nodes_that_roll_out(groups: Groups) -> None:
     assert not group.stand_still([0])
 
 
+def test_a_rollout_does_not_overtake_a_pause(groups: Groups) -> None:
+    family, group = groups()
+    family.silent |= {"rollout", "page"}
+    for change in (group.pause, group.resume, lambda: family.say(0, "told"), group.pause):
+        change()
+        let_pass(group)
+    assert not family.sent[0][-1][1].paused, "it has not answered that the first pause is over"
+    group.call_soon(group.request, 0, RolloutRequest(APART, False, None))
+    let_pass(group)
+    before = family.sent[0][: family.kinds(0).index("rollout")]
+    assert [message[1].paused for message in before if message[0] == "page"][-1]
+
+
 def test_a_node_that_does_not_answer_is_ended_without_a_word(groups: Groups, caplog: pytest.LogCaptureFixture) -> None:
     family = Family(restarts=0)
     family.silent.add("stop")
