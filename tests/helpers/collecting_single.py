@@ -1,7 +1,9 @@
 """Deterministic environments for collectors: one without any library, and TorchRL's counterpart of it."""
 
 import multiprocessing
+import threading
 import warnings
+from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
@@ -23,8 +25,12 @@ def torchrl() -> ModuleType:
         import torchrl.collectors
         import torchrl.data
         import torchrl.envs
-        import torchrl.envs.libs.utils  # it keeps the frames of its first import, and so what those know
         import torchrl.modules
+
+        # It keeps the frames that have imported it first, and so what those know: in a thread, it is no test's.
+        importing = threading.Thread(target=import_module, args=("torchrl.envs.libs.utils",))
+        importing.start()
+        importing.join()
     multiprocessing.set_start_method(method, force=True)
     return torchrl
 
