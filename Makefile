@@ -86,7 +86,7 @@ engines: ## real vLLM on this machine's CPU follows a trainer (8 minutes on two 
 	@$(engines) $(PYTEST_ARGS)
 
 .PHONY: engines-all
-engines-all: ## the same for longer: hundreds of updates and failures, and a benchmark (an hour)
+engines-all: ## the same for longer: hundreds of updates and failures, and a benchmark (half an hour)
 	@$(engines) -m "not soak" -s -o faulthandler_timeout=1800 $(PYTEST_ARGS)
 
 # From the docstrings of the installed package, which asyncsync.collectors is a part of.

@@ -418,7 +418,7 @@ class WorkerGroup:
             self.call_soon(self._tell, member)
 
     def _tell(self, member: _Member, *, at_once: bool = False) -> None:
-        """Unless ``at_once``, one by one: what changes before the last one is answered makes one."""
+        """Send a worker what the page says now. Unless ``at_once``, wait until it has answered the last such message."""
         wishes = self.page.wishes(member.rank)
         may = member.has_begun and not member.has_ended and (at_once or not member.is_being_told)
         if may and member.told != wishes:

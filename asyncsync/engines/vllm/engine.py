@@ -143,8 +143,8 @@ class AsyncSyncWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         beside = sorted(rank for rank, one in told.items() if one["host"] == mine["host"])
         if info is not None and not is_kept:
             self.shutdown()
-            is_shared = info.scheme != "shared" and not info.has_keys_of_workers and len(beside) > 1
-            if is_shared and beside[0] == self._ranks.rank:
+            one_for_all = info.scheme != "shared" and not info.has_key_per_worker and len(beside) > 1
+            if one_for_all and beside[0] == self._ranks.rank:
                 try:
                     self._relay = EmbeddedRelay(info.endpoint, KeyFiles.given(info.server_key, None, info.client_key))
                 except Exception:

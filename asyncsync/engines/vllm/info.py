@@ -101,8 +101,8 @@ class InitInfo(Info):
             raise ValueError("InitInfo has keys, which scheme 'shared' does not use: choose 'zmq' or 'auto'")
 
     @property
-    def has_keys_of_workers(self) -> bool:
-        """No relay can use one: it speaks for several workers."""
+    def has_key_per_worker(self) -> bool:
+        """Whether each rank has a key of its own. A relay, which speaks for several workers, can use none of them."""
         return self.client_key is not None and WORKER in self.client_key
 
     def options(self) -> dict[str, str]:
