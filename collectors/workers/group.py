@@ -418,7 +418,7 @@ class WorkerGroup:
             self.call_soon(self._tell, member)
 
     def _tell(self, member: _Member, *, at_once: bool = False) -> None:
-        """Send a worker what the page says now. Unless ``at_once``, wait until it has answered the last such message."""
+        """Send a worker what the page says now. Unless ``at_once``, wait until it has answered the last one."""
         wishes = self.page.wishes(member.rank)
         may = member.has_begun and not member.has_ended and (at_once or not member.is_being_told)
         if may and member.told != wishes:
