@@ -18,6 +18,7 @@ from asyncsync.collectors import MultiAsyncCollector, MultiSyncCollector
 from asyncsync.errors import ClosedError
 from helpers.blocking_interrupts import sigint_raises
 from helpers.collecting_multi import (
+    Slow,
     alive,
     ask,
     gone_within,
@@ -149,10 +150,15 @@ async def test_shutdown_is_idempotent_and_comes_with_the_block() -> None:
         collector.next()
 
 
-def test_ctrl_c_during_shutdown_kills_the_workers() -> None:
-    collector: Any = MultiAsyncCollector([make(delay=60.0)], policy(), **options())
+def test_ctrl_c_during_shutdown_kills_the_workers(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    collector: Any = MultiAsyncCollector([lambda: Slow(delay=60.0, log=str(log))], policy(), **options())
     pids = collector.group.family.pids
     ask(collector)
+    deadline = time.monotonic() + 20.0
+    while "step" not in log.read_text():  # before it, the worker would obey shutdown at once
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
     with sigint_raises(), pytest.raises(KeyboardInterrupt):

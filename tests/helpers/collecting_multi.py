@@ -127,6 +127,14 @@ class Counting:
         self._note("closed")
 
 
+class Slow(Counting):
+    """Notes each step in its log as it begins."""
+
+    def step_and_maybe_reset(self, td: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
+        self._note("step")
+        return super().step_and_maybe_reset(td)
+
+
 class WithModel(Counting):
     """Has a model of its own, of which each observation shows the weight: as ``env.transform[0].module``."""
 
