@@ -132,7 +132,7 @@ def test_entries_and_values_are_torchrls(policy: str, kind: str, options: dict[s
     ("kind", "make"),
     [
         ("single", MultiSyncCollector),
-        ("vector", MultiAsyncCollector),
+        pytest.param("vector", MultiAsyncCollector, marks=pytest.mark.thorough),
         pytest.param("single", MultiAsyncCollector, marks=pytest.mark.thorough),
         pytest.param("vector", MultiSyncCollector, marks=pytest.mark.thorough),
     ],

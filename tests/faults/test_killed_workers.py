@@ -44,8 +44,16 @@ async def are_subscribed(crew: ProcessCrew) -> None:
 
 @pytest.mark.requirement(195, 196)
 @pytest.mark.promise(11, 16)
-@pytest.mark.parametrize("endpoint", ["ipc", "tcp"], indirect=True)
-@pytest.mark.parametrize("point", ["transfer", "apply"])
+@pytest.mark.parametrize(
+    ("endpoint", "point"),
+    [
+        ("ipc", "transfer"),
+        ("tcp", "apply"),
+        pytest.param("ipc", "apply", marks=pytest.mark.thorough),
+        pytest.param("tcp", "transfer", marks=pytest.mark.thorough),
+    ],
+    indirect=["endpoint"],
+)
 async def test_a_worker_killed_in_the_middle_is_named_at_once_and_catches_up_when_it_returns(
     endpoint: str, point: str, crew: ProcessCrew
 ) -> None:

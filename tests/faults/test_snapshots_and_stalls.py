@@ -77,8 +77,8 @@ async def test_what_arrives_is_what_the_parameters_held_when_publish_returned(
     [
         (ZMQWeightSyncScheme, {}),
         (SharedMemWeightSyncScheme, {}),
-        (MultiProcessWeightSyncScheme, {}),
-        (DistributedWeightSyncScheme, {"store_info": ("127.0.0.1", 0)}),
+        pytest.param(MultiProcessWeightSyncScheme, {}, marks=pytest.mark.thorough),
+        pytest.param(DistributedWeightSyncScheme, {"store_info": ("127.0.0.1", 0)}, marks=pytest.mark.thorough),
     ],
     ids=["zmq", "shared", "process", "distributed"],
 )

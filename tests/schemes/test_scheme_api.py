@@ -66,7 +66,7 @@ def of(model: nn.Module) -> TensorDict:
 
 
 @pytest.mark.requirement(55, 56, 57, 58, 59, 60, 61, 62)
-@pytest.mark.parametrize("model_id", [None, "policy"])
+@pytest.mark.parametrize("model_id", [None, pytest.param("policy", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("name", OVERLOADS)
 async def test_each_overload_of_init_on_sender(api: Api, name: str, model_id: str | None) -> None:
     make, initial, later = OVERLOADS[name]

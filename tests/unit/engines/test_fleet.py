@@ -311,7 +311,7 @@ async def test_the_watch_sees_a_restart_and_brings_what_a_cancelled_update_has_p
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("rounds", [20, pytest.param(500, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("rounds", [10, pytest.param(500, marks=pytest.mark.thorough)])
 @both_schemes
 async def test_an_update_cancelled_anywhere_leaves_nobody_paused_and_the_next_one_passes(
     start: Start, kind: type[WeightSyncScheme], rounds: int
