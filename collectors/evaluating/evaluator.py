@@ -49,10 +49,8 @@ STEPS = 200
 RETURN: Key = ("next", "episode_reward")
 """Where TorchRL's RewardSum, for one, has the return up to a step."""
 
-BUSY = ("skip", "newest", "queue", "error")
-
 KEPT = 1024
-"""So many results are kept for who takes them; those before are dropped: a callback may be all that reads them."""
+"""How many results are kept for the user to take. Older ones are dropped: a callback may be all that reads them."""
 
 OF_WORKER = ("num_trajectories", "reward_keys", "done_keys", "metrics_fn", "dump_video")
 """The options that the worker itself has."""
@@ -63,18 +61,12 @@ WORKERS: dict[str, tuple[str, dict[str, Any], Callable[[], Any]]] = {
 }
 """By the backend: which collector has the worker, with which arguments, and how weights come to it."""
 
-
-def _check_busy(name: str, value: Any) -> None:
-    if value not in BUSY:
-        raise ValueError(f"unknown {name} {value!r}: choose one of {', '.join(map(repr, BUSY))}")
+CHOICES = {"busy_policy": ("skip", "newest", "queue", "error"), "backend": tuple(WORKERS)}
 
 
-def _check_backend(_: str, value: Any) -> None:
-    if value not in WORKERS:
-        raise ValueError(
-            f"unknown backend {value!r} of evaluators: choose 'process' or 'ray'. An evaluator always has a worker, so "
-            "that training does not wait for evaluation"
-        )
+def _check_choice(name: str, value: Any) -> None:
+    if value not in CHOICES[name]:
+        raise ValueError(f"unknown {name} {value!r}: choose one of {', '.join(map(repr, CHOICES[name]))}")
 
 
 @described
@@ -120,8 +112,8 @@ class EvaluatorOptions(TypedDict, total=False):
     metrics_fn: Callable[[TensorDictBase], Mapping[str, Any]] | None
     dump_video: Annotated[bool, Option(default=True)]
     on_result: Callable[[TensorDictBase], object] | None
-    busy_policy: Annotated[str, Option(default="skip", check=_check_busy)]
-    backend: Annotated[str, Option(default="process", check=_check_backend)]
+    busy_policy: Annotated[str, Option(default="skip", check=_check_choice)]
+    backend: Annotated[str, Option(default="process", check=_check_choice)]
     init_fn: InitFn
 
 
@@ -215,9 +207,7 @@ class Evaluator(Lifetime):
             Exception: the environment, the policy, ``metrics_fn`` or ``on_result`` raised it. The next evaluation
                 starts afresh.
         """
-        self._check(timeout)
-        request = self._request(weights, weights_dict, step, has_caller=True)
-        return now(self._result(request, timeout, blocking=True))
+        return now(self._evaluated(weights, weights_dict, step, timeout, blocking=True))
 
     async def evaluate_async(
         self,
@@ -229,13 +219,15 @@ class Evaluator(Lifetime):
     ) -> dict[str, Any]:
         """:meth:`evaluate` for a coroutine of any event loop. Cancelling withdraws the request, or drops its
         result."""
-        self._check(timeout)
-        request = self._request(weights, weights_dict, step, has_caller=True)
-        return await self._result(request, timeout, blocking=False)
+        return await self._evaluated(weights, weights_dict, step, timeout, blocking=False)
 
     # A coroutine with ``blocking=True`` awaits nothing, so that ``now`` runs it in the caller's thread.
 
-    async def _result(self, request: Request, timeout: float | None, *, blocking: bool) -> dict[str, Any]:
+    async def _evaluated(
+        self, weights: Any, by_id: Mapping[str, Any] | None, step: int | None, timeout: float | None, *, blocking: bool
+    ) -> dict[str, Any]:
+        self._check(timeout)
+        request = self._request(weights, by_id, step, has_caller=True)
         try:
             await self._until(request.done, timeout, blocking=blocking)
         finally:
@@ -258,7 +250,7 @@ class Evaluator(Lifetime):
             PeerLost: the worker died.
             ClosedError: the evaluator was shut down.
         """
-        self._evaluations.check()
+        self._check(0.0)
         if self.pending and self._busy_policy == "skip":
             return False
         if self.pending and self._busy_policy == "error":
@@ -324,14 +316,18 @@ class Evaluator(Lifetime):
         return bool(self._evaluations.asked)
 
     def _check(self, timeout: float | None) -> None:
-        self._evaluations.check()
+        """Raises ClosedError: there are no more evaluations; BaseException: what has ended the worker; RuntimeError:
+        the caller would wait for ever."""
+        group = self._evaluations.group
+        group.check()
+        if group.failure is not None:
+            raise group.failure
         if timeout is None and threading.current_thread() is self._evaluations:
             raise RuntimeError(
                 "on_result cannot wait for an evaluation, because the next one begins after it. Use trigger_eval()"
             )
 
     async def _until(self, met: Callable[[], object], timeout: float | None, *, blocking: bool) -> None:
-        """Raises AckTimeout, and as :meth:`Evaluations.check`."""
         waiting = partial(self._evaluations.group.until, met, timeout)
         if blocking:
             loop_thread.run(waiting)
@@ -363,7 +359,10 @@ class Evaluator(Lifetime):
         if self._busy_policy == "newest" and not has_caller:
             for waiting in [one for one in self._evaluations.asked.copy() if not one.has_caller]:
                 self._evaluations.withdraw(waiting)
-        return self._evaluations.add(copies, step, has_caller=has_caller)
+        request = Request(copies, step, has_caller=has_caller)
+        self._evaluations.asked.append(request)
+        self._evaluations.group.nudge()
+        return request
 
     # -- checkpoints and the end --------------------------------------------------------------------------------------
 
@@ -411,12 +410,8 @@ def _end_elsewhere(collector: MultiCollector) -> None:
 
 
 class Request(concurrent.futures.Future[dict[str, Any]]):
-    """One evaluation, and its result.
-
-    Attributes:
-        weights: ``{model_id: weights}``, copies; empty: the worker's as they are.
-        step: that its result shows.
-        has_caller: whether somebody waits for this very one; else its result is kept for whoever takes it.
+    """One evaluation, and its result. ``weights``: ``{model_id: weights}``, copies; empty: the worker's as they are.
+    ``has_caller``: a caller waits for this very one; otherwise the result is kept for the next :meth:`Evaluator.wait`.
     """
 
     def __init__(self, weights: Mapping[str, Any], step: int, *, has_caller: bool) -> None:
@@ -426,11 +421,11 @@ class Request(concurrent.futures.Future[dict[str, Any]]):
 
 class Evaluations(threading.Thread):
     """The thread that carries evaluations out, one after another, until the worker's end. It does not refer to the
-    evaluator, so that whoever forgets that ends it.
+    evaluator, which so can be forgotten.
 
     Attributes:
         asked: requests that are not done. The first may be under way.
-        results: requests that are done, have no caller, and that nobody has taken.
+        results: requests without a caller that are done, until the user takes them.
     """
 
     def __init__(
@@ -446,21 +441,11 @@ class Evaluations(threading.Thread):
 
     # Any thread may call these. What they do with a deque is one operation, which no other thread interrupts.
 
-    def check(self) -> None:
-        """Raises ClosedError: there are no more evaluations; BaseException: what has ended the worker."""
-        self.group.check()
-        if self.group.failure is not None:
-            raise self.group.failure
-
-    def add(self, weights: Mapping[str, Any], step: int, *, has_caller: bool) -> Request:
-        self.asked.append(request := Request(weights, step, has_caller=has_caller))
-        self.group.nudge()
-        return request
-
     def withdraw(self, request: Request) -> None:
-        """Leave it out, unless it has begun."""
-        if request.cancel():
-            self._remove(request)
+        """Leave it out, unless it is under way."""
+        if request.cancel() or request.done():
+            with contextlib.suppress(ValueError):  # another thread has done so
+                self.asked.remove(request)
 
     def pop(self) -> Request | None:
         """The first result; None: there is none."""
@@ -468,10 +453,6 @@ class Evaluations(threading.Thread):
             return self.results.popleft()
         except IndexError:
             return None
-
-    def _remove(self, request: Request) -> None:
-        with contextlib.suppress(ValueError):
-            self.asked.remove(request)
 
     # In the thread
 
@@ -483,7 +464,7 @@ class Evaluations(threading.Thread):
                 return
             if request.set_running_or_notify_cancel():
                 self._carry_out(request)
-            self._remove(request)
+            self.withdraw(request)
             self.group.nudge()
 
     def _carry_out(self, request: Request) -> None:
@@ -517,14 +498,8 @@ class Evaluations(threading.Thread):
 
 
 class EpisodeCollector(Collector):
-    """Steps whole episodes, with a policy that does not learn.
-
-    Args:
-        create_env_fn, policy, create_env_kwargs, arguments: as of :class:`asyncsync.collectors.Collector`.
-        evaluation: the evaluator's options for its worker.
-        policy_factory: makes the policy; called with the environment, if it takes an argument.
-        frames_per_batch: steps of the environment, between two of which ends are looked for.
-    """
+    """Steps whole episodes, with a policy that does not learn. ``evaluation``: the evaluator's options for its worker;
+    ``frames_per_batch``: steps of the environment between two looks for ends of episodes."""
 
     def __init__(
         self,
@@ -538,25 +513,20 @@ class EpisodeCollector(Collector):
         **arguments: Any,
     ) -> None:
         env = environments.make_environment(create_env_fn, create_env_kwargs)
+        if policy_factory is not None and not fits(policy_factory):
+            policy_factory = partial(policy_factory, env)
         self._evaluation = evaluation
         super().__init__(
             lambda: env,
             policy,
-            policy_factory=None
-            if policy_factory is None
-            else lambda: policy_factory() if fits(policy_factory) else policy_factory(env),
+            policy_factory=policy_factory,
             frames_per_batch=frames_per_batch * environments.batch_size_of(env).numel(),
             **arguments,
         )
         self._rollouts.policy.train(False)
 
     def evaluate(self, step: int) -> dict[str, Any]:
-        """Reset, and roll out the episodes; all of them see the same version of the weights. Returns ``reward`` (the
-        mean return), ``reward_std``, ``num_episodes``, ``episode_length`` (mean), ``fps``, ``policy_version``, and what
-        ``metrics_fn`` returns.
-
-        Of several environments, each contributes its first episodes: taking those that end first would favour short
-        ones. ``step``: for videos.
+        """Reset, and roll out the episodes; all of them see the same version of the weights. ``step``: for videos.
 
         Raises KeyError: a step has no reward; ClosedError: the end has come; Exception: what the user's code raises.
         """
@@ -585,33 +555,32 @@ class EpisodeCollector(Collector):
         return found
 
     def _first_episodes(self) -> list[TensorDictBase]:
-        count = self._rollouts.n_env
-        reward, ended = self._evaluation["reward_keys"], self._evaluation["done_keys"]
-        missing = [(self._evaluation["num_trajectories"] + index) // count for index in range(count)]
-        found: list[list[TensorDictBase]] = [[] for _ in missing]
-        begun: list[list[TensorDictBase]] = [[] for _ in missing]  # parts of an episode that has not ended
-        signals = self._rollouts.signals
+        """Of several environments, the first episodes of each: to take those that end first would favour short ones."""
+        count, signals, options = self._rollouts.n_env, self._rollouts.signals, self._evaluation
         flags: list[Key] = [("next", *path_of(key)) for key in self._rollouts.keys.done]
-        if ended is not None:
-            flags = [ended]
-        while any(missing):
+        if options["done_keys"] is not None:
+            flags = [options["done_keys"]]
+        wanted = torch.tensor([(options["num_trajectories"] + index) // count for index in range(count)])
+        ended = torch.zeros_like(wanted)
+        batches: list[TensorDictBase] = []
+        while (ended < wanted).any():
             batch = self.rollout()
             assert batch is not None
             if signals is not None and signals.interrupts():
                 raise ClosedError("the evaluator has been shut down")
             batch.names = None
-            if self._evaluation["metrics_fn"] is None:
-                batch = batch.select(reward, RETURN, *flags, strict=False)
-            batch = batch.reshape(count, batch.shape[-1])
-            for index, ends in enumerate(_aggregate_end_of_traj(batch, flags)):
-                begin = 0
-                for end in ends.nonzero().flatten().tolist()[: missing[index]]:
-                    found[index].append(torch.cat([*begun[index], batch[index, begin : end + 1]]))
-                    begun[index], begin = [], end + 1
-                    missing[index] -= 1
-                if missing[index]:
-                    begun[index].append(batch[index, begin:])
-        return [episode for own in found for episode in own]
+            if options["metrics_fn"] is None:
+                batch = batch.select(options["reward_keys"], RETURN, *flags, strict=False)
+            batches.append(batch.reshape(count, batch.shape[-1]))
+            ended += _aggregate_end_of_traj(batches[-1], flags).sum(-1).cpu()
+        steps = torch.cat(batches, -1)
+        found = []
+        for row, ends, most in zip(steps.unbind(0), _aggregate_end_of_traj(steps, flags), wanted.tolist(), strict=True):
+            begin = 0
+            for end in ends.nonzero().flatten().tolist()[:most]:
+                found.append(row[begin : end + 1])
+                begin = end + 1
+        return found
 
     def _return(self, episode: TensorDictBase) -> float:
         summed = episode.get(RETURN, None)
