@@ -37,6 +37,7 @@ class WeightUpdaterBase:
 
     _scheme: ClassVar[str] = "SharedMemWeightSyncScheme"
     _collector: weakref.ref[Any] | None = None
+    weight_getter: Callable[[], Any] | None = None
     post_hooks: list[Callable[[], None]]
     """The hooks called after each push."""
 
@@ -133,8 +134,8 @@ class WeightUpdaterBase:
                 self._sync_weights_with_worker(worker_id=worker, server_weights=weights)
 
     def _get_server_weights(self) -> Any:
-        """The weights to push where none are given; None (here): there are none."""
-        return None
+        """The weights to push if none are given. None: there are none."""
+        return None if self.weight_getter is None else self.weight_getter()
 
     def _maybe_map_weights(self, server_weights: Any) -> Any:
         """For subclasses: change the weights before they are distributed. Here they stay as they are."""
@@ -188,11 +189,8 @@ class VanillaWeightUpdater(WeightUpdaterBase):
         """An updater that writes into the tensors that this policy has at the time of a push."""
         return cls(policy_weights=policy) if isinstance(policy, nn.Module) else None
 
-    def _get_server_weights(self) -> Any:
-        return None if self.weight_getter is None else self.weight_getter()
-
     def _sync_weights_with_worker(self, *, worker_id: int | torch.device | None = None, server_weights: Any) -> None:
-        collector, counted = self.collector, _counted.get([])
+        counted = _counted.get([])
 
         def copy_and_count() -> None:
             WeightStrategy().apply_weights(self.policy_weights, server_weights)
@@ -200,7 +198,7 @@ class VanillaWeightUpdater(WeightUpdaterBase):
                 counted.append(None)
                 self.increment_version()
 
-        if collector is None:
+        if (collector := self.collector) is None:
             copy_and_count()
         else:
             collector.acting_weights.apply(copy_and_count)
@@ -221,7 +219,7 @@ class MultiProcessedWeightUpdater(WeightUpdaterBase):
         get_server_weights: Callable[[], Any] | None = None,
         policy_weights: Mapping[torch.device, TensorDictBase] | None = None,
     ) -> None:
-        self._getter = get_server_weights
+        self.weight_getter = get_server_weights
         self._copies = None if policy_weights is None else dict(policy_weights)
 
     @classmethod
@@ -230,15 +228,12 @@ class MultiProcessedWeightUpdater(WeightUpdaterBase):
         if not isinstance(policy, nn.Module):
             return None
         updater = cls()
-        updater._getter = lambda: policy
+        updater.weight_getter = lambda: policy
         return updater
 
     def all_worker_ids(self) -> list[torch.device] | None:
         """The devices in ``policy_weights``. None: a push sends to all workers at once."""
         return None if self._copies is None else list(self._copies)
-
-    def _get_server_weights(self) -> Any:
-        return None if self._getter is None else self._getter()
 
     def _sync_weights_with_worker(self, *, worker_id: int | torch.device | None = None, server_weights: Any) -> None:
         collector = self.collector
@@ -316,11 +311,11 @@ def mark_counted() -> None:
 def make_updater(given: Any, policy: Any) -> WeightUpdaterBase:
     """``weight_updater=`` as documented: an updater, a class of them, or a callable that returns one. Raises
     TypeError."""
-    if isinstance(given, type) and issubclass(given, WeightUpdaterBase):
-        updater: Any = None if policy is None else given.from_policy(policy)
-        updater = given() if updater is None else updater
-    else:
-        updater = given if isinstance(given, WeightUpdaterBase) or not callable(given) else given()
+    updater = given
+    if isinstance(given, type) and issubclass(given, WeightUpdaterBase) and policy is not None:
+        updater = given.from_policy(policy)
+    if updater is None or (callable(updater) and not isinstance(updater, WeightUpdaterBase)):
+        updater = given()
     if not isinstance(updater, WeightUpdaterBase):
         raise TypeError(
             "weight_updater must be an asyncsync.collectors.WeightUpdaterBase, its class, or a callable that returns "

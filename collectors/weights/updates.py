@@ -18,7 +18,6 @@ tree of collectors, each one's bus counts its own versions, and carries the root
 from __future__ import annotations
 
 import concurrent.futures
-import difflib
 import os
 import time
 import weakref
@@ -32,7 +31,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import nn
 
-from asyncsync.arguments import as_workers, check_timeout
+from asyncsync.arguments import as_workers, check_timeout, refuse_misspelt
 from asyncsync.bus.core import DEFAULT_TIMEOUT, BusCore, join_buses
 from asyncsync.collectors.arguments import exact_device
 from asyncsync.collectors.weights.legacy_updaters import WeightUpdaterBase, WorkerIds, make_updater, mark_counted, push
@@ -132,21 +131,19 @@ class WeightsAPI:
     async def _update(
         self, given: Mapping[str, Any], worker_ids: WorkerIds, wait: bool, kwargs: dict[str, Any], *, blocking: bool
     ) -> None:
-        """Check an update, and carry it out; None as a model's weights: those that are registered."""
         updater = self.weight_updater
         timeout: float = kwargs.pop("timeout", DEFAULT_TIMEOUT)
         check_timeout(timeout)
         if "policy_weights" in kwargs:
             raise TypeError("policy_weights= is not supported: pass the weights positionally, or as weights=")
-        for name in kwargs if updater is None else ():
-            if near := difflib.get_close_matches(name, ARGUMENTS, 1):
-                raise TypeError(f"update_policy_weights_() has no argument {name!r}: did you mean {near[0]!r}?")
-        if worker_ids is not None and updater is None and not self._senders.schemes:
-            raise TypeError(
-                f"worker_ids={worker_ids!r}, but this {type(self).__name__} has no workers to choose from, because it "
-                "has neither weight_sync_schemes nor a weight_updater: leave worker_ids out"
-            )
-        if updater is not None and "policy" in given:
+        if updater is None:
+            refuse_misspelt("update_policy_weights_", kwargs, ARGUMENTS)
+            if worker_ids is not None and not self._senders.schemes:
+                raise TypeError(
+                    f"worker_ids={worker_ids!r}, but this {type(self).__name__} has no workers to choose from, because "
+                    "it has neither weight_sync_schemes nor a weight_updater: leave worker_ids out"
+                )
+        elif "policy" in given:
             if len(given) > 1:
                 raise ValueError(
                     f"a weight updater pushes only the policy, not {sorted(given)}: use weight_sync_schemes"
@@ -167,8 +164,7 @@ class WeightsAPI:
                 await self.acting_weights.applied(partial(self._apply_locally, own), timeout, blocking=blocking)
 
     def _divided(self, given: Mapping[str, Any], worker_ids: WorkerIds) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What of an update the sender schemes send, and what is for models of this process. Raises ValueError: it
-        cannot be carried out as a whole; SchemaMismatch."""
+        """What of an update the sender schemes send, and what is for models of this process."""
         name, senders = type(self).__name__, self._senders
         sent = {m: w for m, w in given.items() if m in senders.schemes}
         own = {m: w for m, w in given.items() if m not in sent and m not in self.acting_weights.schemes}
@@ -290,14 +286,12 @@ class WeightsAPI:
     def _set_up_senders(
         self, schemes: Mapping[str, Any] | None, weight_updater: Any, context: Any, num_workers: int | None = None
     ) -> None:
-        """Prepare schemes and the updater, without communication. ``context.get_model(model_id)`` gives the models that
-        are sent where no weights are given. Raises TypeError, ValueError, RuntimeError."""
-        updater = None if weight_updater is None else make_updater(weight_updater, self.policy)
+        """Prepare schemes and the updater, without communication. ``context`` knows the models whose weights are sent
+        if none are given."""
+        self.weight_updater = weight_updater
         self._senders = Senders(schemes or {}, context, num_workers)
-        self.weight_updater = updater
 
     def _connect_senders(self, timeout: float) -> None:
-        """Connect to the workers. Raises NotConnected, PartialSendError."""
         connect_all(self._senders.schemes.values(), timeout)
         if version := self._senders.version:
             self._published(version)
@@ -329,7 +323,6 @@ class WeightsAPI:
         return self.acting_weights.schemes
 
     def _end_weights(self, timeout: float) -> None:
-        """Shut every scheme down, within the timeout (seconds) for all of them. Idempotent."""
         shut_down_all([*self._senders.schemes.values(), *self.acting_weights.schemes.values()], timeout)
 
     # -- from above ---------------------------------------------------------------------------------------------------
@@ -360,7 +353,7 @@ class WeightsAPI:
             self.acting_weights.connect(weight_recv_schemes, timeout)
 
     def _joined_by(self, scheme: Any) -> None:
-        """A receiver's scheme has this collector as its context."""
+        # A scheme calls this when it was initialised to receive, with this collector as its context.
         self.acting_weights.joined(scheme)
         self._pass_versions_on()
 
