@@ -21,8 +21,7 @@ import torch
 
 from asyncsync import __version__
 from asyncsync.bench.measure import Figure, WorkerDied, measure
-
-__all__ = ["advice", "best", "run", "size", "sizes", "table"]
+from asyncsync.commands.options import CommandFailed
 
 UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 CLOSE = 1.1  # of schemes whose times differ by less, noise picks the fastest: take the first of the table
@@ -72,36 +71,26 @@ def advice(figures: Sequence[Figure], workers: int, reach: str) -> list[str]:
 
 def table(figures: Sequence[Figure]) -> list[list[str]]:
     """Rows of cells, the head first."""
-    head = ["size", "scheme", "ms", "CPU ms", "reaches workers on"]
-    return [
-        head,
-        *(
-            [
-                size(one.nbytes),
-                one.name,
-                f"{one.wall_ms:.2f}",
-                f"{one.cpu_ms:.2f}",
-                "other hosts, too" if one.network else "this host",
-            ]
-            for one in figures
-        ),
-    ]
+    rows = [["size", "scheme", "ms", "CPU ms", "reaches workers on"]]
+    for one in figures:
+        reach = "other hosts, too" if one.network else "this host"
+        rows.append([size(one.nbytes), one.name, f"{one.wall_ms:.2f}", f"{one.cpu_ms:.2f}", reach])
+    return rows
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure, print and write; returns the exit code."""
+    """Measure, print and write; returns the exit code. Raises CommandFailed: a worker has died."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as in the workers: there are often more processes than cores
     try:
         figures = asyncio.run(measure(options.workers, options.size, _progress))
     except WorkerDied as died:
-        print(f"asyncsync bench: {died}", file=sys.stderr)
-        return 1
+        raise CommandFailed(str(died)) from died
     finally:
         torch.set_num_threads(threads)
         _progress("")
     rows, sentences = table(figures), advice(figures, options.workers, options.reach)
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = [
             cell.rjust(width) if i in (2, 3) else cell.ljust(width)

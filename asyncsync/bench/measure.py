@@ -30,8 +30,6 @@ from asyncsync import (
     ZMQWeightSyncScheme,
 )
 
-__all__ = ["CANDIDATES", "Candidate", "Figure", "WorkerDied", "measure"]
-
 PATIENCE = 60.0  # seconds that a worker may take to start, and an update to arrive
 SECONDS = 0.4  # of updates, for each scheme and size
 FEWEST, MOST = 5, 300  # updates, for each scheme and size
@@ -129,7 +127,7 @@ async def measure(workers: int, sizes: Sequence[int], progress: Callable[[str], 
 async def _measure(
     candidate: Candidate, nbytes: int, pipes: list[Connection], connected: AsyncExitStack[Any]
 ) -> Figure:
-    model, scheme = _model(nbytes), candidate.new(len(pipes))
+    model, scheme = _Weights(nbytes), candidate.new(len(pipes))
     scheme.init_on_sender(model_id="policy", model=model)
     await connected.enter_async_context(scheme)
     for pipe in pipes:
@@ -173,10 +171,6 @@ class _Weights(nn.Module):
     def __init__(self, nbytes: int) -> None:
         super().__init__()
         self.weights = nn.Parameter(torch.zeros(max(nbytes // 4, 1)), requires_grad=False)
-
-
-def _model(nbytes: int) -> _Weights:
-    return _Weights(nbytes)
 
 
 # -- the worker processes ----------------------------------------------------------------------------------------------
@@ -260,5 +254,5 @@ async def _serve(index: int, pipe: Connection) -> None:
             pipe.send("closed")
         else:
             scheme, nbytes = order
-            scheme.init_on_receiver("policy", model=_model(nbytes), worker_idx=index, gate="hold")
+            scheme.init_on_receiver("policy", model=_Weights(nbytes), worker_idx=index, gate="hold")
             await scheme.connect(timeout=PATIENCE)

@@ -105,7 +105,7 @@ def add(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--out", type=safetensors_file, required=True, metavar="FILE.safetensors", help="where to save them"
     )
-    parser.add_argument("--model", default=None, metavar="ID", help="which model, if the trainer has several")
+    parser.add_argument("--model", metavar="ID", help="which model, if the trainer has several")
     parser.add_argument(
         "--timeout", type=positive, default=30.0, metavar="S", help="give up after this time (default %(default)g)"
     )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from asyncsync.commands.options import CommandFailed
 from asyncsync.errors import NotConnected
 from asyncsync.net.keys import Certificate, KeyPair, Workers, check_writers, parse_workers, write_new
 
@@ -35,11 +35,7 @@ def add(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     )
     keygen.add_argument("directory", metavar="DIR", help="created if it does not exist, for this user only (0700)")
     keygen.add_argument(
-        "--workers",
-        type=_workers,
-        default=0,
-        metavar="N",
-        help="one key for each of worker-0 … worker-(N-1)",
+        "--workers", type=_workers, default=0, metavar="N", help="one key for each of worker-0 … worker-(N-1)"
     )
     keygen.add_argument(
         "--name", dest="names", type=_client, action="extend", nargs="+", default=[], metavar="NAME[=WORKERS]",
@@ -54,11 +50,9 @@ def _run(options: argparse.Namespace) -> int:
         print(make(Path(options.directory), [*numbered, *options.names]))
     except FileExistsError as error:
         why = "exists, and is not overwritten; to replace that key, remove the file first"
-        print(f"asyncsync keygen: {error} {why}", file=sys.stderr)
-        return 1
+        raise CommandFailed(f"{error} {why}") from error
     except (OSError, NotConnected) as error:
-        print(f"asyncsync keygen: {error}", file=sys.stderr)
-        return 1
+        raise CommandFailed(str(error)) from error
     return 0
 
 
@@ -68,10 +62,9 @@ def make(directory: Path, clients: list[Client]) -> str:
     here, or others may write to one of the folders."""
     public, secret = directory / "clients", directory / "client_secrets"
     server = directory / "server.key"
-    server_secret = directory / "server.key_secret"
     is_new = not (server.exists() and clients)
     secrets, publics = [], []
-    wanted = [(server, server_secret, Workers())] if is_new else []
+    wanted = [(server, directory / "server.key_secret", Workers())] if is_new else []
     wanted += [(public / f"{name}.key", secret / f"{name}.key_secret", workers) for name, workers in clients]
     for path, secret_path, workers in wanted:
         pair = KeyPair.draw()

@@ -68,20 +68,21 @@ def safetensors_file(text: str) -> str:
     return writable(text)
 
 
-def bound(text: str) -> str:
-    """Where a sender of this program binds."""
-    return _endpoint(text, allow_plaintext=False)
+def endpoint(text: str, *, allow_plaintext: bool = False) -> str:
+    try:
+        return check_endpoint(text, allow_plaintext=allow_plaintext)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def add_sender(parser: argparse.ArgumentParser, client_key: str) -> None:
     """The options of a command that connects to a sender; ``client_key``: which key it needs."""
+    sender = partial(endpoint, allow_plaintext=True)
     parser.add_argument(
-        "endpoint", type=_sender, metavar="ENDPOINT", help="the same that the workers are given, tcp://HOST:PORT"
+        "endpoint", type=sender, metavar="ENDPOINT", help="the same that the workers are given, tcp://HOST:PORT"
     )
-    parser.add_argument(
-        "--server-key", default=None, metavar="FILE", help="the sender's public certificate, if it uses keys"
-    )
-    parser.add_argument("--client-key", default=None, metavar="FILE", help=client_key)
+    parser.add_argument("--server-key", metavar="FILE", help="the sender's public certificate, if it uses keys")
+    parser.add_argument("--client-key", metavar="FILE", help=client_key)
 
 
 def credentials_of(options: argparse.Namespace) -> Callable[[], Credentials] | None:
@@ -102,14 +103,3 @@ def as_options(error: Exception | str, server_key: str = "--server-key") -> str:
     """What an error says, in the words of the command line instead of Python's."""
     text = str(error).replace("server_key=", server_key).replace("client_key=", "--client-key")
     return text.replace("clients=", "--clients").replace("allow_plaintext=True", "--allow-plaintext")
-
-
-def _sender(text: str) -> str:
-    return _endpoint(text, allow_plaintext=True)
-
-
-def _endpoint(text: str, *, allow_plaintext: bool) -> str:
-    try:
-        return check_endpoint(text, allow_plaintext=allow_plaintext)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error

@@ -26,39 +26,22 @@ def add(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
         "wrong arguments.",
     )
     parser.add_argument(
-        "--upstream",
-        required=True,
-        metavar="ENDPOINT",
-        help="the trainer or a relay; several are separated by commas",
+        "--upstream", required=True, metavar="ENDPOINT", help="the trainer or a relay; several are separated by commas"
     )
     parser.add_argument("--bind", required=True, metavar="ENDPOINT", help="where the workers connect")
+    shared = "the workers read shared memory (SharedMemWeightSyncScheme); needs --bind ipc://…"
+    parser.add_argument("--shared", action="store_true", help=shared)
     parser.add_argument(
-        "--shared",
-        action="store_true",
-        help="the workers read shared memory (SharedMemWeightSyncScheme); needs --bind ipc://…",
+        "--keep", type=safetensors_file, metavar="FILE.safetensors", help="keep the newest weights in this file"
     )
-    parser.add_argument(
-        "--keep",
-        type=safetensors_file,
-        default=None,
-        metavar="FILE.safetensors",
-        help="keep the newest weights in this file",
-    )
-    parser.add_argument(
-        "--allow-plaintext",
-        action="store_true",
-        help="reach other hosts without encryption, on a network that you trust",
-    )
+    plaintext = "reach other hosts without encryption, on a network that you trust"
+    parser.add_argument("--allow-plaintext", action="store_true", help=plaintext)
     upstream = parser.add_argument_group("keys for the connection to --upstream")
-    upstream.add_argument("--server-key", default=None, metavar="FILE", help="its public certificate")
-    upstream.add_argument(
-        "--client-key", default=None, metavar="FILE", help="this relay's secret certificate, for any worker index"
-    )
+    upstream.add_argument("--server-key", metavar="FILE", help="its public certificate")
+    upstream.add_argument("--client-key", metavar="FILE", help="this relay's secret certificate, for any worker index")
     below = parser.add_argument_group("keys for the workers")
-    below.add_argument("--bind-key", default=None, metavar="FILE", help="this relay's secret certificate as a server")
-    below.add_argument(
-        "--clients", default=None, metavar="DIR", help="the public certificates of the workers that it lets in"
-    )
+    below.add_argument("--bind-key", metavar="FILE", help="this relay's secret certificate as a server")
+    below.add_argument("--clients", metavar="DIR", help="the public certificates of the workers that it lets in")
     parser.set_defaults(run=_run)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections import deque
 from dataclasses import asdict, dataclass
@@ -42,7 +41,6 @@ class Samples:
         self.interval = interval
         self.failure = ""
         self._reports: deque[tuple[float, Report]] = deque()
-        self._waiter: asyncio.Future[None] | None = None
 
     def add(self, report: Report, now: float) -> None:
         """A report that has come at ``now``, by a monotonic clock."""
@@ -52,12 +50,6 @@ class Samples:
         while len(self._reports) > 2 and self._reports[1][0] <= now - WINDOW:
             self._reports.popleft()
         self.failure = ""
-        self._tell()
-
-    def fail(self, why: str) -> None:
-        """There was no answer."""
-        self.failure = why
-        self._tell()
 
     @property
     def last(self) -> Report | None:
@@ -67,16 +59,6 @@ class Samples:
     def age(self, now: float) -> float:
         """Seconds since the newest report; 0: there has been none."""
         return now - self._reports[-1][0] if self._reports else 0.0
-
-    def changed(self) -> asyncio.Future[None]:
-        """Done with the next report, or the next failure."""
-        if self._waiter is None or self._waiter.done():
-            self._waiter = asyncio.get_running_loop().create_future()
-        return self._waiter
-
-    def _tell(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
 
     def rates(self) -> Rates:
         """Over the reports that are there."""

@@ -1,19 +1,19 @@
-"""What ``asyncsync top`` draws: one screen of any size, and one line where there is no terminal."""
+"""What ``asyncsync top`` draws: one screen of any size, and one line where there is no terminal. Imported where rich is
+installed."""
 
 from __future__ import annotations
 
 import textwrap
 import time
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Literal, TypedDict
+from typing import Literal, TypedDict
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
 
 from asyncsync.commands.samples import Rates, Samples
 from asyncsync.wire.messages import Report, WorkerReport
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-    from rich.table import Table
-    from rich.text import Text
 
 COLOURS = {"live": "green", "slow": "yellow", "lost": "red"}
 STATES = ("lost", "slow", "live")  # the worst first
@@ -35,21 +35,14 @@ ONE_LINE: Cut = {"no_wrap": True, "overflow": "ellipsis"}
 
 def screen(samples: Samples, width: int, height: int | None) -> RenderableType:
     """The whole screen. ``height``: lines that there are; None: as many as it takes."""
-    from rich.console import Group
-    from rich.text import Text
-
     report = samples.last
     if report is None:
-        waiting = samples.failure or "asking …"
-        return Group(_title(samples, width), Text(), Text(waiting, style="yellow"), Text(_hint(samples), style="dim"))
+        waiting = Text(samples.failure or "asking …", style="yellow")
+        hint = f"Is a trainer bound to {samples.endpoint}? Still asking; Ctrl-C ends it."
+        return Group(_title(samples, width), Text(), waiting, Text(hint, style="dim"))
     rates = samples.rates()
-    head: list[RenderableType] = [
-        _title(samples, width),
-        Text(),
-        _facts(report, rates),
-        _people(report),
-        _models(report, width),
-    ]
+    title, models = _title(samples, width), _models(report, width)
+    head: list[RenderableType] = [title, Text(), _facts(report, rates), _people(report), models]
     cut: Cut = {} if height is None else ONE_LINE
     feet = [*_counts("refused", report.refused, cut), *_counts("dropped", report.dropped, cut)]
     now = time.monotonic()
@@ -80,8 +73,6 @@ def line(samples: Samples) -> str:
 
 
 def _title(samples: Samples, width: int) -> Text:
-    from rich.text import Text
-
     report = samples.last
     where = "" if report is None else f" · {report.host}, process {report.pid}"
     clock = time.strftime("%H:%M:%S")
@@ -92,13 +83,7 @@ def _title(samples: Samples, width: int) -> Text:
     return title.append(clock, style="not bold dim")
 
 
-def _hint(samples: Samples) -> str:
-    return f"Is a trainer bound to {samples.endpoint}? Still asking; Ctrl-C ends it."
-
-
 def _facts(report: Report, rates: Rates) -> Table:
-    from rich.table import Table
-
     grid = Table.grid(padding=(0, 2, 0, 0))
     for _ in range(3):
         grid.add_column(style="bold", no_wrap=True)
@@ -110,8 +95,6 @@ def _facts(report: Report, rates: Rates) -> Table:
 
 
 def _people(report: Report) -> Text:
-    from rich.text import Text
-
     text = Text("workers    ", style="bold", no_wrap=True, overflow="ellipsis")
     for state in STATES[::-1]:
         number = report.counts.get(state, 0)
@@ -125,8 +108,6 @@ def _people(report: Report) -> Text:
 
 
 def _models(report: Report, width: int) -> Text:
-    from rich.text import Text
-
     text = Text("models     ", style="bold", no_wrap=True, overflow="ellipsis")
     words = [f"{m.model_id or '(no name)'} {_bytes(m.nbytes)} at {m.version:,}" for m in report.models]
     if report.num_models > len(words):
@@ -137,21 +118,11 @@ def _models(report: Report, width: int) -> Text:
 
 
 def _workers(report: Report, shown: Iterable[WorkerReport], rates: Rates, *, wide: bool) -> Table:
-    from rich.table import Table
-    from rich.text import Text
-
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold underline", pad_edge=False, expand=wide)
     table.add_column("worker", justify="right")
     table.add_column("state")
-    for name in (
-        "version",
-        *(("target",) if wide else ()),
-        "lag",
-        "seen",
-        "sent",
-        "bytes/s",
-        *(("process",) if wide else ()),
-    ):
+    narrow = ("version", "lag", "seen", "sent", "bytes/s")
+    for name in ("version", "target", *narrow[1:], "process") if wide else narrow:
         table.add_column(name, justify="right", no_wrap=True)
     if wide:
         table.add_column("problem", no_wrap=True, overflow="ellipsis", ratio=1)  # what the others leave
@@ -201,8 +172,6 @@ def _urgency(worker: WorkerReport) -> tuple[int, int, bool, int, int]:
 
 def _notes(workers: Iterable[WorkerReport], cut: Cut) -> list[Text]:
     """What keeps workers, where the table has no room for it: without a cut, all of them."""
-    from rich.text import Text
-
     named = [(f"{worker.role} {worker.index}", worker.reason) for worker in workers if worker.reason]
     troubles = [reason if reason.startswith(name) else f"{name}: {reason}" for name, reason in named]
     if cut and len(troubles) > NOTES:
@@ -211,8 +180,6 @@ def _notes(workers: Iterable[WorkerReport], cut: Cut) -> list[Text]:
 
 
 def _counts(name: str, counts: dict[str, int], cut: Cut) -> list[Text]:
-    from rich.text import Text
-
     if not counts:
         return []
     words = " · ".join(f"{count:,} × {reason}" for reason, count in sorted(counts.items(), key=lambda item: -item[1]))

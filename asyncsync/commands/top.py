@@ -158,7 +158,7 @@ async def watch(options: argparse.Namespace) -> int:
                 try:
                     samples.add(await asker.ask(max(PATIENCE, options.interval)), time.monotonic())
                 except (AckTimeout, ProtocolError) as error:
-                    samples.fail(as_options(error))
+                    samples.failure = as_options(error)
                 show()
                 await asyncio.sleep(max(0.0, began + options.interval - time.monotonic()))
 
@@ -189,16 +189,17 @@ async def _shown(samples: Samples, *, as_lines: bool) -> AsyncIterator[Callable[
     if not console.is_terminal:
         yield lambda: print(f"{samples.endpoint}: {line(samples)}", flush=True)
         return
-    redrawing = asyncio.create_task(_redraw(samples, console))
+    changed = asyncio.Event()
+    redrawing = asyncio.create_task(_redraw(samples, console, changed))
     try:
-        yield lambda: None
+        yield changed.set
     finally:
         redrawing.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await redrawing
 
 
-async def _redraw(samples: Samples, console: Console) -> None:
+async def _redraw(samples: Samples, console: Console, changed: asyncio.Event) -> None:
     from rich.live import Live
 
     from asyncsync.commands.screen import screen
@@ -206,4 +207,6 @@ async def _redraw(samples: Samples, console: Console) -> None:
     with Live(console=console, screen=True, auto_refresh=False, transient=True) as live:
         while True:
             live.update(screen(samples, console.width, console.height), refresh=True)
-            await asyncio.wait({samples.changed()}, timeout=REDRAW)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(changed.wait(), REDRAW)
+            changed.clear()

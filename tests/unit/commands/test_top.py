@@ -120,12 +120,12 @@ def test_without_a_height_what_was_refused_and_what_keeps_workers_is_shown_whole
 def test_a_trainer_that_is_away_is_said_to_be() -> None:
     samples = Samples("tcp://trainer:5555")
     assert "asking …" in drawn(samples, 80, 24)
-    samples.fail("no sender has answered")
+    samples.failure = "no sender has answered"
     text = "\n".join(drawn(samples, 80, 24))
     assert "no sender has answered" in text
     assert "tcp://trainer:5555" in text
     samples = samples_of(report_of(7, 250))
-    samples.fail("no sender has answered at tcp://trainer:5555 within 3 s: it has refused this key, which is k.key")
+    samples.failure = "no sender has answered at tcp://trainer:5555 within 3 s: it has refused this key, which is k.key"
     lines = drawn(samples, 80, 24)
     assert "no answer" in lines[-3]
     assert " ".join(lines[-2:]) == samples.failure
