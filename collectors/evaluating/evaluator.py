@@ -421,7 +421,7 @@ class Request(concurrent.futures.Future[dict[str, Any]]):
 
 class Evaluations(threading.Thread):
     """The thread that carries evaluations out, one after another, until the worker's end. It does not refer to the
-    evaluator, which so can be forgotten.
+    evaluator, because an evaluator that the user forgets ends.
 
     Attributes:
         asked: requests that are not done. The first may be under way.

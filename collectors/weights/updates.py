@@ -379,7 +379,7 @@ class WeightsAPI:
             PartialSendError: names the workers that have not applied the weights, and why.
             ClosedError, Fenced: the schemes will receive nothing more.
         """
-        given = chosen(policy_or_weights, weights, policy)
+        given = as_update(policy_or_weights, weights, policy, None, None)["policy"]
         if not self.acting_weights.schemes:
             self._take(given)
         elif given is not None:
@@ -679,7 +679,8 @@ class Senders:
                 source = context if has_weights else None
                 scheme.init_on_sender(model_id=model_id, context=source, num_workers=num_workers, **remotes)
             else:
-                scheme.check_fresh("sender") if not scheme.is_registered else scheme.bus.check_role("sender")
+                check = scheme.bus.check_role if scheme.is_registered else scheme.check_fresh
+                check("sender")
                 _check_initialised(model_id, scheme, num_workers)
         self.buses = buses_of(self.schemes.values())
         _owners.update({bus: weakref.ref(self) for bus in self.buses})
@@ -811,21 +812,16 @@ def shut_down_all(schemes: Iterable[WeightSyncScheme], timeout: float) -> None:
 # What an update is made of
 
 
-def chosen(policy_or_weights: Any, weights: Any, policy: Any) -> Any:
-    """The one that is given; None: none is. Raises ValueError: several are."""
-    given = {"the positional argument": policy_or_weights, "weights=": weights, "policy=": policy}
-    given = {name: value for name, value in given.items() if value is not None}
-    if len(given) > 1:
-        raise ValueError(f"{' and '.join(given)} exclude each other: give the weights once")
-    return next(iter(given.values()), None)
-
-
 def as_update(
     policy_or_weights: Any, weights: Any, policy: Any, model_id: str | None, weights_dict: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     """One update; None as a model's weights: those that are registered. Raises ValueError: arguments that exclude each
     other, or an empty ``weights_dict``; TypeError: its keys are no model ids."""
-    single = chosen(policy_or_weights, weights, policy)
+    given = {"the positional argument": policy_or_weights, "weights=": weights, "policy=": policy}
+    given = {name: value for name, value in given.items() if value is not None}
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)} exclude each other: give the weights once")
+    single = next(iter(given.values()), None)
     if weights_dict is None:
         return {"policy" if model_id is None else model_id: single}
     if model_id is not None or single is not None:
