@@ -3,10 +3,12 @@ installed."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import textwrap
 import time
-from collections.abc import Iterable
-from typing import Literal, TypedDict
+from collections.abc import AsyncIterator, Coroutine, Iterable
+from typing import Any, Literal, TypedDict
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -57,6 +59,18 @@ def screen(samples: Samples, width: int, height: int | None) -> RenderableType:
     below = [*([Text(left, style="dim")] if left else []), *notes]
     gap = [Text()] if feet else []
     return Group(*head, Text(), _workers(report, shown, rates, wide=width >= WIDE), *below, *gap, *feet)
+
+
+@contextlib.asynccontextmanager
+async def shown_by(drawing: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Run what draws the screen, or prints the lines, until the block ends."""
+    task = asyncio.create_task(drawing)
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
 
 
 def line(samples: Samples) -> str:

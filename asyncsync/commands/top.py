@@ -183,20 +183,15 @@ async def _shown(samples: Samples, *, as_lines: bool) -> AsyncIterator[Callable[
         return
     from rich.console import Console
 
-    from asyncsync.commands.screen import line
+    from asyncsync.commands.screen import line, shown_by
 
     console = Console()
     if not console.is_terminal:
         yield lambda: print(f"{samples.endpoint}: {line(samples)}", flush=True)
         return
     changed = asyncio.Event()
-    redrawing = asyncio.create_task(_redraw(samples, console, changed))
-    try:
+    async with shown_by(_redraw(samples, console, changed)):
         yield changed.set
-    finally:
-        redrawing.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await redrawing
 
 
 async def _redraw(samples: Samples, console: Console, changed: asyncio.Event) -> None:

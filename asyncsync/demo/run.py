@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import sys
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from asyncsync.commands.samples import Samples
-from asyncsync.commands.screen import line, screen
+from asyncsync.commands.screen import line, screen, shown_by
 from asyncsync.demo.record import EPISODES, Record
 from asyncsync.demo.trainer import train
 from asyncsync.errors import WeightSyncError
@@ -65,7 +63,8 @@ def run(options: Options) -> int:
 
     async def main() -> None:
         try:
-            async with asyncio.timeout(options.max_seconds), shown(record, console):
+            show = redraw if console.is_terminal else print_lines
+            async with asyncio.timeout(options.max_seconds), shown_by(show(record, console)):
                 await train(scheme, record, options.workers, options.seed, options.scheme)
         finally:
             record.end("stopped")
@@ -92,36 +91,27 @@ def run(options: Options) -> int:
     return code
 
 
-@contextlib.asynccontextmanager
-async def shown(record: Record, console: Console) -> AsyncIterator[None]:
-    """Show the record while the block runs: a screen in a terminal, a line every two seconds elsewhere."""
-
-    async def redraw() -> None:
-        with Live(view(record, console), console=console, auto_refresh=False) as live:
-            try:
-                while True:
-                    await asyncio.sleep(REDRAW)
-                    record.look()
-                    live.update(view(record, console), refresh=True)
-            finally:
+async def redraw(record: Record, console: Console) -> None:
+    """Show the record on a screen, until cancelled."""
+    with Live(view(record, console), console=console, auto_refresh=False) as live:
+        try:
+            while True:
+                await asyncio.sleep(REDRAW)
+                record.look()
                 live.update(view(record, console), refresh=True)
+        finally:
+            live.update(view(record, console), refresh=True)
 
-    async def print_lines() -> None:
-        phase, printed = "", -math.inf
-        while True:
-            record.look()
-            if record.phase != phase or record.seconds >= printed + LINE:
-                phase, printed = record.phase, record.seconds
-                console.out(plain(record), highlight=False)
-            await asyncio.sleep(REDRAW)
 
-    task = asyncio.create_task(redraw() if console.is_terminal else print_lines())
-    try:
-        yield
-    finally:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
+async def print_lines(record: Record, console: Console) -> None:
+    """Print a line every two seconds, and for each phase, until cancelled."""
+    phase, printed = "", -math.inf
+    while True:
+        record.look()
+        if record.phase != phase or record.seconds >= printed + LINE:
+            phase, printed = record.phase, record.seconds
+            console.out(plain(record), highlight=False)
+        await asyncio.sleep(REDRAW)
 
 
 def view(record: Record, console: Console) -> RenderableType:
