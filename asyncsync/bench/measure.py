@@ -29,6 +29,7 @@ from asyncsync import (
     WeightSyncScheme,
     ZMQWeightSyncScheme,
 )
+from asyncsync.runtime.threads import sigint_blocked
 
 PATIENCE = 60.0  # seconds that a worker may take to start, and an update to arrive
 SECONDS = 0.4  # of updates, for each scheme and size
@@ -180,31 +181,24 @@ class _Weights(nn.Module):
 async def _started(workers: int) -> AsyncIterator[list[Connection]]:
     """So many worker processes: a pipe to each. They end with the block; if one ends before, the block is cancelled and
     raises WorkerDied."""
-    context = get_context("spawn")
-    loop = asyncio.get_running_loop()
+    context, loop, here = get_context("spawn"), asyncio.get_running_loop(), asyncio.current_task()
     processes: list[SpawnProcess] = []
     pipes: list[Connection] = []
-    here = asyncio.current_task()
     died: list[SpawnProcess] = []
+    assert here is not None
 
     def ended(process: SpawnProcess) -> None:
         loop.remove_reader(process.sentinel)
         died.append(process)
-        assert here is not None
         if len(died) == 1:
             here.cancel()
 
     try:
         for index in range(workers):
             ours, theirs = Pipe()
-            with theirs:
-                process = context.Process(target=_worker, args=(index, theirs), name=f"worker {index}", daemon=True)
-                # The workers inherit the block: Ctrl-C goes to every process, and the trainer ends the workers.
-                before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-                try:
-                    process.start()
-                finally:
-                    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            process = context.Process(target=_worker, args=(index, theirs), name=f"worker {index}", daemon=True)
+            with theirs, sigint_blocked():  # Ctrl-C goes to every process, and the trainer ends the workers
+                process.start()
             loop.add_reader(process.sentinel, ended, process)
             processes.append(process)
             pipes.append(ours)
@@ -214,7 +208,6 @@ async def _started(workers: int) -> AsyncIterator[list[Connection]]:
     except asyncio.CancelledError:
         if not died:
             raise
-        assert here is not None
         here.uncancel()
         died[0].join()
         raise WorkerDied(f"{died[0].name} {_ending(died[0].exitcode or 0)}") from None
