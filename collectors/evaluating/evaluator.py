@@ -535,20 +535,20 @@ class EpisodeCollector(Collector):
             self.reset()
             episodes = self._first_episodes()
             version = self.policy_version
-        seconds = time.perf_counter() - begun
+        seconds, lengths = time.perf_counter() - begun, [len(episode) for episode in episodes]
         returns = torch.tensor([self._return(episode) for episode in episodes])
         found: dict[str, Any] = {
             "reward": returns.mean().item(),
             "reward_std": returns.std().item() if len(episodes) > 1 else 0.0,
             "num_episodes": len(episodes),
-            "episode_length": sum(len(episode) for episode in episodes) / len(episodes),
-            "fps": sum(len(episode) for episode in episodes) / seconds,
+            "episode_length": sum(lengths) / len(episodes),
+            "fps": sum(lengths) / seconds,
             "policy_version": version,
         }
         if (metrics := self._evaluation["metrics_fn"]) is not None:
             flat: Any = torch.cat(episodes)
             flat.set(("collector", "mask"), torch.ones(flat.shape, dtype=torch.bool, device=flat.device))
-            found |= metrics(padded(flat, [len(episode) for episode in episodes]))
+            found |= metrics(padded(flat, lengths))
         dump = getattr(getattr(self.env, "transform", None), "dump", None)
         if self._evaluation["dump_video"] and callable(dump):
             dump(step=step)
