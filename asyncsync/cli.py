@@ -71,12 +71,16 @@ def _parser() -> argparse.ArgumentParser:
         "130 ended by Ctrl-C.",
     )
     demo.add_argument("--workers", type=count, default=2, metavar="N", help="worker processes (default %(default)s)")
-    seeded = "of networks and environments (default %(default)s)"
-    demo.add_argument("--seed", type=seed, default=0, metavar="N", help=seeded)
-    target = "mean over 100 episodes (default %(default)g)"
-    demo.add_argument("--target-return", dest="target", type=positive, default=475.0, metavar="R", help=target)
-    limit = "give up after this time (default %(default)g)"
-    demo.add_argument("--max-seconds", type=positive, default=600.0, metavar="S", help=limit)
+    demo.add_argument(
+        "--seed", type=seed, default=0, metavar="N", help="of networks and environments (default %(default)s)"
+    )
+    demo.add_argument(
+        "--target-return", dest="target", type=positive, default=475.0, metavar="R",
+        help="mean over 100 episodes (default %(default)g)",
+    )  # fmt: skip
+    demo.add_argument(
+        "--max-seconds", type=positive, default=600.0, metavar="S", help="give up after this time (default %(default)g)"
+    )
     demo.add_argument(
         "--scheme",
         choices=("shared", "process", "zmq", "distributed", "rpc", "ray"),
@@ -84,8 +88,9 @@ def _parser() -> argparse.ArgumentParser:
         help="how the weights travel: shared memory, multiprocessing or ZeroMQ; or torch.distributed, torch's RPC or "
         "Ray (extra: ray), each with its own collector (default %(default)s)",
     )
-    where = "where the trainer binds (default: an ipc path)"
-    demo.add_argument("--endpoint", type=endpoint, metavar="ENDPOINT", help=where)
+    demo.add_argument(
+        "--endpoint", type=endpoint, metavar="ENDPOINT", help="where the trainer binds (default: an ipc path)"
+    )
     demo.add_argument("--uvloop", action="store_true", help="run the trainer on uvloop (extra: uvloop)")
     demo.set_defaults(run=_demo)
 
@@ -98,10 +103,14 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Exit codes: 0 measured; 1 a worker has died; 2 wrong arguments; 130 ended by Ctrl-C.",
     )
     bench.add_argument("--workers", type=count, default=2, metavar="N", help="worker processes (default %(default)s)")
-    several = "of the weights, one or several (default %(default)s)"
-    bench.add_argument("--size", type=sizes, default="64KiB,16MiB", metavar="SIZES", help=several)
-    reach = "where the workers will run: on this host, or on other hosts, too (default %(default)s)"
-    bench.add_argument("--reach", choices=("host", "network"), default="host", help=reach)
+    bench.add_argument(
+        "--size", type=sizes, default="64KiB,16MiB", metavar="SIZES",
+        help="of the weights, one or several (default %(default)s)",
+    )  # fmt: skip
+    bench.add_argument(
+        "--reach", choices=("host", "network"), default="host",
+        help="where the workers will run: on this host, or on other hosts, too (default %(default)s)",
+    )  # fmt: skip
     bench.add_argument("--json", type=writable, metavar="PATH", help="write every figure there, too")
     bench.set_defaults(run=_bench)
 

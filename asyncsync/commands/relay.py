@@ -29,13 +29,17 @@ def add(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
         "--upstream", required=True, metavar="ENDPOINT", help="the trainer or a relay; several are separated by commas"
     )
     parser.add_argument("--bind", required=True, metavar="ENDPOINT", help="where the workers connect")
-    shared = "the workers read shared memory (SharedMemWeightSyncScheme); needs --bind ipc://…"
-    parser.add_argument("--shared", action="store_true", help=shared)
+    parser.add_argument(
+        "--shared", action="store_true",
+        help="the workers read shared memory (SharedMemWeightSyncScheme); needs --bind ipc://…",
+    )  # fmt: skip
     parser.add_argument(
         "--keep", type=safetensors_file, metavar="FILE.safetensors", help="keep the newest weights in this file"
     )
-    plaintext = "reach other hosts without encryption, on a network that you trust"
-    parser.add_argument("--allow-plaintext", action="store_true", help=plaintext)
+    parser.add_argument(
+        "--allow-plaintext", action="store_true",
+        help="reach other hosts without encryption, on a network that you trust",
+    )  # fmt: skip
     upstream = parser.add_argument_group("keys for the connection to --upstream")
     upstream.add_argument("--server-key", metavar="FILE", help="its public certificate")
     upstream.add_argument("--client-key", metavar="FILE", help="this relay's secret certificate, for any worker index")
