@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from functools import partial
+from functools import cache, partial
 from operator import attrgetter
 from struct import Struct
 from typing import Any
@@ -38,19 +38,19 @@ _SMALL_HEADER = 512
 _SMALL_ARRAY = 128  # a slab in use takes at least 4 bytes, a map's entry 2: a small header has no longer list or map
 _SMALL_MAP = 256
 
+_BY_KIND = {kind: cls for kind, cls in messages.INSTRUCTIONS.items() if cls is not Again}
 
-def _values(cls: Any) -> Callable[[Any], tuple[Any, ...]]:
-    names = [f.name for f in fields(cls)]
+
+@cache
+def _getter(cls: Any) -> Callable[[Any], tuple[Any, ...]]:
+    names = [field.name for field in fields(cls)]
     get = attrgetter(*names)
     return get if len(names) > 1 else lambda item: (get(item),)
 
 
-_BY_KIND = {kind: cls for kind, cls in messages.INSTRUCTIONS.items() if cls is not Again}
-# Each takes an instruction to the tuple of its fields; dataclasses.astuple would copy them, deeply.
-_VALUES = {
-    cls: _values(cls)
-    for cls in (*_BY_KIND.values(), messages.Part, messages.ModelReport, messages.WorkerReport, messages.RelayedWorker)
-}
+def _values(item: Any) -> tuple[Any, ...]:
+    # dataclasses.astuple would copy them, deeply.
+    return _getter(item.__class__)(item)
 
 
 def encode(instruction: Instruction) -> bytes:
@@ -58,15 +58,10 @@ def encode(instruction: Instruction) -> bytes:
     if isinstance(instruction, Applied) and instruction.serial:
         return encode_applied(instruction.epoch, instruction.serial)
     if isinstance(instruction, Again):
-        again = instruction
-        return encode_again(again.epoch, again.serial, again.since, again.version, again.descriptor)
-    values = _VALUES[type(instruction)](instruction)
-    header: bytes = msgpack.packb([PROTOCOL, instruction.kind, *values], unicode_errors="replace", default=_nested)
+        return encode_again(*_values(instruction))
+    values = [PROTOCOL, instruction.kind, *_values(instruction)]
+    header: bytes = msgpack.packb(values, unicode_errors="replace", default=_values)
     return header
-
-
-def _nested(item: Any) -> tuple[Any, ...]:
-    return _VALUES[type(item)](item)
 
 
 def decode(frames: Sequence[Buffer]) -> tuple[Instruction, Sequence[Buffer]]:
@@ -88,9 +83,9 @@ def decode(frames: Sequence[Buffer]) -> tuple[Instruction, Sequence[Buffer]]:
         else:
             check_structure(header, max_depth=8, max_items=MAX_VALUES)
             raw = _unpack_large(header)
+    except ProtocolError:
+        raise
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
-        if isinstance(error, ProtocolError):
-            raise
         raise ProtocolError(f"not a msgpack message: {type(error).__name__}: {show(str(error))}") from error
     if not isinstance(raw, list) or len(raw) < 2:
         raise ProtocolError(f"not an instruction: {show(raw)}")

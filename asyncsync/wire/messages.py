@@ -24,18 +24,19 @@ RECOUNT   trainer → relay    a report was lost: count them all
 INQUIRY   anybody → trainer  how is everything? Without HELLO: whoever may connect may ask
 REPORT    trainer → asker    the sender, its models, its workers, and what it has refused
 
-:data:`CHECKS` has, for each field, what a peer may send in it. A REPORT is bounded, however many workers and models
-there are: the first of each are in it, and the counts tell of the others.
+The type of each field says what a peer may send in it: :func:`check_of`. A REPORT is bounded, however many workers and
+models there are: the first of each are in it, and the counts tell of the others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache, partial
 from operator import call
 from reprlib import Repr
-from typing import Any, ClassVar
+from types import NoneType
+from typing import Annotated, Any, ClassVar, get_args, get_origin, get_type_hints
 
 import msgpack
 
@@ -67,7 +68,122 @@ APPLY, STAGE, COMMIT = range(3)
 ROLES = ("worker", "relay", "guest")
 
 Buffer = bytes | memoryview
-Epoch = tuple[int, int]
+
+
+# -- what a peer may send ----------------------------------------------------------------------------------------------
+
+Check = Callable[[Any], Any]
+"""It returns the value that a peer has sent, or raises ProtocolError."""
+
+_repr = Repr()
+_repr.maxstring = _repr.maxother = 60
+
+
+def show(raw: Any) -> str:
+    """For an error message. Not repr(), which is recursive, and the peer chooses how deep."""
+    return _repr.repr(raw)[:200]
+
+
+def is_a(kind: Any, low: int, high: int, what: str, items: Callable[[Any], Iterable[Any]] | None = None) -> Check:
+    """A number from ``low`` to ``high``, or something of such a length; with the checks of its ``items``, a tuple."""
+    is_number = kind in (int, bool)
+
+    def check(raw: Any) -> Any:
+        if type(raw) is not kind or not low <= (raw if is_number else len(raw)) <= high:
+            raise ProtocolError(f"expected {what}, not {show(raw)}")
+        return raw if items is None else tuple(items(raw))
+
+    return check
+
+
+def integer(low: int = 0, high: int = MAX_SERIAL) -> Check:
+    return is_a(int, low, high, f"an integer between {low} and {high}")
+
+
+def text(limit: int) -> Check:
+    return is_a(str, 0, limit, f"a text of at most {limit} characters")
+
+
+def optional(inner: Check, absent: Any = None) -> Check:
+    return lambda raw: raw if raw == absent else inner(raw)
+
+
+def one_of(values: tuple[str, ...]) -> Check:
+    def check(raw: Any) -> Any:
+        if raw not in values:
+            raise ProtocolError(f"expected one of {values}, not {show(raw)}")
+        return raw
+
+    return check
+
+
+def several(kind: Any, low: int, high: int, what: str) -> Check:
+    return is_a(list, low, high, f"a list of {low} to {high} {what}", partial(map, check_of(kind)))
+
+
+def each(what: str, *checks: Check) -> Check:
+    """A list with a check of its own for each of its items."""
+    return is_a(list, len(checks), len(checks), what, partial(map, call, checks))
+
+
+def mapping(key: Check, value: Check) -> Check:
+    whole = is_a(dict, 0, MAX_MODELS, f"a map of at most {MAX_MODELS} names")
+    return lambda raw: {key(k): value(v) for k, v in whole(raw).items()}
+
+
+def blocks(size: int, limit: int, what: str) -> Check:
+    def check(raw: Any) -> bytes:
+        if type(raw) is not bytes or len(raw) > limit or len(raw) % size:
+            raise ProtocolError(f"expected {what}, not {show(raw)}")
+        return raw
+
+    return check
+
+
+_PLAIN = {int: integer(), bool: is_a(bool, 0, 1, "true or false"), str: text(MAX_NAME)}
+
+
+def check_of(kind: Any) -> Check:
+    """What a peer may send where a message has this type: a number of 64 bits, a name, or what ``Annotated`` says."""
+    inner = get_args(kind)
+    if get_origin(kind) is Annotated:
+        check: Check = inner[1]
+        return check
+    if is_dataclass(kind):
+        return partial(build, kind)
+    if NoneType in inner:
+        return optional(check_of(inner[0]))
+    return mapping(*map(check_of, inner)) if get_origin(kind) is dict else _PLAIN[kind]
+
+
+def build(cls: Any, raw: Any) -> Any:
+    """An object of a dataclass, from a list of its fields. Raises ProtocolError where one is not as its type says."""
+    return cls(*_fields(cls)(raw))
+
+
+@cache
+def _fields(cls: Any) -> Check:
+    types = get_type_hints(cls, include_extras=True)
+    checks = [check_of(types[field.name]) for field in fields(cls)]
+    return each(f"the {len(checks)} fields of {cls.__name__}", *checks)
+
+
+Number = Annotated[int, integer(1)]  # of a version, or a serial: they begin with 1; where 0 may be, there has been none
+Index = Annotated[int, integer(0, (1 << 31) - 1)]
+Short = Annotated[int, integer(0, 0xFFFF)]
+Checksum = Annotated[int, integer(0, (1 << 32) - 1)]
+Text = Annotated[str, text(MAX_TEXT)]
+Boot = Annotated[str, text(64)]
+Role = Annotated[str, one_of(ROLES)]
+Digest = Annotated[bytes, is_a(bytes, 16, 16, "16 bytes")]
+Descriptor = Annotated[bytes, is_a(bytes, 0, MAX_DESCRIPTOR, f"a descriptor of at most {MAX_DESCRIPTOR} bytes")]
+# Half of what fits: a trainer that starts again takes one more than the highest that a worker reports.
+Epoch = Annotated[tuple[int, int], each("an epoch", integer(0, MAX_START), integer())]
+"""One trainer incarnation: (start time in ns or one more than the highest seen, random). Compared as a tuple."""
+NO_EPOCH: Epoch = (0, 0)  # of a relay that has not found a sender yet
+SlabInUse = Annotated[tuple[str, int], each("a model's name and a version", text(MAX_NAME), integer(1))]
+InUse = Annotated[tuple[SlabInUse, ...], several(SlabInUse, 0, MAX_IN_USE, "leased slabs")]
+"""Leased slabs that a worker may still be reading, by model and version; see :mod:`asyncsync.protocol.targets`."""
 
 
 def epoch_text(epoch: Epoch | None) -> str:
@@ -75,10 +191,7 @@ def epoch_text(epoch: Epoch | None) -> str:
     return "" if epoch is None else f"{epoch[0]:020d}-{epoch[1]:016x}"
 
 
-"""One trainer incarnation: (start time in ns or one more than the highest seen, random). Compared as a tuple."""
-NO_EPOCH: Epoch = (0, 0)  # of a relay that has not found a sender yet
-InUse = tuple[tuple[str, int], ...]
-"""Leased slabs that a worker may still be reading, by model and version; see :mod:`asyncsync.protocol.targets`."""
+# -- messages ----------------------------------------------------------------------------------------------------------
 
 INSTRUCTIONS: dict[int, type[Instruction]] = {}
 
@@ -104,16 +217,16 @@ class Hello(Instruction, kind=1):
     ``serial``: of the last UPDATE that has come in this epoch, from whichever sender. ``takes``: it keeps what it is
     sent for as long as it likes, beside other versions."""
 
-    worker: int
-    nonce: bytes
+    worker: Index
+    nonce: Digest
     attempt: int
-    pid: int
-    boot: str
+    pid: Index
+    boot: Boot
     namespace: int
     epoch: Epoch | None
     have: dict[str, int]
-    role: str = "worker"
-    codecs: int = 0
+    role: Role = "worker"
+    codecs: Short = 0
     serial: int = 0
     takes: bool = False
 
@@ -126,15 +239,15 @@ class Welcome(Instruction, kind=2, max_payload=MAX_MODELS):
     other processes, which parts of updates name by their numbers, from 1 on."""
 
     epoch: Epoch
-    nonce: bytes
+    nonce: Digest
     attempt: int
-    pid: int
-    boot: str
+    pid: Index
+    boot: Boot
     namespace: int
-    models: dict[str, bytes]
+    models: dict[str, Annotated[bytes, optional(check_of(Digest), b"")]]
     number: int = 0
-    fanout: int = 0
-    sources: tuple[str, ...] = ()
+    fanout: Short = 0
+    sources: Annotated[tuple[str, ...], several(Annotated[str, text(255)], 0, MAX_SOURCES, "addresses")] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +256,7 @@ class Ready(Instruction, kind=3):
     that is a process beside it."""
 
     epoch: Epoch
-    digests: dict[str, bytes]
+    digests: dict[str, Digest]
     opens: bool = True
 
 
@@ -151,8 +264,8 @@ class Ready(Instruction, kind=3):
 class Refused(Instruction, kind=4):
     epoch: Epoch
     model_id: str
-    digest: bytes
-    message: str
+    digest: Digest
+    message: Text
     number: int = 0
 
 
@@ -167,14 +280,14 @@ class Part:
     """
 
     model_id: str
-    version: int
-    digest: bytes
-    nbytes: int
-    crc: int | None = None
-    descriptor: bytes | None = None
+    version: Number
+    digest: Digest
+    nbytes: Annotated[int, integer(0, 1 << 42)]
+    crc: Checksum | None = None
+    descriptor: Descriptor | None = None
     origin: int | None = None
     base: int = 0
-    source: int = 0
+    source: Annotated[int, integer(0, MAX_SOURCES)] = 0
 
     @property
     def streamed(self) -> int:
@@ -189,12 +302,12 @@ class Update(Instruction, kind=5, max_payload=2 * MAX_MODELS):
     ``phase``: APPLY it; STAGE it, and wait; or COMMIT, without a payload: apply what is staged as these versions."""
 
     epoch: Epoch
-    serial: int
+    serial: Number
     eager: bool
-    parts: tuple[Part, ...]
-    metadata: bytes = b""
+    parts: Annotated[tuple[Part, ...], several(Part, 1, MAX_MODELS, "Parts")]
+    metadata: Annotated[bytes, check_metadata] = b""
     packed: bool = False
-    phase: int = APPLY
+    phase: Annotated[int, integer(APPLY, COMMIT)] = APPLY
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,12 +317,12 @@ class Fetch(Instruction, kind=6):
     that the worker has of those that UPDATE named, or 0; empty: none."""
 
     epoch: Epoch
-    serial: int
+    serial: Number
     restart: int
     start: int
     upto: int
     pushed: int = 0
-    bases: tuple[int, ...] = ()
+    bases: Annotated[tuple[int, ...], several(int, 0, MAX_MODELS, "versions")] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,8 +331,8 @@ class Pull(Instruction, kind=27):
     as serial."""
 
     epoch: Epoch
-    version: int
-    names: tuple[str, ...]
+    version: Number
+    names: Annotated[tuple[str, ...], several(str, 1, MAX_MODELS, "names of models")]
     restart: int
     start: int
     upto: int
@@ -233,12 +346,12 @@ class Chunk(Instruction, kind=7, max_payload=1):
     has."""
 
     epoch: Epoch
-    serial: int
-    part: int
+    serial: Number
+    part: Annotated[int, integer(0, MAX_MODELS)]
     offset: int
-    crc: int | None = None
-    size: int = 0
-    base: int | None = None
+    crc: Checksum | None = None
+    size: Annotated[int, integer(0, MAX_CHUNK)] = 0
+    base: Checksum | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +359,7 @@ class Staged(Instruction, kind=8):
     """``last`` and ``in_use``, here as elsewhere: of the UPDATEs up to that serial, these slabs are still in use."""
 
     epoch: Epoch
-    serial: int
+    serial: Number
     last: int = 0
     in_use: InUse = ()
 
@@ -259,7 +372,7 @@ class Applied(Instruction, kind=9):
     versions: dict[str, int]
     last: int = 0
     in_use: InUse = ()
-    serial: int = 0
+    serial: Annotated[int, integer(0, 0)] = 0  # the short form has its own coding
 
     @classmethod
     def at_once(cls, epoch: Epoch, serial: int) -> Applied:
@@ -274,8 +387,8 @@ class Failed(Instruction, kind=10):
     versions: dict[str, int]
     mismatch: bool
     type_name: str
-    message: str
-    traceback: str
+    message: Text
+    traceback: Text
     last: int = 0
     in_use: InUse = ()
 
@@ -322,9 +435,9 @@ class Bye(Instruction, kind=13):
     worker, ``"reading"``: closed, but its model goes on to use leased slabs."""
 
     epoch: Epoch
-    nonce: bytes
-    reason: str
-    message: str
+    nonce: Digest
+    reason: Annotated[str, text(32)]
+    message: Text
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,7 +445,7 @@ class Released(Instruction, kind=14):
     """From a worker that has released leased slabs and has nothing else to report; also after it was superseded."""
 
     epoch: Epoch
-    nonce: bytes
+    nonce: Digest
     last: int
     in_use: InUse
 
@@ -344,10 +457,10 @@ class Again(Instruction, kind=16, max_payload=1):
     UPDATE, or has seen another one since, drops it."""
 
     epoch: Epoch
-    serial: int
-    since: int
-    version: int
-    descriptor: bytes | None
+    serial: Number
+    since: Number
+    version: Number
+    descriptor: Descriptor | None
 
     def expanded(self, part: Part) -> Update:
         """The same as an UPDATE of its one part."""
@@ -359,7 +472,7 @@ class Drop(Instruction, kind=24):
     """A worker that has staged another version, or none, does nothing."""
 
     epoch: Epoch
-    version: int
+    version: Number
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,8 +482,8 @@ class Cast(Instruction, kind=23, max_payload=2 * MAX_MODELS + 1):
     the chunks follow to all subscribers."""
 
     epoch: Epoch
-    since: int
-    excluded: bytes
+    since: Number
+    excluded: Annotated[bytes, blocks(NONCE_END, MAX_EXCLUDED, "eight bytes of each of some nonces")]
     pushed: bool
 
 
@@ -381,8 +494,8 @@ class Verify(Instruction, kind=25):
 
     epoch: Epoch
     number: int
-    worker: int
-    nonce: bytes
+    worker: Index
+    nonce: Digest
     model_id: str
     start: int
 
@@ -394,13 +507,13 @@ class Digests(Instruction, kind=26):
 
     epoch: Epoch
     number: int
-    worker: int
-    nonce: bytes
+    worker: Index
+    nonce: Digest
     version: int
     start: int
-    count: int
-    digests: bytes
-    problem: str = ""
+    count: Annotated[int, integer(0, MAX_ENTRIES)]
+    digests: Annotated[bytes, blocks(DIGEST_BYTES, MAX_DIGESTS * DIGEST_BYTES, f"at most {MAX_DIGESTS} digests")]
+    problem: Text = ""
 
 
 # -- relays ------------------------------------------------------------------------------------------------------------
@@ -414,15 +527,15 @@ class RelayedWorker:
     what it has staged, and holds until COMMIT; of one whose updates wait until they are taken, ``staged`` and ``taken``
     have those that are ready, and the one that is taken."""
 
-    worker: int
-    nonce: bytes
+    worker: Index
+    nonce: Digest
     applied: dict[str, int]
     failed: dict[str, int]
     mismatch: bool = False
     type_name: str = ""
-    message: str = ""
-    traceback: str = ""
-    lost: str = ""
+    message: Text = ""
+    traceback: Text = ""
+    lost: Text = ""
     attempt: int = 0
     slow: bool = False
     held: dict[str, int] = field(default_factory=dict)
@@ -444,10 +557,10 @@ class Relayed(Instruction, kind=20):
     more. A relay begins so with every WELCOME."""
 
     epoch: Epoch
-    number: int
+    number: Number
     whole: bool
     more: bool
-    workers: tuple[RelayedWorker, ...]
+    workers: Annotated[tuple[RelayedWorker, ...], several(RelayedWorker, 0, MAX_RELAYED, "RelayedWorkers")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -467,8 +580,8 @@ class ModelReport:
     that everybody should have (0: none yet)."""
 
     model_id: str
-    nbytes: int
-    digest: bytes | None
+    nbytes: Annotated[int, integer(0, 1 << 42)]
+    digest: Digest | None
     version: int
 
 
@@ -479,19 +592,19 @@ class WorkerReport:
     ``relay`` the index of the one that it is behind. ``staged_version``: the newest that it has ready, or holds until
     COMMIT, without having applied it; ``taken_version``: the one that its user's code has taken; 0: none."""
 
-    index: int
-    state: str
+    index: Index
+    state: Annotated[str, text(16)]
     version: int
     target: int
     lag: int
     last_seen: int | None
     bytes_sent: int
-    reason: str
-    pid: int
+    reason: Annotated[str, text(MAX_REASON)]
+    pid: Index
     local: bool
-    versions: tuple[int | None, ...]
-    role: str = "worker"
-    relay: int | None = None
+    versions: Annotated[tuple[int | None, ...], several(int | None, 0, MAX_REPORTED_MODELS, "versions")]
+    role: Role = "worker"
+    relay: Index | None = None
     staged_version: int = 0
     taken_version: int = 0
 
@@ -515,8 +628,8 @@ class Report(Instruction, kind=19):
 
     token: int
     epoch: Epoch
-    host: str
-    pid: int
+    host: Annotated[str, text(255)]
+    pid: Index
     uptime: int
     version: int
     num_workers: int | None
@@ -525,8 +638,8 @@ class Report(Instruction, kind=19):
     counts: dict[str, int]
     refused: dict[str, int]
     dropped: dict[str, int]
-    models: tuple[ModelReport, ...]
-    workers: tuple[WorkerReport, ...]
+    models: Annotated[tuple[ModelReport, ...], several(ModelReport, 0, MAX_REPORTED_MODELS, "ModelReports")]
+    workers: Annotated[tuple[WorkerReport, ...], several(WorkerReport, 0, MAX_REPORTED, "WorkerReports")]
 
 
 # -- metadata ----------------------------------------------------------------------------------------------------------
@@ -603,160 +716,10 @@ def _unpack(blob: bytes) -> Any:
         raise ProtocolError(f"malformed metadata: {error}") from error
 
 
-# -- checks ------------------------------------------------------------------------------------------------------------
-
-Check = Callable[[Any], Any]
-"""It returns the value that a peer has sent, or raises ProtocolError."""
-
-_repr = Repr()
-_repr.maxstring = _repr.maxother = 60
-
-
-def show(raw: Any) -> str:
-    """For an error message. Not repr(), which is recursive, and the peer chooses how deep."""
-    return _repr.repr(raw)[:200]
-
-
-def is_a(kind: Any, low: int, high: int, what: str, items: Callable[[Any], Iterable[Any]] | None = None) -> Check:
-    """A number from ``low`` to ``high``, or something of such a length; with the checks of its ``items``, a tuple."""
-    is_number = kind in (int, bool)
-
-    def check(raw: Any) -> Any:
-        if type(raw) is not kind or not low <= (raw if is_number else len(raw)) <= high:
-            raise ProtocolError(f"expected {what}, not {show(raw)}")
-        return raw if items is None else tuple(items(raw))
-
-    return check
-
-
-def integer(low: int = 0, high: int = MAX_SERIAL) -> Check:
-    return is_a(int, low, high, f"an integer between {low} and {high}")
-
-
-def text(limit: int) -> Check:
-    return is_a(str, 0, limit, f"a text of at most {limit} characters")
-
-
-def optional(inner: Check, absent: Any = None) -> Check:
-    return lambda raw: raw if raw == absent else inner(raw)
-
-
-def one_of(values: tuple[str, ...]) -> Check:
-    def check(raw: Any) -> Any:
-        if raw not in values:
-            raise ProtocolError(f"expected one of {values}, not {show(raw)}")
-        return raw
-
-    return check
-
-
-def several(item: Check, low: int, high: int, what: str) -> Check:
-    return is_a(list, low, high, f"a list of {low} to {high} {what}", partial(map, item))
-
-
-def mapping(key: Check, value: Check, most: int) -> Check:
-    whole = is_a(dict, 0, most, f"a map of at most {most} names")
-    return lambda raw: {key(k): value(v) for k, v in whole(raw).items()}
-
-
-def each(what: str, *checks: Check) -> Check:
-    """A list with a check of its own for each of its items."""
-    return is_a(list, len(checks), len(checks), what, partial(map, call, checks))
-
-
-def build(cls: Any, raw: Any) -> Any:
-    """An object of a dataclass, from a list of its fields. Raises ProtocolError where one is not as CHECKS has it."""
-    return cls(*_fields(cls)(raw))
-
-
-@cache
-def _fields(cls: Any) -> Check:
-    name = cls.__name__
-    checks = [CHECKS.get(f"{name}.{field.name}") or CHECKS[field.name] for field in fields(cls)]
-    return each(f"the {len(checks)} fields of {name}", *checks)
-
-
-def _list_of(cls: Any, low: int, high: int) -> Check:
-    return several(partial(build, cls), low, high, f"{cls.__name__}s")
-
-
-def _metadata(raw: Any) -> bytes:
+def check_metadata(raw: Any) -> bytes:
+    """What a peer may send as metadata."""
     if type(raw) is not bytes:
         raise ProtocolError(f"expected metadata, as bytes, not {show(raw)}")
     if raw:
         check_encoded(raw)
     return raw
-
-
-def _blocks(size: int, limit: int, what: str) -> Check:
-    def check(raw: Any) -> bytes:
-        if type(raw) is not bytes or len(raw) > limit or len(raw) % size:
-            raise ProtocolError(f"expected {what}, not {show(raw)}")
-        return raw
-
-    return check
-
-
-_u64, _number, _index, _boolean = integer(), integer(1), integer(0, (1 << 31) - 1), is_a(bool, 0, 1, "true or false")
-_name, _text, _digest = text(MAX_NAME), text(MAX_TEXT), is_a(bytes, 16, 16, "16 bytes")
-_counts = mapping(_name, _u64, MAX_MODELS)
-_page = _blocks(DIGEST_BYTES, MAX_DIGESTS * DIGEST_BYTES, f"at most {MAX_DIGESTS} digests of {DIGEST_BYTES} bytes")
-# Half of what fits: a trainer that starts again takes one more than the highest that a worker reports.
-_epoch = each("an epoch", integer(0, MAX_START), _u64)
-
-# A version, or a serial number, begins with 1; 0: there has been none.
-CHECKS: dict[str, Check] = {
-    name: check
-    for check, names in [
-        (
-            _u64,
-            "attempt namespace number restart start upto pushed offset last seq reports token uptime bytes_sent lag",
-        ),
-        (_u64, "lag num_models target base Hello.serial Failed.serial Ping.serial Pong.serial Digests.version"),
-        (_u64, "ModelReport.version WorkerReport.version Report.version staged_version taken_version"),
-        (_number, "version serial since Relayed.number"),
-        (integer(0, 0), "Applied.serial"),  # the short form has its own coding
-        (optional(_u64), "origin last_seen num_workers"),
-        (optional(integer(0, (1 << 32) - 1)), "crc Chunk.base"),
-        (_index, "worker pid index"),
-        (optional(_index), "relay"),
-        (_counts, "versions have applied failed staged held taken counts refused dropped"),
-        (_boolean, "eager packed opens mismatch root whole more slow local takes Cast.pushed"),
-        (_text, "message traceback lost problem"),
-        (_name, "model_id type_name"),
-        (text(255), "host"),
-        (text(64), "boot"),
-        (text(32), "Bye.reason"),
-        (text(16), "state"),
-        (text(MAX_REASON), "reason"),
-        (one_of(ROLES), "role"),
-        (_epoch, "epoch"),
-        (optional(_epoch), "Hello.epoch"),
-        (_digest, "nonce digest"),
-        (optional(_digest), "ModelReport.digest"),
-        (mapping(_name, _digest, MAX_MODELS), "digests"),
-        (mapping(_name, optional(_digest, b""), MAX_MODELS), "models"),
-        (_page, "Digests.digests"),
-        (_blocks(NONCE_END, MAX_EXCLUDED, "eight bytes of each of some nonces"), "excluded"),
-        (integer(0, MAX_ENTRIES), "count"),
-        (integer(0, 0xFFFF), "codecs fanout"),
-        (integer(0, 1 << 42), "nbytes"),
-        (integer(0, MAX_CHUNK), "size"),
-        (integer(0, MAX_MODELS), "part"),
-        (integer(0, MAX_SOURCES), "source"),
-        (integer(APPLY, COMMIT), "phase"),
-        (optional(is_a(bytes, 0, MAX_DESCRIPTOR, f"a descriptor of at most {MAX_DESCRIPTOR} bytes")), "descriptor"),
-        (_metadata, "metadata"),
-        (several(_name, 1, MAX_MODELS, "names of models"), "names"),
-        (several(text(255), 0, MAX_SOURCES, "addresses"), "sources"),
-        (several(_u64, 0, MAX_MODELS, "versions"), "bases"),
-        (several(optional(_u64), 0, MAX_REPORTED_MODELS, "versions"), "WorkerReport.versions"),
-        (several(each("a model's name and a version", _name, _number), 0, MAX_IN_USE, "leased slabs"), "in_use"),
-        (_list_of(Part, 1, MAX_MODELS), "parts"),
-        (_list_of(RelayedWorker, 0, MAX_RELAYED), "Relayed.workers"),
-        (_list_of(ModelReport, 0, MAX_REPORTED_MODELS), "Report.models"),
-        (_list_of(WorkerReport, 0, MAX_REPORTED), "Report.workers"),
-    ]
-    for name in names.split()
-}
-"""What a peer may send in each field, by its name, or by its class's and its own. Each check returns the value."""
