@@ -533,6 +533,9 @@ class BusCore:
             self.calls.begin(version, None if staged.workers is None else sorted(staged.workers), sorted(staged.models))
         await link.wait_applied(version, workers, models, timeout, link.loop.time(), self.calls, quorum)
 
+    def drop_staged(self, version: int) -> None:
+        self.trainer_link().drop_staged(version)
+
     def _check_awaited(
         self, version: int, worker_ids: Workers, timeout: float, quorum: int | None
     ) -> tuple[TrainerLink, list[int] | None]:

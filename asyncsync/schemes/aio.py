@@ -101,7 +101,7 @@ class Bus(BusCore):
 
     async def drop(self, version: int) -> None:
         """What is staged goes to nobody; see :meth:`WeightSyncScheme.drop`."""
-        self.trainer_link().drop_staged(version)
+        self.drop_staged(version)
 
     async def wait_version(
         self, version: int, worker_ids: Workers = None, timeout: float = DEFAULT_TIMEOUT, *, quorum: int | None = None
@@ -146,6 +146,7 @@ class WeightSyncScheme(Scheme):
     """One model's weights, kept in step by coroutines on the caller's event loop."""
 
     bus_class: ClassVar[type[BusCore]] = Bus
+    own_bus_class: ClassVar[type[BusCore]] = Bus
     is_blocking: ClassVar[bool] = False
 
     __enter__, __exit__, __aenter__, __aexit__ = _refuse, _refuse, _begin, _end
@@ -242,7 +243,7 @@ class WeightSyncScheme(Scheme):
             NotConnected, ClosedError, Fenced: this sender cannot publish.
         """
         self._check_open()
-        return await self._publish(weights, worker_ids, metadata)
+        return await self._bus.announce({self.topic: weights}, worker_ids, metadata)
 
     async def stage(self, weights: Any = None, worker_ids: Workers = None, *, metadata: Metadata = None) -> int:
         """The first of two phases: snapshot the weights and bring them to the workers, which check them and keep them
@@ -255,7 +256,7 @@ class WeightSyncScheme(Scheme):
             The version.
         """
         self._check_open()
-        return await self._publish(weights, worker_ids, metadata, stages=True)
+        return await self._bus.announce({self.topic: weights}, worker_ids, metadata, stages=True)
 
     async def wait_staged(
         self, version: int, worker_ids: Workers = None, timeout: float = DEFAULT_TIMEOUT, *, quorum: int | None = None
@@ -276,7 +277,7 @@ class WeightSyncScheme(Scheme):
             ClosedError, Fenced: this side has ended.
         """
         self._check_open()
-        await self._wait_staged(version, worker_ids, timeout, quorum)
+        await self._bus.await_staged(version, worker_ids, timeout, [self.topic], quorum)
 
     async def commit(
         self, version: int, worker_ids: Workers = None, timeout: float = DEFAULT_TIMEOUT, *, quorum: int | None = None
@@ -288,7 +289,7 @@ class WeightSyncScheme(Scheme):
             ValueError: the version is not staged (any more); the message says what there is instead.
         """
         self._check_open()
-        await self._commit(version, worker_ids, timeout, quorum)
+        await self._bus.commit_and_wait(version, worker_ids, timeout, [self.topic], quorum)
 
     async def drop(self, version: int) -> None:
         """What is staged goes to nobody: the workers release it.
@@ -297,7 +298,7 @@ class WeightSyncScheme(Scheme):
             ValueError: the version is not staged (any more); the message says what there is instead.
         """
         self._check_open()
-        self._drop(version)
+        self._bus.drop_staged(version)
 
     async def wait_version(
         self, version: int, worker_ids: Workers = None, timeout: float = DEFAULT_TIMEOUT, *, quorum: int | None = None
@@ -320,7 +321,7 @@ class WeightSyncScheme(Scheme):
             ClosedError, Fenced: this side has ended.
         """
         self._check_open()
-        await self._wait_version(version, worker_ids, timeout, quorum)
+        await self._bus.await_version(version, worker_ids, timeout, [self.topic], quorum)
 
     async def verify(
         self, worker_ids: Workers = None, timeout: float = DEFAULT_TIMEOUT
@@ -346,7 +347,7 @@ class WeightSyncScheme(Scheme):
             NotConnected, ClosedError, Fenced: this sender cannot ask.
         """
         self._check_open()
-        return await self._verify(worker_ids, timeout)
+        return await self._bus.verify_model(self.topic, worker_ids, timeout)
 
     async def wait_lag(self, max_lag: int, timeout: float = DEFAULT_TIMEOUT) -> int:
         """Receiver: wait until this worker is not too far behind.
@@ -369,7 +370,7 @@ class WeightSyncScheme(Scheme):
             NotConnected, ClosedError, Fenced: there is no sender to ask, or this side has ended.
         """
         self._check_open()
-        return await self._wait_lag(max_lag, timeout)
+        return await self._bus.await_lag([self.topic], max_lag, timeout)
 
     async def send_async(
         self,
@@ -399,7 +400,7 @@ class WeightSyncScheme(Scheme):
             ValueError, TypeError, MemoryError, ClosedError, Fenced: as :meth:`publish`.
         """
         self._check_open()
-        return await self._send(weights, worker_ids, timeout, metadata, quorum)
+        return await self._bus.announce_and_wait({self.topic: weights}, worker_ids, timeout, metadata, quorum)
 
     def send(self, weights: Any = None, worker_ids: Workers = None) -> None:
         """Not here: this is the asyncio API.

@@ -208,6 +208,7 @@ class WeightSyncScheme(Scheme):
     """
 
     bus_class: ClassVar[type[BusCore]] = Bus
+    own_bus_class: ClassVar[type[BusCore]] = Bus
     is_blocking: ClassVar[bool] = True
     _bus: Bus
     __enter__, __exit__ = _begin, _end

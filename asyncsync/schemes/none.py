@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import nullcontext
-from typing import Any, NoReturn, TypeVar
+from typing import Any, ClassVar, NoReturn, TypeVar
 
-from asyncsync.arguments import as_version, check_forward
-from asyncsync.bus.core import Metadata
-from asyncsync.bus.status import BusStatus
+from asyncsync.bus.core import BusCore, Metadata
 from asyncsync.bus.verifying import Differences
 from asyncsync.schemes import aio, blocking
 from asyncsync.schemes.scheme import Scheme, register
@@ -18,12 +15,67 @@ from asyncsync.wire.messages import Shown, decode_metadata, encode_metadata
 T = TypeVar("T")
 
 
+class CountingCore(BusCore):
+    """A bus over which nothing travels: it counts publications, and waits for nobody."""
+
+    _encoded = b""
+
+    async def announce(self, weights: Any, worker_ids: Any, metadata: Metadata, *, stages: bool = False) -> int:
+        self._encoded = encode_metadata(metadata)
+        self.carried += 1
+        return self.carried
+
+    async def announce_and_wait(
+        self, weights: Any, worker_ids: Any, timeout: float, metadata: Metadata, quorum: int | None = None
+    ) -> int:
+        return await self.announce(weights, worker_ids, metadata)
+
+    async def await_version(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    await_staged = commit_and_wait = await_version
+
+    def drop_staged(self, version: int) -> None:
+        pass
+
+    async def verify_model(self, *args: Any, **kwargs: Any) -> Differences:
+        return {}
+
+    async def await_lag(self, *args: Any, **kwargs: Any) -> int:
+        return self.carried
+
+    def hold_of(self, models: Any) -> Any:
+        return nullcontext(Shown(self.version, self.metadata_of(models)))
+
+    def metadata_of(self, models: Any) -> dict[str, Any]:
+        return decode_metadata(self._encoded)
+
+    def _check_counts(self) -> None:
+        pass
+
+    def _carry_on(self, version: int) -> None:
+        super()._carry_on(version)
+        self._encoded = b""
+
+
+class CountingBus(CountingCore, aio.Bus):
+    """The same with the API of asyncio."""
+
+
+class BlockingCountingBus(CountingCore, blocking.Bus):
+    """The same with the blocking API."""
+
+    def run_on_loop(self, make: blocking.Make[T]) -> T:
+        return blocking.now(make())
+
+    def take_here(self, weights: Any, workers: list[int] | None) -> Any:
+        return weights
+
+
 class NoSyncCore(Scheme):
     """What both APIs have in common. Nothing is awaited, and nothing is taken from the caller's source."""
 
     takes_part = False
-    _count = 0
-    _encoded = b""
 
     def _check_connect(self, *given: Any) -> None:
         self._check_open()
@@ -39,32 +91,6 @@ class NoSyncCore(Scheme):
             self._worker_idx = worker_idx
         self.is_registered = True
 
-    async def _publish(self, weights: Any, worker_ids: Any, metadata: Metadata, *, stages: bool = False) -> int:
-        self._encoded = encode_metadata(metadata)
-        self._count += 1
-        return self._count
-
-    async def _send(self, weights: Any, worker_ids: Any, timeout: float, metadata: Metadata, quorum: Any) -> int:
-        return await self._publish(weights, worker_ids, metadata)
-
-    async def _wait_version(self, *given: Any) -> None:
-        pass
-
-    async def _wait_staged(self, *given: Any) -> None:
-        pass
-
-    async def _commit(self, *given: Any) -> None:
-        pass
-
-    def _drop(self, version: int) -> None:
-        pass
-
-    async def _verify(self, *given: Any) -> Differences:
-        return {}
-
-    async def _wait_lag(self, *given: Any) -> int:
-        return self._count
-
     async def _receive(self, *given: Any) -> None:
         self._check_open()
 
@@ -74,43 +100,12 @@ class NoSyncCore(Scheme):
     def check_takes(self) -> NoReturn:
         raise RuntimeError("NoWeightSyncScheme has no weights to take")
 
-    def hold(self) -> Any:
-        """A block; there is nothing to keep out."""
-        self._check_open()
-        return nullcontext(Shown(self.version, self.metadata))
-
-    @property
-    def metadata(self) -> dict[str, Any]:
-        """Of what was counted last."""
-        return decode_metadata(self._encoded)
-
-    @property
-    def version(self) -> int:
-        """How often weights were published."""
-        return self._count
-
-    def state_dict(self) -> dict[str, int]:
-        """``{"version": …}``, as of every scheme."""
-        return {"version": self._count}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Count on from the version of a checkpoint.
-
-        Raises:
-            ValueError: this is no such state, or it would take the version back.
-        """
-        version = as_version(state)
-        check_forward(version, self._count)
-        self._count, self._encoded = version, b""
-
-    def status(self) -> BusStatus:
-        """Empty: no worker is connected."""
-        return BusStatus({}, {})
-
 
 class NoWeightSyncScheme(NoSyncCore, aio.WeightSyncScheme):
     """A scheme that moves nothing: ``connect`` returns at once, ``publish`` only counts, ``receive`` returns None, and
     ``fetch`` raises RuntimeError. It takes no part in a ``bus=`` that it is given, and counts by itself."""
+
+    own_bus_class: ClassVar[type[BusCore]] = CountingBus
 
     def create_transport(self, **kwargs: Any) -> ZMQTransport:
         """A transport that moves nothing, either."""
@@ -121,22 +116,15 @@ class BlockingNoSync(NoSyncCore, blocking.WeightSyncScheme):
     """A scheme that moves nothing: ``connect`` returns at once, ``send`` only counts, ``receive`` returns None, and
     ``fetch`` raises RuntimeError. It takes no part in a ``bus=`` that it is given, and counts by itself."""
 
+    own_bus_class: ClassVar[type[BusCore]] = BlockingCountingBus
+
     def create_transport(self, **kwargs: Any) -> BlockingZMQTransport:
         """A transport that moves nothing, either."""
         return BlockingZMQTransport()
 
-    def run_on_loop(self, make: blocking.Make[T]) -> T:
-        return blocking.now(make())
-
     @staticmethod
     async def _awaitable(make: blocking.Make[T]) -> T:
         return await make()
-
-    def take_here(self, weights: Any, workers: list[int] | None) -> None:
-        return None
-
-    def _deliver(self, make: blocking.Make[T]) -> T:
-        return self.run_on_loop(make)
 
 
 register("none", NoWeightSyncScheme, BlockingNoSync, "direct")

@@ -27,10 +27,9 @@ from torch import nn
 from asyncsync.arguments import check_processes, check_timeout, checked, declared, options_of, refuse_misspelt
 from asyncsync.bus.applying import Mark
 from asyncsync.bus.carrier import Carrier, Source, Taken
-from asyncsync.bus.core import BusCore, BusOptions, Metadata, Workers
+from asyncsync.bus.core import BusCore, BusOptions
 from asyncsync.bus.status import BusStatus
 from asyncsync.bus.trainer import TrainerLink
-from asyncsync.bus.verifying import Differences
 from asyncsync.bus.worker import WorkerLink
 from asyncsync.errors import AckTimeout, ClosedError, NotConnected, WeightSyncError
 from asyncsync.model.bound_model import BoundModel, Selection
@@ -69,7 +68,8 @@ def register(backend: str, asyncio_class: type[Any], blocking_class: type[Any], 
 class Scheme(ABC):
     """What a scheme is, whichever API is put over it."""
 
-    bus_class: ClassVar[type[BusCore]]
+    bus_class: ClassVar[type[BusCore]]  # of this API
+    own_bus_class: ClassVar[type[BusCore]]
     is_blocking: ClassVar[bool]
     takes_part: ClassVar[bool] = True  # in a bus that it shares
     _adopts: ClassVar[bool] = False  # whether Parameters may get their memory in a slab
@@ -101,7 +101,7 @@ class Scheme(ABC):
         if bus is None:
             if self._is_introduced and of_bus["endpoint"] is None:
                 of_bus["endpoint"] = INTRODUCED
-            bus = self.bus_class(**of_bus)
+            bus = self.own_bus_class(**of_bus)
         elif any(value != BUS_OPTIONS[name] for name, value in of_bus.items() if name != "num_workers"):
             raise ValueError(
                 "endpoint, connect, min_workers, allow_plaintext, keys, fanout, metrics_port, tracing, compress and "
@@ -114,7 +114,7 @@ class Scheme(ABC):
                 "or both asynchronous"
             )
         elif not self.takes_part:
-            bus = self.bus_class(num_workers=of_bus["num_workers"])
+            bus = self.own_bus_class(num_workers=of_bus["num_workers"])
         elif of_bus["num_workers"] is not None:
             bus.agree_on_workers(of_bus["num_workers"], private=False)
         self._bus = bus
@@ -453,7 +453,7 @@ class Scheme(ABC):
 
     def take_over(self, original: Scheme) -> None:
         # This scheme was made from original: be initialised as that is.
-        self._bus = original.bus.twin(self.bus_class)
+        self._bus = original.bus.twin(self.own_bus_class)
         role = original.role
         if role is None or original.pid != os.getpid():
             return
@@ -794,32 +794,6 @@ class Scheme(ABC):
         link = self._bus.link
         layout = link.publishing.latest_layout(self.topic) if isinstance(link, TrainerLink) else None
         return None if layout is None else set(layout.paths)
-
-    async def _publish(self, weights: Any, worker_ids: Workers, metadata: Metadata, *, stages: bool = False) -> int:
-        return await self._bus.announce({self.topic: weights}, worker_ids, metadata, stages=stages)
-
-    async def _send(
-        self, weights: Any, worker_ids: Workers, timeout: float, metadata: Metadata, quorum: int | None
-    ) -> int:
-        return await self._bus.announce_and_wait({self.topic: weights}, worker_ids, timeout, metadata, quorum)
-
-    async def _wait_version(self, version: int, worker_ids: Workers, timeout: float, quorum: int | None) -> None:
-        await self._bus.await_version(version, worker_ids, timeout, [self.topic], quorum)
-
-    async def _wait_staged(self, version: int, worker_ids: Workers, timeout: float, quorum: int | None) -> None:
-        await self._bus.await_staged(version, worker_ids, timeout, [self.topic], quorum)
-
-    async def _commit(self, version: int, worker_ids: Workers, timeout: float, quorum: int | None) -> None:
-        await self._bus.commit_and_wait(version, worker_ids, timeout, [self.topic], quorum)
-
-    def _drop(self, version: int) -> None:
-        self._bus.trainer_link().drop_staged(version)
-
-    async def _verify(self, worker_ids: Workers, timeout: float) -> Differences:
-        return await self._bus.verify_model(self.topic, worker_ids, timeout)
-
-    async def _wait_lag(self, max_lag: int, timeout: float) -> int:
-        return await self._bus.await_lag([self.topic], max_lag, timeout)
 
     # -- what is received ----------------------------------------------------------------------------------------------
 
