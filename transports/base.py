@@ -69,7 +69,7 @@ class TransportCore(Carrier):
         # Let the documented methods act for this scheme; init_on_sender and init_on_receiver call this.
         self._scheme = weakref.ref(scheme)
 
-    def _bound(self, role: str | None = None) -> Any:
+    def _bound(self, role: str) -> Any:
         """The scheme, if it has this role and the same API."""
         scheme = None if self._scheme is None else self._scheme()
         if scheme is None:
@@ -83,15 +83,9 @@ class TransportCore(Carrier):
                 f"the methods of {type(scheme).__name__} are {kind}, those of its {type(self).__name__} are not: have "
                 f"create_transport return a TransportBackend of {api}, or call the scheme's own send and receive"
             )
-        if role is not None and scheme.role != role:
+        if scheme.role != role:
             raise RuntimeError(f"this is the {scheme.role}'s transport; call this on the {role}'s")
         return scheme
-
-
-class OwnTransport(TransportCore):
-    """A transport of the library's own, whose slabs come as chunks or are attached: the bus never calls ``fetch``."""
-
-    fetch = TransportCore.fetch
 
 
 class TransportBackend(TransportCore, ABC):
@@ -153,9 +147,8 @@ class TransportBackend(TransportCore, ABC):
             NotConnected: this transport belongs to no scheme, or its scheme is not connected.
             ClosedError, Fenced: no update will come any more.
         """
-        scheme = self._bound("receiver")
-        destination = Destination(scheme, weights, model, strategy)
-        return await self._take(destination, await scheme.receive(timeout))
+        destination = Destination(self._bound("receiver"), weights, model, strategy)
+        return await self._take(destination, await destination.scheme.receive(timeout))
 
     async def setup_connection_and_weights_on_sender(self) -> None:
         """Connect the sender: as the scheme's ``connect()``, and raises the same exceptions."""
@@ -182,13 +175,12 @@ class TransportBackend(TransportCore, ABC):
             SchemaMismatch: ``weights`` or ``model`` does not fit; neither was changed.
             NotConnected, ClosedError, Fenced, ValueError, TypeError: as ``connect`` and :meth:`receive_weights`.
         """
-        scheme = self._bound("receiver")
-        destination = Destination(scheme, weights, model, strategy)
-        await scheme.connect(worker_idx=worker_idx)
-        return await self._take(destination, await scheme.current_weights())
+        destination = Destination(self._bound("receiver"), weights, model, strategy)
+        await destination.scheme.connect(worker_idx=worker_idx)
+        return await self._take(destination, await destination.scheme.current_weights())
 
     async def _take(self, destination: Destination, received: TensorDict | None) -> Any:
-        link = self._bound().bus.link
+        link = destination.scheme.bus.link
         if received is None or link is None or link.closed:
             return destination.take(received)
         # Large weights are copied in a thread, and a cancellation does not interrupt the copy.
@@ -238,9 +230,8 @@ class BlockingTransportBackend(TransportCore):
         (a TensorDict with the same entries) and returns that; None if nothing has arrived within ``timeout``. ``model``
         and ``strategy`` are None, because the bus applies the weights.
         """
-        scheme = self._bound("receiver")
-        destination = Destination(scheme, weights, model, strategy)
-        return destination.take(self._received(scheme, timeout))
+        destination = Destination(self._bound("receiver"), weights, model, strategy)
+        return destination.take(self._received(destination.scheme, timeout))
 
     def _received(self, scheme: Any, timeout: float | None) -> Any:
         return scheme.receive(timeout)
@@ -267,8 +258,8 @@ class BlockingTransportBackend(TransportCore):
         The library calls an overriding method while the scheme connects, and ignores its result: the initial weights
         come through ``receive_weights``.
         """
-        scheme = self._bound("receiver")
-        destination = Destination(scheme, weights, model, strategy)
+        destination = Destination(self._bound("receiver"), weights, model, strategy)
+        scheme = destination.scheme
         scheme.connect(worker_idx=worker_idx)
         return destination.take(scheme.bus.run_on_loop(scheme.current_weights))
 
@@ -280,7 +271,7 @@ class Destination:
     def __init__(self, scheme: Any, weights: Any, model: Any, strategy: str | WeightStrategy | None) -> None:
         if weights is not None and not isinstance(weights, TensorDictBase | MutableMapping):
             raise TypeError(f"weights must be a TensorDict or a dict of tensors to fill, not {type(weights).__name__}")
-        self._scheme = scheme
+        self.scheme = scheme
         self._before = scheme.last_returned
         self.weights = weights
         self.strategy = scheme.strategy if strategy is None else resolve_strategy(strategy)
@@ -293,11 +284,11 @@ class Destination:
         raises, the update counts as not returned yet; if it does not fit, nothing was changed."""
         if received is None:
             return None
-        mark = self._scheme.last_returned
+        mark = self.scheme.last_returned
         try:
             return self._take(received)
         except BaseException:
-            self._scheme.take_back(mark, self._before)
+            self.scheme.take_back(mark, self._before)
             raise
 
     def _take(self, received: TensorDictBase) -> Any:
@@ -315,7 +306,7 @@ class Destination:
         if self.model is not None and type(self.strategy).apply_weights is not WeightStrategy.apply_weights:
             self.strategy.apply_weights(self.model, received)
         elif self.model is not None:
-            Binding(self.model, self.strategy, selection=self._scheme.selection).prepare_flat(flat).apply_now()
+            Binding(self.model, self.strategy, selection=self.scheme.selection).prepare_flat(flat).apply_now()
         if buffer is None:
             return received
         with torch.no_grad():

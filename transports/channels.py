@@ -33,7 +33,7 @@ from tensordict import TensorDict
 
 from asyncsync.bus.carrier import Carrier, Failed
 from asyncsync.errors import NotConnected, SchemaMismatch
-from asyncsync.runtime.threads import WorkThread, as_exception, elsewhere, finish, settle
+from asyncsync.runtime.threads import WorkThread, as_exception, call_soon, elsewhere, finish, settle
 from asyncsync.transports.base import BlockingTransportBackend, TransportCore, check_fit
 from asyncsync.weights.copying import copy_tensors, normal_tensors
 from asyncsync.weights.layout import Layout
@@ -217,11 +217,8 @@ class _WorkerChannel:
         slab = dispatch.slab
         assert slab is not None
         weights = tagged(slab.copy(), dispatch.descriptor)
-        try:
-            loop.call_soon_threadsafe(dispatch.release)
-        except RuntimeError:
-            return  # the loop is closed: nobody waits for this any more
-        transport.send_weights(weights)
+        if call_soon(loop, dispatch.release):  # else the loop is closed: nobody waits for this any more
+            transport.send_weights(weights)
 
 
 class ChannelSender(Carrier):

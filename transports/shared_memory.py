@@ -55,13 +55,7 @@ from asyncsync.arguments import check_timeout
 from asyncsync.errors import WeightSyncError
 from asyncsync.model.gate import any_applying
 from asyncsync.net.processes import shortage
-from asyncsync.transports.base import (
-    BlockingTransportBackend,
-    OwnTransport,
-    TransportBackend,
-    TransportCore,
-    in_sync_as,
-)
+from asyncsync.transports.base import BlockingTransportBackend, TransportBackend, TransportCore, in_sync_as
 from asyncsync.weights.copying import copy_tensors, normal_tensors
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import FOREIGN, Slab, SlabPool
@@ -687,7 +681,7 @@ os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, 
 # -- the transports ----------------------------------------------------------------------------------------------------
 
 
-class SlotTransport(OwnTransport):
+class SlotTransport(TransportCore):
     """Moves slabs through slots of shared memory: the base of both APIs' transports.
 
     Args:
@@ -697,6 +691,7 @@ class SlotTransport(OwnTransport):
     """
 
     pool: WeightSlots
+    fetch = TransportCore.fetch  # the bus never calls it: slabs are attached
 
     def __init__(self, slots: int = SLOTS, map_above: int = COPY_BYTES) -> None:
         self.pool = WeightSlots(slots, map_above)

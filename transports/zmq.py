@@ -18,18 +18,20 @@ Usage, in a scheme of one's own::
 
 from __future__ import annotations
 
-from asyncsync.transports.base import BlockingTransportBackend, OwnTransport, TransportBackend, in_sync_as
+from asyncsync.transports.base import BlockingTransportBackend, TransportBackend, TransportCore, in_sync_as
 from asyncsync.transports.shared_memory import COPY_BYTES, SLOTS, ReceivedPool, SlotTransport
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab, SlabPool
 
 
-class ChunkTransport(OwnTransport):
+class ChunkTransport(TransportCore):
     """The bus's own transport: the base of both APIs' transports.
 
     Args:
         map_above: above so many bytes, a module's Parameters may lie in the received weights' memory.
     """
+
+    fetch = TransportCore.fetch  # the bus never calls it: slabs come as chunks
 
     def __init__(self, map_above: int = COPY_BYTES) -> None:
         self.map_above = map_above
