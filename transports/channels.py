@@ -23,7 +23,6 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -33,7 +32,7 @@ from tensordict import TensorDict
 
 from asyncsync.bus.carrier import Carrier, Failed
 from asyncsync.errors import NotConnected, SchemaMismatch
-from asyncsync.runtime.threads import WorkThread, as_exception, call_soon, elsewhere, finish, settle
+from asyncsync.runtime.threads import WorkThread, as_exception, call_soon, elsewhere, finish
 from asyncsync.transports.base import BlockingTransportBackend, TransportCore, check_fit
 from asyncsync.weights.copying import copy_tensors, normal_tensors
 from asyncsync.weights.layout import Layout
@@ -57,14 +56,14 @@ def is_channel(transport: Any) -> bool:
     """True for a blocking transport of a user's own, False for one that the bus can use as it is. Raises TypeError:
     neither."""
     kind = type(transport)
-    if isinstance(transport, TransportCore):
-        own = [n for n in ("send_weights", "receive_weights") if _is_own(kind, n)]
-        if not own or kind.fetch is not TransportCore.fetch or not isinstance(transport, BlockingTransportBackend):
-            return False
-    else:
-        own = [n for n in ("send_weights", "receive_weights") if callable(getattr(transport, n, None))]
-        if not own:
-            raise TypeError(f"create_transport must return a BlockingTransportBackend, not {kind.__name__}")
+    is_backend = isinstance(transport, BlockingTransportBackend) and kind.fetch is TransportCore.fetch
+    if isinstance(transport, TransportCore) and not is_backend:
+        return False
+    own = [name for name in ("send_weights", "receive_weights") if own_method(transport, name) is not None]
+    if not own and is_backend:
+        return False
+    if not own:
+        raise TypeError(f"create_transport must return a BlockingTransportBackend, not {kind.__name__}")
     if len(own) < 2:
         missing = "receive_weights" if own == ["send_weights"] else "send_weights"
         raise TypeError(f"{kind.__name__} has {own[0]}, but no {missing} of its own; a blocking transport needs both")
@@ -77,14 +76,10 @@ def is_channel(transport: Any) -> bool:
     return True
 
 
-def _is_own(kind: type, name: str) -> bool:
-    return getattr(kind, name) is not getattr(BlockingTransportBackend, name, None)
-
-
-def setup_of(transport: Any, name: str) -> Callable[..., Any] | None:
+def own_method(transport: Any, name: str) -> Callable[..., Any] | None:
     """The user's own method of this name, if there is one."""
-    method = getattr(transport, name, None)
-    if isinstance(transport, BlockingTransportBackend) and not _is_own(type(transport), name):
+    method, inherited = getattr(transport, name, None), getattr(BlockingTransportBackend, name)
+    if isinstance(transport, BlockingTransportBackend) and getattr(type(transport), name) is inherited:
         return None
     return method if callable(method) else None
 
@@ -201,7 +196,7 @@ class _WorkerChannel:
     # in the thread
 
     def _connect(self) -> None:
-        if self.connected_to is None and (setup := setup_of(self.transport, SENDER_SETUP)) is not None:
+        if self.connected_to is None and (setup := own_method(self.transport, SENDER_SETUP)) is not None:
             setup()
             self.connected_to = b""
 
@@ -211,7 +206,7 @@ class _WorkerChannel:
         transport = self.transport
         if self.connected_to == b"":
             self.connected_to = dispatch.incarnation
-        elif self.connected_to != dispatch.incarnation and (setup := setup_of(transport, SENDER_SETUP)) is not None:
+        elif self.connected_to != dispatch.incarnation and (setup := own_method(transport, SENDER_SETUP)) is not None:
             setup()
             self.connected_to = dispatch.incarnation
         slab = dispatch.slab
@@ -257,7 +252,7 @@ class ChannelSender(Carrier):
             self._by_worker[worker].put(_Dispatch(slab.retain(), descriptor, incarnation, failed))
 
     def start_channel(self, worker: int | None) -> None:
-        if self._fixed and setup_of(self._by_worker[0].transport, SENDER_SETUP) is not None:
+        if self._fixed and own_method(self._by_worker[0].transport, SENDER_SETUP) is not None:
             for channel in self._by_worker.values():
                 channel.connect()
 
@@ -317,34 +312,22 @@ Message = dict[str, torch.Tensor]
 """What came through the channel: tensors by their dotted names, the tag among them."""
 
 
-@dataclass(eq=False)
-class _Request:
-    """A slab that a fetch waits for."""
-
-    descriptor: bytes
-    slab: Slab
-    until: float
-    done: asyncio.Future[None]
-
-
 class ChannelReceiver(Carrier):
-    """A receiver's blocking transport: ``channel`` is the user's."""
+    """A receiver's blocking transport: ``channel`` is the user's, and is called in a thread of this object's."""
 
     def __init__(self, channel: Any) -> None:
         self.channel = channel
         self.supports_timeout = bool(getattr(channel, "supports_timeout", True))
         self._worker: int | None = None
-        self._lock = threading.Lock()
-        # Under the lock:
-        self._wanted: _Request | None = None
-        self._ahead: Message | None = None
+        self._thread = WorkThread("asyncsync-receive")
+        self._setup: asyncio.Future[Exception | None] | None = None
+        self._receiving: asyncio.Future[Message | None] | None = None  # the last call of the user's method
+        self._ahead: Message | None = None  # the last message, until it is fetched
+        self._replaced: asyncio.Future[None] | None = None  # done when the fetch that waits is not the newest any more
         self._closed = False
         # The thread's own:
         self._buffer: tuple[bytes, TensorDict] | None = None  # with its layout's digest
         self._setup_error: Exception | None = None
-
-        self._thread = WorkThread("asyncsync-receive")
-        self._setup: asyncio.Future[Exception | None] | None = None
 
     # -- on the loop --------------------------------------------------------------------------------------------------
 
@@ -370,35 +353,45 @@ class ChannelReceiver(Carrier):
         loop = asyncio.get_running_loop()
         patience = deadline - loop.time()
         patience -= min(MARGIN, patience / 10)
-        request = _Request(descriptor, slab, time.monotonic() + patience, loop.create_future())
-        with self._lock:
-            replaced, self._wanted = self._wanted, request
-            ahead = self._ahead
-            if ahead is not None and _tag(ahead) == descriptor:
-                self._wanted = self._ahead = None
-            else:
-                ahead = None
-        if ahead is not None:
-            # The message came before its instruction. The receiving thread may be waiting for another one.
-            threading.Thread(target=self._deliver, args=(request, ahead), name="asyncsync-copy", daemon=True).start()
-        elif not self._closed:
-            self._thread.submit(partial(self._receive, request))
-        if replaced is not None:
-            settle(replaced.done, error=TimeoutError("a newer update has replaced this one"))
-        try:
-            await asyncio.wait([request.done], timeout=patience)
-        finally:
-            with self._lock:
-                is_taken = self._wanted is not request
-                if not is_taken:
-                    self._wanted = None
-            if is_taken:  # the thread writes into the slab, which must not be released before that has ended
-                with suppress(Exception):
-                    await finish(request.done)
-        # Not result(), which would take the traceback from an exception that has been raised already.
-        failure = request.done.exception() if request.done.done() else TimeoutError(self._nothing(patience))
-        if failure is not None:
-            raise failure
+        until = loop.time() + patience
+        if self._replaced is not None:
+            self._replaced.set_result(None)
+        self._replaced = replaced = loop.create_future()
+        while (message := self._ahead) is None or _tag(message) != descriptor:
+            if (remaining := until - loop.time()) <= 0 or self._closed:
+                raise TimeoutError(self._nothing(patience))
+            receiving, is_own = self._receiving, False
+            if receiving is None or receiving.done():
+                receiving, is_own = self._receive_next(slab.layout, remaining), True
+            await asyncio.wait({receiving, replaced}, timeout=remaining, return_when=asyncio.FIRST_COMPLETED)
+            if replaced.done():
+                raise TimeoutError("a newer update has replaced this one")
+            if not receiving.done():
+                continue
+            # Not result(), which would take the traceback from an exception that has been raised already.
+            if (error := receiving.exception()) is not None:
+                raise as_exception(error)
+            if receiving.result() is None and is_own:
+                raise TimeoutError(f"receive_weights returned None; {self._nothing(remaining)}")
+        self._ahead = None
+        fill = partial(self._fill, slab, message)
+        # Cancelled, both raise when the slab is not written any more.
+        if self._receiving is None or self._receiving.done():
+            await finish(self._thread.submit(fill))
+        else:  # the message came before its instruction, and the thread is waiting for another one
+            await elsewhere("asyncsync-copy", fill)
+
+    def _receive_next(self, layout: Layout, seconds: float) -> asyncio.Future[Message | None]:
+        if self._ahead is not None:
+            self._buffer = None  # it may be that message's memory
+        self._receiving = receiving = self._thread.submit(partial(self._receive, layout, seconds))
+        receiving.add_done_callback(self._received)
+        return receiving
+
+    def _received(self, receiving: asyncio.Future[Message | None]) -> None:
+        if not receiving.cancelled() and receiving.exception() is None and (message := receiving.result()) is not None:
+            # If it is not what is fetched now, it is older; or it is newer, and its instruction is on the way.
+            self._ahead = message
 
     def _nothing(self, seconds: float) -> str:
         return (
@@ -421,41 +414,22 @@ class ChannelReceiver(Carrier):
 
     def _set_up(self) -> Exception | None:
         try:
-            method = setup_of(self.channel, RECEIVER_SETUP)
+            method = own_method(self.channel, RECEIVER_SETUP)
             if method is not None:
                 method(worker_idx=self._worker, weights=None, model=None, strategy=None)
         except BaseException as error:
             self._setup_error = as_exception(error)
         return self._setup_error
 
-    def _receive(self, request: _Request) -> None:
-        """Until the request is answered, has expired, or another has taken its place."""
-        try:
-            if self._setup_error is not None:
-                raise self._setup_error
-            while self._wanted is request and not self._closed:
-                if (remaining := request.until - time.monotonic()) <= 0:
-                    return
-                self._receive_one(request, remaining)
-        except BaseException as error:
-            # A failure of the channel is one of the fetch that waits.
-            with self._lock:
-                waiting, self._wanted = self._wanted, None
-            if waiting is not None:
-                settle(waiting.done, error=as_exception(error))
-
-    def _receive_one(self, request: _Request, remaining: float) -> None:
-        layout = request.slab.layout
+    def _receive(self, layout: Layout, seconds: float) -> Message | None:
+        if self._setup_error is not None:
+            raise self._setup_error
         if self._buffer is None or self._buffer[0] != layout.digest:
             self._buffer = layout.digest, _empty(layout)
         received = self.channel.receive_weights(
-            timeout=remaining if self.supports_timeout else None, weights=self._buffer[1], model=None, strategy=None
+            timeout=seconds if self.supports_timeout else None, weights=self._buffer[1], model=None, strategy=None
         )
-        if received is not None:
-            self._take(self._checked(received))
-            return
-        if self._wanted is request:
-            raise TimeoutError(f"receive_weights returned None; {self._nothing(remaining)}")
+        return None if received is None else self._checked(received)
 
     def _checked(self, received: Any) -> Message:
         message = {dotted(path): tensor for path, tensor in flatten(received).tensors.items()}
@@ -467,32 +441,11 @@ class ChannelReceiver(Carrier):
             )
         return message
 
-    def _take(self, message: Message) -> None:
-        with self._lock:
-            request = self._wanted
-            if request is not None and request.descriptor == _tag(message):
-                self._wanted = None
-                self._ahead = None  # older, as the channel keeps the order
-            else:
-                # An older message, or a newer one, which must not be lost: its instruction is on the way.
-                request = None
-                self._ahead = message
-        if request is None:
-            self._buffer = None  # it may be the ahead's memory
-        else:
-            self._deliver(request, message)
-
-    def _deliver(self, request: _Request, message: Message) -> None:
-        """Copy into the slab of a request that nothing else answers any more."""
-        failure = None
-        try:
-            tensors = {name: tensor for name, tensor in message.items() if name != TAG}
-            sent = {dotted(path): tensor for path, tensor in request.slab.tensors().items()}
-            check_fit(tensors, sent, f"what {type(self.channel).__name__}.receive_weights returned")
-            copy_tensors(request.slab.views, [tensors[dotted(e.path)] for e in request.slab.layout.entries])
-        except BaseException as error:
-            failure = as_exception(error)
-        settle(request.done, error=failure)
+    def _fill(self, slab: Slab, message: Message) -> None:
+        tensors = {name: tensor for name, tensor in message.items() if name != TAG}
+        sent = {dotted(path): tensor for path, tensor in slab.tensors().items()}
+        check_fit(tensors, sent, f"what {type(self.channel).__name__}.receive_weights returned")
+        copy_tensors(slab.views, [tensors[dotted(e.path)] for e in slab.layout.entries])
 
 
 def _tag(message: Message) -> bytes:
