@@ -221,7 +221,7 @@ class Layout:
         check_structure(blob, max_depth=4, max_items=MAX_ITEMS)
         try:
             layout = cls._build(msgpack.unpackb(blob, use_list=True, raw=False, strict_map_key=True))
-        except (ValueError, TypeError, msgpack.UnpackException) as error:
+        except (ValueError, TypeError, LookupError, msgpack.UnpackException) as error:
             raise ProtocolError(f"a malformed layout: {error!s:.200}") from error
         if layout.encoded != bytes(blob):
             raise ProtocolError("a layout is not in canonical form")
@@ -229,37 +229,27 @@ class Layout:
 
     @classmethod
     def _build(cls, raw: Any) -> Layout:
-        if not isinstance(raw, list) or len(raw) not in (4, 5):
-            raise ProtocolError("a layout that is no list of four or five parts")
-        version, entries, aliases, values = raw[:4]
-        boxes = raw[4] if len(raw) == 5 else []
+        # What is not checked here raises TypeError or ValueError, or is encoded in another way than it has come.
+        version, entries, aliases, values, *boxes = raw
         if version != 1:
-            raise ProtocolError(f"a layout of unknown version {version!r}")
-        if not all(isinstance(each, list) for each in (entries, aliases, values, boxes)):
-            raise ProtocolError("a layout whose parts are not lists")
+            raise ProtocolError(f"a layout of unknown version {version!r:.100}")
         schema = []
         for path, dtype, shape in entries:
             if dtype not in DTYPES:
                 raise ProtocolError(f"a layout with the dtype {dtype!r:.100}, which is not on the allow-list")
-            if not isinstance(shape, list) or not _is_shape(shape, DTYPES[dtype].itemsize):
+            if not _is_shape(shape, DTYPES[dtype].itemsize):
                 raise ProtocolError(f"a layout with the shape {shape!r:.100}")
-            schema.append((_checked_path(path), DTYPES[dtype], tuple(shape)))
-        ties = {}
-        for path, i in aliases:
-            if type(i) is not int or not 0 <= i < len(schema):
-                raise ProtocolError(f"a layout with a tie to entry {i!r} of {len(schema)}")
-            ties[_checked_path(path)] = i
+            schema.append((tuple(path), DTYPES[dtype], tuple(shape)))
         places = {}
-        for i, begins, whole in boxes:
-            if type(i) is not int or not 0 <= i < len(schema):
-                raise ProtocolError(f"a layout with a box of entry {i!r} of {len(schema)}")
-            itemsize = schema[i][1].itemsize
-            if not (isinstance(begins, list) and isinstance(whole, list)):
-                raise ProtocolError("a layout with a box that is not of lists")
-            if not _is_shape(begins, 1) or not _is_shape(whole, itemsize):
+        for i, begins, whole in boxes[0] if boxes else ():
+            if not _is_shape(begins, 1) or not _is_shape(whole, schema[i][1].itemsize):
                 raise ProtocolError(f"a layout with the box {begins!r:.100} in {whole!r:.100}")
             places[i] = tuple(begins), tuple(whole)
-        return cls(schema, ties, [_checked_path(p) for p in values], places)
+        ties = {tuple(path): i for path, i in aliases}
+        for i in (*ties.values(), *places):
+            if type(i) is not int or not 0 <= i < len(schema):
+                raise ProtocolError(f"a layout with a tie or a box of entry {i!r:.100} of {len(schema)}")
+        return cls(schema, ties, map(tuple, values), places)
 
     def __repr__(self) -> str:
         return f"Layout({len(self.paths)} keys, {self.nbytes} bytes, {self.digest.hex()[:8]})"
@@ -271,12 +261,6 @@ def _is_shape(raw: list[Any], itemsize: int) -> bool:
     # The strides of an empty tensor are as large as the rest of its shape says, and must be numbers, too.
     size: int = math.prod(n for n in raw if n) * itemsize
     return size <= MAX_SLAB_BYTES
-
-
-def _checked_path(raw: Any) -> Path:
-    if not isinstance(raw, list) or not all(isinstance(p, str) for p in raw):
-        raise ProtocolError(f"a layout with the key path {raw!r:.100}")
-    return tuple(raw)
 
 
 def pack_values(values: Mapping[Path, Any]) -> bytes:
