@@ -468,7 +468,10 @@ class WeightSyncScheme(Scheme):
         """
         check_timeout(timeout)
         self._check_open()
-        return await self._fetch(timeout)
+        self._check_receives()
+        link = self._bus.worker_link()
+        mark = await link.applying.current(self.topic, timeout)
+        return await self._return(link, mark, self.last_returned)
 
     async def shutdown(self, timeout: float = 5.0) -> None:
         """Release everything; the other side learns of it. Idempotent.

@@ -375,11 +375,9 @@ class WeightSyncScheme(Scheme):
     # TorchRL's collector calls the first of them.
     _patience: float = 0.0
     _first_number: int = 0
-    _preset: Mapping[str, Any]
 
     def _reset(self) -> None:
         super()._reset()
-        self._preset = {}
         count_as_theirs(WeightSyncScheme)
 
     @checked
@@ -401,8 +399,8 @@ class WeightSyncScheme(Scheme):
     update_wrapper(init_on_receiver, Scheme.init_on_receiver)
 
     def _completed(self, options: Mapping[str, Any], *names: str) -> dict[str, Any]:
-        preset = {name: value for name, value in self._preset.items() if name in names and options.get(name) is None}
-        return {**options, **preset}
+        missing = [name for name in names if self.role is None and options.get(name) is None]
+        return {**options, **{name: getattr(self, f"_{name}") for name in missing}}
 
     @property
     def initialized_on_sender(self) -> bool:
@@ -438,12 +436,12 @@ class WeightSyncScheme(Scheme):
         Set on a sender, it is what a bare ``send()`` sends. Set on a receiver, it takes the place of the other: it has
         the current weights when this returns, and gets the updates from then on.
         """
-        return self._preset.get("model") if self.role is None else super().model
+        return super().model
 
     @model.setter
     def model(self, model: Any) -> None:
         if self.role is None:
-            self._preset = {**self._preset, "model": model}
+            self._model = model
         elif self.role == "sender":
             old = self.sources
             self.sources = Sources(self.model_id, old.context, model=model, device_map_fn=old.device_map_fn)
@@ -458,12 +456,12 @@ class WeightSyncScheme(Scheme):
     @property
     def context(self) -> Any:
         """The context object; None when unset. Set on a receiver, it learns of each update from the next one on."""
-        return self._preset.get("context") if self.role is None else super().context
+        return super().context
 
     @context.setter
     def context(self, context: Any) -> None:
         if self.role is None:
-            self._preset = {**self._preset, "context": context}
+            self._context = context
             return
         self._context = self.sources.context = context = adapted(context)
         link = self._bus.link
@@ -475,14 +473,14 @@ class WeightSyncScheme(Scheme):
     @property
     def worker_idx(self) -> int | None:
         """Which worker this is; None when unset."""
-        return self._preset.get("worker_idx") if self.role is None else self._worker_idx
+        return self._worker_idx
 
     @worker_idx.setter
     def worker_idx(self, worker_idx: int | None) -> None:
-        if worker_idx == self.worker_idx:
+        if worker_idx == self._worker_idx:
             return
         if self.role is None:
-            self._preset = {**self._preset, "worker_idx": worker_idx}
+            self._worker_idx = worker_idx
         elif self.role == "sender" or self._worker_idx is not None:
             who = "the sender" if self.role == "sender" else f"worker {self._worker_idx}"
             raise RuntimeError(f"this is {who} already: worker_idx belongs to a receiver, and is set once")

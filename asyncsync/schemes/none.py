@@ -94,7 +94,7 @@ class NoSyncCore(Scheme):
     async def _receive(self, *given: Any) -> None:
         self._check_open()
 
-    async def _fetch(self, timeout: float) -> NoReturn:
+    def _check_receives(self) -> NoReturn:
         raise RuntimeError("NoWeightSyncScheme has no weights to fetch")
 
     def check_takes(self) -> NoReturn:

@@ -825,12 +825,6 @@ class Scheme(ABC):
         mark = await link.applying.receive(self.topic, before, timeout)
         return None if mark is None else await self._return(link, mark, before)
 
-    async def _fetch(self, timeout: float) -> TensorDict:
-        self._check_receives()
-        link = self._bus.worker_link()
-        mark = await link.applying.current(self.topic, timeout)
-        return await self._return(link, mark, self.last_returned)
-
     async def _return(self, link: WorkerLink, mark: Mark, before: Mark | None) -> TensorDict:
         self.last_returned = mark
         try:
