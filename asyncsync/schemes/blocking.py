@@ -20,6 +20,7 @@ from tensordict import TensorDict
 from asyncsync.arguments import as_workers, checked
 from asyncsync.bus.carrier import Taken
 from asyncsync.bus.core import DEFAULT_TIMEOUT, BusCore, Metadata, Workers
+from asyncsync.bus.trainer import TrainerLink
 from asyncsync.bus.worker import WorkerLink
 from asyncsync.runtime import loop_thread
 from asyncsync.schemes.aio import Bus as AsyncBus
@@ -154,15 +155,17 @@ class Bus(BusCore):
         loop_thread.check_exit()
         super().check_open(role)
 
-    def _check_fork(self) -> None:
-        if self._link is not None and self._link.is_inherited:
-            raise RuntimeError("this scheme or bus was connected before the fork; connect anew in the child process")
-
     def take_here(self, weights: Mapping[str, Any], workers: list[int] | None) -> dict[str, Taken]:
         # The values of the sources, taken here and now.
         return {topic: Taken(source) for topic, source in now(self._take(weights, workers)).items()}
 
     _awaitable = staticmethod(loop_thread.awaitable)
+
+    @property
+    def _running(self) -> TrainerLink | WorkerLink | None:
+        """What runs on the loop; None: nothing."""
+        link = self._link
+        return None if link is None or link.closed or link.is_inherited else link
 
     def run_on_loop(self, make: Make[T]) -> T:
         async def tended() -> T:
@@ -170,20 +173,15 @@ class Bus(BusCore):
             try:
                 return await make()
             finally:
-                link = self._link
-                if link is None or link.closed or link.is_inherited:
-                    loop_thread.keep(self._shutdown, False)
-                elif self.is_shut_down:  # by another thread, just before the link was opened
-                    await link.shutdown()
-                    loop_thread.keep(self._shutdown, False)
-                else:
-                    loop_thread.keep(self._shutdown, True)  # another call, which has found no link, may have let it go
+                if (link := self._running) is not None and self.is_shut_down:
+                    await link.shutdown()  # another thread has shut this bus down just before the link was opened
+                # Again: another call, which has found no link, may have let it go.
+                loop_thread.keep(self._shutdown, self._running is not None)
 
         return loop_thread.run(tended)
 
     def end_on_loop(self, make: Make[None]) -> None:
-        link = self._link
-        if link is None or link.closed or link.is_inherited:  # nothing runs on the loop
+        if self._running is None:
             now(make())
         else:
             self.run_on_loop(make)
@@ -191,7 +189,8 @@ class Bus(BusCore):
     def look(self, function: Callable[[], T]) -> T:
         if self._link is None or self._link.closed or loop_thread.is_here():
             return function()
-        self._check_fork()
+        if self._link.is_inherited:
+            raise RuntimeError("this scheme or bus was connected before the fork; connect anew in the child process")
 
         async def look() -> T:
             return function()
