@@ -675,14 +675,12 @@ def encode_metadata(metadata: Mapping[str, Any] | None) -> bytes:
         if not isinstance(key, str):
             raise TypeError(f"metadata must have strings as keys; {key!r} is a {type(key).__name__}")
     try:
-        blob: bytes = msgpack.packb(dict(metadata))
-        check_encoded(blob)
+        return check_metadata(msgpack.packb(dict(metadata)))
     except LimitExceeded as error:
         raise ValueError(f"metadata cannot be sent: {error}; send large data as weights") from None
     except (TypeError, ValueError, OverflowError, ProtocolError) as error:
         where = next((f"metadata[{key!r}]" for key, value in metadata.items() if not _can_travel(value)), "metadata")
         raise TypeError(f"{where} cannot be sent: {error}. It may have {TYPES}") from error
-    return blob
 
 
 def _can_travel(value: Any) -> bool:
@@ -693,13 +691,16 @@ def _can_travel(value: Any) -> bool:
     return True
 
 
-def check_encoded(blob: bytes) -> None:
+def check_metadata(raw: Any) -> bytes:
     """Raises LimitExceeded or ProtocolError for what :func:`encode_metadata` does not make."""
-    if len(blob) > MAX_METADATA:
-        raise LimitExceeded(f"{len(blob)} bytes of metadata; the limit is {MAX_METADATA}")
-    found = _unpack(blob)
+    if type(raw) is not bytes:
+        raise ProtocolError(f"expected metadata, as bytes, not {show(raw)}")
+    if len(raw) > MAX_METADATA:
+        raise LimitExceeded(f"{len(raw)} bytes of metadata; the limit is {MAX_METADATA}")
+    found = _unpack(raw) if raw else {}
     if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
         raise ProtocolError("metadata that is no mapping of names")
+    return raw
 
 
 def decode_metadata(blob: bytes) -> dict[str, Any]:
@@ -714,12 +715,3 @@ def _unpack(blob: bytes) -> Any:
         return msgpack.unpackb(blob)
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         raise ProtocolError(f"malformed metadata: {error}") from error
-
-
-def check_metadata(raw: Any) -> bytes:
-    """What a peer may send as metadata."""
-    if type(raw) is not bytes:
-        raise ProtocolError(f"expected metadata, as bytes, not {show(raw)}")
-    if raw:
-        check_encoded(raw)
-    return raw
