@@ -39,6 +39,7 @@ _SMALL_ARRAY = 128  # a slab in use takes at least 4 bytes, a map's entry 2: a s
 _SMALL_MAP = 256
 
 _BY_KIND = {kind: cls for kind, cls in messages.INSTRUCTIONS.items() if cls is not Again}
+_CHECKS = {cls: messages.check_of(cls) for cls in _BY_KIND.values()}
 
 
 @cache
@@ -96,7 +97,7 @@ def decode(frames: Sequence[Buffer]) -> tuple[Instruction, Sequence[Buffer]]:
     if cls is None:
         raise ProtocolError(f"an instruction of unknown kind {show(raw[1])}")
     del raw[:2]
-    instruction: Instruction = messages.build(cls, raw)
+    instruction: Instruction = _CHECKS[cls](raw)
     payload = frames[1:]
     if len(payload) > cls.max_payload:
         raise ProtocolError(f"{cls.__name__} with {len(payload)} payload frames")

@@ -32,7 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
-from functools import cache, partial
+from functools import partial
 from operator import call
 from reprlib import Repr
 from types import NoneType
@@ -144,28 +144,20 @@ _PLAIN = {int: integer(), bool: is_a(bool, 0, 1, "true or false"), str: text(MAX
 
 
 def check_of(kind: Any) -> Check:
-    """What a peer may send where a message has this type: a number of 64 bits, a name, or what ``Annotated`` says."""
+    """What a peer may send where a message has this type: a number of 64 bits, a name, or what ``Annotated`` says; an
+    object of a dataclass comes as a list of its fields."""
     inner = get_args(kind)
     if get_origin(kind) is Annotated:
         check: Check = inner[1]
         return check
-    if is_dataclass(kind):
-        return partial(build, kind)
+    if isinstance(kind, type) and is_dataclass(kind):
+        types = get_type_hints(kind, include_extras=True)
+        checks = [check_of(types[field.name]) for field in fields(kind)]
+        whole = each(f"the {len(checks)} fields of {kind.__name__}", *checks)
+        return lambda raw: kind(*whole(raw))
     if NoneType in inner:
         return optional(check_of(inner[0]))
     return mapping(*map(check_of, inner)) if get_origin(kind) is dict else _PLAIN[kind]
-
-
-def build(cls: Any, raw: Any) -> Any:
-    """An object of a dataclass, from a list of its fields. Raises ProtocolError where one is not as its type says."""
-    return cls(*_fields(cls)(raw))
-
-
-@cache
-def _fields(cls: Any) -> Check:
-    types = get_type_hints(cls, include_extras=True)
-    checks = [check_of(types[field.name]) for field in fields(cls)]
-    return each(f"the {len(checks)} fields of {cls.__name__}", *checks)
 
 
 Number = Annotated[int, integer(1)]  # of a version, or a serial: they begin with 1; where 0 may be, there has been none
