@@ -148,14 +148,13 @@ class _WorkerChannel:
 
     # on the loop
 
-    def connect(self) -> asyncio.Future[None]:
+    def connect(self) -> None:
         """Set up the connection with the first receiver that comes; a setup that failed is begun anew."""
-        failed = self.connecting is not None and self.connecting.done() and self.connecting.exception() is not None
-        if self.connecting is None or failed:
+        before = self.connecting
+        if before is None or (before.done() and before.exception() is not None):
             self.connecting = self.thread.submit(self._connect)
             # asyncio is not to report an exception that nobody retrieves.
             self.connecting.add_done_callback(lambda future: future.cancelled() or future.exception())
-        return self.connecting
 
     def put(self, dispatch: _Dispatch) -> None:
         if self._current is None:
