@@ -69,7 +69,7 @@ class Scheme(ABC):
     """What a scheme is, whichever API is put over it."""
 
     bus_class: ClassVar[type[BusCore]]  # of this API
-    own_bus_class: ClassVar[type[BusCore]]
+    own_bus_class: ClassVar[type[BusCore]]  # what a scheme without bus= gets
     is_blocking: ClassVar[bool]
     takes_part: ClassVar[bool] = True  # in a bus that it shares
     _adopts: ClassVar[bool] = False  # whether Parameters may get their memory in a slab

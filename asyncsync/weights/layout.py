@@ -229,7 +229,7 @@ class Layout:
 
     @classmethod
     def _build(cls, raw: Any) -> Layout:
-        # What is not checked here raises TypeError or ValueError, or is encoded in another way than it has come.
+        # What is not checked here raises one of the errors that decode catches, or is encoded in another way again.
         version, entries, aliases, values, *boxes = raw
         if version != 1:
             raise ProtocolError(f"a layout of unknown version {version!r:.100}")
