@@ -31,6 +31,7 @@ import torch
 from tensordict import TensorDict
 
 from asyncsync.bus.carrier import Carrier, Failed
+from asyncsync.bus.link import INLINE_BYTES
 from asyncsync.errors import NotConnected, SchemaMismatch
 from asyncsync.runtime.threads import WorkThread, as_exception, call_soon, elsewhere, finish
 from asyncsync.transports.base import BlockingTransportBackend, TransportCore, check_fit
@@ -374,8 +375,10 @@ class ChannelReceiver(Carrier):
                 raise TimeoutError(f"receive_weights returned None; {self._nothing(remaining)}")
         self._ahead = None
         fill = partial(self._fill, slab, message)
-        # Cancelled, both raise when the slab is not written any more.
-        if self._receiving is None or self._receiving.done():
+        # Cancelled, this raises when the slab is not written any more.
+        if slab.nbytes <= INLINE_BYTES:
+            fill()
+        elif self._receiving is None or self._receiving.done():
             await finish(self._thread.submit(fill))
         else:  # the message came before its instruction, and the thread is waiting for another one
             await elsewhere("asyncsync-copy", fill)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from asyncsync.bus.link import INLINE_BYTES
 from asyncsync.transports import channels
 from asyncsync.transports.channels import ChannelReceiver, tagged
 from asyncsync.weights.layout import Layout
@@ -27,8 +28,8 @@ def named() -> Iterator[tuple[str, Board]]:
         yield found
 
 
-def slab_of(value: float) -> Slab:
-    flat = flatten(TensorDict.from_module(Model(value)))
+def slab_of(value: float, width: int = 64) -> Slab:
+    flat = flatten(TensorDict.from_module(Model(value, width)))
     layout = Layout.of(flat)
     slab = SlabPool().acquire(layout)
     pack(slab, flat)
@@ -54,6 +55,9 @@ ONE = bytes(16)
 
 
 TWO = bytes(range(16))
+
+
+LARGE = INLINE_BYTES // 4  # elements of four bytes: the weights are more than what is copied on the loop
 
 
 @pytest.mark.requirement(214)
@@ -87,8 +91,8 @@ async def test_a_fetch_that_is_cancelled_while_its_slab_is_written_waits_for_tha
 
     monkeypatch.setattr(channels, "copy_tensors", slowly)
     async with receiving(lines[0]) as receiver:
-        slab = slab_of(-1)
-        lines[0].messages.put(message(slab_of(1), ONE))
+        slab = slab_of(-1, LARGE)
+        lines[0].messages.put(message(slab_of(1, LARGE), ONE))
         fetching = asyncio.create_task(receiver.fetch_slab(ONE, slab, asyncio.get_running_loop().time() + 20))
         await in_thread(writing.wait, 5)
         for _ in range(3):
