@@ -8,8 +8,8 @@ import math
 import operator
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -83,32 +83,23 @@ def check_policy(policy: Any) -> None:
     """Raises TypeError: it is certainly no policy, but perhaps what makes one."""
     if isinstance(policy, list | tuple):
         raise TypeError(
-            f"policy is a {type(policy).__name__} of {len(policy)}: pass one policy. To give each worker of a "
-            "multi-process collector its own, pass policy_factory=[…], a list of callables that return policies"
+            f"policy is a {type(policy).__name__} of {len(policy)}: pass one policy. To give each worker its own, pass "
+            "policy_factory=[…], a list of callables that return policies"
         )
+    name = getattr(policy, "__qualname__", type(policy).__name__)
     if isinstance(policy, type):
-        raise TypeError(
-            f"policy is the class {policy.__qualname__}: pass an instance of it. Did you mean "
-            f"policy_factory={policy.__qualname__}?"
-        )
+        raise TypeError(f"policy is the class {name}: pass an instance of it. Did you mean policy_factory={name}?")
     if callable(policy) and not isinstance(policy, nn.Module) and fits(policy) and not fits(policy, None):
-        name = getattr(policy, "__qualname__", type(policy).__name__)
-        raise TypeError(
-            f"policy is {name}(), which takes no arguments: a policy takes observations or a TensorDict. Did you mean "
-            f"policy_factory={name}?"
-        )
+        raise TypeError(f"policy is {name}(), which takes no observations. Did you mean policy_factory={name}?")
 
 
 def check_policy_factory(name: str, factory: Any) -> None:
     """Raises TypeError: it cannot be called without arguments, or is certainly a policy."""
-    if factory is None:
-        return
-    if not callable(factory):
-        raise TypeError(f"{name} must be a callable that returns a policy, not {type(factory).__name__}")
+    kind = type(factory).__name__
+    if factory is not None and not callable(factory):
+        raise TypeError(f"{name} must be a callable that returns a policy, not {kind}")
     if isinstance(factory, TensorDictModuleBase) or (isinstance(factory, nn.Module) and not fits(factory.forward)):
-        raise TypeError(
-            f"{name} is a policy, a {type(factory).__name__}: pass it as policy=, or pass a callable that returns it"
-        )
+        raise TypeError(f"{name} is a policy, a {kind}: pass it as policy=, or pass a callable that returns it")
 
 
 def fits(function: Any, *arguments: Any) -> bool:
@@ -131,59 +122,29 @@ class Interruptor(Protocol):
         """Whether the rollout under way ends with this step."""
 
 
-@dataclass
-class RolloutArguments:
-    """What a collector's rollouts are like: its arguments of these names, checked. :meth:`fit` sets ``steps``, of the
-    environment in a rollout, and ``requested_frames_per_batch``: steps times environments. Raises TypeError,
-    ValueError."""
+class RolloutArguments(SimpleNamespace):
+    """The options of a collector as attributes, checked. ``total_frames`` is math.inf where there is no end, and the
+    other numbers of frames 0 where there is no limit. :meth:`fit` sets ``steps``, of the environment in a rollout, and
+    ``requested_frames_per_batch``: steps times environments. Raises TypeError, ValueError."""
 
-    frames_per_batch: int
-    total_frames: Any  # once checked, a number; math.inf: there is no end
-    init_random_frames: Any
-    max_frames_per_traj: Any
-    reset_at_each_iter: bool
-    postproc: Callable[[Any], Any] | None
-    split_trajs: bool | None
-    track_traj_ids: bool
-    exploration_type: InteractionType | None
-    set_truncated: bool
-    replay_buffer: Any
-    extend_buffer: bool
-    max_lag: int | None
-    compact_obs: bool
-    track_policy_version: Any
-    interruptor: Interruptor | None
-    steps: int = field(init=False)
-    requested_frames_per_batch: int = field(init=False)
-
-    def __post_init__(self) -> None:
+    def __init__(self, **options: Any) -> None:
+        total = frames_or_none("total_frames", options["total_frames"])
+        checked = {
+            "frames_per_batch": whole("frames_per_batch", options["frames_per_batch"], 1),
+            "total_frames": math.inf if total is None else total,
+            "init_random_frames": frames_or_none("init_random_frames", options["init_random_frames"]) or 0,
+            "max_frames_per_traj": frames_or_none("max_frames_per_traj", options["max_frames_per_traj"]) or 0,
+            "split_trajs": bool(options["split_trajs"]),
+            "exploration_type": options["exploration_type"] or InteractionType.RANDOM,
+        }
+        super().__init__(**options | checked)
         if self.adds and (self.postproc is not None or self.split_trajs):
-            raise TypeError(
-                "postproc and split_trajs need whole batches, but extend_buffer=False writes frame by frame: leave "
-                "extend_buffer out"
-            )
-        if self.replay_buffer is not None and not hasattr(self.replay_buffer, "add" if self.adds else "extend"):
-            raise TypeError(
-                f"replay_buffer must have a method {'add' if self.adds else 'extend'}(), but "
-                f"{type(self.replay_buffer).__name__} has none"
-            )
-        self.frames_per_batch = whole("frames_per_batch", self.frames_per_batch, 1)
-        total = frames_or_none("total_frames", self.total_frames)
-        self.total_frames = math.inf if total is None else total
-        self.init_random_frames = frames_or_none("init_random_frames", self.init_random_frames) or 0
-        self.max_frames_per_traj = frames_or_none("max_frames_per_traj", self.max_frames_per_traj) or 0
-        self.split_trajs = bool(self.split_trajs)
-        if self.exploration_type is None:
-            self.exploration_type = InteractionType.RANDOM
+            raise TypeError("postproc and split_trajs need whole batches: leave extend_buffer=False out")
+        _check_method("replay_buffer", self.replay_buffer, "add" if self.adds else "extend")
+        _check_method("interruptor", self.interruptor, "collection_stopped")
         tracker = self.track_policy_version
         if not isinstance(tracker, bool) and not isinstance(getattr(tracker, "version", None), int):
-            raise TypeError(
-                f"track_policy_version must be True, False, or an object with an int attribute version, not {tracker!r}"
-            )
-        if self.interruptor is not None and not hasattr(self.interruptor, "collection_stopped"):
-            raise TypeError(
-                f"interruptor must have a method collection_stopped(), but {type(self.interruptor).__name__} has none"
-            )
+            raise TypeError(f"track_policy_version must be a bool, or an object with an int version, not {tracker!r}")
 
     @property
     def adds(self) -> bool:
@@ -202,12 +163,18 @@ class RolloutArguments:
                 rounded_up(name, frames, "frames_per_batch", batch)
 
 
+def _check_method(name: str, value: Any, method: str) -> None:
+    if value is not None and not hasattr(value, method):
+        raise TypeError(f"{name} must have a method {method}(), but {type(value).__name__} has none")
+
+
 def check_factories(
     create_env_fn: Any, count: int | None, name: str = "num_workers", default: int | None = None
 ) -> list[Any]:
     """One factory per worker, of a list of them, or of one for ``count`` workers; that is the argument ``name``, whose
     default may be another one. Raises TypeError, ValueError."""
-    count = default if count is None and not is_list(create_env_fn) else count
+    if count is None and not is_list(create_env_fn):
+        count = default
     if count is not None:
         count = whole(name, count, 1)
     if not is_list(create_env_fn):
@@ -231,9 +198,7 @@ def _check_factory(factory: Any) -> None:
     if isinstance(factory, Mapping):
         raise TypeError("create_env_fn is a dict: pass list(create_env_fn.values())")
     if not callable(factory) and not isinstance(factory, str) and not is_list(factory):
-        raise TypeError(
-            f"create_env_fn must be callables, which workers call to make environments, not {type(factory).__name__}"
-        )
+        raise TypeError(f"create_env_fn must be callables that make environments, not {type(factory).__name__}")
 
 
 def is_list(value: Any) -> bool:
@@ -244,9 +209,7 @@ def is_list(value: Any) -> bool:
 def check_count(name: str, values: Any, count: int) -> None:
     """Raises ValueError: there is not one value for each worker."""
     if len(values) != count:
-        raise ValueError(
-            f"{name} has {len(values)} entries, but there are {count} workers: pass one per worker, or one for all"
-        )
+        raise ValueError(f"{name} has {len(values)} entries, but there are {count} workers: pass one per worker")
 
 
 def each(name: str, value: Any, count: int) -> list[Any]:
@@ -291,9 +254,8 @@ def exact_device(device: Device | None) -> torch.device | None:
     device = torch.device(device)
     if device.index is not None or device.type in ("cpu", "meta"):
         return device
-    module = getattr(torch, device.type, None)
-    current = module.current_device() if module is not None and hasattr(module, "current_device") else 0
-    return torch.device(device.type, current)
+    current = getattr(getattr(torch, device.type, None), "current_device", lambda: 0)
+    return torch.device(device.type, current())
 
 
 def own_arguments(kind: Any) -> Mapping[str, Any]:
@@ -310,14 +272,7 @@ def with_partial(kind: Any, arguments: Mapping[str, Any], defaults: Mapping[str,
         value, default = arguments.get(name), defaults.get(name)
         is_default = value is default or (type(value) is type(default) and bool(value == default))
         if name in arguments and not is_default:
-            raise TypeError(
-                f"{name} is given twice: in the partial passed as collector_class, and to the collector itself. Leave "
-                "one of them out"
-            )
-    for name in ("total_frames", "replay_buffer"):
-        if name in own:
-            raise ValueError(
-                f"the partial passed as collector_class has {name}, which is for all workers together: pass it to the "
-                "collector itself"
-            )
+            raise TypeError(f"{name} is given twice, in collector_class, a partial, too: leave one of them out")
+        if name in ("total_frames", "replay_buffer"):
+            raise ValueError(f"collector_class is a partial with {name}: pass that to the collector itself")
     return {name: value for name, value in arguments.items() if name not in own}

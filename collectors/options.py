@@ -40,26 +40,18 @@ def _check_switch(name: str, value: Any) -> None:
 
 def _check_reset(name: str, value: Any) -> None:
     if not value:
-        raise ValueError(
-            f"{name}=False is not supported: collectors always reset a finished environment, which could not make a "
-            f"step. Leave {name} out"
-        )
+        raise ValueError(f"{name}=False is not supported, because only a reset environment can step: leave {name} out")
 
 
 def _check_cuda(name: str, value: Any) -> None:
     if value and not torch.cuda.is_available():
-        raise ValueError(
-            f"{name} records the policy as a CUDA graph, but torch finds no CUDA device here: leave {name} out, or "
-            "pass compile_policy=True"
-        )
+        raise ValueError(f"{name}: torch finds no CUDA device here. Leave {name} out, or pass compile_policy=True")
 
 
 def _check_start_method(name: str, value: Any) -> None:
     if value not in ("spawn", "forkserver"):
-        raise ValueError(
-            f"{name} must be 'spawn' or 'forkserver', not {value!r}: a forked worker would inherit a broken copy of "
-            "the trainer's event loop and threads"
-        )
+        why = "a forked worker would inherit the trainer's event loop and threads, broken"
+        raise ValueError(f"{name} must be 'spawn' or 'forkserver', not {value!r}: {why}")
 
 
 # Options of collectors that have no other base in common.
@@ -328,8 +320,6 @@ def by_backend(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The collector that a call of ``Collector`` chooses; None: the one of this process is meant. Raises TypeError,
     ValueError: options that exclude each other."""
     backend, given, count, sync = (kwargs.pop(name, None) for name in SELECTORS)
-    if count is not None:
-        count = whole("num_collectors", count, 1)
     if backend is None:
         backend = "direct" if count is None else "process"
     elif backend not in BACKENDS:
@@ -343,9 +333,7 @@ def by_backend(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise ValueError(f"backend_options repeats {twice}, also arguments of the call: give each once")
     if backend == "direct":
         if count not in (None, 1):
-            raise ValueError(
-                f"backend='direct' runs one collector, in this process, not {count}: use backend='process'"
-            )
+            raise ValueError(f"backend='direct' runs one collector here, not {count}: use backend='process'")
         if sync is not None:
             raise TypeError("sync= needs several workers: pass num_collectors=n too, or leave sync out")
         if options:
@@ -353,8 +341,6 @@ def by_backend(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return None
     if not isinstance(sync, bool | None):
         raise TypeError(f"sync must be True or False, not {sync!r}")
-    if not args and "create_env_fn" not in kwargs:
-        raise TypeError("Collector() is missing create_env_fn: pass a callable that returns an environment")
-    factories, *others = args if args else (kwargs.pop("create_env_fn"),)
+    factories, *others = args or (kwargs.pop("create_env_fn", None),)
     factories = check_factories(factories, count, "num_collectors", 1)
     return family(backend)(factories, *others, sync=bool(sync), **options, **kwargs)

@@ -45,10 +45,8 @@ class ProfileConfig:
         if self.warmup_rollouts < 0:
             raise ValueError(f"warmup_rollouts must be at least 0, not {self.warmup_rollouts}")
         if self.num_rollouts <= self.warmup_rollouts:
-            raise ValueError(
-                f"num_rollouts ({self.num_rollouts}) must be greater than warmup_rollouts ({self.warmup_rollouts}), "
-                "because warm-up rollouts are not recorded"
-            )
+            counts = f"num_rollouts ({self.num_rollouts}) must be greater than warmup_rollouts ({self.warmup_rollouts})"
+            raise ValueError(f"{counts}, which are not recorded")
         if unknown := [name for name in self.activities if name.lower() not in _ACTIVITIES]:
             raise ValueError(f"unknown activities {unknown}: choose from {list(_ACTIVITIES)}")
 
@@ -134,13 +132,3 @@ class RolloutProfiler:
             recorded.stop()
         else:
             _log.warning("a profile is lost, because the thread that began it has ended: %s", thread)
-
-
-def recorded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, in a named range of torch's profiler."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with record_function(name):
-            return function(*args, **kwargs)
-
-    return call

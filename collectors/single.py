@@ -15,8 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import fields
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar, Unpack
 
 import torch
@@ -97,35 +96,30 @@ class Collector(BaseCollector, metaclass=Chooses):
             TypeError, ValueError, RuntimeError: arguments exclude each other, or do not fit the environment or the
                 policy.
         """
-        if chosen := [name for name, value in options.items() if name in SELECTORS and value is not None]:
+        given: dict[str, Any] = {**options}
+        if chosen := [f"{name}=" for name in SELECTORS if given.pop(name) is not None]:
             raise TypeError(
-                f"{' and '.join(f'{name}=' for name in chosen)} would choose another class than the subclass "
-                f"{type(self).__name__}: construct MultiSyncCollector or MultiAsyncCollector instead"
+                f"{' and '.join(chosen)} would choose another class than the subclass {type(self).__name__}: construct "
+                "MultiSyncCollector or MultiAsyncCollector instead"
             )
-        super().__init__(options["pre_collect_hook"], options["post_collect_hook"], options["worker_idx"])
-        policy_factory: Any = options["policy_factory"]
-        replay_buffer = options["replay_buffer"]
+        super().__init__(given["pre_collect_hook"], given["post_collect_hook"], given["worker_idx"])
+        policy_factory, env_kwargs = given.pop("policy_factory"), given.pop("create_env_kwargs")
         if policy is not None and policy_factory is not None:
             raise TypeError("policy and policy_factory exclude each other: pass one of them")
-        given: dict[str, Any] = {**options}
-        of_rollouts = {each.name for each in fields(RolloutArguments) if each.init}
-        self._arguments = arguments = RolloutArguments(**{name: given[name] for name in of_rollouts})
-        trajectories = check_trajectories(**given)
-        if options["return_same_td"] and replay_buffer is not None:
-            raise TypeError(
-                "return_same_td has no use with replay_buffer, which gets the batches: leave out one of them"
-            )
+        self._arguments = arguments = RolloutArguments(**given)
+        self._trajectories = check_trajectories(**given)
+        if arguments.return_same_td and arguments.replay_buffer is not None:
+            raise TypeError("return_same_td is for batches, which replay_buffer gets: leave out one of them")
         check_policy(policy)
         check_policy_factory("policy_factory", policy_factory)
         devices = {name: given[name] for name in ("device", "storing_device", "policy_device", "env_device")}
         check_devices(devices)
-        self._counts_frames = trajectories is None or replay_buffer is not None
+        self._counts_frames = self._trajectories is None or arguments.replay_buffer is not None
         self._free = None
         self._lock = lock = RolloutLock(type(self).__name__)
-        env = environments.make_environment(create_env_fn, given["create_env_kwargs"])
-        self._rollouts = rollouts = Rollouts(env, arguments, self.acting_weights, lock, options["traj_pool"])
+        env = environments.make_environment(create_env_fn, env_kwargs)
+        self._rollouts = rollouts = Rollouts(env, arguments, self.acting_weights, lock, arguments.traj_pool)
         self._iter = -1  # rollouts before the newest one; -1: there was none
-        self._trajectories = trajectories
         self._thread = WorkThread("asyncsync-collector")
         weakref.finalize(self, self._thread.abandon)
         self._pending: concurrent.futures.Future[TensorDictBase | None] | None = None
@@ -134,22 +128,22 @@ class Collector(BaseCollector, metaclass=Chooses):
         self._profiler: RolloutProfiler | None = None
         try:
             made = policy if policy_factory is None else policy_factory()
-            if options["auto_register_policy_transforms"]:
+            if arguments.auto_register_policy_transforms:
                 rollouts.env = primed(env, made)
             device, storing, acting, stepping = devices.values()
-            rollouts.set_up(RolloutDevices(device, storing, acting, stepping, options["no_cuda_sync"]))
+            rollouts.set_up(RolloutDevices(device, storing, acting, stepping, arguments.no_cuda_sync))
             arguments.fit(rollouts.n_env)
-            memory = SameBatch() if options["return_same_td"] else NewBatches()
+            memory = SameBatch() if arguments.return_same_td else NewBatches()
             rollouts.buffer = RolloutBuffer(arguments.steps, rollouts.batch_size, rollouts.devices.storing, memory)
             self._original_policy = as_module(made, rollouts.env)
-            trust_policy = bool(options["trust_policy"])
+            trust_policy = bool(arguments.trust_policy)
             self.policy = placed(self._original_policy, rollouts.devices.policy, trust_policy)
-            rollouts.set_policy(self.policy, trust_policy, options["compile_policy"], options["cudagraph_policy"])
+            rollouts.set_policy(self.policy, trust_policy, arguments.compile_policy, arguments.cudagraph_policy)
             arguments.postproc = on_device(arguments.postproc, rollouts.devices.storing)
             sources = self if self.policy is self._original_policy else _RegisteredModels(self._registered)
-            self._set_up_senders(options["weight_sync_schemes"], options["weight_updater"], sources)
+            self._set_up_senders(given["weight_sync_schemes"], given["weight_updater"], sources)
             self._connect_senders(CONNECT_SECONDS)
-            if (received := options["weight_recv_schemes"]) is not None:
+            if (received := given["weight_recv_schemes"]) is not None:
                 self.register_scheme_receiver(received)
         except BaseException:
             self.shutdown(close_env=not environments.is_given(create_env_fn))  # which stays open
@@ -188,7 +182,6 @@ class Collector(BaseCollector, metaclass=Chooses):
             raise
 
     def _next_batch(self) -> TensorDictBase | None:
-        """A rollout and all that follows it: what the caller gets, or None if it went to the replay buffer."""
         return self._in_turn(self._whole_batch)
 
     def _in_turn(self, function: Callable[[], T]) -> T:
@@ -232,7 +225,7 @@ class Collector(BaseCollector, metaclass=Chooses):
             batch = self._hooked_rollout()
             if batch is not None:
                 rollouts.frames += batch.numel()
-                batch = processed(batch, arguments.postproc, split_trajs=bool(arguments.split_trajs))
+                batch = processed(batch, arguments.postproc, split_trajs=arguments.split_trajs)
                 if (hook := self.post_collect_hook) is not None:
                     self._call_hook(hook, batch)
                 if self._trajectories is not None:
@@ -367,10 +360,7 @@ class Collector(BaseCollector, metaclass=Chooses):
             if config is None:
                 return
             if self._profiler is not None and self._profiler.is_running:
-                raise RuntimeError(
-                    "an earlier profile still runs, until the next rollout of the thread that began it: collect a "
-                    "batch before enable_profile()"
-                )
+                raise RuntimeError("an earlier profile runs until its thread's next rollout: collect a batch first")
             self._profiler = RolloutProfiler(config, name or "0")
 
     def _end_profile(self) -> None:
@@ -418,14 +408,15 @@ class Collector(BaseCollector, metaclass=Chooses):
     def fake_tensordict(self, *, timeout: float = ANSWER_SECONDS) -> TensorDictBase:
         with self._standing(timeout):
             batch = self._rollouts.fake()
-            return processed(batch, self._arguments.postproc, split_trajs=bool(self._arguments.split_trajs))
+            return processed(batch, self._arguments.postproc, split_trajs=self._arguments.split_trajs)
 
     def state_dict(self, *, timeout: float = ANSWER_SECONDS) -> dict[str, Any]:
         with self._lock.standing(timeout), self.acting_weights.holds():
             rollouts = self._rollouts
+            stateful = getattr(rollouts.env, "transform", rollouts.env)  # of a TransformedEnv, the transforms
             state: dict[str, Any] = {
                 "policy_state_dict": _copied(self.policy.state_dict()),
-                "env_state_dict": _copied(_state_of(rollouts.env)),
+                "env_state_dict": _copied(stateful.state_dict() if hasattr(stateful, "state_dict") else {}),
                 "frames": rollouts.frames,
                 "iter": self._iter,
                 "versions": self._versions(),
@@ -439,9 +430,7 @@ class Collector(BaseCollector, metaclass=Chooses):
     ) -> None:
         state, parts = state_dict, ("policy_state_dict", "env_state_dict", "frames", "iter")
         if strict and (missing := [part for part in parts if part not in state]):
-            raise KeyError(
-                f"the state dict of a {type(self).__name__} lacks {missing}: pass strict=False to load the rest"
-            )
+            raise KeyError(f"this {type(self).__name__}'s state lacks {missing}: pass strict=False to load the rest")
         rollouts = self._rollouts
 
         def load_policy() -> None:
@@ -480,9 +469,12 @@ class Collector(BaseCollector, metaclass=Chooses):
     def _end(self, timeout: float, close_env: bool) -> None:
         deadline = time.monotonic() + timeout
         self.closed = True
-        try:
-            afterwards: Callable[[], None] = self._close_environment if close_env else lambda: None
-            if self._lock.close(max(0.0, deadline - time.monotonic()), afterwards):
+        afterwards: Callable[[], None] = self._close_environment if close_env else lambda: None
+        with ExitStack() as ending:  # each part, whatever another one raises; the last one that is named comes first
+            ending.callback(lambda: self._end_weights(max(0.0, deadline - time.monotonic())))
+            ending.callback(self._thread.abandon, self._end_profile)  # of `async for`, after the work it has begun
+            ending.callback(self._end_profile)  # in whichever thread it was begun
+            if self._lock.close(timeout, afterwards):
                 if self._free is not None and self._free is not threading.current_thread():
                     join(self._free, deadline - time.monotonic())
                 afterwards()
@@ -491,12 +483,6 @@ class Collector(BaseCollector, metaclass=Chooses):
                     "%s.shutdown(): the step under way did not end in time; its thread will close the environment",
                     type(self).__name__,
                 )
-        finally:
-            try:
-                self._end_profile()  # in whichever thread it was begun
-            finally:
-                self._thread.abandon(self._end_profile)  # the thread of `async for`, after the work that it has begun
-            self._end_weights(max(0.0, deadline - time.monotonic()))
         self.raise_free_error()
 
     def _close_environment(self) -> None:
@@ -520,9 +506,3 @@ def _copied(state: Any) -> Any:
     for key, value in state.items():
         mine[key] = _copied(value)
     return mine
-
-
-def _state_of(environment: Any) -> Any:
-    # Of a TransformedEnv, it is the transforms that have a state.
-    owner = getattr(environment, "transform", environment)
-    return owner.state_dict() if isinstance(owner, nn.Module) or hasattr(owner, "state_dict") else {}

@@ -11,13 +11,13 @@ import torch
 from tensordict import TensorDictBase
 from tensordict.nn import set_interaction_type
 from torch import nn
+from torch.profiler import record_function
 
 from asyncsync.collectors.arguments import RolloutArguments
 from asyncsync.collectors.base import Signals
 from asyncsync.collectors.batch_layout import check_keys, empty_batch, layout_of, with_time
 from asyncsync.collectors.envs import environment as environments
 from asyncsync.collectors.envs.wrappers import Wrapper, limited
-from asyncsync.collectors.profiling import recorded
 from asyncsync.collectors.rollout.buffer import RolloutBuffer
 from asyncsync.collectors.rollout.devices import RolloutDevices
 from asyncsync.collectors.rollout.lock import RolloutLock
@@ -135,10 +135,10 @@ class Rollouts:
             self.devices,
         )
         if is_profiled:  # torch's profiler shows these as ranges
-            steps.act = recorded("Collector.policy", steps.act)  # type: ignore[method-assign]
-            steps.play = recorded("Collector.env_step", steps.play)  # type: ignore[method-assign]
-            steps.advance = recorded("Collector.carrier", steps.advance)  # type: ignore[method-assign]
-            self.roll = recorded("Collector.rollout", self.roll)  # type: ignore[method-assign]
+            steps.act = record_function("Collector.policy")(steps.act)  # type: ignore[method-assign]
+            steps.play = record_function("Collector.env_step")(steps.play)  # type: ignore[method-assign]
+            steps.advance = record_function("Collector.carrier")(steps.advance)  # type: ignore[method-assign]
+            self.roll = record_function("Collector.rollout")(self.roll)  # type: ignore[method-assign]
 
     # -- resets -------------------------------------------------------------------------------------------------------
 
