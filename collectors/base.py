@@ -160,6 +160,7 @@ class BaseCollector(WeightsAPI, Lifetime, IterableDataset[TensorDictBase | None]
     _collected: Any  # frames
     _iter: Any  # batches before the newest one
     _profile_config: ProfileConfig | None = None
+    _count_of_calls: Any = None  # how many calls map_fn makes; None: as many as are given
     _counts_frames = True  # False: a batch is of trajectories, however many frames they have
 
     def __init__(
@@ -194,8 +195,7 @@ class BaseCollector(WeightsAPI, Lifetime, IterableDataset[TensorDictBase | None]
         if self.total_frames == math.inf or not self._counts_frames:
             why = "no end" if self.total_frames == math.inf else "batches of whole trajectories"
             raise TypeError(f"this {type(self).__name__} has no length, because it has {why}")
-        count: int = math.ceil(self.total_frames / self.requested_frames_per_batch)
-        return count
+        return math.ceil(int(self.total_frames) / int(self.requested_frames_per_batch))
 
     def __bool__(self) -> bool:
         return True  # whatever its length
@@ -257,9 +257,7 @@ class BaseCollector(WeightsAPI, Lifetime, IterableDataset[TensorDictBase | None]
             ClosedError: the collector was shut down.
         """
         if self.replay_buffer is None:
-            raise NotImplementedError(
-                f"{type(self).__name__}.start() needs a replay buffer: pass replay_buffer=, or iterate instead"
-            )
+            raise NotImplementedError(f"{type(self).__name__}.start() needs a buffer: pass replay_buffer=, or iterate")
         self._check_open()
         self._set_free()
 
@@ -409,9 +407,7 @@ class BaseCollector(WeightsAPI, Lifetime, IterableDataset[TensorDictBase | None]
         except (AttributeError, LookupError, TypeError) as error:
             raise ValueError(f"{type(self).__name__} has no {attr_path!r}: {error!r}") from error
         if not callable(function):
-            raise TypeError(
-                f"{attr_path!r} is a {type(function).__name__}, which cannot be called: give the path of a method"
-            )
+            raise TypeError(f"{attr_path!r} is a {type(function).__name__}, not a method: give the path of one")
         return function(*args, **kwargs)
 
     def map_fn(
@@ -441,19 +437,12 @@ class BaseCollector(WeightsAPI, Lifetime, IterableDataset[TensorDictBase | None]
         lengths = [len(given) for given in (list_of_args, list_of_kwargs) if given is not None]
         count = self._count_of_calls or max(lengths, default=1)
         if any(length != count for length in lengths):
-            raise ValueError(
-                f"list_of_args and list_of_kwargs need {count} entries each, one per call, but have "
-                f"{' and '.join(map(str, lengths))}"
-            )
+            found = " and ".join(map(str, lengths))
+            raise ValueError(f"list_of_args and list_of_kwargs need {count} entries each, but they have {found}")
         args = [()] * count if list_of_args is None else list_of_args
         kwargs = [{}] * count if list_of_kwargs is None else list_of_kwargs
         calls = [(tuple(one), dict(other)) for one, other in zip(args, kwargs, strict=True)]
         return self._call_each(method_name, calls, timeout)
-
-    @property
-    def _count_of_calls(self) -> int | None:
-        """How many calls :meth:`map_fn` makes. None: as many as are given."""
-        return None
 
     def _call_each(
         self, path: str, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]], timeout: float
@@ -500,8 +489,7 @@ class BaseCollector(WeightsAPI, Lifetime, IterableDataset[TensorDictBase | None]
 
     def get_policy_version(self) -> int:
         """:attr:`policy_version`, for callers that can only call methods, such as those of a remote actor."""
-        version: int = self.policy_version
-        return version
+        return int(self.policy_version)
 
     # -- statistics ---------------------------------------------------------------------------------------------------
 
@@ -557,8 +545,8 @@ class BaseCollector(WeightsAPI, Lifetime, IterableDataset[TensorDictBase | None]
             OSError: the trace's directory cannot be created.
             ClosedError: the collector was shut down.
         """
-        given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
-        config = ProfileConfig(**{name: value for name, value in given.items() if value is not None})
+        given = {name: value for name, value in locals().items() if name != "self" and value is not None}
+        config = ProfileConfig(**given)
         self.record(config, "")
         self._profile_config = config
 
@@ -587,10 +575,7 @@ class BaseCollector(WeightsAPI, Lifetime, IterableDataset[TensorDictBase | None]
             RuntimeError: it was never set.
         """
         if self._worker_idx is None:
-            raise RuntimeError(
-                "worker_idx was never set, so this collector is not the worker of another one. "
-                "If it is, pass worker_idx= to the constructor, or set collector.worker_idx"
-            )
+            raise RuntimeError("this is no worker of another collector. If it is, pass worker_idx= or set worker_idx")
         return self._worker_idx
 
     @worker_idx.setter

@@ -88,58 +88,32 @@ class BatchLayout:
 
 def empty_batch(layout: BatchLayout) -> TensorDict:
     """Uninitialised private memory for one batch: the default ``allocate``."""
-    return layout.build(
-        [
-            torch.empty(shape, dtype=leaf.dtype, device=leaf.device)
-            for leaf, shape in zip(layout.leaves, layout.shapes, strict=True)
-        ]
-    )
+    forms = zip(layout.leaves, layout.shapes, strict=True)
+    return layout.build(torch.empty(shape, dtype=leaf.dtype, device=leaf.device) for leaf, shape in forms)
 
 
 def layout_of(td: TensorDictBase, steps: int | None = None, device: torch.device | None = None) -> BatchLayout | None:
     """The layout of a batch (time last), or of one of so many ``steps`` like this one, on a device (None: each leaf
     where it is). None where none describes it: lazy stacks, entries that are no tensors."""
+    size, n = td.batch_size, td.batch_dims
     leaves: list[Leaf] = []
-    nodes: list[Node] = []
-    if not _scan(td, (), td.batch_size, device, leaves, nodes, is_batch=steps is None):
-        return None
-    batch_size = td.batch_size
+    parts: list[tuple[Path, Any]] = [((), td)]
+    for path, part in parts:  # and those that are added meanwhile
+        if type(part) is not TensorDict or part.batch_size[:n] != size:
+            return None
+        for name, value in part.items():
+            here, kind = (*path, name), type(value)
+            if not isinstance(value, torch.Tensor):
+                parts.append((here, value))
+            elif value.is_nested or value.layout is not torch.strided or (steps is None and kind is not torch.Tensor):
+                return None
+            else:
+                shape = torch.Size([*value.shape[: n - 1], *value.shape[n:]]) if steps is None else value.shape
+                leaves.append(Leaf(here, shape, value.dtype, value.device if device is None else device))
+    nodes = tuple(Node(path, part.batch_size[n:]) for path, part in parts[1:])
     if steps is None:
-        batch_size, steps, device = batch_size[:-1], batch_size[-1], td.device
-    return BatchLayout(batch_size, steps, device, tuple(nodes), tuple(leaves))
-
-
-# Not a function within the others: that would be a cycle of references, which keeps the batch alive for a while.
-def _scan(
-    td: TensorDictBase,
-    path: Path,
-    size: torch.Size,
-    device: torch.device | None,
-    leaves: list[Leaf],
-    nodes: list[Node],
-    *,
-    is_batch: bool,
-) -> bool:
-    n = len(size)
-    if type(td) is not TensorDict or td.batch_size[:n] != size:
-        return False
-    nested = []  # after the leaves
-    for name, value in td.items():
-        here = (*path, name)
-        if not isinstance(value, torch.Tensor):
-            nested.append((here, value))
-        elif value.is_nested or value.layout is not torch.strided or (is_batch and type(value) is not torch.Tensor):
-            return False
-        else:
-            shape = torch.Size([*value.shape[: n - 1], *value.shape[n:]]) if is_batch else value.shape
-            leaves.append(Leaf(here, shape, value.dtype, value.device if device is None else device))
-    for here, value in nested:
-        if type(value) is not TensorDict:
-            return False
-        nodes.append(Node(here, value.batch_size[n:]))
-        if not _scan(value, here, size, device, leaves, nodes, is_batch=is_batch):
-            return False
-    return True
+        return BatchLayout(size[:-1], size[-1], td.device, nodes, tuple(leaves))
+    return BatchLayout(size, steps, device, nodes, tuple(leaves))
 
 
 def with_time(batch: TensorDictBase) -> Any:
@@ -152,20 +126,14 @@ def check_keys(name: str, observations: Iterable[Key], actions: Iterable[Key], t
     """Check the keys of the environment ``name``. ``taken``: where a step has something else, at its root or under
     "next". Raises ValueError: an observation or action is there; or one of each has the same place, or is inside the
     other."""
-    remedy = (
-        "rename one of them in the environment, or by a wrapper (gymnasium.wrappers.TransformObservation or "
-        "TransformAction)"
-    )
+    remedy = "rename one of them, in the environment or by a wrapper such as gymnasium.wrappers.TransformObservation"
     observed, acting = list(observations), list(actions)
     for kind, keys in (("observation", observed), ("action", acting)):
         for key in keys:
             if (first := path_of(key)[0]) in taken:
-                raise ValueError(
-                    f"{name}: the {kind} has the entry {key!r}, but a step uses {first!r} for something else: {remedy}"
-                )
+                what = f"the {kind} has the entry {key!r}, but a step uses {first!r} for something else"
+                raise ValueError(f"{name}: {what}: {remedy}")
     for mine, other in itertools.product(observed, acting):
         if all(map(operator.eq, path_of(mine), path_of(other))):  # as far as the shorter one goes
-            raise ValueError(
-                f"{name}: the observation's entry {mine!r} and the action's entry {other!r} have the same place in a "
-                f"step: {remedy}"
-            )
+            what = f"the observation's entry {mine!r} and the action's entry {other!r} have the same place in a step"
+            raise ValueError(f"{name}: {what}: {remedy}")

@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, TypeVar, Unpack
 
 import torch
@@ -33,7 +33,7 @@ from asyncsync.collectors.rollout.devices import RolloutDevices
 from asyncsync.collectors.rollout.lock import RolloutLock
 from asyncsync.collectors.rollout.policies import WITHOUT_INIT, as_module, placed, primed
 from asyncsync.collectors.rollout.rollout import Rollouts
-from asyncsync.collectors.trajectories import WholeTrajectories, check_trajectories, on_device, processed
+from asyncsync.collectors.trajectories import check_trajectories, on_device, processed
 from asyncsync.collectors.weights.updates import _RegisteredModels, find_model
 from asyncsync.errors import ClosedError
 from asyncsync.runtime.threads import WorkThread, join, until_done, until_done_async
@@ -52,11 +52,6 @@ class Collector(BaseCollector, metaclass=Chooses):
 
     policy: nn.Module
     _arguments: RolloutArguments
-    _free: threading.Thread | None  # collects in the background
-    _lock: RolloutLock
-    _rollouts: Rollouts
-    _trajectories: WholeTrajectories | None  # puts them together; None: what is handed out are the rollouts
-    _original_policy: nn.Module
 
     env = _part("_rollouts.env", "The environment, where it was moved to, with its limit of steps.")
     device = _part("_rollouts.devices.device")
@@ -107,7 +102,7 @@ class Collector(BaseCollector, metaclass=Chooses):
         if policy is not None and policy_factory is not None:
             raise TypeError("policy and policy_factory exclude each other: pass one of them")
         self._arguments = arguments = RolloutArguments(**given)
-        self._trajectories = check_trajectories(**given)
+        self._trajectories = check_trajectories(**given)  # None: rollouts are handed out
         if arguments.return_same_td and arguments.replay_buffer is not None:
             raise TypeError("return_same_td is for batches, which replay_buffer gets: leave out one of them")
         check_policy(policy)
@@ -115,7 +110,7 @@ class Collector(BaseCollector, metaclass=Chooses):
         devices = {name: given[name] for name in ("device", "storing_device", "policy_device", "env_device")}
         check_devices(devices)
         self._counts_frames = self._trajectories is None or arguments.replay_buffer is not None
-        self._free = None
+        self._free: threading.Thread | None = None  # collects in the background
         self._lock = lock = RolloutLock(type(self).__name__)
         env = environments.make_environment(create_env_fn, env_kwargs)
         self._rollouts = rollouts = Rollouts(env, arguments, self.acting_weights, lock, arguments.traj_pool)
@@ -318,11 +313,9 @@ class Collector(BaseCollector, metaclass=Chooses):
     def is_running(self) -> bool:
         return self._free is not None and self._free.is_alive()
 
-    @contextmanager
-    def _paused(self, owner: object) -> Iterator[None]:
+    def _paused(self, owner: object) -> AbstractContextManager[None]:
         self.raise_free_error()
-        with self._standing(ANSWER_SECONDS, owner):
-            yield
+        return self._standing(ANSWER_SECONDS, owner)
 
     @contextmanager
     def _standing(self, timeout: float, owner: object = None) -> Iterator[None]:

@@ -10,12 +10,11 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase, is_tensor_collection, pad
+from tensordict import TensorDict, TensorDictBase, pad
 from torch.nn.utils.rnn import pad_sequence
 
 from asyncsync.collectors.arguments import whole
@@ -78,15 +77,11 @@ class StridedPool(_TrajectoryPool):
     is unique, wherever they are. ``pool`` counts."""
 
     def __init__(self, pool: _TrajectoryPool, first: int, step: int) -> None:
-        super().__init__()
         self._pool, self._first, self._step = pool, first, step
 
     def advance(self, n: int, least: int = 0) -> int:
         counted = max(0, -(-(least - self._first) // self._step))
         return self._first + self._step * self._pool.advance(n, counted)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return StridedPool, (self._pool, self._first, self._step)
 
 
 def _aggregate_end_of_traj(data: TensorDictBase, done_keys: Iterable[Key]) -> torch.Tensor:
@@ -146,16 +141,13 @@ def split_trajectories(
         KeyError: the batch has neither trajectory ids nor the done key.
     """
     batch = rollout_tensordict.copy()
-    if trajectory_key is not None:
-        ids_key: Key = trajectory_key
-    else:
-        if prefix is None and "collector" in batch.keys():  # noqa: SIM118
-            prefix = "collector"
-        ids_key = "traj_ids" if prefix is None else (prefix, "traj_ids")
-    mask_key = "mask" if isinstance(ids_key, str) else (*ids_key[:-1], "mask")
+    if prefix is None and "collector" in batch.keys():  # noqa: SIM118
+        prefix = "collector"
+    ids_key = path_of(trajectory_key or ("traj_ids" if prefix is None else (prefix, "traj_ids")))
+    mask_key = (*ids_key[:-1], "mask")
     ids = batch.get(ids_key, None)
     if ids is None:
-        ids = _ids_of(batch, "done" if done_key is None else done_key)
+        ids = _ids_of(batch, ("next", *path_of(done_key or "done")))
         batch.set(ids_key, ids)
     valid = batch.get(mask_key, None)
     is_padded = valid is not None and not bool(valid.all())
@@ -171,7 +163,7 @@ def split_trajectories(
 
 def _ids_of(batch: TensorDictBase, done_key: Key) -> torch.Tensor:
     """Identifiers counted along time, and on over the rows."""
-    done = batch.get(("next", done_key) if isinstance(done_key, str) else ("next", *done_key))
+    done = batch.get(done_key)
     if done.ndim > batch.ndim:
         done = done.flatten(batch.ndim).any(-1)
     rows = done.reshape(-1, done.shape[-1])
@@ -210,20 +202,8 @@ def processed(batch: TensorDictBase, postproc: Callable[[Any], Any] | None, *, s
         batch = postproc(batch)
         if not isinstance(batch, TensorDictBase):
             raise TypeError(f"postproc returned a {type(batch).__name__}, but must return the batch, a TensorDict")
-    private = _private_keys(batch)
+    private = [path for path in map(path_of, batch.keys(True)) if any(name.startswith("_") for name in path)]
     return batch.exclude(*private, inplace=True) if private else batch
-
-
-def _private_keys(batch: TensorDictBase) -> list[Key]:
-    if type(batch) is not TensorDict:  # items() of a lazy stack would stack its tensors
-        return [path for path in map(path_of, batch.keys(True)) if any(name.startswith("_") for name in path)]
-    found: list[Key] = []
-    for name, value in batch.items():  # not keys(True), which takes several times as long
-        if name.startswith("_"):
-            found.append(name)
-        elif is_tensor_collection(value):
-            found += [(name, *path_of(key)) for key in _private_keys(value)]
-    return found
 
 
 def on_device(postproc: Any, device: torch.device | None) -> Any:
@@ -240,7 +220,7 @@ def on_device(postproc: Any, device: torch.device | None) -> Any:
 class _State(NamedTuple):
     """Trajectories: the pieces of those that have begun, by identifier; those that have ended; and the identifiers of
     those of which frames are missing, each with the last rollout that may have had steps of it. ``taken`` counts
-    rollouts."""
+    rollouts. It is replaced as a whole, so that an interruption leaves all of a rollout, or nothing."""
 
     begun: dict[int, list[TensorDictBase]]
     ended: list[TensorDictBase]
@@ -275,8 +255,9 @@ class WholeTrajectories:
         """
         found = sorted(_pieces(rollout), key=lambda piece: piece[0])
         with self._lock:
-            begun, ended, taken = dict(self._state.begun), list(self._state.ended), self._state.taken + 1
-            broken = {n: last for n, last in self._state.broken.items() if last >= taken - REMEMBERED}
+            state = self._state
+            begun, ended, taken = dict(state.begun), list(state.ended), state.taken + 1
+            broken = {n: last for n, last in state.broken.items() if last >= taken - REMEMBERED}
             for number, piece in found:
                 is_over = _ends(piece)
                 if broken.pop(number, None) is not None:
@@ -288,7 +269,6 @@ class WholeTrajectories:
                     ended.append(_joined(pieces))
                 else:
                     begun[number] = pieces
-            # At once: an interruption leaves all of the rollout, or nothing.
             self._state = _State({} if self._ends_early else begun, ended, broken, taken)
 
     @property
@@ -301,22 +281,21 @@ class WholeTrajectories:
         with self._lock:
             if not self.is_ready:
                 return None
-            begun, ended, broken, taken = self._state
-            chosen, rest = ended[: self._most], ended[self._most :]
+            ended = self._state.ended
+            chosen = ended[: self._most]
             batch = _joined(chosen)
             if self._is_padded:
                 batch.set(MASK, torch.ones(batch.batch_size, dtype=torch.bool, device=batch.device))
                 batch = padded(batch, [each.batch_size[0] for each in chosen])
-            self._state = _State(begun, rest, broken, taken)
+            self._state = self._state._replace(ended=ended[self._most :])
         return batch
 
     def break_off(self, numbers: Iterable[int]) -> None:
         """Leave out the trajectories with these identifiers: some of their frames will not come."""
         with self._lock:
-            begun, ended, broken, taken = self._state
-            broken = broken | dict.fromkeys(numbers, taken)
-            begun = {number: pieces for number, pieces in begun.items() if number not in broken}
-            self._state = _State(begun, ended, broken, taken)
+            broken = self._state.broken | dict.fromkeys(numbers, self._state.taken)
+            begun = {number: pieces for number, pieces in self._state.begun.items() if number not in broken}
+            self._state = self._state._replace(begun=begun, broken=broken)
 
     def break_off_those(self, are: Callable[[int], bool]) -> None:
         """Leave out the trajectories that have begun and whose identifiers are such."""
@@ -330,45 +309,35 @@ class WholeTrajectories:
         """Environments were reset: leave out all that has come so far."""
         self.lose_rollout()
         with self._lock:
-            self._state = _State(self._state.begun, [], self._state.broken, self._state.taken)
+            self._state = self._state._replace(ended=[])
 
 
-def check_trajectories(
-    *,
-    trajs_per_batch: Any,
-    trajs_per_write: Any,
-    traj_format: Any,
-    replay_buffer: Any,
-    extend_buffer: bool,
-    split_trajs: bool | None,
-    track_traj_ids: bool,
-    reset_at_each_iter: bool,
-    **others: Any,
-) -> WholeTrajectories | None:
-    """What puts trajectories together for a collector with these arguments, all of its constructor's; None: nothing
-    does. Raises TypeError, ValueError: arguments that exclude each other."""
-    if traj_format not in (None, "padded", "cat"):
-        raise ValueError(f"traj_format must be 'padded' or 'cat', not {traj_format!r}")
-    if split_trajs and not track_traj_ids:
-        raise ValueError("split_trajs=True needs track_traj_ids=True, because it splits batches by trajectory ids")
-    if trajs_per_batch is None:
-        if traj_format == "cat" or trajs_per_write is not None:
-            name = "trajs_per_write" if trajs_per_write is not None else "traj_format"
+def check_trajectories(**given: Any) -> WholeTrajectories | None:
+    """What puts trajectories together for a collector with these options; None: nothing does. Raises TypeError,
+    ValueError: options that exclude each other."""
+    count, most, layout = given["trajs_per_batch"], given["trajs_per_write"], given["traj_format"]
+    if layout not in (None, "padded", "cat"):
+        raise ValueError(f"traj_format must be 'padded' or 'cat', not {layout!r}")
+    for name in ("split_trajs", "trajs_per_batch"):
+        if given[name] and not given["track_traj_ids"]:
+            raise ValueError(f"{name} needs track_traj_ids=True, because it tells trajectories apart by their ids")
+    if count is None:
+        if layout == "cat" or most is not None:
+            name = "traj_format" if most is None else "trajs_per_write"
             raise ValueError(f"{name} needs trajs_per_batch: pass trajs_per_batch= too, or leave {name} out")
         return None
-    count = whole("trajs_per_batch", trajs_per_batch, 1)
-    if split_trajs:
+    count = whole("trajs_per_batch", count, 1)
+    if given["split_trajs"]:
         raise ValueError("trajs_per_batch and split_trajs exclude each other: leave split_trajs out")
-    if not track_traj_ids:
-        raise ValueError("trajs_per_batch needs track_traj_ids=True, because it tells trajectories apart by ids")
-    if replay_buffer is None:
-        if trajs_per_write is not None:
+    ends_early = given["reset_at_each_iter"]
+    if given["replay_buffer"] is None:
+        if most is not None:
             raise ValueError("trajs_per_write needs a replay buffer: pass replay_buffer=, or leave trajs_per_write out")
-        return WholeTrajectories(count, count, is_padded=traj_format != "cat", ends_early=reset_at_each_iter)
-    if not extend_buffer:
+        return WholeTrajectories(count, count, is_padded=layout != "cat", ends_early=ends_early)
+    if not given["extend_buffer"]:
         raise ValueError("trajs_per_batch writes whole trajectories, not frame by frame: leave extend_buffer out")
-    most = sys.maxsize if trajs_per_write is None else whole("trajs_per_write", trajs_per_write, 1)
-    return WholeTrajectories(1, most, is_padded=False, ends_early=reset_at_each_iter)
+    most = sys.maxsize if most is None else whole("trajs_per_write", most, 1)
+    return WholeTrajectories(1, most, is_padded=False, ends_early=ends_early)
 
 
 def _pieces(rollout: TensorDictBase) -> Iterator[tuple[int, TensorDictBase]]:
@@ -380,12 +349,10 @@ def _pieces(rollout: TensorDictBase) -> Iterator[tuple[int, TensorDictBase]]:
     ids = rollout.get(IDS, None)
     if ids is None:
         raise KeyError(f"trajs_per_batch needs {IDS} in every rollout: postproc must not remove it")
-    start = 0
-    for number, frames in groupby(ids.tolist()):
-        end = start + sum(1 for _ in frames)
+    numbers, lengths = ids.unique_consecutive(return_counts=True)
+    for number, frames in zip(numbers.tolist(), rollout.split(lengths.tolist(), 0), strict=True):
         if number >= 0:
-            yield number, rollout[start:end].clone()
-        start = end
+            yield number, frames.clone()
 
 
 def _ends(piece: TensorDictBase) -> bool:
