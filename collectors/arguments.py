@@ -103,13 +103,11 @@ def check_policy_factory(name: str, factory: Any) -> None:
 
 
 def fits(function: Any, *arguments: Any) -> bool:
-    """Whether a callable can be called with these arguments, or may be: some show no signature."""
+    """Whether a callable can be called with these arguments, or may be, if it shows no signature."""
     try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):
+        inspect.signature(function).bind(*arguments)
+    except ValueError:
         return True
-    try:
-        signature.bind(*arguments)
     except TypeError:
         return False
     return True
@@ -177,28 +175,21 @@ def check_factories(
         count = default
     if count is not None:
         count = whole(name, count, 1)
-    if not is_list(create_env_fn):
-        _check_factory(create_env_fn)
-        if count is None:
-            raise ValueError(f"create_env_fn is one callable: pass the number of workers, {name}=, or a list")
-        create_env_fn = [create_env_fn] * count
-    factories = list(create_env_fn)
+    factories = list(create_env_fn) if is_list(create_env_fn) else [create_env_fn] * (count or 1)
+    for factory in factories:
+        if isinstance(factory, Mapping):
+            raise TypeError("create_env_fn is a dict: pass list(create_env_fn.values())")
+        if not callable(factory) and not isinstance(factory, str) and not is_list(factory):
+            raise TypeError(f"create_env_fn must be callables that make environments, not {type(factory).__name__}")
+    if count is None and not is_list(create_env_fn):
+        raise ValueError(f"create_env_fn is one callable: pass the number of workers, {name}=, or a list")
     if not factories:
         raise ValueError("create_env_fn is empty: pass one callable per worker")
     if count not in (None, len(factories)):
         raise ValueError(f"{name}={count}, but create_env_fn is a list of {len(factories)}")
     if len(factories) > MAX_WORKERS:
         raise ValueError(f"a collector can have at most {MAX_WORKERS} workers, not {len(factories)}")
-    for factory in factories:
-        _check_factory(factory)
     return factories
-
-
-def _check_factory(factory: Any) -> None:
-    if isinstance(factory, Mapping):
-        raise TypeError("create_env_fn is a dict: pass list(create_env_fn.values())")
-    if not callable(factory) and not isinstance(factory, str) and not is_list(factory):
-        raise TypeError(f"create_env_fn must be callables that make environments, not {type(factory).__name__}")
 
 
 def is_list(value: Any) -> bool:
