@@ -25,6 +25,7 @@ from torch.utils.data import IterableDataset
 from asyncsync.collectors.profiling import ProfileConfig
 from asyncsync.collectors.weights.updates import WeightsAPI
 from asyncsync.errors import ClosedError
+from asyncsync.runtime.asyncio_private import running_loop
 from asyncsync.runtime.threads import Interruption, elsewhere
 from asyncsync.schemes.sources import follow
 
@@ -76,14 +77,8 @@ class Pause(AbstractContextManager[None], AbstractAsyncContextManager[None]):
 
 def is_caller(owners: Iterable[object]) -> bool:
     """Whether the calling thread or task is among these owners of blocks."""
-    found = list(owners)
-    if threading.get_ident() in found:
-        return True
-    try:
-        task = asyncio.current_task()
-    except RuntimeError:  # no event loop runs here
-        return False
-    return task is not None and task in found
+    task = asyncio.current_task() if running_loop() is not None else None
+    return any(owner in (threading.get_ident(), task) for owner in list(owners))
 
 
 class Signals(Protocol):

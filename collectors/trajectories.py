@@ -164,13 +164,10 @@ def split_trajectories(
 def _ids_of(batch: TensorDictBase, done_key: Key) -> torch.Tensor:
     """Identifiers counted along time, and on over the rows."""
     done = batch.get(done_key)
-    if done.ndim > batch.ndim:
-        done = done.flatten(batch.ndim).any(-1)
-    rows = done.reshape(-1, done.shape[-1])
-    before = torch.zeros_like(rows, dtype=torch.long)
-    before[:, 1:] = rows[:, :-1].cumsum(-1)
-    firsts = torch.cat([before.new_zeros(1), (before[:-1, -1] + 1).cumsum(0)])
-    return (before + firsts.unsqueeze(-1)).reshape(done.shape)
+    ends = done.flatten(batch.ndim).any(-1) if done.ndim > batch.ndim else done.clone()
+    ends[..., -1] = True  # where a row ends, a trajectory does
+    so_far = ends.flatten().cumsum(0)
+    return (so_far - ends.flatten().long()).reshape(ends.shape)
 
 
 def _is_plain(flat: TensorDictBase) -> bool:
