@@ -149,12 +149,9 @@ class RolloutArguments(SimpleNamespace):
         """Round frames up to whole steps of so many environments, with a warning where that changes something."""
         batch = rounded_up("frames_per_batch", self.frames_per_batch, "the number of environments", environments)
         self.requested_frames_per_batch, self.steps = batch, batch // environments
-        rounded = {"total_frames": self.total_frames, "init_random_frames": self.init_random_frames}
-        if self.adds:
-            del rounded["total_frames"]  # the last rollout may be shorter
-        for name, frames in rounded.items():
-            if frames < math.inf:
-                rounded_up(name, frames, "frames_per_batch", batch)
+        rounded_up("init_random_frames", self.init_random_frames, "frames_per_batch", batch)
+        if self.total_frames < math.inf and not self.adds:  # frame by frame, the last rollout may be shorter
+            rounded_up("total_frames", self.total_frames, "frames_per_batch", batch)
 
 
 def _check_method(name: str, value: Any, method: str) -> None:
@@ -259,7 +256,7 @@ def with_partial(kind: Any, arguments: Mapping[str, Any], defaults: Mapping[str,
         value, default = arguments.get(name), defaults.get(name)
         is_default = value is default or (type(value) is type(default) and bool(value == default))
         if name in arguments and not is_default:
-            raise TypeError(f"{name} is given twice, in collector_class, a partial, too: leave one of them out")
+            raise TypeError(f"{name} is given twice, here and by the partial collector_class: leave one of them out")
         if name in ("total_frames", "replay_buffer"):
             raise ValueError(f"collector_class is a partial with {name}: pass that to the collector itself")
     return {name: value for name, value in arguments.items() if name not in own}

@@ -327,10 +327,10 @@ def by_backend(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not isinstance(given, Mapping | None):
         raise TypeError(f"backend_options must be a dict of arguments for the chosen collector, not {given!r}")
     options = dict(given or {})
-    if own := sorted(options.keys() & {*SELECTORS, "num_workers"}):
-        raise ValueError(f"backend_options has {own}: pass these to Collector itself (num_workers as num_collectors=)")
-    if twice := sorted(options.keys() & {*kwargs, *("create_env_fn", "policy")[: len(args)]}):
-        raise ValueError(f"backend_options repeats {twice}, also arguments of the call: give each once")
+    own = {*SELECTORS, "num_workers", *kwargs, *("create_env_fn", "policy")[: len(args)]}
+    if twice := sorted(options.keys() & own):
+        where = "arguments of Collector itself (num_workers as num_collectors=)"
+        raise ValueError(f"backend_options has {twice}, {where}: give each once, there")
     if backend == "direct":
         if count not in (None, 1):
             raise ValueError(f"backend='direct' runs one collector here, not {count}: use backend='process'")

@@ -166,8 +166,8 @@ def _ids_of(batch: TensorDictBase, done_key: Key) -> torch.Tensor:
     done = batch.get(done_key)
     ends = done.flatten(batch.ndim).any(-1) if done.ndim > batch.ndim else done.clone()
     ends[..., -1] = True  # where a row ends, a trajectory does
-    so_far = ends.flatten().cumsum(0)
-    return (so_far - ends.flatten().long()).reshape(ends.shape)
+    before: torch.Tensor = ends.flatten().cumsum(0) - ends.flatten().long()
+    return before.reshape(ends.shape)
 
 
 def _is_plain(flat: TensorDictBase) -> bool:
