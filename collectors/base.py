@@ -570,7 +570,7 @@ class BaseCollector(WeightsAPI, Lifetime, IterableDataset[TensorDictBase | None]
             RuntimeError: it was never set.
         """
         if self._worker_idx is None:
-            raise RuntimeError("this is no worker of another collector. If it is, pass worker_idx= or set worker_idx")
+            raise RuntimeError("worker_idx was never set: if this is a worker, pass worker_idx= to it, or set it")
         return self._worker_idx
 
     @worker_idx.setter
