@@ -9,20 +9,20 @@ from typing import Any
 
 import msgpack
 
-__all__ = ["describe", "find", "kill", "the_ray"]
+__all__ = ["describe", "find", "kill", "library", "the_ray"]
+
+
+def library() -> Any:
+    """The module ray. Raises ImportError: it is not installed."""
+    try:
+        return import_module("ray")
+    except ImportError as error:
+        raise ImportError("this needs Ray, which is not installed: pip install 'asyncsync[ray]'") from error
 
 
 def the_ray() -> Any:
-    """The module ray, initialised.
-
-    Raises:
-        ImportError: it is not installed.
-        RuntimeError: this process has not joined a cluster.
-    """
-    try:
-        ray = import_module("ray")
-    except ImportError as error:
-        raise ImportError("this needs Ray, which is not installed: pip install 'asyncsync[ray]'") from error
+    """The module ray, initialised. Raises ImportError; RuntimeError: this process has not joined a cluster."""
+    ray = library()
     if not ray.is_initialized():
         raise RuntimeError("this process has not joined a Ray cluster: call ray.init() first")
     return ray

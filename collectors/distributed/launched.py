@@ -7,10 +7,13 @@ over is written there, and a store that is gone means that the trainer is.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import itertools
 import logging
 import multiprocessing
 import os
+import queue
 import secrets
 import signal
 import threading
@@ -25,9 +28,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from asyncsync.collectors.distributed.nodes import Node, NodeFamily
+from asyncsync.collectors.distributed.nodes import Node, NodeFamily, until_ended
 from asyncsync.collectors.workers.group import Reports
 from asyncsync.collectors.workers.messages import Parcel, dumps, loads
+from asyncsync.collectors.workers.worker import Message
 from asyncsync.errors import NotConnected
 from asyncsync.net.endpoint import own_address
 from asyncsync.runtime.threads import sigint_blocked
@@ -41,7 +45,20 @@ POLL_SECONDS = 0.5
 RANK_KEY = "asyncsync/node/"
 
 Program = Callable[..., None]
-WhenEnded = Callable[[str], object]
+
+
+class Running(NamedTuple):
+    """A node's program that runs.
+
+    Attributes:
+        name: what runs it: "pid 4711".
+        end: waits for its end, and says how it has ended. None: it goes on by itself after its node's end.
+        kill: ends it.
+    """
+
+    name: str
+    end: Callable[[], str] | None = None
+    kill: Callable[[], object] = lambda: None
 
 
 class Launcher(ABC):
@@ -50,16 +67,8 @@ class Launcher(ABC):
     address: str
 
     @abstractmethod
-    def start(self, rank: int, program: Program, arguments: tuple[Any, ...], when_ended: WhenEnded) -> None:
-        """Start a node's program; returns at once. ``when_ended`` is called, in some thread, with how it has ended."""
-
-    @abstractmethod
-    def stop(self, rank: int, timeout: float) -> None:
-        """Wait for its end, and end it after the timeout (seconds). Idempotent."""
-
-    @abstractmethod
-    def name(self, rank: int) -> str:
-        """What runs it: "pid 4711"."""
+    def start(self, rank: int, program: Program, arguments: tuple[Any, ...]) -> Running:
+        """Start a node's program; returns at once."""
 
 
 class ProcessLauncher(Launcher):
@@ -70,36 +79,24 @@ class ProcessLauncher(Launcher):
     def __init__(self) -> None:
         is_set = multiprocessing.get_start_method(allow_none=True) == "forkserver"
         self._context: Any = multiprocessing.get_context("forkserver" if is_set else "spawn")
-        self._processes: dict[int, Any] = {}
 
-    def start(self, rank: int, program: Program, arguments: tuple[Any, ...], when_ended: WhenEnded) -> None:
+    def start(self, rank: int, program: Program, arguments: tuple[Any, ...]) -> Running:
         # No daemon: environments and nested collectors have processes of their own.
         process = self._context.Process(
             target=_in_process, args=(program, arguments), name=f"asyncsync-node-{rank}", daemon=False
         )
         with sigint_blocked():
             process.start()
-        self._processes[rank] = process
 
-        def watch() -> None:
+        def end() -> str:
             process.join()
-            when_ended(f"its process ended with exit code {process.exitcode}")
+            return f"its process ended with exit code {process.exitcode}"
 
-        threading.Thread(target=watch, name=f"asyncsync-node-{rank}-watch", daemon=True).start()
-
-    def stop(self, rank: int, timeout: float) -> None:
-        if (process := self._processes.pop(rank, None)) is None:
-            return
-        # Not join(): the thread that watches it may have reaped it just now.
-        deadline = time.monotonic() + timeout
-        wait([process.sentinel], timeout)
-        if process.exitcode is None:
+        def kill() -> None:
             process.kill()
-            wait([process.sentinel], KILLED_SECONDS + max(0.0, deadline - time.monotonic()))
+            wait([process.sentinel], KILLED_SECONDS)
 
-    def name(self, rank: int) -> str:
-        process = self._processes.get(rank)
-        return "a process" if process is None else f"pid {process.pid}"
+        return Running(f"pid {process.pid}", end, kill)
 
 
 def _in_process(program: Program, arguments: tuple[Any, ...]) -> None:
@@ -126,31 +123,17 @@ class SubmititLauncher(Launcher):
         folder, cluster = options.pop("folder", "submitit_logs"), options.pop("cluster", None)
         self._executor = submitit.AutoExecutor(folder=folder, cluster=cluster)
         self._executor.update_parameters(**options)
-        self._jobs: dict[int, Any] = {}
         self.address = own_address()
 
-    def start(self, rank: int, program: Program, arguments: tuple[Any, ...], when_ended: WhenEnded) -> None:
-        self._jobs[rank] = job = self._executor.submit(program, *arguments)
+    def start(self, rank: int, program: Program, arguments: tuple[Any, ...]) -> Running:
+        job = self._executor.submit(program, *arguments)
 
-        def watch() -> None:
+        def end() -> str:
             while not job.done():
                 time.sleep(POLL_SECONDS)
-            when_ended(f"its job {job.job_id} has ended ({job.state}); its logs are in {job.paths.folder}")
+            return f"its job {job.job_id} has ended ({job.state}); its logs are in {job.paths.folder}"
 
-        threading.Thread(target=watch, name=f"asyncsync-node-{rank}-watch", daemon=True).start()
-
-    def stop(self, rank: int, timeout: float) -> None:
-        if (job := self._jobs.pop(rank, None)) is None:
-            return
-        deadline = time.monotonic() + timeout
-        while not job.done() and time.monotonic() < deadline:
-            time.sleep(min(0.05, POLL_SECONDS))
-        if not job.done():
-            job.cancel()
-
-    def name(self, rank: int) -> str:
-        job = self._jobs.get(rank)
-        return "a job of submitit's" if job is None else f"job {job.job_id}"
+        return Running(f"job {job.job_id}", end, job.cancel)
 
 
 class RankLauncher(Launcher):
@@ -164,14 +147,9 @@ class RankLauncher(Launcher):
         host = os.environ["MASTER_ADDR"]
         self.address = "127.0.0.1" if host in ("localhost", "127.0.0.1", "::1") else own_address()
 
-    def start(self, rank: int, program: Program, arguments: tuple[Any, ...], when_ended: WhenEnded) -> None:
+    def start(self, rank: int, program: Program, arguments: tuple[Any, ...]) -> Running:
         self._store.set(f"{RANK_KEY}{rank}", dumps((program, arguments)))
-
-    def stop(self, rank: int, timeout: float) -> None:
-        """A rank goes on by itself after its node's end."""
-
-    def name(self, rank: int) -> str:
-        return f"rank {rank + 1}"
+        return Running(f"rank {rank + 1}")
 
 
 def serve_node(timeout: float = 300.0) -> None:
@@ -216,6 +194,7 @@ DEFAULT_PORT = 10003
 WATCH_SECONDS, LOOK_SECONDS = 0.5, 0.05
 ORPHAN_SECONDS, END_SECONDS = 2.0, 5.0
 STORE_SECONDS = 60.0
+REASON_SECONDS = 0.5  # how long a lost connection waits for the launcher, which may know why
 
 
 class Meeting(NamedTuple):
@@ -232,22 +211,63 @@ class Meeting(NamedTuple):
         return PrefixStore(self.token, connect((self.host, self.port), STORE_SECONDS))
 
 
-class Launch(NamedTuple):
-    """One start of a node's program. ``is_lost``: it has ended, or its connection has."""
+class Line(ABC):
+    """The trainer's end of the connection to a node. Sending and receiving are each for one thread. All methods raise
+    RuntimeError when the node is gone, or the line was closed."""
 
-    rank: int
-    number: int
-    reports: Reports
-    is_lost: threading.Event
+    @abstractmethod
+    def send(self, message: Message) -> None:
+        """Send a message."""
+
+    @abstractmethod
+    def receive(self) -> list[Message]:
+        """The node's next messages."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End it, and what waits for it in other threads. Idempotent."""
+
+
+class Launch:
+    """One start of a node's program.
+
+    Attributes:
+        messages: for the node.
+        line: the connection to it, when they have met.
+        has_ended: the program has.
+        is_over: that, or its connection has ended, or nobody wants it any more.
+    """
+
+    def __init__(self, rank: int, number: int, reports: Reports, running: Running) -> None:
+        self.rank, self.number, self.reports, self.running = rank, number, reports, running
+        self.messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self.line: Line | None = None
+        self.has_ended, self.is_over = threading.Event(), threading.Event()
+
+    def end(self, timeout: float) -> None:
+        """Wait for the program's end, end it after the timeout (seconds), and hang up."""
+        try:
+            if self.running.end is not None and not self.has_ended.wait(timeout):
+                self.running.kill()
+        finally:
+            self.hang_up()
+
+    def hang_up(self) -> None:
+        """End the connection. Idempotent."""
+        self.is_over.set()
+        line, self.line = self.line, None
+        if line is not None:
+            line.close()
 
 
 class LaunchedFamily(NodeFamily):
-    """Nodes that a launcher of this name starts, with a store at ``port`` (None: 10003, or any if that is taken).
+    """Nodes that a launcher of this name starts, with a store at ``tcp_port`` (None: 10003, or any if that is taken).
     Raises TypeError, ValueError: there is no such launcher."""
 
     meeting: Meeting
+    _launcher: Launcher
 
-    def __init__(self, launcher: str, slurm_kwargs: Any, port: int | None, *, restarts: int = 0) -> None:
+    def __init__(self, launcher: str, slurm_kwargs: Any, tcp_port: int | str | None, restarts: int = 0) -> None:
         super().__init__(restarts)
         if launcher not in LAUNCHERS:
             raise ValueError(f"unknown launcher {launcher!r}: choose one of {', '.join(map(repr, LAUNCHERS))}")
@@ -257,67 +277,109 @@ class LaunchedFamily(NodeFamily):
             raise ValueError(f"slurm_kwargs need launcher='submitit', not {launcher!r}: leave slurm_kwargs out")
         if restarts and launcher == "torchrun":
             raise ValueError("restarts= needs a launcher that starts programs: torchrun itself restarts all ranks")
-        self._launching = launcher, slurm_kwargs or {}
-        self._port = port
-        self._launcher: Launcher | None = None
+        self._make_launcher = partial(LAUNCHERS[launcher], **(slurm_kwargs or {}))
+        self._port = None if tcp_port is None else int(tcp_port)
         self._own_store: OwnStore | None = None
         self.store: Any = None
         self.launches: dict[int, Launch] = {}  # the last one of each node
-        self._launched = 0
+        self._numbers = itertools.count(1)  # of launches
 
     @abstractmethod
-    def program(self, launch: Launch) -> tuple[Program, tuple[Any, ...]]:
-        """What runs in a node, a function of a module: ``program(meeting, rank, *arguments)``."""
+    def program(self) -> Program:
+        """What runs in a node: a function of a module, of a meeting, the node's rank, and the number of its launch."""
+
+    @abstractmethod
+    def connect(self, launch: Launch, store: Any, there: str) -> Line:
+        """Connect to a node's program, which has written that it runs ``there``. In a thread: it may wait. Raises
+        RuntimeError: it is gone."""
 
     def prepare(self, count: int) -> None:
-        name, slurm_kwargs = self._launching
-        self._launcher = LAUNCHERS[name](**slurm_kwargs)
-        address, port = self._launcher.address, self._port
+        self._launcher = self._make_launcher()
         try:
-            self._own_store = store = OwnStore(address, DEFAULT_PORT if port is None else port)
+            self._own_store = store = OwnStore(self._launcher.address, self._port or DEFAULT_PORT)
         except NotConnected:
-            if port is not None:
+            if self._port is not None:
                 raise
-            self._own_store = store = OwnStore(address)  # another collector has the default one
+            self._own_store = store = OwnStore(self._launcher.address)  # another collector has the default one
         store.open()
         self.meeting = Meeting(*store.address, f"asyncsync_{secrets.token_hex(8)}", secrets.token_bytes(32))
         self.store = self.meeting.store()
 
     def start(self, rank: int, reports: Reports) -> None:
-        assert self._launcher is not None
-        self._launcher.stop(rank, 0.0)  # what is left of one that was lost
+        if rank in self.launches:
+            self.launches[rank].end(0.0)  # what is left of one that was lost
         self.where.pop(rank, None)
-        self._launched += 1
-        self.launches[rank] = launch = Launch(rank, self._launched, reports, threading.Event())
-        program, arguments = self.program(launch)
-        self._launcher.start(rank, program, (self.meeting, rank, *arguments), partial(self.lose, launch))
+        number = next(self._numbers)
+        running = self._launcher.start(rank, self.program(), (self.meeting, rank, number))
+        self.launches[rank] = launch = Launch(rank, number, reports, running)
+        for target in (self._watch, self._serve):
+            threading.Thread(target=target, args=(launch,), name=f"asyncsync-node-{rank}", daemon=True).start()
 
-    @abstractmethod
-    def hang_up(self) -> None:
-        """End all connections to nodes. Idempotent."""
+    def send(self, rank: int, message: Message) -> None:
+        self.launches[rank].messages.put(message)
 
-    def lose(self, launch: Launch, how: str) -> None:
+    def _watch(self, launch: Launch) -> None:
+        if launch.running.end is not None:
+            how = launch.running.end()
+            launch.has_ended.set()
+            self._lose(launch, how)
+
+    def _serve(self, launch: Launch) -> None:
+        """In a thread for each launch: meet the node, and take its answers."""
+        try:
+            line = self._meet(launch)
+        except RuntimeError as error:  # NotConnected is one
+            self._lose(launch, f"the trainer cannot reach it: {error}")
+            return
+        if line is None:
+            return
+        launch.line = line
+        if launch.is_over.is_set():  # whoever has hung up may not have seen the line
+            launch.hang_up()
+
+        def send_all() -> None:
+            with contextlib.suppress(RuntimeError):  # who receives knows, too
+                while (message := launch.messages.get()) is not None:
+                    line.send(message)
+
+        threading.Thread(target=send_all, name=f"asyncsync-node-{launch.rank}-send", daemon=True).start()
+        try:
+            for answers in until_ended(line.receive):
+                self.take(launch.rank, launch.reports, answers)
+        except Exception as error:
+            logger.debug("lost the connection to a node: %s", error)
+            if not launch.is_over.wait(REASON_SECONDS):
+                self._lose(launch, "its connection is lost")
+        finally:
+            launch.messages.put(None)
+
+    def _meet(self, launch: Launch) -> Line | None:
+        """None: the program has ended, or nobody waits for it."""
+        store, key = self.meeting.store(), f"here/{launch.number}"
+        while not store.check([key]):
+            if launch.is_over.wait(LOOK_SECONDS):
+                return None
+        return self.connect(launch, store, store.get(key).decode())
+
+    def _lose(self, launch: Launch, how: str) -> None:
         """A node's program has ended, or its connection has. From any thread."""
-        launch.is_lost.set()
+        launch.is_over.set()
         self.call_soon(launch.reports.lost, ConnectionError(how))
 
     def name(self, rank: int) -> str:
-        own = None if self._launcher is None else self._launcher.name(rank)
-        return f"node {rank} ({self.where.get(rank) or own})"
+        return f"node {rank} ({self.where.get(rank) or self.launches[rank].running.name})"
 
     def close(self, deadline: float) -> None:
         store, self.store = self.store, None
-        if store is not None and self._launcher is not None:
+        if store is not None:
             store.set("over", "1")  # for all: they end at the same time
-            for rank in self.launches:
-                try:
-                    self._launcher.stop(rank, max(0.5, deadline - time.monotonic()))
-                except Exception:
-                    logger.exception("ending %s failed", self.name(rank))
-        self.hang_up()
-        own, self._own_store = self._own_store, None  # it listens until nobody has it
-        if own is not None:
-            own.close()
+        for launch in self.launches.values():
+            try:
+                launch.end(max(0.5, deadline - time.monotonic()))
+            except Exception:
+                logger.exception("ending %s failed", self.name(launch.rank))
+        if self._own_store is not None:
+            self._own_store.close()
 
 
 # -- values as tensors of bytes, which gloo and RPC carry -------------------------------------------------------------
@@ -342,12 +404,6 @@ def as_tensor(data: Any) -> torch.Tensor:
         return torch.frombuffer(bytearray(memory) if memory.readonly else memory, dtype=torch.uint8)
 
 
-def empty(size: int) -> torch.Tensor:
-    """Memory for so many bytes."""
-    with normal_tensors():
-        return torch.empty(size, dtype=torch.uint8, device="cpu")
-
-
 # -- in a node's program -----------------------------------------------------------------------------------------------
 
 
@@ -362,6 +418,7 @@ def watch(node: Node, store: Any) -> None:
         if node.ended.is_set():  # as the trainer wanted, which did not wait for this program's end
             return
         node.stop(ORPHAN_SECONDS)
+        node.ended.wait(ORPHAN_SECONDS)
         for child in multiprocessing.active_children():
             child.kill()
         os._exit(1)

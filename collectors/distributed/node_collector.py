@@ -28,7 +28,7 @@ from asyncsync.collectors.arguments import (
     is_list,
     whole,
 )
-from asyncsync.collectors.base import BaseCollector
+from asyncsync.collectors.base import BaseCollector, _part
 from asyncsync.collectors.distributed.gloo import GlooFamily
 from asyncsync.collectors.distributed.nodes import NodeFamily
 from asyncsync.collectors.distributed.ray import ActorBuffer, RayFamily
@@ -218,6 +218,8 @@ class NodeCollector(GroupCollector):
 
     called_schemes: tuple[type, ...] = ()  # those whose calls reach the nodes
 
+    update_after_each_batch = _part("_arguments.update_at_each_batch")
+
     def __init__(self, nodes: NodeFamily, create_env_fn: Any, policy: Any, given: dict[str, Any]) -> None:
         total = frames_or_none("total_frames", given["total_frames"])
         frames = whole("frames_per_batch", given["frames_per_batch"], 1)
@@ -256,11 +258,6 @@ class NodeCollector(GroupCollector):
         given["update_at_each_batch"] = given.pop("update_after_each_batch")
         super().__init__(factories, policy, collector_class=kind, **given)
 
-    @property
-    def update_after_each_batch(self) -> bool:
-        """The argument of this name."""
-        return self._arguments.update_at_each_batch
-
     def _make_group(self, start_method: str) -> WorkerGroup:
         return WorkerGroup(self._nodes, type(self).__name__, self._connect_timeout, self._arguments.trajectories)
 
@@ -298,10 +295,10 @@ class RPCCollector(NodeCollector):
         given: dict[str, Any] = {**options}
         count = len(create_env_fn) if is_list(create_env_fn) else 1
         family = RPCFamily(
-            *_launching(given),
-            options=dict(given.pop("tensorpipe_options") or {}),
-            devices=_visible(given.pop("visible_devices"), count),
-            connect_timeout=given["connect_timeout"],
+            dict(given.pop("tensorpipe_options") or {}),
+            _visible(given.pop("visible_devices"), count),
+            given["connect_timeout"],
+            **_launching(given),
         )
         self.backend: str = given.pop("backend")
         super().__init__(family, create_env_fn, policy, given)
@@ -350,7 +347,7 @@ class DistributedCollector(NodeCollector):
             policy: see ``MultiCollector``.
         """
         given: dict[str, Any] = {**options}
-        family = GlooFamily(*_launching(given), restarts=given.pop("restarts"))
+        family = GlooFamily(**_launching(given), restarts=given.pop("restarts"))
         self.backend: str = given.pop("backend")
         super().__init__(family, create_env_fn, policy, given)
 
@@ -403,9 +400,8 @@ class RayCollector(NodeCollector):
         return list(self._nodes.actors)
 
 
-def _launching(given: dict[str, Any]) -> tuple[str, Any, int | None]:
-    port = given.pop("tcp_port")
-    return given.pop("launcher"), given.pop("slurm_kwargs"), None if port is None else int(port)
+def _launching(given: dict[str, Any]) -> dict[str, Any]:
+    return {name: given.pop(name) for name in ("launcher", "slurm_kwargs", "tcp_port")}
 
 
 def _visible(given: Sequence[int | str | torch.device] | None, count: int) -> list[torch.device] | None:

@@ -11,10 +11,9 @@ rollout too, and is answered by ``("told",)``. So does ``("stop", close_env, sec
 from __future__ import annotations
 
 import threading
-import time
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -70,6 +69,15 @@ class NodeFamily(Family):
         """:meth:`end`, in a thread; it may wait."""
 
 
+def until_ended(answers: Callable[[], list[Message]]) -> Iterator[list[Message]]:
+    """What a node answers, up to the last answer of all."""
+    while True:
+        found = answers()
+        yield found
+        if found[-1] == ("ended",):
+            return
+
+
 class Node:
     """Runs the worker of this rank, and is its line. ``ended`` is set when it has ended, and its environment is
     closed."""
@@ -122,8 +130,7 @@ class Node:
                         self._page.heed(self.rank, wishes)
                         self._outbox.append(("told",))
                     case "stop", close_env, seconds:
-                        self._page.stop(close_env)
-                        threading.Thread(target=self._interrupt, args=(seconds,), daemon=True).start()
+                        self.stop(seconds, close_env)
                     case _:
                         self._inbox.append(come)
             self._changed.notify_all()
@@ -139,19 +146,18 @@ class Node:
                     break
             return found or [("ended",)]
 
-    def stop(self, seconds: float) -> None:
-        """End within this time, as nobody is there any more who could wish for it."""
+    def stop(self, seconds: float, close_env: bool = True) -> None:
+        """Have the worker end within this time."""
         with self._changed:
-            self._page.stop()
+            self._page.stop(close_env)
             self._changed.notify_all()
-        self._interrupt(seconds)
+        threading.Thread(target=self._interrupt, args=(seconds,), daemon=True).start()
 
     def _interrupt(self, seconds: float) -> None:
         """End what the worker waits for, unless it ends by itself."""
-        deadline = time.monotonic() + seconds
-        if not self.ended.wait(min(STEP_SECONDS, seconds)):
-            self._worker.interrupt(max(0.0, deadline - time.monotonic()))
-        self.ended.wait(max(0.0, deadline - time.monotonic()))
+        first = min(STEP_SECONDS, seconds)
+        if not self.ended.wait(first):
+            self._worker.interrupt(seconds - first)
 
     @property
     def collector(self) -> Any:

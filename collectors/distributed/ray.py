@@ -9,7 +9,6 @@ one ends it.
 
 from __future__ import annotations
 
-import importlib
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +24,7 @@ from asyncsync.collectors.workers.messages import Parcel, loads
 from asyncsync.collectors.workers.worker import Message
 from asyncsync.errors import PeerLost
 from asyncsync.runtime.threads import until_done
-from asyncsync.transports.ray_private import kill
+from asyncsync.transports.ray_private import kill, library
 
 GROUPS = {"messages": 2, "answers": 1}
 """Threads of an actor, beside the one in which schemes call it. None of the first group ever waits."""
@@ -60,7 +59,7 @@ class RayFamily(NodeFamily):
         super().__init__(restarts)
         self.actors: list[Any] = [None] * len(configs)
         self._sent: Counter[int] = Counter()  # messages to each actor
-        self._configs = [dict(config) for config in configs]
+        self._configs = configs
         self._init_config = init_config
         self._ray: Any = None
 
@@ -71,7 +70,7 @@ class RayFamily(NodeFamily):
     def start(self, rank: int, reports: Reports) -> None:
         self._kill(rank)  # what is left of one that was lost
         self.where.pop(rank, None)
-        config = {"max_restarts": 0} | self._configs[rank] | {"concurrency_groups": GROUPS}
+        config = {"max_restarts": 0, **self._configs[rank], "concurrency_groups": GROUPS}
         self.actors[rank], self._sent[rank] = self._ray.remote(**config)(NodeActor).remote(rank), 0
         self._listen(rank, self.actors[rank], reports)
 
@@ -152,14 +151,6 @@ class ActorBuffer:
 
 
 # -- the connection ----------------------------------------------------------------------------------------------------
-
-
-def library() -> Any:
-    """The module ``ray``. Raises ImportError: it is not installed."""
-    try:
-        return importlib.import_module("ray")
-    except ImportError as error:
-        raise ImportError("this needs Ray, which is not installed: pip install 'asyncsync[ray]'") from error
 
 
 class RayConnection:

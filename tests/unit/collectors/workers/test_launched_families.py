@@ -2,14 +2,14 @@
 
 import time
 from collections.abc import Callable, Iterator
-from threading import Event
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
 
 from asyncsync.collectors.distributed import rpc, rpc_private
-from asyncsync.collectors.distributed.gloo import _NODE, GlooFamily, Line
-from asyncsync.collectors.distributed.launched import Launch, Launcher, Meeting, Program, WhenEnded
+from asyncsync.collectors.distributed.gloo import _NODE, GlooFamily, GlooLine
+from asyncsync.collectors.distributed.launched import Launcher, Meeting, Program, Running
 from asyncsync.collectors.distributed.rpc import RPCFamily
 from asyncsync.collectors.workers.control_page import ControlPage
 from asyncsync.collectors.workers.group import Reports
@@ -19,30 +19,27 @@ from asyncsync.transports.torch_distributed import OwnStore, Pair
 
 
 class OwnLauncher(Launcher):
-    """Keeps what it is to start; ends the last one when there is another."""
+    """Keeps what it is to start; what a test puts into ``ends`` is how a program has ended."""
 
     address = "127.0.0.1"
 
     def __init__(self) -> None:
-        self.started: list[tuple[tuple[Any, ...], WhenEnded]] = []
+        self.started: list[tuple[Any, ...]] = []
+        self.ends: list[SimpleQueue[str]] = []
 
-    def start(self, rank: int, program: Program, arguments: tuple[Any, ...], when_ended: WhenEnded) -> None:
-        self.started.append((arguments, when_ended))
+    def start(self, rank: int, program: Program, arguments: tuple[Any, ...]) -> Running:
+        end: SimpleQueue[str] = SimpleQueue()
+        self.started.append(arguments)
+        self.ends.append(end)
+        return Running("the test", end.get)
 
-    def stop(self, rank: int, timeout: float) -> None:
-        if self.started:
-            self.started[-1][1]("the test has ended it")
-
-    def name(self, rank: int) -> str:
-        return "the test"
-
-    def join(self, number: int) -> Line:
+    def join(self, number: int) -> GlooLine:
         """As the program that was started as this one."""
         meeting: Meeting
-        (meeting, _, launched), _ = self.started[number]
+        meeting, _, launched = self.started[number]
         meeting.store().set(f"here/{launched}", where())
         pair = Pair(meeting.store(), f"node-{where()}-{launched}", _NODE, meeting.host)
-        return Line(pair, meeting.key)
+        return GlooLine(pair, meeting.key)
 
 
 class Heard:
@@ -74,6 +71,8 @@ def family(launcher: OwnLauncher) -> Iterator[GlooFamily]:
     page.close()
     made._launcher = launcher
     yield made
+    for end in launcher.ends:
+        end.put("the test is over")
     made.close(0.0)
 
 
@@ -86,19 +85,19 @@ def test_the_end_of_the_program_before_is_not_that_of_its_successor(family: Gloo
     assert there.receive() == ("build",)
     there.send([("begun", where())])
     until(lambda: first.messages)
-    family.start(0, second.reports)  # ends the first, and hears of that
-    until(lambda: first.lost)
+    family.start(0, second.reports)
     there.close()
     family.send(0, ("build", "again"))
     again = launcher.join(1)
     assert again.receive() == ("build", "again")
     until(lambda: len(torch_distributed._open) == before + 2)  # the connection to the first is closed
-    launcher.started[0][1]("the launcher has looked late")
+    launcher.ends[0].put("the launcher has looked late")
+    until(lambda: first.lost)
     again.send([("begun", where()), ("built",)])
     until(lambda: len(second.messages) == 2)
     assert second.lost == []
     assert where() in family.name(0)
-    launcher.started[1][1]("the second has ended")
+    launcher.ends[1].put("the second has ended")
     until(lambda: second.lost)
     assert str(second.lost[0]) == "the second has ended"
     again.close()
@@ -124,12 +123,11 @@ def test_a_program_that_comes_late_is_not_taken_for_its_successor(family: GlooFa
 def test_a_node_waits_for_those_before_it_as_long_as_the_collector_does() -> None:
     store = OwnStore("127.0.0.1")
     store.open()
-    family = RPCFamily("mp", None, None, options={}, devices=None, connect_timeout=0.2)
-    program, arguments = family.program(Launch(1, 1, Heard().reports, Event()))
+    family = RPCFamily({}, None, 0.2, launcher="mp", slurm_kwargs=None, tcp_port=None)
     assert not rpc_private.has_agent()
     begun = time.monotonic()
     with pytest.raises(RuntimeError):  # node 0 does not come
-        program(Meeting(*store.address, "a collector", b"key"), 1, *arguments)
+        family.program()(Meeting(*store.address, "a collector", b"key"), 1, 2)
     assert 0.2 <= time.monotonic() - begun < 20
-    rpc._nodes.pop("a collector").stop(1.0)
+    rpc.this_node().stop(1.0)
     store.close()
