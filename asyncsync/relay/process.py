@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 
 import anyio
-import anyio.abc
 import anyio.to_thread
 
 from asyncsync.bus.carrier import Carrier
@@ -165,27 +164,20 @@ async def run(options: RelayOptions, ready: Callable[[Relay], None] = lambda rel
     relay = Relay(options, kept)
     try:
         async with anyio.create_task_group() as group:
-            await group.start(_until_signalled, group.cancel_scope)
-            ready(relay)
-            group.start_soon(partial(relay.downstream.wait, lambda: False, None))
-            group.start_soon(relay.over)
-            if options.keep is not None:
-                group.start_soon(relay.keep)
+            with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+                ready(relay)
+                group.start_soon(partial(relay.downstream.wait, lambda: False, None))
+                group.start_soon(relay.over)
+                if options.keep is not None:
+                    group.start_soon(relay.keep)
+                async for _ in signals:
+                    break
+                group.cancel_scope.cancel()
     except* WeightSyncError as errors:
         raise errors.exceptions[0] from None
     finally:
         with anyio.CancelScope(shield=True):
             await relay.shutdown()
-
-
-async def _until_signalled(
-    scope: anyio.CancelScope, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED
-) -> None:
-    with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-        task_status.started()
-        async for _ in signals:
-            scope.cancel()
-            return
 
 
 # -- the newest weights in a file, from which a relay serves its workers when the trainer is away ----------------------

@@ -22,7 +22,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from multiprocessing import resource_tracker
 from typing import Any, TypeVar
@@ -230,13 +230,8 @@ class Interruption:
         if cancel is not None:
             cancel()
 
-    @contextmanager
-    def of_this_thread(self) -> Iterator[None]:
-        _here.interruption = self
-        try:
-            yield
-        finally:
-            _here.interruption = None
+    def of_this_thread(self) -> AbstractContextManager[None]:
+        return _interrupted_by(self)
 
     @contextmanager
     def during(self, cancel: Callable[[], object]) -> Iterator[None]:
@@ -256,24 +251,25 @@ class Interruption:
 
 
 @contextmanager
-def interruptible(cancel: Callable[[], object]) -> Iterator[None]:
-    """A wait of the calling thread, and what cancels it, if anything may interrupt it."""
-    interruption: Interruption | None = getattr(_here, "interruption", None)
-    if interruption is None:
+def _interrupted_by(interruption: Interruption | None) -> Iterator[None]:
+    before, _here.interruption = getattr(_here, "interruption", None), interruption
+    try:
         yield
-    else:
-        with interruption.during(cancel):
-            yield
+    finally:
+        _here.interruption = before
 
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
     """A block of the calling thread that nothing interrupts."""
-    before, _here.interruption = getattr(_here, "interruption", None), None
-    try:
+    with _interrupted_by(None):
         yield
-    finally:
-        _here.interruption = before
+
+
+def interruptible(cancel: Callable[[], object]) -> AbstractContextManager[None]:
+    """A wait of the calling thread, and what cancels it, if anything may interrupt it."""
+    interruption: Interruption | None = getattr(_here, "interruption", None)
+    return nullcontext() if interruption is None else interruption.during(cancel)
 
 
 @contextmanager
