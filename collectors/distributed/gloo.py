@@ -39,7 +39,7 @@ _HEAD = struct.Struct("<Q32s")  # parts, and what signs them
 _TRAINER, _NODE = 0, 1
 
 
-class GlooLine(Line):
+class GlooLine:
     """One end of a pair, for signed objects in both directions. A node has such an end, too."""
 
     def __init__(self, pair: Pair, key: bytes) -> None:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import wait
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
@@ -211,21 +211,15 @@ class Meeting(NamedTuple):
         return PrefixStore(self.token, connect((self.host, self.port), STORE_SECONDS))
 
 
-class Line(ABC):
-    """The trainer's end of the connection to a node. Sending and receiving are each for one thread. All methods raise
-    RuntimeError when the node is gone, or the line was closed."""
+class Line(Protocol):
+    """The trainer's end of the connection to a node. Sending, and receiving the node's next messages, are each for one
+    thread. Both raise RuntimeError when the node is gone, or :meth:`close` was called, which may be called again."""
 
-    @abstractmethod
-    def send(self, message: Message) -> None:
-        """Send a message."""
+    def send(self, message: Message) -> None: ...
 
-    @abstractmethod
-    def receive(self) -> list[Message]:
-        """The node's next messages."""
+    def receive(self) -> list[Message]: ...
 
-    @abstractmethod
-    def close(self) -> None:
-        """End it, and what waits for it in other threads. Idempotent."""
+    def close(self) -> None: ...
 
 
 class Launch:
@@ -293,7 +287,7 @@ class LaunchedFamily(NodeFamily):
         """Connect to a node's program, which has written that it runs ``there``. In a thread: it may wait. Raises
         RuntimeError: it is gone."""
 
-    def prepare(self, count: int) -> None:
+    def prepare(self) -> None:
         self._launcher = self._make_launcher()
         try:
             self._own_store = store = OwnStore(self._launcher.address, self._port or DEFAULT_PORT)

@@ -47,7 +47,7 @@ class NodeFamily(Family):
     ) -> bytes:
         self.call_soon = call_soon
         common = pickled((replay_buffer, schemes))
-        self.prepare(count)
+        self.prepare()
         return common
 
     def take(self, rank: int, reports: Reports, messages: Iterable[Message]) -> None:
@@ -61,8 +61,8 @@ class NodeFamily(Family):
         await elsewhere("asyncsync-nodes-end", partial(self.close, deadline))
 
     @abstractmethod
-    def prepare(self, count: int) -> None:
-        """Prepare what so many nodes need, in the thread that constructs the collector; it may wait."""
+    def prepare(self) -> None:
+        """Prepare what nodes need, in the thread that constructs the collector; it may wait."""
 
     @abstractmethod
     def close(self, deadline: float) -> None:

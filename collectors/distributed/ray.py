@@ -63,7 +63,7 @@ class RayFamily(NodeFamily):
         self._init_config = init_config
         self._ray: Any = None
 
-    def prepare(self, count: int) -> None:
+    def prepare(self) -> None:
         self._ray = library()
         connection.hold(self, self._ray, self._init_config or {})
 

@@ -34,7 +34,7 @@ LEAVE_SECONDS = 1.0  # for all agents to have left; a killed one never does
 FOREVER = 0.0  # seconds of an RPC without a timeout: a rollout may be long, and a connection that is lost is seen
 
 
-class RPCLine(Line):
+class RPCLine:
     """Calls the node of the process with this agent."""
 
     def __init__(self, agent: str) -> None:
@@ -70,13 +70,13 @@ class RPCFamily(LaunchedFamily):
         self._connect_timeout = connect_timeout
         self._has_begun = False
 
-    def prepare(self, count: int) -> None:
+    def prepare(self) -> None:
         if has_agent():
             raise RuntimeError(
                 "this process already has an RPC agent, of another RPCCollector or of rpc.init_rpc(): shut that down "
                 "first, or use DistributedCollector or RayCollector"
             )
-        super().prepare(count)
+        super().prepare()
         options = rpc.TensorPipeRpcBackendOptions(**self._options)
         for rank, device in enumerate(self._devices or ()):
             if device.type == "cuda":

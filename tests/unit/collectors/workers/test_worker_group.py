@@ -30,7 +30,7 @@ class Family(NodeFamily):
         self.open_calls: defaultdict[int, list[str]] = defaultdict(list)
         self.begun: set[int] = set()
 
-    def prepare(self, count: int) -> None:
+    def prepare(self) -> None:
         pass
 
     def start(self, rank: int, reports: Reports) -> None:
