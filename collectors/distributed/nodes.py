@@ -10,9 +10,9 @@ rollout too, and is answered by ``("told",)``. So does ``("stop", close_env, sec
 
 from __future__ import annotations
 
+import queue
 import threading
 from abc import abstractmethod
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -86,11 +86,11 @@ class Node:
         self.rank = rank
         self.ended = threading.Event()
         self._page = ControlPage()  # the trainer's wishes, for the worker and for workers of its own
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()  # over the two that follow
         self._early: dict[int, Message] = {}  # those before them have not come yet
         self._next = 0  # the number of the message that comes next
-        self._inbox: deque[Message] = deque()
-        self._outbox: deque[Message] = deque()
+        self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()  # None: the page says that it ends
+        self._outbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._worker = Worker(rank, self, self._page)
         threading.Thread(target=self._run, name="asyncsync-node", daemon=True).start()
 
@@ -105,52 +105,50 @@ class Node:
     # -- the worker's line --------------------------------------------------------------------------------------------
 
     def send(self, *message: Any) -> None:
-        with self._changed:
-            self._outbox.append(message)
-            self._changed.notify_all()
+        self._outbox.put(message)
 
     def receive(self, wait: bool = True) -> Message | None:
-        with self._changed:
-            if wait:
-                self._changed.wait_for(lambda: self._inbox or self._page.stopped)
-            if self._page.stopped:
-                raise Stopped
-            return self._inbox.popleft() if self._inbox else None
+        message = self._inbox.get() if wait or not self._inbox.empty() else None
+        if self._page.stopped:
+            raise Stopped
+        return message
 
     # -- from any thread ----------------------------------------------------------------------------------------------
 
     def put(self, number: int, message: Message) -> None:
         """Hand the worker a message of the trainer, after those with lower numbers."""
-        with self._changed:
+        with self._lock:
             self._early[number] = message
             while (come := self._early.pop(self._next, None)) is not None:
                 self._next += 1
                 match come:
                     case "page", wishes:
                         self._page.heed(self.rank, wishes)
-                        self._outbox.append(("told",))
+                        self._outbox.put(("told",))
                     case "stop", close_env, seconds:
                         self.stop(seconds, close_env)
                     case _:
-                        self._inbox.append(come)
-            self._changed.notify_all()
+                        self._inbox.put(come)
+            if self._page.stopped:
+                self._inbox.put(None)
 
     def answers(self) -> list[Message]:
-        """The worker's next messages, the first one with a batch as the last: waits until there is one."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._outbox or self.ended.is_set())
-            found: list[Message] = []
-            while self._outbox:
-                found.append(message := self._outbox.popleft())
-                if message[0] == "result" and message[-1] is not None:
-                    break
-            return found or [("ended",)]
+        """The worker's next messages, the first one with a batch as the last: waits until there is one. In one thread
+        at a time."""
+        found: list[Message] = []
+        while not (found and self._outbox.empty()):
+            found.append(message := self._outbox.get())
+            if message[0] == "result" and message[-1] is not None:
+                break
+            if message == ("ended",):
+                self._outbox.put(message)
+                break
+        return found
 
     def stop(self, seconds: float, close_env: bool = True) -> None:
         """Have the worker end within this time."""
-        with self._changed:
-            self._page.stop(close_env)
-            self._changed.notify_all()
+        self._page.stop(close_env)
+        self._inbox.put(None)
         threading.Thread(target=self._interrupt, args=(seconds,), daemon=True).start()
 
     def _interrupt(self, seconds: float) -> None:

@@ -151,11 +151,10 @@ def run_node(meeting: Meeting, rank: int, launched: int, *, options: Mapping[str
     """A node's program; others may join so many seconds later."""
     global _node
     store = meeting.store()
-    _node = Node(rank)
-    agent_options = rpc.TensorPipeRpcBackendOptions(**options)
     if rank:  # an agent waits for all of lower ranks, and keeps others from joining meanwhile
         store.wait([f"here/{launched - 1}"], timedelta(seconds=connect_timeout))
-    begin_rpc(store, _name(meeting, rank), rank + 1, agent_options)
+    _node = Node(rank)
+    begin_rpc(store, _name(meeting, rank), rank + 1, rpc.TensorPipeRpcBackendOptions(**options))
     store.set(f"here/{launched}", where())
     watch(_node, store)
     leave()

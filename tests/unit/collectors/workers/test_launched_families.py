@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from asyncsync.collectors.distributed import rpc, rpc_private
+from asyncsync.collectors.distributed import rpc_private
 from asyncsync.collectors.distributed.gloo import _NODE, GlooFamily, GlooLine
 from asyncsync.collectors.distributed.launched import Launcher, Meeting, Program, Running
 from asyncsync.collectors.distributed.rpc import RPCFamily
@@ -129,5 +129,4 @@ def test_a_node_waits_for_those_before_it_as_long_as_the_collector_does() -> Non
     with pytest.raises(RuntimeError):  # node 0 does not come
         family.program()(Meeting(*store.address, "a collector", b"key"), 1, 2)
     assert 0.2 <= time.monotonic() - begun < 20
-    rpc.this_node().stop(1.0)
     store.close()
