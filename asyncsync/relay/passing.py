@@ -125,7 +125,7 @@ class Passing:
         downstream.membership.begin(epoch)
 
     def restore(self, epoch: Epoch, kept: Kept, now: float) -> None:
-        """Begin with what was kept of this epoch. Takes over a reference to each slab."""
+        """Begin with what was kept of this epoch."""
         self.kept = {m: (version, slab.retain(), metadata) for m, (version, slab, metadata) in kept.items()}
         self.kept_of = epoch
         self.adopted(epoch)

@@ -219,11 +219,6 @@ class Call:
         else:
             self.conclude(asyncio.CancelledError())
 
-    def leave(self) -> None:
-        """The caller goes on; if this was the last call, the thread has ended by then."""
-        if self.thread is not None and self.thread.end.is_set() and self.done:
-            self.thread.join()
-
 
 _lock = threading.RLock()  # for starting it; not taken by the loop's thread
 _current: LoopThread | None = None
@@ -301,7 +296,8 @@ def run(make: Make[T]) -> T:
             logger.error("an interrupted call is still running after %g s; it goes on", CLEANUP_SECONDS)
         raise
     finally:
-        call.leave()
+        if call.done and call.thread is not None and call.thread.end.is_set():  # it was the last call
+            call.thread.join()
         del call  # it refers to an exception, which refers to this frame
 
 

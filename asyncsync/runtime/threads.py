@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import math
 import os
 import queue
 import signal
@@ -41,11 +42,7 @@ yield_core: Callable[[], object] = getattr(os, "sched_yield", lambda: None)
 def interruptibly(wait: Callable[[float], bool], timeout: float | None = None) -> bool:
     """Wait in portions, between which signals are handled; False if it is in vain. ``wait`` waits for at most so many
     seconds, and returns whether it has come. ``timeout``: seconds; None: no limit."""
-    if timeout is None:
-        while not wait(LOOK_SECONDS):
-            pass
-        return True
-    deadline = time.monotonic() + timeout
+    deadline = math.inf if timeout is None else time.monotonic() + timeout
     while (left := deadline - time.monotonic()) > LOOK_SECONDS:
         if wait(LOOK_SECONDS):
             return True

@@ -41,7 +41,7 @@ from asyncsync.weights.copying import normal_tensors
 logger = logging.getLogger("asyncsync")
 
 KILLED_SECONDS = 1.0
-POLL_SECONDS = 0.5
+POLL_SECONDS = 0.2
 RANK_KEY = "asyncsync/node/"
 
 Program = Callable[..., None]

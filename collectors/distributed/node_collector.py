@@ -52,11 +52,7 @@ from asyncsync.schemes.remote_calls import RayCore, RemoteCallCore, RPCCore
 from asyncsync.schemes.torch_distributed import check_backend
 from asyncsync.sync import DistributedWeightSyncScheme, RayWeightSyncScheme, RPCWeightSyncScheme
 
-CLASSES: dict[str, type[BaseCollector]] = {
-    "single": Collector,
-    "sync": MultiSyncCollector,
-    "async": MultiAsyncCollector,
-}
+KINDS: dict[str, type[BaseCollector]] = {"single": Collector, "sync": MultiSyncCollector, "async": MultiAsyncCollector}
 
 COUNTED_HERE = (
     "frames_per_batch", "total_frames", "init_random_frames", "replay_buffer", "worker_idx", "weight_recv_schemes",
@@ -417,10 +413,10 @@ def _visible(given: Sequence[int | str | torch.device] | None, count: int) -> li
 
 def _class_of(given: str | Callable[..., BaseCollector]) -> Callable[..., BaseCollector]:
     if isinstance(given, str):
-        if given not in CLASSES:
-            raise ValueError(f"unknown collector_class {given!r}: choose one of {', '.join(map(repr, CLASSES))}")
-        return CLASSES[given]
+        if given not in KINDS:
+            raise ValueError(f"unknown collector_class {given!r}: choose one of {', '.join(map(repr, KINDS))}")
+        return KINDS[given]
     kind = given.func if isinstance(given, functools.partial) else given
     if not callable(kind) or (inspect.isclass(kind) and not issubclass(kind, BaseCollector)):
-        raise TypeError(f"collector_class must be a collector class, or one of {sorted(CLASSES)}, not {given!r}")
+        raise TypeError(f"collector_class must be a collector class, or one of {sorted(KINDS)}, not {given!r}")
     return given
