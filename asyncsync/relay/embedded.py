@@ -26,12 +26,12 @@ class EmbeddedRelay:
     def __init__(self, upstream: str, keys: KeyFiles | None = None) -> None:
         self.endpoint = draw_endpoint()
         credentials = None if keys is None else partial(keys.receiver, 0)
-        self._options = RelayOptions(upstream, self.endpoint, shared=True, credentials=credentials)
+        options = RelayOptions(upstream, self.endpoint, shared=True, credentials=credentials)
         self._relay: Relay | None = None
-        loop_thread.run(self._open)
+        loop_thread.run(partial(self._open, options))
 
-    async def _open(self) -> None:
-        self._relay = Relay(self._options)
+    async def _open(self, options: RelayOptions) -> None:
+        self._relay = Relay(options)
         loop_thread.keep(self._end, True)
 
     async def _end(self, timeout: float) -> None:

@@ -16,7 +16,7 @@ import anyio.to_thread
 
 from asyncsync.bus.carrier import Carrier
 from asyncsync.bus.trainer import TrainerLink
-from asyncsync.bus.worker import WorkerLink, guest_link
+from asyncsync.bus.worker import guest_link
 from asyncsync.errors import ProtocolError, WeightSyncError
 from asyncsync.net.endpoint import is_plaintext_beyond_loopback
 from asyncsync.net.keys import Credentials, KeyFiles
@@ -146,13 +146,11 @@ class Relay:
 
     async def shutdown(self) -> None:
         """Leave; the workers look for another one. Idempotent."""
-        links: list[WorkerLink | TrainerLink] = [self.upstream, self.downstream]
-        for link in links:
-            link.settled = None
+        self.upstream.settled = self.downstream.settled = None
         if self.passing.has_news:
             await self._save()
-        for link in links:
-            await link.shutdown()
+        await self.upstream.shutdown()
+        await self.downstream.shutdown()
         if self.slots is not None:
             self.slots.pool.close()
 

@@ -56,11 +56,11 @@ class GlooLine:
 
     def receive(self) -> Any:
         """Besides, raises ProtocolError: what came was not signed with this key."""
-        count, signature = _HEAD.unpack(self._bytes(_HEAD.size).numpy().tobytes())
+        count, signature = _HEAD.unpack(self._read(_HEAD.size).numpy().tobytes())
         if count > MAX_PARTS:
             raise ProtocolError(f"a node's connection carried a message of {count} parts, not from asyncsync")
-        sizes = self._bytes(8 * count).view(torch.int64)
-        parts = [self._bytes(size) for size in sizes.tolist()]
+        sizes = self._read(8 * count).view(torch.int64)
+        parts = [self._read(size) for size in sizes.tolist()]
         self._received += 1
         if not hmac.compare_digest(signature, self._signature(self._received, sizes, parts)):
             raise ProtocolError("a node's connection carried a message that was not signed with this collector's key")
@@ -69,7 +69,7 @@ class GlooLine:
     def close(self) -> None:
         self._pair.close()
 
-    def _bytes(self, size: int) -> torch.Tensor:
+    def _read(self, size: int) -> torch.Tensor:
         with normal_tensors():
             memory = torch.empty(size, dtype=torch.uint8, device="cpu")
         self._pair.receive(memory)
