@@ -177,9 +177,8 @@ class WorkThread:
     async def close(self) -> None:
         """End the thread after what was submitted; waits for it."""
         if self._thread is not None:
-            last = self.submit(lambda: None)
-            thread, self._thread = self._thread, None
-            self._jobs.put(None)
+            thread, last = self._thread, self.submit(lambda: None)
+            self.abandon()
             await finish(last)
             thread.join(1.0)
 

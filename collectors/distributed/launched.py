@@ -340,8 +340,8 @@ class LaunchedFamily(NodeFamily):
         try:
             for answers in until_ended(line.receive):
                 self.take(launch.rank, launch.reports, answers)
-        except Exception as error:
-            logger.debug("lost the connection to a node: %s", error)
+        except Exception:
+            logger.debug("lost the connection to %s", self.name(launch.rank), exc_info=True)
             if not launch.is_over.wait(REASON_SECONDS):
                 self._lose(launch, "its connection is lost")
         finally:
