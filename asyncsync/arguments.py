@@ -10,7 +10,7 @@ from functools import wraps
 from inspect import Parameter, cleandoc, formatannotation, signature
 from itertools import dropwhile
 from textwrap import TextWrapper
-from typing import Annotated, Any, Required, Self, TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Required, TypeVar, cast, get_args, get_origin, get_type_hints
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 Typed = TypeVar("Typed", bound=type)
@@ -234,22 +234,12 @@ def declared(init: Method) -> Method:
     return cast("Method", call)
 
 
-class KnownKeywords:
-    """A base of classes whose ``__init__`` is a base's with another name: a keyword that none of them has is refused in
-    the name of the class that was called. Not of a class with an ``__init__`` of a user's, which may take any."""
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        if kwargs and (known := _keywords(cls.__mro__, "__init__")) is not None:
-            refuse_unknown(cls.__name__, kwargs, known)
-        return super().__new__(cls)
-
-
 def _keywords(bases: Iterable[type], name: str) -> set[str] | None:
     """Of this method of the first, and of that of each further one that gets what it passes on; None: any, or a user's
     takes part."""
     known: set[str] = set()
     for base in bases:
-        if name in base.__dict__ and base is not object:
+        if name in base.__dict__:
             if base.__module__.partition(".")[0] != __name__.partition(".")[0]:
                 return None
             parameters = signature(base.__dict__[name]).parameters.values()

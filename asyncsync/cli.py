@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from asyncsync import __version__
-from asyncsync.bench.advice import sizes
+from asyncsync.bench import advice
 from asyncsync.commands import fetch, keygen, relay, top
 from asyncsync.commands.options import CommandFailed, count, endpoint, need, positive, seed, writable
 
@@ -24,15 +24,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code: int = options.run(options)
         sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
-        code = 130
+        return 130
     except BrokenPipeError:  # `asyncsync … | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter's last flush fails
-        code = 1
     except CommandFailed as failed:
         print(f"asyncsync {options.command}: {failed}", file=sys.stderr)
-        code = 1
-    return code
+    return 1
 
 
 def _demo(options: argparse.Namespace) -> int:
@@ -44,12 +43,6 @@ def _demo(options: argparse.Namespace) -> int:
     from asyncsync.demo.run import Options, run
 
     return run(Options(**{field.name: getattr(options, field.name) for field in fields(Options)}))
-
-
-def _bench(options: argparse.Namespace) -> int:
-    from asyncsync.bench.advice import run
-
-    return run(options)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -104,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     bench.add_argument("--workers", type=count, default=2, metavar="N", help="worker processes (default %(default)s)")
     bench.add_argument(
-        "--size", type=sizes, default="64KiB,16MiB", metavar="SIZES",
+        "--size", type=advice.sizes, default="64KiB,16MiB", metavar="SIZES",
         help="of the weights, one or several (default %(default)s)",
     )  # fmt: skip
     bench.add_argument(
@@ -112,10 +105,8 @@ def _parser() -> argparse.ArgumentParser:
         help="where the workers will run: on this host, or on other hosts, too (default %(default)s)",
     )  # fmt: skip
     bench.add_argument("--json", type=writable, metavar="PATH", help="write every figure there, too")
-    bench.set_defaults(run=_bench)
+    bench.set_defaults(run=advice.run)
 
-    keygen.add(commands.add_parser)
-    top.add(commands.add_parser)
-    fetch.add(commands.add_parser)
-    relay.add(commands.add_parser)
+    for command in (keygen, top, fetch, relay):
+        command.add(commands.add_parser)
     return parser
