@@ -169,7 +169,7 @@ class WorkerLink(Link, Memory):
     def _receive(self, frames: list[Any]) -> None:
         if self.side_channel is not None:
             self.side_channel.drain()
-        self.whereabouts.subscription.drain()
+        self.whereabouts.drain_fanout()
         try:
             instruction, payload = decode([frame.buffer for frame in frames])
             if self.observer.follows:
@@ -190,7 +190,7 @@ class WorkerLink(Link, Memory):
         """Be where the trainer sends what is for all, as its WELCOME says; that of another says nothing of this one."""
         session = self.machine.session
         if session.trainer is not None and session.welcomed and not self.closed:
-            self.whereabouts.subscription.follow(session.trainer.fanout)
+            self.whereabouts.subscribe(session.trainer.fanout)
 
     def _receive_cast(self, frames: list[Any]) -> None:
         try:
@@ -203,7 +203,7 @@ class WorkerLink(Link, Memory):
                 self.observer.heard(instruction, payload)
             if isinstance(instruction, Chunk) and self.machine.is_overtaken_by(instruction):
                 # Bytes of no use, on a connection that is too slow for those that are; :meth:`_tick` comes back.
-                self.whereabouts.subscription.close()
+                self.whereabouts.unsubscribe()
         except ProtocolError as error:
             self.drop(error, "the sender")
         self.settle()

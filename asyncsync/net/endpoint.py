@@ -137,10 +137,8 @@ def address_towards(host: str) -> str:
 def own_address() -> str:
     """The address of this host on its default route; a loopback address where it has none."""
     for anywhere in ANYWHERE:
-        try:
+        with contextlib.suppress(NotConnected):
             return address_towards(anywhere)
-        except NotConnected:
-            continue
     return "127.0.0.1"
 
 
@@ -204,10 +202,8 @@ class EndpointLock:
         path = self._path
         if self._private:
             sweep(path.parent.parent)
-            with contextlib.suppress(FileNotFoundError):
-                found = os.lstat(path.parent)
-                if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-                    raise PermissionError(f"{path.parent} does not belong to this user")
+            if not is_trustworthy(f"ipc://{path}") and os.path.lexists(path.parent):
+                raise PermissionError(f"{path.parent} does not belong to this user")
         if self._private and not path.parent.exists():
             # Made under another name and locked first, so that nobody's sweep ever sees it without its owner's lock.
             hidden = path.parent.with_name(f".{path.parent.name}")
@@ -247,34 +243,27 @@ class EndpointLock:
 def _lock(path: Path) -> int | None:
     """Lock a file; None if somebody else holds it."""
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with contextlib.ExitStack() as undo:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            undo.callback(os.close, descriptor)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return None
             # The holder before this one may have removed the file between open() and flock().
-            if os.fstat(descriptor).st_ino == os.stat(path).st_ino:
-                return descriptor
-        except BlockingIOError:
-            os.close(descriptor)
-            return None
-        except FileNotFoundError:
-            pass
-        except BaseException:
-            os.close(descriptor)
-            raise
-        os.close(descriptor)
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                    undo.pop_all()
+                    return descriptor
 
 
 def sweep(directory: Path) -> None:
     """Remove this user's private directories whose owner has died."""
     for stale in directory.glob(f"{PREFIX}{os.getuid()}-*"):
         lock = stale / "bus.lock"
-        try:
-            if not lock.exists():
-                continue  # just being made, or just being removed
-            descriptor = _lock(lock)
-        except OSError:
-            continue
-        if descriptor is not None:
-            shutil.rmtree(stale, ignore_errors=True)
-            os.close(descriptor)
-            logger.info("removed %s, left behind by a process that was killed", stale)
+        with contextlib.suppress(OSError):
+            # Without a lock file, it is just being made, or just being removed.
+            if lock.exists() and (descriptor := _lock(lock)) is not None:
+                shutil.rmtree(stale, ignore_errors=True)
+                os.close(descriptor)
+                logger.info("removed %s, left behind by a process that was killed", stale)

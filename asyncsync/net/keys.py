@@ -21,7 +21,7 @@ import stat
 import struct
 import time
 from collections import Counter
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -33,7 +33,7 @@ from zmq.utils import z85
 
 from asyncsync.errors import NotConnected, ProtocolError
 from asyncsync.net.endpoint import several
-from asyncsync.net.zmq_socket import LoopSocket, watch
+from asyncsync.net.zmq_socket import Context, Crash, LoopSocket, Monitor, Socket
 from asyncsync.protocol.targets import Peer
 from asyncsync.wire.messages import FIRST_GUEST, Hello, Instruction
 
@@ -294,14 +294,14 @@ class KeyPair:
         assert found.secret is not None
         return cls(found.public, found.secret)
 
-    def serve(self, socket: zmq.Socket[bytes]) -> None:
+    def serve(self, socket: Socket) -> None:
         """Before the socket is bound: let in only encrypted connections that a handler allows; without one, nobody."""
         socket.zap_domain = DOMAIN
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
         socket.curve_server = True
         socket.curve_publickey, socket.curve_secretkey = self.public, self.secret
 
-    def join(self, socket: zmq.Socket[bytes], server: bytes) -> None:
+    def join(self, socket: Socket, server: bytes) -> None:
         """Before the socket is connected: use this pair, and talk to no server but this one."""
         socket.curve_serverkey = server
         socket.curve_publickey, socket.curve_secretkey = self.public, self.secret
@@ -396,13 +396,7 @@ class Admission:
         refused: connections and messages that were refused, by reason.
     """
 
-    def __init__(
-        self,
-        context: zmq.Context[Any],
-        server: KeyPair,
-        crash: Callable[[BaseException], None],
-        listed: ClientList | None = None,
-    ) -> None:
+    def __init__(self, context: Context, server: KeyPair, crash: Crash, listed: ClientList | None = None) -> None:
         self.server = server
         self.given: dict[bytes, Certificate] = {}
         self.listed = listed
@@ -410,7 +404,7 @@ class Admission:
         self._told: set[tuple[str, str]] = set()
         self._holders: dict[int, bytes] = {}  # the key that has a worker's place
         self._crash = crash
-        self._watchers: list[tuple[zmq.Socket[bytes], LoopSocket]] = []
+        self._monitors: list[Monitor] = []
         handler = context.socket(zmq.ROUTER)
         handler.linger = 0
         try:
@@ -420,20 +414,16 @@ class Admission:
             raise NotConnected(f"cannot check clients' keys, so nothing was bound: no ZAP handler ({error})") from error
         self._socket = LoopSocket(handler, self._receive, crash)
 
-    def guard(self, socket: zmq.Socket[bytes]) -> None:
+    def guard(self, socket: Socket) -> None:
         """Before the socket is bound: let in only clients that are admitted, and count the others."""
-        for watcher in [watcher for one, watcher in self._watchers if one.closed]:
-            watcher.close()
-        self._watchers = [one for one in self._watchers if not one[0].closed]
+        for monitor in [one for one in self._monitors if one.watched.closed]:
+            monitor.close()
+            self._monitors.remove(monitor)
         self.server.serve(socket)
-        self._watchers.append((socket, watch(socket, FAILED_EARLY, self._failed, self._crash)))
+        self._monitors.append(Monitor(socket, FAILED_EARLY, self._failed, self._crash))
 
     def admit(self, public: bytes, worker: int) -> None:
         self.given[public] = Certificate(public, workers=Workers((range(worker, worker + 1),)), name=f"worker {worker}")
-
-    def dismiss(self, public: bytes) -> None:
-        """Let the holder of this key, which was admitted, in no more."""
-        del self.given[public]
 
     def client(self, key: bytes) -> Certificate | None:
         return (self.given if self.listed is None else self.listed.clients).get(key)
@@ -514,9 +504,6 @@ class Admission:
 
     def close(self) -> None:
         """Let nobody in any more. Idempotent; before the sockets are closed."""
-        for socket, watcher in self._watchers:
-            if not socket.closed:
-                socket.disable_monitor()
-            watcher.close()
-        self._watchers.clear()
+        for monitor in self._monitors:
+            monitor.close()
         self._socket.close()

@@ -41,7 +41,7 @@ import zmq
 from asyncsync.errors import NotConnected, ProtocolError
 from asyncsync.net.endpoint import host_port, several, tcp_endpoint
 from asyncsync.net.keys import Admission, Credentials, KeyPair
-from asyncsync.net.zmq_socket import FAILED, LoopSocket, subscriber, watch
+from asyncsync.net.zmq_socket import FAILED, Crash, LoopSocket, Monitor, Receive, Socket, subscriber
 from asyncsync.protocol.holdings import Session
 from asyncsync.protocol.membership import MAX_PEERS
 from asyncsync.runtime.asyncio_private import running_loop
@@ -65,6 +65,7 @@ _ATTEMPTS = zmq.EVENT_CONNECT_DELAYED | zmq.EVENT_CONNECT_RETRIED
 CERTAIN = 3  # connections without keys that are ended at once: one may be to a sender that is about to end
 _MISMATCH = int(zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH)
 
+ReadKeys = Callable[[], Credentials]
 Find = Callable[[], Awaitable["Introduction"]]
 
 
@@ -111,7 +112,7 @@ class Introductions:
         if found is None:
             absent = (one for one in self._made if one not in self._there)
             if len(self._made) >= self._most and (void := next(absent, None)) is not None:
-                self.admission.dismiss(self._made.pop(void).own.public)
+                del self.admission.given[self._made.pop(void).own.public]
             own = KeyPair.draw()
             self.admission.admit(own.public, worker)
             found = Introduction(self.endpoint, self.admission.server.public, own)
@@ -229,12 +230,7 @@ class Dialer:
     """
 
     def __init__(
-        self,
-        socket: zmq.Socket[bytes],
-        endpoints: Sequence[str],
-        credentials: Callable[[], Credentials] | None,
-        crash: Callable[[BaseException], None],
-        attempt: int = 0,
+        self, socket: Socket, endpoints: Sequence[str], credentials: ReadKeys | None, crash: Crash, attempt: int = 0
     ) -> None:
         self.why = ""
         self.is_refused = False
@@ -248,11 +244,10 @@ class Dialer:
         self._crash = crash
         self._pause = FIRST_PAUSE
         self._timer: asyncio.TimerHandle | None = None
-        self._closed = False
         self._has_begun = False  # of libzmq's attempt
-        self._watcher: LoopSocket | None = None
+        self._monitor: Monitor | None = None
         try:
-            self._watcher = watch(socket, _EVENTS | _ATTEMPTS, self._take_in, crash)
+            self._monitor = Monitor(socket, _EVENTS | _ATTEMPTS, self._take_in, crash)
             self._dial()
         except zmq.ZMQError as error:
             self.close()
@@ -263,10 +258,6 @@ class Dialer:
 
     def disconnected(self) -> None:
         """For a subclass: the connection has ended."""
-
-    def dial_beside(self, socket: zmq.Socket[bytes], endpoint: str) -> Dialer:
-        """Have another socket connect to another port of this sender, with the same keys. Raises NotConnected."""
-        return Dialer(socket, (endpoint,), self._credentials, self._crash, attempt=self._attempt)
 
     @property
     def _keyed(self) -> bool:
@@ -289,12 +280,9 @@ class Dialer:
         """Connect to the next one, as this one is away."""
         following = self._endpoints.index(self.endpoint) + 1
         self._leave(self._endpoints[following % len(self._endpoints)])
-        try:
-            self._dial()
-        except zmq.ZMQError as error:  # a name that is not known at present
-            self.why = f"cannot connect to {self.endpoint}: {error}"
+        self._try_to_dial()
 
-    def turn_to(self, endpoint: str, credentials: Callable[[], Credentials]) -> None:
+    def turn_to(self, endpoint: str, credentials: ReadKeys) -> None:
         """Leave the sender for another."""
         self._leave(endpoint)
         self._endpoints, self._credentials = (endpoint,), credentials
@@ -372,6 +360,9 @@ class Dialer:
                 self._with = self._credentials()
             except NotConnected as error:
                 self.why = str(error)  # and connect with what was known before
+        self._try_to_dial()
+
+    def _try_to_dial(self) -> None:
         try:
             self._dial()
         except zmq.ZMQError as error:  # no descriptors, perhaps
@@ -380,97 +371,33 @@ class Dialer:
 
     def close(self) -> None:
         """Before the socket is closed. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
         if self._timer is not None:
             self._timer.cancel()
-        self._socket.disable_monitor()
-        if self._watcher is not None:
-            self._watcher.close()
-
-
-class Subscription:
-    """A worker's end, of one incarnation, at the sender that ``dialer`` connects to. ``receive`` is called with the
-    frames of each message."""
-
-    def __init__(
-        self,
-        context: zmq.Context[Any],
-        dialer: Dialer,
-        nonce: bytes,
-        receive: Callable[[list[Any]], None],
-        crash: Callable[[BaseException], None],
-    ) -> None:
-        self._context = context
-        self._sender = dialer
-        self._nonce = nonce
-        self._receive = receive
-        self._crash = crash
-        self._socket: LoopSocket | None = None
-        self._dialer: Dialer | None = None
-        self._port = 0
-
-    def follow(self, port: int) -> None:
-        """Be subscribed at this port of the sender's, and nowhere else; 0: nowhere. A worker can do without: where that
-        fails, it is not tried again at this port."""
-        if port == self._port or not self._sender.endpoint.startswith("tcp://"):
-            return
-        self.close()
-        self._port = port
-        if not port:
-            return
-        try:
-            self._connect(tcp_endpoint(host_port(self._sender.endpoint)[0], port))
-        except (zmq.ZMQError, NotConnected) as error:
-            logger.warning("no fan-out, so this worker gets its own copy: %s", error)
-
-    def _connect(self, endpoint: str) -> None:
-        socket = subscriber(self._context)
-        try:
-            for topic in (EVERYTHING, self._nonce):
-                socket.subscribe(topic)
-            self._dialer = self._sender.dial_beside(socket, endpoint)
-            self._socket = LoopSocket(socket, self._receive, self._crash)
-        except BaseException:
-            socket.close()
-            raise
-
-    def drain(self) -> None:
-        """Take in what has come: it was sent before the message that the caller is about to handle."""
-        if self._socket is not None:
-            self._socket.drain()
-
-    def close(self) -> None:
-        """Idempotent."""
-        if self._dialer is not None:
-            self._dialer.close()
-        if self._socket is not None:
-            self._socket.close()
-        self._dialer, self._socket, self._port = None, None, 0
+        if self._monitor is not None:
+            self._monitor.close()
 
 
 class Whereabouts(Dialer):
-    """Where a worker's sender is, and where next. Connects ``socket``, and what is subscribed to, to a sender: to the
-    first of several addresses, for which ``credentials`` returns the keys, or to the one that it was introduced to,
-    whose successor ``find`` finds. ``told`` are called when the connection has begun and ended, ``receive`` with what
-    all subscribers are sent. Raises NotConnected as :class:`Dialer`.
+    """Where a worker's sender is, and where next. Connects ``socket`` to a sender: to the first of several addresses,
+    for which ``credentials`` returns the keys, or to the one that it was introduced to, whose successor ``find`` finds.
+    ``told`` are called when the connection has begun and ended, ``receive`` with the frames of what all subscribers are
+    sent. Raises NotConnected as :class:`Dialer`.
 
     Attributes:
-        subscription: to what the sender sends to many at once.
+        fanout: the port at which this worker is subscribed; 0: it is not.
         search: the task that looks for a successor.
     """
 
     def __init__(
         self,
-        socket: zmq.Socket[bytes],
+        socket: Socket,
         sender: str | Introduction,
         session: Session,
-        credentials: Callable[[], Credentials] | None,
+        credentials: ReadKeys | None,
         find: Find | None,
         told: tuple[Callable[[], None], Callable[[], None]],
-        receive: Callable[[list[Any]], None],
-        crash: Callable[[BaseException], None],
+        receive: Receive,
+        crash: Crash,
     ) -> None:
         self.search: asyncio.Task[None] | None = None
         self._sender = sender
@@ -479,7 +406,9 @@ class Whereabouts(Dialer):
         self._told = told
         self._away_since: float | None = None  # None: it is connected, or has not been yet
         self._unwelcome_since: float | None = None
-        self.subscription = Subscription(socket.context, self, session.nonce, receive, crash)
+        self.fanout = 0
+        self._receive = receive
+        self._subscribed: tuple[Dialer, LoopSocket] | None = None
         if isinstance(sender, Introduction):
             super().__init__(socket, (sender.endpoint,), sender.credentials, crash)
         else:
@@ -505,6 +434,41 @@ class Whereabouts(Dialer):
         if self._find is not None and self._session.ended is None and (self.search is None or self.search.done()):
             self.search = loop.create_task(self._look_for_successor(self._find))
 
+    def subscribe(self, port: int) -> None:
+        """Be subscribed at this port of the sender's, and nowhere else; 0: nowhere. A worker can do without: where that
+        fails, it is not tried again at this port."""
+        if port == self.fanout or not self.endpoint.startswith("tcp://"):
+            return
+        self.unsubscribe()
+        self.fanout = port
+        if not port:
+            return
+        try:
+            self._subscribe(tcp_endpoint(host_port(self.endpoint)[0], port))
+        except (zmq.ZMQError, NotConnected) as error:
+            logger.warning("no fan-out, so this worker gets its own copy: %s", error)
+
+    def _subscribe(self, endpoint: str) -> None:
+        socket = subscriber(self._socket.context)
+        try:
+            for topic in (EVERYTHING, self._session.nonce):
+                socket.subscribe(topic)
+            dialer = Dialer(socket, (endpoint,), self._credentials, self._crash, attempt=self._attempt)
+            self._subscribed = dialer, LoopSocket(socket, self._receive, self._crash)
+        except BaseException:
+            socket.close()
+            raise
+
+    def drain_fanout(self) -> None:
+        """Take in what has come: it was sent before the message that the caller is about to handle."""
+        if self._subscribed is not None:
+            self._subscribed[1].drain()
+
+    def unsubscribe(self) -> None:
+        for part in self._subscribed or ():
+            part.close()
+        self._subscribed, self.fanout = None, 0
+
     async def _look_for_successor(self, find: Find) -> None:
         while not self._session.online:
             try:
@@ -515,7 +479,7 @@ class Whereabouts(Dialer):
             if found != self._sender:  # else ZeroMQ connects again by itself
                 self._sender = found
                 self.turn_to(found.endpoint, found.credentials)
-                self.subscription.close()
+                self.unsubscribe()
             await asyncio.sleep(LOOK_AGAIN_SECONDS)  # it may be the one that is ending
 
     def tick(self, now: float) -> None:
@@ -531,7 +495,7 @@ class Whereabouts(Dialer):
         elif now - self._unwelcome_since >= (UNANSWERED_SECONDS if session.online else UNREACHED_SECONDS):
             self._unwelcome_since = now
             self.go_on()
-            self.subscription.close()
+            self.unsubscribe()
             logger.info("worker %d tries its next address, %s", session.worker, self.endpoint)
             self.disconnected()
 
@@ -539,4 +503,4 @@ class Whereabouts(Dialer):
         if self.search is not None:
             self.search.cancel()
         super().close()
-        self.subscription.close()
+        self.unsubscribe()

@@ -1,37 +1,36 @@
 """Side channels: a second, faster way for small instructions between processes of one host, beside the ZeroMQ socket.
 
-libzmq hands each message to an I/O thread and back, about 100 µs there and back where there are few cores. A side
-channel is a Unix ``SOCK_SEQPACKET`` connection that the loop itself reads and writes: one instruction is one packet. It
-is an option, never needed: where there is none (tcp, macOS, a socket that cannot be made, another user's), or it
-breaks, or its buffer is full, everything goes through ZeroMQ, as does what is too large for a packet.
+libzmq hands each message to an I/O thread and back, which takes about 100 µs where there are few cores. A side channel
+is a Unix ``SOCK_SEQPACKET`` connection that the loop itself reads and writes, one instruction per packet. ZeroMQ takes
+whatever does not go this way: where there is no side channel (tcp, macOS, another user's socket), when it breaks or its
+buffer is full, and what is too large for a packet.
 
-**Beginning.** The sender listens at the ipc endpoint's path + ``.side``. A receiver connects when it is welcomed, and
+**Beginning.** The sender listens at the ipc endpoint's path + ``.side``. A welcomed receiver connects there, and
 introduces itself with the nonce of its incarnation; the sender ties the side channel to that peer and answers with a
-greeting, or hangs up. Until the greeting has come the receiver writes nothing else. Both check who is at the other end
-(``SO_PEERCRED``): one user only. When the ZeroMQ connection is lost, the receiver closes its side channel too, and
-opens another one with the next WELCOME. That a side channel ends means nothing else: ``pidfd`` reports ended processes.
+greeting, or hangs up. The receiver writes nothing else before the greeting. Both check that the other end is the same
+user's (``SO_PEERCRED``). When the receiver loses the ZeroMQ connection, it closes its side channel too, and opens
+another one with the next WELCOME. A side channel that ends means nothing else: ``pidfd`` reports ended processes.
 
 **Order.** Only what :data:`BY_SIDE_CHANNEL` lists goes this way: UPDATE and AGAIN to the worker; FETCH, STAGED,
-APPLIED, FAILED and RELEASED to the trainer. The two ways together do not keep messages in order, and need not,
-because:
+APPLIED, FAILED and RELEASED to the trainer. The two ways together do not keep messages in order, and need not:
 
 - What goes through ZeroMQ never overtakes what has gone by the side channel: a packet is in the other's buffer when the
   sending call returns, and each side empties the side channel before it handles a message from ZeroMQ. So BYE comes
   after the UPDATE or APPLIED that was sent before it, and a PONG reports no less than what has come before it.
 - An UPDATE by the side channel may overtake WELCOME, PING, PONG, chunks, or a large UPDATE. It names layouts that the
-  worker has accepted already, and the sender does not use the side channel between a HELLO and its READY (so not for
-  another epoch either) or while the answer to a layout is due. One UPDATE at a time is outstanding, and an older one or
-  its chunks, arriving late, are known by their serial number and dropped.
+  worker has accepted already. Between a HELLO and its READY, hence for another epoch, and while the answer to a layout
+  is due, the sender does not use the side channel. One UPDATE at a time is outstanding; the serial number tells an
+  older one, or its chunks, and the worker drops those.
 - What the worker sends by the side channel may overtake its READY, REFUSED, PING or PONG. FETCH, STAGED and a short
   APPLIED name the UPDATE that they are about. Other APPLIED and FAILED carry versions, of which the highest counts.
   RELEASED names the latest UPDATE that it knows of. A PONG that comes late differs by its number from one that has seen
-  the latest UPDATE. HELLO is not overtaken, because the side channel begins with the WELCOME to it.
+  the latest UPDATE. Nothing overtakes HELLO, because the side channel begins with the WELCOME to it.
 
-What is lost with a side channel that breaks is repaired like any lost message, by the next PING and PONG. Data that was
-written before a side channel is closed still arrives.
+The next PING and PONG repair what is lost with a side channel that breaks, like any lost message. Data that was written
+before a side channel is closed still arrives.
 
-**Packets.** A packet is a message in one piece: the number of payload frames, their lengths, the frames, and the
-instruction's header, which is as large as what is left.
+A packet is a message in one piece: the number of payload frames, their lengths, the frames, and the instruction's
+header, which is as large as what is left.
 """
 
 from __future__ import annotations

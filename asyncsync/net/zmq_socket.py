@@ -42,8 +42,13 @@ _monitors = itertools.count()
 # Of a connection that never became one.
 FAILED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 
+Socket = zmq.Socket[bytes]
+Context = zmq.Context[Socket]
+Receive = Callable[[list[Any]], None]
+Crash = Callable[[BaseException], None]
 
-def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
+
+def _socket(context: Context, kind: int) -> Socket:
     socket = context.socket(kind)
     socket.linger = 0
     socket.sndhwm = socket.rcvhwm = HIGH_WATER_MARK
@@ -56,21 +61,21 @@ def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[by
     return socket
 
 
-def router(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
+def router(context: Context) -> Socket:
     """A trainer's socket: a send to an unknown peer is an error, not a silent drop."""
     socket = _socket(context, zmq.ROUTER)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     return socket
 
 
-def dealer(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
+def dealer(context: Context) -> Socket:
     """A worker's socket. Without ZMQ_IMMEDIATE, which would drop what has arrived but is unread when the sender closes,
     such as its BYE."""
     bytes(FREED_ONCE_BYTES)  # allocates a block, and frees it
     return _socket(context, zmq.DEALER)
 
 
-def subscriber(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
+def subscriber(context: Context) -> Socket:
     """A worker's socket for what all subscribers are sent."""
     socket = _socket(context, zmq.SUB)
     socket.rcvhwm = FANOUT_HIGH_WATER_MARK
@@ -84,12 +89,12 @@ class Bound:
     They are libzmq's own, which has no name for them; but whatever has this address has it from this socket.
     """
 
-    def __init__(self, bound: zmq.Socket[bytes]) -> None:
-        scheme, _, address = bound.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0").partition("://")
-        self._path = address if scheme == "ipc" else None
-        host, _, port = address.rpartition(":")
-        self._port = int(port) if scheme == "tcp" else 0
-        self._host = _host(host.strip("[]")) if scheme == "tcp" else None
+    def __init__(self, bound: Socket) -> None:
+        self.endpoint = bound.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        self.port = 0
+        if self.endpoint.startswith("tcp://"):
+            host, port = host_port(self.endpoint)
+            self._host, self.port = _host(host), int(port)
         owned.add(self)
 
     def forget(self) -> None:
@@ -103,8 +108,8 @@ class Bound:
                 return False
             name = found.getsockname()
             if found.family == socket.AF_UNIX:
-                return self._path is not None and name == self._path
-            if found.family not in (socket.AF_INET, socket.AF_INET6) or self._host is None or name[1] != self._port:
+                return bool(self.endpoint == f"ipc://{name}")
+            if found.family not in (socket.AF_INET, socket.AF_INET6) or not self.port or name[1] != self.port:
                 return False
             return self._host.is_unspecified or _host(name[0]) == self._host
         finally:
@@ -121,8 +126,7 @@ class Bound:
 
 def _host(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
     found = ipaddress.ip_address(text)
-    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
-    return found if mapped is None else mapped
+    return (isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped) or found
 
 
 class LoopSocket:
@@ -130,9 +134,7 @@ class LoopSocket:
     closes it. ``receive`` is called with the frames of each message, ``crash`` with an exception that escapes from
     it."""
 
-    def __init__(
-        self, socket: zmq.Socket[bytes], receive: Callable[[list[Any]], None], crash: Callable[[BaseException], None]
-    ) -> None:
+    def __init__(self, socket: Socket, receive: Receive, crash: Crash) -> None:
         self._socket = socket
         self._receive = receive
         self._crash = crash
@@ -219,26 +221,32 @@ class LoopSocket:
         self._socket.close(linger=linger_ms)
 
 
-def watch(
-    socket: zmq.Socket[bytes], events: int, tell: Callable[[int, int], None], crash: Callable[[BaseException], None]
-) -> LoopSocket:
-    """Have ``tell`` called with what happens to a socket's connections: the event, and its value. Before the socket is
-    bound or connected; ``socket.disable_monitor()`` ends it."""
-    from zmq.utils.monitor import parse_monitor_message
+class Monitor(LoopSocket):
+    """Tells what happens to a socket's connections: calls ``tell`` with the event, and its value. To be made before the
+    socket is bound or connected, and closed before it or after it."""
 
-    def receive(frames: list[Any]) -> None:
-        message = parse_monitor_message([frame.bytes for frame in frames])
-        tell(int(message["event"]), int(message["value"]))
+    def __init__(self, watched: Socket, events: int, tell: Callable[[int, int], None], crash: Crash) -> None:
+        from zmq.utils.monitor import parse_monitor_message
 
-    address = f"inproc://asyncsync.monitor-{next(_monitors)}"
-    socket.monitor(address, events)
-    watcher = socket.context.socket(zmq.PAIR)
-    watcher.linger = 0
-    # Without a limit: with its queue full, libzmq's I/O thread would stand still, and to end that would block for ever.
-    # Strangers could fill it while this loop is busy.
-    watcher.rcvhwm = 0
-    watcher.connect(address)
-    return LoopSocket(watcher, receive, crash)
+        def receive(frames: list[Any]) -> None:
+            message = parse_monitor_message([frame.bytes for frame in frames])
+            tell(int(message["event"]), int(message["value"]))
+
+        address = f"inproc://asyncsync.monitor-{next(_monitors)}"
+        watched.monitor(address, events)
+        self.watched = watched
+        socket = watched.context.socket(zmq.PAIR)
+        socket.linger = 0
+        # Without a limit: with its queue full, libzmq's I/O thread would stand still, and to end that would block for
+        # ever. Strangers could fill it while this loop is busy.
+        socket.rcvhwm = 0
+        socket.connect(address)
+        super().__init__(socket, receive, crash)
+
+    def close(self, linger_ms: int = 0) -> None:
+        if not (self._closed or self.watched.closed):
+            self.watched.disable_monitor()
+        super().close(linger_ms)
 
 
 class Broadcast:
@@ -247,12 +255,7 @@ class Broadcast:
     ``protect`` is called with the socket before it is bound; ``subscribed`` is kept true. Raises zmq.ZMQError."""
 
     def __init__(
-        self,
-        context: zmq.Context[Any],
-        endpoint: str,
-        subscribed: set[bytes],
-        protect: Callable[[zmq.Socket[bytes]], None],
-        crash: Callable[[BaseException], None],
+        self, context: Context, endpoint: str, subscribed: set[bytes], protect: Callable[[Socket], None], crash: Crash
     ) -> None:
         socket = _socket(context, zmq.XPUB)
         socket.sndhwm = FANOUT_HIGH_WATER_MARK  # it drops what a subscriber has no room for
@@ -264,7 +267,7 @@ class Broadcast:
             raise
         self._subscribed = subscribed
         self._bound = Bound(socket)
-        self.port = int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0").rpartition(":")[2])
+        self.port = self._bound.port
         self._socket = LoopSocket(socket, self._receive, crash)
 
     def _receive(self, frames: list[Any]) -> None:

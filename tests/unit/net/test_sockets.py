@@ -2,13 +2,14 @@
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import zmq
 
 from asyncsync.net.keys import Admission, Credentials, KeyPair
-from asyncsync.net.rendezvous import Dialer, Subscription
+from asyncsync.net.rendezvous import Whereabouts
 from asyncsync.net.zmq_private import Context
 from asyncsync.net.zmq_socket import Broadcast, LoopSocket, dealer, router, subscriber
 from helpers.pairs import until
@@ -47,12 +48,13 @@ async def test_a_subscriber_that_was_refused_tries_again_and_says_so_and_who_has
     stranger.subscribe(b"")
     stranger.connect(f"tcp://127.0.0.1:{broadcast.port}")
     credentials = Credentials(own, (admission.server.public,))
-    dialer = Dialer(main, (f"tcp://127.0.0.1:{unused_tcp_port}",), lambda: credentials, errors.append)
-    subscription = Subscription(
-        context, dialer, b"n" * 16, lambda frames: received.append(frames[0].bytes), errors.append
-    )
+    session: Any = SimpleNamespace(nonce=b"n" * 16)
+    whereabouts = Whereabouts(
+        main, f"tcp://127.0.0.1:{unused_tcp_port}", session, lambda: credentials, None, (print, print),
+        lambda frames: received.append(frames[0].bytes), errors.append,
+    )  # fmt: skip
     try:
-        subscription.follow(broadcast.port)
+        whereabouts.subscribe(broadcast.port)
         await until(lambda: admission.refused["a key that is not listed"] >= 1)
         admission.admit(own.public, 0)
         await until(lambda: there == {b"n" * 16})
@@ -63,8 +65,7 @@ async def test_a_subscriber_that_was_refused_tries_again_and_says_so_and_who_has
         assert f"127.0.0.1, whose public key is {own.public.decode()}: a key that is not listed" in caplog.text
         assert not errors
     finally:
-        subscription.close()
-        dialer.close()
+        whereabouts.close()
         main.close()
         stranger.close()
         broadcast.close()

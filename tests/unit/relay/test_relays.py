@@ -304,10 +304,10 @@ async def test_the_port_of_what_goes_to_all_is_that_of_the_address_where_the_sen
         async with sender:
             await asyncio.gather(sender.connect(timeout=20), receiver.connect(timeout=20))
             whereabouts = receiver.bus._link.whereabouts
-            assert whereabouts.subscription._port
+            assert whereabouts.fanout
         await until(lambda: whereabouts.endpoint.startswith("tcp://localhost"), 10)
         for _ in range(10):
-            assert not whereabouts.subscription._port
+            assert not whereabouts.fanout
             await asyncio.sleep(0.05)
 
 
