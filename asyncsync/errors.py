@@ -7,6 +7,7 @@ type. All of them survive pickling, so a worker's failure can travel to the trai
 
 from __future__ import annotations
 
+import copyreg
 from typing import Any
 
 __all__ = [
@@ -28,6 +29,10 @@ __all__ = [
 
 class WeightSyncError(Exception):
     """Base of every error of this library."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Without __init__, which takes other arguments than those that a base class keeps.
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__
 
 
 class NotConnected(WeightSyncError, RuntimeError):
@@ -67,9 +72,6 @@ class Stale(WeightSyncError):
         self.version = version
         self.lag = lag
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (*self.args, self.version, self.lag)
-
 
 class Superseded(WeightSyncError):
     """A version cannot be taken any more: a newer one has replaced it.
@@ -81,9 +83,6 @@ class Superseded(WeightSyncError):
     def __init__(self, message: str, version: int = 0) -> None:
         super().__init__(message)
         self.version = version
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.args[0], self.version)
 
 
 class ProtocolError(WeightSyncError):
@@ -111,9 +110,6 @@ class RemoteError(WeightSyncError):
         self.remote_message = message
         self.remote_traceback = remote_traceback
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.type_name, self.remote_message, self.remote_traceback)
-
 
 class PartialSendError(WeightSyncError):
     """An update did not reach every worker it was meant for.
@@ -134,6 +130,3 @@ class PartialSendError(WeightSyncError):
         )
         self.acked = acked
         self.failed = failed
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.acked, self.failed)
