@@ -47,10 +47,12 @@ from asyncsync.weights.tree import (
 
 SHOWN = 12  # of the problems, or names, in a message
 MOST_PLANS = 4
+KINDS = "a module, a TensorDict, a dict of tensors, a NumPy array or an object whose attributes are arrays"
 
 Location = tuple[MutableMapping[str, Any], str]
 """Where a tensor is: one of a module's dictionaries, a dict or a TensorDict, and the key in it."""
 Specs = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+Patterns = str | Sequence[str] | None
 
 T = TypeVar("T")
 
@@ -64,13 +66,7 @@ class Selection:
     ``exclude``; ``is_all``: everything. With ``strict``, a name that matches no pattern of either is an error. Raises
     TypeError or ValueError for what are no patterns."""
 
-    def __init__(
-        self,
-        include: str | Sequence[str] | None = None,
-        exclude: str | Sequence[str] | None = None,
-        *,
-        strict: bool = False,
-    ) -> None:
+    def __init__(self, include: Patterns = None, exclude: Patterns = None, *, strict: bool = False) -> None:
         self.include, self.exclude, self.strict = _patterns("include", include), _patterns("exclude", exclude), strict
         self.is_all = include is None and exclude is None
         if strict and self.is_all:
@@ -162,10 +158,7 @@ class ModelTensors:
         else:
             table = model if isinstance(model, TensorDictBase | MutableMapping) else writable_arrays(model)
             if table is None:
-                what = (
-                    "a module, a TensorDict, a dict of tensors, a NumPy array or an object whose attributes are arrays"
-                )
-                raise TypeError(f"the model must be {what}, not {type(model).__name__}")
+                raise TypeError(f"the model must be {KINDS}, not {type(model).__name__}")
             self._mapping(table, "")
             self.required.update(self.owners)
         self._count = sum(map(len, self._parameters))
@@ -627,7 +620,7 @@ def _persistence_hint(names: Collection[str]) -> str:
     return f" {some(sorted(names))} {are}: strategy='state_dict' or exclude= leaves such out."
 
 
-def _patterns(argument: str, given: str | Sequence[str] | None) -> tuple[str, ...] | None:
+def _patterns(argument: str, given: Patterns) -> tuple[str, ...] | None:
     if given is None:
         return None
     patterns = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, Iterable) else ()

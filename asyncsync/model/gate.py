@@ -28,7 +28,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import update_wrapper
@@ -320,19 +320,12 @@ class Gate:
         if self._update is not None or self._applying is not None:
             if self._readers or self._applying is not None:
                 self._sweep()
-            self._apply()
+            while self._update is not None and self._apply_one():
+                pass  # others may have been offered meanwhile
 
-    def _apply(self) -> None:
-        """Apply the pending update, and those that are offered meanwhile, if there is nobody inside."""
+    def _apply_one(self) -> bool:
+        """Apply the pending update if nobody is inside; whether it was."""
         frame = sys._getframe()
-        try:
-            while self._update is not None and self._apply_one(frame):
-                pass
-        finally:
-            del frame  # it refers to itself by this name, and to its callers with all they hold
-
-    def _apply_one(self, frame: FrameType) -> bool:
-        """One round of :meth:`_apply`, whose frame this is; False if there was nothing to do."""
         error: Exception | None = None
         try:
             with self._mutex:
@@ -357,6 +350,7 @@ class Gate:
         finally:
             error = None
             self._release(frame)
+            del frame  # it refers to itself by this name, and to its callers with all they hold
 
     def _release(self, frame: FrameType) -> None:
         with self._mutex:
@@ -412,29 +406,28 @@ class Gate:
                 return 0.0
             # A thread that is inside already, by another task of its loop, would block the task that it waits for.
             inside = {self._loop.thread, *(other.thread for other in self._readers.values())}
-            if not (join and reader.thread in inside) and not self._is_around_caller():
+            if not (join and reader.thread in inside) and not any(self._around_caller()):
                 return self._nap(deadline)
         if reader.key in self._readers:
             reader.key = reader
         self._readers[reader.key] = reader
         return None
 
-    def _is_around_caller(self) -> bool:
-        """Whether the caller is in a forward or hold of this gate, its own or one that it was started in."""
-        token = innermost.get()
-        while token is not None and token.gate is not self:
-            token = token.parent
-        return token is not None
+    def _around_caller(self) -> Iterator[Reader]:
+        """The forwards and holds of this gate that the caller is in, its own or those that it was started in; the
+        innermost first."""
+        reader = innermost.get()
+        while reader is not None:
+            if reader.gate is self:
+                yield reader
+            reader = reader.parent
 
     @property
     def held_by_caller(self) -> bool:
         """Whether this thread and task has a hold() of this gate open: no update can come before it leaves that."""
-        token = innermost.get()
-        while token is not None:
-            mine = token.gate is self and token.frame is None and token.thread == threading.get_ident()
-            if mine and not token.is_abandoned:
-                return token.task is _task()
-            token = token.parent
+        for reader in self._around_caller():
+            if reader.frame is None and reader.thread == threading.get_ident() and not reader.is_abandoned:
+                return reader.task is _task()
         return False
 
     def enter(self, reader: Reader) -> None:
@@ -583,8 +576,7 @@ def _check_hookable(module: nn.Module) -> None:
     if scripted or is_compiled(module):
         raise ValueError(
             f"{type(module).__name__} is a {'scripted' if scripted else 'compiled'} module, in which the gate's "
-            'hooks do not run, so a weight update could tear a forward. Pass gate="hold" and put '
-            '`with scheme.hold():` around its calls, or pass apply="on_receive" and apply updates in receive().'
+            f"hooks do not run, so a weight update could tear a forward: {REMEDY.format(what='its calls')}."
         )
 
 

@@ -33,7 +33,7 @@ from tensordict import NonTensorData, TensorDictBase
 from torch import nn
 
 from asyncsync.errors import SchemaMismatch
-from asyncsync.model.bound_model import BoundModel, Selection, constant, specs_of
+from asyncsync.model.bound_model import KINDS, BoundModel, Selection, constant, specs_of
 from asyncsync.model.torch_private import is_compiled, is_optimized, tensors_and_children
 from asyncsync.model.update import CustomUpdate, ModelUpdate, Prepared, prepare_flat
 from asyncsync.weights.copying import normal_tensors
@@ -96,8 +96,7 @@ class WeightStrategy:
             return dict(source)
         if (arrays := source_arrays(source)) is not None:
             return dict(arrays)
-        what = "a module, a TensorDict, a dict of tensors, a NumPy array or an object whose attributes are arrays"
-        raise TypeError(f"weights must be {what}, not {type(source).__name__}")
+        raise TypeError(f"weights must be {KINDS}, not {type(source).__name__}")
 
     def convert(self, weights: TensorDictBase, model: Any) -> Mapping[Any, torch.Tensor]:
         """The receiver's half: ``{key path: tensor}`` for the local model.
@@ -277,15 +276,9 @@ class Binding:
         home = slab if self.repoints and slab.may_hold_parameters and plan.model.is_module else None
         is_small = slab.nbytes <= CACHED_BYTES and home is None and not bound.cast
         pieces = [slab.pieces[i] for i in plan.order] if is_small else None
-        update = ModelUpdate(
-            bound,
-            plan,
-            [views[i] for i in plan.order],
-            {n: views[i] for n, i in plan.states},
-            bound.selection.of({dotted(p): v for p, v in values.items()}) if values else {},
-            home,
-            pieces,
-        )
+        sources, states = [views[i] for i in plan.order], {n: views[i] for n, i in plan.states}
+        chosen = bound.selection.of({dotted(p): v for p, v in values.items()})
+        update = ModelUpdate(bound, plan, sources, states, chosen, home, pieces)
         if update.is_simple:
             self._cache[slab] = update
         else:
