@@ -32,7 +32,7 @@ class WeightSyncError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Without __init__, which takes other arguments than those that a base class keeps.
-        return copyreg.__newobj__, (type(self), *self.args), self.__dict__
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
 class NotConnected(WeightSyncError, RuntimeError):

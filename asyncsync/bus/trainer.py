@@ -26,7 +26,7 @@ from asyncsync.net.keys import Admission, KeyFiles, KeyPair
 from asyncsync.net.processes import ProcessWatch, shortage, this_process
 from asyncsync.net.rendezvous import Introductions
 from asyncsync.net.side_channel import BY_SIDE_CHANNEL, Receive, SideChannels, read
-from asyncsync.net.zmq_socket import Bound, Broadcast, LoopSocket, router
+from asyncsync.net.zmq_socket import BoundSocket, Broadcast, router
 from asyncsync.protocol.membership import EVERYBODY, Outcome, Progress
 from asyncsync.protocol.settings import Settings
 from asyncsync.protocol.targets import Peer
@@ -121,14 +121,12 @@ class TrainerLink(Link):
             if error.errno == zmq.EADDRINUSE:
                 hint = "is another sender using it?"
             raise NotConnected(f"cannot bind {endpoint}: {error}; {hint}") from error
+        self._socket = BoundSocket(socket, self._receive, self.crash)
+        undo.callback(self._socket.close)
         if keyed and self.admission is not None:
-            bound = socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
-            self.introductions = Introductions(bound, self.admission, self.machine.peers)
+            self.introductions = Introductions(self._socket.endpoint, self.admission, self.machine.peers)
         elif self.admission is None and is_plaintext_beyond_loopback(endpoint):
             logger.warning("%s is reachable from other hosts and not encrypted (allow_plaintext=True)", endpoint)
-        self._bound = Bound(socket)
-        self._socket = LoopSocket(socket, self._receive, self.crash)
-        undo.callback(self._socket.close)
         self.side_channels = SideChannels(side_channel_path(endpoint), self._introduce, self.crash)
         undo.callback(self.side_channels.close)
         self.publishing = Publishing(self, self.machine, self.pool, self.observer, self.side_channels)
@@ -653,7 +651,6 @@ class TrainerLink(Link):
         self._socket.close(linger_ms)
         if self.broadcast is not None:
             self.broadcast.close()
-        self._bound.forget()
 
     def _release(self) -> None:
         self.pool.close()

@@ -82,53 +82,6 @@ def subscriber(context: Context) -> Socket:
     return socket
 
 
-class Bound:
-    """Where a socket is bound. A forked child closes its descriptors of the listener, and of the connections that came
-    there: it would keep the port, and the workers from hearing of it, beyond this process's end.
-
-    They are libzmq's own, which has no name for them; but whatever has this address has it from this socket.
-    """
-
-    def __init__(self, bound: Socket) -> None:
-        self.endpoint = bound.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
-        self.port = 0
-        if self.endpoint.startswith("tcp://"):
-            host, port = host_port(self.endpoint)
-            self._host, self.port = _host(host), int(port)
-        owned.add(self)
-
-    def forget(self) -> None:
-        """It is closed: the address may be somebody else's."""
-        owned.discard(self)
-
-    def _is_at(self, descriptor: int) -> bool:
-        found = socket.socket(fileno=descriptor)  # raises an OSError if it is none
-        try:
-            if found.type != socket.SOCK_STREAM:
-                return False
-            name = found.getsockname()
-            if found.family == socket.AF_UNIX:
-                return bool(self.endpoint == f"ipc://{name}")
-            if found.family not in (socket.AF_INET, socket.AF_INET6) or not self.port or name[1] != self.port:
-                return False
-            return self._host.is_unspecified or _host(name[0]) == self._host
-        finally:
-            found.detach()
-
-    def disown(self) -> None:
-        if sys.platform != "linux":  # elsewhere no /proc tells which descriptors there are
-            return
-        for name in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError):  # the one that lists the directory
-                if self._is_at(int(name)):
-                    os.close(int(name))
-
-
-def _host(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    found = ipaddress.ip_address(text)
-    return (isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped) or found
-
-
 class LoopSocket:
     """A ZeroMQ socket served by callbacks of the running loop. The caller has bound or connected it; :meth:`close`
     closes it. ``receive`` is called with the frames of each message, ``crash`` with an exception that escapes from
@@ -221,6 +174,55 @@ class LoopSocket:
         self._socket.close(linger=linger_ms)
 
 
+class BoundSocket(LoopSocket):
+    """One that is bound, at ``endpoint``; ``port`` is 0 at a path. A forked child closes its descriptors of the
+    listener, and of the connections that came there: it would keep the port, and the workers from hearing of it, beyond
+    this process's end.
+
+    They are libzmq's own, which has no name for them; but whatever has this address has it from this socket.
+    """
+
+    def __init__(self, socket: Socket, receive: Receive, crash: Crash) -> None:
+        super().__init__(socket, receive, crash)
+        self.endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        self.port = 0
+        if self.endpoint.startswith("tcp://"):
+            host, port = host_port(self.endpoint)
+            self._host, self.port = _host(host), int(port)
+        owned.add(self)
+
+    def _has(self, descriptor: int) -> bool:
+        found = socket.socket(fileno=descriptor)  # raises an OSError if it is none
+        try:
+            if found.type != socket.SOCK_STREAM:
+                return False
+            name = found.getsockname()
+            if found.family == socket.AF_UNIX:
+                return bool(self.endpoint == f"ipc://{name}")
+            if found.family not in (socket.AF_INET, socket.AF_INET6) or not self.port or name[1] != self.port:
+                return False
+            return self._host.is_unspecified or _host(name[0]) == self._host
+        finally:
+            found.detach()
+
+    def disown(self) -> None:
+        if sys.platform != "linux":  # elsewhere no /proc tells which descriptors there are
+            return
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):  # the one that lists the directory
+                if self._has(int(name)):
+                    os.close(int(name))
+
+    def close(self, linger_ms: int = 0) -> None:
+        owned.discard(self)  # the address may be somebody else's soon
+        super().close(linger_ms)
+
+
+def _host(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    found = ipaddress.ip_address(text)
+    return (isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped) or found
+
+
 class Monitor(LoopSocket):
     """Tells what happens to a socket's connections: calls ``tell`` with the event, and its value. To be made before the
     socket is bound or connected, and closed before it or after it."""
@@ -266,9 +268,8 @@ class Broadcast:
             socket.close()
             raise
         self._subscribed = subscribed
-        self._bound = Bound(socket)
-        self.port = self._bound.port
-        self._socket = LoopSocket(socket, self._receive, crash)
+        self._socket = BoundSocket(socket, self._receive, crash)
+        self.port = self._socket.port
 
     def _receive(self, frames: list[Any]) -> None:
         said = frames[0].bytes
@@ -284,4 +285,3 @@ class Broadcast:
     def close(self, linger_ms: int = 0) -> None:
         """Idempotent."""
         self._socket.close(linger_ms)
-        self._bound.forget()
