@@ -8,11 +8,10 @@ no-ops.
 
 from __future__ import annotations
 
-import re
 import weakref
 from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 from copy import copy
-from fnmatch import translate
+from fnmatch import fnmatchcase
 from functools import partial
 from math import prod
 from operator import is_
@@ -71,10 +70,6 @@ class Selection:
         self.is_all = include is None and exclude is None
         if strict and self.is_all:
             raise ValueError("strict=True refuses keys that no pattern matches: give include= or exclude=, too")
-        nothing = "(?!)"
-        self._included, self._excluded = (
-            re.compile("|".join(map(translate, patterns or ())) or nothing) for patterns in (self.include, self.exclude)
-        )
         self._known: tuple[list[Path], list[Path]] | None = None  # of the last publication: paths, and their choice
         self._paths: set[Path] = set()
 
@@ -86,8 +81,7 @@ class Selection:
 
     def chooses(self, name: str) -> bool:
         """Whether the weights of this name are sent and received."""
-        is_included = self.include is None or self._included.match(name)
-        return bool(is_included and not self._excluded.match(name))
+        return (self.include is None or _matches(name, self.include)) and not _matches(name, self.exclude)
 
     def check(self, names: Iterable[str], whose: str) -> None:
         """Raises SchemaMismatch if none of these names is chosen; with ``strict``, for those that match no pattern."""
@@ -95,7 +89,7 @@ class Selection:
             return
         names = sorted(names)
         if self.strict:
-            unmatched = [n for n in names if not (self._included.match(n) or self._excluded.match(n))]
+            unmatched = [n for n in names if not (_matches(n, self.include) or _matches(n, self.exclude))]
             if unmatched:
                 raise SchemaMismatch(
                     f"{whose} keys {some(unmatched)} match no pattern of {self!r}, and strict=True: name them in one"
@@ -345,13 +339,9 @@ class Plan:
 
 
 class Repointing(NamedTuple):
-    """How an update came into a model of which some tensors lie in a slab. The next one may come the same way if the
-    tensors lie where they were left: then nobody has given them other memory, or moved what they have, and whatever was
-    found out of them is true still.
-
-    ``moved`` and ``copied`` are positions in the plan: of those that got their memory in the slab, where new memory is
-    all that they need next time, and of those that were copied to where they were.
-    """
+    """How an update came into a model of which some tensors lie in a slab. The next one may come the same way if they
+    still lie where they were left. ``moved`` and ``copied`` are positions in the plan: of the tensors that got their
+    memory in the slab, and need no more than new memory next time, and of those that were copied to where they were."""
 
     plan: Plan
     moved: list[int]
@@ -618,6 +608,10 @@ def _persistence_hint(names: Collection[str]) -> str:
         return ""
     are = "is a non-persistent buffer" if len(names) == 1 else "are non-persistent buffers"
     return f" {some(sorted(names))} {are}: strategy='state_dict' or exclude= leaves such out."
+
+
+def _matches(name: str, patterns: tuple[str, ...] | None) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns or ())
 
 
 def _patterns(argument: str, given: Patterns) -> tuple[str, ...] | None:

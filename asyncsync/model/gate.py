@@ -690,19 +690,19 @@ class GatedMethod:
 
     def __init__(self, gate: Gate, model: object, name: str, method: Callable[..., Any]) -> None:
         update_wrapper(self, method)
-        self._gate: Gate | None = gate  # None once removed
+        self.gate: Gate | None = gate  # None once removed
         self._enter, self._leave = unseen(gate.enter_call), unseen(gate.leave_call)
         self._model = model
         self._name = name
-        self._method = method
+        self.method = method
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        if self._gate is None:
-            return self._method(*args, **kwargs)
+        if self.gate is None:
+            return self.method(*args, **kwargs)
         frame = sys._getframe()
         self._enter(frame)
         try:
-            result = self._method(*args, **kwargs)
+            result = self.method(*args, **kwargs)
         finally:
             self._leave(frame)
             del frame  # it refers to itself by this name, and to its callers with all they hold
@@ -710,23 +710,18 @@ class GatedMethod:
         return result
 
     def counts_for(self, gate: Gate) -> bool:
-        return self._gate is gate or (isinstance(self._method, GatedMethod) and self._method.counts_for(gate))
+        return self.gate is gate or (isinstance(self.method, GatedMethod) and self.method.counts_for(gate))
 
     def remove(self) -> None:
         """Count no more calls. Idempotent."""
-        self._gate = None
+        self.gate = None
         attributes, name = vars(self._model), self._name
-        if isinstance(outer := attributes.get(name), GatedMethod):
-            if (left := outer.left()) is None:
-                del attributes[name]
+        # One that lies within another goes with that.
+        while isinstance(outer := attributes.get(name), GatedMethod) and outer.gate is None:
+            if isinstance(outer.method, GatedMethod):
+                attributes[name] = outer.method
             else:
-                attributes[name] = left
-
-    def left(self) -> GatedMethod | None:
-        """The first from outside in that still counts; None: there is none."""
-        if self._gate is not None:
-            return self
-        return self._method.left() if isinstance(self._method, GatedMethod) else None
+                del attributes[name]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _method_of, (self._model, self._name)  # copy.deepcopy goes this way too
