@@ -31,7 +31,7 @@ MAX_IPC_PATH = 107
 INTRODUCED = "introduced"
 PREFIX = "asyncsync-"
 PORT = 9  # any: nothing is sent
-# Addresses that are set aside for documentation: the way there is the default route, and nobody is disturbed.
+# Addresses that are set aside for documentation: the way there is the default route, and no host has them.
 ANYWHERE = ("192.0.2.1", "2001:db8::1")
 
 
@@ -154,7 +154,7 @@ def private_directory(endpoint: str) -> Path | None:
 
 
 def is_trustworthy(endpoint: str) -> bool:
-    """False for a private directory that is not this user's: somebody else has made it anew after its owner's crash."""
+    """False for a private directory that is not this user's: another user has made it anew after its owner's crash."""
     private = private_directory(endpoint)
     if private is None:
         return True
@@ -205,7 +205,7 @@ class EndpointLock:
             if not is_trustworthy(f"ipc://{path}") and os.path.lexists(path.parent):
                 raise PermissionError(f"{path.parent} does not belong to this user")
         if self._private and not path.parent.exists():
-            # Made under another name and locked first, so that nobody's sweep ever sees it without its owner's lock.
+            # Made under another name and locked first, so that no sweep ever sees it without its owner's lock.
             hidden = path.parent.with_name(f".{path.parent.name}")
             hidden.mkdir(mode=0o700)
             self._descriptor = _lock(hidden / self._lock.name)
@@ -217,7 +217,7 @@ class EndpointLock:
                 if not stat.S_ISSOCK(os.lstat(path).st_mode):
                     self._lock.unlink()
                     raise FileExistsError(f"{path} exists already, and is not a socket")
-                path.unlink()  # left behind by a killed predecessor: who has the lock knows that nobody listens there
+                path.unlink()  # left behind by a killed predecessor: nothing listens there while we have the lock
 
     def release(self) -> None:
         """Remove the path, its lock, and the private directory; idempotent."""
@@ -241,7 +241,7 @@ class EndpointLock:
 
 
 def _lock(path: Path) -> int | None:
-    """Lock a file; None if somebody else holds it."""
+    """Lock a file; None if another process holds it."""
     while True:
         with contextlib.ExitStack() as undo:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

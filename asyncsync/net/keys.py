@@ -1,4 +1,4 @@
-"""Keys: who may talk to a sender, and that nobody else reads along.
+"""Keys decide which clients may talk to a sender, and keep all others from reading along.
 
 CURVE encrypts every connection. Without a ZAP handler, libzmq would let in every client that knows the server's key, so
 :class:`Admission` answers for each handshake, from the keys that were given out or from a list of files. A message says
@@ -190,7 +190,7 @@ class ClientList:
     """The clients that a sender lets in: a directory of public certificates, ``*.key``, read again when it has changed.
 
     At the start every file has to be right: else NotConnected is raised. Later, a file that cannot be read keeps what
-    it said before, because somebody may just be writing it. Only a file that has gone, or that says something else,
+    it said before, because an editor may just be writing it. Only a file that has gone, or that says something else,
     takes a key off the list.
 
     Attributes:
@@ -387,8 +387,8 @@ def _absolute(name: str, path: KeyFile) -> str:
 
 
 class Admission:
-    """Whom the sockets of one context let in, as which worker. ``crash`` as for a LoopSocket. Raises NotConnected if
-    the context has another handler already.
+    """Decides which clients the sockets of one context let in, and as which workers. ``crash`` as for a LoopSocket.
+    Raises NotConnected if the context has another handler already.
 
     Attributes:
         given: the clients that are let in, by the keys that were given out to them; not used with a list.
@@ -503,7 +503,7 @@ class Admission:
         return 0 if self.listed is None else self.listed.removed
 
     def close(self) -> None:
-        """Let nobody in any more. Idempotent; before the sockets are closed."""
+        """Let in no client any more. Idempotent; before the sockets are closed."""
         for monitor in self._monitors:
             monitor.close()
         self._socket.close()

@@ -18,7 +18,7 @@ server could not read it. Both are replaced here (:class:`Dialer`): the next att
 that the files have then, and with the next of several server keys.
 
 **Fan-out.** A worker that has a part in it subscribes to everything, and then to the nonce of its incarnation, of which
-nothing is sent: by that subscription, which the sender is shown, it knows who is there.
+nothing is sent: by that subscription, which libzmq shows it, the sender knows which workers are there.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ FIRST_QUESTION_PAUSE, LONGEST_QUESTION_PAUSE = 0.05, 0.5
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 2.0  # between two attempts to connect
 AWAY_SECONDS = 3.0
 LOOK_AGAIN_SECONDS = 1.0
-# Until a worker with several addresses tries the next one: nobody is there, or there is no WELCOME.
+# Until a worker with several addresses tries the next one: no sender is there, or sends no WELCOME.
 UNREACHED_SECONDS, UNANSWERED_SECONDS = 1.0, 5.0
 EVERYTHING = b""
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | FAILED
@@ -209,7 +209,7 @@ class MeetingPlace(ABC):
             except NotConnected as error:  # the sender, or its successor, may be still to come
                 self.why = str(error)
             pause = min(max(FIRST_QUESTION_PAUSE, 1.2 * pause), LONGEST_QUESTION_PAUSE)
-        return b""  # for nobody
+        return b""  # nothing waits for it
 
 
 # -- dialling ----------------------------------------------------------------------------------------------------------
@@ -223,7 +223,7 @@ class Dialer:
 
     Attributes:
         endpoint: the one that it connects to.
-        why: for people, why there is no connection; empty: there is one, or nobody has answered yet.
+        why: for people, why there is no connection; empty: there is one, or there was no answer yet.
         is_refused: whether the last attempt was answered by one that does not let this key in, or wants one, or none:
             it has said so, or has ended several connections at once.
         refused: failed attempts, by reason.
@@ -483,7 +483,7 @@ class Whereabouts(Dialer):
             await asyncio.sleep(LOOK_AGAIN_SECONDS)  # it may be the one that is ending
 
     def tick(self, now: float) -> None:
-        """Go to the next address, when nobody is at this one, or does not answer there."""
+        """Go to the next address, when no sender is at this one, or none answers there."""
         session = self._session
         if not self.has_others:
             return

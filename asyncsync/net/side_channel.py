@@ -139,7 +139,7 @@ class SideChannel:
         self._loop.add_reader(connection.fileno(), self.take)
 
     def watch(self, wanted: bool) -> None:
-        """Whether the loop calls when there is a packet; otherwise somebody has to :meth:`take` it."""
+        """Whether the loop calls when there is a packet; otherwise the caller has to :meth:`take` it."""
         if self.closed or wanted is self._is_watched or self._loop.is_closed():
             return
         self._is_watched = wanted
@@ -213,7 +213,7 @@ class SideChannel:
 
 
 class SideChannels:
-    """The sender's end: a socket that listens, and the side channels of those who have introduced themselves, by nonce.
+    """The sender's end: a listening socket, and the side channels of the workers that introduced themselves, by nonce.
 
     ``introduce`` takes a receiver's nonce, and returns what is to be called with its packets; None turns it away.
     ``path`` is None if nothing is listened to: none was given, or no socket can be made there.
@@ -238,7 +238,7 @@ class SideChannels:
             connection, _ = self._socket.accept()
         except (BlockingIOError, ConnectionAbortedError):
             return
-        except OSError as error:  # out of descriptors: those who wait in the queue would wait for ever
+        except OSError as error:  # out of descriptors: the workers in the queue would wait for ever
             logger.warning("cannot open more side channels; small instructions go through ZeroMQ: %s", error)
             self._deafen()
             return

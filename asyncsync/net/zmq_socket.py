@@ -214,7 +214,7 @@ class BoundSocket(LoopSocket):
                     os.close(int(name))
 
     def close(self, linger_ms: int = 0) -> None:
-        owned.discard(self)  # the address may be somebody else's soon
+        owned.discard(self)  # the address may be another socket's soon
         super().close(linger_ms)
 
 
@@ -252,7 +252,7 @@ class Monitor(LoopSocket):
 
 
 class Broadcast:
-    """The sender's end of fan-out: an XPUB socket on a free port beside ``endpoint``. It waits for nobody: a subscriber
+    """The sender's end of fan-out: an XPUB socket on a free port beside ``endpoint``. It never waits: a subscriber
     that cannot keep up loses messages, and finds out by the numbers in them (:mod:`asyncsync.protocol.membership`).
     ``protect`` is called with the socket before it is bound; ``subscribed`` is kept true. Raises zmq.ZMQError."""
 
@@ -277,8 +277,8 @@ class Broadcast:
             (self._subscribed.add if said[0] else self._subscribed.discard)(said[1:])
 
     def send(self, frames: Sequence[Any]) -> None:
-        """Send a message to all. Its bytes are copied: those who do not keep up would have a whole slab kept for each
-        piece that waits for them."""
+        """Send a message to all. Its bytes are copied, because each piece that waits for a slow subscriber would keep a
+        whole slab."""
         self._socket.send(frames, copied=True)
         self._socket.flushed()
 
