@@ -24,8 +24,6 @@ from asyncsync.weights.slab import Slab, is_foreign
 from asyncsync.weights.tensors import are_plain, check_source, have_memory, have_specs, own_value, place_of
 from asyncsync.weights.tree import FlatWeights, dotted
 
-_is_meta = attrgetter("is_meta")
-
 
 class Prepared:
     """One update of one model, converted and checked, to be written under the gate."""
@@ -133,7 +131,7 @@ class ModelUpdate(Prepared):
             self._plan_again()  # torch would refuse to write an expanded tensor, in the middle of the others
         self._copies, self._repointed, self._replaced, self._repointing = ([], []), [], [], None
         in_slabs = self._slab is not None or model.is_repointed
-        if model.inplace and not in_slabs and not any(map(_is_meta, found)):
+        if model.inplace and not in_slabs and not any(map(attrgetter("is_meta"), found)):
             self._copies = (found, self._sources)
         elif self._slab is not None and (last := model.repointing) and last.plan is plan and plan.memory.again(found):
             self._repointing, sources = last, self._sources

@@ -59,7 +59,6 @@ AWAY_SECONDS = 3.0
 LOOK_AGAIN_SECONDS = 1.0
 # Until a worker with several addresses tries the next one: no sender is there, or sends no WELCOME.
 UNREACHED_SECONDS, UNANSWERED_SECONDS = 1.0, 5.0
-EVERYTHING = b""
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | FAILED
 _ATTEMPTS = zmq.EVENT_CONNECT_DELAYED | zmq.EVENT_CONNECT_RETRIED
 CERTAIN = 3  # connections without keys that are ended at once: one may be to a sender that is about to end
@@ -451,7 +450,7 @@ class Whereabouts(Dialer):
     def _subscribe(self, endpoint: str) -> None:
         socket = subscriber(self._socket.context)
         try:
-            for topic in (EVERYTHING, self._session.nonce):
+            for topic in (b"", self._session.nonce):  # b"": everything
                 socket.subscribe(topic)
             dialer = Dialer(socket, (endpoint,), self._credentials, self._crash, attempt=self._attempt)
             self._subscribed = dialer, LoopSocket(socket, self._receive, self._crash)

@@ -45,6 +45,7 @@ from functools import partial
 from pathlib import Path
 
 from asyncsync.errors import LimitExceeded, ProtocolError
+from asyncsync.net.endpoint import MAX_IPC_PATH
 from asyncsync.net.processes import owned
 from asyncsync.wire import messages
 from asyncsync.wire.codec import FIXED, decode, decode_fixed
@@ -66,7 +67,6 @@ BACKLOG = 1024
 MAX_STRANGERS = 64
 # More than a socket's buffer holds: emptying it comes to an end even if the other side goes on filling it.
 MAX_QUEUED = 10_000
-MAX_PATH = 107
 
 _CREDENTIALS = struct.Struct("3i")
 
@@ -327,7 +327,7 @@ def connect(path: Path, nonce: bytes, receive: Receive, crash: Crash) -> SideCha
 
 def _socket(path: Path) -> socket.socket | None:
     """A fresh socket; None where there can be no side channel at this path."""
-    if not hasattr(socket, "SO_PEERCRED") or len(os.fsencode(path)) > MAX_PATH:  # not Linux, or too long
+    if not hasattr(socket, "SO_PEERCRED") or len(os.fsencode(path)) > MAX_IPC_PATH:  # not Linux, or too long
         return None
     try:
         return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
