@@ -353,10 +353,8 @@ class BoundModel:
 
     Args:
         extract_as: whose names to use, those of ``"tensordict"`` or of ``"state_dict"``.
-        cast: convert dtypes where they differ, instead of refusing.
-        inplace: copy into the model's own memory, or give its tensors new memory.
+        cast, inplace, selection: as of :class:`asyncsync.model.strategy.Binding`.
         converted: what comes was made by a strategy's ``convert``.
-        selection: which of the model's tensors are written; None: all.
 
     Attributes:
         plans: those of the latest layouts, by digest; a new table whenever the model is looked through anew.

@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import update_wrapper
-from types import AsyncGeneratorType, CoroutineType, FrameType, GeneratorType, MethodType, TracebackType
+from types import AsyncGeneratorType, CoroutineType, FrameType, GeneratorType, MethodType
 from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
@@ -107,7 +107,7 @@ class Hold(Generic[T]):
             self._gate.leave(reader)
             raise
 
-    def __exit__(self, *exc: type[BaseException] | BaseException | TracebackType | None) -> None:
+    def __exit__(self, *exc: object) -> None:
         if self._reader is not None:
             try:
                 self._gate.leave(self._reader)
@@ -124,7 +124,7 @@ class Hold(Generic[T]):
             self._gate.leave(reader)
             raise
 
-    async def __aexit__(self, *exc: type[BaseException] | BaseException | TracebackType | None) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         self.__exit__(*exc)
 
     def __del__(self) -> None:
