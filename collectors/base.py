@@ -155,6 +155,7 @@ class BaseCollector(WeightsAPI, Lifetime, IterableDataset[TensorDictBase | None]
     _collected: Any  # frames
     _iter: Any  # batches before the newest one
     _profile_config: ProfileConfig | None = None
+    free_error: BaseException | None = None  # what ended collection in the background, until it was raised
     _count_of_calls: Any = None  # how many calls map_fn makes; None: as many as are given
     _counts_frames = True  # False: a batch is of trajectories, however many frames they have
 
@@ -166,7 +167,6 @@ class BaseCollector(WeightsAPI, Lifetime, IterableDataset[TensorDictBase | None]
         self._pre_collect_hook = pre_collect_hook
         self._post_collect_hook = post_collect_hook
         self._worker_idx = worker_idx
-        self.free_error: BaseException | None = None
 
     def __class_getitem__(cls, item: Any) -> GenericAlias:
         # ray.remote() asks for the signature of every method, and the data set's own __class_getitem__ has none.
@@ -265,7 +265,6 @@ class BaseCollector(WeightsAPI, Lifetime, IterableDataset[TensorDictBase | None]
         """Whether the collector collects in the background."""
 
     def raise_free_error(self) -> None:
-        # What ended collection in the background, once.
         error, self.free_error = self.free_error, None
         if error is not None:
             raise error

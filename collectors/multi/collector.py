@@ -90,6 +90,7 @@ class GroupCollector(BaseCollector):
     update_at_each_batch = _part("_arguments.update_at_each_batch")
     max_weight_update_interval = _part("_arguments.max_weight_update_interval")
     _iter = _part("_driver.count")
+    free_error = _part("group.free_error")
 
     @declared
     def __init__(self, create_env_fn: Any, policy: Any = None, **options: Unpack[MultiOptions]) -> None:
@@ -245,8 +246,6 @@ class GroupCollector(BaseCollector):
         follows, specifications = self._announces(), []
         for factory, own in zip(factories, each_own, strict=True):
             own.pop("replay_buffer", None)  # travels by itself
-            if own.get("traj_pool") is None and group.family.shares_memory:
-                own["traj_pool"] = group.trajectory_pool()
             specification = Specification(
                 kind=given["collector_class"] or Collector,
                 create_env_fn=factory,
@@ -373,7 +372,7 @@ class GroupCollector(BaseCollector):
 
     def set_seed(self, seed: int, static_seed: bool = False, *, timeout: float = ANSWER_SECONDS) -> int:
         for worker in range(self.num_workers):
-            [seed] = self.group.ask("seed", seed, static_seed, workers=[worker], timeout=timeout)
+            [seed] = self.group.ask("set_seed", seed, static_seed, workers=[worker], timeout=timeout)
         self._driver.break_trajectories_off()
         return seed
 
@@ -395,13 +394,13 @@ class GroupCollector(BaseCollector):
         self._driver.break_trajectories_off()
 
     def state_dict(self, *, timeout: float = ANSWER_SECONDS) -> dict[str, Any]:
-        states = self.group.ask("state", timeout=timeout)
+        states = self.group.ask("state_dict", timeout=timeout)
         self._driver.count_free()
         own = {"frames": self._driver.frames, "iter": self._driver.count, "versions": self._versions()}
         return {f"worker{w}": s for w, s in enumerate(states)} | own
 
     def fake_tensordict(self, *, timeout: float = ANSWER_SECONDS) -> TensorDictBase:
-        batch = self._driver.together(self.group.ask("fake", timeout=timeout))
+        batch = self._driver.together(self.group.ask("fake_tensordict", timeout=timeout))
         return processed(batch, self.postproc, split_trajs=self.split_trajs)
 
     def load_state_dict(
@@ -412,10 +411,10 @@ class GroupCollector(BaseCollector):
             raise KeyError(f"the state dict of a {type(self).__name__} with {len(names)} workers lacks {missing}")
         # First, as each worker begins new trajectories when it loads.
         next_ids = [int(pool["traj_id"]) for pool in parts_of(state, "traj_pool")]
-        self.group.trajectory_pool().advance(0, max(next_ids, default=0))
+        self.group.page.advance_trajectories(0, max(next_ids, default=0))
         there = [name for name in names if name in state]
         for name in there:
-            self.group.ask("load", state[name], strict, workers=[names.index(name)], timeout=timeout)
+            self.group.ask("load_state_dict", state[name], strict, workers=[names.index(name)], timeout=timeout)
         self._driver.break_trajectories_off()
         self._driver.frames = self.group.frames = state.get("frames", self._driver.frames)
         self._driver.count = state.get("iter", self._driver.count)
@@ -654,7 +653,7 @@ class GroupCollector(BaseCollector):
         if unknown := [worker for worker in chosen if worker not in range(self.num_workers)]:
             raise ValueError(f"unknown workers {unknown}: this {type(self).__name__} has 0 to {self.num_workers - 1}")
         names = {worker: f"{name}_{worker}" if name else str(worker) for worker in chosen}
-        self.group.ask_each("profile", {worker: (config, own) for worker, own in names.items()}, ANSWER_SECONDS)
+        self.group.ask_each("record", {worker: (config, own) for worker, own in names.items()}, ANSWER_SECONDS)
 
 
 class MultiCollector(GroupCollector, metaclass=Chooses):

@@ -7,13 +7,12 @@ next caller goes on from there. The caller's own thread assembles the batch and 
 
 from __future__ import annotations
 
-import logging
 import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,8 +30,6 @@ from asyncsync.collectors.workers.shared_batches import SharedPlace, SharedPlace
 from asyncsync.errors import PartialSendError
 from asyncsync.runtime import loop_thread
 from asyncsync.runtime.threads import elsewhere
-
-logger = logging.getLogger("asyncsync")
 
 
 @dataclass
@@ -76,7 +73,6 @@ class Made:
     """
 
     place: SharedPlace
-    results: list[RolloutResult]
     batch: TensorDictBase | None = None
     is_finished: bool = False
     is_lost: bool = False
@@ -108,7 +104,7 @@ class Driver(ABC):
         frames: collected so far.
         count: batches before the newest one; -1: there was none.
         random: for a collector that is a worker: whether its trainer wants the policy left out.
-        busy: the request of each worker whose rollout nobody has taken yet.
+        busy: where the rollout of each worker comes to lie that nobody has taken yet.
         left: batches of callers that were interrupted.
         is_free: whether the workers run free.
     """
@@ -118,22 +114,14 @@ class Driver(ABC):
     def __init__(self, collector: BaseCollector, group: WorkerGroup, arguments: BatchArguments) -> None:
         self.frames, self.count = 0, -1
         self.random: bool | None = False
-        self.busy: dict[int, RolloutRequest] = {}
+        self.busy: dict[int, SharedPlace] = {}
         self.left: deque[Made] = deque()
         self.is_free = False
         self._collector: BaseCollector = weakref.proxy(collector)  # whoever forgets the collector ends it
         self._name = type(collector).__name__
         self.group = group
-        failed = weakref.WeakMethod(self._failed)  # what ends the group refers to nothing that may keep the collector
-
-        def on_failure(error: BaseException) -> None:
-            if (note := failed()) is not None:
-                note(error)
-
-        group.on_failure = on_failure
         self._arguments = arguments
         self._serial = 0
-        self._results: dict[int, RolloutResult] = {}
         self._made: Made | None = None
         self._batches_since = [0] * len(arguments.frames)  # each worker's weights
         self._turn = Semaphore(1, max_value=1, fast_acquire=True)
@@ -167,9 +155,12 @@ class Driver(ABC):
             if self._is_over():
                 return
             caller.begins = True
-            caller.made = self.left.popleft() if self.left else await self.produce()
+            caller.made = made = self.left.popleft() if self.left else await self.produce()
+            arguments, parts = self._arguments, made.place
+            in_one_piece = made.batch is not None or len(parts.results) == 1 or parts.is_complete
+            takes_long = not made.is_finished and (arguments.processes or not in_one_piece)
             # Trajectories are taken in order, one caller after another.
-            caller.has_turn = self._arguments.trajectories is not None or self._takes_long(caller.made)
+            caller.has_turn = arguments.trajectories is not None or takes_long
         finally:
             if not caller.has_turn:
                 self._turn.release()
@@ -191,19 +182,20 @@ class Driver(ABC):
 
     def _request(self, worker: int, place: SharedPlace, frames_before: int) -> None:
         random = bool(self.random) or frames_before < self._arguments.init_random_frames
-        self.busy[worker] = request = RolloutRequest(self._serial, random, place)
-        self.group.request(worker, request)
+        self.busy[worker] = place
+        self.group.request(worker, RolloutRequest(self._serial, random, place))
 
     def _done(self, places: SharedPlaces, place: SharedPlace, results: list[RolloutResult]) -> Made:
         """The batch of these rollouts, counted."""
+        place.results = results
         self.frames += sum([result.frames for result in results])
         self.count += 1
         for result in results:
             self._batches_since[result.worker] += 1
         is_written = self._arguments.replay_buffer is not None
         if not is_written:
-            places.learn(place, results)
-        return Made(place, results, is_finished=is_written)
+            places.learn(place)
+        return Made(place, is_finished=is_written)
 
     def _is_due(self, worker: int) -> bool:
         interval = self._arguments.max_weight_update_interval
@@ -295,15 +287,9 @@ class Driver(ABC):
             raise RuntimeError(f"this thread has paused this {self._name}: leave the pause() block before collecting")
         return (self._collector.closed or not self.group.is_ours) and self._is_over()
 
-    def _takes_long(self, made: Made) -> bool:
-        """Whether what is left to do with this batch takes time, or runs the user's code."""
-        in_one_piece = made.batch is not None or len(made.results) == 1 or made.place.is_complete(made.results)
-        return not made.is_finished and (self._arguments.processes or not in_one_piece)
-
-    def assembled(self, made: Made) -> TensorDictBase:
-        """The batch of these rollouts."""
-        place, results = made.place, made.results
-        return place.whole() if place.is_complete(results) else self.together(place.parts(results))
+    def assembled(self, place: SharedPlace) -> TensorDictBase:
+        """The batch that lies there."""
+        return place.batch() if place.is_complete else self.together(place.parts())
 
     def _taken(self, caller: Caller, made: Made) -> TensorDictBase | None:
         if not made.is_finished:
@@ -327,8 +313,8 @@ class Driver(ABC):
         """Assemble the batch and run the user's code on it. An interruption leaves the batch to the next caller, unless
         it strikes the user's code."""
         if made.batch is None:
-            made.batch = self.assembled(made)
-        in_place = all(result.in_place for result in made.results)
+            made.batch = self.assembled(made.place)
+        in_place = all(result.in_place for result in made.place.results)
         if self._arguments.processes or not in_place or made.place.has_private:
             made.is_lost = self._arguments.processes
             try:
@@ -339,7 +325,7 @@ class Driver(ABC):
                         whole.take(made.batch)
                         made.batch = whole.pop()
                         while (more := whole.pop()) is not None:
-                            self.left.append(Made(SharedPlace(None), [], more, is_finished=True))
+                            self.left.append(Made(SharedPlace(None), more, is_finished=True))
             except (StopIteration, StopAsyncIteration) as error:  # it would end a caller's loop silently
                 raise RuntimeError(f"postproc raised {error!r}") from error
         made.is_finished = True
@@ -380,20 +366,12 @@ class Driver(ABC):
                 self.is_free = True
 
             loop_thread.run(begin)
-            if self.group.failure is not None:
-                self._failed(self.group.failure)
 
     @property
     def is_running(self) -> bool:
         """Whether workers run free, and have not ended."""
         group = self.group
         return self.is_free and not (group.finished or group.ending or group.failure is not None)
-
-    def _failed(self, error: BaseException) -> None:
-        if self.is_free and not self.group.finished:
-            logger.error("an error ended collection in the background", exc_info=error)
-            with suppress(ReferenceError):  # it was forgotten
-                self._collector.free_error = error
 
     def _free_batch(self) -> int | None:
         """Frames of a batch, of which workers that run free do equal numbers; None: they share the frames as they
@@ -408,28 +386,21 @@ class Driver(ABC):
         self.frames = self.group.frames
         if ended:  # rollouts that were under way when the workers were set free have been counted
             self.group.results.clear()
-            self.busy, self._results = {}, {}
+            self.busy = {}
             self.is_free = False
 
     @contextmanager
     def paused(self, owner: object) -> Iterator[None]:
         """A block of a task (None: of the calling thread) in which no worker steps."""
         self._collector.raise_free_error()
-        group = self.group
+        group, workers = self.group, range(len(self._arguments.frames))
         group.check()
-
-        def standing() -> bool:
-            if self.is_free:
-                return group.stand_still(range(len(self._arguments.frames)))
-            arrived = {result.worker for result in group.results} | self._results.keys()
-            return group.stand_still(self.busy.keys() - arrived)
-
         mine = threading.get_ident() if owner is None else owner
         with self._pausing:
             self._pauses.append(mine)
             group.pause()
         try:
-            group.wait(standing, ANSWER_SECONDS)
+            group.wait(lambda: group.stand_still(workers), ANSWER_SECONDS)
             yield
         finally:
             with self._pausing:
@@ -457,7 +428,7 @@ class Driver(ABC):
             places.close()
         self._made = None
         self.left.clear()
-        self.busy, self._results = {}, {}
+        self.busy = {}
 
 
 class AsyncDriver(Driver):
@@ -482,8 +453,8 @@ class AsyncDriver(Driver):
                 self._ask_if_wanted(worker)
             result = await self.group.until(lambda: results.popleft() if results else None)
             worker = result.worker
-            self._made = self._done(self._places[worker], self.busy.pop(worker).place, [result])
-        worker = self._made.results[0].worker
+            self._made = self._done(self._places[worker], self.busy.pop(worker), [result])
+        worker = self._made.place.results[0].worker
         if self._is_due(worker):
             await self._update([worker])
         self._ask_if_wanted(worker)
@@ -527,10 +498,11 @@ class SyncDriver(Driver):
             self._serial += 1
             for worker in self._workers:
                 self._request(worker, place, self.frames)
-        place = self.busy[0].place
+        place = self.busy[0]
         await self.group.until(self._are_done)
-        results = [self._results[worker] for worker in self._workers]
-        self.busy, self._results = {}, {}
+        results = sorted(self.group.results, key=lambda result: result.worker)
+        self.group.results.clear()
+        self.busy = {}
         return self._done(self._places[0], place, results)
 
     def _free_batch(self) -> int | None:
@@ -540,26 +512,22 @@ class SyncDriver(Driver):
 
     def _are_done(self) -> bool:
         """Whether all rollouts are. When enough of them are, the others are cut."""
-        while self.group.results:
-            result = self.group.results.popleft()
-            self._results[result.worker] = result
-        done, count = len(self._results), len(self._workers)
+        done, count = len(self.group.results), len(self._workers)
         if self._threshold < 1 and done >= int(count * self._threshold):
             self.group.page.cut(self._serial)
         return done == count
 
-    def assembled(self, made: Made) -> TensorDictBase:
-        place, results = made.place, made.results
-        if self._dim is not None or not place.is_complete(results):
-            return super().assembled(made)
-        batch = place.whole()
-        for part, missing in zip(batch, place.missing(results), strict=True):
+    def assembled(self, place: SharedPlace) -> TensorDictBase:
+        if self._dim is not None or not place.is_complete:
+            return super().assembled(place)
+        batch = place.batch()
+        for part, missing in zip(batch, place.missing, strict=True):
             if missing:  # the rollout was cut before: frames of an earlier batch lie there
                 lacking = part[..., -missing:]
                 lacking.zero_()
                 if self._arguments.track_traj_ids:
                     lacking.get(IDS).fill_(-1)
-        return self._masked(batch, [result.steps for result in results])
+        return self._masked(batch, [result.steps for result in place.results])
 
     def together(self, parts: list[TensorDictBase]) -> TensorDictBase:
         if self._dim is not None:

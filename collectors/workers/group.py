@@ -19,7 +19,6 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import math
 import os
 import time
 from abc import ABC, abstractmethod
@@ -33,8 +32,8 @@ from anyio import Event, move_on_after
 from tensordict import TensorDictBase
 
 from asyncsync.collectors.base import ANSWER_SECONDS
-from asyncsync.collectors.trajectories import WholeTrajectories, _TrajectoryPool
-from asyncsync.collectors.workers.control_page import ControlPage, SharedPool, Wishes
+from asyncsync.collectors.trajectories import WholeTrajectories
+from asyncsync.collectors.workers.control_page import ControlPage, Wishes
 from asyncsync.collectors.workers.messages import Failure, RolloutResult, dumps, loads, note
 from asyncsync.collectors.workers.shared_batches import Arrangement, SharedPlaces
 from asyncsync.collectors.workers.worker import FREE, Message, WorkerInfo
@@ -55,7 +54,7 @@ AHEAD = 2
 APART = 1 << 40
 """So many trajectory identifiers a worker has for itself before those of the one that is launched in its place."""
 
-LASTING = ("pre_hook", "post_hook", "profile")
+LASTING = ("pre_hook", "post_hook", "record")
 """Calls whose effect a worker that is launched again is to have, too."""
 
 
@@ -67,16 +66,21 @@ class RolloutRequest(NamedTuple):
     random: bool
     place: Any
 
+    @property
+    def message(self) -> Message:
+        return "rollout", self.serial, self.random, None if self.place is None else self.place.lease
+
 
 class _Limits(NamedTuple):
-    """How far workers run free: each is asked for a rollout while ``total`` frames have not been collected or begun by
-    all workers, and it has not been asked for ``rollouts`` itself. Those that begin before ``random`` frames, and its
-    first ``random_rollouts``, are with random actions."""
+    """How far workers run free: each is asked for rollouts while there are fewer than ``total`` frames, with random
+    actions while there are fewer than ``random``. Those that have been collected or begun count. ``batch``, unless it
+    is None, are the frames of one rollout of every worker: then a worker counts as if, since there were ``begin``
+    frames, all had begun as many rollouts as it has itself."""
 
     total: float
     random: float
-    rollouts: float = math.inf
-    random_rollouts: float = 0
+    batch: int | None
+    begin: int
 
 
 class Reports(NamedTuple):
@@ -166,13 +170,11 @@ class _Member:
         self.requests: deque[RolloutRequest] = deque()  # not done yet
         self.is_free = False
         self.done = 0  # rollouts that were asked for since it runs free
-        self.calls: dict[int, _Call] = {}  # without an answer yet, by their numbers
-        self.held: list[_Call] = []  # for when it has connected
+        self.calls: dict[int, _Call] = {}  # without an answer yet, by their numbers; sent once it has connected
         self.lasting: dict[str, _Call] = {}
         self.unrecorded = 0  # rollouts that its profile lacks
         self.told: Wishes | None = None  # the last ones that were sent
         self.is_being_told = False
-        self.late: asyncio.TimerHandle | None = None
 
 
 class WorkerGroup:
@@ -187,7 +189,8 @@ class WorkerGroup:
         results: rollouts that have been done, in the order in which they came.
         infos: what each worker has reported.
         page: what workers are to see between two steps.
-        failure: what has ended collection; ``on_failure`` is called with it, unless the end has begun.
+        failure: what has ended collection.
+        free_error: the failure, until it was raised, if it has ended workers that run free.
         frames: collected by workers that run free, or write to a replay buffer.
         ending: whether the end has begun.
         is_over: whether all workers have ended, and everything is closed.
@@ -200,7 +203,7 @@ class WorkerGroup:
         self.results: deque[RolloutResult] = deque()
         self.infos: dict[int, WorkerInfo] = {}
         self.failure: BaseException | None = None
-        self.on_failure: Callable[[BaseException], object] = lambda error: None
+        self.free_error: BaseException | None = None
         self.frames = 0
         self.ending = self.is_over = False
         self._owner, self._connect_timeout, self._trajectories = owner, connect_timeout, trajectories
@@ -211,12 +214,11 @@ class WorkerGroup:
         self.page = ControlPage()
         if not family.shares_memory:
             self.page.on_change = self._tell_all
-        self._pool = _TrajectoryPool()  # knows the highest identifier that was loaded
         self._members: list[_Member] = []
         self._common: bytes | None = None
         self._writes = False  # into a replay buffer
         self._followed: Message | None = None
-        self._limits = _Limits(0, 0)
+        self._limits = _Limits(0, 0, None, 0)
         self._calling: list[RemoteCallCore] = []  # schemes that call an object in each worker
 
     # -- beginning ----------------------------------------------------------------------------------------------------
@@ -240,7 +242,7 @@ class WorkerGroup:
         self.family.start(
             rank, Reports(partial(self._receive, member, launch), partial(self._lose, member, launch), self._fail)
         )
-        first = self._pool.advance(0) + APART * launch if launch else 0
+        first = self.page.advance_trajectories(0) + APART * launch if launch else 0
         build = ("build", member.specification, self._common, first, len(self._members))
         self.call_soon(self._send, member, build)
         if self._followed is not None:
@@ -258,6 +260,10 @@ class WorkerGroup:
     def connected(self) -> bool:
         """Whether all workers have connected their schemes."""
         return all(member.is_connected for member in self._members)
+
+    @property
+    def _have_ended(self) -> bool:
+        return all(member.has_ended or not member.has_begun for member in self._members)
 
     @property
     def alive(self) -> int:
@@ -326,13 +332,13 @@ class WorkerGroup:
 
     def places(self, workers: Sequence[int], dim: int | None) -> SharedPlaces:
         """Where rollouts of these workers lie one after another along a dimension of ``[*batch_size, steps]`` (None:
-        stacked, first). A batch of a worker that shares no memory comes by value, when its caller wants it."""
+        stacked, first). A batch of a worker that shares no memory comes by value."""
 
         def teach(arrangement: Arrangement) -> None:
             for index, worker in enumerate(workers):
                 self._send(self._members[worker], ("learn", arrangement, index))
 
-        return SharedPlaces(dim, teach, lambda result: self.family.batch(result.worker, result.payload))
+        return SharedPlaces(dim, teach)
 
     def request(self, worker: int, request: RolloutRequest) -> None:
         """Request a rollout of a worker; returns at once. On the loop thread."""
@@ -341,7 +347,7 @@ class WorkerGroup:
         if member.is_connected:  # else it is being launched again
             if not self.family.shares_memory:
                 self._tell(member, at_once=True)  # of a pause that has begun, above all
-            self._send(member, _rollout(request))
+            self._send(member, request.message)
 
     def _rolled_out(self, member: _Member, result: RolloutResult) -> None:
         member.requests.popleft()
@@ -357,32 +363,27 @@ class WorkerGroup:
         """Have all workers roll out into the replay buffer until :attr:`frames` is ``total``, the first so many with
         random actions. ``batch``: frames of all workers' rollouts, of which each does as many as the others; None: each
         begins a rollout whenever frames are missing. On the loop thread."""
-        if batch is None:
-            self._limits = _Limits(total, random)
-        else:
-            before = self.frames + self._begun()
-            rollouts = total if total == math.inf else math.ceil((total - before) / batch)
-            self._limits = _Limits(math.inf, 0, rollouts, math.ceil((random - before) / batch))
+        self._limits = _Limits(total, random, batch, self._begun())
         for member in self._members:
             member.done, member.is_free = 0, True
         for member in self._members:
             self._go_on(member)
+        self._report_free()
         self._notify()
 
     def _begun(self) -> int:
-        """Frames of rollouts under way into the replay buffer."""
-        return sum(self.infos[member.rank].frames * len(member.requests) for member in self._members)
+        """Frames in the replay buffer, and of rollouts under way."""
+        return self.frames + sum(self.infos[member.rank].frames * len(member.requests) for member in self._members)
 
     def _go_on(self, member: _Member) -> None:
         """Further rollouts of a worker that runs free, if there are not enough frames yet."""
-        limits = self._limits
+        total, random, batch, begin = self._limits
         while len(member.requests) < AHEAD:
-            before = self.frames + self._begun()
-            if member.done >= limits.rollouts or before >= limits.total:
+            before = self._begun() if batch is None else begin + member.done * batch
+            if before >= total:
                 break
-            is_random = before < limits.random or member.done < limits.random_rollouts
             member.done += 1
-            self.request(member.rank, RolloutRequest(FREE, is_random, None))
+            self.request(member.rank, RolloutRequest(FREE, before < random, None))
         member.is_free = bool(member.requests)
 
     @property
@@ -433,10 +434,6 @@ class WorkerGroup:
         for member in self._members:
             self.call_soon(self._send, member, self._followed)
 
-    def trajectory_pool(self) -> _TrajectoryPool:
-        """What hands trajectory identifiers out to all workers; those that share no memory have pools of their own."""
-        return SharedPool(self.page) if self.family.shares_memory else self._pool
-
     # -- calls --------------------------------------------------------------------------------------------------------
 
     def ask(
@@ -467,32 +464,29 @@ class WorkerGroup:
         return answers
 
     async def _answered(self, name: str, arguments: Mapping[int, bytes], timeout: float) -> list[_Call]:
-        deadline = time.monotonic() + timeout
         calls = [_Call(worker, name, given, next(self._numbers)) for worker, given in arguments.items()]
         for call in calls:
             self._ask(call)
-        for call in calls:
-            try:
-                await self.until(lambda call=call: call.answer, max(0.0, deadline - time.monotonic()))  # type: ignore[misc]
-            except AckTimeout as error:
-                if error is self.failure:  # a worker's own
-                    raise
-                raise AckTimeout(
-                    f"worker {call.worker} did not answer ({name}) in time. It answers between two rollouts, and will "
-                    "still carry out the call: pass a longer timeout="
-                ) from None
+        try:
+            await self.until(lambda: all(call.answer for call in calls), timeout)
+        except AckTimeout as error:
+            if error is self.failure:  # a worker's own
+                raise
+            late = next(call.worker for call in calls if call.answer is None)
+            raise AckTimeout(
+                f"worker {late} did not answer ({name}) in time. It answers between two rollouts, and will still carry "
+                "out the call: pass a longer timeout="
+            ) from None
         return calls
 
     def _ask(self, call: _Call) -> None:
         member = self._members[call.worker]
-        if not member.is_connected:
-            member.held.append(call)
-            return
         member.calls[call.number] = call
-        try:
-            self.family.send(call.worker, call.message)
-        except Exception as error:
-            self._answer(member, call.number, Failure.of(error), None)
+        if member.is_connected:  # else it is sent then
+            try:
+                self.family.send(call.worker, call.message)
+            except Exception as error:
+                self._answer(member, call.number, Failure.of(error), None)
 
     def _answer(self, member: _Member, number: int, failure: Failure | None, result: Any) -> None:
         call = member.calls.pop(number, None)
@@ -507,7 +501,7 @@ class WorkerGroup:
     def _note(self, member: _Member, call: _Call) -> None:
         if call.name in LASTING:
             member.lasting[call.name] = call
-        if call.name == "profile":
+        if call.name == "record":
             config, _ = loads(call.arguments)
             member.unrecorded = 0 if config is None else config.num_rollouts
 
@@ -516,52 +510,47 @@ class WorkerGroup:
     def _receive(self, member: _Member, launch: int, message: Message) -> None:
         if self.is_over or launch != member.launches:
             return
-        kind, *rest = message
-        if kind == "failed":
-            self._failed(member, *rest)
-        elif kind == "ended":
-            member.has_ended = True
-        elif not self.ending:
-            self._take(member, kind, *rest)
         member.has_begun = True
-        self._notify()
-
-    def _take(self, member: _Member, kind: str, *rest: Any) -> None:
-        match kind:
-            case "begun":
-                member.has_begun = True
+        match message:
+            case "failed", failure:
+                self._failed(member, failure)
+            case ("ended",):
+                member.has_ended = True
+            case _ if self.ending:
+                pass
+            case "result", in_place, steps, frames, layout, payload:
+                load = partial(self.family.batch, member.rank, payload)
+                self._rolled_out(member, RolloutResult(member.rank, in_place, steps, frames, layout, load))
+            case "begun", _:
                 self._tell(member)
-            case "told":
+            case ("told",):
                 member.is_being_told = False
                 self._tell(member)
-            case "built":
-                self.infos[member.rank] = WorkerInfo(*rest)
+            case "built", *info:
+                self.infos[member.rank] = WorkerInfo(*info)
                 for scheme in self._calling:
                     scheme.remotes[member.rank] = self.family.remote(member.rank)
-            case "connected":
+            case ("connected",):
                 self._connect(member)
-            case "result":
-                self._rolled_out(member, RolloutResult(member.rank, *rest))
-            case "reply":
-                self._answer(member, *rest)
-            case "paused":
+            case "reply", *answer:
+                self._answer(member, *answer)
+            case ("paused",):
                 member.is_paused = True
                 self._resume()  # it may have read the page just before the pause ended
+        self._notify()
 
     def _connect(self, member: _Member) -> None:
         """A worker has connected: send what waits for that."""
         member.is_connected = True
-        self._not_late(member)
         if member.unrecorded <= 0:  # the trace is written
-            member.lasting.pop("profile", None)
+            member.lasting.pop("record", None)
         for call in member.lasting.values():
             self._send(member, call.message)
             self._note(member, call)
-        held, member.held = member.held, []
-        for call in held:
+        for call in [*member.calls.values()]:
             self._ask(call)
         for request in member.requests:  # of the one that was lost
-            self._send(member, _rollout(request))
+            self._send(member, request.message)
         if member.is_free:
             self._go_on(member)
 
@@ -570,9 +559,14 @@ class WorkerGroup:
     def _fail(self, error: BaseException) -> None:
         if self.failure is None:
             self.failure = error
-            if not self.ending:
-                self.on_failure(error)
+            self._report_free()
         self._notify()
+
+    def _report_free(self) -> None:
+        """Log the failure if workers run free: nobody may be waiting for their frames."""
+        if self.failure is not None and not (self.ending or self.finished):
+            logger.error("an error ended collection in the background", exc_info=self.failure)
+            self.free_error = self.failure
 
     def _failed(self, member: _Member, failure: Failure) -> None:
         """The user's code has failed in a worker, which ends collection."""
@@ -594,7 +588,7 @@ class WorkerGroup:
             first_line = str(error).partition("\n")[0]
             lost = PeerLost(f"{self.family.name(member.rank)} was lost: {first_line}")
             lost.__cause__ = error
-        for number in list(member.calls):  # it may have carried out what it has not answered
+        for number in [*member.calls] if member.is_connected else ():  # it may have carried out what it was sent
             self._answer(member, number, Failure.of(lost), None)
         if not self.ending and self.failure is None and launch < self.family.restarts:
             logger.warning("%s; launching it again", lost)
@@ -614,18 +608,16 @@ class WorkerGroup:
         member.told = None
         if self._trajectories is not None:
             self._trajectories.break_off_those(lambda number: number % len(self._members) == member.rank)
-        self._not_late(member)
-        late = AckTimeout(f"it was launched again, but did not connect within {self._connect_timeout:g} s")
-        member.late = self._loop.call_later(self._connect_timeout, self._lose, member, member.launches, late)
+        self._loop.call_later(self._connect_timeout, self._look_after, member, member.launches)
         try:
             self._launch(member)
         except Exception as error:
             self._lose(member, member.launches, error)
 
-    def _not_late(self, member: _Member) -> None:
-        if member.late is not None:
-            member.late.cancel()
-            member.late = None
+    def _look_after(self, member: _Member, launch: int) -> None:
+        if not member.is_connected:
+            late = AckTimeout(f"it was launched again, but did not connect within {self._connect_timeout:g} s")
+            self._lose(member, launch, late)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -647,36 +639,19 @@ class WorkerGroup:
                         self.family.send(member.rank, ("stop", close_env, BY_ITSELF * timeout))
                     except Exception as error:
                         logger.debug("worker %d cannot be stopped: %s", member.rank, error)
-                await self._happens(
-                    lambda: all(member.has_ended or not member.has_begun for member in self._members),
-                    BY_ITSELF * timeout,
-                )
-            else:
-                await self._happens(lambda: self.is_over, timeout)
+            with move_on_after(BY_ITSELF * timeout if is_first else timeout):
+                while not (self.is_over or (is_first and self._have_ended)):
+                    await self._changed.wait()
         except BaseException:
             deadline = 0.0
             raise
         finally:
             if not self.is_over:
-                for member in self._members:
-                    self._not_late(member)
                 await self.family.end(deadline)
                 self.is_over = True
                 self._notify()
                 loop_thread.keep(self._shutdown, False)
 
-    async def _happens(self, met: Callable[[], bool], timeout: float) -> bool:
-        """Whether the condition comes true within the timeout (seconds)."""
-        with move_on_after(timeout):
-            while not met():
-                await self._changed.wait()
-        return met()
-
     def close(self) -> None:
         """After the end: release what workers and this process shared. Numbers can still be read. Idempotent."""
         self.page.close()
-
-
-def _rollout(request: RolloutRequest) -> Message:
-    serial, random, place = request
-    return "rollout", serial, random, None if place is None else place.lease

@@ -157,11 +157,11 @@ class WorkerProcess:
         """Send the packets that wait; whether none waits now."""
         try:
             while self._waiting and self._is_open and self.channel.offer(self._waiting[0]):
-                self._waiting.popleft().close()
+                self._waiting.popleft()
         except ConnectionError:
             self._is_open = False
-        while self._waiting and not self._is_open:  # the worker's end is seen by its sentinel
-            self._waiting.popleft().close()
+        if not self._is_open:  # the worker's end is seen by its sentinel
+            self._waiting.clear()
         return not self._waiting
 
     def _on_writable(self) -> None:

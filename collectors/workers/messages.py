@@ -19,7 +19,7 @@ import pickle
 import socket
 import struct
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import cloudpickle
@@ -32,7 +32,7 @@ from asyncsync.weights.copying import normal_tensors
 
 MAX_PACKET = 32 << 10
 SEND_SECONDS = 60.0
-_HEAD = struct.Struct("<Q")  # parts
+_PARTS, _FILE = struct.Struct("<Q"), struct.Struct("i")
 _ALIGNED = 64
 
 
@@ -117,22 +117,21 @@ def loads(pickled: bytes | Parcel) -> Any:
 
 
 class RolloutResult(NamedTuple):
-    """A rollout that a worker has done, of the request with this ``serial``.
+    """A rollout that a worker has done.
 
     Attributes:
         in_place: whether it lies where the request's place is.
         steps, frames: time steps, and environment frames, of it.
         layout: of a whole rollout; None: there is none that describes it.
-        payload: the batch, to be unpacked in the caller's thread; None: in place, or in a replay buffer.
+        load: returns the batch, unless that lies in place or in a replay buffer; to be called in the caller's thread.
     """
 
     worker: int
-    serial: int
     in_place: bool
     steps: int
     frames: int
     layout: Any
-    payload: Any
+    load: Callable[[], Any]
 
 
 class Stopped(Exception):
@@ -183,15 +182,11 @@ def note(error: BaseException, text: str) -> None:
 
 
 class Packet(NamedTuple):
-    """A message that is ready to be sent. With a ``file``, which has the message's bytes, ``data`` is its head alone;
-    whoever has sent the packet closes it."""
+    """A message that is ready to be sent. With a ``file``, that has the message's bytes, and ``data`` says how many
+    parts it has."""
 
     data: bytes
     file: MemoryFile | None
-
-    def close(self) -> None:
-        if self.file is not None:
-            self.file.close()
 
 
 def encode(message: Any) -> Packet:
@@ -199,33 +194,31 @@ def encode(message: Any) -> Packet:
     buffers: list[pickle.PickleBuffer] = []
     pickled = pickle.dumps(message, protocol=5, buffer_callback=buffers.append)
     parts: list[Any] = [pickled, *(buffer.raw() for buffer in buffers)]
+    if sum(map(len, parts)) <= MAX_PACKET:
+        data = pickle.dumps(message, protocol=5) if buffers else pickled
+        if len(data) <= MAX_PACKET:
+            return Packet(data, None)
     table = struct.pack(f"<{len(parts)}Q", *map(len, parts))
     pieces: list[Any] = [piece for part in (table, *parts) for piece in (part, bytes(-len(part) % _ALIGNED))]
-    size = sum(len(piece) for piece in pieces)
-    head = _HEAD.pack(len(parts))
-    if _HEAD.size + size <= MAX_PACKET:
-        return Packet(b"".join([head, *pieces]), None)
-    file = MemoryFile.create(size)
+    file = MemoryFile.create(sum(map(len, pieces)))
     with os.fdopen(file.number, "wb", closefd=False) as writer:
         writer.writelines(pieces)
     file.seal()
-    return Packet(head, file)
+    return Packet(_PARTS.pack(len(parts)), file)
 
 
-def _decode(data: bytes, files: Sequence[int]) -> Any:
-    [count] = _HEAD.unpack_from(data)
-    # Tensors in it are written to.
-    memory: Any = (
-        MemoryFile(*files).tensor(private=True).numpy() if files else bytearray(memoryview(data)[_HEAD.size :])
-    )
+def _decode(data: bytes, file: int | None = None) -> Any:
+    if file is None:
+        return loads(data)
+    [count] = _PARTS.unpack(data)
+    memory: Any = MemoryFile(file).tensor(private=True).numpy()  # tensors in it are written to
     rest = memoryview(memory)
-    sizes = struct.unpack_from(f"<{count}Q", rest)
     position, parts = 8 * count, []
-    for length in sizes:
+    for length in struct.unpack_from(f"<{count}Q", rest):
         position += -position % _ALIGNED
         parts.append(rest[position : position + length])
         position += length
-    return _Unpickler(io.BytesIO(parts[0]), buffers=parts[1:]).load()
+    return loads(Parcel(parts[0], parts[1:]))
 
 
 # -- channels ----------------------------------------------------------------------------------------------------------
@@ -236,7 +229,7 @@ class Channel:
     worker's end is its line, with :meth:`send` and :meth:`receive`."""
 
     def __init__(self, end: socket.socket) -> None:
-        end.setblocking(False)
+        end.settimeout(None)
         self._socket = end
 
     @staticmethod
@@ -249,29 +242,28 @@ class Channel:
     def offer(self, packet: Packet) -> bool:
         """Send the packet if there is room; whether there was. Raises ConnectionError: the other side is gone; OSError:
         too many open files are on their way (ETOOMANYREFS), say."""
+        file = [] if packet.file is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, _FILE.pack(packet.file.number))]
         try:
-            if packet.file is None:
-                self._socket.send(packet.data)
-            else:
-                socket.send_fds(self._socket, [packet.data], [packet.file.number])
+            self._socket.sendmsg([packet.data], file, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return False
         return True
 
-    def poll(self) -> Any:
+    def poll(self, flags: int = socket.MSG_DONTWAIT) -> Any:
         """The next message; None: there is none now. Raises EOFError: the other side is gone; OSError: this process has
         too many open files."""
-        try:
-            data, files, flags, _ = socket.recv_fds(self._socket, MAX_PACKET, 1, socket.MSG_CMSG_CLOEXEC)
+        room = socket.CMSG_LEN(_FILE.size)
+        try:  # not recv_fds, which heeds no flags before Python 3.12
+            data, files, found, _ = self._socket.recvmsg(MAX_PACKET, room, flags | socket.MSG_CMSG_CLOEXEC)
         except BlockingIOError:
             return None
         except ConnectionError:
             raise EOFError from None
         if not data:
             raise EOFError
-        if flags & socket.MSG_CTRUNC:
+        if found & socket.MSG_CTRUNC:
             raise OSError(errno.EMFILE, "this process lost a message, because it has too many open files (ulimit -n)")
-        return _decode(data, files)
+        return _decode(data, *(_FILE.unpack(file)[0] for _, _, file in files))
 
     def send(self, *message: Any) -> None:
         """Send a message as soon as there is room. Raises Stopped: the other side is gone; AckTimeout: there was no
@@ -286,19 +278,15 @@ class Channel:
         except ConnectionError:
             raise Stopped from None
         finally:
-            self._socket.setblocking(False)
-            packet.close()
+            self._socket.settimeout(None)
 
     def receive(self, wait: bool = True) -> Any:
         """The next message; None: there is none, and waiting was not wanted. Raises Stopped: the other side is gone, or
         :meth:`shutdown` was called; OSError."""
-        self._socket.setblocking(wait)
         try:
-            return self.poll()
+            return self.poll(0 if wait else socket.MSG_DONTWAIT)
         except EOFError:
             raise Stopped from None
-        finally:
-            self._socket.setblocking(False)
 
     def shutdown(self) -> None:
         """End both directions, which also ends the wait of another thread."""

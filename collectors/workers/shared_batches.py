@@ -23,7 +23,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from asyncsync.collectors.batch_layout import BatchLayout, layout_of
 from asyncsync.collectors.workers.control_page import REMEDY, TRAINER
-from asyncsync.collectors.workers.messages import RolloutResult, loads
+from asyncsync.collectors.workers.messages import RolloutResult
 from asyncsync.transports.shared_memory import Attachments, Lease, MemoryFile, MemoryPlace, Slot, SlotPool
 from asyncsync.weights.copying import normal_tensors
 from asyncsync.weights.layout import Layout
@@ -110,19 +110,21 @@ class BatchSlots(SlotPool):
         self.arrangement = arrangement
 
 
-Load = Callable[[RolloutResult], TensorDictBase]
-"""The batch of a result that does not lie in its place."""
-
-
 class SharedPlace:
-    """Where the parts of one batch lie: in a slot; None: nowhere, and they come by value. ``lease`` is what is sent to
-    the workers, which may write there until :meth:`release`. Raises WeightSyncError, MemoryError."""
+    """Where the parts of one batch lie: in a slot; None: nowhere, and they come by value. Raises WeightSyncError,
+    MemoryError.
+
+    Attributes:
+        lease: what is sent to the workers, which may write there until :meth:`release`.
+        results: of the rollouts, when all are done.
+    """
 
     lease: Lease | None = None
+    results: Sequence[RolloutResult] = ()
     _memory: memoryview | None = None
 
-    def __init__(self, slots: BatchSlots | None, load: Load = lambda result: loads(result.payload)) -> None:
-        self.slots, self._load = slots, load
+    def __init__(self, slots: BatchSlots | None) -> None:
+        self.slots = slots
         if slots is not None:
             self._slot = slots.acquire(slots.arrangement.packed)
             self._memory = self._slot.export(0, self._slot.nbytes)
@@ -134,25 +136,22 @@ class SharedPlace:
         """Whether a batch may have entries whose names begin with an underscore."""
         return self.slots is None or self.slots.arrangement.has_private
 
-    def is_complete(self, results: Sequence[RolloutResult]) -> bool:
-        """Whether all these parts lie here as one batch, so that nothing is left to copy."""
-        if self.slots is None or not all(result.in_place for result in results):
+    @property
+    def is_complete(self) -> bool:
+        """Whether all parts lie here as one batch, so that nothing is left to copy."""
+        if self.slots is None or not all(result.in_place for result in self.results):
             return False
-        return self.slots.arrangement.dim is None or not any(self.missing(results))
+        return self.slots.arrangement.dim is None or not any(self.missing)
 
-    def whole(self) -> TensorDictBase:
-        """The whole batch: every part lies here."""
-        return self._batch(None)
-
-    def parts(self, results: Sequence[RolloutResult]) -> list[TensorDictBase]:
+    def parts(self) -> list[TensorDictBase]:
         """The part of each worker, as long as its rollout was."""
-        found = []
-        for index, result in enumerate(results):
-            part = self._batch(index)[..., : result.steps] if result.in_place else self._load(result)
-            found.append(part)
-        return found
+        return [
+            self.batch(index)[..., : result.steps] if result.in_place else result.load()
+            for index, result in enumerate(self.results)
+        ]
 
-    def _batch(self, index: int | None) -> TensorDictBase:
+    def batch(self, index: int | None = None) -> TensorDictBase:
+        """The whole batch, or one worker's part of it: it lies here."""
         assert self.slots is not None
         assert isinstance(self._slot, Slot)
         self._slot.file.close()  # every process that needs the file has mapped it
@@ -160,10 +159,11 @@ class SharedPlace:
         batch = self.slots.arrangement.batch(self._memory, index)
         return batch.clone() if self.slots.slabs > MAX_HELD else batch
 
-    def missing(self, results: Sequence[RolloutResult]) -> list[int]:
+    @property
+    def missing(self) -> list[int]:
         """How many steps each part here lacks, since its rollout was cut."""
         assert self.slots is not None
-        return [self.slots.arrangement.part.steps - result.steps for result in results]
+        return [self.slots.arrangement.part.steps - result.steps for result in self.results]
 
     def release(self) -> None:
         """The batch has been handed out, or nobody wants it: let the slot be used again when no tensor of it is left.
@@ -178,17 +178,18 @@ class SharedPlaces:
     ``teach`` sends a new arrangement to the workers, which forget the one before.
     """
 
-    def __init__(self, dim: int | None, teach: Callable[[Arrangement], None], load: Load) -> None:
-        self._dim, self._teach, self._load = dim, teach, load
+    def __init__(self, dim: int | None, teach: Callable[[Arrangement], None]) -> None:
+        self._dim, self._teach = dim, teach
         self._slots: BatchSlots | None = None
         self._unlike: Arrangement | None = None  # of the latest batch that did not fit
 
     def next(self) -> SharedPlace:
         """The place of the next batch, for the requests of all these workers."""
-        return SharedPlace(self._slots, self._load)
+        return SharedPlace(self._slots)
 
-    def learn(self, place: SharedPlace, results: Sequence[RolloutResult]) -> None:
-        """Learn the layouts of these rollouts, for later places. To be called once for each batch."""
+    def learn(self, place: SharedPlace) -> None:
+        """Learn the layouts of this batch's rollouts, for later places. To be called once for each batch."""
+        results = place.results
         unlike, self._unlike = self._unlike, None
         if all(result.in_place for result in results):
             return

@@ -6,8 +6,7 @@ A worker takes messages from its line, one after another, in one thread. They co
 - ``("build", specification, common, first, count)``: makes its collector, and says ``("built", *WorkerInfo)``; waits
   for the first weights, and says ``("connected",)``. ``common`` is the pickled replay buffer and schemes; None: the
   process was given them.
-- ``("rollout", serial, random, lease)``: rolls out, and says ``("result", serial, in_place, steps, frames, layout,
-  payload)``.
+- ``("rollout", serial, random, lease)``: rolls out, and says ``("result", in_place, steps, frames, layout, payload)``.
 - ``("call", number, name, arguments)``: says ``("reply", number, failure, result)``; arguments and result are pickled.
 - ``("learn", arrangement, index)``: notes the arrangement of the leases that follow.
 - ``("follow", root, index)``: reads the newest version where that root announces it.
@@ -37,7 +36,6 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase, set_lazy_legacy
 
-from asyncsync.collectors.batch_layout import BatchLayout
 from asyncsync.collectors.trajectories import StridedPool, processed
 from asyncsync.collectors.workers.control_page import ControlPage, SharedPool, page_at
 from asyncsync.collectors.workers.messages import Failure, Parcel, Stopped, dumps, loads
@@ -51,7 +49,7 @@ Message = tuple[Any, ...]
 
 FREE = sys.maxsize  # serial number of rollouts that are never cut
 
-WHILE_PAUSED = ("state", "read")
+WHILE_PAUSED = ("state_dict", "read")
 """Calls that need no end of a rollout."""
 
 
@@ -200,13 +198,16 @@ class Worker:
             given.init_fn()
         arguments = dict(given.arguments)
         if arguments.get("traj_pool") is None:
-            arguments["traj_pool"] = pool = StridedPool(SharedPool(self._page), self.rank, count)
-            pool.advance(0, first)
+            pool: Any = SharedPool(self._page)
+            if self._writer is None:  # the page is not the trainer's
+                pool = StridedPool(pool, self.rank, count)
+                pool.advance(0, first)
+            arguments["traj_pool"] = pool
         if self._replay_buffer is not None:
             arguments["replay_buffer"] = self._replay_buffer
         self.collector = collector = given.kind(given.create_env_fn, **arguments)
         self._nested = collector.acts_elsewhere
-        collector.become_worker(self, self._allocate)
+        collector.become_worker(self, (lambda layout: None) if self._writer is None else self._writer.allocate)
         self._hook = given.post_collect_hook
         if self._hook is None:
             self._hook = None if self._nested else collector.post_collect_hook  # of a partial
@@ -224,9 +225,6 @@ class Worker:
             collector.acting_weights.connect(self.schemes, given.timeout)
         self._connecting = False
         self._line.send("connected")
-
-    def _allocate(self, layout: BatchLayout) -> TensorDictBase | None:
-        return None if self._writer is None else self._writer.allocate(layout)
 
     def _follow(self, root: Any, index: int) -> None:
         """Read the newest version where the trainer with this control page announces it to its worker ``index``; None:
@@ -248,7 +246,7 @@ class Worker:
         if self._page.stopped:
             raise Stopped
         if writes:
-            self._line.send("result", serial, False, 0, frames, None, None)
+            self._line.send("result", False, 0, frames, None, None)
             return
         # The trainer postprocesses the whole batch. This is for what a partial has set in each worker's collector.
         processes = not self._nested and (collector.postproc is not None or collector.split_trajs)
@@ -264,9 +262,9 @@ class Worker:
             del batch
             batch = writer.kept(steps)  # as a copy, if the user's code keeps something of it
         if batch is None:
-            self._line.send("result", serial, True, steps, frames, None, None)
+            self._line.send("result", True, steps, frames, None, None)
         else:
-            self._line.send("result", serial, False, steps, frames, layout, Parcel.of(batch))
+            self._line.send("result", False, steps, frames, layout, Parcel.of(batch))
 
     # -- what its collector reads between two steps -------------------------------------------------------------------
 
@@ -296,41 +294,32 @@ class Worker:
     # -- calls between two rollouts -----------------------------------------------------------------------------------
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        """Carry out ``seed``, ``reset``, ``state``, ``load``, ``fake``, ``pre_hook``, ``post_hook``, ``execute``,
-        ``read`` or ``profile``, and return its answer; of ``read``, which may have weights in it, pickled. Raises
-        RuntimeError: the worker stands still in the middle of a rollout."""
+        """Set a hook (``pre_hook``, ``post_hook``), or call a method of the collector: the one of this name, or the one
+        that the arguments of ``execute`` or ``read`` name. What ``read`` returns may have weights in it, and is
+        pickled. Raises RuntimeError: the worker stands still in the middle of a rollout."""
         if self._is_paused and name not in WHILE_PAUSED:
             raise RuntimeError(f"{name} must wait for the end of a rollout, but the collector is paused in one")
         collector = self.collector
         match name, arguments:
-            case "seed", (seed, static_seed):
+            case "set_seed", (seed, _):  # it resets, with what is seeded here
                 torch.manual_seed(seed)
                 np.random.seed(seed % 2**32)
                 random.seed(seed)
-                return collector.set_seed(seed, static_seed)  # resets, with what was seeded
-            case "reset", ():
-                collector.reset()
-            case "state", ():
-                return collector.state_dict()
-            case "load", (state, strict):
-                collector.load_state_dict(state, strict)
-            case "fake", ():
-                return collector.fake_tensordict()
             case "pre_hook", (hook,):
                 collector.pre_collect_hook = hook
+                return None
             case "post_hook", (hook,):
                 self._hook = hook
                 if self._replay_buffer is not None:
                     collector.post_collect_hook = hook
+                return None
             case "execute", (path, args, kwargs):
                 self._serial = FREE  # what it may collect belongs to no request
                 return collector.cascade_execute(path, *args, **kwargs)
             case "read", (method, args):
                 with collector.acting_weights.holds():
                     return dumps(getattr(collector, method)(*args))
-            case "profile", (config, label):
-                collector.record(config, label)
-        return None
+        return getattr(collector, name)(*arguments)
 
 
 def report(line: Line, error: BaseException) -> None:

@@ -181,11 +181,13 @@ def test_an_interrupt_loses_no_rollout_and_mixes_none(
             with pytest.raises(KeyboardInterrupt):
                 until_interrupted()
     with monkeypatch.context() as patch:
-        patch.setattr(planted.SharedPlace, "whole", at_once)
+        patch.setattr(planted.SharedPlace, "batch", at_once)
         with pytest.raises(KeyboardInterrupt):
             until_interrupted()
     collector.group.wait(lambda: True)  # the interrupted batch is left there
-    before = collector._driver.frames - sum(result.frames for made in collector._driver.left for result in made.results)
+    before = collector._driver.frames - sum(
+        result.frames for made in collector._driver.left for result in made.place.results
+    )
     batches += [collector.next() for _ in range(6)]
     assert collector._driver.frames == before + sum(batch.numel() for batch in batches[-6:])
     for worker in range(2):
@@ -231,7 +233,7 @@ def test_answers_that_come_too_late_are_forgotten(kind: Any) -> None:
 
         if kind is MultiAsyncCollector:
             collector.next()
-            with pytest.raises(AckTimeout, match=r"worker 0 .*\(state\).* timeout="):
+            with pytest.raises(AckTimeout, match=r"worker 0 .*\(state_dict\).* timeout="):
                 until_late()
         assert collector.set_seed(3, timeout=20.0) == 13
         collector.reset(timeout=20.0)

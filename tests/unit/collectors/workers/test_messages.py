@@ -26,9 +26,7 @@ def pair() -> Iterator[Pair]:
 
 
 def put(here: Channel, message: Any) -> None:
-    packet = encode(message)
-    assert here.offer(packet)
-    packet.close()
+    assert here.offer(encode(message))
 
 
 def in_memory_file(tensor: torch.Tensor) -> bool:

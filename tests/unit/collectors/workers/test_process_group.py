@@ -132,7 +132,7 @@ async def test_what_cannot_be_sent_though_the_worker_is_there_is_an_error(monkey
         raise OSError(errno.ETOOMANYREFS, "too many references")
 
     with monkeypatch.context() as patched:
-        patched.setattr(socket, "send_fds", full)
+        patched.setattr(socket.socket, "sendmsg", full)
         with pytest.raises(OSError, match="too many references"):
             worker.send(("large", bytes(100_000)))
     worker.send(("next",))

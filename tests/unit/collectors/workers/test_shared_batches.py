@@ -54,7 +54,7 @@ def opened(*part: TensorDict) -> tuple[BatchSlots, SharedPlace, BatchWriter]:
 
 
 def handed_out(place: SharedPlace) -> Any:
-    batch = place.whole()
+    batch = place.batch()
     place.release()
     return batch
 
@@ -78,7 +78,7 @@ def test_the_parts_of_several_workers_make_one_batch(batch: tuple[int, ...], dim
         written, layout = writer.close(batched)
         assert written
         assert layout == layout_of(parts[i])
-    whole = place.whole()
+    whole = place.batch()
     expected = torch.stack(parts, 0) if dim is None else torch.cat(parts, dim)
     assert whole.batch_size == expected.batch_size
     assert (whole == expected).all()
@@ -88,7 +88,7 @@ def test_the_parts_of_several_workers_make_one_batch(batch: tuple[int, ...], dim
 def test_what_was_not_stored_in_the_slot_is_copied_there_if_it_fits() -> None:
     _, place, writer = opened()
     assert writer.close(rollout(7.0))[0]
-    assert place.whole()["a"][0, 0] == 7.0
+    assert place.batch()["a"][0, 0] == 7.0
     _, place, writer = opened()
     other = rollout().set("c", torch.zeros(3))
     assert writer.allocate(layout_of(other)) is None  # type: ignore[arg-type]
@@ -110,7 +110,7 @@ def test_entries_that_are_other_views_of_the_slot_are_what_arrives() -> None:
         change(batch)
         expected = batch.clone()
         assert writer.close(batch)[0]
-        assert (place.whole() == expected).all()
+        assert (place.batch() == expected).all()
 
 
 def test_what_a_worker_keeps_is_its_own() -> None:
@@ -140,7 +140,7 @@ def test_a_slot_that_was_handed_out_twice_is_read_until_both_have_gone() -> None
     """The first time, an interrupt has come before the batch was taken."""
     slots, place, _ = opened()
     slot = place._slot
-    first, second = place.whole(), handed_out(place)
+    first, second = place.batch(), handed_out(place)
     del first, place
     assert next_slot(slots) is not slot
     del second
@@ -153,7 +153,7 @@ def test_a_rollout_that_was_cut_lies_at_the_beginning() -> None:
     assert written
     assert layout is not None
     assert layout.steps == 2
-    assert place.whole()["a"][:2, 0].tolist() == [4.0, 5.0]
+    assert place.batch()["a"][:2, 0].tolist() == [4.0, 5.0]
 
 
 def test_a_slot_is_written_again_only_when_its_last_tensor_has_gone() -> None:

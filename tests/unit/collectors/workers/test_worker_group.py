@@ -59,7 +59,7 @@ class Family(NodeFamily):
         if kind in self.silent:
             self.open_calls[rank].append(kind)
         elif kind == "rollout":
-            self.roll_out(rank, message[1])
+            self.roll_out(rank)
         elif kind == "call":
             self.say(rank, "reply", message[1], None, Parcel.of(rank))
         elif kind == "page":
@@ -67,8 +67,8 @@ class Family(NodeFamily):
         elif kind == "stop":
             self.say(rank, "ended")
 
-    def roll_out(self, rank: int, serial: int, frames: int = 4) -> None:
-        self.say(rank, "result", serial, False, frames, frames, None, Parcel.of(None))
+    def roll_out(self, rank: int, frames: int = 4) -> None:
+        self.say(rank, "result", False, frames, frames, None, Parcel.of(None))
 
     def close(self, deadline: float) -> None:
         pass
@@ -201,19 +201,19 @@ def test_a_node_that_is_launched_again_is_recorded_anew_unless_its_recording_has
     def again() -> bool:
         launch_again(group, family)
         group.ask("state", workers=[0])
-        return "profile" in family.kinds(0)
+        return "record" in family.kinds(0)
 
     roll_out(5)
     assert not again()
-    group.ask("profile", ProfileConfig(num_rollouts=3), "0", workers=[0])
+    group.ask("record", ProfileConfig(num_rollouts=3), "0", workers=[0])
     roll_out(2)
     assert again()
     roll_out(2)
     assert again(), "what was recorded is lost, and it has begun anew"
     roll_out(3)
     assert not again(), "its trace is written"
-    group.ask("profile", ProfileConfig(num_rollouts=3), "0", workers=[0])
-    group.ask("profile", None, "0", workers=[0])
+    group.ask("record", ProfileConfig(num_rollouts=3), "0", workers=[0])
+    group.ask("record", None, "0", workers=[0])
     assert not again()
 
 
@@ -236,7 +236,7 @@ def test_trajectories_of_a_node_that_is_launched_again_are_others(groups: Groups
     family.begin(0)
     group.wait(lambda: group.connected, 20)
     assert family.sent[0][0][3] == APART
-    group.trajectory_pool().advance(0, 7)  # loaded
+    group.page.advance_trajectories(0, 7)  # loaded
     launch_again(group, family)
     assert family.sent[0][0][3] == 2 * APART + 7
 
@@ -279,12 +279,12 @@ def test_a_node_that_has_finished_has_so_when_it_is_launched_again(groups: Group
     let_pass(group)
     assert [family.open_calls[rank] for rank in range(2)] == [["rollout"] * 2] * 2, "a node never waits for the next"
     for _ in range(2):
-        family.roll_out(0, 0)
+        family.roll_out(0)
     group.wait(lambda: group.frames == 8, 20)
     launch_again(group, family)
     assert not group.finished, "the other one works"
     for _ in range(2):
-        family.roll_out(1, 0)
+        family.roll_out(1)
     group.wait(lambda: group.finished, 20)
     assert "rollout" not in family.kinds(0)
 
