@@ -24,7 +24,7 @@ from tensordict import TensorDict, TensorDictBase, pad
 from asyncsync.collectors.arguments import rounded_up
 from asyncsync.collectors.base import ANSWER_SECONDS, BaseCollector, is_caller
 from asyncsync.collectors.trajectories import IDS, MASK, WholeTrajectories, processed
-from asyncsync.collectors.workers.group import RolloutRequest, WorkerGroup
+from asyncsync.collectors.workers.group import WorkerGroup
 from asyncsync.collectors.workers.messages import RolloutResult
 from asyncsync.collectors.workers.shared_batches import SharedPlace, SharedPlaces
 from asyncsync.errors import PartialSendError
@@ -183,7 +183,7 @@ class Driver(ABC):
     def _request(self, worker: int, place: SharedPlace, frames_before: int) -> None:
         random = bool(self.random) or frames_before < self._arguments.init_random_frames
         self.busy[worker] = place
-        self.group.request(worker, RolloutRequest(self._serial, random, place))
+        self.group.request(worker, self._serial, random, place.lease)
 
     def _done(self, places: SharedPlaces, place: SharedPlace, results: list[RolloutResult]) -> Made:
         """The batch of these rollouts, counted."""
@@ -465,9 +465,8 @@ class AsyncDriver(Driver):
         # Frames of all rollouts so far, and of those under way if they are not cut.
         frames = self.frames + sum([self._arguments.frames[other] for other in self.busy])
         if worker not in self.busy and frames < self._arguments.total_frames:
-            place = self._places[worker].next()
             self._serial += 1
-            self._request(worker, place, frames)
+            self._request(worker, SharedPlace(self._places[worker].slots), frames)
 
     def together(self, parts: list[TensorDictBase]) -> TensorDictBase:
         return parts[0]
@@ -494,7 +493,7 @@ class SyncDriver(Driver):
         if not self.busy:
             if any(self._is_due(worker) for worker in self._workers):
                 await self._update(None)
-            place = self._places[0].next()
+            place = SharedPlace(self._places[0].slots)
             self._serial += 1
             for worker in self._workers:
                 self._request(worker, place, self.frames)

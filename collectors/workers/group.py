@@ -40,6 +40,7 @@ from asyncsync.collectors.workers.worker import FREE, Message, WorkerInfo
 from asyncsync.errors import AckTimeout, ClosedError, PeerLost
 from asyncsync.runtime import loop_thread
 from asyncsync.schemes.remote_calls import RemoteCallCore
+from asyncsync.transports.shared_memory import Lease
 
 logger = logging.getLogger("asyncsync")
 
@@ -56,19 +57,6 @@ APART = 1 << 40
 
 LASTING = ("pre_hook", "post_hook", "record")
 """Calls whose effect a worker that is launched again is to have, too."""
-
-
-class RolloutRequest(NamedTuple):
-    """A rollout that a worker is to do, into ``place``: for its driver, one of :meth:`WorkerGroup.places`. ``random``:
-    with random actions instead of the policy's."""
-
-    serial: int
-    random: bool
-    place: Any
-
-    @property
-    def message(self) -> Message:
-        return "rollout", self.serial, self.random, None if self.place is None else self.place.lease
 
 
 class _Limits(NamedTuple):
@@ -167,7 +155,7 @@ class _Member:
         self.specification = specification
         self.launches = 0  # beyond the first one
         self.has_begun = self.is_connected = self.is_paused = self.has_ended = False
-        self.requests: deque[RolloutRequest] = deque()  # not done yet
+        self.requests: deque[Message] = deque()  # for rollouts that are not done yet
         self.is_free = False
         self.done = 0  # rollouts that were asked for since it runs free
         self.calls: dict[int, _Call] = {}  # without an answer yet, by their numbers; sent once it has connected
@@ -340,14 +328,15 @@ class WorkerGroup:
 
         return SharedPlaces(dim, teach)
 
-    def request(self, worker: int, request: RolloutRequest) -> None:
-        """Request a rollout of a worker; returns at once. On the loop thread."""
-        member = self._members[worker]
+    def request(self, worker: int, serial: int, random: bool, lease: Lease | None = None) -> None:
+        """Request a rollout of a worker, into a place with this lease; returns at once. ``random``: with random actions
+        instead of the policy's. On the loop thread."""
+        member, request = self._members[worker], ("rollout", serial, random, lease)
         member.requests.append(request)
         if member.is_connected:  # else it is being launched again
             if not self.family.shares_memory:
                 self._tell(member, at_once=True)  # of a pause that has begun, above all
-            self._send(member, request.message)
+            self._send(member, request)
 
     def _rolled_out(self, member: _Member, result: RolloutResult) -> None:
         member.requests.popleft()
@@ -383,7 +372,7 @@ class WorkerGroup:
             if before >= total:
                 break
             member.done += 1
-            self.request(member.rank, RolloutRequest(FREE, before < random, None))
+            self.request(member.rank, FREE, before < random)
         member.is_free = bool(member.requests)
 
     @property
@@ -550,7 +539,7 @@ class WorkerGroup:
         for call in [*member.calls.values()]:
             self._ask(call)
         for request in member.requests:  # of the one that was lost
-            self._send(member, request.message)
+            self._send(member, request)
         if member.is_free:
             self._go_on(member)
 

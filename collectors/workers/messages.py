@@ -207,9 +207,7 @@ def encode(message: Any) -> Packet:
     return Packet(_PARTS.pack(len(parts)), file)
 
 
-def _decode(data: bytes, file: int | None = None) -> Any:
-    if file is None:
-        return loads(data)
+def _decode(data: bytes, file: int) -> Any:
     [count] = _PARTS.unpack(data)
     memory: Any = MemoryFile(file).tensor(private=True).numpy()  # tensors in it are written to
     rest = memoryview(memory)
@@ -263,7 +261,7 @@ class Channel:
             raise EOFError
         if found & socket.MSG_CTRUNC:
             raise OSError(errno.EMFILE, "this process lost a message, because it has too many open files (ulimit -n)")
-        return _decode(data, *(_FILE.unpack(file)[0] for _, _, file in files))
+        return _decode(data, *_FILE.unpack(files[0][-1])) if files else loads(data)
 
     def send(self, *message: Any) -> None:
         """Send a message as soon as there is room. Raises Stopped: the other side is gone; AckTimeout: there was no

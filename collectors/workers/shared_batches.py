@@ -173,19 +173,15 @@ class SharedPlace:
 
 class SharedPlaces:
     """Where the rollouts of some workers lie so that together they are one batch, along ``dim`` as in
-    :class:`Arrangement`. The first batch has no slot: its layout is not known before.
+    :class:`Arrangement`: the next one in one of ``slots``, unless they are None, because the layout is not known yet.
 
     ``teach`` sends a new arrangement to the workers, which forget the one before.
     """
 
     def __init__(self, dim: int | None, teach: Callable[[Arrangement], None]) -> None:
         self._dim, self._teach = dim, teach
-        self._slots: BatchSlots | None = None
+        self.slots: BatchSlots | None = None
         self._unlike: Arrangement | None = None  # of the latest batch that did not fit
-
-    def next(self) -> SharedPlace:
-        """The place of the next batch, for the requests of all these workers."""
-        return SharedPlace(self._slots)
 
     def learn(self, place: SharedPlace) -> None:
         """Learn the layouts of this batch's rollouts, for later places. To be called once for each batch."""
@@ -196,19 +192,19 @@ class SharedPlaces:
         known = None if place.slots is None else place.slots.arrangement.part
         layouts = [known if result.in_place else result.layout for result in results]
         arrangement = Arrangement.of(layouts, self._dim)
-        current = None if self._slots is None else self._slots.arrangement
+        current = None if self.slots is None else self.slots.arrangement
         if arrangement is None:
             self.close()
         elif current is None or (current != arrangement and unlike == arrangement):
             self.close()  # the workers forget these first
             self._teach(arrangement)
-            self._slots = BatchSlots(arrangement)
+            self.slots = BatchSlots(arrangement)
         elif current != arrangement:  # one that comes once in a while is not worth a slot
             self._unlike = arrangement
 
     def close(self) -> None:
         """Forget all places. Batches that were taken stay what they are."""
-        slots, self._slots = self._slots, None
+        slots, self.slots = self.slots, None
         if slots is not None:
             slots.close()
 

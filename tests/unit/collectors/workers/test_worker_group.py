@@ -13,7 +13,7 @@ from tensordict import TensorDict
 from asyncsync.collectors import ProfileConfig
 from asyncsync.collectors.distributed.nodes import Node, NodeFamily
 from asyncsync.collectors.trajectories import WholeTrajectories
-from asyncsync.collectors.workers.group import APART, Reports, RolloutRequest, WorkerGroup
+from asyncsync.collectors.workers.group import APART, Reports, WorkerGroup
 from asyncsync.collectors.workers.messages import Parcel, dumps
 from asyncsync.collectors.workers.worker import Message
 from asyncsync.errors import AckTimeout, PeerLost
@@ -181,7 +181,7 @@ def test_a_node_that_is_launched_again_has_the_hooks_that_were_set_last(groups: 
         group.ask(name, name, workers=[0])
     for _ in range(2):
         lose(group, family, 0)
-        group.call_soon(group.request, 0, RolloutRequest(1, False, None))
+        group.call_soon(group.request, 0, 1, False)
         waits = asked(group, 0)
         family.begin(0)
         waits.result(20)
@@ -195,7 +195,7 @@ def test_a_node_that_is_launched_again_is_recorded_anew_unless_its_recording_has
 
     def roll_out(count: int) -> None:
         for _ in range(count):
-            group.call_soon(group.request, 0, RolloutRequest(1, False, None))
+            group.call_soon(group.request, 0, 1, False)
             group.wait(lambda: group.results and group.results.popleft(), 20)
 
     def again() -> bool:
@@ -292,7 +292,7 @@ def test_a_node_that_has_finished_has_so_when_it_is_launched_again(groups: Group
 def test_a_pause_waits_for_the_nodes_that_roll_out(groups: Groups) -> None:
     family, group = groups()
     family.silent |= {"rollout", "page"}
-    group.call_soon(group.request, 0, RolloutRequest(1, False, None))
+    group.call_soon(group.request, 0, 1, False)
     before = family.kinds(0).count("page")
     for change in (group.pause, group.resume, group.pause):
         change()
@@ -320,7 +320,7 @@ def test_a_rollout_does_not_overtake_a_pause(groups: Groups) -> None:
         change()
         let_pass(group)
     assert not family.sent[0][-1][1].paused, "it has not answered that the first pause is over"
-    group.call_soon(group.request, 0, RolloutRequest(APART, False, None))
+    group.call_soon(group.request, 0, APART, False)
     let_pass(group)
     before = family.sent[0][: family.kinds(0).index("rollout")]
     assert [message[1].paused for message in before if message[0] == "page"][-1]
