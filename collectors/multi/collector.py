@@ -174,7 +174,6 @@ class GroupCollector(BaseCollector):
             math.inf if total is None else total,
             frames_or_none("init_random_frames", given["init_random_frames"]) or 0,
             split_trajs=bool(given["split_trajs"]) and buffer is None,
-            track_traj_ids=self.track_traj_ids,
             replay_buffer=buffer,
             update_at_each_batch=given["update_at_each_batch"],
             max_weight_update_interval=given["max_weight_update_interval"],

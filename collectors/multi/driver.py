@@ -44,7 +44,6 @@ class BatchArguments:
     total_frames: float
     init_random_frames: int
     split_trajs: bool
-    track_traj_ids: bool
     replay_buffer: Any
     update_at_each_batch: bool
     max_weight_update_interval: int
@@ -524,8 +523,8 @@ class SyncDriver(Driver):
             if missing:  # the rollout was cut before: frames of an earlier batch lie there
                 lacking = part[..., -missing:]
                 lacking.zero_()
-                if self._arguments.track_traj_ids:
-                    lacking.get(IDS).fill_(-1)
+                if (ids := lacking.get(IDS, None)) is not None:
+                    ids.fill_(-1)
         return self._masked(batch, [result.steps for result in place.results])
 
     def together(self, parts: list[TensorDictBase]) -> TensorDictBase:
