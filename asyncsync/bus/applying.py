@@ -238,36 +238,30 @@ class Applying:
         ready here; ClosedError, Fenced: it will not come."""
         machine, session = self._machine, self._machine.session
 
-        def ended() -> Exception | None:
-            self._here([model_id])
+        def is_here() -> bool:
             now = epoch_text(session.epoch)
+            if machine.taken is not None or (epoch in (None, now) and machine.has(model_id, version)):
+                return True
+            self._here([model_id])
             if epoch is not None and epoch < now:
                 newest = machine.targets.get(model_id, 0)
-                return Superseded(f"epoch {epoch} is over: the sender's is {now}, at version {newest}", newest)
-            if epoch is not None and epoch > now:
-                return self._ending() if session.ended is not None else None
-            if (never := machine.cannot_take(model_id, version)) is not None:
-                return never
-            return self._failure(model_id) if session.ended is not None or model_id in session.refused else None
+                raise Superseded(f"epoch {epoch} is over: the sender's is {now}, at version {newest}", newest)
+            is_to_come = epoch is not None and epoch > now
+            if not is_to_come and (never := machine.cannot_take(model_id, version)) is not None:
+                raise never
+            self._check_ended()
+            if not is_to_come:
+                self._check_refused(model_id)
+            return False
 
-        def is_here() -> bool:
-            return epoch in (None, epoch_text(session.epoch)) and machine.has(model_id, version)
-
-        def done() -> bool:
-            return machine.taken is not None or is_here() or ended() is not None
-
-        deadline = self._link.loop.time() + timeout
         machine.check_again(model_id, self._link.loop.time())
         self._link.settle()
-        while not (machine.taken is not None or is_here()):  # another task may be quicker
-            if (error := ended()) is not None:
-                raise error
-            if not await self._link.wait(done, max(0.0, deadline - self._link.loop.time())):
-                what = "a new version" if version is None else f"version {version}"
-                raise AckTimeout(
-                    f"worker {machine.worker} could not take {what} of {model_id!r} within {timeout:g} s: "
-                    f"{self._why_not_here(model_id, version, epoch)}"
-                )
+        if not await self._link.wait(is_here, timeout):
+            what = "a new version" if version is None else f"version {version}"
+            raise AckTimeout(
+                f"worker {machine.worker} could not take {what} of {model_id!r} within {timeout:g} s: "
+                f"{self._why_not_here(model_id, version, epoch)}"
+            )
         taken = machine.take(model_id, version)
         if self._observer.follows:
             self._observer.taken(taken.staging)
@@ -336,54 +330,66 @@ class Applying:
         clock, which the caller gave as ``timeout``. A worker that takes its updates asks which version there is at the
         root of the tree instead. Raises SchemaMismatch if these do not fit the model; NotConnected,
         Fenced or ClosedError if no trainer has come in time, or it turned this worker away."""
-        machine = self._machine
+        machine, session = self._machine, self._machine.session
 
-        def done() -> bool:
+        def is_settled() -> bool:
             self._here([model_id])
-            return (
-                machine.settled(model_id)
-                or machine.session.ended is not None
-                or model_id in machine.session.refused
-                or (model_id in machine.holdings.error and not machine.takes)  # it can be taken again
-            )
+            # The trainer may have taken its weights back since then, and left, because they do not fit.
+            if not machine.holdings.version(model_id):
+                self._check_refused(model_id)
+            if machine.settled(model_id):
+                return True
+            self._check_ended()
+            self._check_refused(model_id)
+            if not machine.takes:  # it can be taken again
+                self._check_failed(model_id)
+            return False
 
-        def refused() -> bool:
-            return model_id in machine.session.refused and not machine.holdings.version(model_id)
-
-        if machine.session.ended is not None and not refused():
-            raise self._ending()
+        if model_id not in session.refused or machine.holdings.version(model_id):
+            self._check_ended()
         machine.check_again(model_id, self._link.loop.time())
-        if model_id in machine.session.refused:  # the trainer's layout has not fitted, and does not by now
-            raise _again(machine.session.refused[model_id])
+        self._check_refused(model_id)  # the trainer's layout has not fitted, and does not by now
         with self._wanted(model_id):
             self._link.settle()
-            in_time = await self._link.wait(done, max(0.0, deadline - self._link.loop.time()))
-            if in_time and machine.takes and machine.settled(model_id):
-                asked = machine.session.request(root=True)
+            in_time = await self._link.wait(is_settled, max(0.0, deadline - self._link.loop.time()))
+            if in_time and machine.takes:
+                asked = session.request(root=True)
 
                 def answered() -> bool:
-                    return machine.session.answered(asked, root=True) or machine.session.ended is not None
+                    return session.answered(asked, root=True) or session.ended is not None
 
                 in_time = await self._requesting(answered, deadline, root=True)
-            if not in_time:
-                raise NotConnected(
-                    f"worker {machine.worker} is not connected after {timeout:g} s: "
-                    f"{self._why(model_id)}. connect() may be called again"
-                )
-        if refused():  # since then the trainer may have taken its weights back, and left, because they do not fit
-            raise _again(machine.session.refused[model_id])
-        if machine.settled(model_id):
-            return
-        raise self._failure(model_id)
+        if not in_time:
+            raise NotConnected(
+                f"worker {machine.worker} is not connected after {timeout:g} s: "
+                f"{self._why(model_id)}. connect() may be called again"
+            )
+        is_settled()  # it may have come to its end meanwhile
 
-    def _failure(self, model_id: str) -> Exception:
-        """Why no update of this model will come, or could be applied."""
-        machine = self._machine
-        if machine.session.ended is not None:
-            return self._ending()
-        if model_id in machine.session.refused:
-            return _again(machine.session.refused[model_id])
-        return machine.holdings.error[model_id][1]
+    def _check_ended(self) -> None:
+        """Raise why no update will come any more, if so: ClosedError, Fenced or NotConnected."""
+        if (ended := self._machine.session.ended) is not None:
+            raise _again(ended)
+
+    def _check_refused(self, model_id: str) -> None:
+        """Raise why the trainer's weights do not fit a model, if so."""
+        if (refusal := self._machine.session.refused.get(model_id)) is not None:
+            raise _again(refusal)
+
+    def _check_failed(self, model_id: str, version: int = 0) -> None:
+        """Raise why this version of a model, or a newer one, could not be applied, if one could not."""
+        failed, error = self._machine.holdings.error.get(model_id, (-1, None))
+        if error is not None and failed >= version:
+            raise error
+
+    def _has(self, model_id: str, version: int) -> bool:
+        """Whether a model holds this version, or a newer one. Raises why it will not, if so."""
+        if self._machine.holdings.version(model_id) >= version:
+            return True
+        self._check_ended()
+        self._check_refused(model_id)
+        self._check_failed(model_id, version)
+        return False
 
     def _why(self, model_id: str) -> str:
         machine = self._machine
@@ -400,35 +406,22 @@ class Applying:
             return "the sender, or the root of its tree of relays, has not said which version there is"
         return "its initial weights have not arrived; the sender waits until every worker has connected"
 
-    def _failed(self, model_id: str) -> int:
-        """The newest version that could not be applied; 0: none."""
-        return self._machine.holdings.error.get(model_id, (0,))[0]
-
-    def _ending(self) -> WeightSyncError:
-        assert self._machine.session.ended is not None
-        return _again(self._machine.session.ended)
-
     async def receive(self, model_id: str, after: Mark | None, timeout: float | None) -> Mark | None:
         """The mark of an applied update newer than ``after``; None when the timeout expires. Raises ClosedError or
         Fenced if nothing newer is there, and nothing will come."""
-        machine = self._machine
 
-        def newer() -> bool:
+        def is_newer() -> bool:
             mark = self.mark(model_id)
-            return mark is not None and (after is None or mark > after)
-
-        def is_over() -> bool:
+            if mark is not None and (after is None or mark > after):
+                return True
             self._here([model_id])
-            return machine.session.ended is not None
+            self._check_ended()
+            return False
 
         with self._wanted(model_id):
             self._link.settle()
-            found = await self._link.wait(lambda: newer() or is_over(), timeout)
-        if newer():
-            return self.mark(model_id)
-        if found:
-            raise self._ending()
-        return None
+            found = await self._link.wait(is_newer, timeout)
+        return self.mark(model_id) if found else None
 
     async def current(self, model_id: str, timeout: float) -> Mark:
         """Request what this worker should have, and wait until it has that. Raises AckTimeout without an answer, or
@@ -440,23 +433,23 @@ class Applying:
         with self._wanted(model_id):
             first = session.request()
 
-            def done() -> bool:
+            def is_current() -> bool:
                 self._here([model_id])
-                if session.ended is not None:
-                    return True
+                self._check_ended()
                 if not session.answered(first):  # what does not fit may have been taken back by now
                     return False
-                target, version = machine.targets.get(model_id, 0), machine.holdings.version(model_id)
-                reached = bool(target) and max(version, self._failed(model_id)) >= target
-                return reached or session.mismatch(model_id) is not None
+                if (mismatch := session.mismatch(model_id)) is not None:
+                    raise _again(mismatch)
+                target = machine.targets.get(model_id, 0)
+                if target and machine.holdings.version(model_id) < target:
+                    self._check_failed(model_id, target)
+                    return False
+                return target > 0
 
-            if not await self._requesting(done, deadline):
+            if not await self._requesting(is_current, deadline):
                 raise AckTimeout(
                     f"worker {machine.worker} could not fetch {model_id!r} within {timeout:g} s: {self._why(model_id)}"
                 )
-        wrong = session.ended is not None or session.mismatch(model_id) is not None
-        if wrong or machine.holdings.version(model_id) < machine.targets.get(model_id, 0):
-            raise self._failure(model_id)
         mark = self.mark(model_id)
         assert mark is not None
         return mark
@@ -477,24 +470,20 @@ class Applying:
         it is one of several models, if the ``others`` are named: they switch together, with the first of them. Raises
         AckTimeout: not within the timeout; SchemaMismatch, RemoteError or the like: it could not be applied here;
         ClosedError, Fenced: it will not come."""
-        machine = self._machine
 
-        def done() -> bool:
+        def is_reached() -> bool:
             self._here([model_id])
-            ended = machine.session.ended is not None or model_id in machine.session.refused
-            return ended or max(machine.holdings.version(model_id), self._failed(model_id)) >= version
+            return self._has(model_id, version)
 
         with self._wanted(model_id, *others):
             self._link.settle()
-            in_time = await self._link.wait(done, timeout)
-        mark = self.mark(model_id)
-        if mark is not None and machine.holdings.version(model_id) >= version:
-            return mark
-        if in_time:
-            raise self._failure(model_id)
+            if await self._link.wait(is_reached, timeout):
+                mark = self.mark(model_id)
+                assert mark is not None
+                return mark
         raise AckTimeout(
-            f"worker {machine.worker} was called for version {version} of {model_id!r}, which did not arrive within "
-            f"{timeout:g} s: {self._why(model_id)}"
+            f"worker {self._machine.worker} was called for version {version} of {model_id!r}, which did not arrive "
+            f"within {timeout:g} s: {self._why(model_id)}"
         )
 
     async def wait_version(self, version: int, models: list[str], timeout: float) -> None:
@@ -502,22 +491,16 @@ class Applying:
         one. Raises AckTimeout; SchemaMismatch, RemoteError or the like if it could not be applied here; ClosedError or
         Fenced if it will not come."""
         machine = self._machine
-        session, holdings = machine.session, machine.holdings
 
-        def missing() -> list[str]:
-            return [m for m in self._here(models) if machine.targets.get(m, 0) >= version > holdings.version(m)]
+        def are_applied() -> bool:
+            wanted = [m for m in self._here(models) if machine.targets.get(m, 0) >= version]
+            lacking = [m for m in wanted if not self._has(m, version)]
+            if not lacking and any(machine.targets.get(m, 0) >= version for m in models):
+                return True
+            self._check_ended()
+            return False
 
-        def failed() -> list[str]:
-            return [m for m in missing() if m in session.refused or self._failed(m) >= version]
-
-        def done() -> bool:
-            meant = any(machine.targets.get(m, 0) >= version for m in models)
-            return bool(meant and not missing()) or bool(failed())
-
-        in_time = await self._until(done, timeout)
-        for model_id in failed():
-            raise self._failure(model_id)
-        if not in_time:
+        if not await self._link.wait(are_applied, timeout):
             have = {m: machine.holdings.version(m) for m in models}
             raise AckTimeout(
                 f"worker {machine.worker} had not applied version {version} after {timeout:g} s; it has {have}"
@@ -533,57 +516,49 @@ class Applying:
         least: dict[str, int] = {}
         first, epoch = session.request(root=True), session.epoch
 
-        def failed() -> str | None:
-            for m in least:
-                if session.mismatch(m) is not None or holdings.version(m) < least[m] <= self._failed(m):
-                    return m
-            return None
-
-        def done() -> bool:
-            if session.ended is not None or session.epoch != epoch:
+        def is_near() -> bool:
+            self._check_ended()
+            if session.epoch != epoch:
                 return True  # another trainer, which counts anew: it is to be asked
             if not least and session.answered(first, root=True):
                 least.update({m: machine.targets.get(m, 0) - max_lag for m in models})
             for model_id in least.keys() - self._here(models):
                 del least[model_id]
-            return bool(least) and (all(holdings.version(m) >= v for m, v in least.items()) or failed() is not None)
+            for model_id, version in least.items():
+                if (mismatch := session.mismatch(model_id)) is not None:
+                    raise _again(mismatch)
+                if holdings.version(model_id) < version:
+                    self._check_failed(model_id, version)
+            return bool(least) and all(holdings.version(m) >= v for m, v in least.items())
 
         with self._wanted(*models):
-            while await self._requesting(done, deadline, root=True):
-                if session.ended is not None or session.epoch == epoch:
-                    break
+            while await self._requesting(is_near, deadline, root=True):
+                if session.epoch == epoch:
+                    return min(holdings.version(m) for m in least)
                 least.clear()
                 first, epoch = session.request(root=True), session.epoch
-            else:
-                asked = f", and it should have {least}" if least else "; the sender has not answered"
-                have = {m: holdings.version(m) for m in models}
-                raise AckTimeout(
-                    f"worker {machine.worker} was more than {max_lag} versions behind for {timeout:g} s: "
-                    f"it has {have}{asked}"
-                )
-        if session.ended is not None:
-            raise self._ending()
-        if (wrong := failed()) is not None:
-            raise self._failure(wrong)
-        return min(holdings.version(m) for m in least)
+        asked = f", and it should have {least}" if least else "; the sender has not answered"
+        have = {m: holdings.version(m) for m in models}
+        raise AckTimeout(
+            f"worker {machine.worker} was more than {max_lag} versions behind for {timeout:g} s: it has {have}{asked}"
+        )
 
     async def wait_origin(self, version: int, models: Iterable[str], timeout: float) -> None:
         """Wait until what these models show is at least this version of the root of the tree. Raises as
         :meth:`wait_version`."""
         models = list(models)
-        if not await self._until(lambda: self._acting(models).origin >= version, timeout):
+
+        def has_acted() -> bool:
+            if self._acting(models).origin >= version:
+                return True
+            self._check_ended()
+            return False
+
+        if not await self._link.wait(has_acted, timeout):
             raise AckTimeout(
                 f"worker {self._machine.worker} did not act with version {version} within {timeout:g} s, but with "
                 f"{self._acting(models).origin}"
             )
-
-    async def _until(self, done: Callable[[], bool], timeout: float) -> bool:
-        """False when the timeout expires first. Raises ClosedError or Fenced if the trainer's end has come first."""
-        session = self._machine.session
-        in_time = await self._link.wait(lambda: done() or session.ended is not None, timeout)
-        if in_time and not done():
-            raise self._ending()
-        return in_time
 
     async def copy(self, model_id: str, then: Callable[[Slab], Any]) -> Any:
         """Run ``then`` on a copy of the newest applied slab, which the caller owns."""

@@ -226,10 +226,11 @@ class Link(ABC):
         for waiter, predicate in list(self.waiters.items()):
             if not waiter.done():
                 try:
-                    if self.closed or self.failure is not None or predicate():
-                        waiter.set_result(None)
-                except Exception as error:  # raised where the waiter waits, and nowhere else
-                    waiter.set_exception(error)
+                    is_over = self.closed or self.failure is not None or predicate()
+                except Exception:
+                    is_over = True  # raised where the waiter waits, and nowhere else
+                if is_over:
+                    waiter.set_result(None)
 
     def call_from_thread(self, function: Callable[[], object]) -> None:
         """Have the loop call this; from any thread. Nothing happens if the loop is closed: then nobody waits."""
