@@ -12,6 +12,7 @@ import asyncio
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -37,6 +38,7 @@ Mark = tuple[Epoch, int]
 """(epoch, version): where a worker is in the sequence of updates."""
 
 
+@dataclass(eq=False)
 class Applying:
     """The updates of one worker, from staged to applied, and its callers, who wait for them.
 
@@ -46,32 +48,21 @@ class Applying:
     connection, ``acting`` what models show.
     """
 
-    def __init__(
-        self,
-        link: Link,
-        machine: Worker,
-        gate: Gate,
-        transports: Mapping[str, Carrier],
-        observer: WorkerObserver,
-        show: Show,
-        acting: Callable[[Iterable[str]], Acting],
-        unanswered: Callable[[], str],
-    ) -> None:
-        self.manual: set[str] = set()
-        self.wanted: list[str] = []
-        self.copying = 0
-        self.cascade = Cascade()
-        self._link = link
-        self._machine = machine
-        self._gate = gate
-        self._transports = transports
-        self._observer = observer
-        self._show = show
-        self._acting = acting
-        self._unanswered = unanswered
-        self._offered: list[Staging] = []  # what the gate has, unless it has done with it
-        self._gate_timer: asyncio.TimerHandle | None = None
-        self._cleaning: asyncio.TimerHandle | None = None
+    _link: Link
+    _machine: Worker
+    _gate: Gate
+    _transports: Mapping[str, Carrier]
+    _observer: WorkerObserver
+    _show: Show
+    _acting: Callable[[Iterable[str]], Acting]
+    _unanswered: Callable[[], str]
+    manual: set[str] = field(default_factory=set)
+    wanted: list[str] = field(default_factory=list)
+    copying: int = 0
+    cascade: Cascade = field(default_factory=lambda: Cascade())
+    _offered: list[Staging] = field(default_factory=list)  # what the gate has, unless it has done with it
+    _gate_timer: asyncio.TimerHandle | None = None
+    _cleaning: asyncio.TimerHandle | None = None
 
     # -- through the gate ----------------------------------------------------------------------------------------------
 
@@ -109,7 +100,6 @@ class Applying:
             staged.abandon()
 
     def offer(self) -> None:
-        """Give the gate what is staged, to be applied in one pass."""
         if self.cascade.task is not None or self._link.closed or self._machine.leaving:
             return
         passing = self._ready() if self.manual else self._machine.staged.copy()
@@ -140,7 +130,6 @@ class Applying:
         return ready
 
     def _awaits_receive(self, staging: Staging) -> bool:
-        """Whether it waits for ``receive``, or to be taken."""
         takes = self._machine.takes
         return any(m in self.manual and (takes or m not in self.wanted) for m in staging.parts)
 
@@ -367,12 +356,10 @@ class Applying:
         is_settled()  # it may have come to its end meanwhile
 
     def _check_ended(self) -> None:
-        """Raise why no update will come any more, if so: ClosedError, Fenced or NotConnected."""
         if (ended := self._machine.session.ended) is not None:
             raise _again(ended)
 
     def _check_refused(self, model_id: str) -> None:
-        """Raise why the trainer's weights do not fit a model, if so."""
         if (refusal := self._machine.session.refused.get(model_id)) is not None:
             raise _again(refusal)
 
@@ -544,8 +531,7 @@ class Applying:
         )
 
     async def wait_origin(self, version: int, models: Iterable[str], timeout: float) -> None:
-        """Wait until what these models show is at least this version of the root of the tree. Raises as
-        :meth:`wait_version`."""
+        """Wait until these models show at least this version of the tree's root. Raises as :meth:`wait_version`."""
         models = list(models)
 
         def has_acted() -> bool:
@@ -594,16 +580,13 @@ class Cascade:
         self._closed = False
 
     def add(self, model_id: str, context: Any) -> None:
-        """Pass a model's updates on to this context, if it takes them."""
         if callable(getattr(context, "update_policy_weights_", None)):
             self._contexts[model_id] = context
 
     def remove(self, model_id: str) -> None:
-        """Pass on no more of its updates."""
         self._contexts.pop(model_id, None)
 
     def concerns(self, models: Iterable[str]) -> bool:
-        """Whether one of these models is passed on."""
         return bool(self._contexts) and not self._closed and any(_has_workers(self._contexts.get(m)) for m in models)
 
     def begin(self, slabs: Mapping[str, Slab], then: Callable[[Exception | None], None]) -> None:

@@ -158,7 +158,7 @@ class Calls(Protocol):
 
 
 class Member(Protocol):
-    """A scheme, as its bus sees it."""
+    """A scheme, as its bus sees it; see :class:`asyncsync.schemes.scheme.Scheme`."""
 
     has_own_bus: bool  # whether no other scheme may join its bus
     reconnects: bool  # a receiver's: whether it outlives its sender
@@ -169,33 +169,15 @@ class Member(Protocol):
 
     @property
     def bus(self) -> Any: ...
+    def carrier(self) -> Carrier: ...
+    def move_to(self, bus: Any) -> None: ...
+    async def meet_sender(self, worker_idx: int | None, timeout: float) -> None: ...
+    def register_receiver(self) -> None: ...
+    async def connect_sender(self, initial: Source | None, timeout: float) -> None: ...
+    async def connect_receiver(self, worker_idx: int | None, timeout: float) -> None: ...
+    async def end_transport(self, timeout: float) -> None: ...
 
-    def move_to(self, bus: Any) -> None:
-        """Join this bus, which others share, instead of its own."""
-
-    async def meet_sender(self, worker_idx: int | None, timeout: float) -> None:
-        """Receiver: be introduced to a sender whose address it was not given."""
-
-    def register_receiver(self) -> None:
-        """Receiver: take part in the bus's HELLO, before waiting for anything."""
-
-    async def connect_sender(self, initial: Source | None, timeout: float) -> None:
-        """Sender: wait for the workers, which are to begin with these weights."""
-
-    async def connect_receiver(self, worker_idx: int | None, timeout: float) -> None:
-        """Receiver: wait for the sender, and for its initial weights."""
-
-    async def initial_source(self, weights: Any) -> Source | None:
-        """What a sender sends when it connects; None: nothing. In the caller's thread."""
-
-    async def extract_source(self, weights: Any, workers: list[int] | None) -> Source:
-        """The values of what the caller gave, for these workers. In the caller's thread."""
-
-    def at_hand(self, weights: Any) -> FlatWeights | None:
-        """What :meth:`extract_source` would come to, where that takes nothing but looking; else None."""
-
-    def carrier(self) -> Carrier:
-        """What moves this model's bytes."""
-
-    async def end_transport(self, timeout: float) -> None:
-        """Release it."""
+    # In the caller's thread:
+    async def initial_source(self, weights: Any) -> Source | None: ...
+    async def extract_source(self, weights: Any, workers: list[int] | None) -> Source: ...
+    def at_hand(self, weights: Any) -> FlatWeights | None: ...

@@ -539,8 +539,7 @@ class BusCore:
     def _check_awaited(
         self, version: int, worker_ids: Workers, timeout: float, quorum: int | None
     ) -> tuple[TrainerLink, list[int] | None]:
-        """The sender's link, and the workers that are waited for. Raises ValueError: there is no such version, worker
-        or quorum."""
+        """The sender's link, and whom to wait for. Raises ValueError: there is no such version, worker or quorum."""
         check_timeout(timeout)
         link = self.trainer_link()
         if not 0 < version <= link.issued:

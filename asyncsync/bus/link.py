@@ -131,7 +131,6 @@ class Link(ABC):
         """Send BYE, close everything, release everything. Idempotent."""
 
     def figures(self) -> list[Metric]:
-        """For Prometheus."""
         return link_figures(self.dropped, self.stalled)
 
     @abstractmethod
@@ -243,8 +242,7 @@ class Link(ABC):
         return await finish(self.thread.submit(function))
 
     def cut(self, linger_ms: int) -> None:
-        """:meth:`shutdown` without the loop, which does not run and never will. Waits ``linger_ms`` at most until the
-        BYE has left."""
+        """:meth:`shutdown` without the loop, which will never run. Waits ``linger_ms`` at most for the BYE to leave."""
         if self.closed or self.is_inherited:
             return
         self.closed = True
@@ -264,7 +262,6 @@ class Link(ABC):
             self._at_exit.cancel()
 
     async def _terminate(self) -> None:
-        """Close what is left, when all sockets are closed."""
         self._forget()
         if self.timer is not None:
             self.timer.cancel()
@@ -312,8 +309,7 @@ def _end_all() -> None:
 
 
 class Order(asyncio.Lock):
-    """A lock that coroutines get in the order in which they request it, within a time limit. ``waiting`` counts those
-    that do not have it yet."""
+    """A lock that coroutines get in order, within a time limit. ``waiting`` counts those that do not have it yet."""
 
     waiting = 0
 

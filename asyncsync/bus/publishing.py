@@ -12,6 +12,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
@@ -66,6 +67,7 @@ class _Job(NamedTuple):
         pack(self.slab, self.flat, progress, self.tensors)
 
 
+@dataclass(eq=False)
 class Publishing:
     """The publications of one link.
 
@@ -78,28 +80,21 @@ class Publishing:
         is_busy: whether this thread had run for long without a rest before the latest publication.
     """
 
-    def __init__(
-        self,
-        link: Link,
-        machine: Trainer,
-        pool: SlabPool,
-        observer: TrainerObserver,
-        channels: SideChannels,
-    ) -> None:
-        self.origin: Callable[[], tuple[int, bytes]] | None = None
-        self.order = Order()
-        self.served: dict[bytes, Carrier] = {}
-        self.steady: SteadyTrainer | None = None
-        self.is_busy = False
-        self._link = link
-        self._machine = machine
-        self._pool = pool
-        self._observer = observer
-        self._channels = channels
-        self._known: dict[str, SourceCache] = {}  # by model, the weights that have been sent
-        self._pools: set[SlabPool] = set()  # those that slabs were taken from
-        self._full: SlabPool | None = None  # what the publication that is under way waits for
-        self._is_encoding = self._has_warned = False
+    _link: Link
+    _machine: Trainer
+    _pool: SlabPool
+    _observer: TrainerObserver
+    _channels: SideChannels
+    origin: Callable[[], tuple[int, bytes]] | None = None
+    order: Order = field(default_factory=Order)
+    served: dict[bytes, Carrier] = field(default_factory=dict)
+    steady: SteadyTrainer | None = None
+    is_busy: bool = False
+    _known: dict[str, SourceCache] = field(default_factory=dict)  # by model, the weights that have been sent
+    _pools: set[SlabPool] = field(default_factory=set)  # those that slabs were taken from
+    _full: SlabPool | None = None  # what the publication that is under way waits for
+    _is_encoding: bool = False
+    _has_warned: bool = False
 
     def close(self) -> None:
         """A publication that is under way must not get what workers are still reading."""
@@ -270,20 +265,18 @@ class Publishing:
         self._pools.add(pool)
         known = self._known.get(model_id)
         memory = known.again(flat) if known is not None and alone else None
-        tensors = None
-        if known is None or memory is None:
-            tensors = None if known is None else known.layout.arrange(flat)
-            if known is None or tensors is None:
-                known = self._known[model_id] = SourceCache(Layout.of(flat))
-            if alone:
-                known.learn(flat)
-        layout = known.layout
+        tensors = known.layout.arrange(flat) if known is not None and memory is None else None
+        if known is None or (memory is None and tensors is None):
+            known = self._known[model_id] = SourceCache(Layout.of(flat))
+        if alone and memory is None:
+            known.learn(flat)
+        layout, pinned = known.layout, flat.ready is not None
         nbytes = layout.nbytes
         if pool.draining(nbytes):
             memory = None
             await self._link.wait(lambda: not pool.draining(nbytes), DRAIN_PATIENCE)
-        quick = pool.is_quick(nbytes)
-        if not quick and not self._has_room(pool, nbytes, jobs, count):
+        if not self._has_room(pool, nbytes, jobs, count):
+            memory = None
             remaining = max(0.0, deadline - self._link.loop.time())
             machine = self._machine
             self._full = pool
@@ -295,18 +288,17 @@ class Publishing:
             finally:
                 self._full = None
             machine.check_open()
-        ready = flat.ready
 
-        def acquire(memory: list[memoryview] | None = None) -> Slab:
-            slab = pool.acquire(layout, pinned=ready is not None)
+        def acquire() -> Slab:
+            slab = pool.acquire(layout, pinned=pinned)
             jobs.append(_Job(slab, flat, tensors, memory))
             return slab
 
-        if quick and ready is None:
-            return acquire(memory)
+        if pool.is_quick(nbytes, pinned=pinned):
+            return acquire()
         self._link.check()
-        quick = pool.is_quick(nbytes, pinned=ready is not None)
-        slab: Slab = acquire() if quick else await self._link.run(acquire, nbytes)
+        memory = None
+        slab: Slab = await self._link.run(acquire, nbytes)
         return slab
 
     def _has_room(self, pool: SlabPool, nbytes: int, jobs: list[_Job], count: int) -> bool:
@@ -476,7 +468,6 @@ class Publishing:
         return not steady.waiting
 
     def end_steady(self) -> None:
-        """Let the machine go on."""
         if self.steady is not None:
             try:
                 self.steady.end()

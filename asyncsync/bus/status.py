@@ -138,24 +138,20 @@ def worker_status(machine: Trainer, worker: int, models: Sequence[str], now: flo
 # -- over the network -------------------------------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class Reporter:
     """Makes the reports of one sender. ``clock`` is its loop's; ``refused`` and ``dropped`` return counts by reason."""
 
-    def __init__(
-        self,
-        machine: Trainer,
-        clock: Callable[[], float],
-        refused: Callable[[], Mapping[str, int]],
-        dropped: Mapping[str, int],
-    ) -> None:
-        self._machine = machine
-        self._clock = clock
-        self._refused = refused
-        self._dropped = dropped
-        self._began = self._refilled = clock()
-        self._tokens = float(ANSWERS)
-        self._last: Report | None = None
-        self._fresh_until = 0.0
+    _machine: Trainer
+    _clock: Callable[[], float]
+    _refused: Callable[[], Mapping[str, int]]
+    _dropped: Mapping[str, int]
+    _tokens: float = ANSWERS
+    _last: Report | None = None
+    _fresh_until: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._began = self._refilled = self._clock()
 
     def answer(self, token: int) -> Report | None:
         """For an INQUIRY; None: too many have asked."""
@@ -297,7 +293,6 @@ def worker_figures(status: BusStatus, applied: Mapping[str, int]) -> list[Metric
 
 
 def link_figures(dropped: Mapping[str, int], stalled: float) -> list[Metric]:
-    """Of either end."""
     return [
         _counter("dropped_messages", "Messages that were dropped.", _by(dropped), ("reason",)),
         _counter("loop_stalled_seconds", "Total time the event loop was blocked.", {(): stalled}),
@@ -345,8 +340,7 @@ class Life:
 
 
 class Observer(ABC):
-    """Tells the hooks, and the debug log while it is on. ``lives`` has what is not over: in the trainer by version, in
-    a worker by serial."""
+    """Tells the hooks and the debug log. ``lives`` has what is not over, by version (trainer) or serial (worker)."""
 
     def __init__(self, hooks: Iterable[Hook] = ()) -> None:
         self.lives: dict[int, Life] = {}
@@ -395,27 +389,23 @@ class TrainerObserver(Observer):
         self._count = 0
 
     def begin(self, models: Iterable[str]) -> Life:
-        """A publication begins."""
         self._count += 1
         life = Life({"id": self._count, "models": sorted(models)})
         self.tell("publish.begin", life)
         return life
 
     def published(self, life: Life, version: int, epoch: Epoch) -> None:
-        """It has become a version, which is announced from now on."""
         life.info |= {"version": version, "epoch": epoch_text(epoch)}
         self.follow(version, life)
         self.tell("publish.published", life)
 
     def abandoned(self, life: Life, error: BaseException) -> None:
-        """It was not published, or not completely."""
         if "version" in life.info:
             self.end(life.info["version"], repr(error))
         else:
             self.tell("publish.end", life, error=repr(error))
 
     def sent(self, worker: int, update: Update | Again) -> None:
-        """An announcement is on its way to a worker."""
         if (life := self.lives.get(_version_of(update))) is None:
             return
         is_commit = isinstance(update, Update) and update.phase == COMMIT
@@ -494,7 +484,6 @@ class WorkerObserver(Observer):
             self.tell("update.begin", life, self._heard)
 
     def _committed(self, version: int, serial: int) -> None:
-        """What is staged goes on under this serial."""
         for before, life in list(self.lives.items()):
             if life.info["version"] == version:
                 del self.lives[before]
@@ -510,7 +499,6 @@ class WorkerObserver(Observer):
                 self.tell("update.staged", life)
 
     def taken(self, staging: Staging) -> None:
-        """The user's code has taken this one."""
         if (life := self.lives.get(staging.serial)) is not None:
             self.tell("update.taken", life)
 

@@ -149,7 +149,6 @@ class TrainerLink(Link):
         return self.machine
 
     def report(self) -> Report:
-        """How this trainer and its workers are, now."""
         self.caught_up()
         return self.reporter.report()
 
@@ -180,7 +179,6 @@ class TrainerLink(Link):
     # -- the workers, for those who call -------------------------------------------------------------------------------
 
     def check_workers(self, workers: list[int] | None) -> None:
-        """Raise ValueError where a worker_idx cannot exist."""
         count = self.machine.num_workers
         for worker in workers or ():
             if worker < 0 or (count is not None and worker >= count):
@@ -361,7 +359,7 @@ class TrainerLink(Link):
         membership, progress = machine.membership, machine.progress
 
         def gathered() -> bool:
-            there = [w for w in membership.expected() if progress.connected(w, models)]
+            there = [w for w in membership.expected() if not progress.why_absent(w, models)]
             return len(there) >= (self.min_workers if machine.num_workers is None else machine.num_workers)
 
         def hopeless() -> bool:
@@ -391,11 +389,11 @@ class TrainerLink(Link):
 
     def _why_not_all(self, models: list[str]) -> str:
         membership, progress = self.machine.membership, self.machine.progress
-        missing = [w for w in membership.expected() if not progress.connected(w, models)]
-        missing.sort(key=lambda w: w in self.machine.peers)  # first those that the others may be waiting for
-        reasons = [progress.why_absent(w, models) for w in missing]
+        # First those that the others may be waiting for.
+        expected = sorted(membership.expected(), key=lambda worker: worker in self.machine.peers)
+        reasons = [why for worker in expected if (why := progress.why_absent(worker, models))]
         if self.machine.num_workers is None:
-            there = len(membership.expected()) - len(missing)
+            there = len(expected) - len(reasons)
             reasons.insert(0, f"{there} of at least {self.min_workers} workers connected")
         if membership.turned_away:
             reasons.append(f"the sender turned one away: {membership.turned_away}")
@@ -445,8 +443,7 @@ class TrainerLink(Link):
         self.settle()
 
     def _check_key(self, admission: Admission, frame: zmq.Frame, route: bytes, instruction: Instruction) -> bytes:
-        """The key of this message. Raises ProtocolError if its holder may not send it; who claims a place that is not
-        its own is told so."""
+        """The key of this message. Raises ProtocolError if its holder may not send it; a HELLO is answered then."""
         try:
             key = admission.check(frame, instruction, self.machine.membership.at(route))
         except ProtocolError as error:
@@ -459,7 +456,6 @@ class TrainerLink(Link):
         return key
 
     def _revoke(self) -> None:
-        """Turn away the workers whose keys are not listed any more."""
         if self.admission is None:
             return
         for worker in self.admission.revoked(self.machine.peers):

@@ -15,7 +15,7 @@ import hashlib
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import Context
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -75,21 +75,17 @@ def _hash(tensor: torch.Tensor, is_over: Callable[[], bool]) -> bytes:
     return digest.digest()
 
 
+@dataclass(eq=False)
 class WorkerVerifying:
-    """Answers what the trainer asks of this worker's models. ``shown`` returns the epoch and the version that a model
-    shows; None: nothing yet."""
+    """Answers the trainer's questions. ``shown`` returns epoch and version of what a model shows; None: nothing yet."""
 
-    def __init__(
-        self, link: Link, machine: Worker, gate: Gate, shown: Callable[[str], tuple[Epoch, int] | None]
-    ) -> None:
-        self._link = link
-        self._machine = machine
-        self._gate = gate
-        self._shown = shown
-        self._task: asyncio.Task[None] | None = None
+    _link: Link
+    _machine: Worker
+    _gate: Gate
+    _shown: Callable[[str], tuple[Epoch, int] | None]
+    _task: asyncio.Task[None] | None = None
 
     def begin(self) -> None:
-        """Answer what is asked, unless an answer is being made already."""
         question = self._machine.asked
         if question is not None and self._task is None and not (self._machine.leaving or self._link.closed):
             # In a context of its own: the caller's may be inside a hold, which this one must not count as.
@@ -144,15 +140,14 @@ class WorkerVerifying:
         return None
 
 
+@dataclass(eq=False)
 class TrainerVerifying:
-    """Compares what workers' models hold with what they should have; one call after the other. ``end_steady`` lets the
-    machine go on."""
+    """Compares what workers' models hold with what they should have. ``end_steady`` lets the machine go on."""
 
-    def __init__(self, link: Link, machine: Trainer, end_steady: Callable[[], None]) -> None:
-        self._link = link
-        self._machine = machine
-        self._end_steady = end_steady
-        self._order = Order()
+    _link: Link
+    _machine: Trainer
+    _end_steady: Callable[[], None]
+    _order: Order = field(default_factory=Order)
 
     async def verify(self, model_id: str, workers: Iterable[int], timeout: float) -> Differences:
         """The names that differ, for each of these workers. Raises AckTimeout if another call has not ended in time;
@@ -221,7 +216,6 @@ class TrainerVerifying:
         return NotComparable(f"it has not answered for one of the newest versions within {timeout:g} s")
 
     async def _own(self, targets: Mapping[int, Target]) -> dict[tuple[int, int], tuple[Layout, list[bytes]]]:
-        """The digests of what these workers should have, by worker and version."""
         over, link = threading.Event(), self._link
         entries = {target.slab: [[view] for view in target.slab.views] for target in targets.values()}
         layouts = {slab: slab.layout for slab in entries}

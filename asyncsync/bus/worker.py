@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -37,7 +37,7 @@ from asyncsync.runtime.threads import finish, yield_core
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab, SlabPool
 from asyncsync.wire.codec import decode, encode
-from asyncsync.wire.messages import FIRST_GUEST, Again, Bye, Cast, Chunk, Epoch, Instruction, Part, Welcome
+from asyncsync.wire.messages import FIRST_GUEST, Again, Buffer, Bye, Cast, Chunk, Epoch, Instruction, Part, Welcome
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -146,7 +146,6 @@ class WorkerLink(Link, Memory):
 
     @property
     def is_lost(self) -> bool:
-        """Whether the trainer's process has ended, or its connection stays away."""
         return self.trainer_lost or self.whereabouts.is_away(self.loop.time())
 
     # -- callbacks --------------------------------------------------------------------------------------------------
@@ -170,21 +169,26 @@ class WorkerLink(Link, Memory):
         if self.side_channel is not None:
             self.side_channel.drain()
         self.whereabouts.drain_fanout()
+        instruction = self._take_in(lambda: decode([frame.buffer for frame in frames]))
+        if type(instruction) is Bye and self.machine.session.ended is None:
+            self.trainer_lost = True  # it writes nothing any more, and there may be another
+        elif type(instruction) is Welcome and self.machine.session.welcomed:
+            self._watch_trainer()
+            self._open_side_channel()
+            self._subscribe()
+        self.settle()
+
+    def _take_in(self, read_message: Callable[[], tuple[Instruction, Sequence[Buffer]]]) -> Instruction | None:
+        """The message, if it was good for anything."""
         try:
-            instruction, payload = decode([frame.buffer for frame in frames])
+            instruction, payload = read_message()
             if self.observer.follows:
                 self.observer.heard(instruction)
             self.machine.receive(instruction, payload, self.loop.time())
         except ProtocolError as error:
             self.drop(error, "the sender")
-        else:
-            if type(instruction) is Bye and self.machine.session.ended is None:
-                self.trainer_lost = True  # it writes nothing any more, and there may be another
-            elif type(instruction) is Welcome and self.machine.session.welcomed:
-                self._watch_trainer()
-                self._open_side_channel()
-                self._subscribe()
-        self.settle()
+            return None
+        return instruction
 
     def _subscribe(self) -> None:
         """Be where the trainer sends what is for all, as its WELCOME says; that of another says nothing of this one."""
@@ -219,29 +223,20 @@ class WorkerLink(Link, Memory):
             except Exception:
                 raise
             except BaseException:
-                self._take_in(packet)  # half of it may be in the model, or all of it, and not be acknowledged
+                # Half of it may be in the model, or all of it, and not be acknowledged.
+                self._take_the_general_way(packet)
                 raise
-        self._take_in(packet)
+        self._take_the_general_way(packet)
 
-    def _take_in(self, packet: memoryview) -> None:
-        instruction: Instruction | None = None
-        follows = False
-        try:
-            instruction, payload = read(packet)
-            if follows := self.observer.follows:
-                self.observer.heard(instruction)
-            self.machine.receive(instruction, payload, self.loop.time())
-        except ProtocolError as error:
-            self.drop(error, "the sender")
+    def _take_the_general_way(self, packet: memoryview) -> None:
+        instruction = self._take_in(lambda: read(packet))
         self.settle()
-        if type(instruction) is Again and not self.closed and not follows:
+        if type(instruction) is Again and not self.closed and not self.observer.follows:
             self._begin_steady(instruction)
 
     def _begin_steady(self, again: Again) -> None:
         """If this, the last instruction, was applied at once, by copying a few bytes: be ready to do so again."""
         machine = self.machine
-        if not machine.settings.fast or machine.fast_path is not None:
-            return
         if (steady := machine.steady(again.serial)) is None:
             return
         model_id, part = steady
@@ -323,7 +318,6 @@ class WorkerLink(Link, Memory):
         return [*worker_figures(self.status(models), applied), *super().figures()]
 
     def _open_side_channel(self) -> None:
-        """The trainer knows this worker now: connect the side channel, unless it is there already."""
         path = side_channel_path(self.whereabouts.endpoint)
         if path is not None and (self.side_channel is None or self.side_channel.closed):
             self.side_channel = connect(path, self.machine.session.nonce, self._receive_packet, self.crash)
@@ -508,8 +502,7 @@ def guest_link(
     credentials: Callable[[], Credentials] | None = None,
     relaying: Relaying | None = None,
 ) -> WorkerLink:
-    """A link that takes every model of a sender; its place is one that no worker has. On the running loop. Raises
-    NotConnected if it cannot connect."""
+    """A link on the running loop that takes every model of a sender. Raises NotConnected if it cannot connect."""
     place = FIRST_GUEST + secrets.randbelow(FIRST_GUEST)
     link = WorkerLink(sender, place, settings, Gate(), credentials, role, transport=transport, relaying=relaying)
     link.settle()  # from now on it looks for the sender, at each of its addresses

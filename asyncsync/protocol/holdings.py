@@ -26,6 +26,7 @@ FIRST_HELLO_RETRY = 0.25
 KEPT_LAYOUTS = 4
 
 
+@dataclass(eq=False)
 class Session:
     """One worker incarnation's sessions, one after the other.
 
@@ -39,41 +40,34 @@ class Session:
         refused: per model, why its layout does not fit; cleared by one that does.
     """
 
-    def __init__(
-        self,
-        worker: int,
-        nonce: bytes,
-        identity: Identity,
-        settings: Settings,
-        models: Mapping[str, Binding],
-        role: str,
-        memory: Memory,
-    ) -> None:
-        self.worker = worker
-        self.nonce = nonce
-        self.identity = identity
-        self.outbox: deque[Instruction] = deque()
+    worker: int
+    nonce: bytes
+    identity: Identity
+    _settings: Settings
+    _models: Mapping[str, Binding]
+    _role: str
+    _memory: Memory
+    outbox: deque[Instruction] = field(default_factory=deque)
+    epoch: Epoch | None = None
+    trainer: Welcome | None = None
+    online: bool = False
+    welcomed: bool = False
+    served: dict[str, bytes] = field(default_factory=dict)
+    reconnects: bool = False
+    attempt: int = 0
+    ended: WeightSyncError | None = None
+    refused: dict[str, SchemaMismatch] = field(default_factory=dict)
+    _layouts: dict[str, dict[bytes, Layout]] = field(default_factory=dict)  # that fit: of each model, the latest few
+    _unfit: dict[str, Layout] = field(default_factory=dict)  # what was refused
+    _nameless: bool = False
+    _next_hello: float = 0.0
+    _hello_delay: float = FIRST_HELLO_RETRY
+    _ping: int = 0
+    _answered: int = 0
+    _answered_by_root: int = 0
+
+    def __post_init__(self) -> None:
         self.send = self.outbox.append
-        self.epoch: Epoch | None = None
-        self.trainer: Welcome | None = None
-        self.online = False
-        self.welcomed = False
-        self.served: dict[str, bytes] = {}
-        self.reconnects = False
-        self.ended: WeightSyncError | None = None
-        self.refused: dict[str, SchemaMismatch] = {}
-        self._settings = settings
-        self._models = models
-        self._role = role
-        self._memory = memory
-        self._layouts: dict[str, dict[bytes, Layout]] = {}  # that fit: of each model, the latest few
-        self._unfit: dict[str, Layout] = {}  # what was refused
-        self._nameless = False
-        self.attempt = 0
-        self._next_hello = 0.0
-        self._hello_delay = FIRST_HELLO_RETRY
-        self._ping = 0
-        self._answered = self._answered_by_root = 0
 
     # -- names ------------------------------------------------------------------------------------------------------
 
@@ -82,7 +76,6 @@ class Session:
         return next(iter(self._models)) if topic == "" and self._nameless else topic
 
     def name(self, model_id: str) -> str:
-        """The trainer's name for a model of the worker's."""
         return "" if self._nameless else model_id
 
     def named(self, versions: Mapping[str, int]) -> dict[str, int]:
@@ -111,7 +104,6 @@ class Session:
         return None
 
     def forget(self, model_id: str) -> None:
-        """This model takes part no more."""
         for known in (self._layouts, self._unfit, self.refused):
             known.pop(model_id, None)
 
@@ -188,8 +180,7 @@ class Session:
         return True
 
     def mismatch(self, model_id: str) -> SchemaMismatch | None:
-        """Why what the trainer serves of this model does not fit; None: it does, or nothing is served, perhaps because
-        the trainer has taken back what did not."""
+        """Why what the trainer serves of this model does not fit; None: it does, or nothing is served (any more)."""
         return self.refused.get(model_id) if self.served.get(model_id) else None
 
     # -- requests ---------------------------------------------------------------------------------------------------
@@ -218,7 +209,6 @@ class Session:
     # -- end --------------------------------------------------------------------------------------------------------
 
     def ends(self, bye: Bye, now: float) -> None:
-        """The trainer has sent BYE."""
         if bye.nonce != self.nonce or (self.epoch is not None and bye.epoch < self.epoch):
             raise ProtocolError("a BYE that is not meant for this worker")
         if bye.reason == "superseded":
@@ -338,16 +328,16 @@ class Staging:
             part.slab.release()
 
 
+@dataclass(eq=False)
 class Taken:
     """An update that the user's code has taken, to apply it in its own time and thread. It is over with
     :meth:`Worker.give_back`, and nothing newer replaces it before. ``previous``: what each model held before, which
     stays as it is meanwhile; without those that held nothing. ``is_applied``: it was applied before, and is only read
     once more. Has references to all slabs."""
 
-    def __init__(self, staging: Staging, previous: dict[str, Held], *, is_applied: bool = False) -> None:
-        self.staging = staging
-        self.previous = previous
-        self.is_applied = is_applied
+    staging: Staging
+    previous: dict[str, Held]
+    is_applied: bool = False
 
     def release(self) -> None:
         self.staging.release()
@@ -360,8 +350,7 @@ class Taken:
 
 
 class StagedUpdates(list[Staging]):
-    """The updates that should go through the gate, oldest first. One that has gone through stays until the loop
-    knows."""
+    """What should go through the gate, oldest first. An update that has gone through stays until the loop knows."""
 
     def line_up(self, staging: Staging, *, again: bool = False) -> None:
         """Behind those that wait for the gate, without those of whose every model something newer waits now. ``again``:
@@ -528,7 +517,6 @@ class Holdings:
             self.is_report_due = True
 
     def close(self) -> None:
-        """Release all slabs."""
         for _, _, slab in self.held.values():
             slab.release()
         self.held.clear()

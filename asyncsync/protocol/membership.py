@@ -68,6 +68,7 @@ class Newcomer:
         return self._patience <= 0.0
 
 
+@dataclass(eq=False)
 class Membership:
     """The workers of one trainer. ``welcome`` sends one a WELCOME.
 
@@ -84,34 +85,25 @@ class Membership:
         follows: whether another sender has published what this one serves: a worker may know more of it than this one.
     """
 
-    def __init__(
-        self,
-        epoch: Epoch,
-        identity: Identity,
-        num_workers: int | None,
-        settings: Settings,
-        targets: Targets,
-        welcome: Callable[[Peer], None],
-    ) -> None:
-        self.epoch = epoch
-        self.identity = identity
-        self.num_workers = num_workers
-        self.settings = settings
-        self.peers: dict[int, Peer] = {}
-        self.routes: dict[bytes, Peer] = {}
-        self.gone: dict[int, str] = {}
-        self.behind: dict[int, Peer] = {}
-        self.follows = False
-        self.outbox: deque[tuple[bytes, Instruction, Sequence[Buffer]]] = deque()
-        self.turned_away = ""
-        self.refused: Counter[str] = Counter()
-        self.fanout_port = 0
-        self.unwatched: set[bytes] = set()
-        self.shortage = ""
-        self._targets = targets
-        self._welcome = welcome
-        self._superseded: dict[bytes, None] = {}
-        self._newcomers: dict[int, Newcomer] = {}  # by the worker whose place they want
+    epoch: Epoch
+    identity: Identity
+    num_workers: int | None
+    settings: Settings
+    _targets: Targets
+    _welcome: Callable[[Peer], None]
+    peers: dict[int, Peer] = field(default_factory=dict)
+    routes: dict[bytes, Peer] = field(default_factory=dict)
+    gone: dict[int, str] = field(default_factory=dict)
+    behind: dict[int, Peer] = field(default_factory=dict)
+    follows: bool = False
+    outbox: deque[tuple[bytes, Instruction, Sequence[Buffer]]] = field(default_factory=deque)
+    turned_away: str = ""
+    refused: Counter[str] = field(default_factory=Counter)
+    fanout_port: int = 0
+    unwatched: set[bytes] = field(default_factory=set)
+    shortage: str = ""
+    _superseded: dict[bytes, None] = field(default_factory=dict)
+    _newcomers: dict[int, Newcomer] = field(default_factory=dict)  # by the worker whose place they want
 
     # -- who is there -----------------------------------------------------------------------------------------------
 
@@ -417,12 +409,12 @@ class Outcome:
     waiting: set[int] = field(default_factory=set)
 
 
+@dataclass(eq=False)
 class Progress:
     """How far the versions have come; changes nothing."""
 
-    def __init__(self, membership: Membership, targets: Targets) -> None:
-        self._membership = membership
-        self._targets = targets
+    _membership: Membership
+    _targets: Targets
 
     def targeted(self, version: int, models: Collection[str] | None = None) -> list[int]:
         """The workers whose target is this version or newer, or was, before it was rejected."""
@@ -463,8 +455,7 @@ class Progress:
         return [worker for worker in there if staged.workers is None or worker in staged.workers]
 
     def staged(self, version: int, workers: Iterable[int], models: Collection[str] | None = None) -> Outcome:
-        """Which of these workers have this version, or a newer one, ready or applied; which cannot; which have still to
-        answer."""
+        """Who has it, or a newer one, ready or applied, who cannot, who has still to answer."""
         return self._outcome((worker, self._answer_staged(worker, version, models)) for worker in workers)
 
     def _outcome(self, answers: Iterable[tuple[int, int | Exception | None]]) -> Outcome:
@@ -479,8 +470,7 @@ class Progress:
         return result
 
     def awaited(self, version: int, models: list[str], first: int | None = None) -> int | None:
-        """A worker that may still come to hold this version of these models; None: nobody may. ``first``: who is asked
-        before all others."""
+        """A worker, if it can be ``first``, that may still come to hold this version of these models; None: nobody."""
         if self._targets.staged is not None and self._targets.staged.version == version:
             return next(iter(self.to_stage(version, models)), None)
         if (
@@ -494,16 +484,7 @@ class Progress:
 
     def outstanding(self, version: int, workers: Iterable[int], models: list[str] | None) -> bool:
         """True while somebody may still come to hold this version; the short form of :meth:`of`."""
-        for worker in workers:
-            peer = self._membership.find(worker)
-            if peer is not None and models is not None:
-                if peer.has(version, models):
-                    continue
-                if peer.is_getting(version, models):
-                    return True
-            if self._answer(worker, version, models) is None:
-                return True
-        return False
+        return any(self._answer(worker, version, models) is None for worker in workers)
 
     def _answer(self, worker: int, version: int, models: list[str] | None) -> int | Exception | None:
         """Which version this worker holds of these models, if it is not older; or why it will not; None: it may."""
@@ -575,35 +556,29 @@ class Progress:
                 return refusal
         return None
 
-    def connected(self, worker: int, models: Iterable[str]) -> bool:
-        """True if the worker is there, has answered for these models, and has applied its targets of them."""
-        peer = self._membership.find(worker)
-        if peer is None or peer.lost or not peer.ready:
-            return False
-        for model_id in models:
-            if model_id not in peer.hello.have:
-                return False
-            target = self._targets.newest(worker, model_id)
-            if target is not None and peer.applied.get(model_id, 0) < target.version:
-                return False
-        return True
-
     def why_absent(self, worker: int, models: Iterable[str]) -> str:
-        """For people: what keeps this worker from being connected."""
+        """For people: what keeps this worker from being connected. Empty: it is there, has answered for these models,
+        and has applied its targets of them."""
         peer = self._membership.find(worker)
         if peer is None:
             return f"worker {worker} has not connected (did it start? see its stderr)"
         if peer.lost:
             return f"worker {worker} is lost ({peer.lost})"
+        is_connected = peer.ready
         for model_id in models:
             if model_id not in peer.hello.have:
                 names = sorted(m for m in peer.hello.have if m)
                 return f"worker {worker} has {names}, not {model_id!r}: use one model_id on both sides"
             target = self._targets.newest(worker, model_id)
-            if target is not None and (refusal := self.refusal(peer, target)) is not None:
+            if target is None or peer.applied.get(model_id, 0) >= target.version:
+                continue
+            is_connected = False
+            if (refusal := self.refusal(peer, target)) is not None:
                 return f"worker {worker} cannot take {model_id!r}: {refusal}"
-            if target is not None and (failure := self._failure(peer, model_id, target.version)) is not None:
+            if (failure := self._failure(peer, model_id, target.version)) is not None:
                 return f"worker {worker} failed to apply {model_id!r}: {failure}"
+        if is_connected:
+            return ""
         assembled = (self._targets.models[m].assembled for p in self._targets.pending.values() for m in p.models)
         if self._membership.num_workers is not None and not all(assembled):
             return f"worker {worker} is connected, and waits for the other workers"

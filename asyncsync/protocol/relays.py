@@ -56,7 +56,6 @@ class Behind:
         self._count = 0  # of those who have come: who has come last is believed
 
     def report(self, relay: Peer, report: messages.Relayed, now: float) -> None:
-        """Take in a relay's report. Raises ProtocolError if it is none."""
         if relay.hello.role != "relay":
             raise ProtocolError(f"worker {relay.worker} reports other workers, but is no relay")
         known = self._relays.setdefault(relay.nonce, _Relay())
@@ -198,7 +197,6 @@ class Questions:
         self._asked: dict[int, deque[tuple[int, int]]] = {}  # of each worker: number of the question above, its own
 
     def put(self, peer: Peer, ping: messages.Ping) -> None:
-        """A worker asks what it should have."""
         if not ping.root or not self._membership.follows:
             self._answer(peer, ping.seq, {}, root=not self._membership.follows)
         else:

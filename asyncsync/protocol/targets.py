@@ -25,7 +25,7 @@ from asyncsync.errors import SchemaMismatch
 from asyncsync.protocol.settings import Settings
 from asyncsync.protocol.transfer import Parts, Transfer
 from asyncsync.weights.slab import Slab
-from asyncsync.wire.messages import FIRST_GUEST, STAGE, Hello
+from asyncsync.wire.messages import FIRST_GUEST, Hello
 
 KEPT_REFUSALS = 64
 KEPT_REJECTIONS = 16
@@ -124,8 +124,20 @@ class Peer:
         return False
 
     def answered(self, model_id: str, digest: bytes) -> bool:
-        """True if this layout was accepted or refused."""
         return (model_id, digest) in self.accepted or (model_id, digest) in self.refused
+
+    def agrees(self, layouts: Iterable[tuple[str, bytes]]) -> bool:
+        """True if it has accepted these layouts, as far as it has their models, and was shown no others since."""
+        for layout in layouts:
+            model_id, digest = layout
+            if model_id in self.hello.have and (
+                layout not in self.accepted
+                or layout in self.refused
+                or self.announced.get(model_id) != digest
+                or not self.ready
+            ):
+                return False
+        return True
 
     def next_ping(self, settings: Settings) -> float:
         # A peer that does not answer gets few PINGs, so that its queue does not grow while it is stopped.
@@ -169,7 +181,6 @@ class Peer:
         return any(number > self.welcomes for number in self.shown.values())
 
     def note_applied(self, versions: dict[str, int]) -> None:
-        """The models hold these versions, or newer ones."""
         for model_id, version in versions.items():
             if version > self.applied.get(model_id, 0):
                 self.applied[model_id] = version
@@ -198,20 +209,9 @@ class Peer:
                 self.failed[model_id, version] = error
 
     def has(self, version: int, models: Iterable[str]) -> bool:
-        """True if it has applied this version of each model, or a newer one."""
         applied = self.applied
         for model_id in models:  # noqa: SIM110 (called for every message; a generator takes twice as long)
             if applied.get(model_id, 0) < version:
-                return False
-        return True
-
-    def is_getting(self, version: int, models: Iterable[str]) -> bool:
-        """True if an UPDATE to it is under way that brings this version of each model, and nothing has gone wrong."""
-        if self.transfer is None or self.transfer.phase == STAGE or self.lost or self.failed or self.refused:
-            return False
-        parts = self.transfer.parts
-        for model_id in models:  # noqa: SIM110 (as above)
-            if model_id not in parts or parts[model_id][0] < version:
                 return False
         return True
 
@@ -221,7 +221,6 @@ class Peer:
         return max(ready, default=0)
 
     def ahead(self, model_id: str) -> int:
-        """The version that the worker has applied or staged."""
         applied = self.applied.get(model_id, 0)
         return max(applied, self.staged[model_id]) if model_id in self.staged else applied
 
@@ -321,7 +320,6 @@ class Targets:
         return b""
 
     def carry_on(self, version: int) -> None:
-        """Count on from this version, which is not below the newest."""
         self.version = self.published = self._carried = version
 
     def publish(
@@ -420,8 +418,7 @@ class Targets:
         return version
 
     def when_agreed(self, version: int, then: Callable[[], object]) -> None:
-        """Call this when a version that was published or staged becomes the target; at once, if it has; never, if it
-        does not."""
+        """Call this when a published or staged version becomes the target: at once, if it has been; never, if not."""
         staged = self.staged if self.staged is not None and self.staged.version == version else None
         if (publication := self.pending.get(version, staged)) is not None:
             publication.then = then
@@ -474,7 +471,6 @@ class Targets:
         self.published = max(self._carried, *current, 0)
 
     def target(self, worker: int, model_id: str) -> Target | None:
-        """What this worker should have now."""
         model = self.models.get(model_id)
         if model is None:
             return None
@@ -605,7 +601,6 @@ class Targets:
         return None
 
     def rejected(self, version: int) -> frozenset[str]:
-        """The models of a publication that goes to nobody."""
         return next((p.models for p, _ in reversed(self._rejections) if p.version == version), frozenset())
 
     def restart(self) -> None:
@@ -617,7 +612,6 @@ class Targets:
         self._rejections = []
 
     def forget_worker(self, worker: int) -> None:
-        """Release what was meant for one worker that will not come back."""
         for model in self.models.values():
             if (slot := model.own.pop(worker, None)) is not None:
                 slot.drop()
@@ -689,7 +683,6 @@ class Leases:
             del self.of[nonce]
 
     def release(self, nonce: bytes) -> None:
-        """An incarnation has ended, or reads nothing any more."""
         if (leases := self.of.pop(nonce, None)) is not None:
             for _, slab in leases.slabs.values():
                 slab.release()

@@ -156,7 +156,6 @@ class Trainer:
         return "it was published" if self.published == version else "nothing is"
 
     def check_staged(self, version: int) -> None:
-        """Raise ValueError if this version is not staged (any more)."""
         if self.targets.staged is None or self.targets.staged.version != version:
             raise ValueError(f"version {version} is not staged: {self._instead(version)}")
 
@@ -201,7 +200,6 @@ class Trainer:
         self.targets.models[model_id].assembled = True
 
     def close(self) -> None:
-        """Send BYE to everybody and release all slabs."""
         if self.closed:
             return
         self.closed = True
@@ -335,7 +333,6 @@ class Trainer:
         self._pump(peer)
 
     def _on_refused(self, peer: Peer, refused: messages.Refused) -> None:
-        """A worker refuses a layout: whatever is pending with it goes to nobody."""
         if refused.number < peer.shown.get((refused.model_id, refused.digest), 0):
             return  # it concerns a publication that is over; the layout was shown again for the next one
         peer.ready = True
@@ -443,7 +440,6 @@ class Trainer:
         gone(peer.worker, peer.nonce, why, now)
 
     def undeliverable(self, worker: int, nonce: bytes, descriptor: bytes, error: Exception) -> None:
-        """A transport could not hand a slab to this worker, to which it was announced."""
         peer = self.peers.get(worker)
         if peer is not None and peer.nonce == nonce and peer.undeliverable(descriptor, error):
             self._pump(peer)
@@ -478,7 +474,6 @@ class Trainer:
         return self.verification
 
     def pass_on(self, question: messages.Verify) -> None:
-        """Send a question to the worker that it is for, or to the relay that this one is behind."""
         peer = self.membership.find(question.worker)
         if peer is not None and peer.nonce == question.nonce and not peer.lost:
             relay = peer if peer.relay is None else self.peers.get(peer.relay)
@@ -561,23 +556,10 @@ class Trainer:
         return self.num_workers is not None and not all(models[m].assembled for m in publication.models)
 
     def _is_agreed(self, publication: Publication) -> bool:
-        """True if nothing else is pending, and everybody who is there has accepted these layouts and no others since:
-        then nobody need be sent a WELCOME. The rule in a training loop."""
+        """True if nothing else is pending, and nobody need be sent a WELCOME. The rule in a training loop."""
         if len(self.targets.pending) != 1 or self._is_gathering(publication):
             return False
-        for peer in self.peers.values():
-            if peer.lost:
-                continue
-            for layout in publication.layouts:
-                model_id, digest = layout
-                if model_id in peer.hello.have and (
-                    layout not in peer.accepted
-                    or layout in peer.refused
-                    or peer.announced.get(model_id) != digest
-                    or not peer.ready
-                ):
-                    return False
-        return True
+        return all(peer.lost or peer.agrees(publication.layouts) for peer in self.peers.values())
 
     def _unanswered(self, publication: Publication) -> set[int]:
         gathering = self._is_gathering(publication)
@@ -685,11 +667,9 @@ class Trainer:
         for peer in peers:
             if not peer.is_worker:
                 return None  # the fast path counts answers, and nobody waits for this one's
-            if peer.serial != last.serial or peer.transfer is not None or not peer.ready:
+            if peer.serial != last.serial or peer.transfer is not None or not peer.agrees([layout]):
                 return None
             if peer.staged or peer.failed or peer.refused or peer.applied.get(model_id) != current.version:
-                return None
-            if layout not in peer.accepted or peer.announced.get(model_id) != layout[1]:
                 return None
         return peers
 

@@ -115,7 +115,6 @@ class Announcement:
         self.payload, self.nbytes = [], 0
 
     def can_repeat(self, slab: Slab) -> bool:
-        """Whether AGAIN can announce this slab, which has the same layout."""
         if slab.values or slab.origin is not None:
             return False
         return slab.packed == slab.nbytes and (slab.descriptor is not None) is self._at_hand
@@ -245,7 +244,6 @@ class Memory:
         return pool.acquire(layout)
 
     def opens(self, pid: int) -> bool:
-        """Whether this process may open the memory of that one, on the same host."""
         return True
 
 
@@ -331,11 +329,9 @@ class IncomingUpdate:
 
     @property
     def streaming(self) -> bool:
-        """True while chunks are missing."""
         return self.received < self.total
 
     def stalled(self, now: float, patience: float) -> bool:
-        """True if something is missing and nothing has come for so long."""
         return self.streaming and now >= self.last_progress + patience
 
     def expects(self, part: int, offset: int, size: int) -> bool:
@@ -389,7 +385,6 @@ class IncomingUpdate:
         return tuple([0 if slab is None else part.base for part, slab in pairs])
 
     def forget_bases(self) -> None:
-        """What is still missing is fetched whole."""
         bases, self.bases = self.bases, []
         for slab in bases:
             if slab is not None:
@@ -446,7 +441,6 @@ class Sharer:
         self.slabs.update({(version, model_id): slab.retain() for model_id, slab in slabs.items()})
 
     def retire(self, version: int, model_id: str) -> None:
-        """Nobody will request this any more."""
         for route, transfer in list(self.transfers.items()):
             if transfer.serial == version and model_id in transfer.parts:
                 self.disconnected(route)

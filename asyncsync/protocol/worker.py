@@ -50,18 +50,14 @@ PUSH_PATIENCE = 2.0  # seconds; those who set the pace of what is pushed may hav
 
 
 class FastPath(Protocol):
-    """Applies each AGAIN in few steps, as long as nothing else happens."""
+    """Applies each AGAIN in few steps, as long as nothing else happens; see :mod:`asyncsync.bus.steady`."""
 
-    def take_if_it_can(self, packet: memoryview, now: float) -> bytes | None:
-        """Apply what an AGAIN announces, and return the answer. None: it has to go the general way."""
-
-    def end(self) -> None:
-        """Release everything; what was applied is the worker's."""
+    def take_if_it_can(self, packet: memoryview, now: float) -> bytes | None: ...
+    def end(self) -> None: ...
 
 
 class Relaying(Protocol):
-    """Passes on to other workers what comes to one, while it comes. An update's slabs are its own: to keep them takes
-    references."""
+    """Passes on to other workers what comes to one, while it comes. To keep an update's slabs takes references."""
 
     def adopted(self, epoch: Epoch) -> None:
         """A new trainer's epoch has begun, from which nothing has come yet."""
@@ -183,7 +179,6 @@ class Worker:
             self._hello(now)
 
     def connected(self, now: float) -> None:
-        """The transport has (re)connected."""
         self.session.online = True
         self._hello(now)
 
@@ -192,7 +187,6 @@ class Worker:
         self.session.online = self.session.welcomed = False
 
     def applied(self, staging: Staging) -> None:
-        """The gate has let it through: the models hold these versions."""
         if staging.abandoned:
             return
         if staging in self.staged:
@@ -213,7 +207,6 @@ class Worker:
             self._report_failed(staging.serial, versions, error)
 
     def has(self, model_id: str, version: int | None = None) -> bool:
-        """Whether there is something to :meth:`take`."""
         ready = self._ready(model_id)
         return (ready > 0 and version in (None, ready)) or version == self.holdings.version(model_id) != 0
 
@@ -279,7 +272,6 @@ class Worker:
             self._show_digests(question.start)
 
     def leave(self) -> None:
-        """Ignore further updates; :meth:`bye` follows."""
         self.end_fast_path()
         self._drop()
         self.leaving = True
@@ -290,7 +282,6 @@ class Worker:
         self.session.bye(message, reads=reads)
 
     def close(self) -> None:
-        """Release all slabs."""
         self.end_fast_path()
         self._drop()
         self._let_go()
@@ -300,8 +291,7 @@ class Worker:
         self.pool.close()
 
     def settled(self, model_id: str) -> bool:
-        """True if the trainer serves this model, and this worker has applied what there was to apply, unless it takes
-        that."""
+        """True if the trainer serves this model, and this worker has applied, or may take, what there is."""
         session = self.session
         if not session.welcomed or model_id not in session.served:
             return False
@@ -659,7 +649,6 @@ class Worker:
         self._stage_if_complete()
 
     def _refetch(self, now: float) -> None:
-        """Fetch the rest of an update that has stalled once more, or give it up."""
         patience = self.settings.retry_interval
         for update in () if self.incoming is None else (self.incoming, *self.shares.values()):
             if not update.stalled(now, min(PUSH_PATIENCE, patience) if update.pushed else patience):
@@ -692,7 +681,6 @@ class Worker:
         self._fail(update.serial, update.parts, error)
 
     def _ready_versions(self) -> dict[str, int]:
-        """Per model, the newest version of this epoch that is staged, or taken."""
         ready = self.staged if self.taken is None else [self.taken.staging, *self.staged]
         return {m: version for one in ready if one.epoch == self.session.epoch for m, version in one.versions.items()}
 
@@ -707,7 +695,6 @@ class Worker:
         return self._memory.acquire(model_id, layout, self.pool, adopts=self.models[model_id].repoints)
 
     def _base(self, part: Part, layout: Layout) -> Slab | None:
-        """What this worker has of the version that is the base of this part, staged or applied; None: nothing."""
         model_id = self.session.local(part.model_id)
         slab = self.staged.slab(self.session.epoch, model_id, part.base) or self.holdings.slab(model_id, part.base)
         # What the trainer has leased to this worker it may write again; a relay's own slots are leased to others.
@@ -766,8 +753,7 @@ class Worker:
         return self.serial, tuple(holdings.leased)
 
     def flush(self) -> None:
-        """Before the outbox is sent: report an AGAIN that has not been applied at once, and slabs that no other message
-        has reported."""
+        """Before sending: report an AGAIN that was not applied at once, and slabs that nothing else has reported."""
         session, holdings = self.session, self.holdings
         if (unreported := self.unreported) is not None:
             self.unreported = None
@@ -832,8 +818,7 @@ class Worker:
     # -- the fast path -------------------------------------------------------------------------------------------------
 
     def steady(self, serial: int) -> tuple[str, Part] | None:
-        """The model and the part of the AGAIN of this serial, if that is applied and reported, and nothing else is
-        going on."""
+        """Model and part of the AGAIN of this serial, if that is applied and reported, and nothing else is going on."""
         base, session, holdings = self.base, self.session, self.holdings
         if base is None or base[0] != serial or self.serial != serial or self.leaving or not self.settings.fast:
             return None

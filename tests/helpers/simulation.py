@@ -451,7 +451,7 @@ class Simulation(Oracle):
     def _do_assemble(self, a: int, b: int) -> None:
         """The trainer's connect() has returned."""
         machine = self.trainer.machine
-        if all(machine.progress.connected(w, self.world.models) for w in range(self.world.workers)):
+        if not any(machine.progress.why_absent(w, self.world.models) for w in range(self.world.workers)):
             for model in self.world.models:
                 machine.assemble(model)
 

@@ -169,7 +169,7 @@ async def test_who_reads_after_an_interrupt_on_the_fast_path_reads_a_whole_model
     """Quicker than the long way, in another thread, and with a Parameter that was moved just then."""
     async with begun(api) as everybody:
         link, model, read_by_thread = link_of(everybody), everybody.models[0], []
-        take_in = link._take_in
+        take_in = link._take_the_general_way
         interruptible(link)
 
         def taking_in(packet: memoryview) -> None:
@@ -181,7 +181,7 @@ async def test_who_reads_after_an_interrupt_on_the_fast_path_reads_a_whole_model
                 reader.join()
             take_in(packet)
 
-        link._take_in = taking_in
+        link._take_the_general_way = taking_in
         interrupt_copying(monkeypatch, after=2)
         await everybody.sender.send_async(fill(everybody.source, 10))
         assert read_by_thread == [{10}]

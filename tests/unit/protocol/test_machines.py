@@ -93,7 +93,7 @@ MUTATIONS = {
     "bytes are sent before they are packed": [(Transfer, "chunks", "stop > limit", "False")],
     "an announcement is used again for other parts": [(Announcement, "matches", "self.key == key", "True")],
     "nobody is asked, because all accepted something else": [
-        (Trainer, "_is_agreed", "layout not in peer.accepted", "False"),
+        (Peer, "agrees", "layout not in self.accepted", "False"),
         (Targets, "due", "not in peer.accepted", "is None"),
     ],
     "parts go one by one": [(Trainer, "_announce", "if not parts:", ONE_BY_ONE)],

@@ -45,7 +45,7 @@ def test_hello_is_answered_with_the_layouts_and_ready_with_the_weights_and_who_h
     desk = Desk(1)
 
     def connected() -> bool:
-        return desk.machine.progress.connected(0, ["policy"])
+        return not desk.machine.progress.why_absent(0, ["policy"])
 
     desk.join(0)
     assert connected(), "there is nothing to apply yet"
@@ -135,7 +135,7 @@ def test_a_worker_whose_process_has_ended_gives_way_at_once(desk: Desk) -> None:
     desk.machine.ended(0, nonce(0), "killed", desk.now)
     assert [type(i) for i in desk.take(None, b"new")] == [messages.Welcome]
     desk.receive(b"new", FITS)
-    assert desk.machine.progress.connected(0, ["policy"])
+    assert not desk.machine.progress.why_absent(0, ["policy"])
 
 
 def test_a_worker_moves_to_a_new_connection_when_it_does_not_answer_where_it_was(desk: Desk) -> None:

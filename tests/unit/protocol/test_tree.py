@@ -51,7 +51,7 @@ def test_every_worker_gets_every_version_and_the_trainer_knows(
     assert sorted(trainer.membership.expected()) == list(range(tree.count))
     assert len(trainer.membership.eligible([MODEL])) == tree.count
     assert trainer.progress.targeted(trainer.version) == list(range(tree.count))
-    assert all(trainer.progress.connected(w, [MODEL]) for w in range(tree.count))
+    assert not any(trainer.progress.why_absent(w, [MODEL]) for w in range(tree.count))
     assert len(trainer.peers) == (levels[0] if levels else tree.count)
 
 
