@@ -291,6 +291,9 @@ class Applying:
         return self._why(model_id)
 
     # -- what callers wait for -----------------------------------------------------------------------------------------
+    #
+    # Unless they say otherwise, these raise AckTimeout at their timeout; SchemaMismatch, RemoteError or the like if
+    # what they wait for could not be applied here; ClosedError or Fenced if it will not come.
 
     def mark(self, model_id: str) -> Mark | None:
         """Epoch and version of the newest applied update of a model."""
@@ -317,8 +320,7 @@ class Applying:
     async def connected(self, model_id: str, timeout: float, deadline: float) -> None:
         """Wait for the trainer's welcome, and for the initial weights if it has any, until ``deadline``, by the loop's
         clock, which the caller gave as ``timeout``. A worker that takes its updates asks which version there is at the
-        root of the tree instead. Raises SchemaMismatch if these do not fit the model; NotConnected,
-        Fenced or ClosedError if no trainer has come in time, or it turned this worker away."""
+        root of the tree instead. Raises NotConnected if no trainer has come in time, or it turned this worker away."""
         machine, session = self._machine, self._machine.session
 
         def is_settled() -> bool:
@@ -394,8 +396,7 @@ class Applying:
         return "its initial weights have not arrived; the sender waits until every worker has connected"
 
     async def receive(self, model_id: str, after: Mark | None, timeout: float | None) -> Mark | None:
-        """The mark of an applied update newer than ``after``; None when the timeout expires. Raises ClosedError or
-        Fenced if nothing newer is there, and nothing will come."""
+        """The mark of an applied update newer than ``after``; None when the timeout expires."""
 
         def is_newer() -> bool:
             mark = self.mark(model_id)
@@ -411,9 +412,7 @@ class Applying:
         return self.mark(model_id) if found else None
 
     async def current(self, model_id: str, timeout: float) -> Mark:
-        """Request what this worker should have, and wait until it has that. Raises AckTimeout without an answer, or
-        without having applied it, within the timeout; SchemaMismatch, RemoteError or the like if it could not be
-        applied here."""
+        """Request what this worker should have, and wait until it has that."""
         machine, session = self._machine, self._machine.session
         deadline = self._link.loop.time() + timeout
         machine.check_again(model_id, self._link.loop.time())
@@ -453,10 +452,8 @@ class Applying:
             self._machine.session.request(root=root)
 
     async def reach(self, model_id: str, version: int, timeout: float, others: Iterable[str] = ()) -> Mark:
-        """Wait until this model has this version, or a newer one; one that waits for ``receive`` is applied, also where
-        it is one of several models, if the ``others`` are named: they switch together, with the first of them. Raises
-        AckTimeout: not within the timeout; SchemaMismatch, RemoteError or the like: it could not be applied here;
-        ClosedError, Fenced: it will not come."""
+        """Wait until this model has this version, or a newer one. What waits for ``receive`` is applied; of several
+        models that switch together, the ``others`` must be named."""
 
         def is_reached() -> bool:
             self._here([model_id])
@@ -474,9 +471,7 @@ class Applying:
         )
 
     async def wait_version(self, version: int, models: list[str], timeout: float) -> None:
-        """Wait until this worker has applied this version, or a newer one, of every one of these models that is to have
-        one. Raises AckTimeout; SchemaMismatch, RemoteError or the like if it could not be applied here; ClosedError or
-        Fenced if it will not come."""
+        """Wait until this worker has applied this version, or a newer one, of all these models that are to have it."""
         machine = self._machine
 
         def are_applied() -> bool:
@@ -495,9 +490,7 @@ class Applying:
 
     async def wait_lag(self, models: list[str], max_lag: int, timeout: float) -> int:
         """Request what this worker should have, and wait until each of these models is at most so many versions behind
-        that; returns the oldest of their versions. Raises AckTimeout without an answer, or without having applied it,
-        within the timeout; SchemaMismatch, RemoteError or the like if it could not be applied here; ClosedError or
-        Fenced if it will not come."""
+        that; returns the oldest of their versions."""
         machine, session, holdings = self._machine, self._machine.session, self._machine.holdings
         deadline = self._link.loop.time() + timeout
         least: dict[str, int] = {}
@@ -531,7 +524,7 @@ class Applying:
         )
 
     async def wait_origin(self, version: int, models: Iterable[str], timeout: float) -> None:
-        """Wait until these models show at least this version of the tree's root. Raises as :meth:`wait_version`."""
+        """Wait until these models show at least this version of the tree's root."""
         models = list(models)
 
         def has_acted() -> bool:

@@ -311,7 +311,7 @@ class TrainerLink(Link):
             self.publishing.end_steady()
             machine.check_open()
             machine.check_issued(version)
-            return progress.staged(version, chosen, models)
+            return progress.of(version, chosen, models, staged=True)
 
         def done() -> bool:
             now = outcome()

@@ -169,7 +169,7 @@ class WorkerLink(Link, Memory):
         if self.side_channel is not None:
             self.side_channel.drain()
         self.whereabouts.drain_fanout()
-        instruction = self._take_in(lambda: decode([frame.buffer for frame in frames]))
+        instruction = self._take_in(partial(decode, [frame.buffer for frame in frames]))
         if type(instruction) is Bye and self.machine.session.ended is None:
             self.trainer_lost = True  # it writes nothing any more, and there may be another
         elif type(instruction) is Welcome and self.machine.session.welcomed:
@@ -229,7 +229,7 @@ class WorkerLink(Link, Memory):
         self._take_the_general_way(packet)
 
     def _take_the_general_way(self, packet: memoryview) -> None:
-        instruction = self._take_in(lambda: read(packet))
+        instruction = self._take_in(partial(read, packet))
         self.settle()
         if type(instruction) is Again and not self.closed and not self.observer.follows:
             self._begin_steady(instruction)

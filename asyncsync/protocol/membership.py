@@ -441,10 +441,23 @@ class Progress:
             )
         return self._targets.rejection(worker, version, mine) is not None
 
-    def of(self, version: int, workers: Iterable[int], models: Iterable[str] | None = None) -> Outcome:
-        """Who has applied this version or a newer one, who cannot, who has still to answer."""
+    def of(
+        self, version: int, workers: Iterable[int], models: Iterable[str] | None = None, *, staged: bool = False
+    ) -> Outcome:
+        """Who has applied this version or a newer one, or also has it ready if ``staged``; who cannot; who has still to
+        answer."""
         models = None if models is None else list(models)
-        return self._outcome((worker, self._answer(worker, version, models)) for worker in workers)
+        answer_of = self._answer_staged if staged else self._answer
+        result = Outcome()
+        for worker in workers:
+            answer = answer_of(worker, version, models)
+            if answer is None:
+                result.waiting.add(worker)
+            elif isinstance(answer, int):
+                result.acked[worker] = answer
+            else:
+                result.failed[worker] = answer
+        return result
 
     def to_stage(self, version: int, models: Collection[str]) -> list[int]:
         """The workers that are to have this version of these models ready, which is staged, or is a target."""
@@ -453,21 +466,6 @@ class Progress:
             return self.targeted(version, models)
         there = self._membership.eligible(staged.models)
         return [worker for worker in there if staged.workers is None or worker in staged.workers]
-
-    def staged(self, version: int, workers: Iterable[int], models: Collection[str] | None = None) -> Outcome:
-        """Who has it, or a newer one, ready or applied, who cannot, who has still to answer."""
-        return self._outcome((worker, self._answer_staged(worker, version, models)) for worker in workers)
-
-    def _outcome(self, answers: Iterable[tuple[int, int | Exception | None]]) -> Outcome:
-        result = Outcome()
-        for worker, answer in answers:
-            if answer is None:
-                result.waiting.add(worker)
-            elif isinstance(answer, int):
-                result.acked[worker] = answer
-            else:
-                result.failed[worker] = answer
-        return result
 
     def awaited(self, version: int, models: list[str], first: int | None = None) -> int | None:
         """A worker, if it can be ``first``, that may still come to hold this version of these models; None: nobody."""
@@ -517,14 +515,14 @@ class Progress:
                     return error
         return self._loss(worker, peer.lost)
 
-    def _answer_staged(self, worker: int, version: int, models: Collection[str] | None) -> int | Exception | None:
+    def _answer_staged(self, worker: int, version: int, models: list[str] | None) -> int | Exception | None:
         peer, staged = self._membership.find(worker), self._targets.staged
         if staged is None or staged.version != version:
             mine = [] if peer is None else self._models_of(worker, models)
             newest = [m for m in mine if (t := self._targets.newest(worker, m)) is not None and t.version >= version]
             if peer is not None and newest and all(peer.ahead(m) >= version for m in newest):
                 return min(peer.ahead(m) for m in newest)
-            return self._answer(worker, version, None if models is None else list(models))
+            return self._answer(worker, version, models)
         if peer is None:
             return self._loss(worker, self._membership.gone.get(worker))
         parts = {m: t for m in self._models_of(worker, None) if (t := self._targets.staged_for(worker, m)) is not None}

@@ -290,6 +290,10 @@ class Model:
     # Before everybody has been there once, even workers that are not connected yet hold up the first publication.
     assembled: bool = False
 
+    def slot(self, worker: int | None) -> _Slot:
+        """Everybody's (None), or that of one worker."""
+        return self.common if worker is None else self.own.setdefault(worker, _Slot())
+
     def forget_empty(self) -> None:
         if self.own:
             self.own = {worker: slot for worker, slot in self.own.items() if slot.targets}
@@ -336,32 +340,25 @@ class Targets:
         references of its own to the slabs. Nothing is staged."""
         version = self.version + 1 if version is None else version
         self.version = max(self.version, version)
-        named: set[int] | None = None if workers is None else set(workers)
-        layouts = set()
+        named = {worker for slabs in parts.values() if isinstance(slabs, Mapping) for worker in slabs}
+        whom = None if workers is None and not named else frozenset(named.union(workers or ()))
+        entries: list[tuple[str, int | None, Slab]] = []
         for model_id, slabs in parts.items():
-            if isinstance(slabs, Slab):
-                layouts.add((model_id, slabs.layout.digest))
+            if isinstance(slabs, Mapping):
+                entries += [(model_id, worker, slab) for worker, slab in slabs.items()]
             else:
-                named = (named or set()) | set(slabs)
-                layouts.update((model_id, slab.layout.digest) for slab in slabs.values())
-        whom = None if named is None else frozenset(named)
-        models = frozenset([model_id for model_id, _ in layouts])
-        publication = Publication(version, models, frozenset(layouts), whom, deadline, metadata, first=version)
+                entries += [(model_id, worker, slabs) for worker in ([None] if whom is None else whom)]
+        layouts = frozenset([(model_id, slab.layout.digest) for model_id, _, slab in entries])
+        publication = Publication(version, frozenset(parts), layouts, whom, deadline, metadata, first=version)
         for older in list(self.pending.values()):
             if (older.layouts, older.workers) == (publication.layouts, whom) and not stages:
                 # The same layouts for the same workers: whoever is silent has been so since then.
                 publication.deadline = min(deadline, older.deadline)
                 publication.first = min(publication.first, older.first)
                 self._withdraw(older.version)
-        for model_id, slabs in parts.items():
-            model = self.models.setdefault(model_id, Model())
-            if isinstance(slabs, Slab) and whom is None:
-                entered = [(model.common, slabs)]
-            else:
-                each = dict.fromkeys(whom or (), slabs) if isinstance(slabs, Slab) else slabs
-                entered = [(model.own.setdefault(worker, _Slot()), slab) for worker, slab in each.items()]
-            for slot, slab in entered:
-                slot.pending.append(Target(publication.version, slab.retain(), publication))
+        for model_id, worker, slab in entries:
+            slot = self.models.setdefault(model_id, Model()).slot(worker)
+            slot.pending.append(Target(version, slab.retain(), publication))
         self.pending[publication.version] = publication
         if stages:
             publication.stages, self.staged = True, publication
@@ -461,8 +458,7 @@ class Targets:
         if version is not None:
             self._withdraw(version)
         for model_id, worker, target in replaced:
-            model = self.models[model_id]
-            slot = model.common if worker is None else model.own.setdefault(worker, _Slot())
+            slot = self.models[model_id].slot(worker)
             if slot.current is None:
                 slot.current = target
             else:

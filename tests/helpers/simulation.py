@@ -627,7 +627,7 @@ class Simulation(Oracle):
                 return f"worker {index} is still to come"
             if all(record.number_for(index, model) is None for model in record.numbers):
                 continue
-            outcome = machine.progress.staged(staged.version, [index])
+            outcome = machine.progress.of(staged.version, [index], staged=True)
             if outcome.waiting:
                 return f"{worker} is still to hold {record}"
             held = worker.machine.held

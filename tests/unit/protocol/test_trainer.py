@@ -72,8 +72,12 @@ def test_why_a_worker_is_absent_is_told() -> None:
     why = [desk.machine.progress.why_absent(w, ["policy"]) for w in range(4)]
     assert "has not connected" in why[0]
     assert "['actor'], not 'policy'" in why[1]
-    assert "has not applied" in why[2]
+    assert not why[2], "there is nothing to apply yet"
     assert "killed" in why[3]
+    desk.publish()
+    assert "waits for the other workers" in desk.machine.progress.why_absent(2, ["policy"])
+    desk.machine.assemble("policy")
+    assert "has not applied" in desk.machine.progress.why_absent(2, ["policy"])
 
 
 def test_a_worker_idx_out_of_range_is_refused_unless_any_may_come() -> None:
@@ -760,7 +764,7 @@ def test_a_staged_version_that_failed_is_tried_again_when_it_is_committed() -> N
     desk.finish_all()
     version = desk.publish(stages=True)
     desk.failed(0, desk.expect({"policy": version}))
-    assert list(desk.machine.progress.staged(version, [0]).failed) == [0]
+    assert list(desk.machine.progress.of(version, [0], staged=True).failed) == [0]
     assert desk.machine.progress.of(version - 1, [0]).acked == {0: version - 1}
     assert not desk.take(messages.Update)
     desk.machine.commit(version)
