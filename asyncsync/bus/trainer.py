@@ -358,40 +358,36 @@ class TrainerLink(Link):
         machine = self.caught_up()
         membership, progress = machine.membership, machine.progress
 
-        def gathered() -> bool:
-            there = [w for w in membership.expected() if not progress.why_absent(w, models)]
-            return len(there) >= (self.min_workers if machine.num_workers is None else machine.num_workers)
-
-        def hopeless() -> bool:
-            # A lost worker may come back; one that cannot take the weights will not change its mind.
-            if version is None:
-                return False
+        def is_hopeless(version: int) -> bool:
             if machine.num_workers is None:  # one that comes later, and cannot take them, is its own affair
                 rejection = machine.targets.rejection
                 return any(rejection(w, version, models) is not None for w in membership.expected())
+            # A lost worker may come back; one that cannot take the weights will not change its mind.
             failed = progress.of(version, membership.expected(), models).failed
             return any(not isinstance(error, PeerLost) for error in failed.values())
 
-        def done() -> bool:
+        def are_there() -> bool:
             machine.check_open()
-            return gathered() or hopeless() or bool(_ended(processes))
+            if version is not None and is_hopeless(version):
+                outcome = progress.of(version, membership.expected(), models)
+                raise PartialSendError(outcome.acked, outcome.failed)
+            there = [w for w in membership.expected() if not progress.why_absent(w, models)]
+            if len(there) >= (self.min_workers if machine.num_workers is None else machine.num_workers):
+                return True
+            if ended := _ended(processes):
+                raise self._not_connected(f", because {ended};", models)
+            return False
 
-        in_time = await self.wait(done, max(0.0, deadline - self.loop.time()))
-        ended = "" if gathered() or hopeless() else _ended(processes)
-        if ended or not in_time:
-            when = f", because {ended};" if ended else f" within {timeout:g} s:"
-            raise NotConnected(f"not connected{when} {self._why_not_all(models)}. connect() may be called again")
-        if version is not None and hopeless():
-            outcome = progress.of(version, membership.expected(), models)
-            raise PartialSendError(outcome.acked, outcome.failed)
+        if not await self.wait(are_there, max(0.0, deadline - self.loop.time())):
+            raise self._not_connected(f" within {timeout:g} s:", models)
         for model_id in models:
             machine.assemble(model_id)
 
-    def _why_not_all(self, models: list[str]) -> str:
+    def _not_connected(self, why: str, models: list[str]) -> NotConnected:
         membership, progress = self.machine.membership, self.machine.progress
         # First those that the others may be waiting for.
         expected = sorted(membership.expected(), key=lambda worker: worker in self.machine.peers)
-        reasons = [why for worker in expected if (why := progress.why_absent(worker, models))]
+        reasons = [reason for worker in expected if (reason := progress.why_absent(worker, models))]
         if self.machine.num_workers is None:
             there = len(expected) - len(reasons)
             reasons.insert(0, f"{there} of at least {self.min_workers} workers connected")
@@ -399,7 +395,7 @@ class TrainerLink(Link):
             reasons.append(f"the sender turned one away: {membership.turned_away}")
         if self.refused:
             reasons.append("refused: " + ", ".join(f"{reason} ({count}×)" for reason, count in self.refused.items()))
-        return "; ".join(reasons)
+        return NotConnected(f"not connected{why} {'; '.join(reasons)}. connect() may be called again")
 
     # -- callbacks --------------------------------------------------------------------------------------------------
 
