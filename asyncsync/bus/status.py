@@ -20,28 +20,9 @@ from typing import TYPE_CHECKING, Any
 from asyncsync.monitor.trace import Hook, debug_log
 from asyncsync.protocol.holdings import Staging
 from asyncsync.protocol.trainer import Trainer
+from asyncsync.wire import messages
 from asyncsync.wire.codec import decode
-from asyncsync.wire.messages import (
-    COMMIT,
-    MAX_REASON,
-    MAX_REPORTED,
-    MAX_REPORTED_MODELS,
-    Again,
-    Applied,
-    Buffer,
-    Cast,
-    Epoch,
-    Failed,
-    Fetch,
-    Instruction,
-    ModelReport,
-    Pong,
-    Report,
-    Staged,
-    Update,
-    WorkerReport,
-    epoch_text,
-)
+from asyncsync.wire.messages import Again, Buffer, Epoch, Instruction, Report, Update, WorkerReport, epoch_text
 
 if TYPE_CHECKING:
     from prometheus_client import Histogram
@@ -58,7 +39,7 @@ KEPT = 64  # lives that are followed at once: a worker that is stopped never end
 ROOM = 16_000
 WORKER_FIELDS = 17
 STATES = ("live", "slow", "lost")
-STEPS = {Fetch: "fetched", Staged: "staged"}
+STEPS = {messages.Fetch: "fetched", messages.Staged: "staged"}
 OVERTAKEN = "a newer version has come"
 
 
@@ -171,14 +152,14 @@ class Reporter:
         """As things are now; the machine has caught up with the fast path."""
         machine, now = self._machine, self._clock()
         peers, targets = {**machine.behind.workers, **machine.peers}, machine.targets
-        names = sorted(targets.models)[:MAX_REPORTED_MODELS]
+        names = sorted(targets.models)[: messages.MAX_REPORTED_MODELS]
         models = []
         for name in names:
             if (current := targets.models[name].common.current) is None:
-                models.append(ModelReport(name, 0, None, 0))
+                models.append(messages.ModelReport(name, 0, None, 0))
             else:
                 slab = current.slab
-                models.append(ModelReport(name, slab.nbytes, slab.layout.digest, current.version))
+                models.append(messages.ModelReport(name, slab.nbytes, slab.layout.digest, current.version))
         # Relays first: there are few, and much depends on them. A guest that has left is of no interest.
         present = {w: p.hello.role for w, p in peers.items() if not p.lost or p.hello.role != "guest"}
         expected = dict.fromkeys(machine.membership.expected(), 1)
@@ -187,7 +168,7 @@ class Reporter:
         counts.update(peer.state for peer in peers.values() if peer.is_worker)
         counts["lost"] += sum(role == 1 for role in expected.values()) - counts.total()
         counts["relays"], counts["guests"] = (list(expected.values()).count(role) for role in (0, 2))
-        room = min(MAX_REPORTED, ROOM // (WORKER_FIELDS + len(names)))
+        room = min(messages.MAX_REPORTED, ROOM // (WORKER_FIELDS + len(names)))
         return Report(
             0,
             machine.epoch,
@@ -225,7 +206,7 @@ class Reporter:
 def _brief(reason: str) -> str:
     """The first line, cut to the limit, without what a terminal would act upon."""
     first = reason.strip().partition("\n")[0]
-    return "".join(character for character in first if character.isprintable())[:MAX_REASON]
+    return "".join(character for character in first if character.isprintable())[: messages.MAX_REASON]
 
 
 def _counted(reasons: Mapping[str, int]) -> dict[str, int]:
@@ -408,7 +389,7 @@ class TrainerObserver(Observer):
     def sent(self, worker: int, update: Update | Again) -> None:
         if (life := self.lives.get(_version_of(update))) is None:
             return
-        is_commit = isinstance(update, Update) and update.phase == COMMIT
+        is_commit = isinstance(update, Update) and update.phase == messages.COMMIT
         if worker in life.unanswered and not is_commit:
             self.tell("deliver.end", life, worker=worker, error="the worker was lost, and gets it again")
         life.was_announced = True
@@ -417,14 +398,16 @@ class TrainerObserver(Observer):
 
     def heard(self, worker: int, instruction: Instruction) -> None:
         """A worker has said something, which has been taken in."""
-        if isinstance(instruction, Applied | Pong | Failed):
-            failure = f"{instruction.type_name}: {instruction.message}" if isinstance(instruction, Failed) else ""
+        if isinstance(instruction, messages.Applied | messages.Pong | messages.Failed):
+            failure = (
+                f"{instruction.type_name}: {instruction.message}" if isinstance(instruction, messages.Failed) else ""
+            )
             versions = set(instruction.versions.values())
-            if isinstance(instruction, Applied) and instruction.serial:
+            if isinstance(instruction, messages.Applied) and instruction.serial:
                 versions = {v for v, life in self.lives.items() if life.unanswered.get(worker) == instruction.serial}
             for version in versions:
                 self._applied(worker, version, failure)
-        elif isinstance(instruction, Fetch | Staged):
+        elif isinstance(instruction, messages.Fetch | messages.Staged):
             for life in self.lives.values():
                 if life.unanswered.get(worker) == instruction.serial:
                     self.tell(f"deliver.{STEPS[type(instruction)]}", life, worker=worker)
@@ -471,11 +454,11 @@ class WorkerObserver(Observer):
     def heard(self, instruction: Instruction, payload: Sequence[Buffer] = ()) -> None:
         """The trainer has said something. ``payload``: of what it has said to all workers."""
         self._heard = time.time_ns()
-        if isinstance(instruction, Cast):
+        if isinstance(instruction, messages.Cast):
             instruction, _ = decode(payload)
         if isinstance(instruction, Update | Again):
             version = _version_of(instruction)
-            if isinstance(instruction, Update) and instruction.phase == COMMIT:
+            if isinstance(instruction, Update) and instruction.phase == messages.COMMIT:
                 self._committed(version, instruction.serial)
                 return
             info = {"id": instruction.serial, "version": version, "epoch": epoch_text(instruction.epoch)}

@@ -31,19 +31,7 @@ from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab, SlabPool
 from asyncsync.wire import messages
 from asyncsync.wire.codec import decode
-from asyncsync.wire.messages import (
-    MAX_TEXT,
-    NONCE_END,
-    STAGE,
-    Buffer,
-    Chunk,
-    Epoch,
-    Fetch,
-    Instruction,
-    Part,
-    Pull,
-    Verify,
-)
+from asyncsync.wire.messages import Buffer, Chunk, Epoch, Fetch, Instruction, Part, Pull, Verify
 
 FRUITLESS_RESTARTS = 3
 PUSH_PATIENCE = 2.0  # seconds; those who set the pace of what is pushed may have stopped
@@ -377,7 +365,7 @@ class Worker:
         question, version, digests, problem = self._answer
         page = b"".join(digests[start : start + self.settings.page_digests])
         asked = question.epoch, question.number, question.worker, question.nonce
-        self.session.send(messages.Digests(*asked, version, start, len(digests), page, problem[:MAX_TEXT]))
+        self.session.send(messages.Digests(*asked, version, start, len(digests), page, problem[: messages.MAX_TEXT]))
 
     def _adopt(self) -> None:
         """A new trainer: nothing of the old one's counts any more; the models keep what they hold."""
@@ -425,7 +413,7 @@ class Worker:
             self._let_go()
         self.serial = update.serial
         self.base = (update.serial, update.parts[0]) if len(update.parts) == 1 else None
-        for part in update.parts if update.phase != STAGE else ():
+        for part in update.parts if update.phase != messages.STAGE else ():
             model_id = self.session.local(part.model_id)
             self.targets[model_id] = max(part.version, self.targets.get(model_id, 0))
         self.incoming = incoming
@@ -468,7 +456,7 @@ class Worker:
             self._let_go()
         if (
             self.incoming is not None
-            and self.incoming.phase == STAGE
+            and self.incoming.phase == messages.STAGE
             and drop.version == self.incoming.parts[0].version
         ):
             self._drop()
@@ -480,10 +468,10 @@ class Worker:
 
     def _on_cast(self, cast: messages.Cast, payload: Sequence[Buffer], now: float) -> None:
         """What many workers are told at once; who is meant, see :mod:`asyncsync.protocol.membership`."""
-        mine, excluded = self.session.nonce[-NONCE_END:], cast.excluded
+        mine, excluded = self.session.nonce[-messages.NONCE_END :], cast.excluded
         if cast.since != self.serial:
             return
-        if any(excluded[i : i + NONCE_END] == mine for i in range(0, len(excluded), NONCE_END)):
+        if any(excluded[i : i + messages.NONCE_END] == mine for i in range(0, len(excluded), messages.NONCE_END)):
             return
         instruction, payload = decode(payload)
         if getattr(instruction, "epoch", None) != cast.epoch:
@@ -729,7 +717,7 @@ class Worker:
         finally:
             for slab in slabs:
                 slab.release()
-        if ready and update.phase == STAGE:
+        if ready and update.phase == messages.STAGE:
             self._let_go()
             self.held = Staging(update.epoch, update.serial, ready)
         elif ready:
@@ -794,11 +782,10 @@ class Worker:
         shown = error if isinstance(error, Exception) else RuntimeError(repr(error))
         self.holdings.error.update({model_id: (version, shown) for model_id, version in versions.items()})
         name = f"{type(error).__module__}.{type(error).__qualname__}"[: messages.MAX_NAME]
-        text = "".join(traceback.format_exception(error))[-MAX_TEXT:]
-        mismatch = isinstance(error, SchemaMismatch)
-        self.failure = messages.Failed(
-            session.epoch, serial, session.named(versions), mismatch, name, str(error)[:MAX_TEXT], text, *self._in_use()
-        )
+        text = "".join(traceback.format_exception(error))[-messages.MAX_TEXT :]
+        what = session.named(versions), isinstance(error, SchemaMismatch)
+        why = name, str(error)[: messages.MAX_TEXT], text
+        self.failure = messages.Failed(session.epoch, serial, *what, *why, *self._in_use())
         session.send(self.failure)
 
     def _pong(self, ping: messages.Ping) -> None:

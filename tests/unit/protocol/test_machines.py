@@ -196,7 +196,7 @@ MUTATIONS = {
         (FanOut, "end", "self._pushed.release()", "pass"),
     ],
     "what is staged is the target": [(Targets, "commit", "if publication.stages:", "if False:")],
-    "what is staged is applied at once": [(Worker, "_stage_if_complete", "update.phase == STAGE", "False")],
+    "what is staged is applied at once": [(Worker, "_stage_if_complete", "update.phase == messages.STAGE", "False")],
     "COMMIT is sent to those who hold something else": [
         (Trainer, "_announce", "peer.held.get(m) == version", "True"),
     ],
