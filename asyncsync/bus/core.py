@@ -332,9 +332,6 @@ class BusCore:
     # -- links ------------------------------------------------------------------------------------------------------
 
     def trainer_link(self) -> TrainerLink:
-        link = self._link
-        if type(link) is TrainerLink and not self.is_shut_down and link.pid == os.getpid():
-            return link
         self.check_open("sender")
         if not isinstance(self._link, TrainerLink):
             raise NotConnected("this sender is not connected; call connect() first")
@@ -603,20 +600,18 @@ class BusCore:
         self.trainer_link().check_quorum(weights, workers, quorum)
         try:
             sources = await self._take_in_order(weights, workers, timeout)
-        except AckTimeout as error:
-            raise self._unsent(workers, error) from error
-        link = self.trainer_link()
-        link.check_quorum(sources, workers, quorum)
-        begun = link.loop.time()
-        if may_be_steady:
-            ((topic, source),) = sources.items()
-            if (version := await self._send_steadily(link, topic, source, timeout, begun)) is not None:
-                return version
-        there = link.machine.membership.eligible(sources)
-        try:
+            link = self.trainer_link()
+            link.check_quorum(sources, workers, quorum)
+            begun = link.loop.time()
+            if may_be_steady:
+                ((topic, source),) = sources.items()
+                if (version := await self._send_steadily(link, topic, source, timeout, begun)) is not None:
+                    return version
+            there = link.machine.membership.eligible(sources)
             version = await self._publish_sources(sources, workers, encoded, timeout, at_once=False)
         except AckTimeout as error:  # nothing was published
-            raise self._unsent(workers, error) from error
+            waiting = workers or self.trainer_link().machine.membership.expected()
+            raise PartialSendError({}, {worker: AckTimeout(*error.args) for worker in waiting}) from error
         await link.wait_applied(version, workers, list(sources), timeout, begun, self.calls, quorum, there)
         return version
 
@@ -636,11 +631,6 @@ class BusCore:
         if link.observer.durations is not None:
             link.observer.durations.observe(link.loop.time() - begun)
         return version
-
-    def _unsent(self, workers: list[int] | None, error: AckTimeout) -> PartialSendError:
-        """Nothing was published in time, for any worker."""
-        waiting = workers or self.trainer_link().machine.membership.expected()
-        return PartialSendError({}, {worker: AckTimeout(*error.args) for worker in waiting})
 
     async def await_version(
         self,

@@ -111,7 +111,8 @@ def worker_status(machine: Trainer, worker: int, models: Sequence[str], now: flo
     if relay is not None and state == "live":  # as far as its relay has said, of which that much is known
         seen, state = now - relay.last_seen, relay.state
     problems = [str(e) for (m, *_), e in (*peer.refused.items(), *peer.failed.items()) if m in models]
-    waiting = peer.ready_version(models), max([peer.taken.get(m, 0) for m in models], default=0), "".join(problems[-1:])
+    ready = max([max(peer.staged.get(m, 0), peer.held.get(m, 0)) for m in models], default=0)
+    waiting = ready, max([peer.taken.get(m, 0) for m in models], default=0), "".join(problems[-1:])
     reason, role = peer.lost or "", peer.hello.role
     return WorkerStatus(version, target, lag, seen, state, peer.bytes_sent, reason, role, peer.relay, *waiting)
 

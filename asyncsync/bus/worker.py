@@ -205,8 +205,9 @@ class WorkerLink(Link, Memory):
             self.machine.receive(instruction, payload, self.loop.time())
             if self.observer.follows and (isinstance(instruction, Chunk) or self.machine.serial > before):
                 self.observer.heard(instruction, payload)
-            if isinstance(instruction, Chunk) and self.machine.is_overtaken_by(instruction):
-                # Bytes of no use, on a connection that is too slow for those that are; :meth:`_tick` comes back.
+            incoming = self.machine.incoming
+            if isinstance(instruction, Chunk) and incoming is not None and instruction.serial > incoming.serial:
+                # Bytes of no use yet, on a connection that is too slow for those that are; :meth:`_tick` comes back.
                 self.whereabouts.unsubscribe()
         except ProtocolError as error:
             self.drop(error, "the sender")

@@ -385,7 +385,10 @@ class Membership:
                 self._admit(newcomer, now)
             if now >= peer.last_seen + self.settings.slow_after:
                 peer.slow = True
-            if now >= peer.next_ping(self.settings):
+            # A peer that does not answer gets few PINGs, so that its queue does not grow while it is stopped.
+            answered = peer.pong_seq == peer.ping_seq and peer.unreachable_since is None
+            interval = self.settings.ping_interval if answered else self.settings.retry_interval
+            if now >= peer.last_ping + interval:
                 self.ping(peer, now)
 
     def close(self, *, quietly: bool) -> None:

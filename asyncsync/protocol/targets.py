@@ -22,7 +22,6 @@ from collections.abc import Callable, Collection, Container, Iterable, Iterator,
 from dataclasses import dataclass, field
 
 from asyncsync.errors import SchemaMismatch
-from asyncsync.protocol.settings import Settings
 from asyncsync.protocol.transfer import Parts, Transfer
 from asyncsync.weights.slab import Slab
 from asyncsync.wire.messages import FIRST_GUEST, Hello
@@ -139,11 +138,6 @@ class Peer:
                 return False
         return True
 
-    def next_ping(self, settings: Settings) -> float:
-        # A peer that does not answer gets few PINGs, so that its queue does not grow while it is stopped.
-        answered = self.pong_seq == self.ping_seq and self.unreachable_since is None
-        return self.last_ping + (settings.ping_interval if answered else settings.retry_interval)
-
     def note_refused(self, model_id: str, digest: bytes, error: SchemaMismatch) -> None:
         self.refused[model_id, digest] = error
         while len(self.refused) > KEPT_REFUSALS:
@@ -215,22 +209,9 @@ class Peer:
                 return False
         return True
 
-    def ready_version(self, models: Iterable[str]) -> int:
-        """The newest version that it has ready for one of these models, or holds, and has not applied; 0: none."""
-        ready = [max(self.staged.get(m, 0), self.held.get(m, 0)) for m in models]
-        return max(ready, default=0)
-
     def ahead(self, model_id: str) -> int:
         applied = self.applied.get(model_id, 0)
         return max(applied, self.staged[model_id]) if model_id in self.staged else applied
-
-    def undeliverable(self, descriptor: bytes, error: Exception) -> bool:
-        """A transport cannot bring the slab that this worker was to fetch; False if it is not needed any more."""
-        if self.transfer is None or all(slab.descriptor != descriptor for _, slab in self.transfer.parts.values()):
-            return False
-        self.note_failed(self.transfer.versions, error)
-        self.end_transfer()
-        return True
 
 
 @dataclass(slots=True, eq=False)

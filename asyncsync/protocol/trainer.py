@@ -441,7 +441,11 @@ class Trainer:
 
     def undeliverable(self, worker: int, nonce: bytes, descriptor: bytes, error: Exception) -> None:
         peer = self.peers.get(worker)
-        if peer is not None and peer.nonce == nonce and peer.undeliverable(descriptor, error):
+        if peer is None or peer.nonce != nonce or peer.transfer is None:
+            return
+        if any(slab.descriptor == descriptor for _, slab in peer.transfer.parts.values()):
+            peer.note_failed(peer.transfer.versions, error)
+            peer.end_transfer()
             self._pump(peer)
 
     def clogged(self, route: bytes) -> None:

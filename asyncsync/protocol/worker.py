@@ -617,10 +617,6 @@ class Worker:
         if update.granted - update.received <= self.settings.window_bytes // 2:
             self._grant_credit(update)
 
-    def is_overtaken_by(self, chunk: Chunk) -> bool:
-        """Whether that is of a newer update than the one whose bytes are missing here."""
-        return self.incoming is not None and chunk.serial > self.incoming.serial
-
     def fetched(self, serial: int, index: int, slab: Slab, error: Exception | None, now: float) -> None:
         """A transport has brought one part of :attr:`fetches`, or has failed to, and releases its slab."""
         update = self.incoming
