@@ -4,8 +4,7 @@ For hours a training loop does the same thing: everybody has the last version of
 it in nothing but version and bytes; the slab lies in shared memory, from where everybody copies it out at once. Then a
 :class:`SteadyTrainer` has two slots for itself: the newest version, and one to write the next into. It announces the
 next version to all workers with one packet (AGAIN), over their side channels, and counts the answers, which are all the
-same packet too (the short APPLIED). It waits for one worker's answer at a time, last-notified first, so that early
-answers do not wake it while other workers still need the CPU.
+same packet too (the short APPLIED).
 
 Meanwhile the :class:`asyncsync.protocol.trainer.Trainer` counts versions and serials, and else stands still. Before
 anything else happens to it (another message has come, a worker has gone, time has passed, somebody calls status()),
@@ -71,7 +70,7 @@ class SteadyTrainer:
         workers: Sequence[tuple[Peer, SideChannel]],
     ) -> None:
         self.model_id = model_id
-        self.waiting: dict[Peer, SideChannel] = {}
+        self.waiting: set[Peer] = set()
         self.waiter: asyncio.Future[None] | None = None
         self._machine = machine
         self._epoch = machine.epoch
@@ -81,10 +80,6 @@ class SteadyTrainer:
         self._peers = [peer for peer, _ in workers]
         self._known = known
         self._is_over = False
-        self._reading: dict[Peer, SideChannel] | None = None
-        self._heard = workers[0][1]  # sent to last
-        for _, channel in workers[1:]:
-            channel.watch(False)
         self._began = 0.0
         self._unsent: list[tuple[Peer, SideChannel]] = []
         self._again: list[Buffer] = []
@@ -108,7 +103,7 @@ class SteadyTrainer:
         serial = since + 1
         again: list[Buffer] = [ALONE, encode_again(epoch, serial, since, version, slab.descriptor)]
         done = ALONE + encode_applied(epoch, serial)
-        waiting, unsent = dict(self._workers), list(self._workers)
+        waiting, unsent = set(self._peers), list(self._workers)
         # All at once: no exception strikes where nothing is called.
         self._next, self._newest, self._began = self._newest, slab, now
         targets.version = targets.published = version
@@ -127,29 +122,13 @@ class SteadyTrainer:
 
     def answer(self, peer: Peer, packet: memoryview, now: float) -> bool:
         """A packet has come from a worker; False if it is not the one that is waited for."""
-        waiting = self.waiting
-        if packet != self._done or peer not in waiting:
+        if packet != self._done or peer not in self.waiting:
             return False
         peer.last_seen = now
-        del waiting[peer]
-        if not waiting:
+        self.waiting.remove(peer)
+        if not self.waiting:
             self.wake()
-        elif waiting is not self._reading:
-            self._read(waiting)
         return True
-
-    def _read(self, waiting: dict[Peer, SideChannel]) -> None:
-        """Take in what has come from the others; then listen to one from which nothing has."""
-        self._reading = waiting
-        try:
-            for channel in list(waiting.values()):
-                channel.take()
-        finally:
-            self._reading = None
-        if waiting and not self._is_over:
-            self._heard.watch(False)
-            self._heard = next(iter(waiting.values()))
-            self._heard.watch(True)
 
     def wake(self) -> None:
         if self.waiter is not None and not self.waiter.done():
@@ -164,8 +143,6 @@ class SteadyTrainer:
             self._hand_over()
         finally:
             self.wake()
-            for _, channel in self._workers:
-                channel.watch(True)
 
     def _hand_over(self) -> None:
         self._next.release()

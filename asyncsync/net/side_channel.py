@@ -135,18 +135,7 @@ class SideChannel:
         self.closed = False
         self.sent = 0
         owned.add(self)
-        self._is_watched = True
         self._loop.add_reader(connection.fileno(), self.take)
-
-    def watch(self, wanted: bool) -> None:
-        """Whether the loop calls when there is a packet; otherwise the caller has to :meth:`take` it."""
-        if self.closed or wanted is self._is_watched or self._loop.is_closed():
-            return
-        self._is_watched = wanted
-        if wanted:
-            self._loop.add_reader(self._socket.fileno(), self.take)
-        else:
-            self._loop.remove_reader(self._socket.fileno())
 
     def take(self) -> bool:
         """Take in one packet; False if there was none."""

@@ -322,12 +322,6 @@ class SimulatedSideChannel:
         self._network.append(Message(self._connection, False, frames))
         return True
 
-    def watch(self, wanted: bool) -> None:
-        pass
-
-    def take(self) -> bool:
-        return False
-
 
 class FlakyBinding(Binding):
     """Whose conversion fails when told to."""
