@@ -72,8 +72,7 @@ T = TypeVar("T")
 # -- options. A scheme with a bus of its own takes those that its transport can use (asyncsync.schemes.options) --------
 
 Endpoint = Annotated[
-    str | None,
-    Option("where the sender binds: ``ipc:///path`` or ``tcp://HOST:PORT``; None draws a private ipc path."),
+    str | None, Option("where the sender binds: ``ipc:///path`` or ``tcp://HOST:PORT``; None draws a private ipc path.")
 ]
 Fanout = Annotated[
     bool,
@@ -354,15 +353,9 @@ class BusCore:
         # host: where to bind a free port, with keys, if the workers are introduced.
         self.check_open("sender")
         if self._link is None:
-            link = TrainerLink(
-                tcp_endpoint(host, "*") if host else self.endpoint,
-                self.num_workers,
-                self.min_workers,
-                self._settings(),
-                keyed=bool(host),
-                keys=self.keys,
-                monitoring=self.monitoring.here,
-            )
+            about = tcp_endpoint(host, "*") if host else self.endpoint, self.num_workers, self.min_workers
+            monitoring = self.monitoring.here
+            link = TrainerLink(*about, self._settings(), keyed=bool(host), keys=self.keys, monitoring=monitoring)
             link.publishing.origin = self._origin
             link.carry_on(self.carried)
             self._link = link
@@ -388,17 +381,10 @@ class BusCore:
         self._worker = worker
         if self._link is None:
             assert self.gate is not None
-            sender = self.introduction or self.connect_endpoint
+            about = self.introduction or self.connect_endpoint, worker, self._settings(), self.gate
             credentials = None if self.keys is None else partial(self.keys.receiver, worker)
-            self._link = WorkerLink(
-                sender,
-                worker,
-                self._settings(),
-                self.gate,
-                credentials,
-                monitoring=self.monitoring.here,
-                find=self.find_sender,
-            )
+            monitoring = self.monitoring.here
+            self._link = WorkerLink(*about, credentials, monitoring=monitoring, find=self.find_sender)
             self._end_with_the_loop(self._link)
         return self.worker_link()
 
@@ -633,12 +619,7 @@ class BusCore:
         return version
 
     async def await_version(
-        self,
-        version: int,
-        worker_ids: Workers,
-        timeout: float,
-        models: list[str] | None,
-        quorum: int | None = None,
+        self, version: int, worker_ids: Workers, timeout: float, models: list[str] | None, quorum: int | None = None
     ) -> None:
         # Wait until workers have applied a version; on a receiver, until this one has.
         check_timeout(timeout)

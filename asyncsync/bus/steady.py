@@ -76,12 +76,11 @@ class SteadyTrainer:
         self._epoch = machine.epoch
         self._newest, self._next = slots
         assert slots[0].layout is slots[1].layout is known.layout
-        self._workers = workers
-        self._peers = [peer for peer, _ in workers]
+        self._channels = dict(workers)
         self._known = known
         self._is_over = False
         self._began = 0.0
-        self._unsent: list[tuple[Peer, SideChannel]] = []
+        self._unsent: list[Peer] = []
         self._again: list[Buffer] = []
         self._done = b""
 
@@ -103,7 +102,7 @@ class SteadyTrainer:
         serial = since + 1
         again: list[Buffer] = [ALONE, encode_again(epoch, serial, since, version, slab.descriptor)]
         done = ALONE + encode_applied(epoch, serial)
-        waiting, unsent = set(self._peers), list(self._workers)
+        waiting, unsent = set(self._channels), list(self._channels)
         # All at once: no exception strikes where nothing is called.
         self._next, self._newest, self._began = self._newest, slab, now
         targets.version = targets.published = version
@@ -115,7 +114,7 @@ class SteadyTrainer:
         """Send everybody the AGAIN; False: somebody cannot be reached by the side channel."""
         unsent = self._unsent
         while unsent:
-            if not unsent[-1][1].write(self._again):
+            if not self._channels[unsent[-1]].write(self._again):
                 return False
             unsent.pop()
         return True
@@ -147,10 +146,8 @@ class SteadyTrainer:
     def _hand_over(self) -> None:
         self._next.release()
         if self._done:  # at least one version was published
-            unsent = [peer for peer, _ in self._unsent]
-            peers, waiting = self._peers, self.waiting
-            catch_up = self._machine.catch_up
-            catch_up(self.model_id, self._newest, peers, waiting, unsent, self._began)
+            peers, waiting, unsent = list(self._channels), self.waiting, self._unsent
+            self._machine.catch_up(self.model_id, self._newest, peers, waiting, unsent, self._began)
         else:
             self._newest.release()
 

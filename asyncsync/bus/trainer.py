@@ -342,12 +342,7 @@ class TrainerLink(Link):
         self.settle()
 
     async def wait_for_workers(
-        self,
-        models: list[str],
-        version: int | None,
-        timeout: float,
-        deadline: float,
-        processes: Iterable[Any] = (),
+        self, models: list[str], version: int | None, timeout: float, deadline: float, processes: Iterable[Any] = ()
     ) -> None:
         """Wait until the expected workers have these models and have applied what there is; until ``deadline``, by the
         loop's clock, which the caller gave as ``timeout``; or until one of the workers' ``processes`` has ended.

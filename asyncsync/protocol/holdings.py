@@ -119,13 +119,8 @@ class Session:
         if len(self._models) == 1 and self._role == "worker":
             have[""] = next(iter(have.values()))
         me = self.identity
-        whence = me.pid, me.boot, me.namespace
-        role, codecs = self._role, codecs_here()
-        self.send(
-            messages.Hello(
-                self.worker, self.nonce, self.attempt, *whence, self.epoch, have, role, codecs, serial, takes
-            )
-        )
+        who = self.worker, self.nonce, self.attempt, me.pid, me.boot, me.namespace
+        self.send(messages.Hello(*who, self.epoch, have, self._role, codecs_here(), serial, takes))
 
     def is_hello_due(self, now: float) -> bool:
         return not self.welcomed and now >= self._next_hello

@@ -422,12 +422,7 @@ class Progress:
     def targeted(self, version: int, models: Collection[str] | None = None) -> list[int]:
         """The workers whose target is this version or newer, or was, before it was rejected."""
         if self._membership.num_workers is not None and models and self._targets.are_everybodys(version, models):
-            concerned = []
-            for worker in range(self._membership.num_workers):
-                peer = self._membership.find(worker)
-                if peer is None or not peer.hello.have.keys().isdisjoint(models):
-                    concerned.append(worker)
-            return concerned
+            return [worker for worker in range(self._membership.num_workers) if self._models_of(worker, models)]
         there = {w for w, peer in self._membership.peers.items() if peer.is_worker}
         everybody = sorted({*self._membership.expected(), *there, *self._membership.behind})
         return [worker for worker in everybody if self._is_targeted(worker, version, models)]
@@ -500,12 +495,9 @@ class Progress:
                 return rejection
             if peer is not None and (done := [v for m in mine if (v := peer.applied.get(m, 0)) >= version]):
                 return min(done)
-            why = (
-                f"is to get neither version {version} nor a newer one"
-                if mine
-                else "does not have this model (any more)"
-            )
-            return PeerLost(f"worker {worker} {why}")
+            if not mine:
+                return PeerLost(f"worker {worker} does not have this model (any more)")
+            return PeerLost(f"worker {worker} is to get neither version {version} nor a newer one")
         if peer is None:
             return self._loss(worker, self._membership.gone.get(worker))
         applied = {m: peer.applied.get(m, 0) for m in targets}

@@ -634,9 +634,8 @@ class Leases:
     def lease(self, peer: Peer, serial: int, parts: Mapping[str, tuple[int, Slab]]) -> None:
         """These parts of the UPDATE of this serial are the worker's from now on."""
         if (leases := self.of.get(peer.nonce)) is None:
-            leases = self.of[peer.nonce] = WorkerLeases(
-                peer.worker, peer.hello.pid if peer.local else 0, peer.hello.takes
-            )
+            pid = peer.hello.pid if peer.local else 0
+            leases = self.of[peer.nonce] = WorkerLeases(peer.worker, pid, peer.hello.takes)
         for model_id, (version, slab) in parts.items():
             if slab.leased:
                 key = (model_id, version)

@@ -617,15 +617,9 @@ class Trainer:
             of = self.targets.staged_for if phase == STAGE else self.targets.target
             target = of(peer.worker, next(iter(parts)))
             assert target is not None
-            publication, settings = target.publication, self.settings
+            metadata, castable = target.publication.metadata, target.publication.workers is None
             last = self.announcement = Announcement(
-                self.serial,
-                parts,
-                self.epoch,
-                settings,
-                form,
-                publication.metadata,
-                castable=publication.workers is None,
+                self.serial, parts, self.epoch, self.settings, form, metadata, castable=castable
             )
         self._start(peer, last, parts)
 
@@ -709,9 +703,8 @@ class Trainer:
         assert last is not None
         before = common.current.slab
         self.targets.version = self.targets.published = version
-        publication = Publication(
-            version, frozenset([model_id]), frozenset(last.layouts), None, now + self.settings.layout_patience
-        )
+        deadline = now + self.settings.layout_patience
+        publication = Publication(version, frozenset([model_id]), frozenset(last.layouts), None, deadline)
         common.current = Target(version, slab, publication)
         before.release()
         self.serial = serial

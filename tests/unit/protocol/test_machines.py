@@ -163,10 +163,10 @@ MUTATIONS = {
     "the end of a process gives nothing back": [(Trainer, "ended", "self.leases.release(nonce)", "pass")],
     "AGAIN leaves the slab before where it is": [(Trainer, "_advance", "before.release()", "pass")],
     "the fast path goes on with what it has written, and not who has it": [
-        (SteadyTrainer, "_hand_over", "catch_up = ", "waiting = {}\n        catch_up = ")
+        (SteadyTrainer, "_hand_over", "self.waiting, self._unsent", "set(), self._unsent")
     ],
     "the fast path forgets whom it has not told": [
-        (SteadyTrainer, "_hand_over", "[peer for peer, _ in self._unsent]", "[]"),
+        (SteadyTrainer, "_hand_over", "self.waiting, self._unsent", "self.waiting, []"),
         NO_PONG,
     ],
     "the fast path begins with somebody behind": [(Trainer, "steady", "for peer in peers:", "for peer in ():")],
