@@ -263,11 +263,8 @@ class TrainerLink(Link):
 
             def done() -> bool:
                 machine.check_open()
-                if quorum is not None:
-                    now = _outcome(progress, version, chosen, models, calls)
-                    return len(now.acked) >= quorum or len(now.acked) + len(now.waiting) < quorum
-                if calls is not None:
-                    return not _outcome(progress, version, chosen, models, calls).waiting
+                if quorum is not None or calls is not None:
+                    return _outcome(progress, version, chosen, models, calls).is_over(quorum)
                 while late and not progress.outstanding(version, late[-1:], models):
                     late.pop()
                 if late or not progress.outstanding(version, chosen, models):
@@ -275,18 +272,12 @@ class TrainerLink(Link):
                 late.extend(chosen)  # one that was lost is there again
                 return False
 
-            in_time = await self.wait(done, max(0.0, begun + timeout - self.loop.time()), self.depart)
+            await self.wait(done, max(0.0, begun + timeout - self.loop.time()), self.depart)
         finally:
             if self.machine.outbox and not self.closed:  # there was nobody to wait for, or no time left
                 self.settle()
         outcome = _outcome(progress, version, chosen, models, calls)
-        if quorum is not None and len(outcome.acked) >= quorum:
-            return
-        # Where too many have failed for a quorum, the others are not late.
-        waiting = () if in_time and quorum is not None else outcome.waiting
-        in_vain = {worker: progress.timeout_of(worker, version, timeout) for worker in waiting}
-        if failed := outcome.failed | in_vain:
-            raise PartialSendError(outcome.acked, failed)
+        self._check(outcome, quorum, version, timeout, "applied")
 
     async def wait_staged(
         self,
@@ -305,25 +296,24 @@ class TrainerLink(Link):
         chosen = progress.to_stage(version, models or list(machine.targets.models)) if workers is None else workers
         if not chosen or len(chosen) < (quorum or 0):
             raise NotConnected(f"version {version} is for {len(chosen)} connected workers, quorum={quorum}")
-        needed = len(chosen) if quorum is None else quorum
 
         def outcome() -> Outcome:
-            self.publishing.end_steady()
-            machine.check_open()
+            self.caught_up().check_open()
             machine.check_issued(version)
             return progress.of(version, chosen, models, staged=True)
 
-        def done() -> bool:
-            now = outcome()
-            return len(now.acked) >= needed or not now.waiting or len(now.acked) + len(now.waiting) < (quorum or 0)
+        await self.wait(lambda: outcome().is_over(quorum), timeout, self.depart)
+        self._check(outcome(), quorum, version, timeout, "staged")
 
-        in_time = await self.wait(done, timeout, self.depart)
-        now = outcome()
-        if len(now.acked) >= needed:
+    def _check(self, outcome: Outcome, quorum: int | None, version: int, timeout: float, step: str) -> None:
+        """Raise PartialSendError if workers lack a version after this time, unless a quorum has it."""
+        if quorum is not None and len(outcome.acked) >= quorum:
             return
-        waiting = () if in_time and quorum is not None else now.waiting
-        late = {worker: progress.timeout_of(worker, version, timeout, "staged") for worker in waiting}
-        raise PartialSendError(now.acked, now.failed | late)
+        # Where too many have failed for a quorum, the others are not late.
+        waiting = outcome.waiting if quorum is None or not outcome.is_over(quorum) else ()
+        late = {worker: self.machine.progress.timeout_of(worker, version, timeout, step) for worker in waiting}
+        if failed := outcome.failed | late:
+            raise PartialSendError(outcome.acked, failed)
 
     def commit(self, version: int) -> None:
         """The staged version becomes the target. Raises ValueError: it is not staged."""

@@ -411,6 +411,12 @@ class Outcome:
     failed: dict[int, Exception] = field(default_factory=dict)
     waiting: set[int] = field(default_factory=set)
 
+    def is_over(self, quorum: int | None) -> bool:
+        """True if nobody is waited for any more; with a ``quorum``, if so many have it, or too few ever can."""
+        if quorum is None:
+            return not self.waiting
+        return len(self.acked) >= quorum or len(self.acked) + len(self.waiting) < quorum
+
 
 @dataclass(eq=False)
 class Progress:
