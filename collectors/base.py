@@ -86,7 +86,8 @@ class Signals(Protocol):
 
     @property
     def calls(self) -> bool:
-        """Whether :meth:`interrupts` is to be called. Read after each step, inside its hold, so it never waits."""
+        """Whether the hold is to end, as :meth:`interrupts` or :meth:`counted` has something new. Read after each step,
+        inside its hold, so it never waits."""
 
     def interrupts(self) -> bool:
         """Whether the rollout ends early. Called before a step, outside any hold; it may wait."""

@@ -206,6 +206,7 @@ class Rollouts:
                     weights.keep_up(max_lag, LAG_SECONDS)
                 # Steps share a hold until an update waits for its end: entering one takes as long as a small policy.
                 with weights.holds() as holds:
+                    self.carrier.label_version()
                     while True:
                         frame = self.steps.step(random)
                         left -= 1

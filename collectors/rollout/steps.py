@@ -127,17 +127,18 @@ class Carrier:
             renewed[ended] = self._pool.draw(int(np.count_nonzero(ended)))
             self._label("traj_ids", renewed)
 
-    def label_version(self) -> bool:
-        """Label frames with the version of the acting weights. Returns whether it is another one than before."""
+    def label_version(self) -> None:
+        """Label frames with the version of the acting weights, which changes between two holds."""
         version = self._weights.version()
         if version == self._version:
-            return False
+            return
         self._label("policy_version", np.full(self._labels.shape, version))
         self._version = version
+        if self._root is not None:
+            self._root.set("collector", self.labels)
         tracker = self._arguments.track_policy_version
         if not isinstance(tracker, bool):
             tracker.version = version
-        return True
 
 
 @dataclass(eq=False)
@@ -166,8 +167,6 @@ class TensorDictSteps:
             td.del_("next")
             del known["next"]
         try:
-            if self.carrier.label_version():
-                td.set("collector", self.carrier.labels)
             self.act(td, random)
             root = self._step_env(td)
         except BaseException:
@@ -312,7 +311,6 @@ class ArraySteps(TensorDictSteps):
         rows = buffer.rows(self._make_rows)
         if rows is None or not rows.fits:
             return super().step(random)
-        carrier.label_version()
         entries = carrier.entries
         call, td, given = self._tensors_call, None, None
         if call is not None and not random and call.is_plain():

@@ -437,6 +437,7 @@ class WeightsAPI:
     def increment_version(self) -> None:
         """Count the version of this collector's own policy up by one."""
         self.acting_weights.own += 1
+        self.acting_weights.end_hold()
 
     def _versions(self) -> dict[str, Any]:
         """What a checkpoint keeps, so that versions go on where they were."""
@@ -496,8 +497,7 @@ class ActingWeights:
             )
         change, begun = Change(), time.monotonic()
         self._changes.append((change, update))
-        # In place of a pending one, which would do the same. Each change has its own end.
-        self.gate.offer(self._run_changes, lambda error: None)
+        self.end_hold()
         try:
             while not change.done():
                 if blocking:
@@ -510,6 +510,11 @@ class ActingWeights:
         finally:
             change.cancel()  # a caller that was interrupted or cancelled changes nothing afterwards
         change.result()
+
+    def end_hold(self) -> None:
+        """Have the step under way end its hold, between which and the next one changes run, and frames get a label."""
+        # In place of a pending one, which would do the same. Each change has its own end.
+        self.gate.offer(self._run_changes, lambda error: None)
 
     def _run_changes(self) -> None:
         """Run all updates that wait. By the gate, one thread at a time is here, and no step is under way."""
@@ -580,6 +585,7 @@ class ActingWeights:
         self._main = moving[0] if moving else None
         self._gates = [self.gate, *(bus.gate for bus in moving if bus.gate is not None)]
         self._buses = buses_of(self.schemes.values())
+        self.end_hold()  # which does not hold the new gates
 
     def connect(self, schemes: Mapping[str, Any], timeout: float) -> None:
         """Connect to the sender; on return, its initial weights have been applied."""

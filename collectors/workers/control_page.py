@@ -104,10 +104,11 @@ class ControlPage:
     def is_cut(self, serial: int) -> bool:
         return self.numbers[_CUT] >= serial
 
-    def interrupts(self, serial: int) -> bool:
-        """Whether a worker that does this rollout is to stop, to pause, or to end the rollout."""
+    def interrupts(self, serial: int, counted: int) -> bool:
+        """Whether a worker that does this rollout, and knows of so many counted versions, is to stop, to pause, to end
+        the rollout, or to count anew."""
         numbers = self.numbers
-        return bool(numbers[_STOP] or numbers[_PAUSE] or numbers[_CUT] >= serial)
+        return bool(numbers[_STOP] or numbers[_PAUSE] or numbers[_CUT] >= serial or numbers[_COUNTED] != counted)
 
     def publish(self, version: int, workers: Iterable[int]) -> None:
         """Write the newest version for these workers."""

@@ -129,6 +129,7 @@ class Worker:
         self._nested = self._connecting = self._is_paused = False
         self._hook: Callable[[TensorDictBase], None] | None = None
         self._serial = 0  # of the rollout under way
+        self._counted = 0
 
     def run(self) -> bool:
         """Carry out messages to the end; whether the trainer has wanted it."""
@@ -269,11 +270,12 @@ class Worker:
     # -- what its collector reads between two steps -------------------------------------------------------------------
 
     def counted(self) -> int:
-        return self._page.counted
+        self._counted = self._page.counted
+        return self._counted
 
     @property
     def calls(self) -> bool:
-        return self._page.interrupts(self._serial)
+        return self._page.interrupts(self._serial, self._counted)
 
     def interrupts(self) -> bool:
         """Whether the rollout ends early. A worker that is paused stands still in here."""
