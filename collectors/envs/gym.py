@@ -21,11 +21,12 @@ from asyncsync.collectors.envs.gym_specs import (
     spec_of,
 )
 from asyncsync.collectors.envs.gym_vector import (
-    Resets,
+    First,
+    Vector,
     check_environment,
     check_info_keys,
     make_vector,
-    resets_of,
+    vector_of,
 )
 from asyncsync.collectors.trajectories import FLAGS, zeroed
 
@@ -128,11 +129,13 @@ class GymEnv(NotTorchRLs):
         self.is_closed = False
         self.device = None if device is None else torch.device(device)
         self.batch_size = torch.Size(())
-        self._resets: Resets | None = None
+        self._vector: Vector | None = None  # None: a single environment, which is reset or not
+        self._stepper = env
         observation_space, action_space = env.observation_space, env.action_space
         try:
             if isinstance(env.unwrapped, gymnasium.vector.VectorEnv):
-                self._resets = resets_of(env, reads_info=bool(info_keys))
+                self._vector = vector_of(env, reads_info=bool(info_keys))
+                self._stepper = self._vector.stepper
                 self.batch_size = torch.Size((env.num_envs,))
                 observation_space, action_space = env.single_observation_space, env.single_action_space
             self._observations, self._actions = (
@@ -202,11 +205,12 @@ class GymEnv(NotTorchRLs):
             first = self._reset(seed=seed, options=options)
             return first if tensordict is None else tensordict.update(first)
         if bool(mask.any()):
-            assert self._resets is not None  # a single environment is reset or not
+            assert self._vector is not None
             if seed is not None or options is not None:
                 raise ValueError("seed and options need a reset of all environments of a vector, not of some")
             mask = mask.reshape(self.batch_size)
-            first = self._first(*self._resets.reset(mask.cpu().numpy()))
+            which = mask.cpu().numpy()
+            first = self._first(self._vector.reset(which), which)
             tensordict.update(first.where(mask, tensordict.select(*first.keys(True, True))))
         return tensordict
 
@@ -257,35 +261,28 @@ class GymEnv(NotTorchRLs):
             The observations for the next step, in new memory, by key; and which environments have finished: bool
             ``[*batch_size]``, a view of ``into.done``, or None: none of them.
         """
-        observation, reward, terminated, truncated, info = self._found(5, "step", self.env.step(self._action(given)))
+        found = self._stepper.step(self._action(given))
+        observation, reward, terminated, truncated, info = self._found(5, "step", found)
         rewards, terminations, truncations, done, last = into
         self._write_numbers(rewards, reward, "reward")
         self._write_numbers(terminations, terminated, "terminated")
         self._write_numbers(truncations, truncated, "truncated")
         finished: Array = np.logical_or(terminations, truncations, done)
-        seen = self._observations_memory() if last is None else dict(last)
+        seen = self._observations_memory() if last is None else last
         self._write(seen, observation)  # before a reset, which may write over it
         if self._infos:
             self._write_infos(seen, info)
+        first = dict(seen) if last is None else {key: array.copy() for key, array in last.items()}
         if not np.count_nonzero(finished):  # a tenth of finished.any()'s time
-            return seen if last is None else {key: array.copy() for key, array in seen.items()}, None
-        infos = {name: seen[name].copy() for name in self._infos}
-        fresh: dict[str, Any] | None
-        if self._resets is None:
-            begun, fresh = self._found(2, "reset", self.env.reset())
-        else:
-            for index, final in self._resets.last(finished, info):
-                # "...": a row of a number each is a view, too, not a copy of the number
-                self._write({key: array[index, ...] for key, array in seen.items()}, final)
+            return first, None
+        if self._vector is None:
+            self._begin(first, [(None, *self._found(2, "reset", self.env.reset()))])
+            return first, finished
+        if last is not None:
+            self._begin(last, self._vector.last(finished, info))
             if "final_info" in info:
-                self._write_infos(seen, info["final_info"], finished)
-            begun, fresh = self._resets.first(observation, finished)
-        if fresh is not None:
-            self._write_infos(infos, fresh, finished)
-        if self._resets is not None and self._resets.is_ready:
-            return {self._observations[0].key: begun} | infos, finished
-        first = self._observations_memory() | infos
-        self._write(first, begun)
+                self._write_infos(last, info["final_info"], finished)
+        self._begin(first, self._vector.first(finished), finished)
         return first, finished
 
     def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
@@ -334,7 +331,7 @@ class GymEnv(NotTorchRLs):
             self._infos = {name: self._info_spec(name, info) for name in self._unknown_infos}
             self._unknown_infos = ()
             self._describe()
-        return self._first(observation, info)
+        return self._first([(None, observation, info)])
 
     def _info_spec(self, name: str, info: dict[str, Any]) -> Spec:
         """What the first reset's info shows of an entry."""
@@ -350,11 +347,23 @@ class GymEnv(NotTorchRLs):
             )
         return free_spec(value[0] if self.batch_size else value, name)
 
-    def _first(self, observation: Any, info: dict[str, Any]) -> TensorDict:
+    def _first(self, begun: First, mask: Array | None = None) -> TensorDict:
         arrays = self._observations_memory()
-        self._write(arrays, observation)
-        self._write_infos(arrays, info)
+        self._begin(arrays, begun, mask)
         return self.container(self._tensors(arrays) | self.no_flags())
+
+    def _begin(self, arrays: Mapping[Any, Array], begun: First, mask: Array | None = None) -> None:
+        """Write observations and infos of some environments, which are those of the mask; without it, of all."""
+        for where, observation, info in begun:
+            if where is None:
+                self._write(arrays, observation)
+            else:  # "...": a number, too, is a view, or a copy where there are several
+                rows = {key: array[where, ...] for key, array in arrays.items()}
+                self._write(rows, observation)
+                for key, array in arrays.items():
+                    array[where] = rows[key]
+            if info is not None:
+                self._write_infos(arrays, info, mask)
 
     def _write(self, arrays: Mapping[Any, Array], observation: Any) -> None:
         for leaf in self._observations:

@@ -368,15 +368,15 @@ def test_a_policy_may_keep_what_it_has_seen(vector: bool) -> None:
 
 def test_a_step_that_raises_leaves_the_observation_to_its_repetition() -> None:
     with Collector(GymEnv(sync(AutoresetMode.DISABLED)), frames_per_batch=4 * N) as collector:
-        vector = collector.env.env
-        inner, fail = vector.step, iter([False, True, *[False] * 9])
+        first = collector.env.env.envs[0]
+        inner, fail = first.step, iter([False, True, *[False] * 9])
 
         def step(action: Any) -> Any:
             if next(fail):
                 raise RuntimeError("once")
             return inner(action)
 
-        vector.step = step
+        first.step = step
         with pytest.raises(RuntimeError, match="once"):
             collector.rollout()
         batch = collector.rollout()

@@ -56,9 +56,6 @@ NAMES = {
     # serialize_object_ref and deserialize_and_register_object_ref. Without them an object can be named in no message
     # but Ray's own; pickled by anybody else, it would be pinned for ever.
     "asyncsync.transports.ray_private": {},
-    # Tried by tests/unit/collectors/envs: SyncVectorEnv has _autoreset_envs. Without it the environments of one cannot
-    # be reset one by one; its own reset with a mask takes 45 µs more in each step by which one of 64 finishes.
-    "asyncsync.collectors.envs.gym_private": {},
     # LazyTensorStorage has _init_lock, _init_event and _make_init_directory(): see the last test.
     "asyncsync.collectors.multi.torchrl_private": {},
 }
