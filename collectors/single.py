@@ -28,11 +28,11 @@ from asyncsync.collectors.base import ANSWER_SECONDS, BaseCollector, Signals, _p
 from asyncsync.collectors.envs import environment as environments
 from asyncsync.collectors.options import SELECTORS, Chooses, CollectorOptions, by_backend
 from asyncsync.collectors.profiling import ProfileConfig, RolloutProfiler
-from asyncsync.collectors.rollout.buffer import NewBatches, RolloutBuffer, SameBatch
 from asyncsync.collectors.rollout.devices import RolloutDevices
 from asyncsync.collectors.rollout.lock import RolloutLock
 from asyncsync.collectors.rollout.policies import WITHOUT_INIT, as_module, placed, primed
 from asyncsync.collectors.rollout.rollout import Rollouts
+from asyncsync.collectors.rollout.steps import NewBatches, RolloutBuffer, SameBatch
 from asyncsync.collectors.trajectories import check_trajectories, on_device, processed
 from asyncsync.collectors.weights.updates import _RegisteredModels, find_model
 from asyncsync.errors import ClosedError

@@ -21,6 +21,7 @@ import torch
 from tensordict import TensorDictBase
 
 from asyncsync.collectors.arguments import RolloutArguments
+from asyncsync.collectors.envs.gym import GymEnv
 from asyncsync.collectors.trajectories import FLAGS, Key, beside, path_of
 
 
@@ -43,7 +44,7 @@ def make_environment(create_env_fn: Any, kwargs: Mapping[str, Any] | None = None
         create_env_fn = create_env_fn[0]
     given = dict(kwargs or {})
     if isinstance(create_env_fn, str):
-        return _gym(create_env_fn, **given)
+        return GymEnv(create_env_fn, **given)
     environment = create_env_fn
     if not is_given(environment):
         if not callable(environment):
@@ -62,7 +63,7 @@ def make_environment(create_env_fn: Any, kwargs: Mapping[str, Any] | None = None
     if _is_environment(environment):
         return environment
     if _is_gymnasium(environment):
-        return _gym(environment)
+        return GymEnv(environment)
     raise TypeError(
         f"{type(environment).__name__} is not an environment: it must have reset() and step_and_maybe_reset() like "
         "TorchRL's environments, or be a Gymnasium environment"
@@ -75,12 +76,6 @@ def _is_environment(thing: Any) -> bool:
 
 def _is_gymnasium(thing: Any) -> bool:
     return hasattr(thing, "step") and hasattr(thing, "reset") and hasattr(thing, "action_space")
-
-
-def _gym(environment: Any, **kwargs: Any) -> Any:
-    from asyncsync.collectors.envs.gym import GymEnv
-
-    return GymEnv(environment, **kwargs)
 
 
 def is_torchrl(environment: Any) -> bool:
@@ -168,21 +163,7 @@ def repeated_keys(environment: Any, root: TensorDictBase) -> list[Key]:
 
 def action_keys(environment: Any) -> list[Key]:
     keys = getattr(environment, "action_keys", None)
-    if keys is not None:
-        return list(keys)
-    return [getattr(environment, "action_key", "action")]
-
-
-def plays(environment: Any) -> bool:
-    """Whether :meth:`GymEnv.play` does what ``step_and_maybe_reset`` does, which a subclass or the user may have
-    replaced."""
-    from asyncsync.collectors.envs.gym import GymEnv
-
-    if not isinstance(environment, GymEnv) or not environment.is_flat:
-        return False
-    kind, own = type(environment), vars(environment)
-    names = ("step_and_maybe_reset", "play", "container")
-    return all(name not in own and getattr(kind, name) is getattr(GymEnv, name) for name in names)
+    return [getattr(environment, "action_key", "action")] if keys is None else list(keys)
 
 
 def done_flags(environment: Any, root: TensorDictBase) -> list[Key]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -177,22 +177,3 @@ def _together(observations: Sequence[Any]) -> Any:
     if not isinstance(observations[0], Mapping):
         return observations
     return {name: _together([each[name] for each in observations]) for name in observations[0]}
-
-
-def check_environment(env: Any) -> None:
-    """Raises TypeError: not an environment."""
-    wanted = "GymEnv takes a Gymnasium id, an environment, or a vector environment"
-    if isinstance(env, type) or not hasattr(env, "unwrapped"):
-        what = f"the class {env.__name__}: call it to make one" if isinstance(env, type) else repr(env)
-        raise TypeError(f"{wanted}, not {what}")
-    for name in ("observation_space", "action_space"):
-        if not hasattr(env, name):
-            raise TypeError(f"{type(env).__name__} has no {name}: set it in the environment, such as in its __init__")
-
-
-def check_info_keys(name: str, keys: Any, observed: Collection[Any]) -> None:
-    """Raises TypeError: no sequence or mapping of str; ValueError: an observation has that key."""
-    if isinstance(keys, str) or not all(isinstance(key, str) for key in keys):
-        raise TypeError(f"info_keys must be names of entries of info, such as ('action_mask',), not {keys!r}")
-    if taken := [key for key in keys if key in observed]:
-        raise ValueError(f"{name}: info_keys has {taken}, but an observation has this key, too: rename one of them")

@@ -44,7 +44,7 @@ class Wrapper:
         self._batch_size = environments.batch_size_of(environment)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("environment", "_done_keys"):  # while this is being unpickled, before the first reset
+        if name == "environment":  # while this is being unpickled
             raise AttributeError(name)
         return getattr(self.environment, name)
 
@@ -80,7 +80,8 @@ class StepLimit(Wrapper):
     """Counts the steps of each environment, and truncates and resets it after ``max_steps``.
 
     Adds ``"step_count"`` (int64, shape and device of the done flags) to the root and to ``"next"``, and ``"truncated"``
-    where there is none. At the limit, ``"truncated"``, and ``"done"`` if there is one, are True under ``"next"``.
+    where there is none, which is also in ``done_keys`` after the first ``reset``. At the limit, ``"truncated"``, and
+    ``"done"`` if there is one, are True under ``"next"``.
 
     The environment is not one of TorchRL's, returns ``"done"``, ``"terminated"`` or ``"truncated"`` under ``"next"``,
     and, where it is a batch of several, takes a ``"_reset"`` mask in ``reset``.
@@ -89,11 +90,6 @@ class StepLimit(Wrapper):
     def __init__(self, environment: Any, max_steps: int) -> None:
         super().__init__(environment)
         self.max_steps = max_steps
-
-    @property
-    def done_keys(self) -> list[Any]:
-        """The environment's, and ``"truncated"``; known after the first ``reset``."""
-        return self._done_keys
 
     def reset(self, td: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
         """New trajectories with new counters: all, or those of td's ``"_reset"`` mask; ``kwargs`` are for the
@@ -110,7 +106,7 @@ class StepLimit(Wrapper):
         keys = environments.done_flags(self.environment, root)
         if not set(FLAGS) & set(keys):
             raise KeyError(self._no_flag(keys, "max_frames_per_traj"))
-        self._done_keys = [*keys, *({"truncated"} - set(keys))]
+        self.done_keys = [*keys, *({"truncated"} - set(keys))]
         flag = self._not_ended(root)
         count = flag.long()
         if mask is not None and before is not None:
@@ -136,15 +132,12 @@ class StepLimit(Wrapper):
             root.set("truncated", torch.zeros_like(ended))
         left = expired & ~ended  # those that it has not reset itself
         if left.any():
-            root = self._reset_these(root, left)
+            if self._batch_size.numel() > 1:
+                root = environments.reset_some(self.environment, root, left.reshape(self._batch_size))
+            else:
+                root = root.copy().update(environments.reset(self.environment))
         root.set("step_count", torch.where(over.reshape(count.shape), torch.zeros_like(count), count))
         return output, root
-
-    def _reset_these(self, root: TensorDictBase, mask: torch.Tensor) -> TensorDictBase:
-        if not self._batch_size.numel() > 1:
-            whole: TensorDictBase = root.copy()
-            return whole.update(environments.reset(self.environment))
-        return environments.reset_some(self.environment, root, mask.reshape(self._batch_size))
 
 
 class Primed(Wrapper):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import inspect
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -70,42 +69,24 @@ class CallablePolicy(nn.Module):
         return self.function(*args, **kwargs)
 
 
-class TensorsCall(ABC):
-    """A call that takes tensors from a TensorDict and sets others, which can be had without the TensorDict: ``compute``
-    returns what the network makes of the values of the first ``keys``, and ``write`` sets that under the second.
-    ``is_plain``: nothing more is wanted at the next call."""
-
-    @property
-    @abstractmethod
-    def keys(self) -> tuple[list[Any], list[Any]]: ...
-
-    @abstractmethod
-    def is_plain(self) -> bool: ...
-
-    @abstractmethod
-    def compute(self, values: list[Any]) -> Any: ...
-
-    @abstractmethod
-    def write(self, tensordict: TensorDictBase, out: Any) -> TensorDictBase: ...
-
-
-class TensorPolicy(TensorDictModule, TensorsCall):  # type: ignore[misc]
+class TensorPolicy(TensorDictModule):  # type: ignore[misc]
     """A ``TensorDictModule`` for a policy of tensors, without the general one's detours, which take longer than a small
-    policy: one searches the disk for an optional library, at every call."""
+    policy: one searches the disk for an optional library, at every call.
+
+    Like :class:`PlainModule`, it can be called without a TensorDict: ``compute`` returns what the network makes of the
+    values of the first ``keys``, and ``write`` sets that under the second. ``is_plain``: nothing more is wanted at the
+    next call.
+    """
 
     def __init__(self, policy: nn.Module, in_keys: Sequence[Key], out_keys: Sequence[Key]) -> None:
         super().__init__(policy, in_keys=list(in_keys), out_keys=list(out_keys))
-        self._names = list(in_keys), list(out_keys)
+        self.keys: tuple[list[Any], list[Any]] = list(in_keys), list(out_keys)  # the attributes are properties
 
     def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
         return self.forward(tensordict)  # nobody but the collector has this module: there are no hooks
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        return self.write(tensordict, self.compute([tensordict.get(key, None) for key in self._names[0]]))
-
-    @property
-    def keys(self) -> tuple[list[Key], list[Key]]:
-        return self._names
+        return self.write(tensordict, self.compute([tensordict.get(key, None) for key in self.keys[0]]))
 
     def is_plain(self) -> bool:
         return True
@@ -116,7 +97,7 @@ class TensorPolicy(TensorDictModule, TensorsCall):  # type: ignore[misc]
         return policy(*values)
 
     def write(self, tensordict: TensorDictBase, out: Any) -> TensorDictBase:
-        in_keys, out_keys = self._names  # the attributes are properties
+        in_keys, out_keys = self.keys
         values = out if isinstance(out, tuple) else (out,)
         if len(values) != len(out_keys):
             raise RuntimeError(
@@ -343,8 +324,8 @@ def plainly_called(module: Any) -> Any:
     return module
 
 
-class PlainModule(TensorsCall):
-    """Calls a ``TensorDictModule``."""
+class PlainModule:
+    """Calls a ``TensorDictModule``, with a TensorDict or, as a :class:`TensorPolicy` can be called, without."""
 
     def __init__(self, given: TensorDictModule) -> None:
         self._given = given

@@ -18,11 +18,17 @@ from asyncsync.collectors.base import Signals
 from asyncsync.collectors.batch_layout import check_keys, empty_batch, layout_of, with_time
 from asyncsync.collectors.envs import environment as environments
 from asyncsync.collectors.envs.wrappers import Wrapper, limited
-from asyncsync.collectors.rollout.buffer import RolloutBuffer
 from asyncsync.collectors.rollout.devices import RolloutDevices
 from asyncsync.collectors.rollout.lock import RolloutLock
 from asyncsync.collectors.rollout.policies import plainly_called, quickened, wrapped
-from asyncsync.collectors.rollout.steps import ArraySteps, Carrier, TensorDictSteps, compact, keep_written
+from asyncsync.collectors.rollout.steps import (
+    ArraySteps,
+    Carrier,
+    RolloutBuffer,
+    TensorDictSteps,
+    compact,
+    keep_written,
+)
 from asyncsync.collectors.trajectories import Key, _TrajectoryPool, path_of, zeroed
 from asyncsync.collectors.weights.updates import ActingWeights
 

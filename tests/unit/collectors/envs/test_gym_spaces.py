@@ -8,7 +8,7 @@ import torch
 from gymnasium import spaces
 from tensordict import TensorDict
 
-from asyncsync.collectors.envs.gym_specs import BoxSpec, CompositeSpec, Spec, leaves_of
+from asyncsync.collectors.envs.gym import BoxSpec, CompositeSpec, Spec, leaves_of
 
 
 def spec_of(space: Any, categorical: bool = False) -> Spec:

@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from asyncsync.collectors import Collector
-from asyncsync.collectors.rollout.buffer import LARGE_LEAF
+from asyncsync.collectors.rollout.steps import LARGE_LEAF
 
 STEPS = 8
 

@@ -8,8 +8,7 @@ import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, TensorDictBase, lazy_stack, tensorclass
 
 from asyncsync.collectors.batch_layout import BatchLayout, empty_batch
-from asyncsync.collectors.rollout import buffer
-from asyncsync.collectors.rollout.buffer import RolloutBuffer
+from asyncsync.collectors.rollout.steps import RolloutBuffer
 from asyncsync.collectors.trajectories import processed
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
@@ -40,9 +39,9 @@ def fill(store: RolloutBuffer, count: int, **extra: Any) -> TensorDictBase:
 @pytest.fixture(params=["staged", "direct"])
 def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps go through memory for three of them, or directly to the batch."""
-    monkeypatch.setattr(buffer, "STAGED_STEPS", 3)
+    monkeypatch.setattr("asyncsync.collectors.rollout.steps.STAGED_STEPS", 3)
     if request.param == "direct":
-        monkeypatch.setattr(buffer, "SMALL_STEP", 0)
+        monkeypatch.setattr("asyncsync.collectors.rollout.steps.SMALL_STEP", 0)
 
 
 @pytest.mark.usefixtures("small")

@@ -9,7 +9,7 @@ import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict
 
 from asyncsync.collectors.batch_layout import empty_batch, layout_of
-from asyncsync.collectors.rollout.buffer import RolloutBuffer
+from asyncsync.collectors.rollout.steps import RolloutBuffer
 from asyncsync.collectors.workers.shared_batches import MAX_HELD, Arrangement, BatchSlots, BatchWriter, SharedPlace
 from helpers.memory import mappings
 
