@@ -54,14 +54,16 @@ class InTurn(Vector):
     own methods put infos and observations together, which takes a tenth of a step of 8 CartPoles."""
 
     def __init__(self, env: Any) -> None:
-        super().__init__(env)
-        self.stepper = self
-
-    def step(self, actions: Any) -> tuple[Any, ...]:
         from gymnasium.vector.utils import iterate
 
+        super().__init__(env)
+        self.stepper = self
+        self._iterate = iterate
+
+    def step(self, actions: Any) -> tuple[Any, ...]:
         env = self.env
-        each = [one.step(action) for one, action in zip(env.envs, iterate(env.action_space, actions), strict=True)]
+        taken = self._iterate(env.action_space, actions)
+        each = [one.step(action) for one, action in zip(env.envs, taken, strict=True)]
         observations, *numbers, _ = zip(*each, strict=True)
         return _together(observations), *numbers, {}
 

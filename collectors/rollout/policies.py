@@ -8,13 +8,12 @@ from __future__ import annotations
 import copy
 import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 from tensordict.nn import (
-    CudaGraphModule,
     ProbabilisticTensorDictSequential,
     TensorDictModule,
     TensorDictModuleBase,
@@ -203,22 +202,6 @@ def wrapped(policy: nn.Module, observation_keys: Sequence[Key], action_keys: Seq
             "TensorDictModule, or pass trust_policy=True"
         )
     return TensorPolicy(policy, in_keys, action_keys)
-
-
-def quickened(
-    policy: Any,
-    compiled: bool | Mapping[str, Any] | None,
-    cudagraph: bool | Mapping[str, Any] | None,
-    device: torch.device | None,
-) -> Any:
-    """The wrapped policy, compiled and recorded as a CUDA graph of this device, each if it is wanted; a mapping has
-    keyword arguments of what does it."""
-    if compiled:
-        policy = torch.compile(policy, **(compiled if isinstance(compiled, Mapping) else {}))
-    if cudagraph:
-        kwargs = cudagraph if isinstance(cudagraph, Mapping) else {}
-        policy = CudaGraphModule(policy, in_keys=[], out_keys=[], device=device, **kwargs)
-    return policy
 
 
 WITHOUT_INIT = (

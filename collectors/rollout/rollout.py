@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from tensordict import TensorDictBase
-from tensordict.nn import set_interaction_type
+from tensordict.nn import CudaGraphModule, set_interaction_type
 from torch import nn
 from torch.profiler import record_function
 
@@ -20,7 +20,7 @@ from asyncsync.collectors.envs import environment as environments
 from asyncsync.collectors.envs.wrappers import Wrapper, limited
 from asyncsync.collectors.rollout.devices import RolloutDevices
 from asyncsync.collectors.rollout.lock import RolloutLock
-from asyncsync.collectors.rollout.policies import plainly_called, quickened, wrapped
+from asyncsync.collectors.rollout.policies import plainly_called, wrapped
 from asyncsync.collectors.rollout.steps import (
     ArraySteps,
     Carrier,
@@ -116,8 +116,8 @@ class Rollouts:
         compiled: bool | Mapping[str, Any] | None,
         cudagraph: bool | Mapping[str, Any] | None,
     ) -> None:
-        """Act with this policy, which is on its device; ``trust``, ``compiled`` and ``cudagraph`` as of the
-        collector."""
+        """Act with this policy, which is on its device; ``trust``, ``compiled`` and ``cudagraph`` as of the collector:
+        a mapping has keyword arguments of what compiles or records it."""
         if environments.is_torchrl(self.env):
             from torchrl.modules import set_exploration_modules_spec_from_env
 
@@ -128,7 +128,11 @@ class Rollouts:
             root = self.carrier.root.exclude(*labels)
             observed = environments.observation_keys(self.env, root, self.arguments.max_frames_per_traj > 0)
             self.policy = wrapped(policy, observed, environments.action_keys(self.env))
-        self.policy = quickened(self.policy, compiled, cudagraph, self.devices.policy)
+        if compiled:
+            self.policy = torch.compile(self.policy, **(compiled if isinstance(compiled, Mapping) else {}))
+        if cudagraph:
+            options = cudagraph if isinstance(cudagraph, Mapping) else {}
+            self.policy = CudaGraphModule(self.policy, in_keys=[], out_keys=[], device=self.devices.policy, **options)
         is_profiled = "1" in (os.environ.get("TORCHRL_PROFILING"), os.environ.get("ASYNCSYNC_PROFILING"))
         is_array = not is_profiled and ArraySteps.fit(self.env, self.arguments, self.devices)
         self.steps = steps = (ArraySteps if is_array else TensorDictSteps)(

@@ -440,7 +440,7 @@ class RolloutBuffer:
     - An exception that it raises ends the rollout and propagates; the next rollout calls it again.
 
     Small steps go through a few steps' worth of memory, whose views are made once, and from there to the batch many at
-    a time. That saves 2 to 8 % of a step of CartPoles; without it 8 of them, and 64 vectorised ones, miss their bars.
+    a time. That saves 2 to 8 % of a step of CartPoles; without it 64 vectorised ones miss their bar.
 
     Args:
         steps: capacity of a rollout.
