@@ -102,7 +102,11 @@ def rollouts(make: Any, env: Any, policy: str, size: int, **options: Any) -> lis
 
 
 @needs_torchrl
-@pytest.mark.parametrize("options", [{}, {"init_random_frames": 24}, {"max_frames_per_traj": 3}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"max_frames_per_traj": 3}, pytest.param({"init_random_frames": 24}, marks=pytest.mark.thorough)],
+    ids=str,
+)
 @pytest.mark.parametrize("kind", LENGTHS)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_entries_and_values_are_torchrls(policy: str, kind: str, options: dict[str, Any]) -> None:

@@ -29,7 +29,9 @@ from helpers.pairs import Clock, eventually
 from helpers.processes import Remote, Start
 
 PROMPTS = [[1, 2, 3], [5], list(range(20, 40))]
-both_schemes = pytest.mark.parametrize("kind", [SharedMemWeightSyncScheme, ZMQWeightSyncScheme])
+both_schemes = pytest.mark.parametrize(
+    "kind", [SharedMemWeightSyncScheme, pytest.param(ZMQWeightSyncScheme, marks=pytest.mark.thorough)]
+)
 pytestmark = [pytest.mark.requirement(245)]
 
 
