@@ -321,11 +321,13 @@ class ChannelReceiver(Carrier):
         self._worker: int | None = None
         self._thread = WorkThread("asyncsync-receive")
         self._setup: asyncio.Future[Exception | None] | None = None
-        self._receiving: asyncio.Future[Message | None] | None = None  # the last call of the user's method
+        self._receiving: asyncio.Future[Message | None] | None = (
+            None  # a call of the user's method, until its message is ahead
+        )
         self._ahead: Message | None = None  # the last message, until it is fetched
         self._replaced: asyncio.Future[None] | None = None  # done when the fetch that waits is not the newest any more
         self._closed = False
-        # The thread's own:
+        # The thread's own; between two of its calls, the loop may drop the buffer:
         self._buffer: tuple[bytes, TensorDict] | None = None  # with its layout's digest
         self._setup_error: Exception | None = None
 
@@ -361,7 +363,7 @@ class ChannelReceiver(Carrier):
             if (remaining := until - loop.time()) <= 0 or self._closed:
                 raise TimeoutError(self._nothing(patience))
             receiving, is_own = self._receiving, False
-            if receiving is None or receiving.done():
+            if receiving is None:
                 receiving, is_own = self._receive_next(slab.layout, remaining), True
             await asyncio.wait({receiving, replaced}, timeout=remaining, return_when=asyncio.FIRST_COMPLETED)
             if replaced.done():
@@ -373,12 +375,14 @@ class ChannelReceiver(Carrier):
                 raise as_exception(error)
             if receiving.result() is None and is_own:
                 raise TimeoutError(f"receive_weights returned None; {self._nothing(remaining)}")
+        if self._closed:
+            raise TimeoutError(self._nothing(patience))
         self._ahead = None
         fill = partial(self._fill, slab, message)
         # Cancelled, this raises when the slab is not written any more.
         if slab.nbytes <= INLINE_BYTES:
             fill()
-        elif self._receiving is None or self._receiving.done():
+        elif self._receiving is None:
             await finish(self._thread.submit(fill))
         else:  # the message came before its instruction, and the thread is waiting for another one
             await elsewhere("asyncsync-copy", fill)
@@ -391,6 +395,7 @@ class ChannelReceiver(Carrier):
         return receiving
 
     def _received(self, receiving: asyncio.Future[Message | None]) -> None:
+        self._receiving = None
         if not receiving.cancelled() and receiving.exception() is None and (message := receiving.result()) is not None:
             # If it is not what is fetched now, it is older; or it is newer, and its instruction is on the way.
             self._ahead = message

@@ -203,5 +203,6 @@ async def _redraw(samples: Samples, console: Console, changed: asyncio.Event) ->
         while True:
             live.update(screen(samples, console.width, console.height), refresh=True)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(changed.wait(), REDRAW)
+                async with asyncio.timeout(REDRAW):  # wait_for of Python 3.11 may lose a cancellation
+                    await changed.wait()
             changed.clear()

@@ -20,6 +20,14 @@ class CountingCore(BusCore):
 
     _encoded = b""
 
+    def join(self, scheme: Any, role: str, topic: str, num_workers: int | None = None) -> None:
+        if scheme.takes_part:
+            raise ValueError(
+                "nothing travels over the bus of a NoWeightSyncScheme: construct one bus = Bus() and give it to the "
+                "other schemes (bus=bus)"
+            )
+        super().join(scheme, role, topic, num_workers)
+
     async def announce(self, weights: Any, worker_ids: Any, metadata: Metadata, *, stages: bool = False) -> int:
         self._encoded = encode_metadata(metadata)
         self.carried += 1

@@ -342,3 +342,5 @@ async def test_a_scheme_that_moves_nothing_takes_no_part_in_a_bus(api: Api) -> N
             assert (read(model), read(other), still.version) == ({3}, {-1}, 1)
         with pytest.raises(TypeError, match="Bus"):
             api.make(api.NoWeightSyncScheme, bus=api.other.bus())
+        with pytest.raises(ValueError, match="nothing travels"):
+            api.scheme(bus=still.bus).init_on_sender(model_id="policy", model=Model(0))

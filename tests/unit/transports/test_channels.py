@@ -76,6 +76,32 @@ async def test_weights_that_overtake_their_instruction_are_kept(named: tuple[str
             await waiting
 
 
+@pytest.mark.requirement(214)
+async def test_a_fetch_that_begins_as_a_message_comes_gets_it(
+    named: tuple[str, Board], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, lines = named
+    loop, calls = asyncio.get_running_loop(), list[asyncio.Future[Any]]()
+    async with receiving(lines[0]) as receiver:
+
+        def submit(function: object) -> asyncio.Future[Any]:
+            calls.append(loop.create_future())
+            return calls[-1]
+
+        first, second = slab_of(-1), slab_of(-1)
+        with monkeypatch.context() as patched:
+            patched.setattr(receiver._thread, "submit", submit)
+            waiting = asyncio.create_task(receiver.fetch_slab(ONE, first, loop.time() + 20))
+            await until(lambda: calls)
+            calls[0].set_result(message(slab_of(2), TWO))
+            # This begins before the loop has called anybody back who waits for that result.
+            await receiver.fetch_slab(TWO, second, loop.time() + 5)
+        assert len(calls) == 1
+        assert read(second.weights()) == {2}
+        with pytest.raises(TimeoutError, match="a newer update"):
+            await waiting
+
+
 @pytest.mark.requirement(192)
 async def test_a_fetch_that_is_cancelled_while_its_slab_is_written_waits_for_that(
     named: tuple[str, Board], monkeypatch: pytest.MonkeyPatch
