@@ -367,9 +367,9 @@ class Applying:
 
     def _check_failed(self, model_id: str, version: int = 0) -> None:
         """Raise why this version of a model, or a newer one, could not be applied, if one could not."""
-        failed, error = self._machine.holdings.error.get(model_id, (-1, None))
+        failed, error, where = self._machine.holdings.error.get(model_id, (-1, None, None))
         if error is not None and failed >= version:
-            raise error
+            raise error.with_traceback(where)  # without the frames of those that it has been raised to before
 
     def _has(self, model_id: str, version: int) -> bool:
         """Whether a model holds this version, or a newer one. Raises why it will not, if so."""
@@ -396,7 +396,8 @@ class Applying:
         return "its initial weights have not arrived; the sender waits until every worker has connected"
 
     async def receive(self, model_id: str, after: Mark | None, timeout: float | None) -> Mark | None:
-        """The mark of an applied update newer than ``after``; None when the timeout expires."""
+        """The mark of an applied update newer than ``after``; None when the timeout expires, also if an update could
+        not be applied."""
 
         def is_newer() -> bool:
             mark = self.mark(model_id)
@@ -524,7 +525,7 @@ class Applying:
         )
 
     async def wait_origin(self, version: int, models: Iterable[str], timeout: float) -> None:
-        """Wait until these models show at least this version of the tree's root."""
+        """Wait until these models show at least this version of the tree's root, whatever could not be applied."""
         models = list(models)
 
         def has_acted() -> bool:

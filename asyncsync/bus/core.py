@@ -353,9 +353,15 @@ class BusCore:
         # host: where to bind a free port, with keys, if the workers are introduced.
         self.check_open("sender")
         if self._link is None:
-            about = tcp_endpoint(host, "*") if host else self.endpoint, self.num_workers, self.min_workers
-            monitoring = self.monitoring.here
-            link = TrainerLink(*about, self._settings(), keyed=bool(host), keys=self.keys, monitoring=monitoring)
+            link = TrainerLink(
+                tcp_endpoint(host, "*") if host else self.endpoint,
+                self.num_workers,
+                self.min_workers,
+                self._settings(),
+                keyed=bool(host),
+                keys=self.keys,
+                monitoring=self.monitoring.here,
+            )
             link.publishing.origin = self._origin
             link.carry_on(self.carried)
             self._link = link
@@ -381,10 +387,15 @@ class BusCore:
         self._worker = worker
         if self._link is None:
             assert self.gate is not None
-            about = self.introduction or self.connect_endpoint, worker, self._settings(), self.gate
-            credentials = None if self.keys is None else partial(self.keys.receiver, worker)
-            monitoring = self.monitoring.here
-            self._link = WorkerLink(*about, credentials, monitoring=monitoring, find=self.find_sender)
+            self._link = WorkerLink(
+                self.introduction or self.connect_endpoint,
+                worker,
+                self._settings(),
+                self.gate,
+                None if self.keys is None else partial(self.keys.receiver, worker),
+                monitoring=self.monitoring.here,
+                find=self.find_sender,
+            )
             self._end_with_the_loop(self._link)
         return self.worker_link()
 

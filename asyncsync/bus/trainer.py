@@ -277,7 +277,7 @@ class TrainerLink(Link):
             if self.machine.outbox and not self.closed:  # there was nobody to wait for, or no time left
                 self.settle()
         outcome = _outcome(progress, version, chosen, models, calls)
-        self._check(outcome, quorum, version, timeout, "applied")
+        self._check_outcome(outcome, quorum, version, timeout, "applied")
 
     async def wait_staged(
         self,
@@ -303,9 +303,9 @@ class TrainerLink(Link):
             return progress.of(version, chosen, models, staged=True)
 
         await self.wait(lambda: outcome().is_over(quorum), timeout, self.depart)
-        self._check(outcome(), quorum, version, timeout, "staged")
+        self._check_outcome(outcome(), quorum, version, timeout, "staged")
 
-    def _check(self, outcome: Outcome, quorum: int | None, version: int, timeout: float, step: str) -> None:
+    def _check_outcome(self, outcome: Outcome, quorum: int | None, version: int, timeout: float, step: str) -> None:
         """Raise PartialSendError if workers lack a version after this time, unless a quorum has it."""
         if quorum is not None and len(outcome.acked) >= quorum:
             return

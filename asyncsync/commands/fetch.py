@@ -85,7 +85,7 @@ class Guest:
         if not machine.session.welcomed:
             return "it has no version yet, like a relay that has not reached its trainer; or it has stopped"
         if machine.holdings.error:
-            return "; ".join(str(error) for _, error in machine.holdings.error.values())
+            return "; ".join(str(error) for _, error, _ in machine.holdings.error.values())
         if not any(machine.session.served.values()):
             return "the sender has not published any yet"
         return "the weights have not arrived completely yet"

@@ -30,7 +30,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Awaitable, Callable, Container, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -383,7 +383,7 @@ class Whereabouts(Dialer):
     sent. Raises NotConnected as :class:`Dialer`.
 
     Attributes:
-        fanout: the port at which this worker is subscribed; 0: it is not.
+        fanout: the port at which this worker has subscribed, or has failed to; 0: none.
         search: the task that looks for a successor.
     """
 
@@ -448,15 +448,15 @@ class Whereabouts(Dialer):
             logger.warning("no fan-out, so this worker gets its own copy: %s", error)
 
     def _subscribe(self, endpoint: str) -> None:
-        socket = subscriber(self._socket.context)
-        try:
+        with ExitStack() as undo:
+            socket = subscriber(self._socket.context)
+            undo.callback(socket.close)
             for topic in (b"", self._session.nonce):  # b"": everything
                 socket.subscribe(topic)
             dialer = Dialer(socket, (endpoint,), self._credentials, self._crash, attempt=self._attempt)
+            undo.callback(dialer.close)
             self._subscribed = dialer, LoopSocket(socket, self._receive, self._crash)
-        except BaseException:
-            socket.close()
-            raise
+            undo.pop_all()
 
     def drain_fanout(self) -> None:
         """Take in what has come: it was sent before the message that the caller is about to handle."""

@@ -220,7 +220,8 @@ class BoundSocket(LoopSocket):
 
 def _host(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
     found = ipaddress.ip_address(text)
-    return (isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped) or found
+    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
+    return mapped or found
 
 
 class Monitor(LoopSocket):

@@ -9,6 +9,7 @@ import traceback
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import TracebackType
 from typing import NamedTuple
 
 from asyncsync.errors import ClosedError, Fenced, NotConnected, ProtocolError, SchemaMismatch, WeightSyncError
@@ -417,7 +418,7 @@ class Holdings:
     def __init__(self) -> None:
         self.epoch: Epoch | None = None
         self.held: dict[str, Held] = {}
-        self.error: dict[str, tuple[int, Exception]] = {}
+        self.error: dict[str, tuple[int, Exception, TracebackType | None]] = {}
         self.leased: dict[tuple[str, int], Slab] = {}
         self.homes: dict[str, list[Held]] = {}
         self.is_report_due = False

@@ -472,7 +472,8 @@ class Progress:
         return [worker for worker in there if staged.workers is None or worker in staged.workers]
 
     def awaited(self, version: int, models: list[str], first: int | None = None) -> int | None:
-        """A worker, if it can be ``first``, that may still come to hold this version of these models; None: nobody."""
+        """A worker that may still come to hold this version of these models; None: no worker may. ``first``: the one
+        that is looked at before all others."""
         if self._targets.staged is not None and self._targets.staged.version == version:
             return next(iter(self.to_stage(version, models)), None)
         if (

@@ -20,6 +20,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 
 from asyncsync.errors import SchemaMismatch
 from asyncsync.protocol.transfer import Parts, Transfer
@@ -321,8 +322,8 @@ class Targets:
         references of its own to the slabs. Nothing is staged."""
         version = self.version + 1 if version is None else version
         self.version = max(self.version, version)
-        named = {worker for slabs in parts.values() if isinstance(slabs, Mapping) for worker in slabs}
-        whom = None if workers is None and not named else frozenset(named.union(workers or ()))
+        mappings = [slabs for slabs in parts.values() if isinstance(slabs, Mapping)]
+        whom = None if workers is None and not mappings else frozenset(chain(workers or (), *mappings))
         entries: list[tuple[str, int | None, Slab]] = []
         for model_id, slabs in parts.items():
             if isinstance(slabs, Mapping):

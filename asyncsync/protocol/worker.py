@@ -220,10 +220,10 @@ class Worker:
 
     def cannot_take(self, model_id: str, version: int | None = None) -> Exception | None:
         """Why what is not here to be taken will not come: it was replaced, or could not be staged; None: it may."""
-        failed, error = self.holdings.error.get(model_id, (0, None))
+        failed, error, where = self.holdings.error.get(model_id, (0, None, None))
         target = self.targets.get(model_id, 0)
         if error is not None and failed == (version or target):
-            return error
+            return error.with_traceback(where)  # without the frames of those that it has been raised to before
         there = max(self._ready(model_id), self.holdings.version(model_id))
         coming = () if self.incoming is None else [part.version for part in self.incoming.parts]
         if version is None or version >= max(there, target) or (version > there and version in coming):
@@ -776,12 +776,20 @@ class Worker:
         session = self.session
         assert session.epoch is not None
         shown = error if isinstance(error, Exception) else RuntimeError(repr(error))
-        self.holdings.error.update({model_id: (version, shown) for model_id, version in versions.items()})
+        found = {model_id: (version, shown, shown.__traceback__) for model_id, version in versions.items()}
+        self.holdings.error.update(found)
         name = f"{type(error).__module__}.{type(error).__qualname__}"[: messages.MAX_NAME]
         text = "".join(traceback.format_exception(error))[-messages.MAX_TEXT :]
-        what = session.named(versions), isinstance(error, SchemaMismatch)
-        why = name, str(error)[: messages.MAX_TEXT], text
-        self.failure = messages.Failed(session.epoch, serial, *what, *why, *self._in_use())
+        self.failure = messages.Failed(
+            session.epoch,
+            serial,
+            session.named(versions),
+            isinstance(error, SchemaMismatch),
+            name,
+            str(error)[: messages.MAX_TEXT],
+            text,
+            *self._in_use(),
+        )
         session.send(self.failure)
 
     def _pong(self, ping: messages.Ping) -> None:

@@ -60,6 +60,7 @@ MAX_REASON = 200  # characters
 MAX_SOURCES = 4096
 DIGEST_BYTES = 16
 MAX_DIGESTS = 2048  # in one page
+PAGE = f"at most {MAX_DIGESTS} digests of {DIGEST_BYTES} bytes"
 NONCE_END = 8  # bytes of a nonce: enough to tell thousands apart
 FIRST_ANONYMOUS = 1 << 29  # workers that were given no index draw one from here on
 # Relays and guests have indices from here on: there is no worker of such an index.
@@ -504,7 +505,7 @@ class Digests(Instruction, kind=26):
     version: int
     start: int
     count: Annotated[int, integer(0, MAX_ENTRIES)]
-    digests: Annotated[bytes, blocks(DIGEST_BYTES, MAX_DIGESTS * DIGEST_BYTES, f"at most {MAX_DIGESTS} digests")]
+    digests: Annotated[bytes, blocks(DIGEST_BYTES, MAX_DIGESTS * DIGEST_BYTES, PAGE)]
     problem: Text = ""
 
 
