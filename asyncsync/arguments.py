@@ -110,11 +110,11 @@ def refuse_unknown(called: str, given: Iterable[str], known: Iterable[str]) -> N
         raise TypeError(f"{called}(): got an unexpected keyword argument {name!r}; {hint}")
 
 
-def refuse_misspelt(called: str, given: Iterable[str], known: Iterable[str]) -> None:
+def refuse_misspelt(called: str, given: Iterable[str], known: Iterable[str], alike: float = 0.75) -> None:
     """Raise TypeError if one of the keywords that were ``given``, any of which may be meant, looks much like another
-    that is known."""
+    that is known; ``alike``: from 0 to 1, how much."""
     for name in given:
-        if meant := get_close_matches(name, known, 1, 0.75):
+        if meant := get_close_matches(name, known, 1, alike):
             raise TypeError(f"{called}() has no argument {name!r}; did you mean {meant[0]!r}?")
 
 

@@ -39,7 +39,9 @@ def whole(name: str, value: Any, least: int | None = None) -> int:
 
 def frames_or_none(name: str, value: Any) -> int | None:
     """A number of frames, which may be a float such as 1e6; None for a negative one or None. Raises TypeError."""
-    if isinstance(value, float) and value.is_integer():
+    if isinstance(value, float):
+        if not value.is_integer():
+            raise TypeError(f"{name} must be a whole number, or -1 for none, not {value!r}")
         value = int(value)
     number = -1 if value is None else whole(name, value)
     return None if number < 0 else number

@@ -97,8 +97,10 @@ class Collector(BaseCollector, metaclass=Chooses):
                 f"{' and '.join(chosen)} would choose another class than the subclass {type(self).__name__}: construct "
                 "MultiSyncCollector or MultiAsyncCollector instead"
             )
-        super().__init__(given["pre_collect_hook"], given["post_collect_hook"], given["worker_idx"])
+        super().__init__(given.pop("pre_collect_hook"), given.pop("post_collect_hook"), given["worker_idx"])
         policy_factory, env_kwargs = given.pop("policy_factory"), given.pop("create_env_kwargs")
+        updater, receives = given.pop("weight_updater"), given.pop("weight_recv_schemes")
+        schemes = given.pop("weight_sync_schemes")
         if policy is not None and policy_factory is not None:
             raise TypeError("policy and policy_factory exclude each other: pass one of them")
         self._arguments = arguments = RolloutArguments(**given)
@@ -136,10 +138,10 @@ class Collector(BaseCollector, metaclass=Chooses):
             rollouts.set_policy(self.policy, trust_policy, arguments.compile_policy, arguments.cudagraph_policy)
             arguments.postproc = on_device(arguments.postproc, rollouts.devices.storing)
             sources = self if self.policy is self._original_policy else _RegisteredModels(self._registered)
-            self._set_up_senders(given["weight_sync_schemes"], given["weight_updater"], sources)
+            self._set_up_senders(schemes, updater, sources)
             self._connect_senders(CONNECT_SECONDS)
-            if (received := given["weight_recv_schemes"]) is not None:
-                self.register_scheme_receiver(received)
+            if receives is not None:
+                self.register_scheme_receiver(receives)
         except BaseException:
             self.shutdown(close_env=not environments.is_given(create_env_fn))  # which stays open
             raise

@@ -316,6 +316,7 @@ class LaunchedFamily(NodeFamily):
         if launch.running.end is not None:
             how = launch.running.end()
             launch.has_ended.set()
+            launch.running = Running(launch.running.name)  # lets go of the process, and of its descriptors
             self._lose(launch, how)
 
     def _serve(self, launch: Launch) -> None:

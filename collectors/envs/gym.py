@@ -703,6 +703,8 @@ class GymEnv(NotTorchRLs):
         """Write a result that is one number, or one for each environment. Not None, which would pass for False, nor
         another shape, which would be broadcast."""
         array = value if type(value) is np.ndarray else np.asarray(value)
+        if type(value) is tuple and array.shape == (*out.shape, 1):  # of environments that are stepped in turn
+            array = array[..., 0]
         if array.dtype.kind not in "biuf" or array.shape != out.shape:
             count = f"{out.size} numbers" if out.shape else "one number"
             wanted = f"{self._name}: step() must return {count} as {name}"

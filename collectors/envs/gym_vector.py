@@ -41,11 +41,11 @@ class Vector:
 
     def first(self, finished: Array) -> First:
         """After :meth:`last`: the first observations of finished environments, unless the step has returned them."""
-        return self.reset(finished.copy())  # a mask that is the environment's own: ours changes with the next step
+        return self.reset(finished)
 
     def reset(self, mask: Array) -> First:
         """Reset the environments of a mask, bool [num_envs], at any other time."""
-        observation, info = self.env.reset(options={"reset_mask": mask})
+        observation, info = self.env.reset(options={"reset_mask": mask.copy()})  # which becomes the environment's own
         return [(mask, _rows(observation, mask), info)]
 
 
@@ -172,7 +172,7 @@ def _kind_of(kind: Any, metadata: Mapping[str, Any]) -> type[Vector] | None:
 def _rows(observation: Any, index: Any) -> Any:
     if isinstance(observation, Mapping):
         return {name: _rows(value, index) for name, value in observation.items()}
-    return np.asarray(observation)[index]
+    return observation[index] if isinstance(index, int) else np.asarray(observation)[index]
 
 
 def _together(observations: Sequence[Any]) -> Any:

@@ -405,6 +405,7 @@ class GroupCollector(BaseCollector):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, *, timeout: float = ANSWER_SECONDS
     ) -> None:
+        self.group.check()
         state, names = state_dict, [f"worker{worker}" for worker in range(self.num_workers)]
         if strict and (missing := [name for name in (*names, "frames", "iter") if name not in state]):
             raise KeyError(f"the state dict of a {type(self).__name__} with {len(names)} workers lacks {missing}")

@@ -137,7 +137,7 @@ class WeightsAPI:
         if "policy_weights" in kwargs:
             raise TypeError("policy_weights= is not supported: pass the weights positionally, or as weights=")
         if updater is None:
-            refuse_misspelt("update_policy_weights_", kwargs, ARGUMENTS)
+            refuse_misspelt("update_policy_weights_", kwargs, ARGUMENTS, 0.6)
             if worker_ids is not None and not self._senders.schemes:
                 raise TypeError(
                     f"worker_ids={worker_ids!r}, but this {type(self).__name__} has no workers to choose from, because "
@@ -288,8 +288,9 @@ class WeightsAPI:
     ) -> None:
         """Prepare schemes and the updater, without communication. ``context`` knows the models whose weights are sent
         if none are given."""
-        self.weight_updater = weight_updater
+        updater = None if weight_updater is None else make_updater(weight_updater, self.policy)
         self._senders = Senders(schemes or {}, context, num_workers)
+        self.weight_updater = updater  # which may look at the schemes
 
     def _connect_senders(self, timeout: float) -> None:
         connect_all(self._senders.schemes.values(), timeout)

@@ -163,6 +163,7 @@ class _Member:
         self.unrecorded = 0  # rollouts that its profile lacks
         self.told: Wishes | None = None  # the last ones that were sent
         self.is_being_told = False
+        self.late: asyncio.TimerHandle | None = None  # by then, it must have connected after it was launched again
 
 
 class WorkerGroup:
@@ -531,6 +532,8 @@ class WorkerGroup:
     def _connect(self, member: _Member) -> None:
         """A worker has connected: send what waits for that."""
         member.is_connected = True
+        if member.late is not None:
+            member.late.cancel()
         if member.unrecorded <= 0:  # the trace is written
             member.lasting.pop("record", None)
         for call in member.lasting.values():
@@ -553,7 +556,8 @@ class WorkerGroup:
 
     def _report_free(self) -> None:
         """Log the failure if workers run free: nobody may be waiting for their frames."""
-        if self.failure is not None and not (self.ending or self.finished):
+        is_new = self.failure is not None and self.failure is not self.free_error
+        if is_new and not (self.ending or self.finished):
             logger.error("an error ended collection in the background", exc_info=self.failure)
             self.free_error = self.failure
 
@@ -597,7 +601,9 @@ class WorkerGroup:
         member.told = None
         if self._trajectories is not None:
             self._trajectories.break_off_those(lambda number: number % len(self._members) == member.rank)
-        self._loop.call_later(self._connect_timeout, self._look_after, member, member.launches)
+        if member.late is not None:
+            member.late.cancel()
+        member.late = self._loop.call_later(self._connect_timeout, self._look_after, member, member.launches)
         try:
             self._launch(member)
         except Exception as error:
@@ -635,6 +641,9 @@ class WorkerGroup:
             deadline = 0.0
             raise
         finally:
+            for member in self._members:
+                if member.late is not None:
+                    member.late.cancel()
             if not self.is_over:
                 await self.family.end(deadline)
                 self.is_over = True

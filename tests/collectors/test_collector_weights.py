@@ -137,7 +137,13 @@ def test_other_keywords_are_ignored_but_not_an_old_name_nor_misspelt_ones(pair: 
     assert pair.policies == [{30}, {30}]
     with pytest.raises(TypeError, match="policy_weights= is not supported"):
         pair.top.update_policy_weights_(policy_weights=Model(31))
-    for name, meant in (("worker_id", "worker_ids"), ("weight_dict", "weights_dict"), ("modelid", "model_id")):
+    misspelt = {
+        "worker_id": "worker_ids",
+        "weight_dict": "weights_dict",
+        "modelid": "model_id",
+        "wait_timeout": "timeout",
+    }
+    for name, meant in misspelt.items():
         with pytest.raises(TypeError, match=f"no argument '{name}'; did you mean '{meant}'"):
             pair.top.update_policy_weights_(**{name: 0})
 

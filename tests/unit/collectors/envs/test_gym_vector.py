@@ -357,3 +357,20 @@ def test_a_later_reset_that_returns_something_else_names_the_environment(result:
     for call in (lambda: env.step_and_maybe_reset(td), env.reset):
         with pytest.raises(TypeError, match=r"WrongReset: reset\(\) must return \(observation, info\), not"):
             call()
+
+
+@pytest.mark.requirement(239)
+def test_environments_of_a_vector_may_return_arrays_of_one_number_as_single_ones_may() -> None:
+    class Arrays(Counting):
+        def step(self, action: Any) -> Any:
+            observation, reward, terminated, truncated, info = super().step(action)
+            return observation, np.array([reward]), np.array([terminated]), np.array([truncated]), info
+
+    def step(kind: type[Counting]) -> Any:
+        make = [lambda: kind(length=1)] * 2
+        env = GymEnv(SyncVectorEnv(make, autoreset_mode=AutoresetMode.DISABLED))
+        return env.step_and_maybe_reset(env.rand_action(env.reset()))[0]["next"]
+
+    theirs, plain = step(Arrays), step(Counting)
+    for key in ("reward", "terminated", "truncated", "done", "observation"):
+        assert torch.equal(theirs[key], plain[key]), key
