@@ -1,5 +1,4 @@
-"""What ``asyncsync top`` draws: one screen of any size, and one line where there is no terminal. Imported where rich is
-installed."""
+"""What ``asyncsync top`` draws: one screen of any size, and one line where there is no terminal."""
 
 from __future__ import annotations
 
@@ -8,14 +7,15 @@ import contextlib
 import textwrap
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterable
-from typing import Any, Literal, TypedDict
-
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from asyncsync.commands.samples import Rates, Samples
 from asyncsync.wire.messages import Report, WorkerReport
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+    from rich.text import Text
 
 COLOURS = {"live": "green", "slow": "yellow", "lost": "red"}
 STATES = ("lost", "slow", "live")  # the worst first
@@ -37,6 +37,9 @@ ONE_LINE: Cut = {"no_wrap": True, "overflow": "ellipsis"}
 
 def screen(samples: Samples, width: int, height: int | None) -> RenderableType:
     """The whole screen. ``height``: lines that there are; None: as many as it takes."""
+    from rich.console import Group
+    from rich.text import Text
+
     report = samples.last
     if report is None:
         waiting = Text(samples.failure or "asking …", style="yellow")
@@ -87,6 +90,8 @@ def line(samples: Samples) -> str:
 
 
 def _title(samples: Samples, width: int) -> Text:
+    from rich.text import Text
+
     report = samples.last
     where = "" if report is None else f" · {report.host}, process {report.pid}"
     clock = time.strftime("%H:%M:%S")
@@ -98,6 +103,8 @@ def _title(samples: Samples, width: int) -> Text:
 
 
 def _facts(report: Report, rates: Rates) -> Table:
+    from rich.table import Table
+
     grid = Table.grid(padding=(0, 2, 0, 0))
     for _ in range(3):
         grid.add_column(style="bold", no_wrap=True)
@@ -109,6 +116,8 @@ def _facts(report: Report, rates: Rates) -> Table:
 
 
 def _people(report: Report) -> Text:
+    from rich.text import Text
+
     text = Text("workers    ", style="bold", no_wrap=True, overflow="ellipsis")
     for state in STATES[::-1]:
         number = report.counts.get(state, 0)
@@ -122,6 +131,8 @@ def _people(report: Report) -> Text:
 
 
 def _models(report: Report, width: int) -> Text:
+    from rich.text import Text
+
     text = Text("models     ", style="bold", no_wrap=True, overflow="ellipsis")
     words = [f"{m.model_id or '(no name)'} {_bytes(m.nbytes)} at {m.version:,}" for m in report.models]
     if report.num_models > len(words):
@@ -132,6 +143,9 @@ def _models(report: Report, width: int) -> Text:
 
 
 def _workers(report: Report, shown: Iterable[WorkerReport], rates: Rates, *, wide: bool) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold underline", pad_edge=False, expand=wide)
     table.add_column("worker", justify="right")
     table.add_column("state")
@@ -186,6 +200,8 @@ def _urgency(worker: WorkerReport) -> tuple[int, int, bool, int, int]:
 
 def _notes(workers: Iterable[WorkerReport], cut: Cut) -> list[Text]:
     """What keeps workers, where the table has no room for it: without a cut, all of them."""
+    from rich.text import Text
+
     named = [(f"{worker.role} {worker.index}", worker.reason) for worker in workers if worker.reason]
     troubles = [reason if reason.startswith(name) else f"{name}: {reason}" for name, reason in named]
     if cut and len(troubles) > NOTES:
@@ -194,6 +210,8 @@ def _notes(workers: Iterable[WorkerReport], cut: Cut) -> list[Text]:
 
 
 def _counts(name: str, counts: dict[str, int], cut: Cut) -> list[Text]:
+    from rich.text import Text
+
     if not counts:
         return []
     words = " · ".join(f"{count:,} × {reason}" for reason, count in sorted(counts.items(), key=lambda item: -item[1]))

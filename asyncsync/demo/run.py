@@ -6,12 +6,9 @@ import asyncio
 import math
 import sys
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
-from rich.table import Table
-from rich.text import Text
 
 from asyncsync.commands.samples import Samples
 from asyncsync.commands.screen import line, screen, shown_by
@@ -19,6 +16,9 @@ from asyncsync.demo.record import EPISODES, Record
 from asyncsync.demo.trainer import train
 from asyncsync.errors import WeightSyncError
 from asyncsync.sync import WeightSyncScheme
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
 
 SOLVED, FAILED, INTERRUPTED = 0, 1, 130
 REDRAW = 0.25  # seconds
@@ -50,6 +50,8 @@ def run(options: Options) -> int:
         The exit code: 0 the target was reached; 1 it was not in time, a worker has died, or weights were torn or stale;
         130 Ctrl-C.
     """
+    from rich.console import Console
+
     console = Console()
     # SharedMemWeightSyncScheme(), unless the command line says otherwise.
     scheme = WeightSyncScheme.from_backend(options.scheme, endpoint=options.endpoint)
@@ -93,6 +95,8 @@ def run(options: Options) -> int:
 
 async def redraw(record: Record, console: Console) -> None:
     """Show the record on a screen, until cancelled."""
+    from rich.live import Live
+
     with Live(view(record, console), console=console, auto_refresh=False) as live:
         try:
             while True:
@@ -116,6 +120,10 @@ async def print_lines(record: Record, console: Console) -> None:
 
 def view(record: Record, console: Console) -> RenderableType:
     """The learning curve, and the screen of ``asyncsync top``: beside it, or below it if the terminal is narrow."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
     width, height = console.size
     is_wide = width >= 160
     columns = width // 2 if is_wide else width
