@@ -163,7 +163,13 @@ class _Member:
         self.unrecorded = 0  # rollouts that its profile lacks
         self.told: Wishes | None = None  # the last ones that were sent
         self.is_being_told = False
-        self.late: asyncio.TimerHandle | None = None  # by then, it must have connected after it was launched again
+        self._timer: asyncio.TimerHandle | None = None
+
+    def give_time(self, timer: asyncio.TimerHandle | None) -> None:
+        """This timer, and no earlier one, looks whether a worker that was launched again has connected; None: none."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = timer
 
 
 class WorkerGroup:
@@ -532,8 +538,7 @@ class WorkerGroup:
     def _connect(self, member: _Member) -> None:
         """A worker has connected: send what waits for that."""
         member.is_connected = True
-        if member.late is not None:
-            member.late.cancel()
+        member.give_time(None)
         if member.unrecorded <= 0:  # the trace is written
             member.lasting.pop("record", None)
         for call in member.lasting.values():
@@ -601,9 +606,8 @@ class WorkerGroup:
         member.told = None
         if self._trajectories is not None:
             self._trajectories.break_off_those(lambda number: number % len(self._members) == member.rank)
-        if member.late is not None:
-            member.late.cancel()
-        member.late = self._loop.call_later(self._connect_timeout, self._look_after, member, member.launches)
+        late = self._loop.call_later(self._connect_timeout, self._look_after, member, member.launches)
+        member.give_time(late)
         try:
             self._launch(member)
         except Exception as error:
@@ -642,8 +646,7 @@ class WorkerGroup:
             raise
         finally:
             for member in self._members:
-                if member.late is not None:
-                    member.late.cancel()
+                member.give_time(None)
             if not self.is_over:
                 await self.family.end(deadline)
                 self.is_over = True
