@@ -482,6 +482,19 @@ class BusCore:
                 )
         return sources
 
+    def _at_hand(self, weights: Mapping[str, Any], workers: list[int] | None) -> dict[str, Source]:
+        """What :meth:`_take` returns for everybody, where nothing has to be prepared, and nobody prepares; else
+        nothing."""
+        if workers is not None or self._preparing.waiting or self._preparing.locked() or type(weights) is not dict:
+            return {}
+        found: dict[str, Source] = {}
+        for topic, given in weights.items():
+            scheme = self.schemes.get(topic)
+            if scheme is None or (flat := scheme.at_hand(given)) is None:
+                return {}
+            found[topic] = flat
+        return found
+
     async def _take_in_order(
         self, weights: Mapping[str, Any], workers: list[int] | None, timeout: float
     ) -> dict[str, Source]:
@@ -505,7 +518,8 @@ class BusCore:
     ) -> int:
         # Snapshot and announce, for now or until it is committed; returns the version.
         encoded, workers = encode_metadata(metadata), as_workers(worker_ids)
-        sources = await self._take_in_order(weights, workers, DEFAULT_TIMEOUT)
+        self.trainer_link()
+        sources = self._at_hand(weights, workers) or await self._take_in_order(weights, workers, DEFAULT_TIMEOUT)
         return await self._publish_sources(sources, workers, encoded, stages=stages)
 
     async def await_staged(
@@ -557,7 +571,7 @@ class BusCore:
         """:meth:`announce` of what was extracted; unless ``at_once``, it has still to depart."""
         transports = {topic: self.schemes[topic].carrier() for topic in sources}
         link = self.trainer_link()
-        whom = {*(workers or ()), *(w for s in sources.values() if isinstance(s, Mapping) for w in s)}
+        whom = {*(workers or ()), *(w for s in sources.values() if not isinstance(s, FlatWeights) for w in s)}
         link.check_reach(whom)
         deadline = link.loop.time() + timeout
         version = await link.publishing.publish(
@@ -581,30 +595,18 @@ class BusCore:
         # NotConnected, with nothing published, if no worker is there; PartialSendError, which names each worker that
         # has not applied it, and why.
         check_timeout(timeout)
-        link, encoded = self._link, encode_metadata(metadata)
-        # Whether it may go the fast way is decided once: as soon as the values are at hand.
-        may_be_steady = worker_ids is None and quorum is None and not (encoded or self.calls) and len(weights) == 1
-        is_free = not (self.is_shut_down or self._preparing.waiting or self._preparing.locked())
-        if may_be_steady and is_free and type(link) is TrainerLink and (steady := link.publishing.steady) is not None:
-            begun, topic = link.loop.time(), steady.model_id
-            scheme = self.schemes.get(topic)
-            flat = scheme.at_hand(weights[topic]) if scheme is not None and topic in weights else None
-            if flat is not None:
-                may_be_steady = False
-                if (version := await self._send_steadily(link, topic, flat, timeout, begun)) is not None:
-                    return version
-        workers = as_workers(worker_ids)
-        self.trainer_link().check_quorum(weights, workers, quorum)
+        encoded, workers, link = encode_metadata(metadata), as_workers(worker_ids), self.trainer_link()
         try:
-            sources = await self._take_in_order(weights, workers, timeout)
-            link = self.trainer_link()
-            link.check_quorum(sources, workers, quorum)
+            if not (sources := self._at_hand(weights, workers)):
+                link.check_quorum(weights, workers, quorum)
+                sources = await self._take_in_order(weights, workers, timeout)
+                link = self.trainer_link()
             begun = link.loop.time()
-            if may_be_steady:
+            if workers is None and quorum is None and not (encoded or self.calls) and len(sources) == 1:
                 ((topic, source),) = sources.items()
                 if (version := await self._send_steadily(link, topic, source, timeout, begun)) is not None:
                     return version
-            there = link.machine.membership.eligible(sources)
+            there = link.check_quorum(sources, workers, quorum)
             version = await self._publish_sources(sources, workers, encoded, timeout, at_once=False)
         except AckTimeout as error:  # nothing was published
             waiting = workers or self.trainer_link().machine.membership.expected()

@@ -72,6 +72,7 @@ class Publishing:
     """The publications of one link.
 
     Attributes:
+        least: how many workers an elastic trainer needs.
         origin: in a tree, returns the version at its root that what is published stands for, and the metadata of that.
         order: held by the publication that is under way.
         served: by descriptor, the transports that act for each worker.
@@ -85,6 +86,7 @@ class Publishing:
     _pool: SlabPool
     _observer: TrainerObserver
     _channels: SideChannels
+    least: int
     origin: Callable[[], tuple[int, bytes]] | None = None
     order: Order = field(default_factory=Order)
     served: dict[bytes, Carrier] = field(default_factory=dict)
@@ -437,8 +439,8 @@ class Publishing:
         peers = machine.steady(model_id, target.slab)
         if not peers or machine.outbox or machine.fenced is not None:
             return False
-        if machine.num_workers is not None and len(peers) < machine.num_workers:
-            return False  # sending has to report one that is lost
+        if len(peers) < (self.least if machine.num_workers is None else machine.num_workers):
+            return False  # sending has to report who is missing
         workers = []
         for peer in peers:
             channel = self._channels.of.get(peer.nonce)

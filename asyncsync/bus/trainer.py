@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -129,7 +129,8 @@ class TrainerLink(Link):
             logger.warning("%s is reachable from other hosts and not encrypted (allow_plaintext=True)", endpoint)
         self.side_channels = SideChannels(side_channel_path(endpoint), self._introduce, self.crash)
         undo.callback(self.side_channels.close)
-        self.publishing = Publishing(self, self.machine, self.pool, self.observer, self.side_channels)
+        of_all = self.machine, self.pool, self.observer, self.side_channels
+        self.publishing = Publishing(self, *of_all, self.min_workers)
         self.verifying = TrainerVerifying(self, self.machine, self.publishing.end_steady)
         if self._lock is not None and self.side_channels.path is not None:
             self._lock.beside.append(self.side_channels.path)
@@ -202,16 +203,19 @@ class TrainerLink(Link):
         if count is not None and quorum > count:
             raise ValueError(f"quorum={quorum}, but only {count} workers are to get this version")
 
-    def check_quorum(self, models: Iterable[str], workers: list[int] | None = None, quorum: int | None = None) -> None:
-        """Raise NotConnected if no worker has one of these models; for an elastic trainer, if fewer than
-        ``min_workers`` have it, or than the ``quorum`` where it is for everybody. Raises ValueError as
-        :meth:`check_enough`."""
+    def check_quorum(
+        self, models: Collection[str], workers: list[int] | None = None, quorum: int | None = None
+    ) -> list[int]:
+        """The workers that have some of these models. Raises NotConnected if no worker has one of them; for an elastic
+        trainer, if fewer than ``min_workers`` have it, or than the ``quorum`` where it is for everybody. Raises
+        ValueError as :meth:`check_enough`."""
         if quorum is not None:
             self.check_enough(workers, quorum)
         machine = self.machine  # who is there, and with which models, does not change on the fast path
         needed, name = self.min_workers, "min_workers"
         if quorum is not None and workers is None and quorum > needed:
             needed, name = quorum, "quorum"
+        there: list[int] = []
         for model_id in models:
             there = machine.membership.eligible([model_id])
             if machine.num_workers is None and len(there) < needed:
@@ -226,6 +230,7 @@ class TrainerLink(Link):
                 f"{text}{f' ({others})' if others else ''}: "
                 "wait for them with connect(), or use publish(), which also reaches workers that connect later"
             )
+        return there if len(models) == 1 else machine.membership.eligible(models)
 
     async def wait_applied(
         self,
@@ -260,23 +265,25 @@ class TrainerLink(Link):
                 raise NotConnected(f"quorum={quorum}, but version {version} is for {len(chosen)} connected workers")
 
             late = list(chosen)  # who has, does not lack it later: not everybody is looked at for each answer
+            outcome = Outcome()
 
             def done() -> bool:
+                nonlocal outcome
                 machine.check_open()
-                if quorum is not None or calls is not None:
-                    return _outcome(progress, version, chosen, models, calls).is_over(quorum)
-                while late and not progress.outstanding(version, late[-1:], models):
-                    late.pop()
-                if late or not progress.outstanding(version, chosen, models):
-                    return not late
-                late.extend(chosen)  # one that was lost is there again
-                return False
+                if quorum is None and calls is None:
+                    while late and not progress.is_outstanding(late[-1], version, models):
+                        late.pop()
+                    if late:
+                        return False
+                outcome = _outcome(progress, version, chosen, models, calls)
+                late[:] = outcome.waiting  # also one that was lost, and is there again
+                return outcome.is_over(quorum)
 
-            await self.wait(done, max(0.0, begun + timeout - self.loop.time()), self.depart)
+            if not await self.wait(done, max(0.0, begun + timeout - self.loop.time()), self.depart):
+                outcome = _outcome(progress, version, chosen, models, calls)
         finally:
             if self.machine.outbox and not self.closed:  # there was nobody to wait for, or no time left
                 self.settle()
-        outcome = _outcome(progress, version, chosen, models, calls)
         self._check_outcome(outcome, quorum, version, timeout, "applied")
 
     async def wait_staged(

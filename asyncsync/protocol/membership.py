@@ -479,15 +479,15 @@ class Progress:
         if (
             first is not None
             and self._is_targeted(first, version, models)
-            and self.outstanding(version, (first,), models)
+            and self.is_outstanding(first, version, models)
         ):
             return first
         everybody = self.targeted(version, models)
-        return next((worker for worker in everybody if self.outstanding(version, (worker,), models)), None)
+        return next((worker for worker in everybody if self.is_outstanding(worker, version, models)), None)
 
-    def outstanding(self, version: int, workers: Iterable[int], models: list[str] | None) -> bool:
-        """True while somebody may still come to hold this version; the short form of :meth:`of`."""
-        return any(self._answer(worker, version, models) is None for worker in workers)
+    def is_outstanding(self, worker: int, version: int, models: list[str] | None) -> bool:
+        """True while this worker may still come to hold this version; the short form of :meth:`of`."""
+        return self._answer(worker, version, models) is None
 
     def _answer(self, worker: int, version: int, models: list[str] | None) -> int | Exception | None:
         """Which version this worker holds of these models, if it is not older; or why it will not; None: it may."""

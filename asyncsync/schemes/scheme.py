@@ -44,7 +44,7 @@ from asyncsync.schemes.sources import Sources, as_tensordict, by_worker, find_mo
 from asyncsync.schemes.torchrl import TorchRLContext, adapted
 from asyncsync.transports.base import TransportCore, in_sync_as
 from asyncsync.transports.channels import ChannelReceiver, ChannelSender, make_receiver, make_sender
-from asyncsync.weights.packing import copy_flat
+from asyncsync.weights.packing import copy_flat, cuda_events
 from asyncsync.weights.slab import Slab
 from asyncsync.weights.tree import FlatWeights, Path
 from asyncsync.wire.messages import FIRST_ANONYMOUS, FIRST_GUEST, MAX_NAME, Shown
@@ -774,14 +774,17 @@ class Scheme(ABC):
     # -- what is sent --------------------------------------------------------------------------------------------------
 
     def at_hand(self, weights: Any) -> FlatWeights | None:
-        # What extract_source returns, if a module is sent as a whole; else None, and nothing was touched.
+        # What extract_source returns for all workers, if that takes a look at a module only; else None.
         if isinstance(weights, Taken):
-            return weights.source if isinstance(weights.source, FlatWeights) and not weights.source.values else None
+            return weights.source if isinstance(weights.source, FlatWeights) else None
         source = self.sources.model if weights is None else weights
         plain = isinstance(source, nn.Module) and self.sources.device_map_fn is None
         if not plain or type(self).prepare_weights is not Scheme.prepare_weights:
             return None
-        return None if (flat := module_weights(self.strategy, source)) is None else self.selection.part(flat)
+        if (flat := module_weights(self.strategy, source)) is None:
+            return None
+        flat.ready = cuda_events(flat)
+        return self.selection.part(flat)
 
     async def extract_source(self, weights: Any, workers: list[int] | None) -> Source:
         # Take the selected values of what the caller gave. In the caller's thread.

@@ -1037,7 +1037,7 @@ def test_a_refused_publication_does_not_keep_another_one_from_being_complete(oth
     for models in (["policy"], None):
         assert progress.targeted(version, models) == [0]
         assert progress.of(version, [0], models).acked == {0: version}
-        assert not progress.outstanding(version, [0], models)
+        assert not progress.is_outstanding(0, version, models)
     assert progress.targeted(newer, [other]) == [0, 1]
     assert sorted(progress.of(newer, [0, 1], [other]).failed) == [0, 1]
     only = "policy" if other == "value" else "value"
@@ -1093,12 +1093,12 @@ def test_what_follows_an_update_that_everybody_has_is_said_in_short(lent: bool) 
         assert [torch.frombuffer(bytearray(frame), dtype=torch.float32, count=15).tolist() for frame in first[2]] == (
             [] if lent else [[version] * 15]
         )
-        assert desk.machine.progress.outstanding(version, [0, 1], ["policy"])
+        assert any(desk.machine.progress.is_outstanding(w, version, ["policy"]) for w in (0, 1))
         for worker in (0, 1):
             assert desk.machine.peers[worker].transfer is not None
             desk.receive(worker, messages.Applied.at_once(EPOCH, version))
             assert desk.machine.peers[worker].transfer is None
-        assert not desk.machine.progress.outstanding(version, [0, 1], ["policy"])
+        assert not any(desk.machine.progress.is_outstanding(w, version, ["policy"]) for w in (0, 1))
         assert desk.machine.progress.of(version, [0, 1]).acked == {0: version, 1: version}
         assert desk.machine.leases.of == {}
         assert len(desk.pool.used) == 1
