@@ -1,7 +1,7 @@
 """The transports whose bytes are chunks on the bus: ZeroMQ's, and the one that serves workers of this host through
 shared memory and others so.
 
-A ZMQTransport offers no descriptor, so the bus itself carries the bytes: up to 1 MiB in the instruction, more in
+A ZMQTransport offers no descriptor, so the bus itself carries the bytes: up to 4 MiB in the instruction, more in
 chunks on the same socket, which the trainer sends on the worker's credit. The worker writes them where they
 belong: in a slab, from which they are copied into the model, or, where there are more of them, in memory that a
 module's Parameters are given (:class:`asyncsync.transports.shared_memory.ReceivedSlab`).

@@ -21,9 +21,8 @@ import torch
 from asyncsync.bus.carrier import Carrier, Source
 from asyncsync.bus.link import INLINE_BYTES, Link, Order
 from asyncsync.bus.status import Life, TrainerObserver
-from asyncsync.bus.steady import SteadyTrainer
+from asyncsync.bus.steady import Send, SteadyTrainer
 from asyncsync.errors import AckTimeout, NotConnected
-from asyncsync.net.side_channel import SideChannels
 from asyncsync.protocol.trainer import Trainer
 from asyncsync.runtime.threads import finish
 from asyncsync.weights.copying import copy_bytes
@@ -42,7 +41,7 @@ DRAIN_PATIENCE = 0.05
 # The thread need not wait for the loop after each piece. A publication waits for the thread no longer than for these:
 # some 20 ms.
 ENCODED_AT_ONCE = 8
-# The fast way: the interpreter waits while a worker copies them.
+# The fast way, from shared memory: the interpreter waits while a worker copies them.
 LARGEST_STEADY = 1 << 20
 # Where an answer stays out, it is the link's timer that ends the fast path, after a quarter of a second.
 LEAST_TIMEOUT = 1.0
@@ -73,6 +72,7 @@ class Publishing:
 
     Attributes:
         least: how many workers an elastic trainer needs.
+        send: how the fast path sends; None: there is no fast path.
         origin: in a tree, returns the version at its root that what is published stands for, and the metadata of that.
         order: held by the publication that is under way.
         served: by descriptor, the transports that act for each worker.
@@ -85,8 +85,8 @@ class Publishing:
     _machine: Trainer
     _pool: SlabPool
     _observer: TrainerObserver
-    _channels: SideChannels
     least: int
+    send: Send | None
     origin: Callable[[], tuple[int, bytes]] | None = None
     order: Order = field(default_factory=Order)
     served: dict[bytes, Carrier] = field(default_factory=dict)
@@ -424,15 +424,18 @@ class Publishing:
         return self._machine.targets.version
 
     def _begin_steady(self, model_id: str, transport: Carrier) -> bool:
-        pool, machine = transport.pool, self._machine
-        if pool is None or not transport.is_at_hand:
-            return False
+        pool, machine = transport.pool or self._pool, self._machine
+        rides = type(transport).offer is Carrier.offer  # in the instruction
         model = machine.targets.models.get(model_id)
         target = None if model is None else model.common.current
-        if target is None or target.slab.descriptor is None or target.slab not in pool or target.slab.mapped:
+        if target is None or (target.slab.descriptor is None) is not rides or self.send is None:
+            return False
+        if target.slab not in pool or target.slab.mapped or not (rides or transport.is_at_hand):
             return False
         layout = target.slab.layout
-        if layout.nbytes > LARGEST_STEADY or not pool.is_quick(layout.nbytes):
+        if layout.nbytes > (machine.settings.eager_bytes if rides else LARGEST_STEADY):
+            return False
+        if not pool.is_quick(layout.nbytes) or machine.membership.fanout_port:
             return False
         if target.slab.references > 1:  # one that is lost, or has left, may still be reading it
             return False
@@ -441,19 +444,19 @@ class Publishing:
             return False
         if len(peers) < (self.least if machine.num_workers is None else machine.num_workers):
             return False  # sending has to report who is missing
-        workers = []
-        for peer in peers:
-            channel = self._channels.of.get(peer.nonce)
-            if channel is None or peer.unsettled or peer.slow:
-                return False
-            workers.append((peer, channel))
+        if any(peer.unsettled or peer.slow for peer in peers):
+            return False
         known = self._known.get(model_id)
         if known is None or known.layout is not layout:  # that layout was only tried
             known = self._known[model_id] = SourceCache(layout)
-        slab = pool.acquire(layout)
-        slab.descriptor = transport.describe(slab)
-        target.slab.forget()  # the version after the next is written there
-        self.steady = SteadyTrainer(machine, model_id, known, (target.slab.retain(), slab), workers)
+
+        def acquire() -> Slab:
+            slab = pool.acquire(layout)
+            if not rides:
+                slab.descriptor = transport.describe(slab)
+            return slab
+
+        self.steady = SteadyTrainer(machine, model_id, known, target.slab.retain(), acquire, peers, self.send)
         return True
 
     async def complete(self, version: int) -> bool:

@@ -1,10 +1,10 @@
 """The fast path: a training loop's steady state in as few steps as can be, beside both ends' state machines.
 
 For hours a training loop does the same thing: everybody has the last version of one model, and the next differs from
-it in nothing but version and bytes; the slab lies in shared memory, from where everybody copies it out at once. Then a
-:class:`SteadyTrainer` has two slots for itself: the newest version, and one to write the next into. It announces the
-next version to all workers with one packet (AGAIN), over their side channels, and counts the answers, which are all the
-same packet too (the short APPLIED).
+it in nothing but version and bytes. These lie in shared memory, from where every worker copies them out at once, or are
+few enough to travel with the announcement. Then a :class:`SteadyTrainer` has two slabs for itself: the newest version,
+and one to write the next into. It announces the next version to all workers with one message (AGAIN), and counts the
+answers, which are all the same message too (the short APPLIED).
 
 Meanwhile the :class:`asyncsync.protocol.trainer.Trainer` counts versions and serials, and else stands still. Before
 anything else happens to it (another message has come, a worker has gone, time has passed, somebody calls status()),
@@ -12,12 +12,12 @@ anything else happens to it (another message has come, a worker has gone, time h
 to know, for the next version is published only when everybody has answered. From there on the machine goes on by
 itself, and finds out what was lost as it always does.
 
-In a worker, a :class:`SteadyWorker` is ready for the next AGAIN: it knows the trainer's two slots, and has two slabs of
-this worker's own, the one that holds the newest version and one to copy the next into. It changes the state of the
-:class:`asyncsync.protocol.worker.Worker` itself, which looks afterwards as if the update had come the general
-way. It takes a packet whole or not at all. Whatever is unusual about one (a reader, another Parameter, an unknown slot)
-is left to the general way, with nothing changed; and whatever else the machine hears or does ends it. The next AGAIN
-that goes the general way without a stop begins another.
+In a worker, a :class:`SteadyWorker` is ready for the next AGAIN: it knows the trainer's two slots, if there are any,
+and has two slabs of this worker's own, the one that holds the newest version and one to copy the next into. It changes
+the state of the :class:`asyncsync.protocol.worker.Worker` itself, which looks afterwards as if the update had come the
+general way. It takes a message whole or not at all. Whatever is unusual about one (a reader, another Parameter, an
+unknown slot) is left to the general way, with nothing changed; and whatever else the machine hears or does ends it. The
+next AGAIN that goes the general way without a stop begins another.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from operator import attrgetter
 from struct import Struct
 
 from asyncsync.model.gate import Gate, Writer
-from asyncsync.net.side_channel import ALONE, SideChannel
 from asyncsync.protocol.holdings import Acting, StagedPart, Staging
 from asyncsync.protocol.targets import Peer
 from asyncsync.protocol.trainer import Trainer
@@ -46,8 +45,10 @@ logger = logging.getLogger("asyncsync")
 Show = Callable[[Epoch, Mapping[str, Acting]], None]
 """Called under the gate when models have these versions, before anybody can read them."""
 
-# A packet: no payload frames (see asyncsync.net.side_channel), then the instruction.
-_AGAIN = Struct(f"<{len(ALONE) + HEAD.size}s{AGAIN_FIELDS}")
+Send = Callable[[Peer, bytes, Sequence[Buffer]], bool]
+"""Sends a worker a header and payload frames; False: it has not been sent."""
+
+_AGAIN = Struct(f"<{HEAD.size}s{AGAIN_FIELDS}")
 KEPT_WINDOWS = 2  # as many slots as the trainer has for it
 
 _is_cpu = attrgetter("is_cpu")
@@ -56,9 +57,9 @@ _is_cpu = attrgetter("is_cpu")
 class SteadyTrainer:
     """The steady state of one model (:meth:`asyncsync.protocol.trainer.Trainer.steady`).
 
-    ``slots`` are the newest version's slab and the next one's, both with the caller's reference, and a descriptor.
-    ``waiting`` has who has not answered the newest version, and ``waiter`` is woken when everybody has, or when this
-    has ended.
+    ``newest`` is the newest version's slab, with the caller's reference; ``acquire`` returns others, with a descriptor
+    as that has one. Without it, the bytes travel with the announcement. ``waiting`` has who has not answered the newest
+    version, and ``waiter`` is woken when everybody has, or when this has ended.
     """
 
     def __init__(
@@ -66,27 +67,35 @@ class SteadyTrainer:
         machine: Trainer,
         model_id: str,
         known: SourceCache,
-        slots: tuple[Slab, Slab],
-        workers: Sequence[tuple[Peer, SideChannel]],
+        newest: Slab,
+        acquire: Callable[[], Slab],
+        workers: list[Peer],
+        send: Send,
     ) -> None:
         self.model_id = model_id
         self.waiting: set[Peer] = set()
         self.waiter: asyncio.Future[None] | None = None
         self._machine = machine
         self._epoch = machine.epoch
-        self._newest, self._next = slots
-        assert slots[0].layout is slots[1].layout is known.layout
-        self._channels = dict(workers)
+        self._newest, self._next = newest, acquire()
+        self._acquire = acquire
+        assert newest.layout is self._next.layout is known.layout
+        self._workers = workers
+        self._send = send
         self._known = known
         self._is_over = False
         self._began = 0.0
         self._unsent: list[Peer] = []
-        self._again: list[Buffer] = []
-        self._done = b""
+        self._again = self._done = b""
+        self._payload: list[Buffer] = []
 
     def publish(self, flat: FlatWeights, now: float) -> bool:
         """Write the next version; :meth:`announce` is to follow. False: these weights are not like the others."""
+        if self._next.exports:  # libzmq, or the machine's last announcement, has still its bytes
+            self._next.release()
+            self._next = self._acquire()
         slab = self._next
+        slab.forget()
         memory = self._known.again(flat)
         if memory is not None:
             copy_bytes(slab.pieces, memory)
@@ -100,28 +109,28 @@ class SteadyTrainer:
         machine, targets = self._machine, self._machine.targets
         epoch, version, since = self._epoch, targets.version + 1, machine.serial
         serial = since + 1
-        again: list[Buffer] = [ALONE, encode_again(epoch, serial, since, version, slab.descriptor)]
-        done = ALONE + encode_applied(epoch, serial)
-        waiting, unsent = set(self._channels), list(self._channels)
+        again, done = encode_again(epoch, serial, since, version, slab.descriptor), encode_applied(epoch, serial)
+        payload: list[Buffer] = [] if slab.descriptor is not None else [slab.contents()]
+        waiting, unsent = set(self._workers), list(self._workers)
         # All at once: no exception strikes where nothing is called.
         self._next, self._newest, self._began = self._newest, slab, now
         targets.version = targets.published = version
         machine.serial = serial
-        self._again, self._done, self.waiting, self._unsent = again, done, waiting, unsent
+        self._again, self._payload, self._done, self.waiting, self._unsent = again, payload, done, waiting, unsent
         return True
 
     def announce(self) -> bool:
-        """Send everybody the AGAIN; False: somebody cannot be reached by the side channel."""
-        unsent = self._unsent
+        """Send everybody the AGAIN; False: somebody cannot be reached."""
+        unsent, nbytes = self._unsent, sum(map(len, self._payload))
         while unsent:
-            if not self._channels[unsent[-1]].write(self._again):
+            if not self._send(unsent[-1], self._again, self._payload):
                 return False
-            unsent.pop()
+            unsent.pop().bytes_sent += nbytes
         return True
 
-    def answer(self, peer: Peer, packet: memoryview, now: float) -> bool:
-        """A packet has come from a worker; False if it is not the one that is waited for."""
-        if packet != self._done or peer not in self.waiting:
+    def answer(self, peer: Peer, header: Buffer, now: float) -> bool:
+        """A message without payload has come from a worker; False if it is not the one that is waited for."""
+        if header != self._done or peer not in self.waiting:
             return False
         peer.last_seen = now
         self.waiting.remove(peer)
@@ -146,8 +155,8 @@ class SteadyTrainer:
     def _hand_over(self) -> None:
         self._next.release()
         if self._done:  # at least one version was published
-            peers, waiting, unsent = list(self._channels), self.waiting, self._unsent
-            self._machine.catch_up(self.model_id, self._newest, peers, waiting, unsent, self._began)
+            waiting, unsent = self.waiting, self._unsent
+            self._machine.catch_up(self.model_id, self._newest, self._workers, waiting, unsent, self._began)
         else:
             self._newest.release()
 
@@ -179,7 +188,7 @@ class SteadyWorker:
         self._window = window
         self._show = show
         self._epoch = machine.session.epoch
-        self._prefix = ALONE + HEAD.pack(FIXED, Again.kind, *self._epoch)
+        self._prefix = HEAD.pack(FIXED, Again.kind, *self._epoch)
         binding = machine.models[model_id]
         assert binding.bound is not None
         self._bound = binding.bound
@@ -192,34 +201,33 @@ class SteadyWorker:
         self._nbytes = slabs[0].nbytes
         self._is_applied = self._is_interrupted = False
 
-    def take_if_it_can(self, packet: memoryview, now: float) -> bytes | None:
+    def take_if_it_can(self, frames: Sequence[memoryview], now: float) -> bytes | None:
         """:meth:`take`; None also where that cannot be done: then the general way reports why."""
         try:
-            return self.take(packet, now)
+            return self.take(frames, now)
         except Exception:  # also of a user's transport
             logger.debug("an update goes the general way, which reports what it cannot do", exc_info=True)
             return None
 
-    def take(self, packet: memoryview, now: float) -> bytes | None:
-        """Apply what an AGAIN brings, and return the answer. None: it has to go the general way; nothing was done.
+    def take(self, frames: Sequence[memoryview], now: float) -> bytes | None:
+        """Apply what an AGAIN brings, header and payload, and return the answer. None: it has to go the general way;
+        nothing was done.
 
         An exception: it cannot be done, and nothing was changed, unless copying bytes has failed; the general way is
         next. After an interrupt half of it may be in the model, which nobody reads before the update, which is staged
         then, has gone the general way.
         """
-        if len(packet) <= _AGAIN.size:
+        header = frames[0]
+        if len(header) < _AGAIN.size or len(frames) > 2:
             return None
-        prefix, serial, since, version, length = _AGAIN.unpack_from(packet)
+        prefix, serial, since, version, length = _AGAIN.unpack_from(header)
         machine, slab = self._machine, self._next
         if prefix != self._prefix or since != machine.serial or serial <= since or version <= self._version:
             return None
-        descriptor = bytes(packet[_AGAIN.size :])
-        if length != len(descriptor) + 1:
-            return None
         if slab.references > 1 or self._bound.plans is not self._plans:  # the former: it is still being copied from
             return None
-        window = self._windows.get(descriptor)
-        if window is None and (window := self._look(descriptor)) is None:
+        window = self._brought(bytes(header[_AGAIN.size :]), length, frames[1:])
+        if window is None:
             return None
         slab.memory[:] = window
         before, self._version, self._is_applied = self._version, version, False
@@ -271,7 +279,14 @@ class SteadyWorker:
         self._show(self._epoch, {self._model_id: Acting(self._version, self._version)})
         self._is_applied = True
 
-    def _look(self, descriptor: bytes) -> memoryview | None:
+    def _brought(self, descriptor: bytes, length: int, payload: Sequence[memoryview]) -> memoryview | None:
+        """The bytes that come with an AGAIN, or which its descriptor names; None: the general way finds them."""
+        if not length and not descriptor and payload and len(payload[0]) == self._next.nbytes:
+            return payload[0]
+        if payload or length != len(descriptor) + 1:
+            return None
+        if (window := self._windows.get(descriptor)) is not None:
+            return window
         window = self._window(descriptor)
         if window is None or len(window) != self._next.nbytes:
             return None

@@ -25,7 +25,7 @@ from asyncsync.net.endpoint import EndpointLock, is_plaintext_beyond_loopback, s
 from asyncsync.net.keys import Admission, KeyFiles, KeyPair
 from asyncsync.net.processes import ProcessWatch, shortage, this_process
 from asyncsync.net.rendezvous import Introductions
-from asyncsync.net.side_channel import BY_SIDE_CHANNEL, Receive, SideChannels, read
+from asyncsync.net.side_channel import ALONE, BY_SIDE_CHANNEL, Receive, SideChannels, read, split
 from asyncsync.net.zmq_socket import BoundSocket, Broadcast, router
 from asyncsync.protocol.membership import EVERYBODY, Outcome, Progress
 from asyncsync.protocol.settings import Settings
@@ -129,8 +129,9 @@ class TrainerLink(Link):
             logger.warning("%s is reachable from other hosts and not encrypted (allow_plaintext=True)", endpoint)
         self.side_channels = SideChannels(side_channel_path(endpoint), self._introduce, self.crash)
         undo.callback(self.side_channels.close)
-        of_all = self.machine, self.pool, self.observer, self.side_channels
-        self.publishing = Publishing(self, *of_all, self.min_workers)
+        # A message with a key is checked before it counts, the general way.
+        send = self._send_now if self.admission is None else None
+        self.publishing = Publishing(self, self.machine, self.pool, self.observer, self.min_workers, send)
         self.verifying = TrainerVerifying(self, self.machine, self.publishing.end_steady)
         if self._lock is not None and self.side_channels.path is not None:
             self._lock.beside.append(self.side_channels.path)
@@ -392,15 +393,14 @@ class TrainerLink(Link):
     # -- callbacks --------------------------------------------------------------------------------------------------
 
     def _receive(self, frames: list[Any]) -> None:
-        self.publishing.end_steady()
-        route = frames[0].bytes
-        if (
-            self.side_channels.of
-            and (peer := self.machine.membership.routes.get(route))
-            and (channel := self.side_channels.of.get(peer.nonce))
-        ):
+        route, now = frames[0].bytes, self.loop.time()
+        peer = self.machine.membership.routes.get(route)
+        if peer is not None and (channel := self.side_channels.of.get(peer.nonce)):
             channel.drain()
-        now = self.loop.time()
+        steady = self.publishing.steady
+        if steady is not None and peer is not None and len(frames) == 2 and steady.answer(peer, frames[1].buffer, now):
+            return
+        self.publishing.end_steady()
         try:
             instruction, payload = decode([frame.buffer for frame in frames[1:]])
             key = None if self.admission is None else self._check_key(self.admission, frames[-1], route, instruction)
@@ -469,10 +469,10 @@ class TrainerLink(Link):
 
     def _receive_packet(self, peer: Peer, packet: memoryview) -> None:
         steady = self.publishing.steady
-        if steady is not None and steady.answer(peer, packet, self.loop.time()):
+        if steady is not None and packet[:1] == ALONE and steady.answer(peer, packet[1:], self.loop.time()):
             return
         try:
-            instruction, _ = read(packet)
+            instruction, _ = read(split(packet))
             self.publishing.end_steady()
             self.machine.receive(peer.route, instruction, (), self.loop.time())
             if self.observer.lives:
@@ -580,6 +580,15 @@ class TrainerLink(Link):
             self.notify()
         if machine.wanted:
             publishing.encode()
+
+    def _send_now(self, peer: Peer, header: bytes, payload: Sequence[Buffer]) -> bool:
+        """Send this to a worker, by its side channel if there is one; False: it has not been sent."""
+        channel = self.side_channels.of.get(peer.nonce)
+        if channel is not None and channel.send((header, *payload)):
+            return True
+        outcome = self._socket.send((peer.route, header, *payload))
+        self._socket.flushed()
+        return outcome == 0
 
     def _send_to_all(self, route: bytes, instruction: Instruction, header: bytes, payload: Sequence[Buffer]) -> bool:
         """Send what was just taken from the outbox to all subscribers, if it goes to them."""

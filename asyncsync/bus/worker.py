@@ -27,7 +27,7 @@ from asyncsync.net.endpoint import is_trustworthy, side_channel_path
 from asyncsync.net.keys import Credentials
 from asyncsync.net.processes import ProcessWatch, opens_memory, this_process
 from asyncsync.net.rendezvous import Find, Introduction, Whereabouts
-from asyncsync.net.side_channel import ALONE, BY_SIDE_CHANNEL, SideChannel, connect, read
+from asyncsync.net.side_channel import BY_SIDE_CHANNEL, SideChannel, connect, read, split
 from asyncsync.net.zmq_socket import LoopSocket, dealer
 from asyncsync.protocol.holdings import Acting
 from asyncsync.protocol.settings import Settings
@@ -43,6 +43,9 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
 logger = logging.getLogger("asyncsync")
+
+Read = Callable[[Sequence[Buffer]], tuple[Instruction, Sequence[Buffer]]]
+"""Reads the frames of a message; raises ProtocolError."""
 
 ENDING_SECONDS = 2.0
 FETCH_DEADLINE = 60.0
@@ -169,7 +172,35 @@ class WorkerLink(Link, Memory):
         if self.side_channel is not None:
             self.side_channel.drain()
         self.whereabouts.drain_fanout()
-        instruction = self._take_in(partial(decode, [frame.buffer for frame in frames]))
+        self._take_in([frame.buffer for frame in frames], decode)
+
+    def _receive_packet(self, packet: memoryview) -> None:
+        try:
+            frames = split(packet)
+        except ProtocolError as error:
+            self.drop(error, "the sender")
+            return
+        self._take_in(frames, read)
+
+    def _take_in(self, frames: list[memoryview], read_message: Read) -> None:
+        """Take in a message: the fast way if that is on, and can."""
+        steady = self.machine.fast_path
+        if steady is not None and not self.observer.follows:
+            now = self.loop.time()
+            try:
+                if (done := steady.take_if_it_can(frames, now)) is not None:
+                    self._acknowledge(done, now)
+                    return
+            except Exception:
+                raise
+            except BaseException:
+                # Half of it may be in the model, or all of it, and not be acknowledged.
+                self._take_the_general_way(frames, read_message)
+                raise
+        self._take_the_general_way(frames, read_message)
+
+    def _take_the_general_way(self, frames: list[memoryview], read_message: Read) -> None:
+        instruction = self._accept(frames, read_message)
         if type(instruction) is Bye and self.machine.session.ended is None:
             self.trainer_lost = True  # it writes nothing any more, and there may be another
         elif type(instruction) is Welcome and self.machine.session.welcomed:
@@ -177,11 +208,13 @@ class WorkerLink(Link, Memory):
             self._open_side_channel()
             self._subscribe()
         self.settle()
+        if type(instruction) is Again and not self.closed and not self.observer.follows:
+            self._begin_steady(instruction)
 
-    def _take_in(self, read_message: Callable[[], tuple[Instruction, Sequence[Buffer]]]) -> Instruction | None:
+    def _accept(self, frames: list[memoryview], read_message: Read) -> Instruction | None:
         """The message, if it was good for anything."""
         try:
-            instruction, payload = read_message()
+            instruction, payload = read_message(frames)
             if self.observer.follows:
                 self.observer.heard(instruction)
             self.machine.receive(instruction, payload, self.loop.time())
@@ -213,28 +246,6 @@ class WorkerLink(Link, Memory):
             self.drop(error, "the sender")
         self.settle()
 
-    def _receive_packet(self, packet: memoryview) -> None:
-        steady = self.machine.fast_path
-        if steady is not None and not self.observer.follows:
-            now = self.loop.time()
-            try:
-                if (done := steady.take_if_it_can(packet, now)) is not None:
-                    self._acknowledge(done, now)
-                    return
-            except Exception:
-                raise
-            except BaseException:
-                # Half of it may be in the model, or all of it, and not be acknowledged.
-                self._take_the_general_way(packet)
-                raise
-        self._take_the_general_way(packet)
-
-    def _take_the_general_way(self, packet: memoryview) -> None:
-        instruction = self._take_in(partial(read, packet))
-        self.settle()
-        if type(instruction) is Again and not self.closed and not self.observer.follows:
-            self._begin_steady(instruction)
-
     def _begin_steady(self, again: Again) -> None:
         """If this, the last instruction, was applied at once, by copying a few bytes: be ready to do so again."""
         machine = self.machine
@@ -243,7 +254,7 @@ class WorkerLink(Link, Memory):
         model_id, part = steady
         newest, binding = machine.holdings.held[model_id][2], machine.models[model_id]
         prepared = binding.cached(newest)
-        if prepared is None or not prepared.is_known or again.descriptor is None or newest.leased:
+        if prepared is None or not prepared.is_known or newest.leased or newest not in machine.pool:
             return
         if not self.applying.goes_straight((model_id,)):
             return
@@ -265,10 +276,11 @@ class WorkerLink(Link, Memory):
 
     def _acknowledge(self, done: bytes, now: float) -> None:
         """The fast path has applied an update: send APPLIED, and do what :meth:`settle` does."""
-        if self.side_channel is None or not self.side_channel.write((ALONE, done)):
-            self.machine.outbox.append(decode([done])[0])
-            self.settle()
-        elif self.waiters:
+        channel = self.side_channel
+        if channel is None or not (channel.open and channel.send((done,))):
+            self._socket.send((done,))
+            self._socket.flushed()
+        if self.waiters:
             self.notify()
         if self.timer is None:
             self._set_timer(now)

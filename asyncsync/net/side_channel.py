@@ -48,7 +48,7 @@ from asyncsync.errors import LimitExceeded, ProtocolError
 from asyncsync.net.endpoint import MAX_IPC_PATH
 from asyncsync.net.processes import owned
 from asyncsync.wire import messages
-from asyncsync.wire.codec import FIXED, decode, decode_fixed
+from asyncsync.wire.codec import decode
 from asyncsync.wire.messages import Buffer, Instruction
 
 logger = logging.getLogger("asyncsync")
@@ -77,6 +77,8 @@ Crash = Callable[[BaseException], None]
 def join(frames: Sequence[Buffer]) -> list[Buffer]:
     """The buffers of a packet with this message: a header and up to :data:`MAX_FRAMES` payload frames."""
     header, *payload = frames
+    if not payload:
+        return [ALONE, header]
     return [struct.pack(f"<B{len(payload)}I", len(payload), *map(len, payload)), *payload, header]
 
 
@@ -101,12 +103,10 @@ def split(packet: memoryview) -> list[memoryview]:
     return [packet[start:], *frames]
 
 
-def read(packet: memoryview) -> tuple[Instruction, Sequence[Buffer]]:
-    """The instruction in a packet and its payload frames: views, good as long as the packet. Raises LimitExceeded or
-    ProtocolError if it is malformed, or no instruction that goes by the side channel."""
-    if packet[:1] == ALONE and len(packet) > 2 and packet[1] == FIXED:
-        return decode_fixed(packet[1:], ())  # one of those that come by the side channel
-    instruction, payload = decode(split(packet))
+def read(frames: Sequence[Buffer]) -> tuple[Instruction, Sequence[Buffer]]:
+    """The instruction and the payload in the frames of a packet. Raises LimitExceeded or ProtocolError if it is
+    malformed, or no instruction that goes by the side channel."""
+    instruction, payload = decode(frames)
     if type(instruction) not in BY_SIDE_CHANNEL:
         raise ProtocolError(f"{type(instruction).__name__} does not go by the side channel")
     return instruction, payload
@@ -118,7 +118,7 @@ class SideChannel:
     ``connection`` does not block; :meth:`close` closes it. The side channels of one loop may share the ``buffer``.
     ``ended`` is called when the other side has closed the side channel, or it has broken; ``receive`` with each packet,
     a view that is good for the time of the call. :meth:`send` may be called once it is ``open``: both sides have
-    introduced themselves. ``sent`` does not count what the fast path writes.
+    introduced themselves; ``sent`` counts that.
     """
 
     receive: Receive

@@ -719,6 +719,6 @@ class Trainer:
         if self.membership.fanout_port:
             self.fanout.started(peer, last.serial)
         peer.serial = last.serial
-        peer.bytes_sent += last.nbytes
         if send:
+            peer.bytes_sent += last.nbytes
             self.membership.send(peer.route, last.instruction, last.payload)

@@ -223,7 +223,7 @@ class WeightSyncScheme(Scheme):
         The source must not change until this returns, and may change from then on. Latest wins: a worker that is
         behind skips versions.
 
-        With asyncio, large weights (over 1 MiB by ZeroMQ, 4 MiB in shared memory) are fetched afterwards, while this
+        With asyncio, large weights (over 4 MiB) are fetched afterwards, while this
         event loop runs: a loop that trains without an await delivers them late. Train in a thread then
         (``asyncio.to_thread``), or await ``publish_async`` of :mod:`asyncsync.sync`'s schemes. Cancelled, this raises
         once nothing reads the source any more; the version is published or discarded whole.

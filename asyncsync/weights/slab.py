@@ -24,6 +24,8 @@ from asyncsync.weights.tree import Path, nest
 # Slabs of at least so many bytes are mappings of their own, which go back to the system at once. Those that come and go
 # in malloc's heap while a worker reads would tear it into pieces: a worker of 12 MiB grew by 250 MiB.
 MAPPED_BYTES = 1 << 20
+# To copy more takes longer than to hear from pyzmq's collector thread that libzmq has released them.
+COPIED_BYTES = 256 << 10
 
 # Where memory that slabs use again begins and ends, in which Parameters may lie meanwhile. By a token: another mapping
 # may be at the same address by the time this one is known to have ended.
@@ -214,10 +216,13 @@ class Slab:
             weakref.finalize(piece, self.pool.returned, self).atexit = False
         return piece.data
 
-    def contents(self) -> bytes:
-        """All bytes, copied once however often this is called: for small slabs, which ride in instructions."""
+    def contents(self) -> bytes | memoryview:
+        """All bytes, to ride in instructions. Few are copied, once however often this is called; of many, it is a view
+        as :meth:`export` has."""
+        assert self.packed == self.nbytes
+        if self.nbytes > COPIED_BYTES:
+            return self.export(0, self.nbytes)
         if self._contents is None:
-            assert self.packed == self.nbytes
             self._contents = bytes(self.memory)
         return self._contents
 

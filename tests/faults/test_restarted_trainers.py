@@ -229,7 +229,7 @@ async def test_the_connections_are_cut_again_and_again_and_nothing_is_lost(
 ) -> None:
     (network, door), port = forwarder, free_port()
     sender = schemes.sender(
-        3 << 18, endpoint=f"tcp://127.0.0.1:{port}", connect=f"tcp://{network.host}:{door}", num_workers=2
+        5 << 18, endpoint=f"tcp://127.0.0.1:{port}", connect=f"tcp://{network.host}:{door}", num_workers=2
     )
     impatient(sender)
     receivers = [schemes.receiver(sender, i) for i in range(2)]

@@ -360,6 +360,7 @@ SETS: dict[str, list[Api]] = {
     "some": [ASYNCIO, BLOCKING, *(api for api in _ALL if api.name in ("asyncio-mapped", "blocking-process"))],
     "slots": [api for api in _ALL if api.has_slots],
     "copied": [api for api in _ALL if api.has_slots and not api.options and api.is_fast],
+    "steady": [ASYNCIO, BLOCKING, *(api for api in _ALL if api.has_slots and not api.options and api.is_fast)],
     "general": [api for api in _ALL if not api.is_fast],
     "in place": _IN_PLACE,
     "map_above": [*_IN_PLACE, *_RECEIVED],
@@ -373,10 +374,10 @@ SETS: dict[str, list[Api]] = {
 }
 """What ``@pytest.mark.schemes(name)`` runs a test with: ZeroMQ's scheme in both APIs; every scheme in both; those of
 them whose ``receive`` waits for an update; all ways in which each moves weights; some of them; through slots; out of
-which they are copied; "received": Parameters lie in what came over ZeroMQ; "re-pointed": they do, over
-ZeroMQ or in slots; … "addressed" is without those that find each other in a store, "general" without the
-fast paths, "in place" and "map_above" are for tests that set ``map_above`` themselves, the latter with ZeroMQ's scheme,
-too."""
+which they are copied; "steady": small updates take the fast paths; "received": Parameters lie in what came over ZeroMQ;
+"re-pointed": they do, over ZeroMQ or in slots; … "addressed" is without those that find each other in a store,
+"general" without the fast paths, "in place" and "map_above" are for tests that set ``map_above`` themselves, the latter
+with ZeroMQ's scheme, too."""
 
 QUICK = {"asyncio", "blocking-shared", "asyncio-mapped", "blocking-process", "asyncio-received"}
 """What the quick suite runs of each set: both APIs, every scheme, and all ways into a model."""

@@ -14,10 +14,9 @@ from asyncsync.errors import SchemaMismatch, WeightSyncError
 from asyncsync.model.gate import Writer
 from asyncsync.model.strategy import Binding, WeightStrategy
 from asyncsync.model.update import Prepared
-from asyncsync.net.side_channel import split
 from asyncsync.protocol.holdings import Staging, Taken
 from asyncsync.protocol.settings import Identity, Settings
-from asyncsync.protocol.targets import Publication
+from asyncsync.protocol.targets import Peer, Publication
 from asyncsync.protocol.trainer import Trainer
 from asyncsync.protocol.transfer import Memory, Sharer, ShareSlab
 from asyncsync.protocol.worker import Worker
@@ -244,17 +243,28 @@ class TrainerProcess:
         target = machine.targets.models[model].common.current
         if not machine.settings.fast or not self.usable or target is None:
             return None
-        if target.slab not in self.slots or target.slab.mapped or target.slab.references > 1:
+        rides = target.slab.descriptor is None
+        if target.slab not in (self.pool if rides else self.slots) or target.slab.mapped or target.slab.references > 1:
+            return None
+        if machine.membership.fanout_port:
             return None
         peers = machine.steady(model, target.slab)
         if not peers or any(p.unsettled or p.slow for p in peers):
             return None
-        slab = self.slots.acquire(target.slab.layout)
-        slab.mapped = False
-        slab.descriptor = self.slots.describe(slab, mapped=False)
-        workers = [(peer, channels[peer.route]) for peer in peers]
-        known = SourceCache(slab.layout)
-        self.fast_path = SteadyTrainer(machine, model, known, (target.slab.retain(), slab), workers)
+
+        def acquire() -> Slab:
+            if rides:
+                return self.pool.acquire(target.slab.layout)
+            slab = self.slots.acquire(target.slab.layout)
+            slab.mapped = False
+            slab.descriptor = self.slots.describe(slab, mapped=False)
+            return slab
+
+        def send(peer: Peer, header: bytes, payload: Sequence[messages.Buffer]) -> bool:
+            return channels[peer.route].send((header, *payload))
+
+        known = SourceCache(target.slab.layout)
+        self.fast_path = SteadyTrainer(machine, model, known, target.slab.retain(), acquire, peers, send)
         return self.fast_path
 
     def shared_out(self, model: str, slab: Slab) -> Slab:
@@ -315,11 +325,10 @@ class SimulatedSideChannel:
         self._network = network
         self.broken = broken
 
-    def write(self, buffers: Sequence[messages.Buffer]) -> bool:
+    def send(self, frames: Sequence[messages.Buffer]) -> bool:
         if self.broken or not self._connection.open:
             return False
-        frames = [bytes(frame) for frame in split(memoryview(b"".join(buffers)))]
-        self._network.append(Message(self._connection, False, frames))
+        self._network.append(Message(self._connection, False, list(map(bytes, frames))))
         return True
 
 

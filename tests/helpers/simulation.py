@@ -21,7 +21,6 @@ import torch
 
 from asyncsync.bus.link import TICK
 from asyncsync.errors import PeerLost, ProtocolError, SchemaMismatch
-from asyncsync.net.side_channel import join
 from asyncsync.protocol.membership import EVERYBODY
 from asyncsync.protocol.relays import Verification
 from asyncsync.weights.packing import pack
@@ -214,9 +213,7 @@ class Simulation(Oracle):
     def _do_steady(self, a: int, b: int) -> None:
         """Some turns of a training loop with one model, each begun when everybody has the last; in the end, not all
         has arrived, or somebody could not be told."""
-        trainer, models = self.trainer, sorted(self.world.lent)
-        if not models:
-            return
+        trainer, models = self.trainer, sorted(self.world.lent or self.world.models)
         model = models[a % len(models)]
         self._do_assemble(a, b)
         for _ in range(2):
@@ -780,9 +777,8 @@ class Simulation(Oracle):
         fast = message.connection.trainer.fast_path
         if fast is None:
             return False
-        packet = memoryview(b"".join(join(message.frames)))
         peers = [peer for peer in fast.waiting if peer.route == message.connection.route]
-        return any(fast.answer(peer, packet, self.now) for peer in peers)
+        return len(message.frames) == 1 and any(fast.answer(peer, message.frames[0], self.now) for peer in peers)
 
     def _takes(self, connection: Connection, instruction: messages.Instruction, frames: list[bytes]) -> bool:
         """Whether a worker takes this on the fast path: it has applied it then, and answers."""
@@ -790,7 +786,7 @@ class Simulation(Oracle):
         fast = worker.machine.fast_path
         if fast is None or worker.connection is not connection or type(instruction) is not messages.Again:
             return False
-        done = fast.take(memoryview(b"".join(join(frames))), self.now)
+        done = fast.take(list(map(memoryview, frames)), self.now)
         if done is None:
             return False
         self.taken += 1

@@ -170,7 +170,7 @@ def test_a_senders_model_is_not_overwritten(api: Api) -> None:
 
 # -- an event loop that is busy ----------------------------------------------------------------------------------------
 
-LARGE = 3 << 17  # elements: 1.5 MiB, which are fetched
+LARGE = 9 << 17  # elements: 4.5 MiB, which are fetched
 
 
 async def test_an_event_loop_that_is_blocked_while_weights_are_to_be_fetched_is_told_of_once(

@@ -15,7 +15,7 @@ from helpers.processes import Schemes, Start, Trainer, Worker, eventually, impat
 
 pytestmark = pytest.mark.timeout(60)
 
-SMALL, LARGE = 1000, 3 << 17
+SMALL, LARGE = 1000, 3 << 19
 
 
 def side_channels(scheme: Any) -> Any:

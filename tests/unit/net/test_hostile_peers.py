@@ -30,7 +30,7 @@ from helpers.processes import Schemes, eventually, value_of
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.requirement(202)]
 
-SMALL, CHUNKED = 1000, 3 << 18
+SMALL, CHUNKED = 1000, 5 << 18
 EPOCH = (1, 1)
 NONCE = bytes(16)
 
@@ -492,7 +492,7 @@ async def test_a_worker_survives_a_trainer_that_talks_nonsense(
         (messages.Chunk((2, 1), 1, 0, 0), bytes(100)),  # of an epoch that it has not been told
         (messages.Chunk(EPOCH, 1, 0, 0), bytes(messages.MAX_CHUNK + 1)),
     )
-    fake.say(messages.Chunk(EPOCH, 1, 0, 0), bytes(1 << 20))  # a third, with the wrong content
+    fake.say(messages.Chunk(EPOCH, 1, 0, 0), bytes(1 << 20))  # a fifth, with the wrong content
     assert not connecting.done()
 
     # The real one comes: nothing of all that counts.

@@ -67,11 +67,11 @@ def test_a_packet_that_is_too_long_or_brings_what_has_no_business_here_is_refuse
     for instruction in (messages.Ping(EPOCH, 1), messages.Bye(EPOCH, NONCE, "closed", ""), messages.Ready(EPOCH, {})):
         assert type(instruction) not in BY_SIDE_CHANNEL
         with pytest.raises(ProtocolError, match="by the side channel"):
-            read(packet([codec.encode(instruction)]))
+            read([codec.encode(instruction)])
     staged = messages.Staged(EPOCH, 7)
-    assert read(packet([codec.encode(staged)])) == (staged, [])
+    assert read([codec.encode(staged)]) == (staged, [])
     with pytest.raises(ProtocolError):
-        read(packet([codec.encode(staged), b"a payload that it has not"]))
+        read([codec.encode(staged), b"a payload that it has not"])
 
 
 # -- one connection ----------------------------------------------------------------------------------------------------
