@@ -164,7 +164,8 @@ class Link(ABC):
         self.dropped[reason] += 1
         if self.dropped[reason] == 1:
             level = logging.WARNING if isinstance(error, LimitExceeded) else logging.INFO
-            logger.log(level, "dropped a message from %s: %s (further ones are only counted)", who, error)
+            # As text: a log that keeps its records would keep what the error's traceback refers to.
+            logger.log(level, "dropped a message from %s: %s (further ones are only counted)", who, str(error))
 
     def crash(self, error: BaseException) -> None:
         """A bug of the bus surfaced in a callback: no caller may wait for ever on it."""

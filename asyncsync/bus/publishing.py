@@ -31,7 +31,7 @@ from asyncsync.weights.layout import Layout
 from asyncsync.weights.packing import CACHED_BYTES, SourceCache, pack, pack_slab_values
 from asyncsync.weights.slab import Slab, SlabPool
 from asyncsync.weights.tree import FlatWeights
-from asyncsync.wire.messages import Again, Update
+from asyncsync.wire.messages import Update
 
 logger = logging.getLogger("asyncsync")
 
@@ -343,14 +343,14 @@ class Publishing:
         self.served.pop(descriptor, None)
         transport.retire(descriptor)
 
-    def departed(self, route: bytes, update: Update | Again) -> None:
+    def departed(self, route: bytes, update: Update) -> None:
         """This update is on its way to a worker: have the transports act that act for each worker."""
         peer = self._machine.membership.routes.get(route)
         if peer is None:
             return
         if self._observer.lives:
             self._observer.sent(peer.worker, update)
-        for part in update.parts if isinstance(update, Update) else (update,):
+        for part in update.parts:
             if part.descriptor is not None and (transport := self.served.get(part.descriptor)) is not None:
                 whom = peer.worker, peer.nonce
                 transport.serve(part.descriptor, *whom, partial(self._undeliverable, *whom, part.descriptor))
@@ -439,7 +439,7 @@ class Publishing:
             return False
         if target.slab.references > 1:  # one that is lost, or has left, may still be reading it
             return False
-        peers = machine.steady(model_id, target.slab)
+        peers = machine.steady(model_id)
         if not peers or machine.outbox or machine.fenced is not None:
             return False
         if len(peers) < (self.least if machine.num_workers is None else machine.num_workers):

@@ -387,10 +387,10 @@ class TrainerObserver(Observer):
         else:
             self.tell("publish.end", life, error=repr(error))
 
-    def sent(self, worker: int, update: Update | Again) -> None:
-        if (life := self.lives.get(_version_of(update))) is None:
+    def sent(self, worker: int, update: Update) -> None:
+        if (life := self.lives.get(update.parts[0].version)) is None:
             return
-        is_commit = isinstance(update, Update) and update.phase == messages.COMMIT
+        is_commit = update.phase == messages.COMMIT
         if worker in life.unanswered and not is_commit:
             self.tell("deliver.end", life, worker=worker, error="the worker was lost, and gets it again")
         life.was_announced = True

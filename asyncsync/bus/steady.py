@@ -260,10 +260,9 @@ class SteadyWorker:
         staging = Staging(
             self._epoch, base[0], {self._model_id: StagedPart(version, slab.retain(), self._prepared[slab])}
         )
-        self._machine.unreported = staging
-        machine.staged.append(staging)
         self._machine.serial, machine.base, machine.targets[self._model_id] = base[0], base, version
         machine.bytes_received += self._nbytes
+        machine.line_up(staging)
         machine.end_fast_path()
 
     def _apply(self) -> None:

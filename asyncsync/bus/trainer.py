@@ -34,7 +34,7 @@ from asyncsync.protocol.trainer import Trainer
 from asyncsync.runtime import loop_thread
 from asyncsync.weights.slab import SlabPool
 from asyncsync.wire.codec import decode, encode
-from asyncsync.wire.messages import Again, Buffer, Bye, Hello, Inquiry, Instruction, Ready, Released, Report, Update
+from asyncsync.wire.messages import Buffer, Bye, Hello, Inquiry, Instruction, Ready, Released, Report, Update
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -571,7 +571,7 @@ class TrainerLink(Link):
                 elif outcome == zmq.EHOSTUNREACH:
                     failed = True
                     machine.unreachable(route, self.loop.time())
-                elif departed is not None and isinstance(instruction, Update | Again):
+                elif departed is not None and isinstance(instruction, Update):
                     departed(route, instruction)
         finally:
             if by_zmq:
@@ -598,7 +598,7 @@ class TrainerLink(Link):
         if cast is None and route != EVERYBODY:
             return False
         self.broadcast.send((header, *payload) if cast is None else (encode(cast), header, *payload))
-        if cast is not None and isinstance(instruction, Update | Again) and (publishing.served or self.observer.lives):
+        if cast is not None and isinstance(instruction, Update) and (publishing.served or self.observer.lives):
             for one in fanout.reached:
                 publishing.departed(one, instruction)
         return True

@@ -116,14 +116,6 @@ class Trainer:
         self.check_open()
         if self.targets.staged is not None:
             self.drop()
-        if workers is None and len(parts) == 1 and not (metadata or version or stages):
-            ((model_id, slab),) = parts.items()
-            if isinstance(slab, Slab) and (peers := self.steady(model_id, slab)) is not None:
-                version = self.targets.version + 1
-                last, announced = self._advance(model_id, version, self.serial + 1, slab.retain(), now)
-                for peer in peers:
-                    self._start(peer, last, announced)
-                return version
         waiting = {layout for pending in self.targets.pending.values() for layout in pending.layouts}
         deadline = now + self.settings.layout_patience
         publication = self.targets.publish(parts, workers, deadline, metadata, version, stages=stages)
@@ -638,34 +630,30 @@ class Trainer:
             peer.bytes_sent += len(piece)
             self.membership.send(peer.route, chunk, [piece] if len(piece) else ())
 
-    # -- AGAIN: the next update of a training loop ---------------------------------------------------------------------
+    # -- the fast path: AGAIN is the next update of a training loop ----------------------------------------------------
 
-    def steady(self, model_id: str, slab: Slab) -> list[Peer] | None:
-        """Those who can have this slab announced by AGAIN, and nobody else is there; None where it takes more.
+    def steady(self, model_id: str) -> list[Peer] | None:
+        """Those who can be told the next version of this model by AGAIN, and nobody else is there; None where it takes
+        more.
 
         Steady: the last update that anybody was sent is the target, and everybody who is there has applied it; nothing
-        is pending, nobody has weights of its own, nothing was refused or has failed; and what comes differs from it in
-        nothing but version and bytes. Then the rest of what an UPDATE takes into account cannot have changed.
+        is pending, nobody has weights of its own, nothing was refused or has failed. If what comes differs from it in
+        nothing but version and bytes, the rest of what an UPDATE takes into account cannot have changed.
         """
-        last = self.announcement
-        if last is None or not last.repeatable or self.targets.pending or not self.settings.fast:
+        last, targets = self.announcement, self.targets
+        if last is None or not last.repeatable or targets.pending or targets.staged or not self.settings.fast:
             return None
-        model = self.targets.models.get(model_id)
+        model = targets.models.get(model_id)
         current = None if model is None else model.common.current
-        if self.targets.staged is not None:
-            return None
-        if model is None or current is None or model.own or current.version != self.targets.version:
+        if model is None or current is None or model.own or current.version != targets.version:
             return None  # a version that was skipped, or refused, is nobody's
-        layout = model_id, slab.layout.digest
-        if last.key[0][:2] != (model_id, current.version) or layout not in last.layouts or not last.can_repeat(slab):
-            return None
-        if self.num_workers is not None and not model.assembled:
+        if last.key[0][:2] != (model_id, current.version) or (self.num_workers is not None and not model.assembled):
             return None
         peers = [peer for peer in self.membership.peers.values() if not peer.lost]
         for peer in peers:
             if not peer.is_worker:
                 return None  # the fast path counts answers, and nobody waits for this one's
-            if peer.serial != last.serial or peer.transfer is not None or not peer.agrees([layout]):
+            if peer.serial != last.serial or peer.transfer is not None or not peer.agrees(last.layouts):
                 return None
             if peer.staged or peer.failed or peer.refused or peer.applied.get(model_id) != current.version:
                 return None
@@ -686,30 +674,19 @@ class Trainer:
         published at ``now``. All ``peers`` have applied all of them, but for the newest: those in ``waiting`` have not
         acknowledged that, and to those in ``unsent`` it has yet to be announced.
         """
-        version, serial = self.targets.version, self.serial
+        version, serial, common = self.targets.version, self.serial, self.targets.models[model_id].common
         assert self.announcement is not None
-        self.announcement.serial = serial - 1  # what AGAIN refers to; nobody else uses that one any more
-        last, parts = self._advance(model_id, version, serial, slab, now)
+        assert common.current is not None
+        common.current.slab.release()
+        layouts, deadline = frozenset(self.announcement.layouts), now + self.settings.layout_patience
+        common.current = Target(version, slab, Publication(version, frozenset([model_id]), layouts, None, deadline))
+        parts, form = {model_id: (version, slab)}, self.announcement.form
+        last = self.announcement = Announcement(serial, parts, self.epoch, self.settings, form)
         for peer in peers:
             peer.applied[model_id] = version - 1 if peer in waiting else version
             peer.serial = serial
             if peer in waiting:
                 self._start(peer, last, parts, send=peer in unsent)
-
-    def _advance(self, model_id: str, version: int, serial: int, slab: Slab, now: float) -> tuple[Announcement, Parts]:
-        """Make this slab the target, and an AGAIN the last announcement. Takes over the caller's reference."""
-        common, last = self.targets.models[model_id].common, self.announcement
-        assert common.current is not None
-        assert last is not None
-        before = common.current.slab
-        self.targets.version = self.targets.published = version
-        deadline = now + self.settings.layout_patience
-        publication = Publication(version, frozenset([model_id]), frozenset(last.layouts), None, deadline)
-        common.current = Target(version, slab, publication)
-        before.release()
-        self.serial = serial
-        self.announcement = last.again(serial, model_id, version, slab, self.epoch)
-        return self.announcement, {model_id: (version, slab)}
 
     def _start(self, peer: Peer, last: Announcement, parts: Parts, *, send: bool = True) -> None:
         """This announcement is on its way to a worker, or, with ``send``, is to be sent."""

@@ -28,7 +28,7 @@ from asyncsync.weights.encoding import Bytes, Encoding, decode_piece, encode_pie
 from asyncsync.weights.layout import MAX_VALUE_BYTES, Layout
 from asyncsync.weights.slab import Slab, SlabPool
 from asyncsync.wire import messages
-from asyncsync.wire.messages import APPLY, COMMIT, Again, Buffer, Chunk, Epoch, Instruction, Part, Pull, Update
+from asyncsync.wire.messages import APPLY, COMMIT, Buffer, Chunk, Epoch, Instruction, Part, Pull, Update
 
 ENCODED_ABOVE = 2 << 10  # so many bytes in an UPDATE are not worth the work
 MAX_GAPS = 256
@@ -41,17 +41,15 @@ UPDATE (empty: they are as they are); the phase."""
 
 
 class Announcement:
-    """An UPDATE and its payload frames, or an AGAIN where the one before was nearly the same: one for all workers that
-    are to have the same parts. The slabs may be gone earlier.
+    """An UPDATE and its payload frames: one for all workers that are to have the same parts. The slabs may be gone
+    earlier.
 
     Attributes:
         castable: it may be sent to all at once: it is meant for everybody, and all bytes come with it or as chunks.
-        repeatable: AGAIN can follow: it brings one part, and nothing that may differ but its bytes.
+        repeatable: AGAIN can follow: it brings one part, with all its bytes, and nothing else that may differ.
         apart: the models whose bytes travel as chunks, although workers of this host would open them.
         sizes, ends: bytes of each part that follow as chunks, and where they end, laid end to end.
     """
-
-    instruction: Update | Again
 
     def __init__(
         self,
@@ -104,7 +102,6 @@ class Announcement:
         only = announced[0]
         self.repeatable = len(announced) == 1 and eager and phase == APPLY and not values[0]
         self.repeatable = self.repeatable and only.crc is None and only.origin is None and not (packed or only.source)
-        self._at_hand = only.descriptor is not None
 
     def _commit(self, epoch: Epoch, parts: Parts) -> None:
         """It brings nothing: whoever it is for has staged these parts."""
@@ -114,27 +111,11 @@ class Announcement:
         self.instruction = Update(epoch, self.serial, True, tuple(announced), phase=COMMIT)
         self.payload, self.nbytes = [], 0
 
-    def can_repeat(self, slab: Slab) -> bool:
-        if slab.values or slab.origin is not None:
-            return False
-        return slab.packed == slab.nbytes and (slab.descriptor is not None) is self._at_hand
-
-    def again(self, serial: int, model_id: str, version: int, slab: Slab, epoch: Epoch) -> Announcement:
-        """The same of another version and slab (:meth:`can_repeat`), for those who have had just this one."""
-        announced = Announcement.__new__(Announcement)
-        announced.__dict__.update(self.__dict__)
-        announced.serial = serial
-        announced.key = [(model_id, version, id(slab))]
-        announced.instruction = Again(epoch, serial, self.serial, version, slab.descriptor)
-        announced.payload = [] if slab.descriptor is not None else [slab.contents()]
-        announced.nbytes = 0 if slab.descriptor is not None else slab.nbytes
-        return announced
-
     def matches(self, after: int, parts: Parts, form: Form) -> bool:
         """Whether this brings the very same versions and slabs, in the same form, to a worker that was sent the serial
-        ``after``. An AGAIN is only for those who had had the update before it when it was made: they have got it."""
+        ``after``."""
         key = [(m, version, id(slab)) for m, (version, slab) in parts.items()]
-        return type(self.instruction) is Update and self.serial > after and self.key == key and self.form == form
+        return self.serial > after and self.key == key and self.form == form
 
 
 class Transfer:

@@ -80,7 +80,6 @@ class Worker:
             :meth:`fetched`.
         serial: of the latest update that has come. A report names the slabs in use of all updates up to it.
         base: serial and one part of the update that AGAIN builds on.
-        unreported: what STAGED has not reported; the short APPLIED will, if it is applied at once.
         failure: the report of the last update that failed, until what is newer is applied.
         relayed: counts the reports of a relay's workers.
         targets: the version that each model should have, as far as this worker knows.
@@ -120,7 +119,6 @@ class Worker:
         self.bytes_received = 0
         self.serial = 0
         self.base: tuple[int, Part] | None = None
-        self.unreported: Staging | None = None
         self.failure: messages.Failed | None = None
         self.relayed = 0
         self.targets: dict[str, int] = {}
@@ -446,8 +444,7 @@ class Worker:
             self.held, held.serial = None, commit.serial
             if self._relaying is not None:
                 self._relaying.committed(held, now)
-            self.staged.line_up(held)
-            self.session.send(messages.Staged(commit.epoch, commit.serial, *self._in_use()))
+            self.line_up(held)
         elif all(self.holdings.version(model_id) >= version for model_id, version in versions.items()):
             self._report_versions()
 
@@ -478,8 +475,6 @@ class Worker:
             raise ProtocolError("a CAST of another epoch")
         if isinstance(instruction, messages.Update):
             self._on_update(instruction, payload, now, pushed=cast.pushed)
-        elif isinstance(instruction, messages.Again):
-            self._on_again(instruction, payload, now)
         else:
             raise ProtocolError(f"a CAST of {type(instruction).__name__}")
 
@@ -492,41 +487,9 @@ class Worker:
             raise ProtocolError("an AGAIN of an update that has not come")
         before = self.base[1]
         part = Part(before.model_id, again.version, before.digest, before.nbytes, None, again.descriptor)
-        model_id = self.session.local(part.model_id)
-        layout = self.session.layout(model_id, part.digest)
         if payload and len(payload[0]) != part.nbytes:
             raise ProtocolError(f"an AGAIN with {len(payload[0])} bytes for a slab of {part.nbytes}")
-        slab: Slab | None = None
-        quick = not (self.staged or self.held or self.taken or self.incoming or self.leaving) and self.settings.fast
-        if layout is None or not quick or again.version <= self.holdings.version(model_id):
-            self._on_update(again.expanded(part), (b"", *(payload or (b"",))), now)
-            return
-        # Otherwise the same in fewer steps: nothing is on its way or waits, and the layout fits.
-        try:
-            if payload:
-                slab = self._acquire(part, layout)
-                slab.write(0, payload[0])
-            elif (slab := self._attach(part, layout)) is None:  # it has to be fetched
-                self._on_update(again.expanded(part), (b"", b""), now)
-                return
-            slab.values = b""
-            self.serial = again.serial
-            self.base = again.serial, part
-            self.targets[model_id] = max(again.version, self.targets.get(model_id, 0))
-            self.bytes_received += part.nbytes
-            prepared = self.models[model_id].prepare(slab)
-        except BaseException as error:
-            if slab is not None:
-                slab.release()
-            if not isinstance(error, Exception):
-                raise
-            # No memory, no access to the trainer's, or a strategy's: the trainer learns of it.
-            self.serial = again.serial
-            self._report_failed(again.serial, {model_id: again.version}, error)
-            return
-        parts = {model_id: StagedPart(again.version, slab, prepared)}
-        self.unreported = Staging(again.epoch, again.serial, parts)
-        self.staged.append(self.unreported)
+        self._on_update(again.expanded(part), (b"", *(payload or (b"",))), now)
 
     # -- the bytes of an update ----------------------------------------------------------------------------------------
 
@@ -716,12 +679,21 @@ class Worker:
         if ready and update.phase == messages.STAGE:
             self._let_go()
             self.held = Staging(update.epoch, update.serial, ready)
+            self._report_staged(self.held)
         elif ready:
-            self.staged.line_up(Staging(update.epoch, update.serial, ready))
-        self.session.send(messages.Staged(update.epoch, update.serial, *self._in_use()))
-        if not ready:
+            self.line_up(Staging(update.epoch, update.serial, ready))
+        else:
+            self.session.send(messages.Staged(update.epoch, update.serial, *self._in_use()))
             self._report_versions()
         return True
+
+    def line_up(self, staging: Staging) -> None:
+        """Have this go through the gate, after what is staged already."""
+        self.staged.line_up(staging)
+        self._report_staged(staging)
+
+    def _report_staged(self, staging: Staging) -> None:
+        self.session.send(messages.Staged(staging.epoch, staging.serial, *self._in_use()))
 
     def _fail(self, serial: int, parts: Sequence[Part], error: Exception) -> None:
         self._report_failed(serial, {self.session.local(p.model_id): p.version for p in parts}, error)
@@ -737,12 +709,8 @@ class Worker:
         return self.serial, tuple(holdings.leased)
 
     def flush(self) -> None:
-        """Before sending: report an AGAIN that was not applied at once, and slabs that nothing else has reported."""
+        """Before sending: report slabs that nothing else has reported."""
         session, holdings = self.session, self.holdings
-        if (unreported := self.unreported) is not None:
-            self.unreported = None
-            if unreported.epoch == session.epoch and not unreported.abandoned:
-                session.send(messages.Staged(unreported.epoch, unreported.serial, *self._in_use()))
         if holdings.is_report_due and session.epoch is not None and session.ended is None:
             before = len(holdings.leased)
             serial, in_use = self._in_use()
@@ -762,10 +730,9 @@ class Worker:
         if staging.epoch != session.epoch:
             return
         outbox = session.outbox
-        if outbox and type(last := outbox[-1]) is messages.Staged and last.serial == staging.serial:
+        at_once = bool(outbox) and type(last := outbox[-1]) is messages.Staged and last.serial == staging.serial
+        if at_once:
             outbox.pop()  # APPLIED reports it, too
-        if at_once := self.unreported is staging:
-            self.unreported = None
         serial, in_use = self._in_use()
         if at_once and serial == staging.serial and not in_use:
             session.send(messages.Applied.at_once(staging.epoch, staging.serial))
@@ -813,7 +780,7 @@ class Worker:
         base, session, holdings = self.base, self.session, self.holdings
         if base is None or base[0] != serial or self.serial != serial or self.leaving or not self.settings.fast:
             return None
-        if self.staged or self.held or self.taken or self.incoming or self.unreported or self.failure or self.outbox:
+        if self.staged or self.held or self.taken or self.incoming or self.failure or self.outbox:
             return None
         model_id = session.local(base[1].model_id)
         held = holdings.held.get(model_id)

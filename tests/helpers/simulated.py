@@ -248,7 +248,7 @@ class TrainerProcess:
             return None
         if machine.membership.fanout_port:
             return None
-        peers = machine.steady(model, target.slab)
+        peers = machine.steady(model)
         if not peers or any(p.unsettled or p.slow for p in peers):
             return None
 

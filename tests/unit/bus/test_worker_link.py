@@ -61,17 +61,17 @@ def test_nobody_waits_for_a_guest_to_accept_a_layout_and_it_gets_no_weights_of_s
 
 
 @pytest.mark.parametrize("guests", [False, True])
-def test_nothing_takes_the_short_form_while_a_guest_is_there(guests: bool) -> None:
+def test_there_is_no_fast_path_while_a_guest_is_there(guests: bool) -> None:
     desk = Desk(1)
     desk.join(0)
     if guests:
         join(desk)
     for value in range(3):
         desk.publish(value)
-        sent = desk.take(None, b"0")
+        desk.take()
         for worker in (0, GUEST) if guests else (0,):
             desk.applied(worker, policy=desk.machine.version)
-    assert [type(one) for one in sent] == [messages.Update if guests else messages.Again]
+    assert (desk.machine.steady("policy") is None) is guests
 
 
 @pytest.mark.parametrize(

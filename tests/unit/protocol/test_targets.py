@@ -155,7 +155,7 @@ def test_an_update_lends_its_slabs_and_applying_a_newer_one_gives_them_back(desk
         desk.applied(worker, 1, (("policy", 1),), policy=1)
     assert (out(desk, 0), out(desk, 1)) == ({1}, {1})
     desk.publish(2, lent=True)
-    (second,) = desk.take(messages.Again, b"0")
+    (second,) = desk.take(messages.Update, b"0")
     assert slabs_out(desk) == 2
     for worker in (0, 1):
         desk.staged(worker, second, second.serial, (("policy", 1), ("policy", 2)))

@@ -2,7 +2,7 @@
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -1066,57 +1066,43 @@ def test_slabs_are_not_kept_alive_by_what_was_said_of_them(desk: Desk) -> None:
     assert slab() is None
 
 
-# -- AGAIN -------------------------------------------------------------------------------------------------------------
+# -- the fast path -----------------------------------------------------------------------------------------------------
 
 
 def trained(desk: Desk, *workers: int, publications: int = 1, **kwargs: bool) -> None:
     """Everybody has what was published."""
     for _ in range(publications):
         desk.publish(**kwargs)
-        for worker, update in zip(workers, desk.take(messages.Update | messages.Again), strict=True):
+        for worker, update in zip(workers, desk.take(messages.Update), strict=True):
             desk.applied(worker, update.serial, policy=desk.machine.version)  # type: ignore[attr-defined]
     assert desk.take() == []
 
 
+def steady(desk: Desk) -> list[int] | None:
+    """The workers that could be told the next version by AGAIN; None: the general way is due."""
+    peers = desk.machine.steady("policy")
+    return None if peers is None else [peer.worker for peer in peers]
+
+
 @pytest.mark.parametrize("lent", [False, True])
-def test_what_follows_an_update_that_everybody_has_is_said_in_short(lent: bool) -> None:
+def test_the_fast_path_is_for_what_follows_an_update_that_everybody_has(lent: bool) -> None:
     desk = joined(0, 1)
-    trained(desk, 0, 1, lent=lent)
-    for version in range(2, 5):
-        desk.publish(float(version), lent=lent)
-        first, second = [*desk.machine.outbox]
-        desk.take()
-        descriptor = b"policy %d" % version if lent else None
-        assert first[1] is second[1]
-        assert first[1] == messages.Again(EPOCH, version, version - 1, version, descriptor)
-        assert (first[0], second[0]) == (b"0", b"1")
-        assert [torch.frombuffer(bytearray(frame), dtype=torch.float32, count=15).tolist() for frame in first[2]] == (
-            [] if lent else [[version] * 15]
-        )
-        assert any(desk.machine.progress.is_outstanding(w, version, ["policy"]) for w in (0, 1))
-        for worker in (0, 1):
-            assert desk.machine.peers[worker].transfer is not None
-            desk.receive(worker, messages.Applied.at_once(EPOCH, version))
-            assert desk.machine.peers[worker].transfer is None
-        assert not any(desk.machine.progress.is_outstanding(w, version, ["policy"]) for w in (0, 1))
-        assert desk.machine.progress.of(version, [0, 1]).acked == {0: version, 1: version}
-        assert desk.machine.leases.of == {}
-        assert len(desk.pool.used) == 1
+    assert steady(desk) is None
+    for _ in range(3):
+        trained(desk, 0, 1, lent=lent)
+        assert steady(desk) == [0, 1]
 
 
-def test_it_is_said_in_full_where_anything_is_different() -> None:
-    def check(change: Callable[[Desk], object], settings: Settings | None = None, **publish: Any) -> None:
+def test_there_is_no_fast_path_where_anything_is_different() -> None:
+    def check(change: Callable[[Desk], object], settings: Settings | None = None) -> None:
         desk = joined(0, 1, settings=settings)
         trained(desk, 0, 1, publications=2)
         change(desk)
-        desk.take()
-        desk.publish(**publish)
-        assert desk.take(messages.Again) == []
+        assert steady(desk) is None
 
     check(lambda desk: desk.publish())  # some are behind
-    check(lambda desk: None, workers=[0])
-    check(lambda desk: None, dtype=F64)
-    check(lambda desk: None, lent=True)
+    check(lambda desk: desk.publish(workers=[0]))
+    check(lambda desk: desk.publish(stages=True))
     check(lambda desk: None, settings=Settings(checksum=True))
     check(lambda desk: None, settings=Settings(eager_bytes=0))
     check(lambda desk: None, settings=Settings(fast=False))
@@ -1126,46 +1112,70 @@ def test_it_is_said_in_full_where_anything_is_different() -> None:
     check(lambda desk: desk.refuse(1, F64))
 
 
-def test_it_is_said_in_full_where_a_worker_is_to_have_weights_of_its_own() -> None:
+def test_there_is_no_fast_path_where_a_worker_is_to_have_weights_of_its_own() -> None:
     desk = joined(0, 1, of=3)
     trained(desk, 0, 1)
     desk.publish(workers=[2])  # who is not there
     assert desk.take() == []
-    desk.publish()
-    assert [type(i) for i in desk.take()] == [messages.Update] * 2
+    assert steady(desk) is None
+    trained(desk, 0, 1)
     assert desk.target(2) == 3, "what is for everybody replaces what was for one"
     assert not desk.machine.targets.models["policy"].own
+    assert steady(desk) == [0, 1]
 
 
-def test_an_again_is_not_said_to_who_comes_later_or_back() -> None:
+def gone_on(desk: Desk, value: float, waiting: Collection[int], unsent: Collection[int]) -> int:
+    """The fast path has published one version, and ends. Returns that version."""
+    machine, peers = desk.machine, desk.machine.steady("policy")
+    machine.targets.version = machine.targets.published = version = machine.version + 1
+    machine.serial += 1
+    slab = slab_of(desk.pool, value)
+    whom = [[peer for peer in peers if peer.worker in some] for some in (waiting, unsent)]
+    machine.catch_up("policy", slab, peers, *whom, desk.now)
+    return version
+
+
+def test_the_machine_goes_on_where_the_fast_path_has_stopped(desk: Desk) -> None:
+    trained(desk, 0, 1)
+    assert gone_on(desk, 7.0, (), ()) == 2
+    assert desk.machine.progress.of(2, [0, 1]).acked == {0: 2, 1: 2}
+    assert desk.take() == []
+    assert steady(desk) == [0, 1]
+    version = gone_on(desk, 8.0, [0, 1], [1])
+    assert desk.machine.progress.of(version, [0, 1]).waiting == {0, 1}
+    (update,) = desk.take(messages.Update)
+    assert (update.serial, update.parts[0].version) == (desk.machine.serial, version)
+    assert desk.machine.peers[1].serial == update.serial
+    for worker in (0, 1):
+        desk.receive(worker, messages.Applied.at_once(EPOCH, update.serial))
+    assert desk.machine.progress.of(version, [0, 1]).acked == {0: version, 1: version}
+    assert len(desk.pool.used) == 1
+
+
+def test_who_comes_later_or_back_after_the_fast_path_gets_an_update() -> None:
     desk = joined(0, 1, of=3)
     trained(desk, 0, 1)
     desk.machine.lost(1, nonce(1), "gone", desk.now)
-    desk.publish()
-    (again,) = desk.take(messages.Again)
-    desk.receive(0, messages.Applied.at_once(EPOCH, again.serial))
+    version = gone_on(desk, 7.0, (), ())
     desk.join(1, 2)  # the one that was lost, still the same incarnation, and a new one
     desk.machine.peers[1].applied["policy"] = 1
     for worker in (1, 2):
         desk.ready(worker)
-        assert desk.machine.peers[worker].transfer is not None
-    desk.publish()
-    assert desk.take(messages.Again) == []
+        transfer = desk.machine.peers[worker].transfer
+        assert transfer is not None
+        assert transfer.versions == {"policy": version}
+    assert steady(desk) is None
 
 
 def test_an_again_that_is_lost_is_repaired_by_an_update(desk: Desk) -> None:
     trained(desk, 0, 1)
-    desk.publish(7.0)
-    again = desk.take()[0]
-    assert isinstance(again, messages.Again)
-    desk.receive(1, messages.Applied.at_once(EPOCH, again.serial))
+    version = gone_on(desk, 7.0, [0], [])
     desk.pass_time(20.0)
     desk.take()
     desk.pong(0, {"policy": 1})
     desk.ready(0)
-    desk.applied(0, desk.expect({"policy": 2}).serial, policy=2)
-    desk.publish(8.0)
-    assert [type(i) for i in desk.take()] == [messages.Update] * 2, "the two had had different updates last"
+    desk.applied(0, desk.expect({"policy": version}).serial, policy=version)
+    assert steady(desk) is None, "the two had had different updates last"
 
 
 def test_a_done_of_an_update_that_is_over_changes_nothing(desk: Desk) -> None:
@@ -1173,7 +1183,7 @@ def test_a_done_of_an_update_that_is_over_changes_nothing(desk: Desk) -> None:
     desk.publish()
     desk.publish()  # waits until the one before is through
     (first, _) = desk.take()
-    assert isinstance(first, messages.Again)
+    assert isinstance(first, messages.Update)
     for _ in range(2):
         desk.receive(0, messages.Applied.at_once(EPOCH, first.serial))
     assert desk.machine.peers[0].applied == {"policy": 2}
@@ -1206,7 +1216,6 @@ def test_a_worker_that_is_stopped_while_the_layout_changes_is_asked_once(desk: D
 def test_a_version_that_was_skipped_is_nobodys() -> None:
     desk = joined(0)
     trained(desk, 0)
-    current = desk.machine.targets.models["policy"].common.current
-    assert desk.machine.steady("policy", current.slab) is not None
+    assert steady(desk) == [0]
     desk.machine.targets.carry_on(100)
-    assert desk.machine.steady("policy", current.slab) is None
+    assert steady(desk) is None
