@@ -299,7 +299,7 @@ def connect(path: Path, nonce: bytes, receive: Receive, crash: Crash) -> SideCha
             raise PermissionError(f"{path} belongs to another user")
         connection.send(INTRODUCTION + nonce)
     except OSError as error:
-        logger.debug("no side channel: %s", error)
+        logger.debug("no side channel: %s", str(error))
         connection.close()
         return None
 
