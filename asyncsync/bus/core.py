@@ -595,7 +595,9 @@ class BusCore:
         # NotConnected, with nothing published, if no worker is there; PartialSendError, which names each worker that
         # has not applied it, and why.
         check_timeout(timeout)
-        encoded, workers, link = encode_metadata(metadata), as_workers(worker_ids), self.trainer_link()
+        encoded, workers, link = encode_metadata(metadata), as_workers(worker_ids), self._link
+        if self.is_shut_down or not isinstance(link, TrainerLink):
+            link = self.trainer_link()
         try:
             if not (sources := self._at_hand(weights, workers)):
                 link.check_quorum(weights, workers, quorum)

@@ -95,7 +95,8 @@ class SteadyTrainer:
             self._next.release()
             self._next = self._acquire()
         slab = self._next
-        slab.forget()
+        if slab.descriptor is None:
+            slab.forget()
         memory = self._known.again(flat)
         if memory is not None:
             copy_bytes(slab.pieces, memory)

@@ -584,7 +584,7 @@ class TrainerLink(Link):
     def _send_now(self, peer: Peer, header: bytes, payload: Sequence[Buffer]) -> bool:
         """Send this to a worker, by its side channel if there is one; False: it has not been sent."""
         channel = self.side_channels.of.get(peer.nonce)
-        if channel is not None and channel.send((header, *payload)):
+        if channel is not None and (channel.send((header, *payload)) if payload else channel.write((ALONE, header))):
             return True
         outcome = self._socket.send((peer.route, header, *payload))
         self._socket.flushed()
