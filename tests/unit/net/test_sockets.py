@@ -50,8 +50,8 @@ async def test_a_subscriber_that_was_refused_tries_again_and_says_so_and_who_has
     credentials = Credentials(own, (admission.server.public,))
     session: Any = SimpleNamespace(nonce=b"n" * 16)
     whereabouts = Whereabouts(
-        main, f"tcp://127.0.0.1:{unused_tcp_port}", session, lambda: credentials, None, (print, print),
-        lambda frames: received.append(frames[0].bytes), errors.append,
+        main, print, lambda frames: received.append(frames[0].bytes), f"tcp://127.0.0.1:{unused_tcp_port}", session,
+        lambda: credentials, None, (print, print), errors.append,
     )  # fmt: skip
     try:
         whereabouts.subscribe(broadcast.port)
@@ -66,7 +66,6 @@ async def test_a_subscriber_that_was_refused_tries_again_and_says_so_and_who_has
         assert not errors
     finally:
         whereabouts.close()
-        main.close()
         stranger.close()
         broadcast.close()
         admission.close()
