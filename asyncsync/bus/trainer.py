@@ -133,8 +133,6 @@ class TrainerLink(Link):
         send = self._send_now if self.admission is None else None
         self.publishing = Publishing(self, self.machine, self.pool, self.observer, self.min_workers, send)
         self.verifying = TrainerVerifying(self, self.machine, self.publishing.end_steady)
-        if self._lock is not None and self.side_channels.path is not None:
-            self._lock.beside.append(self.side_channels.path)
 
     def _open_broadcast(self, endpoint: str) -> None:
         """Let workers subscribe, beside this address. They can do without."""
