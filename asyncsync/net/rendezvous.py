@@ -40,7 +40,7 @@ import zmq
 
 from asyncsync.errors import NotConnected, ProtocolError
 from asyncsync.net.endpoint import host_port, several, tcp_endpoint
-from asyncsync.net.keys import Admission, Credentials, KeyPair
+from asyncsync.net.keys import Admission, Certificate, Credentials
 from asyncsync.net.zmq_socket import FAILED, Crash, LoopSocket, Monitor, Receive, Socket, subscriber
 from asyncsync.protocol.holdings import Session
 from asyncsync.protocol.membership import MAX_PEERS
@@ -74,7 +74,7 @@ class Introduction:
 
     endpoint: str
     server: bytes
-    own: KeyPair
+    own: Certificate
 
     def credentials(self) -> Credentials:
         return Credentials(self.own, (self.server,))
@@ -93,7 +93,7 @@ class Introduction:
         keys = (server, public, secret)
         if not isinstance(endpoint, str) or not all(isinstance(k, bytes) and len(k) == KEY_LENGTH for k in keys):
             raise ProtocolError("this is no introduction to a sender")
-        return cls(endpoint, server, KeyPair(public, secret))
+        return cls(endpoint, server, Certificate(public, secret))
 
 
 class Introductions:
@@ -112,7 +112,7 @@ class Introductions:
             absent = (one for one in self._made if one not in self._there)
             if len(self._made) >= self._most and (void := next(absent, None)) is not None:
                 del self.admission.given[self._made.pop(void).own.public]
-            own = KeyPair.draw()
+            own = Certificate.draw()
             self.admission.admit(own.public, worker)
             found = Introduction(self.endpoint, self.admission.server.public, own)
         self._made[worker] = found  # asked for last
