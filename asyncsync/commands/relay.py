@@ -74,7 +74,7 @@ def _below(options: argparse.Namespace) -> KeyFiles | None:
 def _run(options: argparse.Namespace) -> int:
     import anyio
 
-    from asyncsync.relay.process import Relay, RelayOptions, run
+    from asyncsync.relay.process import Relay, run
 
     try:
         above, below = _above(options), _below(options)
@@ -84,14 +84,16 @@ def _run(options: argparse.Namespace) -> int:
             need("cli", "safetensors")
         keep = None if options.keep is None else Path(options.keep)
         credentials = None if above is None else partial(above.receiver, 0)
-        chosen = RelayOptions(options.upstream, options.bind, options.shared, keep, credentials, below)
+        make = partial(
+            Relay, options.upstream, options.bind, shared=options.shared, keep=keep, credentials=credentials, keys=below
+        )
 
         def ready(relay: Relay) -> None:
             kept = f", keeping {keep}" if keep is not None else ""
             version = relay.downstream.machine.published
             print(f"relay: {options.bind} ← {options.upstream}{kept}; version {version or 'none yet'}", flush=True)
 
-        anyio.run(run, chosen, ready)
+        anyio.run(run, make, ready)
     except (WeightSyncError, NotConnected, ValueError, OSError) as error:
         raise CommandFailed(str(error)) from error
     return 0
