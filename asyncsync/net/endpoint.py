@@ -85,13 +85,6 @@ def several(endpoints: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(re.split(r"\s*,\s*(?=\w+://)", endpoints)))
 
 
-def check_endpoints(endpoints: str, *, allow_plaintext: bool) -> str:
-    """:func:`check_endpoint` of :func:`several`."""
-    for one in several(endpoints) if isinstance(endpoints, str) else (endpoints,):
-        check_endpoint(one, allow_plaintext=allow_plaintext)
-    return endpoints
-
-
 def is_plaintext_beyond_loopback(endpoint: str) -> bool:
     """True for an address that other hosts can reach, where there are no keys."""
     return endpoint.startswith("tcp://") and not _is_loopback(host_port(endpoint)[0])
@@ -231,8 +224,7 @@ class EndpointLock:
             return
         self._remove_sockets()
         self._lock.unlink(missing_ok=True)
-        os.close(self._descriptor)
-        self._descriptor = None
+        self.disown()
         if self._private:
             with contextlib.suppress(OSError):
                 self._path.parent.rmdir()

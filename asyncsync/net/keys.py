@@ -32,7 +32,7 @@ import zmq
 from zmq.utils import z85
 
 from asyncsync.errors import NotConnected, ProtocolError
-from asyncsync.net.endpoint import several
+from asyncsync.net.endpoint import check_endpoint, several
 from asyncsync.net.zmq_socket import Context, Crash, LoopSocket, Monitor, Socket
 from asyncsync.protocol.targets import Peer
 from asyncsync.wire.messages import FIRST_GUEST, Hello, Instruction
@@ -113,25 +113,22 @@ class Certificate:
 
     @classmethod
     def draw(cls, workers: Workers = Workers()) -> Certificate:
-        """Raises NotConnected if this libzmq has no CURVE, as do :meth:`serve` and :meth:`join`."""
-        check_curve()
+        """Raises NotConnected if this libzmq has no CURVE."""
+        if not zmq.has("curve"):
+            raise NotConnected("keys need CURVE, but this libzmq was built without it (libsodium)")
         return cls(*zmq.curve_keypair(), workers)
 
     def serve(self, socket: Socket) -> None:
         """Before the socket is bound: let in only encrypted connections that a handler allows; without one, nobody."""
         socket.zap_domain = DOMAIN
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
-        self._use(socket)
+        socket.curve_publickey, socket.curve_secretkey = self.public, self.secret
         socket.curve_server = True
 
     def join(self, socket: Socket, server: bytes) -> None:
         """Before the socket is connected: use these keys, and talk to no server but this one."""
-        self._use(socket)
-        socket.curve_serverkey = server
-
-    def _use(self, socket: Socket) -> None:
-        check_curve()
         socket.curve_publickey, socket.curve_secretkey = self.public, self.secret
+        socket.curve_serverkey = server
 
     def encode(self, *, secret: bool) -> str:
         """The text of the file, with or without the secret key."""
@@ -291,11 +288,6 @@ class ClientList:
             logger.warning("%s; until you correct this, the list of clients stays as it was", why)
 
 
-def check_curve() -> None:
-    if not zmq.has("curve"):
-        raise NotConnected("keys need CURVE, but this libzmq was built without it (libsodium)")
-
-
 @dataclass(frozen=True)
 class Credentials:
     """What a client connects with: its own keys, and the public ones that its server may have."""
@@ -340,16 +332,6 @@ class KeyFiles:
             None if client_key is None else _absolute("client_key", client_key),
         )
 
-    def check_address(self, endpoint: str, connect: str) -> None:
-        """Raise ValueError if keys would have no effect. Of several addresses to connect to, one by tcp is enough."""
-        given = [(self.clients, (endpoint,), "endpoint"), (self.client, several(connect), "connect")]
-        for needed, addresses, name in given:
-            if needed is not None and not any(address.startswith("tcp://") for address in addresses):
-                raise ValueError(
-                    f"keys are for tcp://HOST:PORT, and {name} is {','.join(addresses)!r}: on one host, file "
-                    f"permissions keep it private. Leave the keys out, or give {name}="
-                )
-
     def sender(self) -> tuple[Certificate, ClientList]:
         """Raises NotConnected if a file is not as it has to be, ValueError if these are a receiver's."""
         if self.clients is None:
@@ -367,6 +349,23 @@ class KeyFiles:
             raise ValueError("a receiver with server_key= also needs client_key=, its own secret key")
         own = read_certificate(self.client.replace(WORKER, str(worker)), secret=True)
         return Credentials(own, tuple(read_certificate(path, secret=False).public for path in self.server))
+
+
+def check_addresses(keys: KeyFiles | None, bind: str | None, connect: str | None, *, allow_plaintext: bool) -> None:
+    """:func:`check_endpoint` of the address to bind and of each to connect to. Raises ValueError, too, if keys would
+    have no effect: of several addresses to connect to, one by tcp is enough."""
+    addresses = several(connect) if isinstance(connect, str) else (connect,)
+    for one in (bind, *addresses):
+        if one is not None:
+            check_endpoint(one, allow_plaintext=allow_plaintext or keys is not None)
+    if keys is None:
+        return
+    for needed, given, name in ((keys.clients, (bind,), "endpoint"), (keys.client, addresses, "connect")):
+        if needed is not None and not any(address and address.startswith("tcp://") for address in given):
+            raise ValueError(
+                f"keys are for tcp://HOST:PORT, and {name} is {','.join(map(str, given))!r}: on one host, file "
+                f"permissions keep it private. Leave the keys out, or give {name}="
+            )
 
 
 def _absolute(name: str, path: KeyFile) -> str:
