@@ -38,15 +38,8 @@ from asyncsync.bus.worker import WorkerLink
 from asyncsync.errors import AckTimeout, ClosedError, Fenced, NotConnected, PartialSendError
 from asyncsync.model.gate import Gate, Hold
 from asyncsync.monitor.trace import UNMONITORED, Monitoring, Tracing
-from asyncsync.net.endpoint import (
-    INTRODUCED,
-    check_endpoint,
-    check_endpoints,
-    draw_endpoint,
-    is_plaintext_beyond_loopback,
-    tcp_endpoint,
-)
-from asyncsync.net.keys import KeyFile, KeyFiles
+from asyncsync.net.endpoint import INTRODUCED, draw_endpoint, is_plaintext_beyond_loopback, tcp_endpoint
+from asyncsync.net.keys import KeyFile, KeyFiles, check_addresses
 from asyncsync.net.rendezvous import Find, Introduction
 from asyncsync.protocol.holdings import Acting
 from asyncsync.protocol.settings import EAGER_BYTES, Settings
@@ -185,11 +178,7 @@ class BusCore:
         self.connect_endpoint = self.endpoint if options["connect"] is None else options["connect"]
         self.keys = KeyFiles.given(options["server_key"], options["clients"], options["client_key"])
         self.allow_plaintext, self.checksum = options["allow_plaintext"], options["checksum"]
-        is_allowed = self.allow_plaintext or self.keys is not None
-        check_endpoint(self.endpoint, allow_plaintext=is_allowed)
-        check_endpoints(self.connect_endpoint, allow_plaintext=is_allowed)
-        if self.keys is not None:
-            self.keys.check_address(self.endpoint, self.connect_endpoint)
+        check_addresses(self.keys, self.endpoint, self.connect_endpoint, allow_plaintext=self.allow_plaintext)
         self.num_workers, self.min_workers = options["num_workers"], options["min_workers"]
         check_quorum(self.num_workers, self.min_workers)
         self.fanout, self.compress, self.delta = options["fanout"], compress, delta

@@ -22,7 +22,7 @@ from asyncsync.errors import NotConnected, PartialSendError, PeerLost, ProtocolE
 from asyncsync.monitor.metrics import Metrics
 from asyncsync.monitor.trace import UNMONITORED, Monitoring, hooks_of
 from asyncsync.net.endpoint import EndpointLock, is_plaintext_beyond_loopback, side_channel_path
-from asyncsync.net.keys import Admission, KeyFiles, KeyPair
+from asyncsync.net.keys import Admission, Certificate, KeyFiles
 from asyncsync.net.processes import ProcessWatch, shortage, this_process
 from asyncsync.net.rendezvous import Introductions
 from asyncsync.net.side_channel import ALONE, BY_SIDE_CHANNEL, Receive, SideChannels, read, split
@@ -109,7 +109,7 @@ class TrainerLink(Link):
             socket = router(self.context)
             hint = "bind a numeric address of this host, and tell the workers its name with connect="
             if keyed:
-                self.admission = Admission(self.context, KeyPair.draw(), self.crash)
+                self.admission = Admission(self.context, Certificate.draw(), self.crash)
             elif keys is not None:
                 server, listed = keys.sender()
                 self.admission = Admission(self.context, server, self.crash, listed)
@@ -133,8 +133,6 @@ class TrainerLink(Link):
         send = self._send_now if self.admission is None else None
         self.publishing = Publishing(self, self.machine, self.pool, self.observer, self.min_workers, send)
         self.verifying = TrainerVerifying(self, self.machine, self.publishing.end_steady)
-        if self._lock is not None and self.side_channels.path is not None:
-            self._lock.beside.append(self.side_channels.path)
 
     def _open_broadcast(self, endpoint: str) -> None:
         """Let workers subscribe, beside this address. They can do without."""

@@ -28,7 +28,7 @@ from asyncsync.net.keys import Credentials
 from asyncsync.net.processes import ProcessWatch, opens_memory, this_process
 from asyncsync.net.rendezvous import Find, Introduction, Whereabouts
 from asyncsync.net.side_channel import BY_SIDE_CHANNEL, SideChannel, connect, read, split
-from asyncsync.net.zmq_socket import LoopSocket, dealer
+from asyncsync.net.zmq_socket import dealer
 from asyncsync.protocol.holdings import Acting
 from asyncsync.protocol.settings import Settings
 from asyncsync.protocol.transfer import Memory
@@ -98,13 +98,12 @@ class WorkerLink(Link, Memory):
             except zmq.ZMQError as error:
                 raise NotConnected(f"cannot connect to the sender: {error}") from error
             session, told = self.machine.session, (self._connected, self._disconnected)
-            cast = self._receive_cast
-            self.whereabouts = Whereabouts(socket, sender, session, credentials, find, told, cast, self.crash)
+            receive = self._receive, self._receive_cast
+            self.whereabouts = Whereabouts(socket, *receive, sender, session, credentials, find, told, self.crash)
             undo.callback(self.whereabouts.close)
             about = self.machine, gate, self.transports, self.observer
             self.applying = Applying(self, *about, self._show, self.acting, self.whereabouts.why_not)
             self.verifying = WorkerVerifying(self, self.machine, gate, self.mark)
-            self._socket = LoopSocket(socket, self._receive, self.crash)
             undo.pop_all()
         self.opened()
 
@@ -278,8 +277,8 @@ class WorkerLink(Link, Memory):
         """The fast path has applied an update: send APPLIED, and do what :meth:`settle` does."""
         channel = self.side_channel
         if channel is None or not (channel.open and channel.send((done,))):
-            self._socket.send((done,))
-            self._socket.flushed()
+            self.whereabouts.send((done,))
+            self.whereabouts.flushed()
         if self.waiters:
             self.notify()
         if self.timer is None:
@@ -397,10 +396,10 @@ class WorkerLink(Link, Memory):
             instruction = outbox.popleft()
             frames = (encode(instruction),)
             if channel is None or not (channel.open and type(instruction) in BY_SIDE_CHANNEL and channel.send(frames)):
-                self._socket.send(frames)
+                self.whereabouts.send(frames)
                 by_zmq = True
         if by_zmq:
-            self._socket.flushed()
+            self.whereabouts.flushed()
         # The scheduler may have put whoever is to hear of it (libzmq's thread here, or the trainer) behind this thread,
         # which may go on for as long as it is granted, 0.7 ms and more: in receive(), or in the user's code.
         yield_core()
@@ -499,12 +498,11 @@ class WorkerLink(Link, Memory):
         self._send_all()
 
     def _close_all(self, linger_ms: int) -> None:
-        self.whereabouts.close()
+        self.whereabouts.close(linger_ms)
         if self._watch is not None:
             self._watch.close()
         if self.side_channel is not None:
             self.side_channel.close()
-        self._socket.close(linger_ms)
 
 
 def guest_link(

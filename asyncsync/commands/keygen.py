@@ -9,7 +9,7 @@ from pathlib import Path
 
 from asyncsync.commands.options import CommandFailed
 from asyncsync.errors import NotConnected
-from asyncsync.net.keys import Certificate, KeyPair, Workers, check_writers, parse_workers, write_new
+from asyncsync.net.keys import Certificate, Workers, check_writers, parse_workers, write_new
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,99}", re.ASCII)
 MAX_WORKERS = 100_000
@@ -67,8 +67,7 @@ def make(directory: Path, clients: list[Client]) -> str:
     wanted = [(server, directory / "server.key_secret", Workers())] if is_new else []
     wanted += [(public / f"{name}.key", secret / f"{name}.key_secret", workers) for name, workers in clients]
     for path, secret_path, workers in wanted:
-        pair = KeyPair.draw()
-        certificate = Certificate(pair.public, pair.secret, workers)
+        certificate = Certificate.draw(workers)
         secrets.append((secret_path, certificate.encode(secret=True)))
         publics.append((path, certificate.encode(secret=False)))
     paths = [path for path, _ in secrets + publics]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from asyncsync.errors import NotConnected
 from asyncsync.net.endpoint import check_endpoint
-from asyncsync.net.keys import Credentials, KeyFiles
+from asyncsync.net.keys import Credentials, KeyFiles, check_addresses
 
 
 class CommandFailed(Exception):
@@ -92,7 +92,7 @@ def credentials_of(options: argparse.Namespace) -> Callable[[], Credentials] | N
         keys = KeyFiles.given(options.server_key, None, options.client_key)
         if keys is None:
             return None
-        keys.check_address(options.endpoint, options.endpoint)
+        check_addresses(keys, None, options.endpoint, allow_plaintext=True)
         keys.receiver(0)
     except (ValueError, NotConnected) as error:
         raise CommandFailed(as_options(error)) from error

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from asyncsync.commands.options import CommandFailed, as_options, need, safetensors_file
 from asyncsync.errors import NotConnected, WeightSyncError
-from asyncsync.net.endpoint import check_endpoint, check_endpoints
-from asyncsync.net.keys import KeyFiles
+from asyncsync.net.keys import KeyFiles, check_addresses
 
 
 def add(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
@@ -52,9 +51,7 @@ def add(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
 def _above(options: argparse.Namespace) -> KeyFiles | None:
     try:
         above = KeyFiles.given(options.server_key, None, options.client_key)
-        check_endpoints(options.upstream, allow_plaintext=options.allow_plaintext or above is not None)
-        if above is not None:
-            above.check_address("", options.upstream)
+        check_addresses(above, None, options.upstream, allow_plaintext=options.allow_plaintext)
     except ValueError as error:
         raise CommandFailed(f"--upstream: {as_options(error)}") from error
     return above
@@ -63,9 +60,7 @@ def _above(options: argparse.Namespace) -> KeyFiles | None:
 def _below(options: argparse.Namespace) -> KeyFiles | None:
     try:
         below = KeyFiles.given(options.bind_key, options.clients, None)
-        check_endpoint(options.bind, allow_plaintext=options.allow_plaintext or below is not None)
-        if below is not None:
-            below.check_address(options.bind, options.bind)
+        check_addresses(below, options.bind, None, allow_plaintext=options.allow_plaintext)
     except ValueError as error:
         raise CommandFailed(f"--bind: {as_options(error, '--bind-key')}") from error
     return below
@@ -74,7 +69,7 @@ def _below(options: argparse.Namespace) -> KeyFiles | None:
 def _run(options: argparse.Namespace) -> int:
     import anyio
 
-    from asyncsync.relay.process import Relay, RelayOptions, run
+    from asyncsync.relay.process import Relay, run
 
     try:
         above, below = _above(options), _below(options)
@@ -84,14 +79,16 @@ def _run(options: argparse.Namespace) -> int:
             need("cli", "safetensors")
         keep = None if options.keep is None else Path(options.keep)
         credentials = None if above is None else partial(above.receiver, 0)
-        chosen = RelayOptions(options.upstream, options.bind, options.shared, keep, credentials, below)
+        make = partial(
+            Relay, options.upstream, options.bind, shared=options.shared, keep=keep, credentials=credentials, keys=below
+        )
 
         def ready(relay: Relay) -> None:
             kept = f", keeping {keep}" if keep is not None else ""
             version = relay.downstream.machine.published
             print(f"relay: {options.bind} ← {options.upstream}{kept}; version {version or 'none yet'}", flush=True)
 
-        anyio.run(run, chosen, ready)
+        anyio.run(run, make, ready)
     except (WeightSyncError, NotConnected, ValueError, OSError) as error:
         raise CommandFailed(str(error)) from error
     return 0

@@ -19,7 +19,7 @@ from asyncsync.net.endpoint import several
 from asyncsync.net.keys import Credentials
 from asyncsync.net.rendezvous import Dialer
 from asyncsync.net.zmq_private import Context
-from asyncsync.net.zmq_socket import LoopSocket, dealer
+from asyncsync.net.zmq_socket import dealer
 from asyncsync.wire.codec import decode, encode
 from asyncsync.wire.messages import Inquiry, Report
 
@@ -56,9 +56,7 @@ class Asker:
             undo.callback(self._context.destroy, 0)
             socket = dealer(self._context)
             socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing piles up while the sender is away
-            self._dialer = Dialer(socket, several(endpoint), credentials, self._crash)
-            undo.callback(self._dialer.close)
-            self._socket = LoopSocket(socket, self._receive, self._crash)
+            self._sender = Dialer(socket, self._receive, several(endpoint), credentials, self._crash)
             undo.pop_all()
 
     async def ask(self, timeout: float) -> Report:
@@ -73,15 +71,15 @@ class Asker:
             while True:
                 if self._failure is not None:
                     raise WeightSyncError(f"cannot ask the sender for its status: {self._failure!r}") from self._failure
-                if self._dialer.has_others and self._loop.time() >= self._silent_since + UNANSWERED_SECONDS:
+                if self._sender.has_others and self._loop.time() >= self._silent_since + UNANSWERED_SECONDS:
                     self._silent_since = self._loop.time()
-                    self._dialer.go_on()
-                sent = self._socket.send((inquiry,)) == 0
-                self._socket.flushed()
+                    self._sender.go_on()
+                sent = self._sender.send((inquiry,)) == 0
+                self._sender.flushed()
                 pause = ASK_AGAIN_SECONDS if sent else 0.05
                 remaining = deadline - self._loop.time()
                 if remaining <= 0:
-                    why = self._dialer.why or "is a sender running there?"
+                    why = self._sender.why or "is a sender running there?"
                     raise AckTimeout(f"no sender answered at {self.endpoint} within {timeout:g} s: {why}")
                 done, _ = await asyncio.wait({self._answer}, timeout=min(pause, remaining))
                 if done:
@@ -107,8 +105,7 @@ class Asker:
 
     def close(self) -> None:
         """Idempotent."""
-        self._dialer.close()
-        self._socket.close()
+        self._sender.close()
         self._context.destroy(0)
 
 

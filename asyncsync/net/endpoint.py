@@ -30,6 +30,7 @@ MAX_IPC_PATH = 107
 # In place of an address: one is chosen when it is bound, with keys, and workers are introduced to it.
 INTRODUCED = "introduced"
 PREFIX = "asyncsync-"
+SIDE = ".side"  # behind an ipc path: where its owner listens for side channels
 PORT = 9  # any: nothing is sent
 # Addresses that are set aside for documentation: the way there is the default route, and no host has them.
 ANYWHERE = ("192.0.2.1", "2001:db8::1")
@@ -82,13 +83,6 @@ def check_endpoint(endpoint: str, *, allow_plaintext: bool) -> str:
 def several(endpoints: str) -> tuple[str, ...]:
     """Of ``"tcp://a:5555,tcp://b:5555"`` each, once: where a worker connects when the one before is away."""
     return tuple(dict.fromkeys(re.split(r"\s*,\s*(?=\w+://)", endpoints)))
-
-
-def check_endpoints(endpoints: str, *, allow_plaintext: bool) -> str:
-    """:func:`check_endpoint` of :func:`several`."""
-    for one in several(endpoints) if isinstance(endpoints, str) else (endpoints,):
-        check_endpoint(one, allow_plaintext=allow_plaintext)
-    return endpoints
 
 
 def is_plaintext_beyond_loopback(endpoint: str) -> bool:
@@ -167,12 +161,11 @@ def is_trustworthy(endpoint: str) -> bool:
 
 def side_channel_path(endpoint: str) -> Path | None:
     """Where a sender listens for side channels; None if the endpoint is no path."""
-    return Path(endpoint.removeprefix("ipc://") + ".side") if endpoint.startswith("ipc://") else None
+    return Path(endpoint.removeprefix("ipc://") + SIDE) if endpoint.startswith("ipc://") else None
 
 
 class EndpointLock:
-    """Exclusive ownership of an ipc path, until released or until this process dies. ``beside`` has further files that
-    the owner has made there, to be removed with the path.
+    """Exclusive ownership of an ipc path, and of that of its side channels, until released or until this process dies.
 
     Raises NotConnected if another live process has bound the path, or no file can be made there.
     """
@@ -183,7 +176,6 @@ class EndpointLock:
         self._private = private_directory(endpoint) is not None
         self._lock = path.with_name(path.name + ".lock")
         self._descriptor: int | None = None
-        self.beside: list[Path] = []
         try:
             self._take()
         except OSError as error:
@@ -213,22 +205,26 @@ class EndpointLock:
         else:
             self._descriptor = _lock(self._lock)
         if self._descriptor is not None:
+            self._remove_sockets()  # left behind by a killed predecessor
+            if os.path.lexists(path):
+                self._lock.unlink()
+                raise FileExistsError(f"{path} exists already, and is not a socket")
+
+    def _remove_sockets(self) -> None:
+        """Nobody else listens there while this process has the lock."""
+        for path in (self._path, Path(f"{self._path}{SIDE}")):
             with contextlib.suppress(FileNotFoundError):
-                if not stat.S_ISSOCK(os.lstat(path).st_mode):
-                    self._lock.unlink()
-                    raise FileExistsError(f"{path} exists already, and is not a socket")
-                path.unlink()  # left behind by a killed predecessor: nothing listens there while we have the lock
+                if stat.S_ISSOCK(os.lstat(path).st_mode):
+                    path.unlink()
 
     def release(self) -> None:
         """Remove the path, its lock, and the private directory; idempotent."""
         atexit.unregister(self.release)
         if self._descriptor is None:
             return
-        for path in (self._path, *self.beside, self._lock):
-            with contextlib.suppress(FileNotFoundError):
-                path.unlink()
-        os.close(self._descriptor)
-        self._descriptor = None
+        self._remove_sockets()
+        self._lock.unlink(missing_ok=True)
+        self.disown()
         if self._private:
             with contextlib.suppress(OSError):
                 self._path.parent.rmdir()

@@ -32,7 +32,7 @@ import zmq
 from zmq.utils import z85
 
 from asyncsync.errors import NotConnected, ProtocolError
-from asyncsync.net.endpoint import several
+from asyncsync.net.endpoint import check_endpoint, several
 from asyncsync.net.zmq_socket import Context, Crash, LoopSocket, Monitor, Socket
 from asyncsync.protocol.targets import Peer
 from asyncsync.wire.messages import FIRST_GUEST, Hello, Instruction
@@ -103,19 +103,39 @@ def parse_workers(text: str) -> Workers:
 
 @dataclass(frozen=True)
 class Certificate:
-    """What a file says: keys of 40 characters (z85), ``secret`` is None in a public one. Its ``name`` is for people."""
+    """Keys of 40 characters (z85), drawn or as a file says; ``secret`` is empty in a public one. Its ``name`` is for
+    people."""
 
     public: bytes
-    secret: bytes | None = field(default=None, repr=False)
+    secret: bytes = field(default=b"", repr=False)
     workers: Workers = Workers()
     name: str = ""
+
+    @classmethod
+    def draw(cls, workers: Workers = Workers()) -> Certificate:
+        """Raises NotConnected if this libzmq has no CURVE."""
+        if not zmq.has("curve"):
+            raise NotConnected("keys need CURVE, but this libzmq was built without it (libsodium)")
+        return cls(*zmq.curve_keypair(), workers)
+
+    def serve(self, socket: Socket) -> None:
+        """Before the socket is bound: let in only encrypted connections that a handler allows; without one, nobody."""
+        socket.zap_domain = DOMAIN
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+        socket.curve_publickey, socket.curve_secretkey = self.public, self.secret
+        socket.curve_server = True
+
+    def join(self, socket: Socket, server: bytes) -> None:
+        """Before the socket is connected: use these keys, and talk to no server but this one."""
+        socket.curve_publickey, socket.curve_secretkey = self.public, self.secret
+        socket.curve_serverkey = server
 
     def encode(self, *, secret: bool) -> str:
         """The text of the file, with or without the secret key."""
         text = f"{SECRET_HEAD if secret else PUBLIC_HEAD}\nmetadata\n"
         text += f"    workers = {self.workers}\n" if self.workers.ranges else ""
         text += f'curve\n    public-key = "{self.public.decode()}"\n'
-        return text + (f'    secret-key = "{self.secret.decode()}"\n' if secret and self.secret else "")
+        return text + (f'    secret-key = "{self.secret.decode()}"\n' if secret else "")
 
     @classmethod
     def decode(cls, text: str) -> Certificate:
@@ -128,15 +148,15 @@ class Certificate:
                 found[match[1]] = match[2].strip().strip("\"'")
             elif line.strip().lower().startswith("worker"):  # if ignored, the key would be good for any worker
                 raise ValueError(f"{line.strip()[:80]!r} is not understood; expected, say, '    workers = 0-3, 7'")
-        public, secret = _key_of(found, "public-key"), _key_of(found, "secret-key")
-        if public is None:
+        if "public-key" not in found:
             raise ValueError("it has no public-key")
-        return cls(public, secret, parse_workers(found["workers"]) if "workers" in found else Workers())
+        workers = parse_workers(found["workers"]) if "workers" in found else Workers()
+        return cls(_key_of(found, "public-key"), _key_of(found, "secret-key"), workers)
 
 
-def _key_of(found: Mapping[str, str], name: str) -> bytes | None:
+def _key_of(found: Mapping[str, str], name: str) -> bytes:
     if name not in found:
-        return None
+        return b""
     with suppress(ValueError, KeyError, struct.error):  # five characters can say more than four bytes hold
         if len(z85.decode(found[name])) == 32:
             return found[name].encode()
@@ -160,9 +180,9 @@ def read_certificate(path: str, *, secret: bool) -> Certificate:
         raise NotConnected(f"cannot read the key in {path}: {error.strerror}") from error
     except ValueError as error:
         raise NotConnected(f"{path} is not a certificate such as `asyncsync keygen` makes: {error}") from error
-    if secret and found.secret is None:
+    if secret and not found.secret:
         raise NotConnected(f"{path} has no secret key in it: give the file whose name ends with .key_secret")
-    if found.secret is not None and mode & OTHERS_USE:
+    if found.secret and mode & OTHERS_USE:
         raise NotConnected(f"other users may read the secret key in {path}: chmod 600 {path}")
     check_writers(path, mode)
     return found
@@ -268,50 +288,11 @@ class ClientList:
             logger.warning("%s; until you correct this, the list of clients stays as it was", why)
 
 
-def check_curve() -> None:
-    if not zmq.has("curve"):
-        raise NotConnected("keys need CURVE, but this libzmq was built without it (libsodium)")
-
-
-@dataclass(frozen=True)
-class KeyPair:
-    """A public and a secret key, each of 40 characters (z85). Raises NotConnected if this libzmq has no CURVE."""
-
-    public: bytes
-    secret: bytes = field(repr=False)
-
-    def __post_init__(self) -> None:
-        check_curve()
-
-    @classmethod
-    def draw(cls) -> KeyPair:
-        check_curve()
-        return cls(*zmq.curve_keypair())
-
-    @classmethod
-    def read(cls, path: str) -> KeyPair:
-        found = read_certificate(path, secret=True)
-        assert found.secret is not None
-        return cls(found.public, found.secret)
-
-    def serve(self, socket: Socket) -> None:
-        """Before the socket is bound: let in only encrypted connections that a handler allows; without one, nobody."""
-        socket.zap_domain = DOMAIN
-        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
-        socket.curve_server = True
-        socket.curve_publickey, socket.curve_secretkey = self.public, self.secret
-
-    def join(self, socket: Socket, server: bytes) -> None:
-        """Before the socket is connected: use this pair, and talk to no server but this one."""
-        socket.curve_serverkey = server
-        socket.curve_publickey, socket.curve_secretkey = self.public, self.secret
-
-
 @dataclass(frozen=True)
 class Credentials:
     """What a client connects with: its own keys, and the public ones that its server may have."""
 
-    own: KeyPair
+    own: Certificate
     servers: tuple[bytes, ...]
 
 
@@ -351,23 +332,13 @@ class KeyFiles:
             None if client_key is None else _absolute("client_key", client_key),
         )
 
-    def check_address(self, endpoint: str, connect: str) -> None:
-        """Raise ValueError if keys would have no effect. Of several addresses to connect to, one by tcp is enough."""
-        given = [(self.clients, (endpoint,), "endpoint"), (self.client, several(connect), "connect")]
-        for needed, addresses, name in given:
-            if needed is not None and not any(address.startswith("tcp://") for address in addresses):
-                raise ValueError(
-                    f"keys are for tcp://HOST:PORT, and {name} is {','.join(addresses)!r}: on one host, file "
-                    f"permissions keep it private. Leave the keys out, or give {name}="
-                )
-
-    def sender(self) -> tuple[KeyPair, ClientList]:
+    def sender(self) -> tuple[Certificate, ClientList]:
         """Raises NotConnected if a file is not as it has to be, ValueError if these are a receiver's."""
         if self.clients is None:
             raise ValueError("a sender with server_key= needs clients=, the directory of its clients' public keys")
         if len(self.server) > 1:
             raise ValueError("a sender has one server_key=; only receivers may have several, while you replace it")
-        pair, listed = KeyPair.read(self.server[0]), ClientList(self.clients)
+        pair, listed = read_certificate(self.server[0], secret=True), ClientList(self.clients)
         if pair.public in listed.clients:
             raise NotConnected(f"{self.clients} has the server's own key: did you mean {self.clients}/clients?")
         return pair, listed
@@ -376,8 +347,25 @@ class KeyFiles:
         """Raises NotConnected if a file is not as it has to be, ValueError if these are a sender's."""
         if self.client is None:
             raise ValueError("a receiver with server_key= also needs client_key=, its own secret key")
-        own = KeyPair.read(self.client.replace(WORKER, str(worker)))
+        own = read_certificate(self.client.replace(WORKER, str(worker)), secret=True)
         return Credentials(own, tuple(read_certificate(path, secret=False).public for path in self.server))
+
+
+def check_addresses(keys: KeyFiles | None, bind: str | None, connect: str | None, *, allow_plaintext: bool) -> None:
+    """:func:`check_endpoint` of the address to bind and of each to connect to. Raises ValueError, too, if keys would
+    have no effect: of several addresses to connect to, one by tcp is enough."""
+    addresses = several(connect) if isinstance(connect, str) else (connect,)
+    for one in (bind, *addresses):
+        if one is not None:
+            check_endpoint(one, allow_plaintext=allow_plaintext or keys is not None)
+    if keys is None:
+        return
+    for needed, given, name in ((keys.clients, (bind,), "endpoint"), (keys.client, addresses, "connect")):
+        if needed is not None and not any(address and address.startswith("tcp://") for address in given):
+            raise ValueError(
+                f"keys are for tcp://HOST:PORT, and {name} is {','.join(map(str, given))!r}: on one host, file "
+                f"permissions keep it private. Leave the keys out, or give {name}="
+            )
 
 
 def _absolute(name: str, path: KeyFile) -> str:
@@ -396,7 +384,7 @@ class Admission:
         refused: connections and messages that were refused, by reason.
     """
 
-    def __init__(self, context: Context, server: KeyPair, crash: Crash, listed: ClientList | None = None) -> None:
+    def __init__(self, context: Context, server: Certificate, crash: Crash, listed: ClientList | None = None) -> None:
         self.server = server
         self.given: dict[bytes, Certificate] = {}
         self.listed = listed

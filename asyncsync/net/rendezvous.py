@@ -30,7 +30,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Awaitable, Callable, Container, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -40,7 +40,7 @@ import zmq
 
 from asyncsync.errors import NotConnected, ProtocolError
 from asyncsync.net.endpoint import host_port, several, tcp_endpoint
-from asyncsync.net.keys import Admission, Credentials, KeyPair
+from asyncsync.net.keys import Admission, Certificate, Credentials
 from asyncsync.net.zmq_socket import FAILED, Crash, LoopSocket, Monitor, Receive, Socket, subscriber
 from asyncsync.protocol.holdings import Session
 from asyncsync.protocol.membership import MAX_PEERS
@@ -74,7 +74,7 @@ class Introduction:
 
     endpoint: str
     server: bytes
-    own: KeyPair
+    own: Certificate
 
     def credentials(self) -> Credentials:
         return Credentials(self.own, (self.server,))
@@ -93,7 +93,7 @@ class Introduction:
         keys = (server, public, secret)
         if not isinstance(endpoint, str) or not all(isinstance(k, bytes) and len(k) == KEY_LENGTH for k in keys):
             raise ProtocolError("this is no introduction to a sender")
-        return cls(endpoint, server, KeyPair(public, secret))
+        return cls(endpoint, server, Certificate(public, secret))
 
 
 class Introductions:
@@ -112,7 +112,7 @@ class Introductions:
             absent = (one for one in self._made if one not in self._there)
             if len(self._made) >= self._most and (void := next(absent, None)) is not None:
                 del self.admission.given[self._made.pop(void).own.public]
-            own = KeyPair.draw()
+            own = Certificate.draw()
             self.admission.admit(own.public, worker)
             found = Introduction(self.endpoint, self.admission.server.public, own)
         self._made[worker] = found  # asked for last
@@ -214,11 +214,11 @@ class MeetingPlace(ABC):
 # -- dialling ----------------------------------------------------------------------------------------------------------
 
 
-class Dialer:
-    """Connects a socket to the first of some endpoints, now and again. ``credentials`` returns what to connect with to
-    those by tcp; None: no keys. ``attempt`` says with which of several server keys it begins.
+class Dialer(LoopSocket):
+    """A socket that is connected to the first of some endpoints, now and again. ``credentials`` returns what to connect
+    with to those by tcp; None: no keys. ``attempt`` says with which of several server keys it begins.
 
-    Raises NotConnected: the credentials cannot be had, or the endpoint is no address.
+    Raises NotConnected: the credentials cannot be had, or the endpoint is no address; the socket is closed then.
 
     Attributes:
         endpoint: the one that it connects to.
@@ -229,28 +229,36 @@ class Dialer:
     """
 
     def __init__(
-        self, socket: Socket, endpoints: Sequence[str], credentials: ReadKeys | None, crash: Crash, attempt: int = 0
+        self,
+        socket: Socket,
+        receive: Receive,
+        endpoints: Sequence[str],
+        credentials: ReadKeys | None,
+        crash: Crash,
+        attempt: int = 0,
     ) -> None:
+        super().__init__(socket, receive, crash)
         self.why = ""
         self.is_refused = False
         self.refused: Counter[str] = Counter()
-        self._socket = socket
         self._endpoints = endpoints
         self.endpoint = endpoints[0]
         self._credentials = credentials
-        self._with = None if credentials is None else credentials()
         self._attempt = attempt
-        self._crash = crash
         self._pause = FIRST_PAUSE
         self._timer: asyncio.TimerHandle | None = None
         self._has_begun = False  # of libzmq's attempt
         self._monitor: Monitor | None = None
         try:
+            self._with = None if credentials is None else credentials()
             self._monitor = Monitor(socket, _EVENTS | _ATTEMPTS, self._take_in, crash)
             self._dial()
         except zmq.ZMQError as error:
             self.close()
             raise NotConnected(f"cannot connect to {self.endpoint}: {error}") from error
+        except NotConnected:
+            self.close()
+            raise
 
     def connected(self) -> None:
         """For a subclass: the connection has begun."""
@@ -278,23 +286,19 @@ class Dialer:
     def go_on(self) -> None:
         """Connect to the next one, as this one is away."""
         following = self._endpoints.index(self.endpoint) + 1
-        self._leave(self._endpoints[following % len(self._endpoints)])
-        self._try_to_dial()
+        self._turn_to(self._endpoints[following % len(self._endpoints)])
 
-    def turn_to(self, endpoint: str, credentials: ReadKeys) -> None:
-        """Leave the sender for another."""
-        self._leave(endpoint)
-        self._endpoints, self._credentials = (endpoint,), credentials
+    def _turn_to(self, endpoint: str) -> None:
+        """Connect to this one instead: nothing of the former counts any more."""
+        self._hang_up()
+        self.endpoint, self.why, self.is_refused, self._pause = endpoint, "", False, FIRST_PAUSE
         self._again()
 
-    def _leave(self, endpoint: str) -> None:
-        """Nothing of this address counts any more; the next attempt is for that one."""
+    def _hang_up(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
         with suppress(zmq.ZMQError):  # where libzmq has given up by itself
             self._socket.disconnect(self.endpoint)
-        self.endpoint, self.why, self.is_refused, self._pause = endpoint, "", False, FIRST_PAUSE
 
     def _take_in(self, event: int, value: int) -> None:
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
@@ -311,8 +315,7 @@ class Dialer:
             is_said = event == zmq.EVENT_HANDSHAKE_FAILED_AUTH or value == _MISMATCH
             self.why, self.is_refused = why, is_said or (self.refused[why] >= CERTAIN and not self._keyed)
             if self._timer is None:
-                with suppress(zmq.ZMQError):  # where libzmq has given up by itself
-                    self._socket.disconnect(self.endpoint)
+                self._hang_up()
                 self._pause_first()
 
     def _attempted(self, *, has_begun: bool) -> None:
@@ -359,28 +362,26 @@ class Dialer:
                 self._with = self._credentials()
             except NotConnected as error:
                 self.why = str(error)  # and connect with what was known before
-        self._try_to_dial()
-
-    def _try_to_dial(self) -> None:
         try:
             self._dial()
         except zmq.ZMQError as error:  # no descriptors, perhaps
             self.why = f"cannot connect to {self.endpoint}: {error}"
             self._pause_first()
 
-    def close(self) -> None:
-        """Before the socket is closed. Idempotent."""
+    def close(self, linger_ms: int = 0) -> None:
+        """Idempotent."""
         if self._timer is not None:
             self._timer.cancel()
         if self._monitor is not None:
             self._monitor.close()
+        super().close(linger_ms)
 
 
 class Whereabouts(Dialer):
     """Where a worker's sender is, and where next. Connects ``socket`` to a sender: to the first of several addresses,
     for which ``credentials`` returns the keys, or to the one that it was introduced to, whose successor ``find`` finds.
-    ``told`` are called when the connection has begun and ended, ``receive`` with the frames of what all subscribers are
-    sent. Raises NotConnected as :class:`Dialer`.
+    ``told`` are called when the connection has begun and ended, ``receive`` with the frames of each message, and
+    ``receive_cast`` with those of what all subscribers are sent. Raises NotConnected as :class:`Dialer`.
 
     Attributes:
         fanout: the port at which this worker has subscribed, or has failed to; 0: none.
@@ -390,12 +391,13 @@ class Whereabouts(Dialer):
     def __init__(
         self,
         socket: Socket,
+        receive: Receive,
+        receive_cast: Receive,
         sender: str | Introduction,
         session: Session,
         credentials: ReadKeys | None,
         find: Find | None,
         told: tuple[Callable[[], None], Callable[[], None]],
-        receive: Receive,
         crash: Crash,
     ) -> None:
         self.search: asyncio.Task[None] | None = None
@@ -406,12 +408,12 @@ class Whereabouts(Dialer):
         self._away_since: float | None = None  # None: it is connected, or has not been yet
         self._unwelcome_since: float | None = None
         self.fanout = 0
-        self._receive = receive
-        self._subscribed: tuple[Dialer, LoopSocket] | None = None
+        self._receive_cast = receive_cast
+        self._subscribed: Dialer | None = None
         if isinstance(sender, Introduction):
-            super().__init__(socket, (sender.endpoint,), sender.credentials, crash)
+            super().__init__(socket, receive, (sender.endpoint,), sender.credentials, crash)
         else:
-            super().__init__(socket, several(sender), credentials, crash)
+            super().__init__(socket, receive, several(sender), credentials, crash)
 
     def why_not(self) -> str:
         """For people: why there is no connection."""
@@ -443,29 +445,22 @@ class Whereabouts(Dialer):
         if not port:
             return
         try:
-            self._subscribe(tcp_endpoint(host_port(self.endpoint)[0], port))
-        except (zmq.ZMQError, NotConnected) as error:
-            logger.warning("no fan-out, so this worker gets its own copy: %s", error)
-
-    def _subscribe(self, endpoint: str) -> None:
-        with ExitStack() as undo:
-            socket = subscriber(self._socket.context)
-            undo.callback(socket.close)
+            socket, address = subscriber(self._socket.context), tcp_endpoint(host_port(self.endpoint)[0], port)
             for topic in (b"", self._session.nonce):  # b"": everything
                 socket.subscribe(topic)
-            dialer = Dialer(socket, (endpoint,), self._credentials, self._crash, attempt=self._attempt)
-            undo.callback(dialer.close)
-            self._subscribed = dialer, LoopSocket(socket, self._receive, self._crash)
-            undo.pop_all()
+            about = (address,), self._credentials, self._crash, self._attempt
+            self._subscribed = Dialer(socket, self._receive_cast, *about)
+        except (zmq.ZMQError, NotConnected) as error:
+            logger.warning("no fan-out, so this worker gets its own copy: %s", error)
 
     def drain_fanout(self) -> None:
         """Take in what has come: it was sent before the message that the caller is about to handle."""
         if self._subscribed is not None:
-            self._subscribed[1].drain()
+            self._subscribed.drain()
 
     def unsubscribe(self) -> None:
-        for part in self._subscribed or ():
-            part.close()
+        if self._subscribed is not None:
+            self._subscribed.close()
         self._subscribed, self.fanout = None, 0
 
     async def _look_for_successor(self, find: Find) -> None:
@@ -477,7 +472,8 @@ class Whereabouts(Dialer):
                 return
             if found != self._sender:  # else ZeroMQ connects again by itself
                 self._sender = found
-                self.turn_to(found.endpoint, found.credentials)
+                self._endpoints, self._credentials = (found.endpoint,), found.credentials
+                self._turn_to(found.endpoint)
                 self.unsubscribe()
             await asyncio.sleep(LOOK_AGAIN_SECONDS)  # it may be the one that is ending
 
@@ -498,8 +494,8 @@ class Whereabouts(Dialer):
             logger.info("worker %d tries its next address, %s", session.worker, self.endpoint)
             self.disconnected()
 
-    def close(self) -> None:
+    def close(self, linger_ms: int = 0) -> None:
         if self.search is not None:
             self.search.cancel()
-        super().close()
+        super().close(linger_ms)
         self.unsubscribe()

@@ -45,7 +45,6 @@ from functools import partial
 from pathlib import Path
 
 from asyncsync.errors import LimitExceeded, ProtocolError
-from asyncsync.net.endpoint import MAX_IPC_PATH
 from asyncsync.net.processes import owned
 from asyncsync.wire import messages
 from asyncsync.wire.codec import decode
@@ -204,8 +203,8 @@ class SideChannel:
 class SideChannels:
     """The sender's end: a listening socket, and the side channels of the workers that introduced themselves, by nonce.
 
-    ``introduce`` takes a receiver's nonce, and returns what is to be called with its packets; None turns it away.
-    ``path`` is None if nothing is listened to: none was given, or no socket can be made there.
+    ``introduce`` takes a receiver's nonce, and returns what is to be called with its packets; None turns it away. If no
+    ``path`` is given, or no socket can be made there, nobody connects.
     """
 
     def __init__(self, path: Path | None, introduce: Callable[[bytes], Receive | None], crash: Crash) -> None:
@@ -216,7 +215,6 @@ class SideChannels:
         self.of: dict[bytes, SideChannel] = {}
         self._loop = asyncio.get_running_loop()
         self._socket = None if path is None else _listen(path)
-        self.path = None if self._socket is None else path
         if self._socket is not None:
             owned.add(self)
             self._loop.add_reader(self._socket.fileno(), self._accept)
@@ -275,7 +273,7 @@ class SideChannels:
             self._socket = None
 
     def close(self) -> None:
-        """Close everything, idempotent; the path is left to its owner to remove."""
+        """Close everything, idempotent; the path is left to the owner of the endpoint's lock."""
         self._deafen()
         for channel in [*self._strangers, *self.of.values()]:
             self._forget(channel)
@@ -290,17 +288,17 @@ class SideChannels:
 def connect(path: Path, nonce: bytes, receive: Receive, crash: Crash) -> SideChannel | None:
     """A receiver's side channel; None if there is nothing to connect to. It is :attr:`~SideChannel.open` once the
     sender has agreed."""
-    connection = _socket(path)
-    if connection is None:
-        return None
+    connection: socket.socket | None = None
     try:
+        connection = _socket()
         connection.connect(os.fspath(path))
         if not _is_ours(connection):
             raise PermissionError(f"{path} belongs to another user")
         connection.send(INTRODUCTION + nonce)
     except OSError as error:
         logger.debug("no side channel: %s", str(error))
-        connection.close()
+        if connection is not None:
+            connection.close()
         return None
 
     def greeted(packet: memoryview) -> None:
@@ -314,28 +312,23 @@ def connect(path: Path, nonce: bytes, receive: Receive, crash: Crash) -> SideCha
     return channel
 
 
-def _socket(path: Path) -> socket.socket | None:
-    """A fresh socket; None where there can be no side channel at this path."""
-    if not hasattr(socket, "SO_PEERCRED") or len(os.fsencode(path)) > MAX_IPC_PATH:  # not Linux, or too long
-        return None
-    try:
-        return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
-    except OSError:
-        return None
+def _socket() -> socket.socket:
+    """A fresh socket. Raises OSError, as on macOS, which has none of this kind."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.setblocking(False)
+    return connection
 
 
 def _listen(path: Path) -> socket.socket | None:
-    connection = _socket(path)
-    if connection is None:
-        return None
+    connection: socket.socket | None = None
     try:
-        if path.is_socket():  # a killed predecessor's: this process has the lock of the path beside it
-            path.unlink()
+        connection = _socket()
         connection.bind(os.fspath(path))
         connection.listen(BACKLOG)
     except OSError as error:
         logger.info("no side channel at %s; small instructions go through ZeroMQ: %s", path, error)
-        connection.close()
+        if connection is not None:
+            connection.close()
         return None
     return connection
 

@@ -252,7 +252,7 @@ class Monitor(LoopSocket):
         super().close(linger_ms)
 
 
-class Broadcast:
+class Broadcast(BoundSocket):
     """The sender's end of fan-out: an XPUB socket on a free port beside ``endpoint``. It never waits: a subscriber
     that cannot keep up loses messages, and finds out by the numbers in them (:mod:`asyncsync.protocol.membership`).
     ``protect`` is called with the socket before it is bound; ``subscribed`` is kept true. Raises zmq.ZMQError."""
@@ -268,21 +268,17 @@ class Broadcast:
         except BaseException:
             socket.close()
             raise
-        self._subscribed = subscribed
-        self._socket = BoundSocket(socket, self._receive, crash)
-        self.port = self._socket.port
 
-    def _receive(self, frames: list[Any]) -> None:
-        said = frames[0].bytes
-        if len(said) == 1 + NONCE_BYTES:
-            (self._subscribed.add if said[0] else self._subscribed.discard)(said[1:])
+        def receive(frames: list[Any]) -> None:
+            said = frames[0].bytes
+            if len(said) == 1 + NONCE_BYTES:
+                (subscribed.add if said[0] else subscribed.discard)(said[1:])
 
-    def send(self, frames: Sequence[Any]) -> None:
+        super().__init__(socket, receive, crash)
+
+    def send(self, frames: Sequence[Any], *, copied: bool = True) -> int:
         """Send a message to all. Its bytes are copied, because each piece that waits for a slow subscriber would keep a
         whole slab."""
-        self._socket.send(frames, copied=True)
-        self._socket.flushed()
-
-    def close(self, linger_ms: int = 0) -> None:
-        """Idempotent."""
-        self._socket.close(linger_ms)
+        outcome = super().send(frames, copied=copied)
+        self.flushed()
+        return outcome

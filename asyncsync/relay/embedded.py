@@ -4,11 +4,12 @@ blocking API. The ranks of an inference engine on one host read one copy so, how
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from asyncsync.net.endpoint import draw_endpoint
-from asyncsync.net.keys import KeyFiles
-from asyncsync.relay.process import Relay, RelayOptions
+from asyncsync.net.keys import Credentials, KeyFiles
+from asyncsync.relay.process import Relay
 from asyncsync.runtime import loop_thread
 
 
@@ -26,12 +27,11 @@ class EmbeddedRelay:
     def __init__(self, upstream: str, keys: KeyFiles | None = None) -> None:
         self.endpoint = draw_endpoint()
         credentials = None if keys is None else partial(keys.receiver, 0)
-        options = RelayOptions(upstream, self.endpoint, shared=True, credentials=credentials)
         self._relay: Relay | None = None
-        loop_thread.run(partial(self._open, options))
+        loop_thread.run(partial(self._open, upstream, credentials))
 
-    async def _open(self, options: RelayOptions) -> None:
-        self._relay = Relay(options)
+    async def _open(self, upstream: str, credentials: Callable[[], Credentials] | None) -> None:
+        self._relay = Relay(upstream, self.endpoint, shared=True, credentials=credentials)
         loop_thread.keep(self._end, True)
 
     async def _end(self, timeout: float) -> None:

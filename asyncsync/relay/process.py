@@ -7,7 +7,6 @@ import logging
 import signal
 from base64 import b64decode, b64encode
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -32,9 +31,9 @@ from asyncsync.wire.messages import Epoch
 logger = logging.getLogger("asyncsync")
 
 
-@dataclass(frozen=True)
-class RelayOptions:
-    """What `asyncsync relay` is given.
+class Relay:
+    """One relay, on the running loop. Raises NotConnected if it cannot bind, or connect; OSError or ValueError if the
+    file to be kept cannot be read.
 
     Args:
         upstream: the sender's address, as its workers have it; several with commas between them.
@@ -45,57 +44,41 @@ class RelayOptions:
         keys: those of this relay and of its workers; None: anybody may connect.
     """
 
-    upstream: str
-    bind: str
-    shared: bool = False
-    keep: Path | None = None
-    credentials: Callable[[], Credentials] | None = None
-    keys: KeyFiles | None = None
-
-
-class Relay:
-    """One relay, on the running loop. Raises NotConnected if it cannot bind, or connect."""
-
-    def __init__(self, options: RelayOptions, kept: tuple[Epoch, Kept] | None = None) -> None:
-        checksum = options.keys is None and is_plaintext_beyond_loopback(options.bind)
-        self.slots = RelaySlots() if options.shared else None
-        self.downstream = TrainerLink(options.bind, None, 0, Settings(checksum=checksum), keys=options.keys)
-        self.passing = Passing(self.downstream.machine, slots=self.slots, keeps=options.keep is not None)
+    def __init__(
+        self,
+        upstream: str,
+        bind: str,
+        *,
+        shared: bool = False,
+        keep: Path | None = None,
+        credentials: Callable[[], Credentials] | None = None,
+        keys: KeyFiles | None = None,
+    ) -> None:
+        self.slots = RelaySlots() if shared else None
+        kept = None if keep is None else load(keep, Slab.of if self.slots is None else self.slots.pool.acquire)
+        checksum = keys is None and is_plaintext_beyond_loopback(bind)
+        self.downstream = TrainerLink(bind, None, 0, Settings(checksum=checksum), keys=keys)
+        self.passing = Passing(self.downstream.machine, slots=self.slots, keeps=keep is not None)
         try:
             received = self.slots or Carrier()
-            self.upstream = guest_link(
-                options.upstream, received, Settings(), "relay", options.credentials, self.passing
-            )
+            self.upstream = guest_link(upstream, received, Settings(), "relay", credentials, self.passing)
         except BaseException:
             self.downstream.cut(0)
             raise
         self.upstream.machine.session.reconnects = True
-        self._keep = options.keep
-        self._news = anyio.Event()
+        self.keep = keep
         self._report_scheduled = False
         if kept is not None:
-            self._restore(*kept)
+            epoch, models = kept
+            self.upstream.machine.restore(epoch, {m: (version, slab) for m, (version, slab, _) in models.items()})
+            self.passing.restore(epoch, models, self.downstream.loop.time())
+            self.downstream.settle()
         self.upstream.settled = self.downstream.settled = self._settled
-
-    def _restore(self, epoch: Epoch, kept: Kept) -> None:
-        if self.slots is not None:
-            shared: Kept = {}
-            for model_id, (version, slab, metadata) in kept.items():
-                slot = self.slots.pool.acquire(slab.layout)
-                slab.copy_to(slot)
-                slot.origin = slab.origin
-                shared[model_id] = version, slot, metadata
-            kept = shared
-        self.upstream.machine.restore(epoch, {m: (version, slab) for m, (version, slab, _) in kept.items()})
-        self.passing.restore(epoch, kept, self.downstream.loop.time())
-        self.downstream.settle()
 
     # -- the two links ----------------------------------------------------------------------------------------------
 
     def _settled(self) -> None:
         """Something has changed above or below."""
-        if self.passing.has_news:
-            self._news.set()
         if self.downstream.closed or self.upstream.closed:
             return
         if self.downstream.machine.outbox:
@@ -114,16 +97,15 @@ class Relay:
 
     # -- the store --------------------------------------------------------------------------------------------------
 
-    async def keep(self) -> None:
-        """Write whatever is newest, one after the other."""
+    async def store(self) -> None:
+        """Write whatever is newest to the file, one after the other."""
         while True:
-            await self._news.wait()
-            self._news = anyio.Event()
+            await self.upstream.wait(lambda: self.passing.has_news, None)
             with anyio.CancelScope(shield=True):
                 await self._save()
 
     async def _save(self) -> None:
-        path, epoch, self.passing.has_news = self._keep, self.passing.kept_of, False
+        path, epoch, self.passing.has_news = self.keep, self.passing.kept_of, False
         assert path is not None
         assert epoch is not None
         kept = {m: (version, slab.retain(), metadata) for m, (version, slab, metadata) in self.passing.kept.items()}
@@ -155,19 +137,18 @@ class Relay:
             self.slots.pool.close()
 
 
-async def run(options: RelayOptions, ready: Callable[[Relay], None] = lambda relay: None) -> None:
-    """Relay until SIGINT or SIGTERM. Raises NotConnected if it cannot begin, other WeightSyncErrors if it cannot go on;
-    OSError or ValueError if the file to be kept cannot be read."""
-    kept = None if options.keep is None else await anyio.to_thread.run_sync(load, options.keep)
-    relay = Relay(options, kept)
+async def run(make: Callable[[], Relay], ready: Callable[[Relay], None]) -> None:
+    """Make a relay, and relay until SIGINT or SIGTERM. Raises what the constructor raises; other WeightSyncErrors if it
+    cannot go on."""
+    relay = make()
     try:
         async with anyio.create_task_group() as group:
             with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
                 ready(relay)
                 group.start_soon(partial(relay.downstream.wait, lambda: False, None))
                 group.start_soon(relay.over)
-                if options.keep is not None:
-                    group.start_soon(relay.keep)
+                if relay.keep is not None:
+                    group.start_soon(relay.store)
                 async for _ in signals:
                     break
                 group.cancel_scope.cancel()
@@ -210,7 +191,7 @@ def save(path: Path, epoch: Epoch, kept: Kept) -> None:
     files.write(path, tensors, texts)
 
 
-def load(path: Path) -> tuple[Epoch, Kept] | None:
+def load(path: Path, acquire: Callable[[Layout], Slab] = Slab.of) -> tuple[Epoch, Kept] | None:
     """What the file holds, each slab with one reference; None: there is no file. Removes what a killed relay has left
     half written. Raises OSError; ValueError: it is not one of a relay's."""
     files.remove_half_written(path)
@@ -225,7 +206,7 @@ def load(path: Path) -> tuple[Epoch, Kept] | None:
         for model_id, model in found["models"].items():
             blobs = {name: b64decode(model[name]) for name in ("layout", "digest", "values", "metadata")}
             layout = Layout.decode(blobs["layout"], blobs["digest"])
-            slab = Slab.of(layout)
+            slab = acquire(layout)
             for entry, view in zip(layout.entries, slab.views, strict=True):
                 view.copy_(tensors[_name(model_id, entry.path, alone=alone)])
             slab.values, slab.origin = blobs["values"], model["origin"]

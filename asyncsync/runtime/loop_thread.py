@@ -123,12 +123,6 @@ class LoopThread:
         _forget(self)
         self.end.set()
 
-    def stop(self) -> None:
-        """End it, whatever is still under way."""
-        self.over = True
-        call_soon(self.loop, self.end.set)
-        self.join(EXIT_SECONDS)
-
     def join(self, patience: float = CLEANUP_SECONDS) -> None:
         if self.thread is not None:
             join(self.thread, patience)
@@ -309,13 +303,8 @@ async def awaitable(make: Make[T]) -> T:
     call = Call(make, lambda: settle(ended))
     _begin(call)
     try:
-        await asyncio.wait([ended])
+        await finish(ended, call.cancel)
         return call.result()  # type: ignore[no-any-return]
-    except asyncio.CancelledError:
-        if not call.done:
-            call.cancel()
-            await finish(ended)
-        raise
     except GeneratorExit:  # the other loop was closed
         call.cancel()
         raise
@@ -352,7 +341,9 @@ def _exit() -> None:
     if call.begin_on(thread):
         if not call.wait(2 * EXIT_SECONDS):
             call.cancel()
-        thread.stop()
+        thread.over = True
+        call_soon(thread.loop, thread.end.set)
+        thread.join(EXIT_SECONDS)
 
 
 _leaving: set[threading.Thread] = set()  # the user's daemons that a call has ended

@@ -35,7 +35,7 @@ T = TypeVar("T")
 # Signals are handled by the main thread when the system call that it waits in returns. One that comes just before the
 # wait, or to another thread, does not end it: so no portion of a wait is longer than this.
 LOOK_SECONDS = 0.1
-yield_core: Callable[[], object] = getattr(os, "sched_yield", lambda: None)
+yield_core = os.sched_yield
 """Let a thread go first that waits for this one's core; free where there is none."""
 
 

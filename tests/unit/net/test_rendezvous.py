@@ -25,7 +25,7 @@ from asyncsync import (
     sync,
 )
 from asyncsync.net.endpoint import address_towards, own_address, tcp_endpoint
-from asyncsync.net.keys import Admission, KeyPair
+from asyncsync.net.keys import Admission, Certificate
 from asyncsync.net.rendezvous import Introduction, Introductions, MeetingPlace
 from asyncsync.runtime import loop_thread
 from asyncsync.wire import codec, messages
@@ -151,7 +151,7 @@ class FakeAdmission(Admission):
     """Lets everybody in, without a socket."""
 
     def __init__(self) -> None:
-        self.server = KeyPair.draw()
+        self.server = Certificate.draw()
         self.given = {}
 
 
@@ -233,8 +233,8 @@ HELLO = messages.Hello(0, b"n" * 16, 1, 0, "", 0, None, {"policy": 0})
 async def test_who_has_no_key_that_was_given_out_gets_no_answer_and_changes_nothing(what: str) -> None:
     changes = {
         "no key": {"own": None},
-        "a key that is not listed": {"own": KeyPair.draw()},
-        "the key of another server": {"server": KeyPair.draw().public},
+        "a key that is not listed": {"own": Certificate.draw()},
+        "the key of another server": {"server": Certificate.draw().public},
     }[what]
     async with board() as everybody:
         sender = everybody.sender
@@ -277,7 +277,7 @@ def test_addresses_are_those_by_which_others_reach_this_host() -> None:
 
 
 def test_an_introduction_survives_its_journey() -> None:
-    made = Introduction("tcp://10.0.0.1:5555", KeyPair.draw().public, KeyPair.draw())
+    made = Introduction("tcp://10.0.0.1:5555", Certificate.draw().public, Certificate.draw())
     assert Introduction.decode(made.encode()) == made
 
 

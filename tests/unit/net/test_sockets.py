@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import zmq
 
-from asyncsync.net.keys import Admission, Credentials, KeyPair
+from asyncsync.net.keys import Admission, Certificate, Credentials
 from asyncsync.net.rendezvous import Whereabouts
 from asyncsync.net.zmq_private import Context
 from asyncsync.net.zmq_socket import Broadcast, LoopSocket, dealer, router, subscriber
@@ -18,7 +18,7 @@ from helpers.pairs import until
 @pytest.mark.requirement(203)
 async def test_a_server_socket_whose_handler_is_gone_lets_nobody_in() -> None:
     """libzmq's default would be to let in everybody who knows the server's key."""
-    server, client = KeyPair.draw(), KeyPair.draw()
+    server, client = Certificate.draw(), Certificate.draw()
     with (
         zmq.Context() as context,
         context.socket(zmq.ROUTER) as one,
@@ -41,8 +41,8 @@ async def test_a_subscriber_that_was_refused_tries_again_and_says_so_and_who_has
     """libzmq gives up for good: the sender may have the list later than the worker has the port."""
     errors: list[BaseException] = []
     received: list[bytes] = []
-    context, own, there = Context(), KeyPair.draw(), set[bytes]()
-    admission = Admission(context, KeyPair.draw(), errors.append)
+    context, own, there = Context(), Certificate.draw(), set[bytes]()
+    admission = Admission(context, Certificate.draw(), errors.append)
     broadcast = Broadcast(context, "tcp://127.0.0.1:0", there, admission.guard, errors.append)
     main, stranger = dealer(context), subscriber(context)
     stranger.subscribe(b"")
@@ -50,8 +50,8 @@ async def test_a_subscriber_that_was_refused_tries_again_and_says_so_and_who_has
     credentials = Credentials(own, (admission.server.public,))
     session: Any = SimpleNamespace(nonce=b"n" * 16)
     whereabouts = Whereabouts(
-        main, f"tcp://127.0.0.1:{unused_tcp_port}", session, lambda: credentials, None, (print, print),
-        lambda frames: received.append(frames[0].bytes), errors.append,
+        main, print, lambda frames: received.append(frames[0].bytes), f"tcp://127.0.0.1:{unused_tcp_port}", session,
+        lambda: credentials, None, (print, print), errors.append,
     )  # fmt: skip
     try:
         whereabouts.subscribe(broadcast.port)
@@ -66,7 +66,6 @@ async def test_a_subscriber_that_was_refused_tries_again_and_says_so_and_who_has
         assert not errors
     finally:
         whereabouts.close()
-        main.close()
         stranger.close()
         broadcast.close()
         admission.close()
@@ -80,8 +79,8 @@ async def test_an_error_while_a_key_is_checked_is_told(monkeypatch: pytest.Monke
         raise RuntimeError(f"cannot look {key.decode()} up")
 
     errors: list[BaseException] = []
-    context, own = Context(), KeyPair.draw()
-    admission = Admission(context, KeyPair.draw(), errors.append)
+    context, own = Context(), Certificate.draw()
+    admission = Admission(context, Certificate.draw(), errors.append)
     monkeypatch.setattr(admission, "client", client)
     server, worker = router(context), dealer(context)
     try:

@@ -15,7 +15,7 @@ from asyncsync import AutoWeightSyncScheme, Bus, PartialSendError, SharedMemWeig
 from asyncsync.errors import PeerLost, ProtocolError, RemoteError, SchemaMismatch
 from asyncsync.protocol.relays import Verification, Verified
 from asyncsync.protocol.settings import Settings
-from asyncsync.relay.process import Relay, RelayOptions
+from asyncsync.relay.process import Relay
 from asyncsync.weights.packing import pack
 from asyncsync.wire import codec, messages
 from asyncsync.wire.messages import Relayed
@@ -444,7 +444,7 @@ def messages_of_the_trainer(tree: Tree) -> int:
 
 @asynccontextmanager
 async def relay(up: str, down: str) -> Any:
-    one = Relay(RelayOptions(up, down))
+    one = Relay(up, down)
     try:
         yield one
     finally:

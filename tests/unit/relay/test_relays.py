@@ -27,7 +27,7 @@ from asyncsync.cli import main
 from asyncsync.net.endpoint import several
 from asyncsync.net.keys import KeyFiles
 from asyncsync.relay.embedded import EmbeddedRelay
-from asyncsync.relay.process import Relay, RelayOptions, load, run, save
+from asyncsync.relay.process import Relay, load, run, save
 from asyncsync.weights import files
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.packing import pack
@@ -40,12 +40,12 @@ LARGE = 300_000  # elements: more than one chunk's credit at once is not needed 
 
 
 @asynccontextmanager
-async def relaying(options: RelayOptions) -> AsyncIterator[Relay]:
-    relay = Relay(options, None if options.keep is None else load(options.keep))
+async def relaying(up: str, down: str, **options: Any) -> AsyncIterator[Relay]:
+    relay = Relay(up, down, **options)
     try:
         async with anyio.create_task_group() as keeping:  # as run() has it: what is being saved is saved to its end
-            if options.keep is not None:
-                keeping.start_soon(relay.keep)
+            if relay.keep is not None:
+                keeping.start_soon(relay.store)
             try:
                 yield relay
             finally:
@@ -65,7 +65,7 @@ async def relayed(
     sender = trainer(source, num_workers=workers, endpoint=up, **(given or {}))
     models = [Model(0.0, width) for _ in range(workers)]
     receivers = [worker(model, i, cls, connect=down, reconnect=True) for i, model in enumerate(models)]
-    async with relaying(RelayOptions(up, down, **options)) as relay, connected(sender, *receivers, timeout=20):
+    async with relaying(up, down, **options) as relay, connected(sender, *receivers, timeout=20):
         yield sender, relay, receivers, models, source
 
 
@@ -171,9 +171,9 @@ async def test_a_store_serves_the_last_version_while_the_trainer_is_away_and_aft
     assert {name: read({name: tensor}) for name, tensor in tensors.items()} == {
         name: {5.0} for name in source.state_dict()
     }
-    async with relaying(RelayOptions(up, down, keep=keep)):
+    async with relaying(up, down, keep=keep):
         assert await served(down, 5.0, version) == {"step": 7}
-    async with relaying(RelayOptions(up, f"ipc://{tmp_path}/shared", shared=True, keep=keep)) as relay:
+    async with relaying(up, f"ipc://{tmp_path}/shared", shared=True, keep=keep) as relay:
         assert await served(f"ipc://{tmp_path}/shared", 5.0, version, SharedMemWeightSyncScheme) == {"step": 7}
         before = relay.downstream.machine.epoch
         newer = ZMQWeightSyncScheme(endpoint=up, min_workers=0)
@@ -188,9 +188,9 @@ async def test_a_store_serves_the_last_version_while_the_trainer_is_away_and_aft
 async def test_what_is_kept_is_of_one_trainer(tmp_path: Path) -> None:
     """A file with an earlier trainer's versions as if they were the present one's would keep the relay from it."""
     up, keep = f"ipc://{tmp_path}/up", tmp_path / "kept.safetensors"
-    options = RelayOptions(up, f"ipc://{tmp_path}/down", keep=keep)
+    again = partial(relaying, up, f"ipc://{tmp_path}/down", keep=keep)
     async with AsyncExitStack() as stack:
-        async with relaying(options) as relay:
+        async with again() as relay:
             machine = relay.downstream.machine
             for models in (("a", "b"), ("a",)):
                 trainer = Bus(endpoint=up, min_workers=0)
@@ -211,7 +211,7 @@ async def test_what_is_kept_is_of_one_trainer(tmp_path: Path) -> None:
         found = load(keep)
         assert found is not None
         assert found[1].keys() == {"a"}
-        async with relaying(options) as relay:
+        async with again() as relay:
             session = relay.upstream.machine.session
             assert await relay.upstream.wait(lambda: session.welcomed, 20)
 
@@ -239,7 +239,7 @@ async def test_a_relay_is_sent_what_has_changed_only(tmp_path: Path, shared: boo
 async def test_workers_connect_before_there_are_weights(tmp_path: Path) -> None:
     up, down = f"ipc://{tmp_path}/up", f"ipc://{tmp_path}/down"
     sender, receiver = trainer(None, endpoint=up), worker(model := Model(0.0), connect=down)
-    async with relaying(RelayOptions(up, down)), connected(sender, receiver, timeout=20):
+    async with relaying(up, down), connected(sender, receiver, timeout=20):
         await sender.send_async(Model(2.0), timeout=20)
         assert read(model) == {2.0}
 
@@ -250,7 +250,7 @@ async def test_workers_and_relays_go_on_to_the_next_address_when_the_first_is_aw
     receiver = worker(model := Model(0.0), connect=f"ipc://{tmp_path}/nobody,{up}")
     async with connected(sender, receiver, timeout=20):
         assert read(model) == {4.0}
-        async with relaying(RelayOptions(f"ipc://{tmp_path}/nobody,{up}", down)) as relay:
+        async with relaying(f"ipc://{tmp_path}/nobody,{up}", down) as relay:
             session = relay.upstream.machine.session
             assert await relay.upstream.wait(lambda: session.welcomed, 20)
 
@@ -363,16 +363,16 @@ def test_a_list_of_addresses_may_have_spaces_and_repetitions_and_each_is_checked
 
 
 async def test_a_signal_ends_it_from_the_moment_on_that_it_is_ready(tmp_path: Path) -> None:
-    options = RelayOptions(f"ipc://{tmp_path}/up", f"ipc://{tmp_path}/down")
+    make = partial(Relay, f"ipc://{tmp_path}/up", f"ipc://{tmp_path}/down")
     async with asyncio.timeout(20):
-        await run(options, lambda relay: signal.raise_signal(signal.SIGINT))
+        await run(make, lambda relay: signal.raise_signal(signal.SIGINT))
 
 
 async def test_an_address_in_use_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
-    options = RelayOptions(f"ipc://{tmp_path}/up", f"ipc://{tmp_path}/down")
-    async with relaying(options):
+    addresses = f"ipc://{tmp_path}/up", f"ipc://{tmp_path}/down"
+    async with relaying(*addresses):
         with pytest.raises(NotConnected, match="in use"):
-            Relay(options)
+            Relay(*addresses)
 
 
 # -- the file ----------------------------------------------------------------------------------------------------------
@@ -467,8 +467,8 @@ async def test_keys_above_and_below(tmp_path: Path, unused_tcp_port_factory: Cal
         model := Model(0.0), connect=down, server_key=below / "server.key",
         client_key=below / "client_secrets" / "worker-0.key_secret",
     )  # fmt: skip
-    options = RelayOptions(up, down, credentials=above(keys, "relay"), keys=of_below)
-    async with relaying(options), connected(sender, receiver, timeout=20):
+    options = {"credentials": above(keys, "relay"), "keys": of_below}
+    async with relaying(up, down, **options), connected(sender, receiver, timeout=20):
         assert read(model) == {3.0}
 
 
@@ -492,7 +492,7 @@ async def test_the_keys_of_a_list_of_addresses_are_for_those_by_tcp(
     sender = trainer(source, endpoint=up, server_key=tmp_path / "server.key_secret", clients=tmp_path / "clients")
     receiver = worker(model, connect=f"{nobody},{down},{up}", reconnect=True, **keys)
     async with sender, receiver:
-        async with relaying(RelayOptions(up, down, credentials=above(tmp_path, "host"))) as relay:
+        async with relaying(up, down, credentials=above(tmp_path, "host")) as relay:
             await asyncio.gather(sender.connect(timeout=20), receiver.connect(timeout=20))
             assert sender.status()[0].relay == relay.upstream.machine.worker
             await sender.send_async(fill(source, 2.0), timeout=20)
@@ -505,7 +505,7 @@ async def test_a_relay_without_a_trainer_is_told_from_one_that_does_not_answer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     down = f"ipc://{tmp_path}/down"
-    async with relaying(RelayOptions(upstream=f"ipc://{tmp_path}/up", bind=down)):
+    async with relaying(f"ipc://{tmp_path}/up", down):
         command = ["fetch", down, "--out", str(tmp_path / "policy.safetensors"), "--timeout", "1"]
         assert await asyncio.to_thread(main, command) == 1
     assert "no version yet" in capsys.readouterr().err
@@ -521,7 +521,7 @@ async def test_staging_taking_and_failures_pass_through_a_relay(tmp_path: Path, 
     receivers = [cls(connect=down) for _ in range(2)]
     for receiver in receivers:
         receiver.init_on_receiver("policy", anonymous=True, apply="on_take", reconnect=True)
-    async with relaying(RelayOptions(up, down, shared=shared)), connected(sender, *receivers, timeout=20):
+    async with relaying(up, down, shared=shared), connected(sender, *receivers, timeout=20):
         places = [receiver.worker_idx for receiver in receivers]
 
         async def take(receiver: Any, version: int, error: Exception | None = None) -> set[float]:

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 
 from asyncsync import DistributedTransport, NotConnected, SharedMemTransport
-from asyncsync.net.keys import KeyPair
+from asyncsync.net.keys import Certificate
 from asyncsync.net.rendezvous import Introduction, Introductions
 from asyncsync.transports.torch_distributed import OwnStore, Place, StorePlace, connect
 from asyncsync.weights.slab import SlabPool
@@ -137,7 +137,7 @@ class Told(Introductions):
     """The same introduction for all, and nobody is let in."""
 
     def __init__(self, endpoint: str) -> None:
-        keys = KeyPair.draw()
+        keys = Certificate.draw()
         self.introduction = Introduction(endpoint, keys.public, keys)
 
     def __call__(self, worker: int) -> Introduction:
