@@ -46,16 +46,17 @@ from collections.abc import Collection, Iterable
 from contextlib import closing
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
 
 from asyncsync.arguments import check_timeout
+from asyncsync.bus.carrier import Carrier
 from asyncsync.errors import WeightSyncError
 from asyncsync.model.gate import any_applying
 from asyncsync.net.processes import shortage
-from asyncsync.transports.base import BlockingTransportBackend, TransportBackend, TransportCore, in_sync_as
+from asyncsync.transports.base import BlockingTransportBackend, TransportBackend, in_sync_as
 from asyncsync.weights.copying import copy_tensors, normal_tensors
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import FOREIGN, Slab, SlabPool
@@ -374,11 +375,11 @@ class WeightSlots(SlotPool):
     single workers. Workers read slabs of more than ``map_above`` bytes in place; those that are ``streamable`` may be
     on other hosts."""
 
-    def __init__(self, slots: int, map_above: int) -> None:
+    def __init__(self, slots: int, map_above: int, *, streamable: bool = False) -> None:
         super().__init__()
         self.slots_allowed = slots
         self.map_above = map_above
-        self.streamable = False
+        self.streamable = streamable
         self._cannot_pin = False
 
     def describe(self, slab: Slab) -> bytes:
@@ -681,7 +682,29 @@ os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, 
 # -- the transports ----------------------------------------------------------------------------------------------------
 
 
-class SlotTransport(TransportCore):
+class ChunkTransport(Carrier):
+    """Whose bytes the bus carries as chunks: the base of all transports of this library, in both APIs.
+
+    Args:
+        map_above: above so many bytes, a module's Parameters may lie in the received weights' memory.
+    """
+
+    fetch = Carrier.fetch  # the bus never calls it: slabs come as chunks, or are attached
+
+    def __init__(self, map_above: int = COPY_BYTES) -> None:
+        self.map_above = map_above
+        self.received = ReceivedPool()
+
+    def acquire_slab(self, layout: Layout, pool: SlabPool) -> Slab:
+        # Memory that Parameters may be given, where that pays.
+        return (self.received if layout.nbytes > self.map_above else pool).acquire(layout)
+
+    def close(self) -> None:
+        """Release free memory; models keep the weights that they show."""
+        self.received.close()
+
+
+class SlotTransport(ChunkTransport):
     """Moves slabs through slots of shared memory: the base of both APIs' transports.
 
     Args:
@@ -691,10 +714,11 @@ class SlotTransport(TransportCore):
     """
 
     pool: WeightSlots
-    fetch = TransportCore.fetch  # the bus never calls it: slabs are attached
+    streams: ClassVar[bool] = False  # to workers of other hosts, as chunks
 
     def __init__(self, slots: int = SLOTS, map_above: int = COPY_BYTES) -> None:
-        self.pool = WeightSlots(slots, map_above)
+        super().__init__(map_above)
+        self.pool = WeightSlots(slots, map_above, streamable=self.streams)
         self._attachments: Attachments[AttachedSlab | Window] = Attachments()
 
     async def offer(self, slab: Slab, workers: Iterable[int] | None) -> bytes:
@@ -707,7 +731,7 @@ class SlotTransport(TransportCore):
     @property
     def is_at_hand(self) -> bool:
         mine = type(self).offer is SlotTransport.offer
-        others = type(self).serve is TransportCore.serve and type(self).retire is TransportCore.retire
+        others = type(self).serve is Carrier.serve and type(self).retire is Carrier.retire
         return mine and others
 
     def attach(self, descriptor: bytes, layout: Layout, pool: SlabPool) -> Slab:
@@ -775,6 +799,7 @@ class SlotTransport(TransportCore):
             if not slab.references:
                 slab.children.clear()
         self._attachments.drop_unused()
+        super().close()
 
 
 class SharedMemTransport(SlotTransport, TransportBackend):

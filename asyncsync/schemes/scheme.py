@@ -12,6 +12,7 @@ import asyncio
 import os
 import secrets
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -42,7 +43,7 @@ from asyncsync.runtime.threads import call_soon
 from asyncsync.schemes.options import SchemeOptions, Strategy
 from asyncsync.schemes.sources import Sources, as_tensordict, by_worker, find_model, resolve_model
 from asyncsync.schemes.torchrl import TorchRLContext, adapted
-from asyncsync.transports.base import TransportCore, in_sync_as
+from asyncsync.transports.base import in_sync_as
 from asyncsync.transports.channels import ChannelReceiver, ChannelSender, make_receiver, make_sender
 from asyncsync.weights.packing import copy_flat, cuda_events
 from asyncsync.weights.slab import Slab
@@ -405,8 +406,8 @@ class Scheme(ABC):
 
     def _bound_transport(self, worker_idx: int, **options: Any) -> Any:
         made = self.create_transport(worker_idx=worker_idx, **options)
-        if isinstance(made, TransportCore):
-            made.bind_scheme(self)
+        if isinstance(made, Carrier):
+            made.bound_to = weakref.ref(self)
         return made
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:

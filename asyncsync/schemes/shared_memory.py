@@ -15,11 +15,11 @@ from asyncsync.transports.shared_memory import (
     SharedMemTransport,
     SlotTransport,
 )
-from asyncsync.transports.zmq import AutoTransport, BlockingAutoTransport, NearAndFarTransport
+from asyncsync.transports.zmq import AutoTransport, BlockingAutoTransport
 
 
 class SlotCore(Scheme):
-    """What both schemes have in common, in both APIs."""
+    """What the schemes of this file have in common, in both APIs."""
 
     _transports: ClassVar[tuple[type[SlotTransport], ...]]
 
@@ -94,19 +94,15 @@ register("shared", SharedMemWeightSyncScheme, BlockingSharedMem, "thread")
 register("process", MultiProcessWeightSyncScheme, BlockingMultiProcess, "multiprocessing")
 
 
-class NearAndFarCore(Scheme):
+class NearAndFarCore(SlotCore):
     """What the scheme has in both APIs."""
 
     _adopts = True
-    _transports: ClassVar[tuple[type[NearAndFarTransport], ...]] = AutoTransport, BlockingAutoTransport
+    _transports = AutoTransport, BlockingAutoTransport
 
     @declared
     def __init__(self, strategy: Strategy = "tensordict", **options: Unpack[AutoOptions]) -> None:
         self._configure(strategy, options)
-
-    def create_transport(self, **kwargs: Any) -> NearAndFarTransport:
-        """The transport of this scheme's API."""
-        return self._transports[self.is_blocking](**self._options)
 
 
 class AutoWeightSyncScheme(NearAndFarCore, aio.WeightSyncScheme):

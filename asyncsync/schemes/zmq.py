@@ -8,7 +8,8 @@ from asyncsync.arguments import declared
 from asyncsync.schemes import aio, blocking
 from asyncsync.schemes.options import Strategy, ZMQOptions
 from asyncsync.schemes.scheme import Scheme, register
-from asyncsync.transports.zmq import BlockingZMQTransport, ChunkTransport, ZMQTransport
+from asyncsync.transports.shared_memory import ChunkTransport
+from asyncsync.transports.zmq import BlockingZMQTransport, ZMQTransport
 
 
 class ChunkCore(Scheme):
