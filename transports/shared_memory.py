@@ -14,10 +14,9 @@ are in a :class:`SlotPool`, and may be used again when nothing can touch them an
     file = MemoryFile.open(lease.place, "the trainer's", "workers run on its host")
 
 **Weights**: one copy per update into a slot (:class:`WeightSlots`), however many workers; packing is that copy. The
-instruction names the slot, which a worker maps. A slab of up to 4 MiB is copied out of a :class:`Window` at once, and
-the slot is free. A larger one is an :class:`AttachedSlab`, where a module's Parameters get their memory, and whose
-lease lasts until a newer version has been applied. When a slot may be written again is in
-:mod:`asyncsync.protocol.targets`.
+instruction names the slot, which a worker maps: :class:`AttachedSlab`. A slab of up to 4 MiB is copied out of it at
+once, and the slot is free. A module's Parameters get their memory in a larger one, whose lease lasts until a newer
+version has been applied. When a slot may be written again is in :mod:`asyncsync.protocol.targets`.
 
 **Private slabs** are memory in which Parameters may lie: copy on write over a memory file that others write or read.
 What a worker writes there (an optimiser's step, BatchNorm) stays its own. The price is that a page it has written shows
@@ -57,7 +56,7 @@ from asyncsync.errors import WeightSyncError
 from asyncsync.model.gate import any_applying
 from asyncsync.net.processes import shortage
 from asyncsync.transports.base import BlockingTransportBackend, TransportBackend, in_sync_as
-from asyncsync.weights.copying import copy_tensors, normal_tensors
+from asyncsync.weights.copying import normal_tensors
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import FOREIGN, Slab, SlabPool
 
@@ -543,29 +542,6 @@ class ReceivedPool(SlabPool):
             return super()._make(layout, pinned=pinned)
 
 
-class Window:
-    """A slot of weights, whose content is copied out at once. Raises as :class:`AttachedSlab`."""
-
-    is_used = False
-
-    def __init__(self, place: MemoryPlace) -> None:
-        with closing(MemoryFile.open(place, SENDER, REMEDY)) as file:
-            self.memory = memoryview(file.map(private=True))
-
-    def copy(self, layout: Layout, pool: SlabPool) -> Slab:
-        slab, sent = pool.acquire(layout), self.memory[: layout.nbytes]
-        try:
-            if layout.nbytes <= SMALL_BYTES:
-                slab.memory[:] = sent
-            else:  # other threads run meanwhile
-                with normal_tensors():
-                    copy_tensors([slab.buffer], [torch.frombuffer(sent, dtype=torch.uint8)])
-        except BaseException:
-            slab.release()
-            raise
-        return slab
-
-
 class AttachedSlab(PrivateSlab):
     """A slot of weights, read where it is. Raises WeightSyncError: it is not there, or not what it should be;
     MemoryError: it cannot be mapped.
@@ -597,6 +573,19 @@ class AttachedSlab(PrivateSlab):
     def is_adopted(self) -> bool:
         # Whether a model's Parameters lie here, and show what the slot holds.
         return self.references > 0 and self.holds_parameters
+
+    def copy_out(self, pool: SlabPool) -> Slab:
+        """What the slot holds, in a slab of this pool. Raises MemoryError."""
+        slab = pool.acquire(self.layout)
+        try:
+            if self.nbytes <= SMALL_BYTES:
+                slab.memory[:] = self.memory
+            else:  # other threads run meanwhile
+                self.copy_to(slab)
+        except BaseException:
+            slab.release()
+            raise
+        return slab
 
     def detach(self) -> None:
         """Make all of it this process's own, where it is: the slot may hold anything afterwards."""
@@ -719,7 +708,7 @@ class SlotTransport(ChunkTransport):
     def __init__(self, slots: int = SLOTS, map_above: int = COPY_BYTES) -> None:
         super().__init__(map_above)
         self.pool = WeightSlots(slots, map_above, streamable=self.streams)
-        self._attachments: Attachments[AttachedSlab | Window] = Attachments()
+        self._attachments: Attachments[AttachedSlab] = Attachments()
 
     async def offer(self, slab: Slab, workers: Iterable[int] | None) -> bytes:
         """Describe the slab's slot. This copies nothing, because the sender packed the weights there."""
@@ -743,10 +732,17 @@ class SlotTransport(ChunkTransport):
             MemoryError: this process cannot map the slot.
         """
         lease = Lease.decode(descriptor, layout.nbytes)
-        if not lease.in_place:
-            return self._window(lease).copy(layout, pool)
+        slot = self._attach(lease, layout)
+        if lease.in_place:
+            return slot
+        try:
+            return slot.copy_out(pool)
+        finally:
+            slot.release()
+
+    def _attach(self, lease: Lease, layout: Layout) -> AttachedSlab:
         found = self._attachments.find(lease)
-        if not isinstance(found, AttachedSlab) or found.is_detached or found.nbytes != layout.nbytes:
+        if found is None or found.is_detached or found.nbytes != layout.nbytes:
             self._attachments[lease.place] = found = AttachedSlab(lease.place, layout)
         elif found.references:
             found.retain()  # the same update again; the slot cannot have been written meanwhile
@@ -754,21 +750,22 @@ class SlotTransport(ChunkTransport):
             found.reuse(layout)
         return found
 
+    def acquire_slab(self, layout: Layout, pool: SlabPool) -> Slab:
+        return super().acquire_slab(layout, pool) if self.streams else pool.acquire(layout)
+
     def slot_window(self, descriptor: bytes, layout: Layout) -> memoryview | None:
         if type(self).attach is not SlotTransport.attach:
             return None
         lease = Lease.decode(descriptor, layout.nbytes)
-        return None if lease.in_place else self._window(lease).memory[: layout.nbytes]
-
-    def _window(self, lease: Lease) -> Window:
-        found = self._attachments.find(lease)
-        if not isinstance(found, Window):
-            self._attachments[lease.place] = found = Window(lease.place)
-        return found
+        if lease.in_place:
+            return None
+        slot = self._attach(lease, layout)
+        slot.release()
+        return slot.memory
 
     @property
     def _attached(self) -> list[AttachedSlab]:
-        return [one for one in list(self._attachments.values()) if isinstance(one, AttachedSlab)]  # in any thread
+        return list(self._attachments.values())  # in any thread
 
     @property
     def is_adopted(self) -> bool:
