@@ -55,7 +55,6 @@ BUS_OPTIONS = {"endpoint": None} | {name: option.default for name, option in opt
 
 # Each scheme is a pair of classes, one of each API.
 _backends: dict[str, tuple[type[Any], type[Any]]] = {}
-_twins: dict[type, type[Any]] = {}
 
 
 def register(backend: str, asyncio_class: type[Any], blocking_class: type[Any], alias: str = "") -> None:
@@ -63,7 +62,6 @@ def register(backend: str, asyncio_class: type[Any], blocking_class: type[Any], 
     that the other one has in asyncsync."""
     in_sync_as(asyncio_class.__name__)(blocking_class)
     _backends[backend] = _backends[alias or backend] = asyncio_class, blocking_class
-    _twins.update({asyncio_class: blocking_class, blocking_class: asyncio_class})
 
 
 class Scheme(ABC):
@@ -438,7 +436,7 @@ class Scheme(ABC):
 
     def _convert(self, package: str) -> Any:
         """Make a scheme of the other API, whose package this is."""
-        kind: Any = _twins.get(type(self))
+        kind: Any = next((pair[not self.is_blocking] for pair in _backends.values() if type(self) in pair), None)
         if kind is None:
             raise TypeError(
                 f"{type(self).__module__}.{type(self).__name__} has no counterpart in {package}: derive one from a "
