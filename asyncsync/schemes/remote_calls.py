@@ -187,10 +187,6 @@ class RemoteCallCore(Scheme):
         """Sender: call a worker's object, and wait until the call ends. Raises PeerLost if the worker is gone, and
         what the object has raised."""
 
-    async def _connect_called(self, worker: int, timeout: float) -> None:
-        """Worker: connect, in the first call."""
-        await self.connect_receiver(worker, timeout)
-
     # -- what users call ----------------------------------------------------------------------------------------------
 
     @property
@@ -281,7 +277,8 @@ class RemoteCallCore(Scheme):
         if not self.is_registered:
             if call.introduction is not None:
                 self._bus.introduction = Introduction.decode(call.introduction)
-            await self._unless_lost(call, self._connect_called(call.worker, CALL_SECONDS))
+            # Not as a subclass connects: by RPC, only a call does.
+            await self._unless_lost(call, Scheme.connect_receiver(self, call.worker, CALL_SECONDS))
             self.last_returned = None  # the user has not been told of any yet
         try:
             reach = self._reach(version, max(0.0, deadline - loop.time()), call.versions)
@@ -341,10 +338,6 @@ class RPCCore(RemoteCallCore):
         self._configure(strategy, options)
         self.backend = options["backend"]
 
-    def _reset(self) -> None:
-        super()._reset()
-        self._is_called = False
-
     def create_transport(self, **kwargs: Any) -> PairTransport:
         """The transport of this scheme's API."""
         kind = self._transports[self.is_blocking]
@@ -367,17 +360,13 @@ class RPCCore(RemoteCallCore):
         self.is_registered = True
 
     def register_receiver(self, worker_idx: int | None = None) -> None:
-        if self._is_called:
+        if worker_idx is not None:  # else it is the bus that connects, and no call
             super().register_receiver(worker_idx)
 
     async def connect_receiver(self, worker_idx: int | None, timeout: float) -> None:
         if worker_idx is not None:
             self._check_worker(worker_idx)
             self._worker_idx = worker_idx
-
-    async def _connect_called(self, worker: int, timeout: float) -> None:
-        self._is_called = True
-        await super().connect_receiver(worker, timeout)
 
     async def _receive(self, timeout: float | None, call: Call | None = None) -> TensorDict | None:
         if call is None and self.role == "receiver" and not self.is_registered:
@@ -389,23 +378,19 @@ class RPCCore(RemoteCallCore):
         if self._bus.endpoint == INTRODUCED:
             call = replace(call, introduction=self._bus.trainer_link().introductions(call.worker).encode())
         rref = self._remotes[call.worker]
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[Exception | None] = loop.create_future()
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-        def ended(future: Any) -> None:  # in whatever thread
-            try:
-                settle(done, future.value())
-            except Exception as error:
-                settle(done, error=error)
-
-        def begin() -> None:
+        def begin() -> Any:
             call_there = import_module("torch.distributed.rpc").rpc_async
             there, arguments = BlockingRPC.receive_there, (rref, call.encode())
-            call_there(rref.owner(), there, arguments, timeout=RPC_SECONDS).add_done_callback(ended)
+            calling = call_there(rref.owner(), there, arguments, timeout=RPC_SECONDS)
+            calling.add_done_callback(lambda _: settle(done))
+            return calling
 
         try:
-            await elsewhere("asyncsync-call", begin)  # it may connect, which blocks
-            failure = await done
+            calling = await elsewhere("asyncsync-call", begin)  # it may connect, which blocks
+            await done
+            failure: Exception | None = calling.value()
         except RuntimeError as error:
             raise PeerLost(f"worker {call.worker} is lost: it cannot be called by RPC: {error}") from error
         if failure is not None:
