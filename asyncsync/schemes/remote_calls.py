@@ -330,7 +330,6 @@ class RPCCore(RemoteCallCore):
 
     _adopts = True
     _remotes_name = "collector_rrefs"
-    _transports: ClassVar[tuple[type[PairTransport], ...]] = RPCTransport, BlockingRPCTransport
 
     @declared
     def __init__(self, strategy: Strategy = "tensordict", **options: Unpack[RPCOptions]) -> None:
@@ -340,7 +339,7 @@ class RPCCore(RemoteCallCore):
 
     def create_transport(self, **kwargs: Any) -> PairTransport:
         """The transport of this scheme's API."""
-        kind = self._transports[self.is_blocking]
+        kind = BlockingRPCTransport if self.is_blocking else RPCTransport
         return kind(own_address(), self._options["map_above"], backend=self.backend)
 
     async def initial_source(self, weights: Any) -> Source | None:
@@ -549,7 +548,6 @@ class RayCore(RemoteCallCore):
 
     _adopts = True
     _remotes_name = "remote_collectors"
-    _transports: ClassVar[tuple[type[ObjectTransport], ...]] = RayTransport, BlockingRayTransport
 
     @declared
     def __init__(
@@ -568,7 +566,7 @@ class RayCore(RemoteCallCore):
 
     def create_transport(self, **kwargs: Any) -> ObjectTransport:
         """The transport of this scheme's API."""
-        kind = self._transports[self.is_blocking]
+        kind = BlockingRayTransport if self.is_blocking else RayTransport
         return kind(own_address(), self._options["map_above"], stores=self._backend == OBJECT_STORE)
 
     @property
