@@ -66,7 +66,6 @@ COPY_BYTES = 4 << 20  # two copies of more take longer than giving a few Paramet
 SMALL_BYTES = 256 << 10
 LARGE_BYTES = 8 << 20  # freeing so much memory takes longer than a loop should stand still
 MAX_FILES = 1024
-SENDER = "the sender's"
 REMEDY = (
     "shared memory needs workers on the sender's host, of the same user and in the same pid namespace (one container): "
     "otherwise use AutoWeightSyncScheme or ZMQWeightSyncScheme"
@@ -554,7 +553,7 @@ class AttachedSlab(PrivateSlab):
     leased = True
 
     def __init__(self, place: MemoryPlace, layout: Layout) -> None:
-        with closing(MemoryFile.open(place, SENDER, REMEDY)) as file:
+        with closing(MemoryFile.open(place, "the sender's", REMEDY)) as file:
             super().__init__(layout, file, file.map(private=True))
         self.is_detached = False
         self.children: set[_Child] = set()

@@ -172,7 +172,7 @@ class _Calls:
 class RemoteCallCore(Scheme):
     """A scheme of either API whose sender calls the workers' objects."""
 
-    _is_introduced = True
+    _adopts = _is_introduced = True
 
     def _reset(self) -> None:
         super()._reset()
@@ -328,7 +328,6 @@ _current: ContextVar[Call | None] = ContextVar("asyncsync_call", default=None)
 class RPCCore(RemoteCallCore):
     """What the scheme is, in both APIs."""
 
-    _adopts = True
     _remotes_name = "collector_rrefs"
 
     @declared
@@ -546,7 +545,6 @@ async def _called(method: Any, *args: Any) -> Any:
 class RayCore(RemoteCallCore):
     """What Ray's schemes are, in both APIs."""
 
-    _adopts = True
     _remotes_name = "remote_collectors"
 
     @declared

@@ -21,7 +21,8 @@ from asyncsync.transports.zmq import AutoTransport, BlockingAutoTransport
 class SlotCore(Scheme):
     """What the schemes of this file have in common, in both APIs."""
 
-    _transports: ClassVar[tuple[type[SlotTransport], ...]]
+    _adopts = True
+    _transports: ClassVar[tuple[type[SlotTransport], ...]] = SharedMemTransport, BlockingSharedMemTransport
 
     @declared
     def __init__(self, strategy: Strategy = "tensordict", **options: Unpack[SharedMemOptions]) -> None:
@@ -52,15 +53,9 @@ class SharedMemWeightSyncScheme(SlotCore, aio.WeightSyncScheme):
     graphs, a flat view of all parameters).
     """
 
-    _adopts = True
-    _transports = SharedMemTransport, BlockingSharedMemTransport
-
 
 class BlockingSharedMem(SlotCore, blocking.WeightSyncScheme):
     """Weights through shared memory, with the blocking API; see :class:`asyncsync.SharedMemWeightSyncScheme`."""
-
-    _adopts = True
-    _transports = SharedMemTransport, BlockingSharedMemTransport
 
     def receive(self, timeout: float | None = None) -> None:
         """Apply what has come, with ``apply="on_receive"``, and return None at once, as TorchRL documents it: updates
@@ -80,6 +75,7 @@ class MultiProcessWeightSyncScheme(SlotCore, aio.WeightSyncScheme):
     """Weights for workers on this host, each with a copy of its own. Usage and arguments as
     :class:`SharedMemWeightSyncScheme`."""
 
+    _adopts = False
     _transports = MPTransport, BlockingMPTransport
 
 
@@ -87,6 +83,7 @@ class BlockingMultiProcess(SlotCore, blocking.WeightSyncScheme):
     """Weights for workers on this host, each with a copy of its own, with the blocking API; see
     :class:`asyncsync.MultiProcessWeightSyncScheme`."""
 
+    _adopts = False
     _transports = MPTransport, BlockingMPTransport
 
 
@@ -97,7 +94,6 @@ register("process", MultiProcessWeightSyncScheme, BlockingMultiProcess, "multipr
 class NearAndFarCore(SlotCore):
     """What the scheme has in both APIs."""
 
-    _adopts = True
     _transports = AutoTransport, BlockingAutoTransport
 
     @declared
