@@ -321,9 +321,8 @@ class ChannelReceiver(Carrier):
         self._worker: int | None = None
         self._thread = WorkThread("asyncsync-receive")
         self._setup: asyncio.Future[Exception | None] | None = None
-        self._receiving: asyncio.Future[Message | None] | None = (
-            None  # a call of the user's method, until its message is ahead
-        )
+        # A call of the user's method, until its message is ahead:
+        self._receiving: asyncio.Future[Message | None] | None = None
         self._ahead: Message | None = None  # the last message, until it is fetched
         self._replaced: asyncio.Future[None] | None = None  # done when the fetch that waits is not the newest any more
         self._closed = False

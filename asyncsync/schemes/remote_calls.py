@@ -102,7 +102,7 @@ class _Caller:
 
     wanted: int = 0  # versions
     ended: int = 0
-    failed: tuple[int, Exception] | None = None  # the last version that failed, and why
+    failed: Exception | None = None  # why the last call has, that for the version ``ended``
     task: asyncio.Task[None] | None = field(default=None, repr=False)
 
 
@@ -131,9 +131,7 @@ class _Calls:
 
     def failure(self, worker: int, version: int) -> Exception | None:
         caller = self._callers.get(worker)
-        if caller is None or caller.failed is None or caller.failed[0] < version:
-            return None
-        return caller.failed[1]
+        return None if caller is None or caller.ended < version else caller.failed
 
     async def _run(self, worker: int, caller: _Caller) -> None:
         link = self._bus.trainer_link()
@@ -145,7 +143,7 @@ class _Calls:
 
         try:
             while caller.ended < (version := caller.wanted):
-                failed = None
+                failed: Exception | None = None
                 try:
                     # Until all workers have accepted its layout, one may refuse it, and then it goes to none.
                     await link.wait(partial(is_settled, version), CALL_SECONDS)
@@ -154,7 +152,7 @@ class _Calls:
                         called = due
                         await self.call(Call(self._bus.uid, worker, due))
                 except Exception as error:
-                    failed = version, error
+                    failed = error
                 caller.ended, caller.failed = version, failed
                 link.notify()
         finally:
