@@ -671,7 +671,7 @@ os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, 
 
 
 class ChunkTransport(Carrier):
-    """Whose bytes the bus carries as chunks: the base of all transports of this library, in both APIs.
+    """The bus carries its bytes as chunks. The base of all transports of this library, in both APIs.
 
     Args:
         map_above: above so many bytes, a module's Parameters may lie in the received weights' memory.
