@@ -41,10 +41,9 @@ Usage of a blocking transport of one's own, with which :mod:`asyncsync.transport
 
 from __future__ import annotations
 
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from tensordict import NonTensorData, TensorDict, TensorDictBase
@@ -59,36 +58,27 @@ from asyncsync.weights.tree import Path, dotted, flatten
 C = TypeVar("C", bound=type)
 
 
-class TransportCore(Carrier):
-    """A carrier that knows its scheme: the base of both TransportBackends."""
-
-    is_blocking: ClassVar[bool] = False
-    _scheme: weakref.ref[Any] | None = None
-
-    def bind_scheme(self, scheme: Any) -> None:
-        # Let the documented methods act for this scheme; init_on_sender and init_on_receiver call this.
-        self._scheme = weakref.ref(scheme)
-
-    def _bound(self, role: str) -> Any:
-        """The scheme, if it has this role and the same API."""
-        scheme = None if self._scheme is None else self._scheme()
-        if scheme is None:
-            raise NotConnected(
-                f"this {type(self).__name__} belongs to no scheme: after init_on_sender() or init_on_receiver(), "
-                "use scheme.shared_transport or scheme.receiver_transport"
-            )
-        if scheme.is_blocking is not self.is_blocking:
-            kind, api = ("ordinary", "asyncsync.sync") if scheme.is_blocking else ("coroutines", "asyncsync")
-            raise TypeError(
-                f"the methods of {type(scheme).__name__} are {kind}, those of its {type(self).__name__} are not: have "
-                f"create_transport return a TransportBackend of {api}, or call the scheme's own send and receive"
-            )
-        if scheme.role != role:
-            raise RuntimeError(f"this is the {scheme.role}'s transport; call this on the {role}'s")
-        return scheme
+def _scheme_of(transport: TransportBackend | BlockingTransportBackend, role: str) -> Any:
+    """The scheme that the transport is bound to, if it has this role and the same API."""
+    scheme = None if transport.bound_to is None else transport.bound_to()
+    name = type(transport).__name__
+    if scheme is None:
+        raise NotConnected(
+            f"this {name} belongs to no scheme: after init_on_sender() or init_on_receiver(), "
+            "use scheme.shared_transport or scheme.receiver_transport"
+        )
+    if scheme.is_blocking is isinstance(transport, TransportBackend):
+        kind, api = ("ordinary", "asyncsync.sync") if scheme.is_blocking else ("coroutines", "asyncsync")
+        raise TypeError(
+            f"the methods of {type(scheme).__name__} are {kind}, those of its {name} are not: have "
+            f"create_transport return a TransportBackend of {api}, or call the scheme's own send and receive"
+        )
+    if scheme.role != role:
+        raise RuntimeError(f"this is the {scheme.role}'s transport; call this on the {role}'s")
+    return scheme
 
 
-class TransportBackend(TransportCore, ABC):
+class TransportBackend(Carrier, ABC):
     """A transport whose documented methods are coroutines. A subclass must have :meth:`fetch`."""
 
     @abstractmethod
@@ -119,7 +109,7 @@ class TransportBackend(TransportCore, ABC):
             NotConnected: this transport belongs to no scheme, or its scheme is not connected.
             ClosedError, Fenced: the sender was shut down, or a newer one has replaced it.
         """
-        await self._bound("sender").publish(weights, worker_ids)
+        await _scheme_of(self, "sender").publish(weights, worker_ids)
 
     async def receive_weights(
         self,
@@ -147,12 +137,12 @@ class TransportBackend(TransportCore, ABC):
             NotConnected: this transport belongs to no scheme, or its scheme is not connected.
             ClosedError, Fenced: no update will come any more.
         """
-        destination = Destination(self._bound("receiver"), weights, model, strategy)
+        destination = Destination(_scheme_of(self, "receiver"), weights, model, strategy)
         return await self._take(destination, await destination.scheme.receive(timeout))
 
     async def setup_connection_and_weights_on_sender(self) -> None:
         """Connect the sender: as the scheme's ``connect()``, and raises the same exceptions."""
-        await self._bound("sender").connect()
+        await _scheme_of(self, "sender").connect()
 
     async def setup_connection_and_weights_on_receiver(
         self,
@@ -175,7 +165,7 @@ class TransportBackend(TransportCore, ABC):
             SchemaMismatch: ``weights`` or ``model`` does not fit; neither was changed.
             NotConnected, ClosedError, Fenced, ValueError, TypeError: as ``connect`` and :meth:`receive_weights`.
         """
-        destination = Destination(self._bound("receiver"), weights, model, strategy)
+        destination = Destination(_scheme_of(self, "receiver"), weights, model, strategy)
         await destination.scheme.connect(worker_idx=worker_idx)
         return await self._take(destination, await destination.scheme.current_weights())
 
@@ -199,14 +189,12 @@ def in_sync_as(name: str) -> Callable[[C], C]:
 
 
 @in_sync_as("TransportBackend")
-class BlockingTransportBackend(TransportCore):
+class BlockingTransportBackend(Carrier):
     """A transport whose documented methods are ordinary methods.
 
     A subclass defines either ``send_weights`` and ``receive_weights`` (a first-in, first-out channel that may block:
     the library runs it on threads), or ``offer`` and ``fetch`` (coroutines on the bus's event loop).
     """
-
-    is_blocking: ClassVar[bool] = True
 
     def send_weights(self, weights: Any = None, worker_ids: int | Iterable[int] | None = None) -> None:
         """Sender: publish weights, without waiting for any worker. As :meth:`asyncsync.TransportBackend.send_weights`.
@@ -214,7 +202,7 @@ class BlockingTransportBackend(TransportCore):
         An overriding method takes only ``(self, weights)``, and sends all entries of that TensorDict to one worker,
         including the one under :data:`asyncsync.transports.TAG`. It may block, and may keep the TensorDict.
         """
-        self._bound("sender").publish(weights, worker_ids)
+        _scheme_of(self, "sender").publish(weights, worker_ids)
 
     def receive_weights(
         self,
@@ -230,7 +218,7 @@ class BlockingTransportBackend(TransportCore):
         (a TensorDict with the same entries) and returns that; None if nothing has arrived within ``timeout``. ``model``
         and ``strategy`` are None, because the bus applies the weights.
         """
-        destination = Destination(self._bound("receiver"), weights, model, strategy)
+        destination = Destination(_scheme_of(self, "receiver"), weights, model, strategy)
         return destination.take(self._received(destination.scheme, timeout))
 
     def _received(self, scheme: Any, timeout: float | None) -> Any:
@@ -242,7 +230,7 @@ class BlockingTransportBackend(TransportCore):
         The library calls an overriding method while the scheme connects, and again for each worker that joins or
         restarts later; it may wait for the receiver's method.
         """
-        self._bound("sender").connect()
+        _scheme_of(self, "sender").connect()
 
     def setup_connection_and_weights_on_receiver(
         self,
@@ -258,7 +246,7 @@ class BlockingTransportBackend(TransportCore):
         The library calls an overriding method while the scheme connects, and ignores its result: the initial weights
         come through ``receive_weights``.
         """
-        destination = Destination(self._bound("receiver"), weights, model, strategy)
+        destination = Destination(_scheme_of(self, "receiver"), weights, model, strategy)
         scheme = destination.scheme
         scheme.connect(worker_idx=worker_idx)
         return destination.take(scheme.bus.run_on_loop(scheme.current_weights))

@@ -34,7 +34,7 @@ from asyncsync.bus.carrier import Carrier, Failed
 from asyncsync.bus.link import INLINE_BYTES
 from asyncsync.errors import NotConnected, SchemaMismatch
 from asyncsync.runtime.threads import WorkThread, as_exception, call_soon, elsewhere, finish
-from asyncsync.transports.base import BlockingTransportBackend, TransportCore, check_fit
+from asyncsync.transports.base import BlockingTransportBackend, check_fit
 from asyncsync.weights.copying import copy_tensors, normal_tensors
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import Slab
@@ -57,8 +57,8 @@ def is_channel(transport: Any) -> bool:
     """True for a blocking transport of a user's own, False for one that the bus can use as it is. Raises TypeError:
     neither."""
     kind = type(transport)
-    is_backend = isinstance(transport, BlockingTransportBackend) and kind.fetch is TransportCore.fetch
-    if isinstance(transport, TransportCore) and not is_backend:
+    is_backend = isinstance(transport, BlockingTransportBackend) and kind.fetch is Carrier.fetch
+    if isinstance(transport, Carrier) and not is_backend:
         return False
     own = [name for name in ("send_weights", "receive_weights") if own_method(transport, name) is not None]
     if not own and is_backend:
@@ -321,9 +321,8 @@ class ChannelReceiver(Carrier):
         self._worker: int | None = None
         self._thread = WorkThread("asyncsync-receive")
         self._setup: asyncio.Future[Exception | None] | None = None
-        self._receiving: asyncio.Future[Message | None] | None = (
-            None  # a call of the user's method, until its message is ahead
-        )
+        # A call of the user's method, until its message is ahead:
+        self._receiving: asyncio.Future[Message | None] | None = None
         self._ahead: Message | None = None  # the last message, until it is fetched
         self._replaced: asyncio.Future[None] | None = None  # done when the fetch that waits is not the newest any more
         self._closed = False

@@ -73,9 +73,7 @@ class ObjectTransport(PairTransport):
     """Moves slabs through pairs or Ray's object store: the base of both APIs' transports.
 
     Args:
-        address: at a sender, this host's numeric address by which its workers reach it.
-        map_above: above so many bytes, a module's Parameters may lie in the received weights' memory.
-        pair_above: weights of more bytes go through pairs or the store, smaller ones over the bus.
+        address, map_above, pair_above: as of a :class:`PairTransport`.
         stores: use the store, not pairs.
     """
 

@@ -14,10 +14,9 @@ are in a :class:`SlotPool`, and may be used again when nothing can touch them an
     file = MemoryFile.open(lease.place, "the trainer's", "workers run on its host")
 
 **Weights**: one copy per update into a slot (:class:`WeightSlots`), however many workers; packing is that copy. The
-instruction names the slot, which a worker maps. A slab of up to 4 MiB is copied out of a :class:`Window` at once, and
-the slot is free. A larger one is an :class:`AttachedSlab`, where a module's Parameters get their memory, and whose
-lease lasts until a newer version has been applied. When a slot may be written again is in
-:mod:`asyncsync.protocol.targets`.
+instruction names the slot, which a worker maps: :class:`AttachedSlab`. A slab of up to 4 MiB is copied out of it at
+once, and the slot is free. A module's Parameters get their memory in a larger one, whose lease lasts until a newer
+version has been applied. When a slot may be written again is in :mod:`asyncsync.protocol.targets`.
 
 **Private slabs** are memory in which Parameters may lie: copy on write over a memory file that others write or read.
 What a worker writes there (an optimiser's step, BatchNorm) stays its own. The price is that a page it has written shows
@@ -46,17 +45,18 @@ from collections.abc import Collection, Iterable
 from contextlib import closing
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
 
 from asyncsync.arguments import check_timeout
+from asyncsync.bus.carrier import Carrier
 from asyncsync.errors import WeightSyncError
 from asyncsync.model.gate import any_applying
 from asyncsync.net.processes import shortage
-from asyncsync.transports.base import BlockingTransportBackend, TransportBackend, TransportCore, in_sync_as
-from asyncsync.weights.copying import copy_tensors, normal_tensors
+from asyncsync.transports.base import BlockingTransportBackend, TransportBackend, in_sync_as
+from asyncsync.weights.copying import normal_tensors
 from asyncsync.weights.layout import Layout
 from asyncsync.weights.slab import FOREIGN, Slab, SlabPool
 
@@ -66,7 +66,6 @@ COPY_BYTES = 4 << 20  # two copies of more take longer than giving a few Paramet
 SMALL_BYTES = 256 << 10
 LARGE_BYTES = 8 << 20  # freeing so much memory takes longer than a loop should stand still
 MAX_FILES = 1024
-SENDER = "the sender's"
 REMEDY = (
     "shared memory needs workers on the sender's host, of the same user and in the same pid namespace (one container): "
     "otherwise use AutoWeightSyncScheme or ZMQWeightSyncScheme"
@@ -374,11 +373,11 @@ class WeightSlots(SlotPool):
     single workers. Workers read slabs of more than ``map_above`` bytes in place; those that are ``streamable`` may be
     on other hosts."""
 
-    def __init__(self, slots: int, map_above: int) -> None:
+    def __init__(self, slots: int, map_above: int, *, streamable: bool = False) -> None:
         super().__init__()
         self.slots_allowed = slots
         self.map_above = map_above
-        self.streamable = False
+        self.streamable = streamable
         self._cannot_pin = False
 
     def describe(self, slab: Slab) -> bytes:
@@ -542,29 +541,6 @@ class ReceivedPool(SlabPool):
             return super()._make(layout, pinned=pinned)
 
 
-class Window:
-    """A slot of weights, whose content is copied out at once. Raises as :class:`AttachedSlab`."""
-
-    is_used = False
-
-    def __init__(self, place: MemoryPlace) -> None:
-        with closing(MemoryFile.open(place, SENDER, REMEDY)) as file:
-            self.memory = memoryview(file.map(private=True))
-
-    def copy(self, layout: Layout, pool: SlabPool) -> Slab:
-        slab, sent = pool.acquire(layout), self.memory[: layout.nbytes]
-        try:
-            if layout.nbytes <= SMALL_BYTES:
-                slab.memory[:] = sent
-            else:  # other threads run meanwhile
-                with normal_tensors():
-                    copy_tensors([slab.buffer], [torch.frombuffer(sent, dtype=torch.uint8)])
-        except BaseException:
-            slab.release()
-            raise
-        return slab
-
-
 class AttachedSlab(PrivateSlab):
     """A slot of weights, read where it is. Raises WeightSyncError: it is not there, or not what it should be;
     MemoryError: it cannot be mapped.
@@ -577,7 +553,7 @@ class AttachedSlab(PrivateSlab):
     leased = True
 
     def __init__(self, place: MemoryPlace, layout: Layout) -> None:
-        with closing(MemoryFile.open(place, SENDER, REMEDY)) as file:
+        with closing(MemoryFile.open(place, "the sender's", REMEDY)) as file:
             super().__init__(layout, file, file.map(private=True))
         self.is_detached = False
         self.children: set[_Child] = set()
@@ -596,6 +572,19 @@ class AttachedSlab(PrivateSlab):
     def is_adopted(self) -> bool:
         # Whether a model's Parameters lie here, and show what the slot holds.
         return self.references > 0 and self.holds_parameters
+
+    def copy_out(self, pool: SlabPool) -> Slab:
+        """What the slot holds, in a slab of this pool. Raises MemoryError."""
+        slab = pool.acquire(self.layout)
+        try:
+            if self.nbytes <= SMALL_BYTES:
+                slab.memory[:] = self.memory
+            else:  # other threads run meanwhile
+                self.copy_to(slab)
+        except BaseException:
+            slab.release()
+            raise
+        return slab
 
     def detach(self) -> None:
         """Make all of it this process's own, where it is: the slot may hold anything afterwards."""
@@ -681,7 +670,29 @@ os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, 
 # -- the transports ----------------------------------------------------------------------------------------------------
 
 
-class SlotTransport(TransportCore):
+class ChunkTransport(Carrier):
+    """The bus carries its bytes as chunks. The base of all transports of this library, in both APIs.
+
+    Args:
+        map_above: above so many bytes, a module's Parameters may lie in the received weights' memory.
+    """
+
+    fetch = Carrier.fetch  # the bus never calls it: slabs come as chunks, or are attached
+
+    def __init__(self, map_above: int = COPY_BYTES) -> None:
+        self.map_above = map_above
+        self.received = ReceivedPool()
+
+    def acquire_slab(self, layout: Layout, pool: SlabPool) -> Slab:
+        # Memory that Parameters may be given, where that pays.
+        return (self.received if layout.nbytes > self.map_above else pool).acquire(layout)
+
+    def close(self) -> None:
+        """Release free memory; models keep the weights that they show."""
+        self.received.close()
+
+
+class SlotTransport(ChunkTransport):
     """Moves slabs through slots of shared memory: the base of both APIs' transports.
 
     Args:
@@ -691,11 +702,12 @@ class SlotTransport(TransportCore):
     """
 
     pool: WeightSlots
-    fetch = TransportCore.fetch  # the bus never calls it: slabs are attached
+    streams: ClassVar[bool] = False  # to workers of other hosts, as chunks
 
     def __init__(self, slots: int = SLOTS, map_above: int = COPY_BYTES) -> None:
-        self.pool = WeightSlots(slots, map_above)
-        self._attachments: Attachments[AttachedSlab | Window] = Attachments()
+        super().__init__(map_above)
+        self.pool = WeightSlots(slots, map_above, streamable=self.streams)
+        self._attachments: Attachments[AttachedSlab] = Attachments()
 
     async def offer(self, slab: Slab, workers: Iterable[int] | None) -> bytes:
         """Describe the slab's slot. This copies nothing, because the sender packed the weights there."""
@@ -707,7 +719,7 @@ class SlotTransport(TransportCore):
     @property
     def is_at_hand(self) -> bool:
         mine = type(self).offer is SlotTransport.offer
-        others = type(self).serve is TransportCore.serve and type(self).retire is TransportCore.retire
+        others = type(self).serve is Carrier.serve and type(self).retire is Carrier.retire
         return mine and others
 
     def attach(self, descriptor: bytes, layout: Layout, pool: SlabPool) -> Slab:
@@ -719,10 +731,17 @@ class SlotTransport(TransportCore):
             MemoryError: this process cannot map the slot.
         """
         lease = Lease.decode(descriptor, layout.nbytes)
-        if not lease.in_place:
-            return self._window(lease).copy(layout, pool)
+        slot = self._attach(lease, layout)
+        if lease.in_place:
+            return slot
+        try:
+            return slot.copy_out(pool)
+        finally:
+            slot.release()
+
+    def _attach(self, lease: Lease, layout: Layout) -> AttachedSlab:
         found = self._attachments.find(lease)
-        if not isinstance(found, AttachedSlab) or found.is_detached or found.nbytes != layout.nbytes:
+        if found is None or found.is_detached or found.nbytes != layout.nbytes:
             self._attachments[lease.place] = found = AttachedSlab(lease.place, layout)
         elif found.references:
             found.retain()  # the same update again; the slot cannot have been written meanwhile
@@ -730,21 +749,22 @@ class SlotTransport(TransportCore):
             found.reuse(layout)
         return found
 
+    def acquire_slab(self, layout: Layout, pool: SlabPool) -> Slab:
+        return super().acquire_slab(layout, pool) if self.streams else pool.acquire(layout)
+
     def slot_window(self, descriptor: bytes, layout: Layout) -> memoryview | None:
         if type(self).attach is not SlotTransport.attach:
             return None
         lease = Lease.decode(descriptor, layout.nbytes)
-        return None if lease.in_place else self._window(lease).memory[: layout.nbytes]
-
-    def _window(self, lease: Lease) -> Window:
-        found = self._attachments.find(lease)
-        if not isinstance(found, Window):
-            self._attachments[lease.place] = found = Window(lease.place)
-        return found
+        if lease.in_place:
+            return None
+        slot = self._attach(lease, layout)
+        slot.release()
+        return slot.memory
 
     @property
     def _attached(self) -> list[AttachedSlab]:
-        return [one for one in list(self._attachments.values()) if isinstance(one, AttachedSlab)]  # in any thread
+        return list(self._attachments.values())  # in any thread
 
     @property
     def is_adopted(self) -> bool:
@@ -775,6 +795,7 @@ class SlotTransport(TransportCore):
             if not slab.references:
                 slab.children.clear()
         self._attachments.drop_unused()
+        super().close()
 
 
 class SharedMemTransport(SlotTransport, TransportBackend):

@@ -41,9 +41,8 @@ from asyncsync.net.endpoint import address_towards
 from asyncsync.net.rendezvous import THREAD, MeetingPlace
 from asyncsync.runtime.threads import WorkThread, elsewhere, until_cancelled
 from asyncsync.transports.base import BlockingTransportBackend, TransportBackend, in_sync_as
-from asyncsync.transports.shared_memory import COPY_BYTES
+from asyncsync.transports.shared_memory import COPY_BYTES, ChunkTransport
 from asyncsync.transports.torch_private import gloo_pair
-from asyncsync.transports.zmq import ChunkTransport
 from asyncsync.weights.copying import normal_tensors
 from asyncsync.weights.slab import Slab
 

@@ -18,32 +18,8 @@ Usage, in a scheme of one's own::
 
 from __future__ import annotations
 
-from asyncsync.transports.base import BlockingTransportBackend, TransportBackend, TransportCore, in_sync_as
-from asyncsync.transports.shared_memory import COPY_BYTES, SLOTS, ReceivedPool, SlotTransport
-from asyncsync.weights.layout import Layout
-from asyncsync.weights.slab import Slab, SlabPool
-
-
-class ChunkTransport(TransportCore):
-    """The bus's own transport: the base of both APIs' transports.
-
-    Args:
-        map_above: above so many bytes, a module's Parameters may lie in the received weights' memory.
-    """
-
-    fetch = TransportCore.fetch  # the bus never calls it: slabs come as chunks
-
-    def __init__(self, map_above: int = COPY_BYTES) -> None:
-        self.map_above = map_above
-        self.received = ReceivedPool()
-
-    def acquire_slab(self, layout: Layout, pool: SlabPool) -> Slab:
-        # Memory that Parameters may be given, where that pays.
-        return (self.received if layout.nbytes > self.map_above else pool).acquire(layout)
-
-    def close(self) -> None:
-        """Release free memory; models keep the weights that they show."""
-        self.received.close()
+from asyncsync.transports.base import BlockingTransportBackend, TransportBackend, in_sync_as
+from asyncsync.transports.shared_memory import ChunkTransport, SlotTransport
 
 
 class ZMQTransport(ChunkTransport, TransportBackend):
@@ -55,30 +31,15 @@ class BlockingZMQTransport(ChunkTransport, BlockingTransportBackend):
     """:class:`asyncsync.ZMQTransport` with ordinary methods."""
 
 
-class NearAndFarTransport(SlotTransport, ChunkTransport):
-    """Slots for workers of this host, and chunks on the bus for those of others: one slab for both.
+class AutoTransport(SlotTransport, TransportBackend):
+    """The transport of :class:`asyncsync.AutoWeightSyncScheme`. Workers of this host map the slot of a version, those
+    of others get its bytes in chunks. The version counts as in use until they have."""
 
-    Args:
-        slots: how many versions may be in use at once, as for :class:`asyncsync.SharedMemTransport`. A version counts
-            also while the sender streams it.
-        map_above: above so many bytes, workers read weights in place, in a slot or where they were received.
-    """
-
-    def __init__(self, slots: int = SLOTS, map_above: int = COPY_BYTES) -> None:
-        SlotTransport.__init__(self, slots, map_above)
-        ChunkTransport.__init__(self, map_above)
-        self.pool.streamable = True
-
-    def close(self) -> None:
-        """Release free memory; models keep the weights that they show."""
-        SlotTransport.close(self)
-        ChunkTransport.close(self)
-
-
-class AutoTransport(NearAndFarTransport, TransportBackend):
-    """The transport of :class:`asyncsync.AutoWeightSyncScheme`."""
+    streams = True
 
 
 @in_sync_as("AutoTransport")
-class BlockingAutoTransport(NearAndFarTransport, BlockingTransportBackend):
-    """The transport of :class:`asyncsync.sync.AutoWeightSyncScheme`."""
+class BlockingAutoTransport(SlotTransport, BlockingTransportBackend):
+    """The transport of :class:`asyncsync.sync.AutoWeightSyncScheme`; see :class:`asyncsync.AutoTransport`."""
+
+    streams = True

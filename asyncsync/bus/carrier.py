@@ -8,6 +8,7 @@ Everything here is called on the bus's event loop, unless its docstring says oth
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
@@ -29,6 +30,7 @@ class Carrier:
 
     supports_timeout: bool = True
     pool: SlabPool | None = None
+    bound_to: weakref.ref[Any] | None = None  # the scheme for which the methods that TorchRL documents act
     holds_received: ClassVar[bool] = False  # whether whatever comes is received into slabs of this transport's
 
     async def offer(self, slab: Slab, workers: Iterable[int] | None) -> bytes | None:

@@ -129,7 +129,6 @@ class Bus(BusCore):
     drop = ordinary(AsyncBus.drop)
     wait_version = ordinary(AsyncBus.wait_version)
     wait_lag = ordinary(AsyncBus.wait_lag)
-    _deliver = ordinary(AsyncBus.send_async, make=taken)
     send_async = elsewhere(
         AsyncBus.send_async, "send_async", ":meth:`send` for a coroutine of any event loop; returns the version."
     )
@@ -145,7 +144,9 @@ class Bus(BusCore):
         quorum: int | None = None,
     ) -> None:
         """:meth:`publish`, then :meth:`wait_version`. Raises as :meth:`asyncsync.Bus.send_async`."""
-        self._deliver(weights, worker_ids, timeout, metadata=metadata, quorum=quorum)
+        self.run_on_loop(
+            taken(AsyncBus.send_async, self, weights, worker_ids, timeout, metadata=metadata, quorum=quorum)
+        )
 
     def wait_origin(self, version: int, timeout: float) -> None:
         # Receiver: see asyncsync.bus.applying.Applying.wait_origin.

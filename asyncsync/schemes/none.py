@@ -9,6 +9,7 @@ from asyncsync.bus.core import BusCore, Metadata
 from asyncsync.bus.verifying import Differences
 from asyncsync.schemes import aio, blocking
 from asyncsync.schemes.scheme import Scheme, register
+from asyncsync.transports.shared_memory import ChunkTransport
 from asyncsync.transports.zmq import BlockingZMQTransport, ZMQTransport
 from asyncsync.wire.messages import Shown, decode_metadata, encode_metadata
 
@@ -85,6 +86,10 @@ class NoSyncCore(Scheme):
 
     takes_part = False
 
+    def create_transport(self, **kwargs: Any) -> ChunkTransport:
+        """A transport that moves nothing, either."""
+        return BlockingZMQTransport() if self.is_blocking else ZMQTransport()
+
     def _check_connect(self, *given: Any) -> None:
         self._check_open()
 
@@ -115,20 +120,12 @@ class NoWeightSyncScheme(NoSyncCore, aio.WeightSyncScheme):
 
     own_bus_class: ClassVar[type[BusCore]] = CountingBus
 
-    def create_transport(self, **kwargs: Any) -> ZMQTransport:
-        """A transport that moves nothing, either."""
-        return ZMQTransport()
-
 
 class BlockingNoSync(NoSyncCore, blocking.WeightSyncScheme):
     """A scheme that moves nothing: ``connect`` returns at once, ``send`` only counts, ``receive`` returns None, and
     ``fetch`` raises RuntimeError. It takes no part in a ``bus=`` that it is given, and counts by itself."""
 
     own_bus_class: ClassVar[type[BusCore]] = BlockingCountingBus
-
-    def create_transport(self, **kwargs: Any) -> BlockingZMQTransport:
-        """A transport that moves nothing, either."""
-        return BlockingZMQTransport()
 
     @staticmethod
     async def _awaitable(make: blocking.Make[T]) -> T:

@@ -102,7 +102,7 @@ class _Caller:
 
     wanted: int = 0  # versions
     ended: int = 0
-    failed: tuple[int, Exception] | None = None  # the last version that failed, and why
+    failed: Exception | None = None  # why the last call has, that for the version ``ended``
     task: asyncio.Task[None] | None = field(default=None, repr=False)
 
 
@@ -131,9 +131,7 @@ class _Calls:
 
     def failure(self, worker: int, version: int) -> Exception | None:
         caller = self._callers.get(worker)
-        if caller is None or caller.failed is None or caller.failed[0] < version:
-            return None
-        return caller.failed[1]
+        return None if caller is None or caller.ended < version else caller.failed
 
     async def _run(self, worker: int, caller: _Caller) -> None:
         link = self._bus.trainer_link()
@@ -145,7 +143,7 @@ class _Calls:
 
         try:
             while caller.ended < (version := caller.wanted):
-                failed = None
+                failed: Exception | None = None
                 try:
                     # Until all workers have accepted its layout, one may refuse it, and then it goes to none.
                     await link.wait(partial(is_settled, version), CALL_SECONDS)
@@ -154,7 +152,7 @@ class _Calls:
                         called = due
                         await self.call(Call(self._bus.uid, worker, due))
                 except Exception as error:
-                    failed = version, error
+                    failed = error
                 caller.ended, caller.failed = version, failed
                 link.notify()
         finally:
@@ -172,7 +170,7 @@ class _Calls:
 class RemoteCallCore(Scheme):
     """A scheme of either API whose sender calls the workers' objects."""
 
-    _is_introduced = True
+    _adopts = _is_introduced = True
 
     def _reset(self) -> None:
         super()._reset()
@@ -186,10 +184,6 @@ class RemoteCallCore(Scheme):
     async def _call(self, call: Call) -> None:
         """Sender: call a worker's object, and wait until the call ends. Raises PeerLost if the worker is gone, and
         what the object has raised."""
-
-    async def _connect_called(self, worker: int, timeout: float) -> None:
-        """Worker: connect, in the first call."""
-        await self.connect_receiver(worker, timeout)
 
     # -- what users call ----------------------------------------------------------------------------------------------
 
@@ -281,7 +275,8 @@ class RemoteCallCore(Scheme):
         if not self.is_registered:
             if call.introduction is not None:
                 self._bus.introduction = Introduction.decode(call.introduction)
-            await self._unless_lost(call, self._connect_called(call.worker, CALL_SECONDS))
+            # Not as a subclass connects: by RPC, only a call does.
+            await self._unless_lost(call, Scheme.connect_receiver(self, call.worker, CALL_SECONDS))
             self.last_returned = None  # the user has not been told of any yet
         try:
             reach = self._reach(version, max(0.0, deadline - loop.time()), call.versions)
@@ -331,9 +326,7 @@ _current: ContextVar[Call | None] = ContextVar("asyncsync_call", default=None)
 class RPCCore(RemoteCallCore):
     """What the scheme is, in both APIs."""
 
-    _adopts = True
     _remotes_name = "collector_rrefs"
-    _transports: ClassVar[tuple[type[PairTransport], ...]] = RPCTransport, BlockingRPCTransport
 
     @declared
     def __init__(self, strategy: Strategy = "tensordict", **options: Unpack[RPCOptions]) -> None:
@@ -341,13 +334,9 @@ class RPCCore(RemoteCallCore):
         self._configure(strategy, options)
         self.backend = options["backend"]
 
-    def _reset(self) -> None:
-        super()._reset()
-        self._is_called = False
-
     def create_transport(self, **kwargs: Any) -> PairTransport:
         """The transport of this scheme's API."""
-        kind = self._transports[self.is_blocking]
+        kind = BlockingRPCTransport if self.is_blocking else RPCTransport
         return kind(own_address(), self._options["map_above"], backend=self.backend)
 
     async def initial_source(self, weights: Any) -> Source | None:
@@ -367,17 +356,13 @@ class RPCCore(RemoteCallCore):
         self.is_registered = True
 
     def register_receiver(self, worker_idx: int | None = None) -> None:
-        if self._is_called:
+        if worker_idx is not None:  # else it is the bus that connects, and no call
             super().register_receiver(worker_idx)
 
     async def connect_receiver(self, worker_idx: int | None, timeout: float) -> None:
         if worker_idx is not None:
             self._check_worker(worker_idx)
             self._worker_idx = worker_idx
-
-    async def _connect_called(self, worker: int, timeout: float) -> None:
-        self._is_called = True
-        await super().connect_receiver(worker, timeout)
 
     async def _receive(self, timeout: float | None, call: Call | None = None) -> TensorDict | None:
         if call is None and self.role == "receiver" and not self.is_registered:
@@ -389,23 +374,19 @@ class RPCCore(RemoteCallCore):
         if self._bus.endpoint == INTRODUCED:
             call = replace(call, introduction=self._bus.trainer_link().introductions(call.worker).encode())
         rref = self._remotes[call.worker]
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[Exception | None] = loop.create_future()
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-        def ended(future: Any) -> None:  # in whatever thread
-            try:
-                settle(done, future.value())
-            except Exception as error:
-                settle(done, error=error)
-
-        def begin() -> None:
+        def begin() -> Any:
             call_there = import_module("torch.distributed.rpc").rpc_async
             there, arguments = BlockingRPC.receive_there, (rref, call.encode())
-            call_there(rref.owner(), there, arguments, timeout=RPC_SECONDS).add_done_callback(ended)
+            calling = call_there(rref.owner(), there, arguments, timeout=RPC_SECONDS)
+            calling.add_done_callback(lambda _: settle(done))
+            return calling
 
         try:
-            await elsewhere("asyncsync-call", begin)  # it may connect, which blocks
-            failure = await done
+            calling = await elsewhere("asyncsync-call", begin)  # it may connect, which blocks
+            await done
+            failure: Exception | None = calling.value()
         except RuntimeError as error:
             raise PeerLost(f"worker {call.worker} is lost: it cannot be called by RPC: {error}") from error
         if failure is not None:
@@ -562,9 +543,7 @@ async def _called(method: Any, *args: Any) -> Any:
 class RayCore(RemoteCallCore):
     """What Ray's schemes are, in both APIs."""
 
-    _adopts = True
     _remotes_name = "remote_collectors"
-    _transports: ClassVar[tuple[type[ObjectTransport], ...]] = RayTransport, BlockingRayTransport
 
     @declared
     def __init__(
@@ -583,7 +562,7 @@ class RayCore(RemoteCallCore):
 
     def create_transport(self, **kwargs: Any) -> ObjectTransport:
         """The transport of this scheme's API."""
-        kind = self._transports[self.is_blocking]
+        kind = BlockingRayTransport if self.is_blocking else RayTransport
         return kind(own_address(), self._options["map_above"], stores=self._backend == OBJECT_STORE)
 
     @property

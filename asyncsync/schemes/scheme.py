@@ -12,6 +12,7 @@ import asyncio
 import os
 import secrets
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -42,7 +43,7 @@ from asyncsync.runtime.threads import call_soon
 from asyncsync.schemes.options import SchemeOptions, Strategy
 from asyncsync.schemes.sources import Sources, as_tensordict, by_worker, find_model, resolve_model
 from asyncsync.schemes.torchrl import TorchRLContext, adapted
-from asyncsync.transports.base import TransportCore, in_sync_as
+from asyncsync.transports.base import in_sync_as
 from asyncsync.transports.channels import ChannelReceiver, ChannelSender, make_receiver, make_sender
 from asyncsync.weights.packing import copy_flat, cuda_events
 from asyncsync.weights.slab import Slab
@@ -54,7 +55,6 @@ BUS_OPTIONS = {"endpoint": None} | {name: option.default for name, option in opt
 
 # Each scheme is a pair of classes, one of each API.
 _backends: dict[str, tuple[type[Any], type[Any]]] = {}
-_twins: dict[type, type[Any]] = {}
 
 
 def register(backend: str, asyncio_class: type[Any], blocking_class: type[Any], alias: str = "") -> None:
@@ -62,7 +62,6 @@ def register(backend: str, asyncio_class: type[Any], blocking_class: type[Any], 
     that the other one has in asyncsync."""
     in_sync_as(asyncio_class.__name__)(blocking_class)
     _backends[backend] = _backends[alias or backend] = asyncio_class, blocking_class
-    _twins.update({asyncio_class: blocking_class, blocking_class: asyncio_class})
 
 
 class Scheme(ABC):
@@ -405,8 +404,8 @@ class Scheme(ABC):
 
     def _bound_transport(self, worker_idx: int, **options: Any) -> Any:
         made = self.create_transport(worker_idx=worker_idx, **options)
-        if isinstance(made, TransportCore):
-            made.bind_scheme(self)
+        if isinstance(made, Carrier):
+            made.bound_to = weakref.ref(self)
         return made
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
@@ -437,7 +436,7 @@ class Scheme(ABC):
 
     def _convert(self, package: str) -> Any:
         """Make a scheme of the other API, whose package this is."""
-        kind: Any = _twins.get(type(self))
+        kind: Any = next((pair[not self.is_blocking] for pair in _backends.values() if type(self) in pair), None)
         if kind is None:
             raise TypeError(
                 f"{type(self).__module__}.{type(self).__name__} has no counterpart in {package}: derive one from a "

@@ -15,13 +15,14 @@ from asyncsync.transports.shared_memory import (
     SharedMemTransport,
     SlotTransport,
 )
-from asyncsync.transports.zmq import AutoTransport, BlockingAutoTransport, NearAndFarTransport
+from asyncsync.transports.zmq import AutoTransport, BlockingAutoTransport
 
 
 class SlotCore(Scheme):
-    """What both schemes have in common, in both APIs."""
+    """What the schemes of this file have in common, in both APIs."""
 
-    _transports: ClassVar[tuple[type[SlotTransport], ...]]
+    _adopts = True
+    _transports: ClassVar[tuple[type[SlotTransport], ...]] = SharedMemTransport, BlockingSharedMemTransport
 
     @declared
     def __init__(self, strategy: Strategy = "tensordict", **options: Unpack[SharedMemOptions]) -> None:
@@ -52,15 +53,9 @@ class SharedMemWeightSyncScheme(SlotCore, aio.WeightSyncScheme):
     graphs, a flat view of all parameters).
     """
 
-    _adopts = True
-    _transports = SharedMemTransport, BlockingSharedMemTransport
-
 
 class BlockingSharedMem(SlotCore, blocking.WeightSyncScheme):
     """Weights through shared memory, with the blocking API; see :class:`asyncsync.SharedMemWeightSyncScheme`."""
-
-    _adopts = True
-    _transports = SharedMemTransport, BlockingSharedMemTransport
 
     def receive(self, timeout: float | None = None) -> None:
         """Apply what has come, with ``apply="on_receive"``, and return None at once, as TorchRL documents it: updates
@@ -80,6 +75,7 @@ class MultiProcessWeightSyncScheme(SlotCore, aio.WeightSyncScheme):
     """Weights for workers on this host, each with a copy of its own. Usage and arguments as
     :class:`SharedMemWeightSyncScheme`."""
 
+    _adopts = False
     _transports = MPTransport, BlockingMPTransport
 
 
@@ -87,6 +83,7 @@ class BlockingMultiProcess(SlotCore, blocking.WeightSyncScheme):
     """Weights for workers on this host, each with a copy of its own, with the blocking API; see
     :class:`asyncsync.MultiProcessWeightSyncScheme`."""
 
+    _adopts = False
     _transports = MPTransport, BlockingMPTransport
 
 
@@ -94,19 +91,14 @@ register("shared", SharedMemWeightSyncScheme, BlockingSharedMem, "thread")
 register("process", MultiProcessWeightSyncScheme, BlockingMultiProcess, "multiprocessing")
 
 
-class NearAndFarCore(Scheme):
+class NearAndFarCore(SlotCore):
     """What the scheme has in both APIs."""
 
-    _adopts = True
-    _transports: ClassVar[tuple[type[NearAndFarTransport], ...]] = AutoTransport, BlockingAutoTransport
+    _transports = AutoTransport, BlockingAutoTransport
 
     @declared
     def __init__(self, strategy: Strategy = "tensordict", **options: Unpack[AutoOptions]) -> None:
         self._configure(strategy, options)
-
-    def create_transport(self, **kwargs: Any) -> NearAndFarTransport:
-        """The transport of this scheme's API."""
-        return self._transports[self.is_blocking](**self._options)
 
 
 class AutoWeightSyncScheme(NearAndFarCore, aio.WeightSyncScheme):

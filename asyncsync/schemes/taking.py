@@ -26,12 +26,16 @@ class Version:
     Attributes:
         version, epoch: its number, and of which sender.
         metadata: what was published with it.
+        previous: what was applied before, to go back to; None: nothing was, or this is that one.
     """
 
-    def __init__(self, version: int, epoch: Epoch, metadata: bytes, slab: Slab) -> None:
+    def __init__(
+        self, version: int, epoch: Epoch, metadata: bytes, slab: Slab, previous: Version | None = None
+    ) -> None:
         self.version = version
         self.epoch = epoch_text(epoch)
         self.metadata: dict[str, Any] = decode_metadata(metadata)
+        self.previous = previous
         self._slab: Slab | None = slab
 
     def items(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -48,16 +52,11 @@ class Version:
     def end(self) -> None:
         # The block ends.
         self._slab = None
+        if self.previous is not None:
+            self.previous.end()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.version}, epoch={self.epoch!r})"
-
-
-class TakenVersion(Version):
-    """What ``with scheme.take() as taken`` gives. ``previous``: what was applied before, to go back to; None: nothing
-    was."""
-
-    previous: Version | None = None
 
 
 class Taking:
@@ -75,21 +74,21 @@ class Taking:
         self._scheme = scheme
         self._asked = version, epoch, timeout
         self._link: WorkerLink | None = None
-        self._shown: TakenVersion | None = None
+        self._shown: Version | None = None
 
-    async def __aenter__(self) -> TakenVersion:
+    async def __aenter__(self) -> Version:
         if self._link is not None:
             raise RuntimeError("this block was used already: call take() again")
         link, model_id = self._scheme.bus.worker_link(), self._scheme.topic
         before = link.acting([model_id])
         taken = await link.applying.take(model_id, *self._asked)
         self._link, self._taken = link, taken
-        part = taken.staging.parts[model_id]
-        shown = self._shown = TakenVersion(part.version, taken.staging.epoch, part.metadata, part.slab)
+        part, previous = taken.staging.parts[model_id], None
         if model_id in taken.previous:
             epoch, version, slab = taken.previous[model_id]
-            shown.previous = Version(version, epoch, before.metadata, slab)
-        return shown
+            previous = Version(version, epoch, before.metadata, slab)
+        self._shown = Version(part.version, taken.staging.epoch, part.metadata, part.slab, previous)
+        return self._shown
 
     async def __aexit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         self.give_back(error)
@@ -101,9 +100,7 @@ class Taking:
             return
         assert self._link is not None
         assert self._shown is not None
-        for version in (self._shown, self._shown.previous):
-            if version is not None:
-                version.end()
+        self._shown.end()
         self._link.applying.give_back(taken, error, unused=unused)
 
     def __del__(self) -> None:
@@ -120,9 +117,9 @@ class BlockingTaking:
         self._scheme = scheme
         self._taking = Taking(scheme, version, epoch, timeout)
 
-    def __enter__(self) -> TakenVersion:
+    def __enter__(self) -> Version:
         try:
-            taken: TakenVersion = self._scheme.run_on_loop(self._taking.__aenter__)
+            taken: Version = self._scheme.run_on_loop(self._taking.__aenter__)
         except BaseException:  # an interrupt may come between taking and returning it
             self._end(None, unused=True)
             raise

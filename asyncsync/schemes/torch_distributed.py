@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
-from typing import Any, ClassVar, Unpack
+from typing import Any, Unpack
 from urllib.parse import urlsplit
 
 from torch import distributed
@@ -42,7 +42,6 @@ class DistributedCore(Scheme):
 
     _adopts = True
     _is_introduced = True
-    _transports: ClassVar[tuple[type[PairTransport], ...]] = DistributedTransport, BlockingDistributedTransport
     _place: StorePlace | None
 
     @declared
@@ -59,7 +58,8 @@ class DistributedCore(Scheme):
 
     def create_transport(self, **kwargs: Any) -> PairTransport:
         """The transport of this scheme's API."""
-        kind, sizes = self._transports[self.is_blocking], (self._options["map_above"], self._options["pair_above"])
+        kind = BlockingDistributedTransport if self.is_blocking else DistributedTransport
+        sizes = self._options["map_above"], self._options["pair_above"]
         return kind(self._listens_at(), *sizes, backend=self.backend)
 
     def _listens_at(self) -> str:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Unpack
+from typing import Any, Unpack
 
 from asyncsync.arguments import declared
 from asyncsync.schemes import aio, blocking
 from asyncsync.schemes.options import Strategy, ZMQOptions
 from asyncsync.schemes.scheme import Scheme, register
-from asyncsync.transports.zmq import BlockingZMQTransport, ChunkTransport, ZMQTransport
+from asyncsync.transports.shared_memory import ChunkTransport
+from asyncsync.transports.zmq import BlockingZMQTransport, ZMQTransport
 
 
 class ChunkCore(Scheme):
     """What the scheme has in both APIs."""
 
     _adopts = True
-    _transports: ClassVar[tuple[type[ChunkTransport], ...]] = ZMQTransport, BlockingZMQTransport
 
     @declared
     def __init__(self, strategy: Strategy = "tensordict", **options: Unpack[ZMQOptions]) -> None:
@@ -23,7 +23,7 @@ class ChunkCore(Scheme):
 
     def create_transport(self, **kwargs: Any) -> ChunkTransport:
         """The transport of this scheme's API."""
-        return self._transports[self.is_blocking](**self._options)
+        return (BlockingZMQTransport if self.is_blocking else ZMQTransport)(**self._options)
 
 
 class ZMQWeightSyncScheme(ChunkCore, aio.WeightSyncScheme):
