@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 from copy import copy
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import lru_cache
 from math import prod
 from operator import is_
 from os.path import commonprefix
@@ -70,11 +70,6 @@ class Selection:
         self.is_all = include is None and exclude is None
         if strict and self.is_all:
             raise ValueError("strict=True refuses keys that no pattern matches: give include= or exclude=, too")
-        self._known: tuple[list[Path], list[Path]] | None = None  # of the last publication: paths, and their choice
-        self._paths: set[Path] = set()
-
-    def __reduce__(self) -> tuple[Any, ...]:  # without what it remembers
-        return partial(Selection, strict=self.strict), (self.include, self.exclude)
 
     def __repr__(self) -> str:
         return ", ".join(f"{n}={list(p)}" for n, p in (("include", self.include), ("exclude", self.exclude)) if p)
@@ -108,17 +103,19 @@ class Selection:
         """What is chosen of a source. Raises as :meth:`check`."""
         if self.is_all:
             return flat
-        known = list(flat.tensors), list(flat.values)
-        if known != self._known:
-            paths = [*flat.tensors, *flat.values]
-            self.check(map(dotted, paths), "the source's")
-            self._known, self._paths = known, {path for path in paths if self.chooses(dotted(path))}
-        chosen = self._paths
+        chosen = _chosen(self, (*flat.tensors, *flat.values))
         return FlatWeights(
             {path: tensor for path, tensor in flat.tensors.items() if path in chosen},
             {path: value for path, value in flat.values.items() if path in chosen},
             flat.ready,
         )
+
+
+@lru_cache(16)
+def _chosen(selection: Selection, paths: tuple[Path, ...]) -> set[Path]:
+    """Which of a source's paths are chosen: the same in every publication. Raises as :meth:`Selection.check`."""
+    selection.check(map(dotted, paths), "the source's")
+    return {path for path in paths if selection.chooses(dotted(path))}
 
 
 class ModelTensors:
