@@ -237,8 +237,6 @@ class TrainerVerifying:
 def _differences(layout: Layout, digests: list[bytes], verified: Verified) -> list[str] | NotComparable:
     if len(digests) != len(verified.digests):
         return NotComparable(f"it has answered for {len(verified.digests)} tensors, not {len(digests)}")
-    names = [[dotted(entry.path)] for entry in layout.entries]
-    for path, index in layout.aliases.items():
-        names[index].append(dotted(path))
-    pairs = zip(names, digests, verified.digests, strict=True)
-    return [name for all_names, own, theirs in pairs if theirs not in (own, NOTHING) for name in all_names]
+    pairs = zip(digests, verified.digests, strict=True)
+    differ = [theirs not in (own, NOTHING) for own, theirs in pairs]
+    return [dotted(path) for path, i in layout.index.items() if differ[i]]

@@ -471,8 +471,7 @@ class BoundModel:
         """The plan for a layout, remembered. Raises as :meth:`check_fit`."""
         if (known := self.plans.get(layout.digest)) is not None:
             return known
-        index = {dotted(e.path): i for i, e in enumerate(layout.entries)}
-        index |= {dotted(path): i for path, i in layout.aliases.items()}
+        index = {dotted(path): i for path, i in layout.index.items()}
         chooses = self.selection.chooses
         plan = self.plan(self.selection.of(specs_of(layout)), set(filter(chooses, map(dotted, layout.value_paths))))
         plan.order = [index[n] for n in plan.names]
@@ -549,8 +548,8 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def specs_of(layout: Layout) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """What the tensors of a layout are, by name."""
-    specs = {dotted(e.path): (e.dtype, e.shape) for e in layout.entries}
-    return specs | {dotted(path): specs[dotted(layout.entries[i].path)] for path, i in layout.aliases.items()}
+    entries = layout.entries
+    return {dotted(path): (entries[i].dtype, entries[i].shape) for path, i in layout.index.items()}
 
 
 def constant(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

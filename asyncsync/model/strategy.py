@@ -249,7 +249,7 @@ class Binding:
         specs = specs_of(layout)
         if self._converts:
             # Expanded constants have the announced shapes and dtypes but cost one element each.
-            sample = {p: constant(*specs[dotted(p)]) for p in layout.paths if dotted(p) in specs}
+            sample = {p: constant(*specs[dotted(p)]) for p in layout.index}
             specs = {dotted(p): (t.dtype, tuple(t.shape)) for p, t in self._convert(nest(sample)).items()}
         values = {dotted(p) for p in layout.value_paths}
         selection = self.bound.selection
