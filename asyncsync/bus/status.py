@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from asyncsync.monitor.trace import Hook, debug_log
@@ -285,23 +286,17 @@ def _by(counts: Mapping[str, float]) -> dict[tuple[str, ...], float]:
     return {(name,): float(count) for name, count in counts.items()}
 
 
-def _gauge(name: str, told: str, values: Mapping[Any, float], labels: Sequence[str] = ()) -> Metric:
-    from prometheus_client.core import GaugeMetricFamily
+def _family(kind: str, name: str, told: str, values: Mapping[Any, float], labels: Sequence[str] = ()) -> Metric:
+    from prometheus_client import core
 
-    return _filled(GaugeMetricFamily("asyncsync_" + name, told, labels=labels), values)
-
-
-def _counter(name: str, told: str, values: Mapping[Any, float], labels: Sequence[str] = ()) -> Metric:
-    from prometheus_client.core import CounterMetricFamily
-
-    return _filled(CounterMetricFamily("asyncsync_" + name, told, labels=labels), values)
-
-
-def _filled(family: Any, values: Mapping[Any, float]) -> Metric:
-    for labels, value in values.items():
-        family.add_metric(labels, value)
+    family = getattr(core, kind)(f"asyncsync_{name}", told, labels=labels)
+    for key, value in values.items():
+        family.add_metric(key, value)
     result: Metric = family
     return result
+
+
+_gauge, _counter = partial(_family, "GaugeMetricFamily"), partial(_family, "CounterMetricFamily")
 
 
 # -- for trace hooks --------------------------------------------------------------------------------------------------

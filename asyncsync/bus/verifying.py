@@ -218,7 +218,6 @@ class TrainerVerifying:
     async def _own(self, targets: Mapping[int, Target]) -> dict[tuple[int, int], tuple[Layout, list[bytes]]]:
         over, link = threading.Event(), self._link
         entries = {target.slab: [[view] for view in target.slab.views] for target in targets.values()}
-        layouts = {slab: slab.layout for slab in entries}
 
         def hash_all() -> dict[Slab, list[bytes]]:
             return {slab: digests_of(views, lambda: over.is_set() or link.closed) for slab, views in entries.items()}
@@ -227,18 +226,16 @@ class TrainerVerifying:
             slab.retain()
         try:
             digests = await elsewhere("asyncsync-verify", hash_all, over.set)
+            return {(worker, t.version): (t.slab.layout, digests[t.slab]) for worker, t in targets.items()}
         finally:
             for slab in entries:
                 slab.release()
             link.notify()  # a publication may be waiting for one of them
-        return {(worker, t.version): (layouts[t.slab], digests[t.slab]) for worker, t in targets.items()}
 
 
 def _differences(layout: Layout, digests: list[bytes], verified: Verified) -> list[str] | NotComparable:
     if len(digests) != len(verified.digests):
         return NotComparable(f"it has answered for {len(verified.digests)} tensors, not {len(digests)}")
-    names = [[dotted(entry.path)] for entry in layout.entries]
-    for path, index in layout.aliases.items():
-        names[index].append(dotted(path))
-    pairs = zip(names, digests, verified.digests, strict=True)
-    return [name for all_names, own, theirs in pairs if theirs not in (own, NOTHING) for name in all_names]
+    pairs = zip(digests, verified.digests, strict=True)
+    differ = [theirs not in (own, NOTHING) for own, theirs in pairs]
+    return [dotted(path) for path, i in layout.index.items() if differ[i]]

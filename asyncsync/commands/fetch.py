@@ -28,9 +28,10 @@ from asyncsync.errors import NotConnected, WeightSyncError
 from asyncsync.net.keys import Credentials
 from asyncsync.protocol.settings import Settings
 from asyncsync.transports.shared_memory import SharedMemTransport
-from asyncsync.weights.files import dotted_names, write
+from asyncsync.weights.files import write
 from asyncsync.weights.layout import unpack_values
 from asyncsync.weights.slab import Slab
+from asyncsync.weights.tree import dotted
 from asyncsync.wire.messages import Epoch
 
 PATIENCE = 3.0  # seconds until this says what it waits for
@@ -131,10 +132,11 @@ def _run(options: argparse.Namespace) -> int:
             epoch, found = runner.run(get())
         name = _chosen(found, options.model)
         snapshot = found[name]
-        write(options.out, dotted_names(snapshot.slab.tensors()), _metadata(name, epoch, snapshot))
+        tensors = {dotted(path): tensor for path, tensor in snapshot.slab.tensors().items()}
+        write(options.out, tensors, _metadata(name, epoch, snapshot))
     except (WeightSyncError, ValueError, OSError) as error:
         raise CommandFailed(as_options(error)) from error
-    size = f"{len(snapshot.slab.tensors())} tensors, {snapshot.slab.nbytes:,} bytes"
+    size = f"{len(tensors)} tensors, {snapshot.slab.nbytes:,} bytes"
     print(f"{options.out}: version {snapshot.version} of {name or 'the model'}, {size}")
     return 0
 

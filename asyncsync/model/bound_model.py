@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 from copy import copy
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import lru_cache
 from math import prod
 from operator import is_
 from os.path import commonprefix
@@ -70,11 +70,6 @@ class Selection:
         self.is_all = include is None and exclude is None
         if strict and self.is_all:
             raise ValueError("strict=True refuses keys that no pattern matches: give include= or exclude=, too")
-        self._known: tuple[list[Path], list[Path]] | None = None  # of the last publication: paths, and their choice
-        self._paths: set[Path] = set()
-
-    def __reduce__(self) -> tuple[Any, ...]:  # without what it remembers
-        return partial(Selection, strict=self.strict), (self.include, self.exclude)
 
     def __repr__(self) -> str:
         return ", ".join(f"{n}={list(p)}" for n, p in (("include", self.include), ("exclude", self.exclude)) if p)
@@ -108,17 +103,19 @@ class Selection:
         """What is chosen of a source. Raises as :meth:`check`."""
         if self.is_all:
             return flat
-        known = list(flat.tensors), list(flat.values)
-        if known != self._known:
-            paths = [*flat.tensors, *flat.values]
-            self.check(map(dotted, paths), "the source's")
-            self._known, self._paths = known, {path for path in paths if self.chooses(dotted(path))}
-        chosen = self._paths
+        chosen = _chosen(self, (*flat.tensors, *flat.values))
         return FlatWeights(
             {path: tensor for path, tensor in flat.tensors.items() if path in chosen},
             {path: value for path, value in flat.values.items() if path in chosen},
             flat.ready,
         )
+
+
+@lru_cache(16)
+def _chosen(selection: Selection, paths: tuple[Path, ...]) -> set[Path]:
+    """Which of a source's paths are chosen: the same in every publication. Raises as :meth:`Selection.check`."""
+    selection.check(map(dotted, paths), "the source's")
+    return {path for path in paths if selection.chooses(dotted(path))}
 
 
 class ModelTensors:
@@ -474,8 +471,7 @@ class BoundModel:
         """The plan for a layout, remembered. Raises as :meth:`check_fit`."""
         if (known := self.plans.get(layout.digest)) is not None:
             return known
-        index = {dotted(e.path): i for i, e in enumerate(layout.entries)}
-        index |= {dotted(path): i for path, i in layout.aliases.items()}
+        index = {dotted(path): i for path, i in layout.index.items()}
         chooses = self.selection.chooses
         plan = self.plan(self.selection.of(specs_of(layout)), set(filter(chooses, map(dotted, layout.value_paths))))
         plan.order = [index[n] for n in plan.names]
@@ -552,8 +548,8 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def specs_of(layout: Layout) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """What the tensors of a layout are, by name."""
-    specs = {dotted(e.path): (e.dtype, e.shape) for e in layout.entries}
-    return specs | {dotted(path): specs[dotted(layout.entries[i].path)] for path, i in layout.aliases.items()}
+    entries = layout.entries
+    return {dotted(path): (entries[i].dtype, entries[i].shape) for path, i in layout.index.items()}
 
 
 def constant(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

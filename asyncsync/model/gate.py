@@ -288,23 +288,7 @@ class Gate:
         What ``apply`` raises is raised: after an Exception the update is dropped, after an interrupt it is pending. Its
         ``done`` is called only in the latter case, when it has been applied.
         """
-        frame = sys._getframe()
-        try:
-            with self._mutex:
-                if self._readers or self._update is not None or self._applying is not None:
-                    return False
-                update.applied, update.frame, update.thread = False, frame, threading.get_ident()
-                self._applying = update
-            try:
-                update.apply()
-            except Exception:
-                update.applied = True
-                raise
-            update.applied = True
-            return True
-        finally:
-            self._release(frame)
-            del frame
+        return self._apply(update)
 
     def withdraw(self) -> bool:
         """Drop the pending update, unless an apply was interrupted and the model needs it; True if one was dropped."""
@@ -320,20 +304,22 @@ class Gate:
         if self._update is not None or self._applying is not None:
             if self._readers or self._applying is not None:
                 self._sweep()
-            while self._update is not None and self._apply_one():
+            while self._update is not None and self._apply():
                 pass  # others may have been offered meanwhile
 
-    def _apply_one(self) -> bool:
-        """Apply the pending update if nobody is inside; whether it was."""
+    def _apply(self, given: Writer | None = None) -> bool:
+        """Apply this update, or the pending one, if nobody is inside; whether it was applied. An Exception goes to the
+        caller who has given the update, or to `done` of the pending one."""
         frame = sys._getframe()
         error: Exception | None = None
         try:
             with self._mutex:
-                update = self._update
-                if update is None or self._applying is not None or self._readers:
+                if self._readers or self._applying is not None or (given and self._update):
+                    return False
+                if (update := given or self._update) is None:
                     return False
                 # In this order an interrupt between two lines loses nothing.
-                update.frame, update.thread = frame, threading.get_ident()
+                update.applied, update.frame, update.thread = False, frame, threading.get_ident()
                 self._applying = update
                 self._update = None
             try:
@@ -342,10 +328,13 @@ class Gate:
                 error = exc
             self._torn = False
             update.applied = True
-            try:
-                update.done(error)
-            except Exception:
-                _log.exception("the `done` callback of a weight update raised; the gate goes on")
+            if given is None:
+                try:
+                    update.done(error)
+                except Exception:
+                    _log.exception("the `done` callback of a weight update raised; the gate goes on")
+            elif error is not None:
+                raise error
             return True
         finally:
             error = None

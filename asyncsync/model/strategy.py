@@ -249,7 +249,7 @@ class Binding:
         specs = specs_of(layout)
         if self._converts:
             # Expanded constants have the announced shapes and dtypes but cost one element each.
-            sample = {p: constant(*specs[dotted(p)]) for p in layout.paths if dotted(p) in specs}
+            sample = {p: constant(*specs[dotted(p)]) for p in layout.index}
             specs = {dotted(p): (t.dtype, tuple(t.shape)) for p, t in self._convert(nest(sample)).items()}
         values = {dotted(p) for p in layout.value_paths}
         selection = self.bound.selection
@@ -274,12 +274,14 @@ class Binding:
             return cached
         views = slab.views
         home = slab if self.repoints and slab.may_hold_parameters and plan.model.is_module else None
-        is_small = slab.nbytes <= CACHED_BYTES and home is None and not bound.cast
-        pieces = [slab.pieces[i] for i in plan.order] if is_small else None
         sources, states = [views[i] for i in plan.order], {n: views[i] for n, i in plan.states}
         chosen = bound.selection.of({dotted(p): v for p, v in values.items()})
+        is_copied = slab.nbytes <= CACHED_BYTES and home is None and bound.inplace and not bound.cast
+        # What shares memory in this model, but not in the sender's, has to be compared at each update.
+        is_simple = is_copied and not (states or chosen or plan.ties or plan.overlaps)
+        pieces = [slab.pieces[i] for i in plan.order] if is_simple else None
         update = ModelUpdate(bound, plan, sources, states, chosen, home, pieces)
-        if update.is_simple:
+        if is_simple:
             self._cache[slab] = update
         else:
             self._cache.pop(slab, None)

@@ -57,10 +57,8 @@ class ModelUpdate(Prepared):
         plan, sources: the model's tensors that are written, in order, and what they get.
         states, values: extra state that is a tensor, or a msgpack value, by name.
         slab: where Parameters may get their memory; None: nowhere.
-        pieces: the bytes that each tensor of the plan gets; None: it takes more than to copy bytes.
-
-    Attributes:
-        is_simple: the same may be done whenever the slab holds another version.
+        pieces: the bytes that each tensor of the plan gets, if no more than that has to be done whenever the slab holds
+            another version; else None.
 
     Raises:
         SchemaMismatch: tensors of the model that share memory would get different values.
@@ -84,8 +82,6 @@ class ModelUpdate(Prepared):
                 sources[other] = sources[first]
         if not model.inplace:
             sources = [clone(source) for source in sources]
-        # What shares memory in this model, but not in the sender's, has to be compared at each update.
-        self.is_simple = pieces is not None and model.inplace and not (states or values or plan.ties or plan.overlaps)
         self._model = model
         self._plan = plan
         self._sources = sources
@@ -263,11 +259,11 @@ class ModelUpdate(Prepared):
     @property
     def is_known(self) -> bool:
         """Whether :meth:`repeat` is worth a try."""
-        return self.is_simple and self._pieces is not None and self._plan.memory.views is not None
+        return self._pieces is not None and self._plan.memory.views is not None
 
     def repeat(self) -> bool:
         plan, pieces = self._plan, self._pieces
-        if pieces is None or not self.is_simple or self._model.is_repointed or plan.model.stale():
+        if pieces is None or self._model.is_repointed or plan.model.stale():
             return False
         try:
             found = [owner[key] for owner, key in plan.locations]

@@ -47,7 +47,7 @@ def copy_tensors(destinations: list[torch.Tensor], sources: list[torch.Tensor]) 
     with torch.inference_mode():
         if max(map(torch.Tensor.numel, destinations), default=0) >= LARGE_NUMEL:
             sizes = [d.numel() for d in destinations]
-            large = [i for i, n in enumerate(sizes) if n >= LARGE_NUMEL and _same_bytes(destinations[i], sources[i])]
+            large = [i for i, n in enumerate(sizes) if n >= LARGE_NUMEL and _are_alike(destinations[i], sources[i])]
             pairs = [(memory_of(destinations[i]), memory_of(sources[i])) for i in large]
             copy_arrays([(np.frombuffer(d, np.uint8), np.frombuffer(s, np.uint8)) for d, s in pairs])
             torch.autograd.graph.increment_version([d for i in large if not (d := destinations[i]).is_inference()])
@@ -66,13 +66,10 @@ def clone(tensor: torch.Tensor) -> torch.Tensor:
     return new
 
 
-def _same_bytes(destination: torch.Tensor, source: torch.Tensor) -> bool:
+def _are_alike(destination: torch.Tensor, source: torch.Tensor) -> bool:
     """Whether a copy of one to the other is simply one of their bytes."""
-    if destination.dtype is not source.dtype or destination.shape != source.shape:
-        return False
-    if destination.is_neg() is not source.is_neg() or destination.is_conj() is not source.is_conj():
-        return False
-    return all(t.is_cpu and t.is_contiguous() and type(t) in PLAIN for t in (destination, source))
+    is_same = destination.dtype is source.dtype and destination.shape == source.shape
+    return is_same and is_bytes(destination) and is_bytes(source)
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
@@ -88,9 +85,8 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
 
 def is_bytes(tensor: torch.Tensor) -> bool:
     """Whether to copy such a tensor is to copy its bytes."""
-    if type(tensor) not in PLAIN or not tensor.is_cpu or not tensor.is_contiguous():
-        return False
-    return not (tensor.is_neg() or tensor.is_inference() or tensor.dtype.is_complex)
+    is_plain = type(tensor) in PLAIN and tensor.is_cpu and tensor.is_contiguous()
+    return is_plain and not (tensor.is_neg() or tensor.is_conj())
 
 
 def copy_bytes(destinations: list[memoryview], sources: list[memoryview]) -> None:
@@ -115,23 +111,20 @@ def copy_arrays(pairs: list[tuple[_Bytes, _Bytes]]) -> None:
             failures.append(error)
 
     threads = [threading.Thread(target=copy, args=(share,), name="asyncsync-copying", daemon=True) for share in others]
-    begun: list[threading.Thread] = []
     try:
         for thread, share in zip(threads, others, strict=True):
-            begun.append(thread)  # first: an interrupt may strike between two lines
             try:
                 thread.start()
             except RuntimeError:  # no more threads, or the interpreter is ending
                 copy(share)
         copy(mine)
     finally:
-        while begun:  # also after Ctrl-C, which may come here again
-            try:
-                if begun[-1].ident is not None:
-                    begun[-1].join()
-                begun.pop()
-            except BaseException as error:
-                failures.append(error)
+        for thread in threads:
+            while thread.is_alive():
+                try:
+                    thread.join()
+                except BaseException as error:  # Ctrl-C, which may come here again
+                    failures.append(error)
     if failures:
         raise failures[0]
 

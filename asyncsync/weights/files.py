@@ -17,18 +17,7 @@ from pathlib import Path
 
 import torch
 
-from asyncsync.weights.tree import dotted
-
 METADATA = "__metadata__"  # the format's own name
-
-
-def dotted_names(tensors: Mapping[tuple[str, ...], torch.Tensor]) -> dict[str, torch.Tensor]:
-    """By dotted names. Raises ValueError: two key paths have the same."""
-    named = {dotted(path): tensor for path, tensor in tensors.items()}
-    if len(named) != len(tensors):
-        names = sorted({name for name in map(dotted, tensors) if list(map(dotted, tensors)).count(name) > 1})
-        raise ValueError(f"several tensors have one name in a file: {', '.join(names[:5])}")
-    return named
 
 
 def write(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:

@@ -197,6 +197,11 @@ class Layout:
         return [*(e.path for e in self.entries), *self.aliases, *self.value_paths]
 
     @cached_property
+    def index(self) -> dict[Path, int]:
+        """Which entry the tensor of each key path is; tied ones are one."""
+        return {e.path: i for i, e in enumerate(self.entries)} | self.aliases
+
+    @cached_property
     def encoded(self) -> bytes:
         """The layout as it travels, in msgpack."""
         entries = [[list(e.path), NAMES[e.dtype], list(e.shape)] for e in self.entries]

@@ -147,8 +147,10 @@ class AddressCache:
             if not self._ids or len(tensors) > FEW:
                 return None
         if self.views is None and not self._is_more:
-            # A tensor that is there twice would get one value, and then another.
-            if all(map(is_bytes, tensors)) and len(set(map(id, tensors))) == len(tensors):
+            # A tensor that is there twice would get one value, and then another. One that was made in inference mode
+            # has no count of its changes; a complex one may be conjugated by the next time.
+            are_bytes = all(is_bytes(t) and not (t.is_inference() or t.is_complex()) for t in tensors)
+            if are_bytes and len(set(map(id, tensors))) == len(tensors):
                 self._shapes, self._dtypes = [t.shape for t in tensors], [t.dtype for t in tensors]
                 self._storages = list(map(torch.Tensor.untyped_storage, tensors))
                 self._lengths = list(map(_nbytes, self._storages))

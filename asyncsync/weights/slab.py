@@ -142,9 +142,7 @@ class Slab:
     def tensors(self) -> dict[Path, torch.Tensor]:
         """Views into the slab under every key path; tied paths share one view."""
         views = self.views
-        table = {e.path: v for e, v in zip(self.layout.entries, views, strict=True)}
-        table.update({path: views[i] for path, i in self.layout.aliases.items()})
-        return table
+        return {path: views[i] for path, i in self.layout.index.items()}
 
     def weights(self) -> TensorDict:
         """The content as a nested TensorDict of views into the slab."""

@@ -35,8 +35,6 @@ AGAIN_FIELDS = "QQQI"  # serial, since, version; the last is the descriptor's le
 _AGAIN = Struct(HEAD.format + AGAIN_FIELDS)
 _APPLIED = Struct(HEAD.format + "Q")
 _SMALL_HEADER = 512
-_SMALL_ARRAY = 128  # a slab in use takes at least 4 bytes, a map's entry 2: a small header has no longer list or map
-_SMALL_MAP = 256
 
 _BY_KIND = {kind: cls for kind, cls in messages.INSTRUCTIONS.items() if cls is not Again}
 _CHECKS = {cls: messages.check_of(cls) for cls in _BY_KIND.values()}
@@ -116,22 +114,21 @@ def _without_duplicates(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
     return table
 
 
-def _unpacker(limit: int, max_array: int, max_map: int) -> Callable[[Buffer], Any]:
+def _unpacker(limit: int) -> Callable[[Buffer], Any]:
     return partial(
         msgpack.unpackb,
         raw=False,
         strict_map_key=True,
         object_pairs_hook=_without_duplicates,
         max_ext_len=0,
-        max_array_len=max_array,
-        max_map_len=max_map,
+        max_array_len=limit,
+        max_map_len=limit,
         max_str_len=limit,
         max_bin_len=limit,
     )
 
 
-_unpack_small = _unpacker(_SMALL_HEADER, _SMALL_ARRAY, _SMALL_MAP)
-_unpack_large = _unpacker(MAX_HEADER, MAX_HEADER, MAX_HEADER)
+_unpack_small, _unpack_large = _unpacker(_SMALL_HEADER), _unpacker(MAX_HEADER)
 
 
 def _check_payload(instruction: Instruction, payload: Sequence[Buffer]) -> None:

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncsync.weights.files import dotted_names, read, write
+from asyncsync.weights.files import read, write
 from asyncsync.weights.tensors import DTYPES
 from helpers.bits import bits
 
@@ -31,13 +31,6 @@ def test_every_dtype_and_shape_comes_back_as_it_was(tmp_path: Path) -> None:
         assert (tensors[name].dtype, tensors[name].shape) == (tensor.dtype, tensor.shape)
         assert bits(tensors[name]) == bits(tensor)
     assert os.listdir(tmp_path) == [path.name]
-
-
-def test_tied_weights_are_written_once_per_name() -> None:
-    tensor = torch.ones(2)
-    assert dotted_names({("a",): tensor, ("b", "c"): tensor}).keys() == {"a", "b.c"}
-    with pytest.raises(ValueError, match=r"one name in a file: b\.c"):
-        dotted_names({("a",): tensor, ("b", "c"): tensor, ("b.c",): tensor})
 
 
 @pytest.mark.promise(22)
