@@ -125,8 +125,6 @@ class Evaluator(Lifetime):
     the entries that ``metrics_fn`` adds. The weights do not change during an evaluation.
     """
 
-    closed = True  # until there is something to close
-
     @declared
     def __init__(self, env: Any, policy: Any = None, **options: Unpack[EvaluatorOptions]) -> None:
         """Start the worker.
@@ -175,8 +173,7 @@ class Evaluator(Lifetime):
             **(options["collector_kwargs"] or {}),
         )
         self._evaluations = Evaluations(self._collector, options["log_prefix"], options["on_result"])
-        self._forget = weakref.finalize(self, _end_elsewhere, self._collector)
-        self._forget.atexit = False
+        self._group = self._collector.group
         self._evaluations.start()
         self.closed = False
 
@@ -318,17 +315,16 @@ class Evaluator(Lifetime):
     def _check(self, timeout: float | None) -> None:
         """Raises ClosedError: there are no more evaluations; BaseException: what has ended the worker; RuntimeError:
         the caller would wait for ever."""
-        group = self._evaluations.group
-        group.check()
-        if group.failure is not None:
-            raise group.failure
+        self._group.check()
+        if self._group.failure is not None:
+            raise self._group.failure
         if timeout is None and threading.current_thread() is self._evaluations:
             raise RuntimeError(
                 "on_result cannot wait for an evaluation, because the next one begins after it. Use trigger_eval()"
             )
 
     async def _until(self, met: Callable[[], object], timeout: float | None, *, blocking: bool) -> None:
-        waiting = partial(self._evaluations.group.until, met, timeout)
+        waiting = partial(self._group.until, met, timeout)
         if blocking:
             loop_thread.run(waiting)
         else:
@@ -361,7 +357,7 @@ class Evaluator(Lifetime):
                 self._evaluations.withdraw(waiting)
         request = Request(copies, step, has_caller=has_caller)
         self._evaluations.asked.append(request)
-        self._evaluations.group.nudge()
+        self._group.nudge()
         return request
 
     # -- checkpoints and the end --------------------------------------------------------------------------------------
@@ -396,17 +392,11 @@ class Evaluator(Lifetime):
         self.closed = True
         errors = [request.exception() for request in self._evaluations.results.copy()]
         self._collector.shutdown(timeout)
-        self._forget.detach()
         if threading.current_thread() is not self._evaluations:  # until on_result has returned
             join(self._evaluations, SHUTDOWN_SECONDS if timeout is None else timeout)
         for error in errors:
-            if error not in (None, self._evaluations.group.failure):  # what has ended the worker, every call tells
+            if error not in (None, self._group.failure):  # what has ended the worker, every call tells
                 raise error
-
-
-def _end_elsewhere(collector: MultiCollector) -> None:
-    """The evaluator was forgotten. Garbage is collected in any thread, between any two lines: no place to wait."""
-    threading.Thread(target=collector.shutdown, name="asyncsync-collector-end", daemon=True).start()
 
 
 class Request(concurrent.futures.Future[dict[str, Any]]):
@@ -420,8 +410,8 @@ class Request(concurrent.futures.Future[dict[str, Any]]):
 
 
 class Evaluations(threading.Thread):
-    """The thread that carries evaluations out, one after another, until the worker's end. It does not refer to the
-    evaluator, because an evaluator that the user forgets ends.
+    """The thread that carries evaluations out, one after another, until the worker's end. It keeps neither the evaluator
+    nor its collector: those that the user forgets end.
 
     Attributes:
         asked: requests that are not done. The first may be under way.
@@ -435,7 +425,7 @@ class Evaluations(threading.Thread):
         self.group = collector.group
         self.asked: deque[Request] = deque()
         self.results: deque[Request] = deque(maxlen=KEPT)
-        self._collector = collector
+        self._collector: MultiCollector = weakref.proxy(collector)
         self._prefix = prefix
         self._on_result = on_result
 
@@ -487,7 +477,7 @@ class Evaluations(threading.Thread):
                 self._collector.update_policy_weights_(weights_dict=weights)
             except PartialSendError as error:
                 raise error.failed[0] from error  # there is one worker
-        [found] = self._collector.map_fn("evaluate", [(step,)], timeout=math.inf)
+        [found] = self.group.ask("execute", "evaluate", (step,), {}, timeout=math.inf)
         result = {f"{self._prefix}/{name}": value for name, value in {**found, "step": step}.items()}
         if self._on_result is not None:
             self._on_result(TensorDict(result))
