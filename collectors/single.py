@@ -266,7 +266,7 @@ class Collector(BaseCollector, metaclass=Chooses):
             self._check_can_wait()
             if self._pending is None:
                 self._check_open()  # the thread that has ended with shutdown() must not begin anew
-                self._pending = self._begin()
+                self._pending = self._thread.call(self._next_batch)
             pending = self._pending
             await until_done_async(pending)
             if self._pending is pending:
@@ -280,19 +280,6 @@ class Collector(BaseCollector, metaclass=Chooses):
         """Raises RuntimeError: this thread would wait for ever for a batch that it keeps from coming itself."""
         if self._pending is None or not self._pending.done():
             self._lock.check_not_paused_here()
-
-    def _begin(self) -> concurrent.futures.Future[TensorDictBase | None]:
-        future: concurrent.futures.Future[TensorDictBase | None] = concurrent.futures.Future()
-        future.set_running_or_notify_cancel()  # a coroutine's cancellation does not reach it
-
-        def run() -> None:
-            try:
-                future.set_result(self._next_batch())
-            except BaseException as error:  # handed to whoever awaits the batch
-                future.set_exception(error)
-
-        self._thread.submit(run)
-        return future
 
     def _run_free(self) -> None:
         """Collect all batches, in the background. What ends that is kept, unless it is the collector's end."""

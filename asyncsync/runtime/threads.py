@@ -149,16 +149,38 @@ class WorkThread:
             else:
                 settle(future, result)
 
+        self._put(job)
+        return future
+
+    def call(self, function: Callable[[], T]) -> concurrent.futures.Future[T]:
+        """:meth:`submit` where no loop runs. Cancelling the future withdraws the call, unless it has begun."""
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+        def job() -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(function())
+                except BaseException as error:  # handed to whoever takes the result
+                    future.set_exception(error)
+
+        self._put(job)
+        return future
+
+    def _put(self, job: Callable[[], None]) -> None:
         if self._thread is None:
             thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             try:
                 thread.start()
             except RuntimeError:  # the interpreter is ending, and starts no threads any more
                 job()
-                return future
+                return
             self._thread = thread
         self._jobs.put(job)
-        return future
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the caller runs in this thread."""
+        return self._thread is threading.current_thread()
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:

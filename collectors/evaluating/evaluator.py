@@ -11,7 +11,6 @@ import concurrent.futures
 import contextlib
 import logging
 import math
-import threading
 import time
 import weakref
 from collections import deque
@@ -28,14 +27,14 @@ from asyncsync.arguments import Option, declared, described
 from asyncsync.collectors.arguments import Device, check_policy_factory, fits, frames_or_none, whole
 from asyncsync.collectors.base import SHUTDOWN_SECONDS, Lifetime
 from asyncsync.collectors.envs import environment as environments
-from asyncsync.collectors.multi.collector import MultiCollector
 from asyncsync.collectors.options import InitFn, family
 from asyncsync.collectors.single import Collector
 from asyncsync.collectors.trajectories import Key, _aggregate_end_of_traj, padded, path_of
+from asyncsync.collectors.workers.group import WorkerGroup
 from asyncsync.errors import AckTimeout, ClosedError, PartialSendError
 from asyncsync.model.strategy import WeightStrategy, flat_weights
 from asyncsync.runtime import loop_thread
-from asyncsync.runtime.threads import join
+from asyncsync.runtime.threads import WorkThread, until_done
 from asyncsync.schemes.blocking import now
 from asyncsync.schemes.sources import as_tensordict
 from asyncsync.sync import RayWeightSyncScheme, SharedMemWeightSyncScheme
@@ -48,6 +47,9 @@ STEPS = 200
 
 RETURN: Key = ("next", "episode_reward")
 """Where TorchRL's RewardSum, for one, has the return up to a step."""
+
+Request = concurrent.futures.Future[dict[str, Any]]
+"""One evaluation, and its result."""
 
 KEPT = 1024
 """How many results are kept for the user to take. Older ones are dropped: a callback may be all that reads them."""
@@ -125,8 +127,6 @@ class Evaluator(Lifetime):
     the entries that ``metrics_fn`` adds. The weights do not change during an evaluation.
     """
 
-    closed = True  # until there is something to close
-
     @declared
     def __init__(self, env: Any, policy: Any = None, **options: Unpack[EvaluatorOptions]) -> None:
         """Start the worker.
@@ -174,10 +174,17 @@ class Evaluator(Lifetime):
             **own,
             **(options["collector_kwargs"] or {}),
         )
-        self._evaluations = Evaluations(self._collector, options["log_prefix"], options["on_result"])
-        self._forget = weakref.finalize(self, _end_elsewhere, self._collector)
-        self._forget.atexit = False
-        self._evaluations.start()
+        self._group = group = self._collector.group
+        self._asked: dict[Request, bool] = {}  # those that are not done; True: a caller waits for this very one
+        self._results: deque[Request] = deque(maxlen=KEPT)  # of the others, until the user takes them
+        # What the thread has refers to neither the evaluator nor its collector: those that the user forgets end.
+        self._evaluation = partial(
+            evaluation, group, weakref.proxy(self._collector), options["log_prefix"], options["on_result"]
+        )
+        self._note = partial(note, group, self._asked, self._results)
+        self._thread = WorkThread("asyncsync-evaluator")
+        weakref.finalize(self, self._thread.abandon)
+        self._thread.call(lambda: None)  # it starts here, once, whichever threads ask for evaluations
         self.closed = False
 
     # -- one evaluation, and its result -------------------------------------------------------------------------------
@@ -231,7 +238,7 @@ class Evaluator(Lifetime):
         try:
             await self._until(request.done, timeout, blocking=blocking)
         finally:
-            self._evaluations.withdraw(request)
+            request.cancel()  # unless it is under way
         return request.result()
 
     def trigger_eval(
@@ -282,18 +289,17 @@ class Evaluator(Lifetime):
         return await self._next(timeout, blocking=False)
 
     async def _next(self, timeout: float | None, *, blocking: bool) -> dict[str, Any] | None:
-        evaluations = self._evaluations
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while True:  # others may wait for the same
             left = deadline - time.monotonic()
             is_last = left <= 0 or not self.pending  # before a look for a result, which may come now
-            if (request := evaluations.pop()) is not None:
+            if (request := self._pop()) is not None:
                 return request.result()
             self._check(timeout)
             if is_last:
                 return None
             with contextlib.suppress(AckTimeout):
-                await self._until(lambda: evaluations.results or not self.pending, left, blocking=blocking)
+                await self._until(lambda: self._results or not self.pending, left, blocking=blocking)
 
     def __aiter__(self) -> Self:
         return self
@@ -301,34 +307,40 @@ class Evaluator(Lifetime):
     async def __anext__(self) -> dict[str, Any]:
         """The next result; iteration ends with :meth:`shutdown`. Raises the same as :meth:`wait`. Iteration can go on
         after an evaluation that failed."""
-        while (request := self._evaluations.pop()) is None:
+        while (request := self._pop()) is None:
             try:
-                await self._until(lambda: self._evaluations.results, None, blocking=False)
+                await self._until(lambda: self._results, None, blocking=False)
             except ClosedError:
                 if self.closed:
                     raise StopAsyncIteration from None
                 raise
         return request.result()
 
+    def _pop(self) -> Request | None:
+        """The first result, which no other thread gets then; None: there is none."""
+        try:
+            return self._results.popleft()
+        except IndexError:
+            return None
+
     @property
     def pending(self) -> bool:
         """Whether an evaluation is under way or waiting."""
-        return bool(self._evaluations.asked)
+        return bool(self._asked)
 
     def _check(self, timeout: float | None) -> None:
         """Raises ClosedError: there are no more evaluations; BaseException: what has ended the worker; RuntimeError:
         the caller would wait for ever."""
-        group = self._evaluations.group
-        group.check()
-        if group.failure is not None:
-            raise group.failure
-        if timeout is None and threading.current_thread() is self._evaluations:
+        self._group.check()
+        if self._group.failure is not None:
+            raise self._group.failure
+        if timeout is None and self._thread.is_current:
             raise RuntimeError(
                 "on_result cannot wait for an evaluation, because the next one begins after it. Use trigger_eval()"
             )
 
     async def _until(self, met: Callable[[], object], timeout: float | None, *, blocking: bool) -> None:
-        waiting = partial(self._evaluations.group.until, met, timeout)
+        waiting = partial(self._group.until, met, timeout)
         if blocking:
             loop_thread.run(waiting)
         else:
@@ -357,11 +369,11 @@ class Evaluator(Lifetime):
         if step is None:
             step, self._steps = self._steps, self._steps + 1
         if self._busy_policy == "newest" and not has_caller:
-            for waiting in [one for one in self._evaluations.asked.copy() if not one.has_caller]:
-                self._evaluations.withdraw(waiting)
-        request = Request(copies, step, has_caller=has_caller)
-        self._evaluations.asked.append(request)
-        self._evaluations.group.nudge()
+            for waiting in [one for one, has_one in self._asked.copy().items() if not has_one]:
+                waiting.cancel()
+        request = self._thread.call(partial(self._evaluation, copies, step))
+        self._asked[request] = has_caller
+        request.add_done_callback(self._note)
         return request
 
     # -- checkpoints and the end --------------------------------------------------------------------------------------
@@ -377,7 +389,7 @@ class Evaluator(Lifetime):
         self._steps = state_dict["step_counter"]
 
     def _check_idle(self) -> None:
-        if self.pending or self._evaluations.results:
+        if self.pending or self._results:
             raise RuntimeError(
                 "cannot save or load an evaluator while evaluations are pending or results are not taken: wait() first"
             )
@@ -394,104 +406,53 @@ class Evaluator(Lifetime):
         if self.closed:
             return
         self.closed = True
-        errors = [request.exception() for request in self._evaluations.results.copy()]
+        errors = [request.exception() for request in self._results.copy()]
+        waits = self._group.is_ours and not self._thread.is_current
         self._collector.shutdown(timeout)
-        self._forget.detach()
-        if threading.current_thread() is not self._evaluations:  # until on_result has returned
-            join(self._evaluations, SHUTDOWN_SECONDS if timeout is None else timeout)
+        last = self._thread.call(lambda: None)
+        self._thread.abandon()
+        if waits:  # until on_result has returned
+            until_done(last, SHUTDOWN_SECONDS if timeout is None else timeout)
         for error in errors:
-            if error not in (None, self._evaluations.group.failure):  # what has ended the worker, every call tells
+            if error not in (None, self._group.failure):  # what has ended the worker, every call tells
                 raise error
 
 
-def _end_elsewhere(collector: MultiCollector) -> None:
-    """The evaluator was forgotten. Garbage is collected in any thread, between any two lines: no place to wait."""
-    threading.Thread(target=collector.shutdown, name="asyncsync-collector-end", daemon=True).start()
+# -- in the evaluator's thread -----------------------------------------------------------------------------------------
 
 
-class Request(concurrent.futures.Future[dict[str, Any]]):
-    """One evaluation, and its result. ``weights``: ``{model_id: weights}``, copies; empty: the worker's as they are.
-    ``has_caller``: a caller waits for this very one; otherwise the result is kept for the next :meth:`Evaluator.wait`.
-    """
-
-    def __init__(self, weights: Mapping[str, Any], step: int, *, has_caller: bool) -> None:
-        super().__init__()
-        self.weights, self.step, self.has_caller = weights, step, has_caller
-
-
-class Evaluations(threading.Thread):
-    """The thread that carries evaluations out, one after another, until the worker's end. It does not refer to the
-    evaluator, because an evaluator that the user forgets ends.
-
-    Attributes:
-        asked: requests that are not done. The first may be under way.
-        results: requests without a caller that are done, until the user takes them.
-    """
-
-    def __init__(
-        self, collector: MultiCollector, prefix: str, on_result: Callable[[TensorDictBase], object] | None
-    ) -> None:
-        super().__init__(name="asyncsync-evaluator", daemon=True)
-        self.group = collector.group
-        self.asked: deque[Request] = deque()
-        self.results: deque[Request] = deque(maxlen=KEPT)
-        self._collector = collector
-        self._prefix = prefix
-        self._on_result = on_result
-
-    # Any thread may call these. What they do with a deque is one operation, which no other thread interrupts.
-
-    def withdraw(self, request: Request) -> None:
-        """Leave it out, unless it is under way."""
-        if request.cancel() or request.done():
-            with contextlib.suppress(ValueError):  # another thread has done so
-                self.asked.remove(request)
-
-    def pop(self) -> Request | None:
-        """The first result; None: there is none."""
+def evaluation(
+    group: WorkerGroup,
+    collector: Any,
+    prefix: str,
+    on_result: Callable[[TensorDictBase], object] | None,
+    weights: Mapping[str, Any],
+    step: int,
+) -> dict[str, Any]:
+    """One evaluation. ``weights``: ``{model_id: weights}``, copies; empty: the worker's as they are."""
+    group.wait(lambda: group.connected)  # the worker may be launched again just now
+    if weights:
         try:
-            return self.results.popleft()
-        except IndexError:
-            return None
+            collector.update_policy_weights_(weights_dict=weights)
+        except PartialSendError as error:
+            raise error.failed[0] from error  # there is one worker
+    [found] = group.ask("execute", "evaluate", (step,), {}, timeout=math.inf)
+    result = {f"{prefix}/{name}": value for name, value in {**found, "step": step}.items()}
+    if on_result is not None:
+        on_result(TensorDict(result))
+    return result
 
-    # In the thread
 
-    def run(self) -> None:
-        while True:
-            try:
-                request = self.group.wait(lambda: next(iter(self.asked.copy()), None))
-            except BaseException:  # the evaluator or its worker has ended: each call tells
-                return
-            if request.set_running_or_notify_cancel():
-                self._carry_out(request)
-            self.withdraw(request)
-            self.group.nudge()
-
-    def _carry_out(self, request: Request) -> None:
-        try:
-            request.set_result(self._evaluate(request.weights, request.step))
-        except BaseException as error:  # raised where the result is taken
-            request.set_exception(error)
-            if isinstance(error, ClosedError) and self.group.ending:
-                return
-            if not request.has_caller and isinstance(error, Exception):
-                logger.error("an evaluation failed", exc_info=error)
-        request.weights = {}
-        if not request.has_caller:
-            self.results.append(request)
-
-    def _evaluate(self, weights: Mapping[str, Any], step: int) -> dict[str, Any]:
-        self.group.wait(lambda: self.group.connected)  # the worker may be launched again just now
-        if weights:
-            try:
-                self._collector.update_policy_weights_(weights_dict=weights)
-            except PartialSendError as error:
-                raise error.failed[0] from error  # there is one worker
-        [found] = self._collector.map_fn("evaluate", [(step,)], timeout=math.inf)
-        result = {f"{self._prefix}/{name}": value for name, value in {**found, "step": step}.items()}
-        if self._on_result is not None:
-            self._on_result(TensorDict(result))
-        return result
+def note(group: WorkerGroup, asked: dict[Request, bool], results: deque[Request], request: Request) -> None:
+    """A request is done, or was withdrawn: its result is kept for the user, unless a caller waits for it."""
+    error = None if request.cancelled() else request.exception()
+    has_ended = isinstance(error, ClosedError) and group.ending  # each call tells
+    if not (request.cancelled() or asked[request] or has_ended):
+        if isinstance(error, Exception):
+            logger.error("an evaluation failed", exc_info=error)
+        results.append(request)
+    del asked[request]
+    group.nudge()
 
 
 # -- in the worker -----------------------------------------------------------------------------------------------------

@@ -24,7 +24,6 @@ from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
 from asyncsync.arguments import declared, options_of
-from asyncsync.bus.core import DEFAULT_TIMEOUT
 from asyncsync.collectors.arguments import (
     check_count,
     check_devices,
@@ -494,9 +493,8 @@ class GroupCollector(BaseCollector):
     def _take(self, given: Any) -> None:
         if "policy" not in self._sender_schemes and self.weight_updater is None:
             self._acting("policy")  # raises: nothing would bring them to the workers
-        is_other = given is not None and isinstance(self.policy, nn.Module)
-        if is_other and (prepared := fitted(self.policy, given)) is not None:
-            self.acting_weights.apply(prepared.apply_now, DEFAULT_TIMEOUT)
+        if given is not None and isinstance(self.policy, nn.Module):
+            self.acting_weights.apply(fitted(self.policy, given).apply_now)
         self.update_policy_weights_(given)
 
     def policy_devices(self) -> set[torch.device]:

@@ -34,7 +34,7 @@ from torch import nn
 from asyncsync.arguments import as_workers, check_timeout, refuse_misspelt
 from asyncsync.bus.core import DEFAULT_TIMEOUT, BusCore, join_buses
 from asyncsync.collectors.arguments import exact_device
-from asyncsync.collectors.weights.legacy_updaters import WeightUpdaterBase, WorkerIds, make_updater, mark_counted, push
+from asyncsync.collectors.weights.legacy_updaters import WeightUpdaterBase, WorkerIds, make_updater, push
 from asyncsync.errors import AckTimeout, PartialSendError
 from asyncsync.model.gate import Gate
 from asyncsync.model.strategy import Binding, WeightStrategy, flat_weights
@@ -154,17 +154,17 @@ class WeightsAPI:
             else:
                 await elsewhere("asyncsync-updater", pushed)
             return
-        sent, own = self._divided(given, worker_ids)
+        sent, changes = self._divided(given, worker_ids)
         workers, before = self._workers(worker_ids), self._senders.version
         try:
             if sent:
                 await self._send(sent, workers, timeout if wait else None, blocking=blocking)
         finally:  # workers that have not applied a published version converge to it, so this process applies it, too
-            if own and (not sent or self._senders.version > before):
-                await self.acting_weights.applied(partial(self._apply_locally, own), timeout, blocking=blocking)
+            if changes and (not sent or self._senders.version > before):
+                await self.acting_weights.applied(partial(self._apply_locally, changes), timeout, blocking=blocking)
 
-    def _divided(self, given: Mapping[str, Any], worker_ids: WorkerIds) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What of an update the sender schemes send, and what is for models of this process."""
+    def _divided(self, given: Mapping[str, Any], worker_ids: WorkerIds) -> tuple[dict[str, Any], list[Prepared]]:
+        """What of an update the sender schemes send, and what it changes in models of this process, checked."""
         name, senders = type(self).__name__, self._senders
         sent = {m: w for m, w in given.items() if m in senders.schemes}
         own = {m: w for m, w in given.items() if m not in sent and m not in self.acting_weights.schemes}
@@ -180,20 +180,20 @@ class WeightsAPI:
             )
         if own and worker_ids is not None:
             raise ValueError(f"unknown model_id {sorted(own)}: the workers receive {sorted(senders.schemes)}")
-        own = {m: self._registered(m) if w is None else w for m, w in own.items()}
+        changes = [fitted(self._acting(m), self._registered(m) if w is None else w) for m, w in own.items()]
         for model_id, weights in sent.items():
             if weights is None and not senders.schemes[model_id].sources.exist():
                 self._registered(model_id)  # raises: there is nothing to send
         if sent:
-            for model_id, weights in own.items():
-                fitted(self._acting(model_id), weights)
+            for change in changes:
+                change.resolve()  # what does not fit is told before anything is sent
             senders.bus_of(sent)
         elif not own and not self.cascades:
             raise ValueError(
                 f"this {name} receives {sorted(given)} by its weight_recv_schemes and sends to no workers: update the "
                 "weights at their sender"
             )
-        return sent, own
+        return sent, changes
 
     async def _send(
         self, update: Mapping[str, Any], workers: list[int] | None, timeout: float | None, *, blocking: bool
@@ -211,13 +211,13 @@ class WeightsAPI:
             raise
         finally:
             if (version := self._senders.version) > before:
-                mark_counted()
                 self._published(version)
 
-    def _apply_locally(self, weights: Mapping[str, Any]) -> None:
-        """Copy weights, between two steps, into this collector's own models, all of them or none, and count the version
-        up. Raises ValueError, SchemaMismatch: nothing was changed."""
-        changes = [p for model_id, source in weights.items() if (p := fitted(self._acting(model_id), source))]
+    def _apply_locally(self, changes: Collection[Prepared]) -> None:
+        """Change this collector's own models, between two steps, all of them or none, and count the version up. Raises
+        SchemaMismatch: nothing was changed."""
+        for prepared in changes:
+            prepared.resolve()
         for prepared in changes:
             prepared.apply()
         for prepared in changes:
@@ -394,7 +394,8 @@ class WeightsAPI:
     def _take(self, given: Any) -> None:
         """The policy's weights from the trainer or collector above, without schemes; None: the registered policy's."""
         source = self._registered("policy") if given is None else given
-        self.acting_weights.apply(lambda: self._apply_locally({"policy": source}))
+        change = fitted(self._acting("policy"), source)
+        self.acting_weights.apply(lambda: self._apply_locally([change]))
         if "policy" in self._senders.schemes:
             self.update_policy_weights_(source)
 
@@ -844,16 +845,13 @@ def as_update(
     return dict(weights_dict)
 
 
-def fitted(model: Any, source: Any) -> Prepared | None:
-    """What copies these weights into the model, checked; None: the model is their source itself. Raises
-    SchemaMismatch."""
+def fitted(model: Any, source: Any) -> Prepared:
+    """What copies these weights into the model; nothing, if the model is their source itself. Raises SchemaMismatch."""
     if source is model:
-        return None
+        return Prepared()
     is_state_dict = isinstance(source, Mapping) and not isinstance(source, TensorDictBase)
     strategy = WeightStrategy("state_dict" if is_state_dict else "tensordict")
-    prepared = Binding(model, strategy).prepare_flat(flat_weights(strategy, source))
-    prepared.resolve()
-    return prepared
+    return Binding(model, strategy).prepare_flat(flat_weights(strategy, source))
 
 
 # Models by their ids
