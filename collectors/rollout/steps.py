@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -44,7 +44,7 @@ from asyncsync.collectors.trajectories import Key, _aggregate_end_of_traj, _Traj
 from asyncsync.collectors.weights.updates import ActingWeights
 
 Array = np.ndarray[Any, Any]
-_form = attrgetter("shape", "dtype")
+_form = attrgetter("__class__", "shape", "dtype")
 
 NONE = (None, np.empty(0))
 NUMBERS = ("reward", "terminated", "truncated", "done")
@@ -326,7 +326,10 @@ class ArraySteps(TensorDictSteps):
 
     def step(self, random: bool) -> TensorDictBase | None:
         buffer, env, carrier = self.buffer, self.env, self.carrier
-        rows, entries, call, given = buffer.rows(self._make_rows), carrier.entries, self.call, None
+        rows = buffer.rows(self._make_rows)
+        if rows is None or not rows.fits:
+            return super().step(random)
+        entries, call, given = carrier.entries, self.call, None
         if self._takes_tensors and not random:
             in_names, out_names = call.keys
             out = call.compute([entries[name] for name in in_names])
@@ -345,7 +348,6 @@ class ArraySteps(TensorDictSteps):
             given = self._arrays(following, rows)
         if given is None:
             return self._store(td, self._step_env(td))
-        assert rows is not None
         index = buffer.place()
         for name, array in rows.root.items():
             array[index] = given[name]
@@ -368,9 +370,9 @@ class ArraySteps(TensorDictSteps):
         """What a policy reads and writes. It may change the flags in place, so these are not ours."""
         return self.env.container(entries | self.env.no_flags() | {"collector": self.carrier.labels})
 
-    def _arrays(self, entries: dict[str, Any], rows: _Rows | None) -> dict[Any, Array] | None:
+    def _arrays(self, entries: dict[str, Any], rows: _Rows) -> dict[Any, Array] | None:
         """What is to be stored of a step's root; None: these rows have no place for it."""
-        if rows is None or not rows.fits or entries.keys() != rows.forms.keys():
+        if entries.keys() != rows.forms.keys():
             return None
         found: dict[Any, Array] = {}
         for name, value in entries.items():
@@ -589,55 +591,41 @@ class RolloutBuffer:
     def _learn(self, step: TensorDictBase | None) -> None:
         """Expect steps like this one, if a layout describes it. None: forget the layout, and all that is of it."""
         self.layout = layout = None if step is None else layout_of(step, self._steps, self.device)
-        paths: list[Path] = [] if layout is None else [(), *(node.path for node in layout.nodes)]
-        leaves = () if layout is None else layout.leaves
-        self._parts: list[tuple[int, str, int, Callable[[dict[str, Any]], tuple[Any, ...]]]] = []
-        """Of each TensorDict of a step: which of those before has it, its name there, how many entries it has, and what
-        takes its leaves."""
-        for path in paths:
-            own = [leaf.path[-1] for leaf in leaves if leaf.path[:-1] == path]
-            count = len(own) + sum(inner[:-1] == path for inner in paths[1:])
-            self._parts.append((paths.index(path[:-1]), "".join(path[-1:]), count, _getter(own)))
-        values = [] if step is None else [step.get(leaf.path) for leaf in leaves]
-        self._types = [type(value) for value in values]
-        self._forms = [_form(value) for value in values]
-        self._devices = [value.device for value in values]
+        found = (None if step is None or layout is None else _leaves(step)) or {}
+        self._forms = {path: _form(value) for path, value in found.items()}
+        self._devices = [value.device for value in found.values()]
         self._staged = []
         self._attach(None)
         if layout is not None and layout.nbytes <= SMALL_STEP * layout.steps:
             self._staged = [
-                torch.empty([STAGED_STEPS, *leaf.shape], dtype=leaf.dtype, device=leaf.device) for leaf in leaves
+                torch.empty([STAGED_STEPS, *leaf.shape], dtype=leaf.dtype, device=leaf.device) for leaf in layout.leaves
             ]
 
     def _values(self, step: TensorDictBase) -> list[torch.Tensor] | None:
         """The step's leaves in the layout's order; None: the step has another layout."""
-        if self.layout is None:
+        found = None if self.layout is None else _leaves(step)
+        if found is None or found.keys() != self._forms.keys():
             return None
-        found: list[Any] = []
-        tables: list[dict[str, Any]] = []
+        values = [found[path] for path in self._forms]
         try:
-            for parent, name, count, leaves in self._parts:
-                part = tables[parent][name] if tables else step
-                if type(part) is not TensorDict:
-                    return None
-                # Not part.get(): in a rollout of small tensors, that would be as dear as copying them.
-                entries = dict(part.items())
-                if len(entries) != count:
-                    return None
-                tables.append(entries)
-                found += leaves(entries)
-            # of a nested tensor, the shape raises
-            if list(map(type, found)) != self._types or list(map(_form, found)) != self._forms:
-                return None
-        except (KeyError, RuntimeError):
+            return values if list(map(_form, values)) == list(self._forms.values()) else None
+        except RuntimeError:  # of a nested tensor, the shape raises
             return None
-        return found
 
 
-def _getter(names: list[str]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
-    if len(names) < 2:
-        return lambda entries: tuple(entries[name] for name in names)
-    return itemgetter(*names)
+def _leaves(step: TensorDictBase) -> dict[Path, torch.Tensor] | None:
+    """A step's tensors by path; None: it is no plain nested TensorDict of tensors."""
+    found: dict[Path, torch.Tensor] = {}
+    parts: list[tuple[Path, Any]] = [((), step)]
+    for path, part in parts:  # and those that are added meanwhile
+        if type(part) is not TensorDict:
+            return None
+        for name, value in part.items():  # not part.get(), which for small tensors would be as dear as copying them
+            if isinstance(value, torch.Tensor):
+                found[*path, name] = value
+            else:
+                parts.append(((*path, name), value))
+    return found
 
 
 class NewBatches:
