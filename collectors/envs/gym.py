@@ -677,10 +677,8 @@ class GymEnv(NotTorchRLs):
                     raise type(error)(f"{self._name}: info[{name!r}] has not the form of the first: {error}") from error
                 if (there := info.get(f"_{name}")) is not None:  # of a vector: which environments have it
                     out[~np.asarray(there, np.bool_)] = 0
-            if mask is None or not mask.shape:
-                arrays[name][...] = out
-            else:
-                arrays[name][mask] = out[mask]
+            which: Any = ... if mask is None else mask
+            arrays[name][which] = out[which]
 
     def _found(self, count: int, method: str, found: Any) -> Sequence[Any]:
         """What the environment's method has returned. Raises TypeError: not so many things."""

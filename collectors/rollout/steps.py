@@ -24,7 +24,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -301,7 +300,6 @@ class ArraySteps(TensorDictSteps):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._make_rows = partial(_Rows, self.env)
         self._no_flags = self.env.no_flags()
         self._made = {name: (flag, flag.numpy()) for name, flag in self._no_flags.items()}
         """What the environment has at the root of the next step: tensors and their arrays."""
@@ -326,7 +324,7 @@ class ArraySteps(TensorDictSteps):
 
     def step(self, random: bool) -> TensorDictBase | None:
         buffer, env, carrier = self.buffer, self.env, self.carrier
-        rows = buffer.rows(self._make_rows)
+        rows = buffer.rows(env)
         if rows is None or not rows.fits:
             return super().step(random)
         entries, call, given = carrier.entries, self.call, None
@@ -496,10 +494,9 @@ class RolloutBuffer:
             torch._foreach_copy_(self._views[self.place()], values, non_blocking)
         self.count += 1
 
-    def rows(self, make: Callable[[BatchLayout, list[Array]], _Rows]) -> _Rows | None:
-        """What ``make`` makes of the layout, which is the latest one until a step shows another, and of the memory of
-        its leaves, ``[rows, *batch_size, …]`` each; kept as long as that memory. None: there is no layout, or one that
-        NumPy does not have."""
+    def rows(self, env: GymEnv) -> _Rows | None:
+        """Where this environment's steps are written, kept as long as that memory. The layout is the latest one until a
+        step shows another. None: there is no layout, or one that NumPy does not have."""
         layout = self.layout
         if layout is None or self._loose is not None:
             return None
@@ -510,7 +507,7 @@ class RolloutBuffer:
                 memory = [leaf.numpy() for leaf in self._staged or self._targets]
             except TypeError:  # a dtype that NumPy does not have
                 return None
-            self._rows = make(layout, memory)
+            self._rows = _Rows(env, layout, memory)
         return self._rows
 
     def place(self) -> int:
