@@ -73,7 +73,7 @@ class Link(ABC):
         self._timer_due = 0.0
         self._lifeline: AsyncGeneratorType[None, None] | None = None
 
-    def opened(self, *, has_durations: bool = False) -> None:
+    def opened(self) -> None:
         """To be called at the end of the constructor: from here on, it is ended even if nobody does so."""
         _open.add(self)
         if self.metrics is not None:
@@ -83,7 +83,7 @@ class Link(ABC):
                 link = reference()
                 return [] if link is None else link.figures()
 
-            self.metrics.attach(self.loop, look, has_durations=has_durations)
+            self.metrics.attach(self.loop, look)
         # Before this process's children are joined, which may wait for it, and which run this, but not atexit; after
         # asyncsync.runtime.loop_thread, which shuts down those on its loop.
         self._at_exit = Finalize(None, _end_all, exitpriority=9)

@@ -91,7 +91,7 @@ class TrainerLink(Link):
         with ExitStack() as undo:
             undo.callback(self.context.destroy, 0)
             if monitoring.address is not None:
-                self.metrics = Metrics(monitoring.address)
+                self.metrics = Metrics(monitoring.address, has_durations=True)
                 self.observer.durations = self.metrics.durations
                 undo.callback(self.metrics.close)
             self._lock = EndpointLock(endpoint) if is_local else None
@@ -101,7 +101,7 @@ class TrainerLink(Link):
             if self._subscribed_at is not None:
                 self._open_broadcast(self._subscribed_at)
             undo.pop_all()
-        self.opened(has_durations=True)
+        self.opened()
 
     def _open(self, endpoint: str, keyed: bool, keys: KeyFiles | None, undo: ExitStack) -> None:
         hint = "this process may have too many files open (ulimit -n)"

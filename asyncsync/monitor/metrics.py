@@ -27,14 +27,14 @@ class Metrics:
     """Serves the figures of one bus at ``address``, a host and a port (0: a free one), until it is closed.
 
     Attributes:
-        durations: how long updates took; the bus observes them.
+        durations: how long updates took, which the bus observes; None: it is a worker's.
 
     Raises:
         ImportError: prometheus-client is not installed; names the extra.
         NotConnected: the port is in use, or the address is not this host's.
     """
 
-    def __init__(self, address: tuple[str, int]) -> None:
+    def __init__(self, address: tuple[str, int], *, has_durations: bool = False) -> None:
         try:
             from prometheus_client import CollectorRegistry, Histogram, start_http_server
         except ImportError as error:
@@ -42,10 +42,11 @@ class Metrics:
                 'metrics_port needs prometheus-client; install it with: pip install "asyncsync[metrics]"'
             ) from error
         told = "From the beginning of a publication until all its workers have applied it, or a newer version."
-        self.durations = Histogram("asyncsync_update_duration_seconds", told, buckets=BUCKETS, registry=None)
+        self.durations: Histogram | None = None
+        if has_durations:
+            self.durations = Histogram("asyncsync_update_duration_seconds", told, buckets=BUCKETS, registry=None)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._look: Callable[[], list[Metric]] = list
-        self._has_durations = False
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self)
         host, port = address
@@ -58,9 +59,9 @@ class Metrics:
         self.address = host, int(self._server.server_port)
         owned.add(self)
 
-    def attach(self, loop: asyncio.AbstractEventLoop, look: Callable[[], list[Metric]], *, has_durations: bool) -> None:
+    def attach(self, loop: asyncio.AbstractEventLoop, look: Callable[[], list[Metric]]) -> None:
         """From now on there is a bus: ``look`` returns its figures, on its loop."""
-        self._look, self._loop, self._has_durations = look, loop, has_durations
+        self._look, self._loop = look, loop
 
     def collect(self) -> Iterator[Metric]:
         """prometheus-client calls this for each answer, in a thread of its own."""
@@ -82,7 +83,7 @@ class Metrics:
         told = "How long the event loop took to answer this scrape; it is busy or blocked if that is long."
         yield GaugeMetricFamily("asyncsync_loop_answer_seconds", told, late)
         yield from found or []
-        for family in self.durations.collect() if self._has_durations else ():
+        for family in [] if self.durations is None else self.durations.collect():
             family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
             yield family
 

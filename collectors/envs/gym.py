@@ -106,12 +106,7 @@ class BoxSpec(Spec):
 
     def write(self, out: Array, value: Any) -> None:
         out = out[..., 0] if self._scalar else out
-        if getattr(value, "shape", None) != out.shape:
-            value = _array(value, out.shape)
-        if type(value) is np.ndarray and value.dtype is out.dtype:  # in half of copyto's time
-            out[...] = value
-        else:
-            np.copyto(out, value, casting="same_kind")  # which refuses objects, None for one
+        np.copyto(out, _array(value, out.shape), casting="same_kind")
 
     def read(self, action: Array) -> Array:
         return action[..., 0] if self._scalar else action
@@ -682,10 +677,8 @@ class GymEnv(NotTorchRLs):
                     raise type(error)(f"{self._name}: info[{name!r}] has not the form of the first: {error}") from error
                 if (there := info.get(f"_{name}")) is not None:  # of a vector: which environments have it
                     out[~np.asarray(there, np.bool_)] = 0
-            if mask is None or not mask.shape:
-                arrays[name][...] = out
-            else:
-                arrays[name][mask] = out[mask]
+            which: Any = ... if mask is None else mask
+            arrays[name][which] = out[which]
 
     def _found(self, count: int, method: str, found: Any) -> Sequence[Any]:
         """What the environment's method has returned. Raises TypeError: not so many things."""
@@ -702,17 +695,16 @@ class GymEnv(NotTorchRLs):
     def _write_numbers(self, out: Array, value: Any, name: str) -> None:
         """Write a result that is one number, or one for each environment. Not None, which would pass for False, nor
         another shape, which would be broadcast."""
-        array = value if type(value) is np.ndarray else np.asarray(value)
-        if type(value) is tuple and array.shape == (*out.shape, 1):  # of environments that are stepped in turn
-            array = array[..., 0]
-        if array.dtype.kind not in "biuf" or array.shape != out.shape:
+        array = np.asarray(value)
+        is_each = type(value) is tuple or not out.shape  # each may be in an array of its own
+        if is_each and array.shape != out.shape and array.size == out.size:
+            array = array.reshape(out.shape)
+        is_number = array.dtype.kind in "biuf" or (array.dtype.kind == "O" and None not in array.ravel().tolist())
+        if not is_number or array.shape not in ((), out.shape):
             count = f"{out.size} numbers" if out.shape else "one number"
-            wanted = f"{self._name}: step() must return {count} as {name}"
-            if array.dtype.kind not in "biufO" or None in array.ravel().tolist():
-                raise TypeError(f"{wanted}, not {value!r}")
-            if array.size != 1 if not out.shape else array.shape not in ((), out.shape):
-                raise ValueError(f"{wanted}, not an array of shape {array.shape}")
-            array = array if out.shape else array.reshape(())
+            found = f"an array of shape {array.shape}" if is_number else repr(value)
+            kind = ValueError if is_number else TypeError
+            raise kind(f"{self._name}: step() must return {count} as {name}, not {found}")
         out[...] = array
 
     def _observations_memory(self) -> dict[Any, Array]:

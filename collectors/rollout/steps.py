@@ -24,8 +24,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -39,12 +38,12 @@ from asyncsync.collectors.envs import environment as environments
 from asyncsync.collectors.envs.environment import EntryKeys
 from asyncsync.collectors.envs.gym import GymEnv, StepArrays
 from asyncsync.collectors.rollout.devices import RolloutDevices
-from asyncsync.collectors.rollout.policies import PlainModule, TensorPolicy, checked
+from asyncsync.collectors.rollout.policies import PlainModule, TensorPolicy, checked, plainly_called
 from asyncsync.collectors.trajectories import Key, _aggregate_end_of_traj, _TrajectoryPool, path_of, zeroed
 from asyncsync.collectors.weights.updates import ActingWeights
 
 Array = np.ndarray[Any, Any]
-_form = attrgetter("shape", "dtype")
+_form = attrgetter("__class__", "shape", "dtype")
 
 NONE = (None, np.empty(0))
 NUMBERS = ("reward", "terminated", "truncated", "done")
@@ -155,16 +154,19 @@ class Carrier:
 
 @dataclass(eq=False)
 class TensorDictSteps:
-    """Steps of any environment, in TensorDicts. ``call`` calls the policy with one; ``keys`` are those of entries that
-    the environment has."""
+    """Steps of any environment, in TensorDicts. ``keys`` are those of entries that the environment has."""
 
     env: Any
-    call: Any
+    policy: Any
     carrier: Carrier
     buffer: RolloutBuffer
     keys: EntryKeys
     arguments: RolloutArguments
     devices: RolloutDevices
+
+    def begin(self) -> None:
+        """Look at the policy, which the user may have changed. To be called before the first of several steps."""
+        self.call = self.policy if self.arguments.trust_policy else plainly_called(self.policy)
 
     def step(self, random: bool) -> TensorDictBase | None:
         """One step, inside a hold: what a model returns may be a view of its weights. Returns a clone for the replay
@@ -193,19 +195,15 @@ class TensorDictSteps:
         if random:
             environments.rand_action(self.env, td)
             return
-        devices = self.devices
-        if not devices.cast_to_policy_device or devices.policy is None:
-            output = self.call(td)
-            if output is not td:
-                td.update(checked(output))
+        given = self.devices.for_policy(td)
+        before = dict(given.items(True, True)) if given is not td else None
+        output = self.call(given)
+        if output is td:
             return
-        given = devices.cast(td, devices.policy, devices.sync_policy)
-        before = dict(given.items(True, True))
-        output = checked(self.call(given))
-        if output is not td:
-            # Only what the policy wrote: the rest of the carrier stays on its device.
-            written = [key for key, value in output.items(True, True) if value is not before.get(key)]
-            td.update(output.select(*written))
+        output = checked(output)
+        if before is not None:  # only what the policy wrote: the rest of the carrier stays on its device
+            output = output.select(*[key for key, value in output.items(True, True) if value is not before.get(key)])
+        td.update(output)
 
     def _step_env(self, td: TensorDictBase) -> TensorDictBase:
         """Step the environment; returns the root of the next step. ``td`` has all of this step then."""
@@ -224,15 +222,12 @@ class TensorDictSteps:
     def play(self, td: TensorDictBase) -> TensorDictBase:
         """What the environment makes of the policy's actions."""
         written = td.get("next", None)  # by a recurrent policy
-        given = td
-        devices = self.devices
-        if devices.cast_to_env_device and devices.env is not None:
-            given = devices.cast(td, devices.env, devices.sync_env)
+        given = self.devices.for_env(td)
         self.carrier.is_lost = True
         output, root = environments.stepped(self.env, given)
         if output is not td:
             after = output.get("next")
-            if devices.carrier_has_no_device and after.device is not None:
+            if self.devices.carrier_has_no_device and after.device is not None:
                 after = after.copy().clear_device_()
             td.set("next", after)
         if written is not None:
@@ -305,11 +300,6 @@ class ArraySteps(TensorDictSteps):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        call = self.call
-        self._tensors_call: PlainModule | TensorPolicy | None = None
-        if isinstance(call, PlainModule | TensorPolicy) and all(isinstance(k, str) for keys in call.keys for k in keys):
-            self._tensors_call = call
-        self._make_rows = partial(_Rows, self.env)
         self._no_flags = self.env.no_flags()
         self._made = {name: (flag, flag.numpy()) for name, flag in self._no_flags.items()}
         """What the environment has at the root of the next step: tensors and their arrays."""
@@ -324,14 +314,21 @@ class ArraySteps(TensorDictSteps):
         is_own = all(name not in vars(env) and getattr(type(env), name) is getattr(GymEnv, name) for name in names)
         return is_own and devices.are_alike_on_cpu and is_fast_path_on()
 
+    def begin(self) -> None:
+        super().begin()
+        self._takes_tensors = False
+        if isinstance(self.call, PlainModule | TensorPolicy):
+            in_keys, out_keys = self.call.keys
+            is_there = self.carrier.entries.keys() >= {*in_keys}
+            self._takes_tensors = is_there and all(isinstance(key, str) for key in out_keys)
+
     def step(self, random: bool) -> TensorDictBase | None:
         buffer, env, carrier = self.buffer, self.env, self.carrier
-        rows = buffer.rows(self._make_rows)
+        rows = buffer.rows(env)
         if rows is None or not rows.fits:
             return super().step(random)
-        entries = carrier.entries
-        call, td, given = self._tensors_call, None, None
-        if call is not None and not random and call.is_plain():
+        entries, call, given = carrier.entries, self.call, None
+        if self._takes_tensors and not random:
             in_names, out_names = call.keys
             out = call.compute([entries[name] for name in in_names])
             values = out if type(out) is tuple else (out,)
@@ -372,6 +369,7 @@ class ArraySteps(TensorDictSteps):
         return self.env.container(entries | self.env.no_flags() | {"collector": self.carrier.labels})
 
     def _arrays(self, entries: dict[str, Any], rows: _Rows) -> dict[Any, Array] | None:
+        """What is to be stored of a step's root; None: these rows have no place for it."""
         if entries.keys() != rows.forms.keys():
             return None
         found: dict[Any, Array] = {}
@@ -496,10 +494,9 @@ class RolloutBuffer:
             torch._foreach_copy_(self._views[self.place()], values, non_blocking)
         self.count += 1
 
-    def rows(self, make: Callable[[BatchLayout, list[Array]], _Rows]) -> _Rows | None:
-        """What ``make`` makes of the layout, which is the latest one until a step shows another, and of the memory of
-        its leaves, ``[rows, *batch_size, …]`` each; kept as long as that memory. None: there is no layout, or one that
-        NumPy does not have."""
+    def rows(self, env: GymEnv) -> _Rows | None:
+        """Where this environment's steps are written, kept as long as that memory. The layout is the latest one until a
+        step shows another. None: there is no layout, or one that NumPy does not have."""
         layout = self.layout
         if layout is None or self._loose is not None:
             return None
@@ -510,7 +507,7 @@ class RolloutBuffer:
                 memory = [leaf.numpy() for leaf in self._staged or self._targets]
             except TypeError:  # a dtype that NumPy does not have
                 return None
-            self._rows = make(layout, memory)
+            self._rows = _Rows(env, layout, memory)
         return self._rows
 
     def place(self) -> int:
@@ -591,55 +588,41 @@ class RolloutBuffer:
     def _learn(self, step: TensorDictBase | None) -> None:
         """Expect steps like this one, if a layout describes it. None: forget the layout, and all that is of it."""
         self.layout = layout = None if step is None else layout_of(step, self._steps, self.device)
-        paths: list[Path] = [] if layout is None else [(), *(node.path for node in layout.nodes)]
-        leaves = () if layout is None else layout.leaves
-        self._parts: list[tuple[int, str, int, Callable[[dict[str, Any]], tuple[Any, ...]]]] = []
-        """Of each TensorDict of a step: which of those before has it, its name there, how many entries it has, and what
-        takes its leaves."""
-        for path in paths:
-            own = [leaf.path[-1] for leaf in leaves if leaf.path[:-1] == path]
-            count = len(own) + sum(inner[:-1] == path for inner in paths[1:])
-            self._parts.append((paths.index(path[:-1]), "".join(path[-1:]), count, _getter(own)))
-        values = [] if step is None else [step.get(leaf.path) for leaf in leaves]
-        self._types = [type(value) for value in values]
-        self._forms = [_form(value) for value in values]
-        self._devices = [value.device for value in values]
+        found = (None if step is None or layout is None else _leaves(step)) or {}
+        self._forms = {path: _form(value) for path, value in found.items()}
+        self._devices = [value.device for value in found.values()]
         self._staged = []
         self._attach(None)
         if layout is not None and layout.nbytes <= SMALL_STEP * layout.steps:
             self._staged = [
-                torch.empty([STAGED_STEPS, *leaf.shape], dtype=leaf.dtype, device=leaf.device) for leaf in leaves
+                torch.empty([STAGED_STEPS, *leaf.shape], dtype=leaf.dtype, device=leaf.device) for leaf in layout.leaves
             ]
 
     def _values(self, step: TensorDictBase) -> list[torch.Tensor] | None:
         """The step's leaves in the layout's order; None: the step has another layout."""
-        if self.layout is None:
+        found = None if self.layout is None else _leaves(step)
+        if found is None or found.keys() != self._forms.keys():
             return None
-        found: list[Any] = []
-        tables: list[dict[str, Any]] = []
+        values = [found[path] for path in self._forms]
         try:
-            for parent, name, count, leaves in self._parts:
-                part = tables[parent][name] if tables else step
-                if type(part) is not TensorDict:
-                    return None
-                # Not part.get(): in a rollout of small tensors, that would be as dear as copying them.
-                entries = dict(part.items())
-                if len(entries) != count:
-                    return None
-                tables.append(entries)
-                found += leaves(entries)
-            # of a nested tensor, the shape raises
-            if list(map(type, found)) != self._types or list(map(_form, found)) != self._forms:
-                return None
-        except (KeyError, RuntimeError):
+            return values if list(map(_form, values)) == list(self._forms.values()) else None
+        except RuntimeError:  # of a nested tensor, the shape raises
             return None
-        return found
 
 
-def _getter(names: list[str]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
-    if len(names) < 2:
-        return lambda entries: tuple(entries[name] for name in names)
-    return itemgetter(*names)
+def _leaves(step: TensorDictBase) -> dict[Path, torch.Tensor] | None:
+    """A step's tensors by path; None: it is no plain nested TensorDict of tensors."""
+    found: dict[Path, torch.Tensor] = {}
+    parts: list[tuple[Path, Any]] = [((), step)]
+    for path, part in parts:  # and those that are added meanwhile
+        if type(part) is not TensorDict:
+            return None
+        for name, value in part.items():  # not part.get(), which for small tensors would be as dear as copying them
+            if isinstance(value, torch.Tensor):
+                found[*path, name] = value
+            else:
+                parts.append(((*path, name), value))
+    return found
 
 
 class NewBatches:

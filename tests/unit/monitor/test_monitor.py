@@ -149,11 +149,11 @@ async def test_a_port_in_use_is_named_and_nothing_is_bound() -> None:
 def test_a_loop_that_does_not_answer_is_a_figure_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asyncsync.monitor.metrics.PATIENCE", 0.05)
     before = threading.active_count()
-    metrics = Metrics(("127.0.0.1", 0))
+    metrics = Metrics(("127.0.0.1", 0), has_durations=True)
     loop = asyncio.new_event_loop()  # which does not run
     try:
         assert scrape(metrics.address) == {}, "there is no bus yet"
-        metrics.attach(loop, lambda: [GaugeMetricFamily("asyncsync_version", "…", 7)], has_durations=True)
+        metrics.attach(loop, lambda: [GaugeMetricFamily("asyncsync_version", "…", 7)])
         figures = scrape(metrics.address)
         assert of(figures, "up") == 0
         assert of(figures, "loop_answer_seconds") >= 0.05
