@@ -469,7 +469,7 @@ class Scheme(ABC):
 
     # -- phase 1: no communication --------------------------------------------------------------------------------
 
-    @checked
+    @checked()
     def init_on_sender(
         self,
         *,
@@ -519,7 +519,7 @@ class Scheme(ABC):
         self.topic, self._context, self._model = model_id or "", context, model
         self._devices, self.sources, self._carrier = chosen, sources, transport
 
-    @checked
+    @checked()
     def init_on_receiver(
         self,
         model_id: str,

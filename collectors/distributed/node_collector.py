@@ -85,21 +85,21 @@ def _check_options(name: str, given: Any) -> None:
 UpdateAfter = Annotated[
     bool,
     Option(
-        "send the policy's weights: with ``sync`` to all nodes before each batch, otherwise after each batch to the "
-        "node that produced it.",
         False,
+        doc="send the policy's weights: with ``sync`` to all nodes before each batch, otherwise after each batch to "
+        "the node that produced it.",
     ),
 ]
 Restarts = Annotated[
     int,
     Option(
-        "how often each lost node is started again, with a new environment, the current weights, and the latest hooks; "
-        "an unfinished profile begins again. Calls to its worker wait until it has connected.",
         0,
+        doc="how often each lost node is started again, with a new environment, the current weights, and the latest "
+        "hooks; an unfinished profile begins again. Calls to its worker wait until it has connected.",
     ),
 ]
 ConnectTimeout = Annotated[
-    float, Option("seconds within which all nodes must be ready, and each node that is started again.", 120.0)
+    float, Option(120.0, doc="seconds within which all nodes must be ready, and each node that is started again.")
 ]
 
 
@@ -117,10 +117,10 @@ class NodeOptions(RolloutOptions, total=False):
         sync: True: a batch stacks one rollout of every node. False: a batch is one node's rollout, in order of arrival.
     """
 
-    collector_class: Annotated[str | Callable[..., BaseCollector], Option(default=Collector)]
+    collector_class: Annotated[str | Callable[..., BaseCollector], Option(Collector)]
     collector_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
-    num_workers_per_collector: Annotated[int, Option(default=1)]
-    sync: Annotated[bool, Option(default=False, check=_check_sync)]
+    num_workers_per_collector: Annotated[int, Option(1)]
+    sync: Annotated[bool, Option(False, _check_sync)]
 
 
 @described
@@ -139,9 +139,9 @@ class LaunchedOptions(NodeOptions, total=False):
     slurm_kwargs: Mapping[str, Any] | None
     update_after_each_batch: UpdateAfter
     max_weight_update_interval: MaxInterval
-    launcher: Annotated[str, Option(default="submitit")]
+    launcher: Annotated[str, Option("submitit")]
     tcp_port: Annotated[int | str | None, Option(check=_check_port)]
-    backend: Annotated[str, Option(default="gloo", check=lambda _, backend: check_backend(backend))]
+    backend: Annotated[str, Option("gloo", lambda _, backend: check_backend(backend))]
 
 
 @described

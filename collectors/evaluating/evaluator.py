@@ -99,21 +99,21 @@ class EvaluatorOptions(TypedDict, total=False):
     """
 
     policy_factory: Annotated[Callable[..., Any] | None, Option(check=check_policy_factory)]
-    num_trajectories: Annotated[int, Option(default=10, check=partial(whole, least=1))]
+    num_trajectories: Annotated[int, Option(10, partial(whole, least=1))]
     max_steps: int | None
     frames_per_batch: int | None
     collector_kwargs: Mapping[str, Any] | None
     weight_sync_schemes: Mapping[str, Any] | None
-    log_prefix: Annotated[str, Option(default="eval")]
-    reward_keys: Annotated[Key, Option(default=("next", "reward"))]
+    log_prefix: Annotated[str, Option("eval")]
+    reward_keys: Annotated[Key, Option(("next", "reward"))]
     done_keys: Key | None
     device: Device | None
-    exploration_type: Annotated[InteractionType | None, Option(default=InteractionType.DETERMINISTIC)]
+    exploration_type: Annotated[InteractionType | None, Option(InteractionType.DETERMINISTIC)]
     metrics_fn: Callable[[TensorDictBase], Mapping[str, Any]] | None
-    dump_video: Annotated[bool, Option(default=True)]
+    dump_video: Annotated[bool, Option(True)]
     on_result: Callable[[TensorDictBase], object] | None
-    busy_policy: Annotated[str, Option(default="skip", check=_check_choice)]
-    backend: Annotated[str, Option(default="process", check=_check_choice)]
+    busy_policy: Annotated[str, Option("skip", _check_choice)]
+    backend: Annotated[str, Option("process", _check_choice)]
     init_fn: InitFn
 
 
