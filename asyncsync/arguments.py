@@ -14,8 +14,6 @@ from typing import Annotated, Any, Required, TypeVar, cast, get_args, get_origin
 Method = TypeVar("Method", bound=Callable[..., Any])
 Typed = TypeVar("Typed", bound=type)
 
-MAX_VERSION = 1 << 62  # the most in a checkpoint: there is room to count on
-
 
 def check_timeout(timeout: float | None, *, or_none: bool = False) -> None:
     """Raise TypeError or ValueError for what is no time limit in seconds, before anything is begun."""
@@ -40,37 +38,10 @@ def as_workers(worker_ids: int | Iterable[int] | None) -> list[int] | None:
     return sorted(set(chosen))
 
 
-def as_version(state: Mapping[str, int]) -> int:
-    """The version in the state of a sender."""
-    version = state.get("version") if isinstance(state, Mapping) else None
-    if not isinstance(version, int) or isinstance(version, bool) or not 0 <= version < MAX_VERSION:
-        raise ValueError(f"a sender's state is {{'version': a whole number from 0}}, not {state!r}")
-    return version
-
-
-def check_forward(version: int, now: int) -> None:
-    """Refuse to count backwards."""
-    if version < now:
-        raise ValueError(
-            f"this sender is at version {now} already, and versions never go back: version {version} cannot be loaded; "
-            "load a checkpoint before the first publication"
-        )
-
-
 def check_count(name: str, value: int, least: int = 1) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        kind = "a positive integer" if least else "an integer from 0"
+        kind = "a positive integer" if least == 1 else f"an integer from {least}"
         raise ValueError(f"{name} must be {kind}, not {value!r}")
-
-
-def check_bytes(name: str, value: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ValueError(f"{name} must be a number of bytes, not {value!r}")
-
-
-def check_slots(name: str, slots: int) -> None:
-    if not isinstance(slots, int) or isinstance(slots, bool) or slots < 2:
-        raise ValueError(f"{name} must be an integer of at least 2 (one is read, one is written), not {slots!r}")
 
 
 def check_quorum(num_workers: int | None, min_workers: int) -> None:

@@ -19,11 +19,9 @@ from typing import Annotated, Any, TypedDict, TypeVar, Unpack
 
 from asyncsync.arguments import (
     Option,
-    as_version,
     as_workers,
     check_count,
     check_fanout,
-    check_forward,
     check_processes,
     check_quorum,
     check_timeout,
@@ -57,13 +55,18 @@ from asyncsync.wire.messages import Report, Shown, decode_metadata, encode_metad
 
 DEFAULT_TIMEOUT = 60.0
 LOOP_ENDED = "this bus was shut down when its event loop ended: connect and use it within one asyncio.run()"
-CONFIGURATION = ["endpoint", "connect_endpoint", "num_workers", "min_workers", "allow_plaintext", "checksum", "keys"]
-CONFIGURATION += ["fanout", "compress", "delta", "monitoring", "drawn", "uid"]
+MAX_VERSION = 1 << 62  # the most in a checkpoint: there is room to count on
+SHARED = {
+    "num_workers": None, "min_workers": 1, "allow_plaintext": False, "checksum": None, "keys": None, "fanout": False,
+    "compress": None, "delta": False, "monitoring": UNMONITORED, "connect_endpoint": None,
+}  # fmt: skip
+"""The settings on which all schemes of a bus must agree, and their defaults."""
+CONFIGURATION = (*SHARED, "endpoint", "drawn", "uid")
+"""What a pickled bus carries."""
+ARGUMENTS = {"keys": "server_key", "monitoring": "metrics_port", "connect_endpoint": "connect"}
 
 # Copies of one shared bus that were pickled apart find each other again in the worker: one connection per worker_idx.
 _receiving: weakref.WeakValueDictionary[tuple[str, int, int], Any] = weakref.WeakValueDictionary()
-
-ARGUMENTS = {"keys": "server_key", "monitoring": "metrics_port", "connect_endpoint": "connect"}
 
 Workers = int | Iterable[int] | None
 Metadata = Mapping[str, Any] | None
@@ -709,7 +712,9 @@ class BusCore:
             RuntimeError: on a receiver, which gets its versions from the sender.
         """
         self._check_counts()
-        version = as_version(state)
+        version = state.get("version") if isinstance(state, Mapping) else None
+        if not isinstance(version, int) or isinstance(version, bool) or not 0 <= version < MAX_VERSION:
+            raise ValueError(f"a sender's state is {{'version': a whole number from 0}}, not {state!r}")
         if self.is_shut_down:
             raise ClosedError("this bus was shut down; construct another, and load the state into it")
         self.look(lambda: self._carry_on(version))
@@ -719,10 +724,16 @@ class BusCore:
             raise RuntimeError("a receiver gets its versions from the sender; save and load the sender's state")
 
     def _carry_on(self, version: int) -> None:
-        check_forward(version, self._link.machine.version if isinstance(self._link, TrainerLink) else self.carried)
+        link = self._link if isinstance(self._link, TrainerLink) else None
+        now = self.carried if link is None else link.machine.version
+        if version < now:
+            raise ValueError(
+                f"this sender is at version {now} already, and versions never go back: version {version} cannot be "
+                "loaded; load a checkpoint before the first publication"
+            )
         self.carried = version
-        if isinstance(self._link, TrainerLink):
-            self._link.carry_on(version)
+        if link is not None:
+            link.carry_on(version)
 
     @property
     def closed(self) -> bool:
@@ -776,10 +787,6 @@ def _disagreement(name: str, there: int | None, given: int) -> ValueError:
     )
 
 
-SHARED = ("num_workers", "min_workers", "allow_plaintext", "checksum", "keys", "fanout", "compress", "delta")
-DEFAULTS = {"min_workers": 1, "allow_plaintext": False, "fanout": False, "delta": False, "monitoring": UNMONITORED}
-
-
 def join_buses(schemes: Iterable[Member]) -> Any:
     """Move schemes that have a bus of their own onto one bus, before they are initialised: so one update can carry all
     their models. All of them are blocking, or all asynchronous.
@@ -796,13 +803,13 @@ def join_buses(schemes: Iterable[Member]) -> Any:
         if scheme.role is not None or scheme.is_registered or scheme.is_shut_down or scheme.bus.link is not None:
             raise RuntimeError("move schemes onto one bus before init_on_sender(), init_on_receiver() and connect()")
     own = [scheme for scheme in schemes if scheme.has_own_bus]
-    shared = list({id(s.bus): s.bus for s in schemes if not s.has_own_bus}.values())
+    shared = list(dict.fromkeys(scheme.bus for scheme in schemes if not scheme.has_own_bus))
     if len(shared) > 1:
         return None
     buses = shared + [scheme.bus for scheme in own]
     if len(buses) < 2:
         return buses[0] if buses else None
-    explicit = shared + [scheme.bus for scheme in own if not scheme.bus.drawn]
+    explicit = [bus for bus in buses if bus in shared or not bus.drawn]
     endpoints = sorted({bus.endpoint for bus in explicit})
     if len(endpoints) > 1:
         raise ValueError(
@@ -811,10 +818,8 @@ def join_buses(schemes: Iterable[Member]) -> Any:
         )
     common = (explicit or buses)[0]
     settings = {}
-    for name in (*SHARED, "monitoring", "connect_endpoint"):
-        default = DEFAULTS.get(name)
-        given = [bus for bus in buses if name != "connect_endpoint" or bus.connect_endpoint != bus.endpoint]
-        values = {getattr(bus, name) for bus in given} - {default}
+    for name, default in SHARED.items():  # workers connect to the endpoint itself unless connect= says otherwise
+        values = {getattr(bus, name) for bus in buses if getattr(bus, name) not in (default, bus.endpoint)}
         if len(values) > 1:
             argument = ARGUMENTS.get(name, name)
             raise ValueError(
@@ -823,8 +828,7 @@ def join_buses(schemes: Iterable[Member]) -> Any:
             )
         if values:
             settings[name] = values.pop()
-    for name, value in settings.items():
-        setattr(common, name, value)
+    vars(common).update(settings)
     for scheme in own:
         scheme.move_to(common)
     return common

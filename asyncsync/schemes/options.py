@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any, TypedDict
 
-from asyncsync.arguments import Option, check_bytes, check_slots, check_timeout, described
+from asyncsync.arguments import Option, check_count, check_timeout, described
 from asyncsync.bus.core import DEFAULT_TIMEOUT, BusCore, Endpoint, Fanout, LocalBusOptions, WireOptions
 from asyncsync.model.strategy import WeightStrategy
 from asyncsync.transports.shared_memory import COPY_BYTES, SLOTS
@@ -29,7 +30,7 @@ MapAbove = Annotated[
     int,
     Option(
         COPY_BYTES,
-        check_bytes,
+        partial(check_count, least=0),
         "weights of more bytes are received where a module's Parameters then get their memory; smaller ones are copied "
         "into the memory that the Parameters have.",
     ),
@@ -38,7 +39,7 @@ Slots = Annotated[
     int,
     Option(
         SLOTS,
-        check_slots,
+        partial(check_count, least=2),  # one is read, one is written
         "how many versions may be in use at once: the newest, one that is being written, and older ones that slow "
         "workers still read. With all of them in use, publishing waits.",
     ),
@@ -122,4 +123,4 @@ class DistributedOptions(OwnOptions, LocalBusOptions, total=False):
     timeout: Annotated[float, Option(DEFAULT_TIMEOUT, lambda _, timeout: check_timeout(timeout))]
     store_info: Mapping[str, Any] | tuple[str, int] | None
     map_above: MapAbove
-    pair_above: Annotated[int, Option(PAIR_BYTES, check_bytes)]
+    pair_above: Annotated[int, Option(PAIR_BYTES, partial(check_count, least=0))]
