@@ -54,29 +54,7 @@ def _check_start_method(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be 'spawn' or 'forkserver', not {value!r}: {why}")
 
 
-# Options of collectors that have no other base in common.
-
-ExtendBuffer = Annotated[
-    bool, Option(True, doc="True: write whole rollouts by ``extend()``. False: write each frame by ``add()``.")
-]
-TrustPolicy = Annotated[
-    bool | None,
-    Option(
-        doc="the policy takes and returns TensorDicts, so do not inspect or wrap it. Otherwise the collector calls "
-        "modules of ``tensordict.nn`` without tensordict's overhead, which exceeds the time of a small network."
-    ),
-]
-NoCudaSync = Annotated[bool, Option(False, doc="skip the synchronisation after copies between devices.")]
-TrajsPerBatch = Annotated[
-    int | None,
-    Option(
-        doc="number of whole trajectories in a batch, in the order in which they ended. The collector rolls out "
-        "``frames_per_batch`` frames at a time until it has enough; hooks and ``postproc`` get these rollouts. With "
-        "workers, this process assembles batches from the trajectories of all of them. With a replay buffer, the "
-        "process that rolls out writes each trajectory, frame after frame, as soon as it has ended. Trajectories that "
-        "``reset_at_each_iter`` or ``total_frames`` cut off are dropped."
-    ),
-]
+# Of collectors, or evaluators, that have no other base in common.
 MaxInterval = Annotated[
     int,
     Option(
@@ -160,7 +138,39 @@ class LateOptions(TypedDict, total=False):
 
 
 @described
-class LocalOptions(RolloutOptions, LateOptions, total=False):
+class BufferOptions(LateOptions, total=False):
+    """Of collectors whose workers can write to a replay buffer.
+
+    Args:
+        extend_buffer: True: write whole rollouts by ``extend()``. False: write each frame by ``add()``.
+    """
+
+    replay_buffer: Any
+    extend_buffer: Annotated[bool, Option(True)]
+
+
+@described
+class ActingOptions(BufferOptions, total=False):
+    """Of ``Collector``, ``MultiCollector`` and ``RayCollector``.
+
+    Args:
+        trust_policy: the policy takes and returns TensorDicts, so do not inspect or wrap it. Otherwise the collector
+            calls modules of ``tensordict.nn`` without tensordict's overhead, which exceeds the time of a small network.
+        no_cuda_sync: skip the synchronisation after copies between devices.
+        trajs_per_batch: number of whole trajectories in a batch, in the order in which they ended. The collector rolls
+            out ``frames_per_batch`` frames at a time until it has enough; hooks and ``postproc`` get these rollouts.
+            With workers, this process assembles batches from the trajectories of all of them. With a replay buffer, the
+            process that rolls out writes each trajectory, frame after frame, as soon as it has ended. Trajectories that
+            ``reset_at_each_iter`` or ``total_frames`` cut off are dropped.
+    """
+
+    trust_policy: bool | None
+    no_cuda_sync: Annotated[bool, Option(False)]
+    trajs_per_batch: int | None
+
+
+@described
+class LocalOptions(RolloutOptions, ActingOptions, total=False):
     """Of ``Collector`` and ``MultiCollector``.
 
     Args:
@@ -190,11 +200,6 @@ class LocalOptions(RolloutOptions, LateOptions, total=False):
         local_init_rb: no effect: the first process that writes to a replay buffer creates its storage.
     """
 
-    replay_buffer: Any
-    extend_buffer: ExtendBuffer
-    trust_policy: TrustPolicy
-    no_cuda_sync: NoCudaSync
-    trajs_per_batch: TrajsPerBatch
     track_traj_ids: Annotated[bool, Option(True)]
     set_truncated: Annotated[bool, Option(False)]
     compile_policy: bool | Mapping[str, Any] | None
@@ -277,15 +282,13 @@ class MultiOptions(LocalOptions, total=False):
 # -- options that choose the class -------------------------------------------------------------------------------------
 
 FAMILIES = {
-    "sync": "multi.collector:MultiSyncCollector",
-    "async": "multi.collector:MultiAsyncCollector",
     "process": "multi.collector:MultiCollector",
     "ray": "distributed:RayCollector",
     "rpc": "distributed:RPCCollector",
     "distributed": "distributed:DistributedCollector",
     "submitit": "distributed:DistributedCollector",  # whose launcher that is by default
 }
-BACKENDS = ("direct", "process", "ray", "rpc", "distributed", "submitit")
+BACKENDS = ("direct", *FAMILIES)
 """Where ``Collector(backend=…)`` may have environments stepped: here, or by the workers of the family of that name."""
 
 SELECTORS = ("backend", "backend_options", "num_collectors", "sync")

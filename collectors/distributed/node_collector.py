@@ -36,14 +36,12 @@ from asyncsync.collectors.distributed.rpc import RPCFamily
 from asyncsync.collectors.multi.collector import GroupCollector, MultiAsyncCollector, MultiSyncCollector
 from asyncsync.collectors.multi.driver import AsyncDriver, SyncDriver
 from asyncsync.collectors.options import (
-    ExtendBuffer,
+    ActingOptions,
+    BufferOptions,
     InitFn,
     LateOptions,
     MaxInterval,
-    NoCudaSync,
     RolloutOptions,
-    TrajsPerBatch,
-    TrustPolicy,
 )
 from asyncsync.collectors.single import Collector
 from asyncsync.collectors.workers.group import WorkerGroup
@@ -162,21 +160,19 @@ class RPCOptions(LaunchedOptions, PipeOptions, LateOptions, total=False):
 
 
 @described
-class DistributedOptions(LaunchedOptions, LateOptions, total=False):
+class DistributedOptions(LaunchedOptions, BufferOptions, total=False):
     """Of ``DistributedCollector``.
 
     Args:
         replay_buffer: receives the frames: a buffer that pickles as a handle and has an attribute ``shared = True``.
     """
 
-    replay_buffer: Any
-    extend_buffer: ExtendBuffer
     restarts: Restarts
     connect_timeout: ConnectTimeout
 
 
 @described
-class RayOptions(NodeOptions, LateOptions, total=False):
+class RayOptions(NodeOptions, ActingOptions, total=False):
     """Of ``RayCollector``.
 
     Args:
@@ -195,11 +191,6 @@ class RayOptions(NodeOptions, LateOptions, total=False):
     num_collectors: int | None
     update_after_each_batch: UpdateAfter
     max_weight_update_interval: MaxInterval
-    replay_buffer: Any
-    extend_buffer: ExtendBuffer
-    trust_policy: TrustPolicy
-    no_cuda_sync: NoCudaSync
-    trajs_per_batch: TrajsPerBatch
     init_fn: InitFn
     restarts: Restarts
     connect_timeout: ConnectTimeout

@@ -55,13 +55,10 @@ KEPT = 1024
 OF_WORKER = ("num_trajectories", "reward_keys", "done_keys", "metrics_fn", "dump_video")
 """The options that the worker itself has."""
 
-WORKERS: dict[str, tuple[str, dict[str, Any], Callable[[], Any]]] = {
-    "process": ("sync", {}, SharedMemWeightSyncScheme),
-    "ray": ("ray", {"sync": True}, RayWeightSyncScheme),
-}
-"""By the backend: which collector has the worker, with which arguments, and how weights come to it."""
+SCHEMES = {"process": SharedMemWeightSyncScheme, "ray": RayWeightSyncScheme}
+"""By the backend: what brings weights to the worker."""
 
-CHOICES = {"busy_policy": ("skip", "newest", "queue", "error"), "backend": tuple(WORKERS)}
+CHOICES = {"busy_policy": ("skip", "newest", "queue", "error"), "backend": tuple(SCHEMES)}
 
 
 def _check_choice(name: str, value: Any) -> None:
@@ -153,14 +150,13 @@ class Evaluator(Lifetime):
         policy_factory, schemes = options["policy_factory"], options["weight_sync_schemes"]
         if policy is None and policy_factory is None:
             raise TypeError("Evaluator has nothing to evaluate: pass policy= or policy_factory=")
-        collector, own, scheme = WORKERS[options["backend"]]
         if schemes is None and policy_factory is not None:
-            schemes = {"policy": scheme()}
+            schemes = {"policy": SCHEMES[options["backend"]]()}
         limit, frames = frames_or_none("max_steps", options["max_steps"]), options["frames_per_batch"]
         self._busy_policy = options["busy_policy"]
         self._steps = 0
         of_worker = {name: value for name, value in options.items() if name in OF_WORKER}
-        self._collector = family(collector)(
+        self._collector = family(options["backend"])(
             [env],
             policy,
             policy_factory=policy_factory,
@@ -171,7 +167,7 @@ class Evaluator(Lifetime):
             weight_sync_schemes=schemes,
             init_fn=options["init_fn"],
             collector_class=partial(EpisodeCollector, evaluation=of_worker),
-            **own,
+            sync=True,
             **(options["collector_kwargs"] or {}),
         )
         self._evaluations = Evaluations(self._collector, options["log_prefix"], options["on_result"])

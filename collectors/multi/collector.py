@@ -43,7 +43,7 @@ from asyncsync.collectors.arguments import (
 from asyncsync.collectors.base import ANSWER_SECONDS, SHUTDOWN_SECONDS, BaseCollector, Signals, _part
 from asyncsync.collectors.multi.driver import AsyncDriver, BatchArguments, Driver, SyncDriver
 from asyncsync.collectors.multi.torchrl_private import let_workers_begin
-from asyncsync.collectors.options import Chooses, MultiOptions, family
+from asyncsync.collectors.options import Chooses, MultiOptions
 from asyncsync.collectors.profiling import ProfileConfig
 from asyncsync.collectors.single import Collector
 from asyncsync.collectors.trajectories import check_trajectories, on_device, processed
@@ -673,7 +673,8 @@ class MultiCollector(GroupCollector, metaclass=Chooses):
             raise TypeError(
                 "MultiCollector needs sync=True (batches of all workers together) or sync=False (each as it comes)"
             )
-        return family("sync" if sync else "async")(*args, **kwargs)
+        kind = MultiSyncCollector if sync else MultiAsyncCollector
+        return kind(*args, **kwargs)
 
 
 class MultiSyncCollector(MultiCollector):
