@@ -170,6 +170,12 @@ def options_of(typed: type) -> dict[str, Option]:
     return {name: hint.__metadata__[0] for name, hint in get_type_hints(typed, include_extras=True).items()}
 
 
+def defaults_of(typed: type) -> dict[str, Any]:
+    """Their defaults, but of those that must be given."""
+    options = options_of(typed).items()
+    return {name: option.default for name, option in options if option.default is not Parameter.empty}
+
+
 def declared(init: Method) -> Method:
     """An ``__init__(self, …, **options: Unpack[X])``. ``X`` is a described TypedDict.
 
@@ -180,7 +186,7 @@ def declared(init: Method) -> Method:
     own, hints = signature(init), get_type_hints(init, include_extras=True)
     typed = get_args(hints.pop("options"))[0]
     options, hints = options_of(typed), hints | get_type_hints(typed, include_extras=True)
-    defaults = {name: option.default for name, option in options.items() if option.default is not Parameter.empty}
+    defaults = defaults_of(typed)
     keywords = [Parameter(name, Parameter.KEYWORD_ONLY, default=option.default) for name, option in options.items()]
     first = [p for p in own.parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
     shown = own.replace(parameters=[p.replace(annotation=_shown(hints.get(p.name))) for p in [*first, *keywords]])

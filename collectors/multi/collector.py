@@ -23,7 +23,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
-from asyncsync.arguments import declared, options_of
+from asyncsync.arguments import declared, defaults_of
 from asyncsync.bus.core import DEFAULT_TIMEOUT
 from asyncsync.collectors.arguments import (
     check_count,
@@ -219,7 +219,7 @@ class GroupCollector(BaseCollector):
         names = OF_WORKERS if self.replay_buffer is None else (*OF_WORKERS, *OF_WRITERS)
         common = {name: given[name] for name in names} | {"track_policy_version": bool(given["track_policy_version"])}
         kwargs = each("create_env_kwargs", given["create_env_kwargs"], self.num_workers)
-        defaults = {name: option.default for name, option in options_of(MultiOptions).items()}
+        defaults = defaults_of(MultiOptions)
         found = []
         for worker, own_policy in enumerate(policies):
             own = {
