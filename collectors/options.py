@@ -22,6 +22,7 @@ from asyncsync.collectors.arguments import (
     Devices,
     Interruptor,
     check_callable,
+    check_choice,
     check_factories,
     check_schemes,
     frames_or_none,
@@ -288,8 +289,7 @@ FAMILIES = {
     "distributed": "distributed:DistributedCollector",
     "submitit": "distributed:DistributedCollector",  # whose launcher that is by default
 }
-BACKENDS = ("direct", *FAMILIES)
-"""Where ``Collector(backend=…)`` may have environments stepped: here, or by the workers of the family of that name."""
+"""Whose workers step the environments of ``Collector(backend=…)``."""
 
 SELECTORS = ("backend", "backend_options", "num_collectors", "sync")
 """The options of ``Collector`` that choose another class."""
@@ -325,8 +325,7 @@ def by_backend(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     backend, given, count, sync = (kwargs.pop(name, None) for name in SELECTORS)
     if backend is None:
         backend = "direct" if count is None else "process"
-    elif backend not in BACKENDS:
-        raise ValueError(f"unknown backend {backend!r} of collectors: choose one of {', '.join(map(repr, BACKENDS))}")
+    check_choice("backend", backend, ("direct", *FAMILIES))
     if not isinstance(given, Mapping | None):
         raise TypeError(f"backend_options must be a dict of arguments for the chosen collector, not {given!r}")
     options = dict(given or {})

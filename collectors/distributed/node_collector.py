@@ -20,6 +20,7 @@ import torch
 
 from asyncsync.arguments import Option, declared, described
 from asyncsync.collectors.arguments import (
+    check_choice,
     check_count,
     check_devices,
     check_factories,
@@ -404,8 +405,7 @@ def _visible(given: Sequence[int | str | torch.device] | None, count: int) -> li
 
 def _class_of(given: str | Callable[..., BaseCollector]) -> Callable[..., BaseCollector]:
     if isinstance(given, str):
-        if given not in KINDS:
-            raise ValueError(f"unknown collector_class {given!r}: choose one of {', '.join(map(repr, KINDS))}")
+        check_choice("collector_class", given, KINDS)
         return KINDS[given]
     kind = given.func if isinstance(given, functools.partial) else given
     if not callable(kind) or (inspect.isclass(kind) and not issubclass(kind, BaseCollector)):

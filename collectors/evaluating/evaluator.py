@@ -25,7 +25,7 @@ from tensordict.nn import InteractionType
 from torch import nn
 
 from asyncsync.arguments import Option, declared, described
-from asyncsync.collectors.arguments import Device, check_policy_factory, fits, frames_or_none, whole
+from asyncsync.collectors.arguments import Device, check_choice, check_policy_factory, fits, frames_or_none, whole
 from asyncsync.collectors.base import SHUTDOWN_SECONDS, Lifetime
 from asyncsync.collectors.envs import environment as environments
 from asyncsync.collectors.multi.collector import MultiCollector
@@ -58,12 +58,7 @@ OF_WORKER = ("num_trajectories", "reward_keys", "done_keys", "metrics_fn", "dump
 SCHEMES = {"process": SharedMemWeightSyncScheme, "ray": RayWeightSyncScheme}
 """By the backend: what brings weights to the worker."""
 
-CHOICES = {"busy_policy": ("skip", "newest", "queue", "error"), "backend": tuple(SCHEMES)}
-
-
-def _check_choice(name: str, value: Any) -> None:
-    if value not in CHOICES[name]:
-        raise ValueError(f"unknown {name} {value!r}: choose one of {', '.join(map(repr, CHOICES[name]))}")
+BUSY_POLICIES = ("skip", "newest", "queue", "error")
 
 
 @described
@@ -109,8 +104,8 @@ class EvaluatorOptions(TypedDict, total=False):
     metrics_fn: Callable[[TensorDictBase], Mapping[str, Any]] | None
     dump_video: Annotated[bool, Option(True)]
     on_result: Callable[[TensorDictBase], object] | None
-    busy_policy: Annotated[str, Option("skip", _check_choice)]
-    backend: Annotated[str, Option("process", _check_choice)]
+    busy_policy: Annotated[str, Option("skip", partial(check_choice, choices=BUSY_POLICIES))]
+    backend: Annotated[str, Option("process", partial(check_choice, choices=tuple(SCHEMES)))]
     init_fn: InitFn
 
 
