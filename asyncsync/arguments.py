@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import wraps
-from inspect import Parameter, cleandoc, formatannotation, signature
-from itertools import dropwhile
+from inspect import Parameter, Signature, cleandoc, formatannotation, signature
 from textwrap import TextWrapper
 from typing import Annotated, Any, Required, TypeVar, cast, get_args, get_origin, get_type_hints
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 Typed = TypeVar("Typed", bound=type)
-
-MAX_VERSION = 1 << 62  # the most in a checkpoint: there is room to count on
 
 
 def check_timeout(timeout: float | None, *, or_none: bool = False) -> None:
@@ -41,37 +38,10 @@ def as_workers(worker_ids: int | Iterable[int] | None) -> list[int] | None:
     return sorted(set(chosen))
 
 
-def as_version(state: Mapping[str, int]) -> int:
-    """The version in the state of a sender."""
-    version = state.get("version") if isinstance(state, Mapping) else None
-    if not isinstance(version, int) or isinstance(version, bool) or not 0 <= version < MAX_VERSION:
-        raise ValueError(f"a sender's state is {{'version': a whole number from 0}}, not {state!r}")
-    return version
-
-
-def check_forward(version: int, now: int) -> None:
-    """Refuse to count backwards."""
-    if version < now:
-        raise ValueError(
-            f"this sender is at version {now} already, and versions never go back: version {version} cannot be loaded; "
-            "load a checkpoint before the first publication"
-        )
-
-
 def check_count(name: str, value: int, least: int = 1) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        kind = "a positive integer" if least else "an integer from 0"
+        kind = "a positive integer" if least == 1 else f"an integer from {least}"
         raise ValueError(f"{name} must be {kind}, not {value!r}")
-
-
-def check_bytes(name: str, value: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ValueError(f"{name} must be a number of bytes, not {value!r}")
-
-
-def check_slots(name: str, slots: int) -> None:
-    if not isinstance(slots, int) or isinstance(slots, bool) or slots < 2:
-        raise ValueError(f"{name} must be an integer of at least 2 (one is read, one is written), not {slots!r}")
 
 
 def check_quorum(num_workers: int | None, min_workers: int) -> None:
@@ -118,29 +88,48 @@ def refuse_misspelt(called: str, given: Iterable[str], known: Iterable[str], ali
             raise TypeError(f"{called}() has no argument {name!r}; did you mean {meant[0]!r}?")
 
 
-def checked(method: Method) -> Method:
-    """A scheme's method that refuses wrong arguments in the name of the scheme's class, and tells how to give them. A
-    keyword that it passes on to the method of a base is one of its own."""
-    own, name = signature(method), getattr(method, "__name__", "")
-    limit = sum(p.kind is Parameter.POSITIONAL_OR_KEYWORD for p in own.parameters.values()) - 1
+def check_call(called: str, shown: Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise TypeError if arguments (``self`` first) do not fit a method's signature. Python's own error would name the
+    class that defines the method, and no remedy."""
+    parameters = shown.parameters.values()
+    by_position = [p.name for p in parameters if p.kind is Parameter.POSITIONAL_OR_KEYWORD]
+    if not any(p.kind is Parameter.VAR_KEYWORD for p in parameters):
+        refuse_unknown(called, kwargs, shown.parameters.keys() - {"self"})
+    if len(args) > len(by_position):
+        surplus, few = args[len(by_position)], ", ".join(by_position[1:])
+        meant = f"model_id={surplus!r}" if isinstance(surplus, str) else "model=…"
+        hint = meant if meant.partition("=")[0] in shown.parameters else "name the others"
+        raise TypeError(f"{called}(): only {few or 'keywords'} may be given without its name; {hint}")
+    try:
+        shown.bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{called}(): {error}") from None
 
-    @wraps(method)
-    def call(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        called = f"{type(self).__name__}.{name}"
-        bases = dropwhile(lambda base: base.__dict__.get(name) is not call, type(self).__mro__)
-        if (known := _keywords(bases, name)) is not None:
-            refuse_unknown(called, kwargs, known)
-        if len(args) > limit:
-            first = "" if limit else f"model_id={args[0]!r}, " if isinstance(args[0], str) else "model_id=…, "
-            few = f"only {limit} arguments without their names" if limit else "keywords only"
-            raise TypeError(f"{called}() takes {few}: {name}({first}model=…)")
-        try:
-            own.bind(self, *args, **kwargs)
-        except TypeError as error:  # Python's own would name the class that defines the method
-            raise TypeError(f"{called}(): {error}") from None
-        return method(self, *args, **kwargs)
 
-    return cast("Method", call)
+def checked(base: Callable[..., Any] | None = None) -> Callable[[Method], Method]:
+    """A decorator of a scheme's method that refuses wrong arguments in the name of the scheme's class.
+
+    ``base``: the method that the decorated one overrides, and hands its ``**options`` on to. They are refused, shown
+    and documented as the base's.
+    """
+
+    def decorate(method: Method) -> Method:
+        shown, name = signature(method), getattr(method, "__name__", "")
+        if base is not None:
+            own = [p for p in shown.parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
+            handed_on = [p for p in signature(base).parameters.values() if p.name not in shown.parameters]
+            shown = shown.replace(parameters=[*own, *handed_on])
+
+        @wraps(method)
+        def call(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+            check_call(f"{type(self).__name__}.{name}", shown, (self, *args), kwargs)
+            return method(self, *args, **kwargs)
+
+        call.__signature__ = shown  # type: ignore[attr-defined]
+        call.__doc__ = method.__doc__ or base.__doc__
+        return cast("Method", call)
+
+    return decorate
 
 
 @dataclass(frozen=True)
@@ -148,102 +137,83 @@ class Option:
     """What is known of one argument of a constructor: the metadata of its type, ``Annotated[int, Option(…)]``.
 
     Attributes:
-        doc: one line of documentation.
         default: of a keyword; a positional argument's is in the signature. ``Parameter.empty``: it must be given.
         check: called with the name and the value, if that is not the default; raises ValueError or TypeError.
+        doc: one line of documentation. A field's is in the docstring of its TypedDict.
     """
 
-    doc: str = ""
     default: Any = None
     check: Callable[[str, Any], object] | None = None
+    doc: str = ""
 
 
 def described(typed: Typed) -> Typed:
-    """A TypedDict whose docstring documents fields, one paragraph ``name: …`` each under ``Args:``, also fields of its
-    bases. The type of a field is annotated by an :class:`Option` without documentation, or is ``Required``, or the
-    default is None."""
+    """A TypedDict that declares options. Its docstring documents fields, one paragraph ``name: …`` each under
+    ``Args:``, also fields of its bases. The type of a field is annotated by an :class:`Option`, or is ``Required``, or
+    the default is None."""
     _, _, page = cleandoc(typed.__doc__ or "").partition("Args:\n")
     docs = {name: " ".join(doc.split()) for name, doc in re.findall(r"^ {4}(\w+): ((?:.|\n {8})+)", page, re.MULTILINE)}
     hints = get_type_hints(typed, include_extras=True)
     for name, doc in docs.items():
-        hint, is_required = hints[name], get_origin(hints[name]) is Required
-        if get_origin(hint) is Annotated:
-            plain, option = get_args(hint)
-        else:
-            plain = get_args(hint)[0] if is_required else hint
-            option = Option(default=Parameter.empty if is_required else None)
+        plain, option = hints[name], Option()
+        if get_origin(plain) is Annotated:
+            plain, option = get_args(plain)
+        elif get_origin(plain) is Required:
+            (plain,), option = get_args(plain), Option(Parameter.empty)
         hints[name] = Annotated[plain, replace(option, doc=doc)]
     typed.__annotations__ = hints
     return typed
 
 
 def options_of(typed: type) -> dict[str, Option]:
-    """The fields of a TypedDict whose types are annotated by an :class:`Option` each."""
+    """The options that a described TypedDict declares."""
     return {name: hint.__metadata__[0] for name, hint in get_type_hints(typed, include_extras=True).items()}
 
 
+def defaults_of(typed: type) -> dict[str, Any]:
+    """Their defaults, but of those that must be given."""
+    options = options_of(typed).items()
+    return {name: option.default for name, option in options if option.default is not Parameter.empty}
+
+
 def declared(init: Method) -> Method:
-    """An ``__init__(self, …, **options: Unpack[X])``. ``X`` is a TypedDict, whose fields are annotated by an
-    :class:`Option` each.
+    """An ``__init__(self, …, **options: Unpack[X])``. ``X`` is a described TypedDict.
 
     The method gets all options of ``X``, checked, with their defaults. Wrong arguments are refused in the name of the
     class that was called. The signature shows each option as a keyword, and the docstring describes it, after those of
     its own ``Args:``.
     """
     own, hints = signature(init), get_type_hints(init, include_extras=True)
-    given, rest = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD], list(own.parameters)[-1]
-    typed = get_args(hints[rest])[0]
-    fields, options = get_type_hints(typed, include_extras=True), options_of(typed)
-    defaults = {name: option.default for name, option in options.items() if option.default is not Parameter.empty}
-    names = {p.name for p in given[1:]}
+    typed = get_args(hints.pop("options"))[0]
+    options, hints = options_of(typed), hints | get_type_hints(typed, include_extras=True)
+    defaults = defaults_of(typed)
+    keywords = [Parameter(name, Parameter.KEYWORD_ONLY, default=option.default) for name, option in options.items()]
+    first = [p for p in own.parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
+    shown = own.replace(parameters=[p.replace(annotation=_shown(hints.get(p.name))) for p in [*first, *keywords]])
 
     @wraps(init)
     def call(self: Any, /, *args: Any, **kwargs: Any) -> None:
-        refuse_unknown(type(self).__name__, kwargs, names | options.keys())
-        if len(args) >= len(given):  # Python's own would name the class that defines the method
-            few = ", ".join(p.name for p in given[1:])
-            raise TypeError(f"{type(self).__name__}(): only {few} may be given without its name; name the others")
-        try:
-            whole.bind(self, *args, **kwargs)
-        except TypeError as error:
-            raise TypeError(f"{type(self).__name__}(): {error}") from None
-        for name, value in kwargs.items():
-            if (option := options.get(name)) is not None and option.check and value is not option.default:
-                option.check(name, value)
+        check_call(type(self).__name__, shown, (self, *args), kwargs)
+        for name, option in options.items():
+            if option.check and kwargs.get(name, option.default) is not option.default:
+                option.check(name, kwargs[name])
         init(self, *args, **defaults | kwargs)
 
     del call.__wrapped__  # which makers of documents would show instead
     call.__annotations__ = hints
-
-    def shown(parameter: Parameter) -> Parameter:
-        hint = (hints | fields).get(parameter.name, Parameter.empty)
-        plain = get_args(hint)[0] if get_origin(hint) is Annotated else hint
-        text = plain if plain is Parameter.empty else re.sub(r"\b[a-z_.]+\.(?=[A-Z])", "", formatannotation(plain))
-        return parameter.replace(annotation=text)
-
-    keywords = [Parameter(name, Parameter.KEYWORD_ONLY, default=option.default) for name, option in options.items()]
-    whole = own.replace(parameters=list(map(shown, [*given, *keywords])))
-    call.__signature__ = whole  # type: ignore[attr-defined]
-    notes = {name: hint.__metadata__[0].doc for name, hint in (hints | fields).items() if get_origin(hint) is Annotated}
+    call.__signature__ = shown  # type: ignore[attr-defined]
+    docs = {name: hint.__metadata__[0].doc for name, hint in hints.items() if get_origin(hint) is Annotated}
     wrap = TextWrapper(112, initial_indent="    ", subsequent_indent="        ", break_on_hyphens=False)
-    lines = "\n".join(wrap.fill(f"{name}: {doc}") for name, doc in notes.items())
     about, raises, errors = cleandoc(init.__doc__ or "").partition("Raises:")
-    about, _, first = about.rstrip().partition("Args:\n")
-    first = f"{first}\n" if first else ""
-    call.__doc__ = f"{about.rstrip()}\n\nArgs:\n{first}{lines}\n\n{raises}{errors}".strip()
+    about, _, page = about.rstrip().partition("Args:\n")
+    pages = [page] * bool(page) + [wrap.fill(f"{name}: {doc}") for name, doc in docs.items()]
+    call.__doc__ = "\n".join([about.rstrip(), "", "Args:", *pages, "", raises + errors]).strip()
     return cast("Method", call)
 
 
-def _keywords(bases: Iterable[type], name: str) -> set[str] | None:
-    """Of this method of the first, and of that of each further one that gets what it passes on; None: any, or a user's
-    takes part."""
-    known: set[str] = set()
-    for base in bases:
-        if name in base.__dict__:
-            if base.__module__.partition(".")[0] != __name__.partition(".")[0]:
-                return None
-            parameters = signature(base.__dict__[name]).parameters.values()
-            known.update(p.name for p in parameters if p.kind in (Parameter.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD))
-            if not any(p.kind is Parameter.VAR_KEYWORD for p in parameters):
-                return known - {"self"}
-    return None
+def _shown(hint: Any) -> Any:
+    """A type as signatures show it: a text, without modules and metadata."""
+    if hint is None:
+        return Parameter.empty
+    plain = get_args(hint)[0] if get_origin(hint) is Annotated else hint
+    return re.sub(r"\b[a-z_.]+\.(?=[A-Z])", "", formatannotation(plain))

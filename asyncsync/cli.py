@@ -9,7 +9,6 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
 
 from asyncsync import __version__
 from asyncsync.bench import advice
@@ -40,9 +39,9 @@ def _demo(options: argparse.Namespace) -> int:
         need("uvloop", "uvloop")
     if options.scheme == "ray":
         need("ray", "ray")
-    from asyncsync.demo.run import Options, run
+    from asyncsync.demo.run import run
 
-    return run(Options(**{field.name: getattr(options, field.name) for field in fields(Options)}))
+    return run(options)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -8,7 +8,7 @@ import math
 import operator
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, Protocol
 
@@ -62,6 +62,12 @@ def rounded_up(name: str, frames: int, unit: str, size: int) -> int:
         stacklevel=level,
     )
     return rounded
+
+
+def check_choice(name: str, value: Any, choices: Collection[str]) -> None:
+    """Raises ValueError: it is none of the choices."""
+    if value not in choices:
+        raise ValueError(f"unknown {name} {value!r}: choose one of {', '.join(map(repr, choices))}")
 
 
 def check_callable(name: str, value: Any) -> None:

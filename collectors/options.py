@@ -22,6 +22,7 @@ from asyncsync.collectors.arguments import (
     Devices,
     Interruptor,
     check_callable,
+    check_choice,
     check_factories,
     check_schemes,
     frames_or_none,
@@ -54,41 +55,19 @@ def _check_start_method(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be 'spawn' or 'forkserver', not {value!r}: {why}")
 
 
-# Options of collectors that have no other base in common.
-
-ExtendBuffer = Annotated[
-    bool, Option("True: write whole rollouts by ``extend()``. False: write each frame by ``add()``.", True)
-]
-TrustPolicy = Annotated[
-    bool | None,
-    Option(
-        "the policy takes and returns TensorDicts, so do not inspect or wrap it. Otherwise the collector calls modules "
-        "of ``tensordict.nn`` without tensordict's overhead, which exceeds the time of a small network."
-    ),
-]
-NoCudaSync = Annotated[bool, Option("skip the synchronisation after copies between devices.", False)]
-TrajsPerBatch = Annotated[
-    int | None,
-    Option(
-        "number of whole trajectories in a batch, in the order in which they ended. The collector rolls out "
-        "``frames_per_batch`` frames at a time until it has enough; hooks and ``postproc`` get these rollouts. With "
-        "workers, this process assembles batches from the trajectories of all of them. With a replay buffer, the "
-        "process that rolls out writes each trajectory, frame after frame, as soon as it has ended. Trajectories that "
-        "``reset_at_each_iter`` or ``total_frames`` cut off are dropped."
-    ),
-]
+# Of collectors, or evaluators, that have no other base in common.
 MaxInterval = Annotated[
     int,
     Option(
-        "a worker gets the current weights after at most this many of its batches. -1: no limit. If batches are of all "
-        "workers: not with an update before each batch.",
         -1,
         whole,
+        "a worker gets the current weights after at most this many of its batches. -1: no limit. If batches are of all "
+        "workers: not with an update before each batch.",
     ),
 ]
 InitFn = Annotated[
     Callable[[], None] | None,
-    Option("called in each worker before it makes environment and policy.", check=check_callable),
+    Option(check=check_callable, doc="called in each worker before it makes environment and policy."),
 ]
 
 
@@ -120,17 +99,17 @@ class RolloutOptions(TypedDict, total=False):
 
     policy_factory: Policy | Sequence[Policy] | None
     frames_per_batch: Required[int | Sequence[int]]
-    total_frames: Annotated[int | None, Option(default=-1)]
+    total_frames: Annotated[int | None, Option(-1)]
     device: Devices
     storing_device: Devices
     env_device: Devices
     policy_device: Devices
-    max_frames_per_traj: Annotated[int | None, Option(default=-1, check=frames_or_none)]
-    init_random_frames: Annotated[int | None, Option(default=-1)]
-    reset_at_each_iter: Annotated[bool, Option(default=False)]
+    max_frames_per_traj: Annotated[int | None, Option(-1, frames_or_none)]
+    init_random_frames: Annotated[int | None, Option(-1)]
+    reset_at_each_iter: Annotated[bool, Option(False)]
     postproc: Annotated[Callable[[Any], Any] | None, Option(check=check_callable)]
-    split_trajs: Annotated[bool | None, Option(default=False)]
-    exploration_type: Annotated[InteractionType | None, Option(default=InteractionType.RANDOM)]
+    split_trajs: Annotated[bool | None, Option(False)]
+    exploration_type: Annotated[InteractionType | None, Option(InteractionType.RANDOM)]
 
 
 @described
@@ -160,7 +139,39 @@ class LateOptions(TypedDict, total=False):
 
 
 @described
-class LocalOptions(RolloutOptions, LateOptions, total=False):
+class BufferOptions(LateOptions, total=False):
+    """Of collectors whose workers can write to a replay buffer.
+
+    Args:
+        extend_buffer: True: write whole rollouts by ``extend()``. False: write each frame by ``add()``.
+    """
+
+    replay_buffer: Any
+    extend_buffer: Annotated[bool, Option(True)]
+
+
+@described
+class ActingOptions(BufferOptions, total=False):
+    """Of ``Collector``, ``MultiCollector`` and ``RayCollector``.
+
+    Args:
+        trust_policy: the policy takes and returns TensorDicts, so do not inspect or wrap it. Otherwise the collector
+            calls modules of ``tensordict.nn`` without tensordict's overhead, which exceeds the time of a small network.
+        no_cuda_sync: skip the synchronisation after copies between devices.
+        trajs_per_batch: number of whole trajectories in a batch, in the order in which they ended. The collector rolls
+            out ``frames_per_batch`` frames at a time until it has enough; hooks and ``postproc`` get these rollouts.
+            With workers, this process assembles batches from the trajectories of all of them. With a replay buffer, the
+            process that rolls out writes each trajectory, frame after frame, as soon as it has ended. Trajectories that
+            ``reset_at_each_iter`` or ``total_frames`` cut off are dropped.
+    """
+
+    trust_policy: bool | None
+    no_cuda_sync: Annotated[bool, Option(False)]
+    trajs_per_batch: int | None
+
+
+@described
+class LocalOptions(RolloutOptions, ActingOptions, total=False):
     """Of ``Collector`` and ``MultiCollector``.
 
     Args:
@@ -190,23 +201,18 @@ class LocalOptions(RolloutOptions, LateOptions, total=False):
         local_init_rb: no effect: the first process that writes to a replay buffer creates its storage.
     """
 
-    replay_buffer: Any
-    extend_buffer: ExtendBuffer
-    trust_policy: TrustPolicy
-    no_cuda_sync: NoCudaSync
-    trajs_per_batch: TrajsPerBatch
-    track_traj_ids: Annotated[bool, Option(default=True)]
-    set_truncated: Annotated[bool, Option(default=False)]
+    track_traj_ids: Annotated[bool, Option(True)]
+    set_truncated: Annotated[bool, Option(False)]
     compile_policy: bool | Mapping[str, Any] | None
     cudagraph_policy: Annotated[bool | Mapping[str, Any] | None, Option(check=_check_cuda)]
     max_lag: Annotated[int | None, Option(check=partial(whole, least=0))]
     traj_pool: _TrajectoryPool | None
     trajs_per_write: int | None
     traj_format: str | None
-    compact_obs: Annotated[bool, Option(default=False)]
+    compact_obs: Annotated[bool, Option(False)]
     use_buffers: Annotated[bool | None, Option(check=_check_switch)]
-    reset_when_done: Annotated[bool, Option(default=True, check=_check_reset)]
-    track_policy_version: Annotated[Any, Option(default=False)]
+    reset_when_done: Annotated[bool, Option(True, _check_reset)]
+    track_policy_version: Annotated[Any, Option(False)]
     auto_register_policy_transforms: bool | None
     local_init_rb: Annotated[bool | None, Option(check=_check_switch)]
 
@@ -228,7 +234,7 @@ class CollectorOptions(LocalOptions, total=False):
         sync: see backend.
     """
 
-    return_same_td: Annotated[bool, Option(default=False)]
+    return_same_td: Annotated[bool, Option(False)]
     interruptor: Interruptor | None
     backend: str | None
     backend_options: Mapping[str, Any] | None
@@ -263,30 +269,27 @@ class MultiOptions(LocalOptions, total=False):
 
     num_workers: int | None
     collector_class: Callable[..., Any] | None
-    update_at_each_batch: Annotated[bool, Option(default=False)]
+    update_at_each_batch: Annotated[bool, Option(False)]
     max_weight_update_interval: MaxInterval
     init_fn: InitFn
     preemptive_threshold: float | None
     num_threads: int | None
-    num_sub_threads: Annotated[int, Option(default=1)]
+    num_sub_threads: Annotated[int, Option(1)]
     cat_results: str | int | None
-    start_method: Annotated[str, Option(default="spawn", check=_check_start_method)]
-    connect_timeout: Annotated[float, Option(default=60.0)]
+    start_method: Annotated[str, Option("spawn", _check_start_method)]
+    connect_timeout: Annotated[float, Option(60.0)]
 
 
 # -- options that choose the class -------------------------------------------------------------------------------------
 
 FAMILIES = {
-    "sync": "multi.collector:MultiSyncCollector",
-    "async": "multi.collector:MultiAsyncCollector",
     "process": "multi.collector:MultiCollector",
     "ray": "distributed:RayCollector",
     "rpc": "distributed:RPCCollector",
     "distributed": "distributed:DistributedCollector",
     "submitit": "distributed:DistributedCollector",  # whose launcher that is by default
 }
-BACKENDS = ("direct", "process", "ray", "rpc", "distributed", "submitit")
-"""Where ``Collector(backend=…)`` may have environments stepped: here, or by the workers of the family of that name."""
+"""Whose workers step the environments of ``Collector(backend=…)``."""
 
 SELECTORS = ("backend", "backend_options", "num_collectors", "sync")
 """The options of ``Collector`` that choose another class."""
@@ -322,8 +325,7 @@ def by_backend(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     backend, given, count, sync = (kwargs.pop(name, None) for name in SELECTORS)
     if backend is None:
         backend = "direct" if count is None else "process"
-    elif backend not in BACKENDS:
-        raise ValueError(f"unknown backend {backend!r} of collectors: choose one of {', '.join(map(repr, BACKENDS))}")
+    check_choice("backend", backend, ("direct", *FAMILIES))
     if not isinstance(given, Mapping | None):
         raise TypeError(f"backend_options must be a dict of arguments for the chosen collector, not {given!r}")
     options = dict(given or {})

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from multiprocessing import Pipe, get_context
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
@@ -29,9 +29,11 @@ from asyncsync import (
     WeightSyncScheme,
     ZMQWeightSyncScheme,
 )
+from asyncsync.errors import WeightSyncError
 from asyncsync.runtime.threads import sigint_blocked
 
 PATIENCE = 60.0  # seconds that a worker may take to start, and an update to arrive
+ENDING_SECONDS = 1.0  # that a process may take to end after its pipe has
 SECONDS = 0.4  # of updates, for each scheme and size
 FEWEST, MOST = 5, 300  # updates, for each scheme and size
 WARM = 3  # updates before those that are counted
@@ -117,23 +119,24 @@ async def measure(workers: int, sizes: Sequence[int], progress: Callable[[str], 
     """
     figures = []
     # What ends the measurement ends the workers before the scheme: one that still connects would show a traceback.
-    async with AsyncExitStack() as connected, _started(workers) as pipes:
+    async with AsyncExitStack() as connected, _started(workers) as processes:
         for nbytes in sizes:
             for candidate in CANDIDATES:
                 progress(f"{candidate.name}, {nbytes} bytes")
-                figures.append(await _measure(candidate, nbytes, pipes, connected))
+                figures.append(await _measure(candidate, nbytes, processes, connected))
     return figures
 
 
 async def _measure(
-    candidate: Candidate, nbytes: int, pipes: list[Connection], connected: AsyncExitStack[Any]
+    candidate: Candidate, nbytes: int, processes: dict[SpawnProcess, Connection], connected: AsyncExitStack[Any]
 ) -> Figure:
+    pipes = list(processes.values())
     model, scheme = _Weights(nbytes), candidate.new(len(pipes))
     scheme.init_on_sender(model_id="policy", model=model)
     await connected.enter_async_context(scheme)
     for pipe in pipes:
         pipe.send((scheme, nbytes))
-    await scheme.connect(timeout=PATIENCE)
+    await scheme.connect(timeout=PATIENCE, processes=processes)
     seconds: list[float] = []
     cpu, end = 0.0, float("inf")
     while len(seconds) < WARM + FEWEST or (time.perf_counter() < end and len(seconds) < WARM + MOST):
@@ -178,46 +181,32 @@ class _Weights(nn.Module):
 
 
 @asynccontextmanager
-async def _started(workers: int) -> AsyncIterator[list[Connection]]:
-    """So many worker processes: a pipe to each. They end with the block; if one ends before, the block is cancelled and
-    raises WorkerDied."""
-    context, loop, here = get_context("spawn"), asyncio.get_running_loop(), asyncio.current_task()
-    processes: list[SpawnProcess] = []
-    pipes: list[Connection] = []
-    died: list[SpawnProcess] = []
-    assert here is not None
-
-    def ended(process: SpawnProcess) -> None:
-        loop.remove_reader(process.sentinel)
-        died.append(process)
-        if len(died) == 1:
-            here.cancel()
-
+async def _started(workers: int) -> AsyncIterator[dict[SpawnProcess, Connection]]:
+    """So many worker processes, with a pipe to each. They end with the block. If one has ended before, what fails for
+    that raises WorkerDied."""
+    context = get_context("spawn")
+    processes: dict[SpawnProcess, Connection] = {}
     try:
         for index in range(workers):
             ours, theirs = Pipe()
             process = context.Process(target=_worker, args=(index, theirs), name=f"worker {index}", daemon=True)
             with theirs, sigint_blocked():  # Ctrl-C goes to every process, and the trainer ends the workers
                 process.start()
-            loop.add_reader(process.sentinel, ended, process)
-            processes.append(process)
-            pipes.append(ours)
-        for pipe in pipes:
+            processes[process] = ours
+        for pipe in processes.values():
             await _answer(pipe)  # it has imported torch
-        yield pipes
-    except asyncio.CancelledError:
-        if not died:
-            raise
-        here.uncancel()
-        died[0].join()
-        raise WorkerDied(f"{died[0].name} {_ending(died[0].exitcode or 0)}") from None
+        yield processes
+    except (WeightSyncError, EOFError, OSError):
+        ended = wait([process.sentinel for process in processes], ENDING_SECONDS)
+        for process in (one for one in processes if one.sentinel in ended):
+            process.join()
+            raise WorkerDied(f"{process.name} {_ending(process.exitcode or 0)}") from None
+        raise
     finally:
         for process in processes:
-            loop.remove_reader(process.sentinel)
             process.kill()
-        for process in processes:
+        for process, pipe in processes.items():
             process.join()
-        for pipe in pipes:
             pipe.close()
 
 

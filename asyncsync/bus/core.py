@@ -19,15 +19,14 @@ from typing import Annotated, Any, TypedDict, TypeVar, Unpack
 
 from asyncsync.arguments import (
     Option,
-    as_version,
     as_workers,
     check_count,
     check_fanout,
-    check_forward,
     check_processes,
     check_quorum,
     check_timeout,
     declared,
+    described,
 )
 from asyncsync.bus.carrier import Calls, Member, Source, Taken
 from asyncsync.bus.link import EXIT_SECONDS, Order, is_fast_path_on
@@ -49,13 +48,18 @@ from asyncsync.wire.messages import Report, Shown, decode_metadata, encode_metad
 
 DEFAULT_TIMEOUT = 60.0
 LOOP_ENDED = "this bus was shut down when its event loop ended: connect and use it within one asyncio.run()"
-CONFIGURATION = ["endpoint", "connect_endpoint", "num_workers", "min_workers", "allow_plaintext", "checksum", "keys"]
-CONFIGURATION += ["fanout", "compress", "delta", "monitoring", "drawn", "uid"]
+MAX_VERSION = 1 << 62  # the most in a checkpoint: there is room to count on
+SHARED = {
+    "num_workers": None, "min_workers": 1, "allow_plaintext": False, "checksum": None, "keys": None, "fanout": False,
+    "compress": None, "delta": False, "monitoring": UNMONITORED, "connect_endpoint": None,
+}  # fmt: skip
+"""The settings on which all schemes of a bus must agree, and their defaults."""
+CONFIGURATION = (*SHARED, "endpoint", "drawn", "uid")
+"""What a pickled bus carries."""
+ARGUMENTS = {"keys": "server_key", "monitoring": "metrics_port", "connect_endpoint": "connect"}
 
 # Copies of one shared bus that were pickled apart find each other again in the worker: one connection per worker_idx.
 _receiving: weakref.WeakValueDictionary[tuple[str, int, int], Any] = weakref.WeakValueDictionary()
-
-ARGUMENTS = {"keys": "server_key", "monitoring": "metrics_port", "connect_endpoint": "connect"}
 
 Workers = int | Iterable[int] | None
 Metadata = Mapping[str, Any] | None
@@ -65,90 +69,73 @@ T = TypeVar("T")
 # -- options. A scheme with a bus of its own takes those that its transport can use (asyncsync.schemes.options) --------
 
 Endpoint = Annotated[
-    str | None, Option("where the sender binds: ``ipc:///path`` or ``tcp://HOST:PORT``; None draws a private ipc path.")
+    str | None,
+    Option(doc="where the sender binds: ``ipc:///path`` or ``tcp://HOST:PORT``; None draws a private ipc path."),
 ]
 Fanout = Annotated[
     bool,
     Option(
+        False,
+        check_fanout,
         "over tcp, send to all workers at once what three or more are to get; with ``compress`` or ``delta``, not "
         "weights of more than 64 KiB. It takes one more port, and one more connection per worker, and saves CPU time "
         "only with many workers and large weights (docs/multi-host.md).",
-        False,
-        check_fanout,
     ),
 ]
 
 
+@described
 class LocalBusOptions(TypedDict, total=False):
-    """Of any bus, also where a scheme's bytes do not travel over it."""
+    """Of any bus, also where a scheme's bytes do not travel over it.
 
-    connect: Annotated[
-        str | None,
-        Option("where workers connect, if that differs; of several, with commas between, they try one by one."),
-    ]
-    num_workers: Annotated[
-        int | None,
-        Option("fixed number of workers (0 … num_workers−1); None: elastic, workers come and go.", None, check_count),
-    ]
-    min_workers: Annotated[
-        int,
-        Option(
-            "how many workers an elastic sender needs for ``connect`` and ``send_async``; 0: it can start alone.",
-            1,
-            partial(check_count, least=0),
-        ),
-    ]
-    allow_plaintext: Annotated[bool, Option("allow unencrypted addresses that other hosts can reach.", False)]
-    metrics_port: Annotated[
-        int | str | None,
-        Option(
-            'port on loopback where this process serves Prometheus metrics, or ``"0.0.0.0:9100"``; 0 takes any free '
-            "port. A pickled bus or scheme does not take it along."
-        ),
-    ]
-    tracing: Annotated[
-        Tracing,
-        Option(
-            "True: record OpenTelemetry spans for each version; None: if the program has set up OpenTelemetry; or a "
-            "function ``trace(event, info)``, which is called with each step of each version (docs/monitoring.md)."
-        ),
-    ]
+    Args:
+        connect: where workers connect, if that differs; of several, with commas between, they try one by one.
+        num_workers: fixed number of workers (0 … num_workers−1); None: elastic, workers come and go.
+        min_workers: how many workers an elastic sender needs for ``connect`` and ``send_async``; 0: it can start alone.
+        allow_plaintext: allow unencrypted addresses that other hosts can reach.
+        metrics_port: port on loopback where this process serves Prometheus metrics, or ``"0.0.0.0:9100"``; 0 takes any
+            free port. A pickled bus or scheme does not take it along.
+        tracing: True: record OpenTelemetry spans for each version; None: if the program has set up OpenTelemetry; or a
+            function ``trace(event, info)``, which is called with each step of each version (docs/monitoring.md).
+    """
+
+    connect: str | None
+    num_workers: Annotated[int | None, Option(check=check_count)]
+    min_workers: Annotated[int, Option(1, partial(check_count, least=0))]
+    allow_plaintext: Annotated[bool, Option(False)]
+    metrics_port: int | str | None
+    tracing: Tracing
 
 
+@described
 class WireOptions(LocalBusOptions, total=False):
-    """Of a bus over which the bytes travel."""
+    """Of a bus over which the bytes travel.
 
-    server_key: Annotated[
-        KeyFile | Sequence[KeyFile] | None,
-        Option(
-            "path of the server's certificate: at the sender the secret file, at a receiver the public file. While you "
-            "replace the server's key, a receiver may have several, of which one is right."
-        ),
-    ]
-    clients: Annotated[
-        KeyFile | None,
-        Option("at the sender: the directory of the public certificates of the clients that it lets in."),
-    ]
-    client_key: Annotated[
-        KeyFile | None,
-        Option("at a receiver: the path of its secret certificate; ``{worker_idx}`` in it stands for its index."),
-    ]
-    compress: Annotated[
-        str | None,
-        Option('``"zstd"`` or ``"lz4"``: compress what travels over the bus, for workers that can decode it.'),
-    ]
-    delta: Annotated[
-        bool,
-        Option(
-            "send a worker that has the previous version only what has changed. The sender keeps that version.", False
-        ),
-    ]
+    Args:
+        server_key: path of the server's certificate: at the sender the secret file, at a receiver the public file.
+            While you replace the server's key, a receiver may have several, of which one is right.
+        clients: at the sender: the directory of the public certificates of the clients that it lets in.
+        client_key: at a receiver: the path of its secret certificate; ``{worker_idx}`` in it stands for its index.
+        compress: ``"zstd"`` or ``"lz4"``: compress what travels over the bus, for workers that can decode it.
+        delta: send a worker that has the previous version only what has changed. The sender keeps that version.
+    """
+
+    server_key: KeyFile | Sequence[KeyFile] | None
+    clients: KeyFile | None
+    client_key: KeyFile | None
+    compress: str | None
+    delta: Annotated[bool, Option(False)]
 
 
+@described
 class BusOptions(WireOptions, total=False):
-    checksum: Annotated[
-        bool | None, Option("check every payload with CRC-32; None: only on unencrypted tcp beyond loopback.")
-    ]
+    """Of a ``Bus``.
+
+    Args:
+        checksum: check every payload with CRC-32; None: only on unencrypted tcp beyond loopback.
+    """
+
+    checksum: bool | None
     fanout: Fanout
 
 
@@ -716,7 +703,9 @@ class BusCore:
             RuntimeError: on a receiver, which gets its versions from the sender.
         """
         self._check_counts()
-        version = as_version(state)
+        version = state.get("version") if isinstance(state, Mapping) else None
+        if not isinstance(version, int) or isinstance(version, bool) or not 0 <= version < MAX_VERSION:
+            raise ValueError(f"a sender's state is {{'version': a whole number from 0}}, not {state!r}")
         if self.is_shut_down:
             raise ClosedError("this bus was shut down; construct another, and load the state into it")
         self.look(lambda: self._carry_on(version))
@@ -726,10 +715,16 @@ class BusCore:
             raise RuntimeError("a receiver gets its versions from the sender; save and load the sender's state")
 
     def _carry_on(self, version: int) -> None:
-        check_forward(version, self._link.machine.version if isinstance(self._link, TrainerLink) else self.carried)
+        link = self._link if isinstance(self._link, TrainerLink) else None
+        now = self.carried if link is None else link.machine.version
+        if version < now:
+            raise ValueError(
+                f"this sender is at version {now} already, and versions never go back: version {version} cannot be "
+                "loaded; load a checkpoint before the first publication"
+            )
         self.carried = version
-        if isinstance(self._link, TrainerLink):
-            self._link.carry_on(version)
+        if link is not None:
+            link.carry_on(version)
 
     @property
     def closed(self) -> bool:
@@ -783,10 +778,6 @@ def _disagreement(name: str, there: int | None, given: int) -> ValueError:
     )
 
 
-SHARED = ("num_workers", "min_workers", "allow_plaintext", "checksum", "keys", "fanout", "compress", "delta")
-DEFAULTS = {"min_workers": 1, "allow_plaintext": False, "fanout": False, "delta": False, "monitoring": UNMONITORED}
-
-
 def join_buses(schemes: Iterable[Member]) -> Any:
     """Move schemes that have a bus of their own onto one bus, before they are initialised: so one update can carry all
     their models. All of them are blocking, or all asynchronous.
@@ -803,13 +794,13 @@ def join_buses(schemes: Iterable[Member]) -> Any:
         if scheme.role is not None or scheme.is_registered or scheme.is_shut_down or scheme.bus.link is not None:
             raise RuntimeError("move schemes onto one bus before init_on_sender(), init_on_receiver() and connect()")
     own = [scheme for scheme in schemes if scheme.has_own_bus]
-    shared = list({id(s.bus): s.bus for s in schemes if not s.has_own_bus}.values())
+    shared = list(dict.fromkeys(scheme.bus for scheme in schemes if not scheme.has_own_bus))
     if len(shared) > 1:
         return None
     buses = shared + [scheme.bus for scheme in own]
     if len(buses) < 2:
         return buses[0] if buses else None
-    explicit = shared + [scheme.bus for scheme in own if not scheme.bus.drawn]
+    explicit = [bus for bus in buses if bus in shared or not bus.drawn]
     endpoints = sorted({bus.endpoint for bus in explicit})
     if len(endpoints) > 1:
         raise ValueError(
@@ -818,10 +809,8 @@ def join_buses(schemes: Iterable[Member]) -> Any:
         )
     common = (explicit or buses)[0]
     settings = {}
-    for name in (*SHARED, "monitoring", "connect_endpoint"):
-        default = DEFAULTS.get(name)
-        given = [bus for bus in buses if name != "connect_endpoint" or bus.connect_endpoint != bus.endpoint]
-        values = {getattr(bus, name) for bus in given} - {default}
+    for name, default in SHARED.items():  # workers connect to the endpoint itself unless connect= says otherwise
+        values = {getattr(bus, name) for bus in buses if getattr(bus, name) not in (default, bus.endpoint)}
         if len(values) > 1:
             argument = ARGUMENTS.get(name, name)
             raise ValueError(
@@ -830,8 +819,7 @@ def join_buses(schemes: Iterable[Member]) -> Any:
             )
         if values:
             settings[name] = values.pop()
-    for name, value in settings.items():
-        setattr(common, name, value)
+    vars(common).update(settings)
     for scheme in own:
         scheme.move_to(common)
     return common

@@ -7,7 +7,7 @@ import contextlib
 import textwrap
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterable
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
 from asyncsync.commands.samples import Rates, Samples
 from asyncsync.wire.messages import Report, WorkerReport
@@ -35,33 +35,39 @@ class Cut(TypedDict, total=False):
 ONE_LINE: Cut = {"no_wrap": True, "overflow": "ellipsis"}
 
 
+def text(words: str = "", style: str = "", **cut: Unpack[Cut]) -> Text:
+    """Rich's, which is imported where something is drawn."""
+    from rich.text import Text
+
+    return Text(words, style, **cut)
+
+
 def screen(samples: Samples, width: int, height: int | None) -> RenderableType:
     """The whole screen. ``height``: lines that there are; None: as many as it takes."""
     from rich.console import Group
-    from rich.text import Text
 
     report = samples.last
     if report is None:
-        waiting = Text(samples.failure or "asking …", style="yellow")
+        waiting = text(samples.failure or "asking …", style="yellow")
         hint = f"Is a trainer bound to {samples.endpoint}? Still asking; Ctrl-C ends it."
-        return Group(_title(samples, width), Text(), waiting, Text(hint, style="dim"))
+        return Group(_title(samples, width), text(), waiting, text(hint, style="dim"))
     rates = samples.rates()
     title, models = _title(samples, width), _models(report, width)
-    head: list[RenderableType] = [title, Text(), _facts(report, rates), _people(report), models]
+    head: list[RenderableType] = [title, text(), _facts(report, rates), _people(report), models]
     cut: Cut = {} if height is None else ONE_LINE
     feet = [*_counts("refused", report.refused, cut), *_counts("dropped", report.dropped, cut)]
     now = time.monotonic()
     if samples.failure or samples.age(now) > samples.interval + OVERDUE:
         why = f"no answer for {samples.age(now):.0f} s: waiting for the trainer to come back"
-        feet.append(Text(why, style="bold red", no_wrap=True, overflow="ellipsis"))
-        feet += [Text(part, style="red", no_wrap=True) for part in textwrap.wrap(samples.failure, width)[:NOTES]]
+        feet.append(text(why, style="bold red", **ONE_LINE))
+        feet += [text(part, style="red", no_wrap=True) for part in textwrap.wrap(samples.failure, width)[:NOTES]]
     notes = [] if width >= WIDE else _notes(report.workers, cut)
     # The facts take two lines; one is empty above the table and one above the feet, one is the table's head.
     room = len(report.workers) if height is None else max(1, height - len(head) - len(feet) - len(notes) - 4)
     shown, left = _fitting(report, room)
-    below = [*([Text(left, style="dim")] if left else []), *notes]
-    gap = [Text()] if feet else []
-    return Group(*head, Text(), _workers(report, shown, rates, wide=width >= WIDE), *below, *gap, *feet)
+    below = [*([text(left, style="dim")] if left else []), *notes]
+    gap = [text()] if feet else []
+    return Group(*head, text(), _workers(report, shown, rates, wide=width >= WIDE), *below, *gap, *feet)
 
 
 @contextlib.asynccontextmanager
@@ -90,12 +96,10 @@ def line(samples: Samples) -> str:
 
 
 def _title(samples: Samples, width: int) -> Text:
-    from rich.text import Text
-
     report = samples.last
     where = "" if report is None else f" · {report.host}, process {report.pid}"
     clock = time.strftime("%H:%M:%S")
-    title = Text("asyncsync top", style="bold")
+    title = text("asyncsync top", style="bold")
     title.append(f" · {samples.endpoint}{where}", style="not bold")
     title.truncate(max(10, width - len(clock) - 2), overflow="ellipsis")
     title.append(" " * max(2, width - title.cell_len - len(clock)))
@@ -116,35 +120,30 @@ def _facts(report: Report, rates: Rates) -> Table:
 
 
 def _people(report: Report) -> Text:
-    from rich.text import Text
-
-    text = Text("workers    ", style="bold", no_wrap=True, overflow="ellipsis")
+    row = text("workers    ", style="bold", **ONE_LINE)
     for state in STATES[::-1]:
         number = report.counts.get(state, 0)
         if number or state == "live":
-            text.append(f"{number:,} {state}  ", style=f"not bold {COLOURS[state]}")
+            row.append(f"{number:,} {state}  ", style=f"not bold {COLOURS[state]}")
     words = [] if report.num_workers is None else [f"of {report.num_workers:,}"]
     for role in ("relays", "guests"):
         if number := report.counts.get(role, 0):
             words.append(f"{number:,} {role if number > 1 else role[:-1]}")
-    return text.append(" · ".join(words), style="not bold")
+    return row.append(" · ".join(words), style="not bold")
 
 
 def _models(report: Report, width: int) -> Text:
-    from rich.text import Text
-
-    text = Text("models     ", style="bold", no_wrap=True, overflow="ellipsis")
+    row = text("models     ", style="bold", **ONE_LINE)
     words = [f"{m.model_id or '(no name)'} {_bytes(m.nbytes)} at {m.version:,}" for m in report.models]
     if report.num_models > len(words):
         words.append(f"and {report.num_models - len(words):,} more")
-    text.append(" · ".join(words) or "none yet", style="not bold")
-    text.truncate(width, overflow="ellipsis")
-    return text
+    row.append(" · ".join(words) or "none yet", style="not bold")
+    row.truncate(width, overflow="ellipsis")
+    return row
 
 
 def _workers(report: Report, shown: Iterable[WorkerReport], rates: Rates, *, wide: bool) -> Table:
     from rich.table import Table
-    from rich.text import Text
 
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold underline", pad_edge=False, expand=wide)
     table.add_column("worker", justify="right")
@@ -160,18 +159,18 @@ def _workers(report: Report, shown: Iterable[WorkerReport], rates: Rates, *, wid
         seen = "never" if worker.last_seen is None else f"{worker.last_seen / 1000:.1f} s"
         rate = rates.workers.get(worker.index)
         name = str(worker.index) if worker.role == "worker" else relay_names.get(worker.index, worker.role)
-        cells: list[str | Text] = [name, Text(worker.state, style=COLOURS.get(worker.state, ""))]
+        cells: list[str | Text] = [name, text(worker.state, style=COLOURS.get(worker.state, ""))]
         cells += [_versions(worker), *([f"{worker.target:,}"] if wide else [])]
-        cells += [Text(f"{worker.lag:,}", style="yellow" if worker.lag > 1 else ""), seen, _bytes(worker.bytes_sent)]
+        cells += [text(f"{worker.lag:,}", style="yellow" if worker.lag > 1 else ""), seen, _bytes(worker.bytes_sent)]
         cells += [_bytes(rate) if rate is not None else "–"]
         if wide:
             place = f"{worker.pid}" + ("" if worker.local else " on another host") if worker.pid else "–"
             if worker.relay is not None:
                 place = f"via {relay_names.get(worker.relay, 'relay')}"
-            cells += [place, Text(worker.reason, style="red")]
+            cells += [place, text(worker.reason, style="red")]
         table.add_row(*cells)
     if not report.workers:
-        table.add_row("–", Text("no worker is connected", style="dim"))
+        table.add_row("–", text("no worker is connected", style="dim"))
     return table
 
 
@@ -200,22 +199,18 @@ def _urgency(worker: WorkerReport) -> tuple[int, int, bool, int, int]:
 
 def _notes(workers: Iterable[WorkerReport], cut: Cut) -> list[Text]:
     """What keeps workers, where the table has no room for it: without a cut, all of them."""
-    from rich.text import Text
-
     named = [(f"{worker.role} {worker.index}", worker.reason) for worker in workers if worker.reason]
     troubles = [reason if reason.startswith(name) else f"{name}: {reason}" for name, reason in named]
     if cut and len(troubles) > NOTES:
         troubles[NOTES - 1 :] = [f"… and {len(troubles) - NOTES + 1:,} more with problems"]
-    return [Text(trouble, style="red", **cut) for trouble in troubles]
+    return [text(trouble, style="red", **cut) for trouble in troubles]
 
 
 def _counts(name: str, counts: dict[str, int], cut: Cut) -> list[Text]:
-    from rich.text import Text
-
     if not counts:
         return []
     words = " · ".join(f"{count:,} × {reason}" for reason, count in sorted(counts.items(), key=lambda item: -item[1]))
-    return [Text(f"{name:<11}", style="bold", **cut).append(words, style="not bold yellow")]
+    return [text(f"{name:<11}", style="bold", **cut).append(words, style="not bold yellow")]
 
 
 def _states(report: Report) -> str:

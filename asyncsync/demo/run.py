@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import math
 import sys
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,21 +30,8 @@ NAMES = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Options:
-    """What the command line says; ``asyncsync demo --help`` explains each."""
-
-    workers: int = 2
-    seed: int = 0
-    target: float = 475.0
-    max_seconds: float = 600.0
-    uvloop: bool = False
-    scheme: str = "shared"
-    endpoint: str | None = None
-
-
-def run(options: Options) -> int:
-    """Run the demonstration and print what came of it.
+def run(options: argparse.Namespace) -> int:
+    """Run the demonstration and print what came of it. ``asyncsync demo --help`` explains the options.
 
     Returns:
         The exit code: 0 the target was reached; 1 it was not in time, a worker has died, or weights were torn or stale;

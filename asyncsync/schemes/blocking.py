@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextlib import nullcontext
-from functools import partial, update_wrapper, wraps
+from functools import partial, wraps
 from typing import Any, ClassVar, Concatenate, ParamSpec, Self, TypeVar
 
 from tensordict import TensorDict
@@ -380,23 +380,19 @@ class WeightSyncScheme(Scheme):
         super()._reset()
         count_as_theirs(WeightSyncScheme)
 
-    @checked
+    @checked(Scheme.init_on_sender)
     def init_on_sender(self, **options: Any) -> None:
         super().init_on_sender(**self._completed(options, "model", "context"))
         if isinstance(self._context, TorchRLContext) and self._context.num_workers is not None:
             self._patience = START_SECONDS
             self._first_number = self._context.first_number
 
-    update_wrapper(init_on_sender, Scheme.init_on_sender)
-
-    @checked
+    @checked(Scheme.init_on_receiver)
     def init_on_receiver(self, model_id: str, context: Any = None, **options: Any) -> None:
         options = self._completed({**options, "context": context}, "model", "context", "worker_idx")
         if self._first_number and options.get("worker_idx") is not None:
             options["worker_idx"] -= self._first_number
         super().init_on_receiver(model_id, **options)
-
-    update_wrapper(init_on_receiver, Scheme.init_on_receiver)
 
     def _completed(self, options: Mapping[str, Any], *names: str) -> dict[str, Any]:
         missing = [name for name in names if self.role is None and options.get(name) is None]

@@ -193,7 +193,7 @@ class RemoteCallCore(Scheme):
         one that is not in there is sent weights all the same, and applies them by itself if it has ``apply="auto"``."""
         return self._remotes
 
-    @checked
+    @checked(Scheme.init_on_sender)
     def init_on_sender(
         self,
         *,
@@ -248,13 +248,11 @@ class RemoteCallCore(Scheme):
         if self.role == "sender":
             self._call_them(self._remotes)
 
-    @checked
+    @checked(Scheme.init_on_receiver)
     def init_on_receiver(
         self, model_id: str, context: Any = None, *, apply: str = "on_receive", **options: Any
     ) -> None:
         super().init_on_receiver(model_id, context=context, apply=apply, **options)
-
-    init_on_receiver.__doc__ = Scheme.init_on_receiver.__doc__
 
     # -- in a worker --------------------------------------------------------------------------------------------------
 
@@ -443,7 +441,7 @@ register("rpc", RPCWeightSyncScheme, BlockingRPC)
 Backend = Annotated[
     str,
     Option(
-        'how the bytes travel. ``"gloo"``: through a connection of torch.distributed for each actor; '
+        doc='how the bytes travel. ``"gloo"``: through a connection of torch.distributed for each actor; '
         '``"object_store"``: through Ray\'s object store, once for all actors of a host.'
     ),
 ]
@@ -658,7 +656,7 @@ class TransformCore(RayCore):
         """A RayModuleTransform has been given this scheme."""
         self._transform = transform
 
-    @checked
+    @checked(RayCore.init_on_sender)
     def init_on_sender(self, *, ray_transform: Any = None, **options: Any) -> None:
         """Make this the sender's side.
 
@@ -677,13 +675,11 @@ class TransformCore(RayCore):
         super().init_on_sender(**{"remotes": [transform._actor], **options})
         self._transform = transform
 
-    @checked
+    @checked(RayCore.init_on_receiver)
     def init_on_receiver(self, model_id: str, context: Any = None, **options: Any) -> None:
         options = {"worker_idx": 0, "model": getattr(context, "module", None), **options}
         super().init_on_receiver(model_id, context=None, **options)
         self._context = context
-
-    init_on_receiver.__doc__ = RemoteCallCore.init_on_receiver.__doc__
 
     async def connect_sender(self, initial: Source | None, timeout: float) -> None:
         # The sender alone connects: it has the transform's actor do its part.

@@ -25,7 +25,7 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
-from asyncsync.arguments import check_processes, check_timeout, checked, declared, options_of, refuse_misspelt
+from asyncsync.arguments import check_processes, check_timeout, checked, declared, defaults_of, refuse_misspelt
 from asyncsync.bus.applying import Mark
 from asyncsync.bus.carrier import Carrier, Source, Taken
 from asyncsync.bus.core import BusCore, BusOptions
@@ -50,7 +50,7 @@ from asyncsync.weights.slab import Slab
 from asyncsync.weights.tree import FlatWeights, Path
 from asyncsync.wire.messages import FIRST_ANONYMOUS, FIRST_GUEST, MAX_NAME, Shown
 
-BUS_OPTIONS = {"endpoint": None} | {name: option.default for name, option in options_of(BusOptions).items()}
+BUS_OPTIONS = {"endpoint": None} | defaults_of(BusOptions)
 
 
 # Each scheme is a pair of classes, one of each API.
@@ -468,7 +468,7 @@ class Scheme(ABC):
 
     # -- phase 1: no communication --------------------------------------------------------------------------------
 
-    @checked
+    @checked()
     def init_on_sender(
         self,
         *,
@@ -518,7 +518,7 @@ class Scheme(ABC):
         self.topic, self._context, self._model = model_id or "", context, model
         self._devices, self.sources, self._carrier = chosen, sources, transport
 
-    @checked
+    @checked()
     def init_on_receiver(
         self,
         model_id: str,

@@ -83,7 +83,7 @@ class DistributedCore(Scheme):
         name = self.topic if self._store_info is None else ""  # in a store of its own there is no other scheme
         return StorePlace(name, partial(_client_of, self._store_info, self._options["timeout"]), own)
 
-    @checked
+    @checked(Scheme.init_on_sender)
     def init_on_sender(self, *, context: Any = None, num_workers: int | None = None, **options: Any) -> None:
         place = None  # in a process group, one is made when it connects
         if self._in_group(self._bus.endpoint) and default_store() is not None:
@@ -109,8 +109,6 @@ class DistributedCore(Scheme):
             raise
         self._place = place
 
-    init_on_sender.__doc__ = Scheme.init_on_sender.__doc__
-
     def _own_store(self, context: Any) -> OwnStore:
         if self._store_info is not None:
             return OwnStore(*self._store_info)
@@ -125,7 +123,7 @@ class DistributedCore(Scheme):
         if self._place is not None:
             self._place = self._meeting_place(self._place.own)
 
-    @checked
+    @checked(Scheme.init_on_receiver)
     def init_on_receiver(
         self, model_id: str, context: Any = None, *, worker_idx: int | None = None, **options: Any
     ) -> None:
@@ -134,8 +132,6 @@ class DistributedCore(Scheme):
         if not is_told and is_in_group and distributed.get_rank():
             worker_idx = distributed.get_rank() - 1
         super().init_on_receiver(model_id, context, worker_idx=worker_idx, **options)
-
-    init_on_receiver.__doc__ = Scheme.init_on_receiver.__doc__
 
     def check_fresh(self, role: str) -> None:
         super().check_fresh(role)

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+from asyncsync.collectors.arguments import check_choice
 from asyncsync.collectors.distributed.nodes import Node, NodeFamily, until_ended
 from asyncsync.collectors.workers.group import Reports
 from asyncsync.collectors.workers.messages import Parcel, dumps, loads
@@ -263,8 +264,7 @@ class LaunchedFamily(NodeFamily):
 
     def __init__(self, launcher: str, slurm_kwargs: Any, tcp_port: int | str | None, restarts: int = 0) -> None:
         super().__init__(restarts)
-        if launcher not in LAUNCHERS:
-            raise ValueError(f"unknown launcher {launcher!r}: choose one of {', '.join(map(repr, LAUNCHERS))}")
+        check_choice("launcher", launcher, LAUNCHERS)
         if slurm_kwargs is not None and not isinstance(slurm_kwargs, Mapping):
             raise TypeError(f"slurm_kwargs must be a dict of parameters for submitit's executor, not {slurm_kwargs!r}")
         if slurm_kwargs and launcher != "submitit":

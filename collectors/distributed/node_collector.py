@@ -20,6 +20,7 @@ import torch
 
 from asyncsync.arguments import Option, declared, described
 from asyncsync.collectors.arguments import (
+    check_choice,
     check_count,
     check_devices,
     check_factories,
@@ -36,14 +37,12 @@ from asyncsync.collectors.distributed.rpc import RPCFamily
 from asyncsync.collectors.multi.collector import GroupCollector, MultiAsyncCollector, MultiSyncCollector
 from asyncsync.collectors.multi.driver import AsyncDriver, SyncDriver
 from asyncsync.collectors.options import (
-    ExtendBuffer,
+    ActingOptions,
+    BufferOptions,
     InitFn,
     LateOptions,
     MaxInterval,
-    NoCudaSync,
     RolloutOptions,
-    TrajsPerBatch,
-    TrustPolicy,
 )
 from asyncsync.collectors.single import Collector
 from asyncsync.collectors.workers.group import WorkerGroup
@@ -85,21 +84,21 @@ def _check_options(name: str, given: Any) -> None:
 UpdateAfter = Annotated[
     bool,
     Option(
-        "send the policy's weights: with ``sync`` to all nodes before each batch, otherwise after each batch to the "
-        "node that produced it.",
         False,
+        doc="send the policy's weights: with ``sync`` to all nodes before each batch, otherwise after each batch to "
+        "the node that produced it.",
     ),
 ]
 Restarts = Annotated[
     int,
     Option(
-        "how often each lost node is started again, with a new environment, the current weights, and the latest hooks; "
-        "an unfinished profile begins again. Calls to its worker wait until it has connected.",
         0,
+        doc="how often each lost node is started again, with a new environment, the current weights, and the latest "
+        "hooks; an unfinished profile begins again. Calls to its worker wait until it has connected.",
     ),
 ]
 ConnectTimeout = Annotated[
-    float, Option("seconds within which all nodes must be ready, and each node that is started again.", 120.0)
+    float, Option(120.0, doc="seconds within which all nodes must be ready, and each node that is started again.")
 ]
 
 
@@ -117,10 +116,10 @@ class NodeOptions(RolloutOptions, total=False):
         sync: True: a batch stacks one rollout of every node. False: a batch is one node's rollout, in order of arrival.
     """
 
-    collector_class: Annotated[str | Callable[..., BaseCollector], Option(default=Collector)]
+    collector_class: Annotated[str | Callable[..., BaseCollector], Option(Collector)]
     collector_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
-    num_workers_per_collector: Annotated[int, Option(default=1)]
-    sync: Annotated[bool, Option(default=False, check=_check_sync)]
+    num_workers_per_collector: Annotated[int, Option(1)]
+    sync: Annotated[bool, Option(False, _check_sync)]
 
 
 @described
@@ -139,9 +138,9 @@ class LaunchedOptions(NodeOptions, total=False):
     slurm_kwargs: Mapping[str, Any] | None
     update_after_each_batch: UpdateAfter
     max_weight_update_interval: MaxInterval
-    launcher: Annotated[str, Option(default="submitit")]
+    launcher: Annotated[str, Option("submitit")]
     tcp_port: Annotated[int | str | None, Option(check=_check_port)]
-    backend: Annotated[str, Option(default="gloo", check=lambda _, backend: check_backend(backend))]
+    backend: Annotated[str, Option("gloo", lambda _, backend: check_backend(backend))]
 
 
 @described
@@ -162,21 +161,19 @@ class RPCOptions(LaunchedOptions, PipeOptions, LateOptions, total=False):
 
 
 @described
-class DistributedOptions(LaunchedOptions, LateOptions, total=False):
+class DistributedOptions(LaunchedOptions, BufferOptions, total=False):
     """Of ``DistributedCollector``.
 
     Args:
         replay_buffer: receives the frames: a buffer that pickles as a handle and has an attribute ``shared = True``.
     """
 
-    replay_buffer: Any
-    extend_buffer: ExtendBuffer
     restarts: Restarts
     connect_timeout: ConnectTimeout
 
 
 @described
-class RayOptions(NodeOptions, LateOptions, total=False):
+class RayOptions(NodeOptions, ActingOptions, total=False):
     """Of ``RayCollector``.
 
     Args:
@@ -195,11 +192,6 @@ class RayOptions(NodeOptions, LateOptions, total=False):
     num_collectors: int | None
     update_after_each_batch: UpdateAfter
     max_weight_update_interval: MaxInterval
-    replay_buffer: Any
-    extend_buffer: ExtendBuffer
-    trust_policy: TrustPolicy
-    no_cuda_sync: NoCudaSync
-    trajs_per_batch: TrajsPerBatch
     init_fn: InitFn
     restarts: Restarts
     connect_timeout: ConnectTimeout
@@ -413,8 +405,7 @@ def _visible(given: Sequence[int | str | torch.device] | None, count: int) -> li
 
 def _class_of(given: str | Callable[..., BaseCollector]) -> Callable[..., BaseCollector]:
     if isinstance(given, str):
-        if given not in KINDS:
-            raise ValueError(f"unknown collector_class {given!r}: choose one of {', '.join(map(repr, KINDS))}")
+        check_choice("collector_class", given, KINDS)
         return KINDS[given]
     kind = given.func if isinstance(given, functools.partial) else given
     if not callable(kind) or (inspect.isclass(kind) and not issubclass(kind, BaseCollector)):

@@ -24,7 +24,7 @@ from tensordict.nn import InteractionType
 from torch import nn
 
 from asyncsync.arguments import Option, declared, described
-from asyncsync.collectors.arguments import Device, check_policy_factory, fits, frames_or_none, whole
+from asyncsync.collectors.arguments import Device, check_choice, check_policy_factory, fits, frames_or_none, whole
 from asyncsync.collectors.base import SHUTDOWN_SECONDS, Lifetime
 from asyncsync.collectors.envs import environment as environments
 from asyncsync.collectors.options import InitFn, family
@@ -57,18 +57,10 @@ KEPT = 1024
 OF_WORKER = ("num_trajectories", "reward_keys", "done_keys", "metrics_fn", "dump_video")
 """The options that the worker itself has."""
 
-WORKERS: dict[str, tuple[str, dict[str, Any], Callable[[], Any]]] = {
-    "process": ("sync", {}, SharedMemWeightSyncScheme),
-    "ray": ("ray", {"sync": True}, RayWeightSyncScheme),
-}
-"""By the backend: which collector has the worker, with which arguments, and how weights come to it."""
+SCHEMES = {"process": SharedMemWeightSyncScheme, "ray": RayWeightSyncScheme}
+"""By the backend: what brings weights to the worker."""
 
-CHOICES = {"busy_policy": ("skip", "newest", "queue", "error"), "backend": tuple(WORKERS)}
-
-
-def _check_choice(name: str, value: Any) -> None:
-    if value not in CHOICES[name]:
-        raise ValueError(f"unknown {name} {value!r}: choose one of {', '.join(map(repr, CHOICES[name]))}")
+BUSY_POLICIES = ("skip", "newest", "queue", "error")
 
 
 @described
@@ -101,21 +93,21 @@ class EvaluatorOptions(TypedDict, total=False):
     """
 
     policy_factory: Annotated[Callable[..., Any] | None, Option(check=check_policy_factory)]
-    num_trajectories: Annotated[int, Option(default=10, check=partial(whole, least=1))]
+    num_trajectories: Annotated[int, Option(10, partial(whole, least=1))]
     max_steps: int | None
     frames_per_batch: int | None
     collector_kwargs: Mapping[str, Any] | None
     weight_sync_schemes: Mapping[str, Any] | None
-    log_prefix: Annotated[str, Option(default="eval")]
-    reward_keys: Annotated[Key, Option(default=("next", "reward"))]
+    log_prefix: Annotated[str, Option("eval")]
+    reward_keys: Annotated[Key, Option(("next", "reward"))]
     done_keys: Key | None
     device: Device | None
-    exploration_type: Annotated[InteractionType | None, Option(default=InteractionType.DETERMINISTIC)]
+    exploration_type: Annotated[InteractionType | None, Option(InteractionType.DETERMINISTIC)]
     metrics_fn: Callable[[TensorDictBase], Mapping[str, Any]] | None
-    dump_video: Annotated[bool, Option(default=True)]
+    dump_video: Annotated[bool, Option(True)]
     on_result: Callable[[TensorDictBase], object] | None
-    busy_policy: Annotated[str, Option(default="skip", check=_check_choice)]
-    backend: Annotated[str, Option(default="process", check=_check_choice)]
+    busy_policy: Annotated[str, Option("skip", partial(check_choice, choices=BUSY_POLICIES))]
+    backend: Annotated[str, Option("process", partial(check_choice, choices=tuple(SCHEMES)))]
     init_fn: InitFn
 
 
@@ -153,14 +145,13 @@ class Evaluator(Lifetime):
         policy_factory, schemes = options["policy_factory"], options["weight_sync_schemes"]
         if policy is None and policy_factory is None:
             raise TypeError("Evaluator has nothing to evaluate: pass policy= or policy_factory=")
-        collector, own, scheme = WORKERS[options["backend"]]
         if schemes is None and policy_factory is not None:
-            schemes = {"policy": scheme()}
+            schemes = {"policy": SCHEMES[options["backend"]]()}
         limit, frames = frames_or_none("max_steps", options["max_steps"]), options["frames_per_batch"]
         self._busy_policy = options["busy_policy"]
         self._steps = 0
         of_worker = {name: value for name, value in options.items() if name in OF_WORKER}
-        self._collector = family(collector)(
+        self._collector = family(options["backend"])(
             [env],
             policy,
             policy_factory=policy_factory,
@@ -171,7 +162,7 @@ class Evaluator(Lifetime):
             weight_sync_schemes=schemes,
             init_fn=options["init_fn"],
             collector_class=partial(EpisodeCollector, evaluation=of_worker),
-            **own,
+            sync=True,
             **(options["collector_kwargs"] or {}),
         )
         self._group = group = self._collector.group

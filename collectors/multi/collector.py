@@ -23,7 +23,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
-from asyncsync.arguments import declared, options_of
+from asyncsync.arguments import declared, defaults_of
 from asyncsync.collectors.arguments import (
     check_count,
     check_devices,
@@ -42,7 +42,7 @@ from asyncsync.collectors.arguments import (
 from asyncsync.collectors.base import ANSWER_SECONDS, SHUTDOWN_SECONDS, BaseCollector, Signals, _part
 from asyncsync.collectors.multi.driver import AsyncDriver, BatchArguments, Driver, SyncDriver
 from asyncsync.collectors.multi.torchrl_private import let_workers_begin
-from asyncsync.collectors.options import Chooses, MultiOptions, family
+from asyncsync.collectors.options import Chooses, MultiOptions
 from asyncsync.collectors.profiling import ProfileConfig
 from asyncsync.collectors.single import Collector
 from asyncsync.collectors.trajectories import check_trajectories, on_device, processed
@@ -218,7 +218,7 @@ class GroupCollector(BaseCollector):
         names = OF_WORKERS if self.replay_buffer is None else (*OF_WORKERS, *OF_WRITERS)
         common = {name: given[name] for name in names} | {"track_policy_version": bool(given["track_policy_version"])}
         kwargs = each("create_env_kwargs", given["create_env_kwargs"], self.num_workers)
-        defaults = {name: option.default for name, option in options_of(MultiOptions).items()}
+        defaults = defaults_of(MultiOptions)
         found = []
         for worker, own_policy in enumerate(policies):
             own = {
@@ -671,7 +671,8 @@ class MultiCollector(GroupCollector, metaclass=Chooses):
             raise TypeError(
                 "MultiCollector needs sync=True (batches of all workers together) or sync=False (each as it comes)"
             )
-        return family("sync" if sync else "async")(*args, **kwargs)
+        kind = MultiSyncCollector if sync else MultiAsyncCollector
+        return kind(*args, **kwargs)
 
 
 class MultiSyncCollector(MultiCollector):

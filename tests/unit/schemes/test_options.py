@@ -31,8 +31,8 @@ def test_a_bus_takes_what_is_declared() -> None:
 
 
 class Few(TypedDict, total=False):
-    size: Annotated[int, Option("how many.", 2, check_count)]
-    name: Annotated[str | None, Option("what it is called.")]
+    size: Annotated[int, Option(2, check_count, "how many.")]
+    name: Annotated[str | None, Option(doc="what it is called.")]
 
 
 class Thing:
