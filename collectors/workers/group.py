@@ -35,12 +35,11 @@ from asyncsync.collectors.base import ANSWER_SECONDS
 from asyncsync.collectors.trajectories import WholeTrajectories
 from asyncsync.collectors.workers.control_page import ControlPage, Wishes
 from asyncsync.collectors.workers.messages import Failure, RolloutResult, dumps, loads, note
-from asyncsync.collectors.workers.shared_batches import Arrangement, SharedPlaces
+from asyncsync.collectors.workers.shared_batches import Arrangement, Lease, Places
 from asyncsync.collectors.workers.worker import FREE, Message, WorkerInfo
 from asyncsync.errors import AckTimeout, ClosedError, PeerLost
 from asyncsync.runtime import loop_thread
 from asyncsync.schemes.remote_calls import RemoteCallCore
-from asyncsync.transports.shared_memory import Lease
 
 logger = logging.getLogger("asyncsync")
 
@@ -325,7 +324,7 @@ class WorkerGroup:
 
     # -- rollouts -----------------------------------------------------------------------------------------------------
 
-    def places(self, workers: Sequence[int], dim: int | None) -> SharedPlaces:
+    def places(self, workers: Sequence[int], dim: int | None) -> Places:
         """Where rollouts of these workers lie one after another along a dimension of ``[*batch_size, steps]`` (None:
         stacked, first). A batch of a worker that shares no memory comes by value."""
 
@@ -333,7 +332,7 @@ class WorkerGroup:
             for index, worker in enumerate(workers):
                 self._send(self._members[worker], ("learn", arrangement, index))
 
-        return SharedPlaces(dim, teach)
+        return Places(dim, teach)
 
     def request(self, worker: int, serial: int, random: bool, lease: Lease | None = None) -> None:
         """Request a rollout of a worker, into a place with this lease; returns at once. ``random``: with random actions
@@ -344,16 +343,6 @@ class WorkerGroup:
             if not self.family.shares_memory:
                 self._tell(member, at_once=True)  # of a pause that has begun, above all
             self._send(member, request)
-
-    def _rolled_out(self, member: _Member, result: RolloutResult) -> None:
-        member.requests.popleft()
-        member.unrecorded -= 1
-        if self._writes:
-            self.frames += result.frames
-        if member.is_free:
-            self._go_on(member)
-        else:
-            self.results.append(result)
 
     def run_free(self, total: float, random: int, batch: int | None = None) -> None:
         """Have all workers roll out into the replay buffer until :attr:`frames` is ``total``, the first so many with
@@ -515,8 +504,15 @@ class WorkerGroup:
             case _ if self.ending:
                 pass
             case "result", in_place, steps, frames, layout, payload:
-                load = partial(self.family.batch, member.rank, payload)
-                self._rolled_out(member, RolloutResult(member.rank, in_place, steps, frames, layout, load))
+                member.requests.popleft()
+                member.unrecorded -= 1
+                if self._writes:
+                    self.frames += frames
+                if member.is_free:
+                    self._go_on(member)
+                else:
+                    load = partial(self.family.batch, member.rank, payload)
+                    self.results.append(RolloutResult(member.rank, in_place, steps, frames, layout, load))
             case "begun", _:
                 self._tell(member)
             case ("told",):

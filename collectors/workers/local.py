@@ -32,7 +32,7 @@ from anyio import move_on_after
 
 from asyncsync.collectors.workers.control_page import ControlPage, page_at
 from asyncsync.collectors.workers.group import Family, Reports
-from asyncsync.collectors.workers.messages import Channel, Packet, encode, note
+from asyncsync.collectors.workers.messages import Channel, Packet, Stopped, encode, note
 from asyncsync.collectors.workers.shared_batches import BatchWriter
 from asyncsync.collectors.workers.worker import Message, Worker, report
 from asyncsync.errors import PeerLost, WeightSyncError
@@ -116,8 +116,8 @@ class WorkerProcess:
         """Report what has come."""
         while self._is_open:
             try:
-                message = self.channel.poll()
-            except EOFError:
+                message = self.channel.receive(wait=False)
+            except Stopped:
                 self._is_open = False  # it is ending, and its exit code will show how
                 asyncio.get_running_loop().remove_reader(self.channel.fileno())
                 return

@@ -39,9 +39,8 @@ from tensordict import TensorDictBase, set_lazy_legacy
 from asyncsync.collectors.trajectories import StridedPool, processed
 from asyncsync.collectors.workers.control_page import ControlPage, SharedPool, page_at
 from asyncsync.collectors.workers.messages import Failure, Parcel, Stopped, dumps, loads
-from asyncsync.collectors.workers.shared_batches import BatchWriter
+from asyncsync.collectors.workers.shared_batches import BatchWriter, Lease
 from asyncsync.errors import ClosedError, WeightSyncError
-from asyncsync.transports.shared_memory import Lease
 
 logger = logging.getLogger("asyncsync")
 
