@@ -267,16 +267,16 @@ class GroupCollector(BaseCollector):
             self.register_scheme_receiver(given["weight_recv_schemes"])
 
     def _wait_until_built(self, deadline: float) -> None:
-        try:
-            self.group.wait(lambda: len(self.group.infos) == self.num_workers, max(0.0, deadline - time.monotonic()))
-        except AckTimeout as error:
-            if error is self.group.failure:  # a worker's own
-                raise
-            missing = sorted(set(range(self.num_workers)) - set(self.group.infos))
-            raise AckTimeout(
-                f"workers {missing} of this {type(self).__name__} were not ready in time: pass a longer "
-                "connect_timeout, if importing libraries and making environments takes longer"
-            ) from None
+        infos, everybody = self.group.infos, range(self.num_workers)
+
+        def late() -> str:
+            return (
+                f"workers {[worker for worker in everybody if worker not in infos]} of this {type(self).__name__} were "
+                "not ready in time: pass a longer connect_timeout, if importing libraries and making environments "
+                "takes longer"
+            )
+
+        self.group.wait(lambda: len(infos) == self.num_workers, max(0.0, deadline - time.monotonic()), late)
 
     def _connect(self, deadline: float) -> None:
         """Connect both sides at the same time. When the workers fail, this side's attempt is ended."""

@@ -32,10 +32,9 @@ _opened: weakref.WeakValueDictionary[tuple[int, MemoryPlace], ControlPage] = wea
 
 
 class Wishes(NamedTuple):
-    """What a control page says to one worker."""
+    """What a control page says to one worker that goes on: its end is a message of its own."""
 
-    stop: int
-    paused: bool
+    paused: int
     cut: int
     counted: int
     newest: int
@@ -79,22 +78,18 @@ class ControlPage:
 
     # -- written by the trainer ---------------------------------------------------------------------------------------
 
+    stopped = _Number(_STOP)  # whether all workers end before their next step; 2: and leave their environments open
     paused = _Number(_PAUSE)  # whether workers stand still before their next step
     counted = _Number(_COUNTED)  # versions of the policy that reached the workers without a scheme
 
     def stop(self, close_env: bool = True) -> None:
         """Have all workers end before their next step, and close their environments or not."""
-        self.numbers[_STOP] = 1 if close_env else 2
-        self.on_change()
-
-    @property
-    def stopped(self) -> bool:
-        return bool(self.numbers[_STOP])
+        self.stopped = 1 if close_env else 2
 
     @property
     def closes_env(self) -> bool:
         """Whether a worker that ends closes its environment."""
-        return self.numbers[_STOP] != 2
+        return self.stopped != 2
 
     def cut(self, serial: int) -> None:
         """End rollouts with this serial number, or a smaller one, after the step under way."""
@@ -128,13 +123,12 @@ class ControlPage:
     def wishes(self, worker: int) -> Wishes:
         """What this page says to a worker."""
         numbers = self.numbers
-        return Wishes(numbers[_STOP], bool(numbers[_PAUSE]), numbers[_CUT], numbers[_COUNTED], self.newest(worker))
+        return Wishes(numbers[_PAUSE], numbers[_CUT], numbers[_COUNTED], self.newest(worker))
 
     def heed(self, worker: int, wishes: Wishes) -> None:
         """Write what the trainer's page says to this worker."""
         numbers = self.numbers
         numbers[_PAUSE], numbers[_CUT], numbers[_COUNTED] = wishes.paused, wishes.cut, wishes.counted
-        numbers[_STOP] = numbers[_STOP] or wishes.stop
         self.publish(wishes.newest, [worker])
 
     # -- written by all -----------------------------------------------------------------------------------------------

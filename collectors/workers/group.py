@@ -96,12 +96,9 @@ class Family(ABC):
     restarts = 0
 
     @abstractmethod
-    def open(
-        self, count: int, call_soon: Callable[..., object], page: ControlPage, replay_buffer: Any, schemes: Any
-    ) -> bytes | None:
-        """Prepare what so many workers need, in the thread that constructs the collector; it may wait. ``call_soon``
-        calls a function on the loop thread, from any thread. Returns the pickled replay buffer and schemes, if a worker
-        is not given them otherwise."""
+    def open(self, group: WorkerGroup, replay_buffer: Any, schemes: Any) -> bytes | None:
+        """Prepare what the workers of this group need, in the thread that constructs the collector; it may wait.
+        Returns the pickled replay buffer and schemes, if a worker is not given them otherwise."""
 
     @abstractmethod
     def start(self, rank: int, reports: Reports) -> None:
@@ -222,7 +219,7 @@ class WorkerGroup:
         self._writes = replay_buffer is not None
         self._calling = [scheme for scheme in schemes.values() if isinstance(scheme, RemoteCallCore)]
         self._members = [_Member(rank, specification) for rank, specification in enumerate(specifications)]
-        self._common = self.family.open(len(specifications), self.call_soon, self.page, replay_buffer, schemes)
+        self._common = self.family.open(self, replay_buffer, schemes)
         loop_thread.run(self._begin)
         for member in self._members:
             self._launch(member)
@@ -286,12 +283,14 @@ class WorkerGroup:
 
     # -- waiting ------------------------------------------------------------------------------------------------------
 
-    async def until(self, met: Callable[[], T | None], timeout: float | None = None) -> T:
+    async def until(
+        self, met: Callable[[], T | None], timeout: float | None = None, late: Callable[[], str] | None = None
+    ) -> T:
         """Wait on the loop thread until ``met()`` is true, and return its value; it is called whenever something has
         come.
 
-        Raises AckTimeout: not within the timeout (seconds); ClosedError: the group was ended meanwhile; BaseException:
-        what a worker raised, or PeerLost if it has died.
+        Raises AckTimeout: not within the timeout (seconds), with the message ``late()``; ClosedError: the group was
+        ended meanwhile; BaseException: what a worker raised, or PeerLost if it has died.
         """
         with move_on_after(timeout):
             while True:
@@ -301,12 +300,15 @@ class WorkerGroup:
                 if result := met():
                     return result
                 await self._changed.wait()
-        raise AckTimeout(f"the workers of this {self._owner} did not answer within {timeout:g} s")
+        message = f"the workers of this {self._owner} did not answer within {timeout:g} s" if late is None else late()
+        raise AckTimeout(message)
 
-    def wait(self, met: Callable[[], T | None], timeout: float | None = None) -> T:
+    def wait(
+        self, met: Callable[[], T | None], timeout: float | None = None, late: Callable[[], str] | None = None
+    ) -> T:
         """:meth:`until` for any other thread. Ctrl-C ends it."""
         self.check()
-        return loop_thread.run(lambda: self.until(met, timeout))
+        return loop_thread.run(lambda: self.until(met, timeout, late))
 
     def call_soon(self, function: Callable[..., object], *arguments: Any) -> None:
         """Call a function on the loop thread, from any thread; not after the end."""
@@ -452,16 +454,15 @@ class WorkerGroup:
         calls = [_Call(worker, name, given, next(self._numbers)) for worker, given in arguments.items()]
         for call in calls:
             self._ask(call)
-        try:
-            await self.until(lambda: all(call.answer for call in calls), timeout)
-        except AckTimeout as error:
-            if error is self.failure:  # a worker's own
-                raise
-            late = next(call.worker for call in calls if call.answer is None)
-            raise AckTimeout(
-                f"worker {late} did not answer ({name}) in time. It answers between two rollouts, and will still carry "
-                "out the call: pass a longer timeout="
-            ) from None
+
+        def late() -> str:
+            worker = next(call.worker for call in calls if call.answer is None)
+            return (
+                f"worker {worker} did not answer ({name}) in time. It answers between two rollouts, and will still "
+                "carry out the call: pass a longer timeout="
+            )
+
+        await self.until(lambda: all(call.answer for call in calls), timeout, late)
         return calls
 
     def _ask(self, call: _Call) -> None:

@@ -280,7 +280,7 @@ class Worker:
         """Whether the rollout ends early. A worker that is paused stands still in here."""
         if self._page.paused:
             self._stand_still()
-        return self._page.stopped or self._page.is_cut(self._serial)
+        return self._page.stopped > 0 or self._page.is_cut(self._serial)
 
     def _stand_still(self) -> None:
         """Between two steps, until the trainer goes on; with workers of its own, between two of their batches."""
