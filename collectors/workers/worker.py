@@ -37,7 +37,7 @@ import torch
 from tensordict import TensorDictBase, set_lazy_legacy
 
 from asyncsync.collectors.trajectories import StridedPool, processed
-from asyncsync.collectors.workers.control_page import ControlPage, SharedPool, page_at
+from asyncsync.collectors.workers.control_page import COUNTED, CUT, PAUSE, STOP, ControlPage, SharedPool, page_at
 from asyncsync.collectors.workers.messages import Failure, Parcel, Stopped, dumps, loads
 from asyncsync.collectors.workers.shared_batches import BatchWriter, Lease
 from asyncsync.errors import ClosedError, WeightSyncError
@@ -274,7 +274,9 @@ class Worker:
 
     @property
     def calls(self) -> bool:
-        return self._page.interrupts(self._serial, self._counted)
+        numbers = self._page.numbers  # read here: each step does
+        is_cut = numbers[CUT] >= self._serial
+        return is_cut or numbers[STOP] > 0 or numbers[PAUSE] > 0 or numbers[COUNTED] != self._counted
 
     def interrupts(self) -> bool:
         """Whether the rollout ends early. A worker that is paused stands still in here."""
