@@ -439,21 +439,7 @@ class WorkerGroup:
     ) -> list[Any]:
         """:meth:`ask`, with arguments of each worker's own."""
         self.check()
-        pickled = {worker: dumps(given) for worker, given in arguments.items()}
-        calls = loop_thread.run(lambda: self._answered(name, pickled, timeout))
-        answers = []
-        for call in calls:
-            assert call.answer is not None
-            failure, result = call.answer
-            if failure is not None:
-                raise failure.error(f"worker {call.worker}")
-            answers.append(loads(result))
-        return answers
-
-    async def _answered(self, name: str, arguments: Mapping[int, bytes], timeout: float) -> list[_Call]:
-        calls = [_Call(worker, name, given, next(self._numbers)) for worker, given in arguments.items()]
-        for call in calls:
-            self._ask(call)
+        calls = [_Call(worker, name, dumps(given), next(self._numbers)) for worker, given in arguments.items()]
 
         def late() -> str:
             worker = next(call.worker for call in calls if call.answer is None)
@@ -462,8 +448,20 @@ class WorkerGroup:
                 "carry out the call: pass a longer timeout="
             )
 
-        await self.until(lambda: all(call.answer for call in calls), timeout, late)
-        return calls
+        async def answered() -> None:
+            for call in calls:
+                self._ask(call)
+            await self.until(lambda: all(call.answer for call in calls), timeout, late)
+
+        loop_thread.run(answered)
+        answers = []
+        for call in calls:
+            assert call.answer is not None
+            failure, result = call.answer
+            if failure is not None:
+                raise failure.error(f"worker {call.worker}")
+            answers.append(loads(result))
+        return answers
 
     def _ask(self, call: _Call) -> None:
         member = self._members[call.worker]
