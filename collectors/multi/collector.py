@@ -242,21 +242,17 @@ class GroupCollector(BaseCollector):
         let_workers_begin(buffer)
         if hasattr(buffer, "share") and not getattr(buffer, "shared", True):
             buffer.share()
-        follows, specifications = self._announces(), []
-        for factory, own in zip(factories, each_own, strict=True):
-            own.pop("replay_buffer", None)  # travels by itself
-            specification = Specification(
-                kind=given["collector_class"] or Collector,
-                create_env_fn=factory,
-                arguments=own,
-                post_collect_hook=given["post_collect_hook"],
-                init_fn=given["init_fn"],
-                threads=given["num_sub_threads"],
-                follows=follows,
-                timeout=timeout,
-            )
-            specifications.append(pickled(specification))
-        group.start(specifications, self._sender_schemes, buffer)
+        common = {
+            "kind": given["collector_class"] or Collector,
+            "post_collect_hook": given["post_collect_hook"],
+            "init_fn": given["init_fn"],
+            "threads": given["num_sub_threads"],
+            "follows": self._announces(),
+            "timeout": timeout,
+        }
+        pairs = zip(factories, each_own, strict=True)
+        specifications = [Specification(create_env_fn=factory, arguments=own, **common) for factory, own in pairs]
+        group.start([pickled(one) for one in specifications], self._sender_schemes, buffer)
         self._wait_until_built(deadline)
         for index, info in group.infos.items():
             self._arguments.frames[index] = info.frames
